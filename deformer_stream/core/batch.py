@@ -1,0 +1,176 @@
+"""The currency of the road: events come in as a struct of arrays, decisions go out as values.
+
+`EventBatch` is what a codec makes of one poll. `Effects` is what the engine answers; only the edge acts on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+NO_TIME = int(np.iinfo(np.int64).min)
+"""The time of an event that carries none (times are microseconds since 1970, UTC)."""
+
+
+class Reason(StrEnum):
+    """Why an event was refused. The values are the `reason` label of metrics and dead letters."""
+
+    NOT_JSON = "not_json"
+    MISSING_FIELD = "missing_field"
+    UNKNOWN_FEATURE = "unknown_feature"
+    WRONG_TYPE = "wrong_type"
+    NOT_FINITE = "not_finite"
+    DUPLICATE = "duplicate"
+    LATE = "late"
+    TOO_LARGE = "too_large"
+
+
+class Closing(StrEnum):
+    """Why a record was closed."""
+
+    COMPLETE = "complete"
+    """Every feature was observed or declared as never coming."""
+    TIMEOUT = "timeout"
+    """No event of the record came for the record time-out."""
+    END = "end"
+    """The input ended."""
+    REVOKED = "revoked"
+    """Its partition went to another consumer."""
+    EVICTED = "evicted"
+    """The bound on open records was reached and this one had been silent for longest."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventBatch:
+    """N events in order of arrival.
+
+    records: N record ids. features: (N,) int32 feature codes of the schema. values: (N,) float64, raw units for a
+    continuous feature, the label's code for a discrete one (the number of labels stands for an unseen label), NaN for
+    "will not be observed". times: (N,) int64 microseconds or `NO_TIME`. messages: (N,) int32, the message of the poll
+    that carried the event. sources: (N,) int32 partition the event came from. unseen: texts of unseen labels by index.
+    """
+
+    records: list[str]
+    features: NDArray[np.int32]
+    values: NDArray[np.float64]
+    times: NDArray[np.int64]
+    messages: NDArray[np.int32]
+    sources: NDArray[np.int32]
+    unseen: dict[int, str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    @staticmethod
+    def empty() -> EventBatch:
+        ints = np.empty(0, np.int32)
+        return EventBatch([], ints, np.empty(0), np.empty(0, np.int64), ints, ints)
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """One refused event. message: index into the poll. detail: one line that names the offending thing."""
+
+    message: int
+    reason: Reason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """M accepted events, in order of acceptance.
+
+    events: (M,) index into the batch. seq: (M,) int32 place in the record, from 0. log_likelihood: (M,) natural log of
+    p(value | earlier values of the record) in normalised units, a mass for discrete features, NaN for context.
+    running: (M,) its sum so far. score: (M,) running statistic, larger is more anomalous. p_value: (M,) anytime-valid.
+    alert: (M,) bool, true on the event that raised the record's alert.
+    """
+
+    events: NDArray[np.int64]
+    seq: NDArray[np.int32]
+    log_likelihood: NDArray[np.float64]
+    running: NDArray[np.float64]
+    score: NDArray[np.float64]
+    p_value: NDArray[np.float64]
+    alert: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    @staticmethod
+    def empty() -> Scored:
+        f = np.empty(0)
+        return Scored(np.empty(0, np.int64), np.empty(0, np.int32), f, f, f, f, np.empty(0, np.bool_))
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the model expected of a reading, raw units: 5% quantile, median, 95% quantile; or the likeliest label."""
+
+    low: float | None
+    median: float | str | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """One reading's share in an alert. surprise: −ln of its highest-density p-value, nats, 0 is as expected."""
+
+    feature: str
+    value: float | str | None
+    surprise: float
+    expected: Expected
+
+
+@dataclass(frozen=True, slots=True)
+class AlertRaised:
+    """A record became improbable. raised_at: number of readings accepted when it did. message: index into the poll."""
+
+    id: str
+    record: str
+    raised_at: int
+    features_seen: int
+    features_expected: int
+    time: int
+    p_value: float
+    alpha: float
+    score: float
+    running_log_likelihood: float
+    model: str
+    message: int
+    contributions: tuple[Contribution, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """R records that ended, as parallel lists.
+
+    complete: nothing more was awaited. anomaly_score: ranks whole records, larger is more anomalous.
+    alert_seq: place of the event that raised the alert, −1 where none did.
+    """
+
+    records: list[str]
+    reasons: list[Closing]
+    events: NDArray[np.int32]
+    complete: NDArray[np.bool_]
+    log_likelihood: NDArray[np.float64]
+    anomaly_score: NDArray[np.float64]
+    p_value: NDArray[np.float64]
+    alert_seq: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """What the engine decided about one batch. `batch` is the input that `scored.events` points into."""
+
+    batch: EventBatch
+    scored: Scored
+    alerts: list[AlertRaised]
+    rejected: list[Rejected]
+    closed: Closed

@@ -1,0 +1,48 @@
+"""The error tree, named by what the operator does next.
+
+    DeformerError
+    ├── ConfigError        (exit 2)  change a flag, a variable or the configuration file
+    ├── InputError         (exit 3)  mend or exclude the input data
+    ├── ArtifactError      (exit 3)  restore or retrain the model directory
+    ├── Unavailable        (exit 4)  start or reach the service, then run again
+    └── InvariantViolated  (exit 1)  report a bug
+
+A message is one line: what is wrong, where, and the remedy. An event that is refused is no exception but a value,
+`deformer_stream.core.batch.Rejected`: bad input never stops the stream.
+"""
+
+
+class DeformerError(Exception):
+    """An error whose message is meant for the operator; `exit_code` is what the command ends with."""
+
+    exit_code = 1
+
+
+class ConfigError(DeformerError):
+    """A flag, an environment variable or the configuration file asks for something impossible."""
+
+    exit_code = 2
+
+
+class InputError(DeformerError):
+    """The input data cannot be read, or not as what it is said to be."""
+
+    exit_code = 3
+
+
+class ArtifactError(DeformerError):
+    """The model directory is missing, cut short, altered, or of another format version."""
+
+    exit_code = 3
+
+
+class Unavailable(DeformerError):
+    """A service (a broker, a topic) cannot be reached now; running again later may succeed."""
+
+    exit_code = 4
+
+
+class InvariantViolated(DeformerError):
+    """The program contradicts itself: a bug, never the operator's fault."""
+
+    exit_code = 1
