@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -163,6 +164,26 @@ class Closed:
 
     def __len__(self) -> int:
         return len(self.records)
+
+    @staticmethod
+    def joined(parts: Sequence[Closed]) -> Closed:
+        """Several closings as one, in order."""
+        parts = [part for part in parts if len(part)]
+        if len(parts) == 1:
+            return parts[0]
+        if not parts:
+            f, i = np.empty(0), np.empty(0, np.int32)
+            return Closed([], [], i, np.empty(0, np.bool_), f, f, f, i)
+        return Closed(
+            [record for part in parts for record in part.records],
+            [reason for part in parts for reason in part.reasons],
+            np.concatenate([part.events for part in parts]),
+            np.concatenate([part.complete for part in parts]),
+            np.concatenate([part.log_likelihood for part in parts]),
+            np.concatenate([part.anomaly_score for part in parts]),
+            np.concatenate([part.p_value for part in parts]),
+            np.concatenate([part.alert_seq for part in parts]),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,137 @@
+"""Keys and values of open records, in pages, within a bound.
+
+The cache is an accelerator and nothing else: a record's log of readings is the truth, and whatever is missing here is
+rebuilt by prefill. So it may drop any record at any time, and drops the least recently used ones when it is full.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deformer_stream.core.model import DEformer, Extension, Past
+
+PAGE_TOKENS = 8
+"""Tokens a page holds: small records waste little, and gathering stays a few large copies."""
+
+
+class KeyValueCache:
+    """A pool of pages per layer, a page table and a length per slot. A slot is a record's place in the engine.
+
+    memory: bytes all pages may take together (at least one record always fits). Positions are counted in readings;
+    a reading leaves `DEformer.tokens_kept` tokens.
+    """
+
+    def __init__(self, model: DEformer, memory: int) -> None:
+        config = model.config
+        self.kept = model.tokens_kept
+        self.shape = (config.heads, config.d_model // config.heads)
+        self.pages_per_record = -(-len(model.schema) * self.kept // PAGE_TOKENS)
+        page_bytes = 2 * config.layers * PAGE_TOKENS * config.d_model * model.dtype.itemsize
+        self.page_bytes = page_bytes
+        self.pages = max(self.pages_per_record, memory // page_bytes)
+        # Memory that is not touched is not resident, so the whole bound can be asked for at once.
+        self.pool = [
+            torch.empty(self.pages, PAGE_TOKENS, 2, *self.shape, dtype=model.dtype, device=model.device)
+            for _ in range(config.layers)
+        ]
+        self.device = model.device
+        self.free = np.arange(self.pages - 1, -1, -1)
+        self.free_count = self.pages
+        self.table = np.zeros((0, self.pages_per_record), np.int64)
+        self.length = np.zeros(0, np.int64)
+        self.used = np.zeros(0, np.int64)
+        self.clock = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the pages in use."""
+        return int(self.pages - self.free_count) * self.page_bytes
+
+    def grow(self, slots: int) -> None:
+        """Make room for slot numbers below `slots`."""
+        more = slots - len(self.length)
+        if more > 0:
+            self.table = np.concatenate([self.table, np.zeros((more, self.pages_per_record), np.int64)])
+            self.length = np.concatenate([self.length, np.zeros(more, np.int64)])
+            self.used = np.concatenate([self.used, np.zeros(more, np.int64)])
+
+    def _held(self, readings: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Pages that so many readings take."""
+        return -(-readings * self.kept // PAGE_TOKENS)
+
+    def gather(self, slots: NDArray[np.int64]) -> Past:
+        """The pasts of R slots, padded to the longest."""
+        lengths = self.length[slots]
+        pages = int(self._held(lengths.max(keepdims=True))[0]) if len(slots) else 0
+        index = torch.from_numpy(self.table[slots, :pages].reshape(-1)).to(self.device)
+        keys, values = [], []
+        for pool in self.pool:
+            block = pool.index_select(0, index).view(len(slots), pages * PAGE_TOKENS, 2, *self.shape)
+            keys.append(block[:, :, 0])
+            values.append(block[:, :, 1])
+        return Past(keys, values, torch.from_numpy(lengths * self.kept).to(self.device))
+
+    def append(self, slots: NDArray[np.int64], extension: Extension) -> None:
+        """Keep the L new readings of each of R slots; slots for which no page can be had are dropped instead."""
+        fresh = extension.keys[0].shape[1] // self.kept
+        self.clock += 1
+        self.used[slots] = self.clock
+        fits = self._reserve(slots, fresh)
+        self.drop(slots[~fits])
+        rows = np.flatnonzero(fits)
+        slots = slots[rows]
+        if not len(slots):
+            return
+        token = (self.length[slots] * self.kept)[:, None] + np.arange(fresh * self.kept)
+        page = np.take_along_axis(self.table[slots], token // PAGE_TOKENS, 1)
+        flat = torch.from_numpy((page * PAGE_TOKENS + token % PAGE_TOKENS).reshape(-1)).to(self.device)
+        chosen = None if len(rows) == len(fits) else torch.from_numpy(rows).to(self.device)
+        for pool, k, v in zip(self.pool, extension.keys, extension.values, strict=True):
+            block = torch.stack([k, v], 2)
+            block = block if chosen is None else block.index_select(0, chosen)
+            pool.view(-1, 2, *self.shape).index_copy_(0, flat, block.flatten(0, 1))
+        self.length[slots] += fresh
+
+    def _reserve(self, slots: NDArray[np.int64], fresh: int) -> NDArray[np.bool_]:
+        """Give each slot the pages for `fresh` more readings, evicting others; (R,) bool, whether it got them."""
+        have = self._held(self.length[slots])
+        need = self._held(self.length[slots] + fresh) - have
+        short = int(need.sum()) - self.free_count
+        if short > 0:
+            self._evict(short, keep=slots)
+        fits = np.cumsum(need) <= self.free_count
+        need = np.where(fits, need, 0)
+        taken = int(need.sum())
+        pages = self.free[self.free_count - taken : self.free_count]
+        self.free_count -= taken
+        row = np.repeat(np.arange(len(slots)), need)
+        column = np.arange(taken) - np.repeat(np.cumsum(need) - need, need) + np.repeat(have, need)
+        self.table[slots[row], column] = pages
+        return fits
+
+    def _evict(self, pages: int, keep: NDArray[np.int64]) -> None:
+        """Drop the least recently used slots until at least `pages` pages came free, or none but `keep` is left."""
+        candidates = self.length > 0
+        candidates[keep] = False
+        slots = np.flatnonzero(candidates)
+        slots = slots[np.argsort(self.used[slots], kind="stable")]
+        enough = int(np.searchsorted(np.cumsum(self._held(self.length[slots])), pages)) + 1
+        self.drop(slots[:enough])
+
+    def drop(self, slots: NDArray[np.int64]) -> None:
+        """Forget these slots; their readings will be prefilled again if they are asked for."""
+        held = self._held(self.length[slots])
+        row = np.repeat(np.arange(len(slots)), held)
+        column = np.arange(len(row)) - np.repeat(np.cumsum(held) - held, held)
+        self.free[self.free_count : self.free_count + len(row)] = self.table[slots[row], column]
+        self.free_count += len(row)
+        self.length[slots] = 0
+
+
+def tensor(array: NDArray[np.generic], model: DEformer) -> Tensor:
+    """An array on the model's device, numbers in its dtype."""
+    t = torch.from_numpy(array)
+    return t.to(model.device, model.dtype) if t.is_floating_point() else t.to(model.device)

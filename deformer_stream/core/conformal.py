@@ -1,0 +1,134 @@
+"""When to alert: prefix statistics and an anytime-valid rule with a guaranteed false-alarm rate.
+
+Each reading yields a highest-density p-value p_i under the model. For a prefix of k readings two statistics, comparable
+between short and long prefixes:
+
+    G_k = −ln sf_χ²(2k)(−2 Σ ln p_i)        many mild surprises (Fisher's combination)
+    B_k = −ln(1 − (1 − min p_i)^k)          one wild surprise (Šidák's correction)
+
+and g_k = max(G_k, B_k). On n held-out normal records, in their real arrival orders, M_i is the largest g over all
+prefixes of record i. A record's p-value after k readings is p_k = (1 + #{i: M_i ≥ max_{j≤k} g_j}) / (n + 1). It never
+rises, and P(p_k ≤ α at any k) ≤ α for a normal record exchangeable with the calibration records, however wrong the
+model is (Laxhammar and Falkman on incomplete examples; Bates et al., arXiv 2104.08279).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deformer_stream.core.cache import tensor
+from deformer_stream.core.heads import log_gamma_sf
+from deformer_stream.core.model import DEformer
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixState:
+    """What R records carry from reading to reading: scored readings, −Σ ln p, min ln p and max g so far, each (R,)."""
+
+    count: NDArray[np.int64]
+    total: Floats
+    least: Floats
+    peak: Floats
+
+    @staticmethod
+    def start(records: int) -> PrefixState:
+        zero = np.zeros(records)
+        return PrefixState(np.zeros(records, np.int64), zero, zero, zero)
+
+
+def advance(state: PrefixState, log_p: Floats, scored: NDArray[np.bool_]) -> tuple[Floats, PrefixState]:
+    """Add L readings to each of R records.
+
+    log_p: (R, L) ln of the highest-density p-values; scored: (R, L), false for context and padding, which change
+    nothing. Returns the running statistic max_{j≤k} g_j after each reading, (R, L), larger is more anomalous, and the
+    state after the last. Sums run in arrival order, so that any split of the readings gives the same bits.
+    """
+    log_p = np.where(scored, np.minimum(log_p, 0.0), 0.0)
+    count = state.count[:, None] + np.cumsum(scored, 1)
+    total = np.cumsum(np.concatenate([state.total[:, None], -log_p], 1), 1)[:, 1:]
+    least = np.minimum.accumulate(np.concatenate([state.least[:, None], log_p], 1), 1)[:, 1:]
+    g = np.where(count > 0, np.maximum(_fisher(count, total), _sidak(count, least)), 0.0)
+    peak = np.maximum.accumulate(np.concatenate([state.peak[:, None], g], 1), 1)[:, 1:]
+    return peak, PrefixState(count[:, -1], total[:, -1], least[:, -1], peak[:, -1])
+
+
+def _fisher(count: NDArray[np.int64], total: Floats) -> Floats:
+    """G_k: sf of χ² with 2k degrees of freedom at 2t is Q(k, t)."""
+    shape = torch.from_numpy(np.maximum(count, 1).astype(np.float64))
+    result: Floats = -log_gamma_sf(shape, torch.from_numpy(np.ascontiguousarray(total))).numpy()
+    return np.maximum(result, 0.0)
+
+
+def _sidak(count: NDArray[np.int64], least: Floats) -> Floats:
+    """B_k, by series where 1 − (1 − p)^k would cancel."""
+    count = np.maximum(count, 1)
+    tiny = least < -25.0
+    p = np.exp(np.where(tiny, -1.0, np.minimum(least, -1e-12)))
+    return np.where(tiny, -least - np.log(count), -np.log(-np.expm1(count * np.log1p(-p))))
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The statistics M of n held-out normal records, ascending, and the arrival law (`order`) they were taken in."""
+
+    scores: Floats
+    order: str
+
+    def __post_init__(self) -> None:
+        if self.scores.ndim != 1 or not np.isfinite(self.scores).all() or (np.diff(self.scores) < 0).any():
+            raise ValueError("calibration scores must be finite and ascending")
+
+    @staticmethod
+    def of(statistics: Floats, order: str) -> Calibration:
+        return Calibration(np.sort(np.asarray(statistics, np.float64)), order)
+
+    @property
+    def smallest_p(self) -> float:
+        """1/(n + 1): an alpha below it is out of reach, no record can ever raise an alert."""
+        return 1.0 / (len(self.scores) + 1)
+
+    def p_value(self, score: Floats) -> Floats:
+        """Anytime-valid p-values of running statistics, elementwise."""
+        at_least = len(self.scores) - np.searchsorted(self.scores, score, "left")
+        return (1.0 + at_least) / (len(self.scores) + 1.0)
+
+    def threshold(self, alpha: float) -> float:
+        """The running statistic above which an alert goes out at this alpha; infinite where alpha is out of reach."""
+        allowed = math.floor(alpha * (len(self.scores) + 1) + 1e-9) - 1
+        if allowed < 0:
+            return math.inf
+        return float(self.scores[len(self.scores) - 1 - allowed]) if allowed < len(self.scores) else -math.inf
+
+    def to_json(self) -> dict[str, Any]:
+        return {"order": self.order, "records": len(self.scores), "scores": self.scores.tolist()}
+
+    @staticmethod
+    def from_json(row: dict[str, Any]) -> Calibration:
+        return Calibration(np.asarray(row["scores"], np.float64), str(row["order"]))
+
+
+def record_statistics(
+    model: DEformer, features: NDArray[np.int64], values: Floats, batch: int = 256
+) -> NDArray[np.float64]:
+    """M of each record: the largest prefix statistic over its life.
+
+    features: (N, L) codes in arrival order, −1 padding at the end; values: (N, L) normalised units.
+    """
+    peaks = []
+    for start in range(0, len(features), batch):
+        f, v = features[start : start + batch], np.ascontiguousarray(values[start : start + batch])
+        t = torch.from_numpy(np.ascontiguousarray(f)).to(model.device)
+        with torch.inference_mode():
+            x = tensor(v, model)
+            log_p = model.conditionals(t, x).log_p_value(x).double().cpu().numpy()
+        scored = (f >= 0) & ~model.schema.context[np.maximum(f, 0)]
+        peaks.append(advance(PrefixState.start(len(f)), log_p, scored)[1].peak)
+    return np.concatenate(peaks) if peaks else np.empty(0)

@@ -1,0 +1,178 @@
+"""handle(batch, now) → effects: from events to log-likelihoods, p-values and alerts. Decides; never acts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deformer_stream.core.batch import AlertRaised, Closed, Closing, Effects, EventBatch, Scored
+from deformer_stream.core.cache import KeyValueCache, tensor
+from deformer_stream.core.conformal import Calibration, advance
+from deformer_stream.core.explain import contributions
+from deformer_stream.core.model import DEformer
+from deformer_stream.core.records import Accepted, Records
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+GROUP_TOKENS = 16_384
+"""Readings a group of records may bring to one pass through the network: past it, larger matrices gain nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds the engine. record_timeout: microseconds without an accepted event after which a record is closed, or
+    None. open_records: most records open at once. cache_bytes: most memory for cached keys and values."""
+
+    record_timeout: int | None = None
+    open_records: int = 1_000_000
+    cache_bytes: int = 512 * 2**20
+
+
+def alert_id(record: str, model: str, alpha: float) -> str:
+    """Deterministic, so that a sink without transactions can drop what it has already: 32 hex digits."""
+    return hashlib.sha256(f"{record}\0{model}\0{alpha!r}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+class Engine:
+    """Scores readings of open records and raises at most one alert per record.
+
+    model: in eval mode. calibration: of normal records in the arrival law that will be met. fingerprint: of the model,
+    part of every alert. alpha: the largest share of normal records that may ever raise an alert.
+    """
+
+    def __init__(
+        self, model: DEformer, calibration: Calibration, fingerprint: str, alpha: float, limits: Limits | None = None
+    ) -> None:
+        self.model, self.calibration, self.fingerprint, self.alpha = model.eval(), calibration, fingerprint, alpha
+        self.limits = limits or Limits()
+        self.schema = model.schema
+        self.records = Records(model.schema)
+        self.cache = KeyValueCache(model, self.limits.cache_bytes)
+        self.cache_rebuilds = 0
+        self._next_expiry = 0
+
+    def handle(self, batch: EventBatch, now: int) -> Effects:
+        """Score a batch in order. now: microseconds since 1970, never before that of an earlier call."""
+        expired = self._expire(now)
+        accepted, rejected = self.records.accept(batch, now)
+        self.cache.grow(self.records.capacity)
+        scored = self._score(accepted)
+        alerts = [self._alert(batch, accepted, scored, i) for i in np.flatnonzero(scored.alert).tolist()]
+        complete = self._close(accepted.complete, Closing.COMPLETE)
+        excess = len(self.records) - self.limits.open_records
+        evicted = self._close(self.records.stalest(excess) if excess > 0 else [], Closing.EVICTED)
+        return Effects(batch, scored, alerts, rejected, Closed.joined([expired, complete, evicted]))
+
+    def revoke(self, sources: Iterable[int]) -> Effects:
+        """Let go of the records of partitions that another consumer has now."""
+        return self._only(self._close(self.records.of_sources(sources), Closing.REVOKED))
+
+    def finish(self) -> Effects:
+        """The input ended: close every open record, the oldest slot first."""
+        return self._only(self._close(np.flatnonzero(self.records.is_open).tolist(), Closing.END))
+
+    def _only(self, closed: Closed) -> Effects:
+        return Effects(EventBatch.empty(), Scored.empty(), [], [], closed)
+
+    def _expire(self, now: int) -> Closed:
+        timeout = self.limits.record_timeout
+        if timeout is None or now < self._next_expiry:
+            return Closed.joined([])
+        idle, earliest = self.records.idle(now - timeout)
+        # Records only ever get younger, so nothing can expire before the eldest of today's, or a record opened now, does.
+        self._next_expiry = (now if earliest is None else earliest) + timeout
+        return self._close(idle, Closing.TIMEOUT)
+
+    def _close(self, slots: list[int], reason: Closing) -> Closed:
+        closed = self.records.close(slots, reason)
+        self.cache.drop(np.array(slots, np.int64))
+        self.records.release(slots)
+        return closed
+
+    def _score(self, accepted: Accepted) -> Scored:
+        """Log-likelihoods, statistics and p-values of the accepted readings, in order of acceptance."""
+        M = len(accepted.events)
+        if not M:
+            return Scored.empty()
+        # Readings of one record stand together, in its order, from `first` on.
+        order = np.lexsort((accepted.seq, accepted.slots))
+        slots, first, fresh = np.unique(accepted.slots[order], return_index=True, return_counts=True)
+        before = accepted.seq[order][first]
+        start = self.cache.length[slots]
+        start = np.where(start == before, start, 0)
+        self.cache.drop(slots[start != before])
+        self.cache_rebuilds += int(((start == 0) & (before > 0)).sum())
+        columns = np.empty((4, M))
+        alert = np.zeros(M, bool)
+        for rows in _groups(before + fresh - start, fresh, start):
+            target = order[first[rows][:, None] + np.arange(fresh[rows[0]])]
+            columns[:, target], alert[target] = self._score_group(slots[rows], start[rows], before[rows], target.shape[1])
+        return Scored(accepted.events, accepted.seq.astype(np.int32), *columns, alert)
+
+    def _score_group(self, slots: Ints, start: Ints, before: Ints, fresh: int) -> tuple[Floats, NDArray[np.bool_]]:
+        """R records with `fresh` new readings each, cached up to `start`, scored up to `before` (R,).
+
+        Returns log-likelihood, running log-likelihood, score and p-value, (4, R, fresh), and where the alert is raised.
+        """
+        records, new = self.records, slice(-fresh, None)
+        places = start[:, None] + np.arange(int(before[0] + fresh - start[0]))
+        codes, raw = records.readings(slots, places)
+        features = tensor(codes, self.model)
+        values = tensor(self.schema.normalise(codes, raw), self.model)
+        with torch.inference_mode():
+            past = self.cache.gather(slots)
+            extension = self.model.extend(features, values, past)
+            self.cache.append(slots, extension)
+            conditional = extension.conditional[:, new]
+            log_likelihood = conditional.log_prob(values[:, new]).double().cpu().numpy()
+            log_p = conditional.log_p_value(values[:, new]).double().cpu().numpy()
+        scored = ~self.schema.context[codes[:, new]]
+        gain = np.where(scored, log_likelihood, 0.0)
+        running = np.cumsum(np.concatenate([records.log_likelihood[slots, None], gain], 1), 1)[:, 1:]
+        score, state = advance(records.state(slots), log_p, scored)
+        p_value = self.calibration.p_value(score)
+        crossed = (p_value <= self.alpha) & (records.alert_seq[slots] < 0)[:, None]
+        raised = crossed & (np.cumsum(crossed, 1) == 1)
+        rows, columns = np.nonzero(raised)
+        records.store(slots, state)
+        records.log_likelihood[slots] = running[:, -1]
+        records.p_value[slots] = p_value[:, -1]
+        records.alert_seq[slots[rows]] = before[rows] + columns
+        return np.stack([np.where(scored, log_likelihood, np.nan), running, score, p_value]), raised
+
+    def _alert(self, batch: EventBatch, accepted: Accepted, scored: Scored, i: int) -> AlertRaised:
+        """The alert that the i-th accepted reading raised."""
+        event, slot, seen = int(accepted.events[i]), int(accepted.slots[i]), int(accepted.seq[i]) + 1
+        codes, values = self.records.readings(np.array([slot]), np.arange(seen)[None])
+        record = batch.records[event]
+        return AlertRaised(
+            id=alert_id(record, self.fingerprint, self.alpha),
+            record=record,
+            raised_at=seen,
+            features_seen=seen,
+            features_expected=len(self.schema) - int(self.records.absent[slot]),
+            time=int(batch.times[event]),
+            p_value=float(scored.p_value[i]),
+            alpha=self.alpha,
+            score=float(scored.score[i]),
+            running_log_likelihood=float(scored.running[i]),
+            model=self.fingerprint,
+            message=int(batch.messages[event]),
+            contributions=contributions(self.model, codes[0], values[0], self.records.unseen.get(slot, {})),
+        )
+
+
+def _groups(length: Ints, fresh: Ints, start: Ints) -> Iterator[Ints]:
+    """Rows that go through the network together: equally many readings to process and to score, similar pasts."""
+    order = np.lexsort((start, fresh, length))
+    change = np.flatnonzero((np.diff(length[order]) != 0) | (np.diff(fresh[order]) != 0)) + 1
+    for run in np.split(order, change):
+        size = max(1, GROUP_TOKENS // int(length[run[0]]))
+        for at in range(0, len(run), size):
+            yield run[at : at + size]

@@ -1,0 +1,251 @@
+"""The conditional distribution of one reading: a Gaussian mixture (continuous) or a categorical (discrete).
+
+The network's output at an identity token parametrises p(v | readings so far). Everything a scorer, an imputer or a
+sampler asks of that distribution is answered here: log-density or log-mass, cdf, quantile, highest-density p-value,
+mean, sample. Continuous values are in the schema's normalised units throughout.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from deformer_stream.core.schema import Schema
+
+SCALE_FLOOR = 1e-3
+"""Smallest standard deviation of a mixture component, in normalised units: a density must not grow without bound on
+repeated values."""
+
+# Probabilists' Gauss–Hermite nodes and weights; three are exact for the first two moments of a Gaussian's surprisal.
+_NODES = (-math.sqrt(3.0), 0.0, math.sqrt(3.0))
+_WEIGHTS = (1 / 6, 2 / 3, 1 / 6)
+_LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
+
+
+@dataclass(frozen=True, slots=True)
+class Conditional:
+    """The conditionals of a block of readings with leading shape `S`.
+
+    discrete: S bool. log_weights, means, scales: (*S, J). log_mass: (*S, K + 1), ln of the probability of each label
+    code, the code just past a feature's own labels standing for "unseen", −inf beyond; K is the largest label count.
+    A block without discrete features has K = 0, one without continuous features J = 0.
+    """
+
+    discrete: Tensor
+    log_weights: Tensor
+    means: Tensor
+    scales: Tensor
+    log_mass: Tensor
+
+    def __getitem__(self, index: object) -> Conditional:
+        return Conditional(*(t[index] for t in (self.discrete, self.log_weights, self.means, self.scales, self.log_mass)))  # type: ignore[index]
+
+    def _density(self, x: Tensor) -> Tensor:
+        """ln of the mixture's density at x: (*S, ...) given as (*S, M) → (*S, M)."""
+        x = x.unsqueeze(-1)
+        mean, scale, weight = (t.unsqueeze(-2) for t in (self.means, self.scales, self.log_weights))
+        z = (x - mean) / scale
+        return torch.logsumexp(weight - 0.5 * z * z - torch.log(scale) - _LOG_SQRT_2PI, -1)
+
+    def _mass(self, codes: Tensor) -> Tensor:
+        """ln of the mass of label codes (*S,), unseen for any code past the feature's labels."""
+        last = self.log_mass.isfinite().sum(-1) - 1
+        code = torch.minimum(codes.long().clamp(min=0), last.clamp(min=0))
+        return self.log_mass.gather(-1, code.unsqueeze(-1)).squeeze(-1)
+
+    def _choose(self, continuous: Tensor | None, discrete: Tensor | None) -> Tensor:
+        if continuous is None or discrete is None:
+            chosen = discrete if continuous is None else continuous
+            assert chosen is not None  # noqa: S101 - a schema has at least one feature, so one of the kinds exists
+            return chosen
+        return torch.where(self.discrete, discrete, continuous)
+
+    @property
+    def _has_continuous(self) -> bool:
+        return self.means.shape[-1] > 0
+
+    @property
+    def _has_discrete(self) -> bool:
+        return self.log_mass.shape[-1] > 1
+
+    def log_prob(self, values: Tensor) -> Tensor:
+        """ln p(v): a density in normalised units, or a probability mass. values: S → S."""
+        density = self._density(values.unsqueeze(-1)).squeeze(-1) if self._has_continuous else None
+        return self._choose(density, self._mass(values) if self._has_discrete else None)
+
+    def cdf(self, values: Tensor) -> Tensor:
+        """P(V ≤ v); for discrete features in the order of their codes. values: S → S."""
+        continuous = discrete = None
+        if self._has_continuous:
+            z = (values.unsqueeze(-1) - self.means) / self.scales
+            continuous = (self.log_weights.exp() * torch.special.ndtr(z)).sum(-1)
+        if self._has_discrete:
+            codes = torch.arange(self.log_mass.shape[-1], device=values.device)
+            discrete = (self.log_mass.exp() * (codes <= values.unsqueeze(-1))).sum(-1)
+        return self._choose(continuous, discrete)
+
+    def quantile(self, q: float) -> Tensor:
+        """The smallest v with P(V ≤ v) ≥ q: bisection to the resolution of the dtype, or a label's code. → S."""
+        continuous = discrete = None
+        if self._has_continuous:
+            reach = 12.0 * self.scales
+            low, high = (self.means - reach).amin(-1), (self.means + reach).amax(-1)
+            for _ in range(60):
+                middle = 0.5 * (low + high)
+                z = (middle.unsqueeze(-1) - self.means) / self.scales
+                below = (self.log_weights.exp() * torch.special.ndtr(z)).sum(-1) < q
+                low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+            continuous = 0.5 * (low + high)
+        if self._has_discrete:
+            discrete = (self.log_mass.exp().cumsum(-1) < q - 1e-9).sum(-1).to(self.log_mass.dtype)
+        return self._choose(continuous, discrete)
+
+    def mean(self) -> Tensor:
+        """The conditional mean of a continuous reading, the likeliest label's code of a discrete one. → S."""
+        continuous = (self.log_weights.exp() * self.means).sum(-1) if self._has_continuous else None
+        return self._choose(continuous, self.mode_code() if self._has_discrete else None)
+
+    def mode_code(self) -> Tensor:
+        """The likeliest label's code (meaningful for discrete readings). → S."""
+        return self.log_mass.argmax(-1).to(self.log_mass.dtype)
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        """One draw of each reading; an unseen label is never drawn. → S."""
+        continuous = discrete = None
+        if self._has_continuous:
+            j = _categorical(self.log_weights, generator).unsqueeze(-1)
+            noise = torch.randn(j.shape, generator=generator, dtype=self.means.dtype, device=self.means.device)
+            continuous = (self.means.gather(-1, j) + self.scales.gather(-1, j) * noise).squeeze(-1)
+        if self._has_discrete:
+            last = self.log_mass.isfinite().sum(-1, keepdim=True) - 1
+            codes = torch.arange(self.log_mass.shape[-1], device=self.log_mass.device)
+            seen = torch.where((codes < last) | (last < 1), self.log_mass, torch.full_like(self.log_mass, -math.inf))
+            discrete = _categorical(seen, generator).to(self.log_mass.dtype)
+        return self._choose(continuous, discrete)
+
+    def surprisal_moments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Least value, mean (the entropy) and variance of −ln p(V) under the mixture itself, each S.
+
+        Gauss–Hermite quadrature per component: E f(V) ≈ Σ_j w_j Σ_m ω_m f(μ_j + σ_j ξ_m).
+        """
+        nodes = torch.tensor(_NODES, dtype=self.means.dtype, device=self.means.device)
+        weights = torch.tensor(_WEIGHTS, dtype=self.means.dtype, device=self.means.device)
+        x = (self.means.unsqueeze(-1) + self.scales.unsqueeze(-1) * nodes).flatten(-2)
+        w = (self.log_weights.exp().unsqueeze(-1) * weights).flatten(-2)
+        surprisal = -self._density(x)
+        mean = (w * surprisal).sum(-1)
+        variance = (w * (surprisal - mean.unsqueeze(-1)) ** 2).sum(-1)
+        return surprisal.amin(-1), mean, variance
+
+    def log_p_value(self, values: Tensor) -> Tensor:
+        """ln of the highest-density p-value: the mass of values at most as likely as v. values: S → S, in (−inf, 0].
+
+        Discrete: exact. Continuous: the surprisal's excess over its least value, −ln p(V) − s₀, is fitted by a Gamma
+        law with the same mean and variance; for a single Gaussian that is exact (½χ²₁), for a mixture it has a smooth
+        tail and sees the gaps between modes.
+        """
+        continuous = discrete = None
+        if self._has_continuous:
+            least, mean, variance = self.surprisal_moments()
+            surprisal = -self._density(values.unsqueeze(-1)).squeeze(-1)
+            least = torch.minimum(least, surprisal)
+            gap = (mean - least).clamp(min=1e-3)
+            theta = (variance / gap).clamp(1e-2, 1e2)
+            shape = (gap / theta).clamp(1e-2, 50.0)
+            continuous = log_gamma_sf(shape, (surprisal - least) / theta)
+        if self._has_discrete:
+            own = self._mass(values).unsqueeze(-1)
+            mass = torch.where(self.log_mass <= own + 1e-6, self.log_mass, torch.full_like(self.log_mass, -math.inf))
+            discrete = torch.logsumexp(mass, -1).clamp(max=0.0)
+        return self._choose(continuous, discrete)
+
+
+def log_gamma_sf(shape: Tensor, x: Tensor) -> Tensor:
+    """ln Q(a, x), the log survival function of a Gamma(a, 1) law, without underflow far out.
+
+    Far out it is the leading factor times the asymptotic series (DLMF 8.11.2), which ends by itself for a whole number
+    a and is cut before its terms grow otherwise.
+    """
+    far = x > 20.0 + shape
+    near = torch.special.gammaincc(shape, torch.where(far, shape, x).clamp(min=0.0)).clamp(min=1e-38).log()
+    y = torch.where(far, x, 20.0 + 2.0 * shape)
+    term = torch.ones_like(y)
+    series = torch.ones_like(y)
+    for n in range(1, 6 + int(shape.max()) if shape.numel() else 1):
+        following = term * (shape - n) / y
+        term = torch.where(following.abs() < term.abs(), following, torch.zeros_like(term))
+        series = series + term
+    tail = (shape - 1) * y.log() - y - torch.lgamma(shape) + series.log()
+    return torch.where(far, tail, near)
+
+
+def _categorical(log_weights: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One index per leading position, by inversion of the cumulative weights."""
+    cumulative = log_weights.exp().cumsum(-1)
+    u = torch.rand(cumulative.shape[:-1], generator=generator, dtype=cumulative.dtype, device=cumulative.device)
+    index = (cumulative < (u * cumulative[..., -1]).unsqueeze(-1)).sum(-1)
+    return index.clamp(max=log_weights.shape[-1] - 1)
+
+
+class Head(nn.Module):
+    """From hidden states to conditionals: one linear map shared by all features, 3J + K outputs.
+
+    The identity token tells the network which feature is asked for, so the map needs no parameters per feature; only
+    the floor on scales (half a quantum where the sensor has one) and the number of labels differ.
+    """
+
+    def __init__(self, schema: Schema, d_model: int, mixtures: int) -> None:
+        super().__init__()
+        discrete = schema.discrete
+        self.mixtures = 0 if discrete.all() else mixtures
+        self.labels = int(schema.label_counts.max())
+        self.project = nn.Linear(d_model, 3 * self.mixtures + self.labels)
+        floor = [max(SCALE_FLOOR, (f.quantum or 0.0) / f.scale / 2) for f in schema.features]
+        unseen = [f.unseen for f in schema.features]
+        self.register_buffer("discrete", torch.tensor(discrete), persistent=False)
+        self.register_buffer("floor", torch.tensor(np.minimum(floor, 1.0), dtype=torch.float64), persistent=False)
+        self.register_buffer("unseen", torch.tensor(unseen, dtype=torch.float64), persistent=False)
+        self.register_buffer("counts", torch.tensor(schema.label_counts), persistent=False)
+        self.discrete: Tensor
+        self.floor: Tensor
+        self.unseen: Tensor
+        self.counts: Tensor
+        with torch.no_grad():
+            self.project.weight.mul_(0.1)
+            self.project.bias.zero_()
+            if self.mixtures:
+                means = torch.linspace(-1.5, 1.5, self.mixtures) if self.mixtures > 1 else torch.zeros(1)
+                self.project.bias[2 * self.mixtures : 3 * self.mixtures] = means
+
+    def forward(self, hidden: Tensor, features: Tensor) -> Conditional:
+        """hidden: (*S, d_model), features: S codes (padding may be any valid code) → conditionals of shape S."""
+        out = self.project(hidden)
+        out = out if out.dtype == torch.float64 else out.float()
+        J = self.mixtures
+        weights, raw, means = out[..., :J], out[..., J : 2 * J], out[..., 2 * J : 3 * J]
+        scales = self.floor.to(out.dtype)[features].unsqueeze(-1) + nn.functional.softplus(raw)
+        return Conditional(
+            self.discrete[features],
+            torch.log_softmax(weights, -1) if J else weights,
+            means,
+            scales,
+            self._log_mass(out[..., 3 * J :], features),
+        )
+
+    def _log_mass(self, logits: Tensor, features: Tensor) -> Tensor:
+        """Softmax over the feature's own labels times (1 − unseen), then the unseen mass at the next code."""
+        if not self.labels:
+            return logits.new_zeros(*logits.shape[:-1], 1)
+        codes = torch.arange(self.labels + 1, device=logits.device)
+        count = self.counts[features].unsqueeze(-1)
+        unseen = self.unseen.to(logits.dtype)[features].unsqueeze(-1)
+        own = codes[:-1] < count
+        # A feature without labels (continuous) gets one pretended label, so that no row is empty; it is never read.
+        own = own | ((count == 0) & (codes[:-1] == 0))
+        seen = torch.log_softmax(logits.masked_fill(~own, -math.inf), -1) + torch.log1p(-unseen)
+        seen = torch.cat([seen, torch.full_like(seen[..., :1], -math.inf)], -1)
+        return torch.where(codes == count, torch.log(unseen), seen)

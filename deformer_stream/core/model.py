@@ -1,0 +1,295 @@
+"""The DEformer: an order-agnostic density that can be read while the record is still arriving.
+
+Chain rule in any order o: p(x) = Π_k p(x_{o_k} | x_{o_<k}) (Alcorn and Nguyen, arXiv 2106.06989). Two interleaved
+tokens a reading: z_k says which feature comes next, u_k says that feature with its value. A lower-triangular mask lets
+z_k see z_≤k and u_<k, u_k see z_≤k and u_≤k; there are no positions. The output at z_k parametrises p(v_k | earlier).
+
+`memory` decides what later tokens may look back at: "all" earlier tokens (the paper), or only "values", the u tokens
+(every token still sees itself). The second halves the cache; an identity alone carries nothing its u token lacks.
+
+Two paths, one law: `log_prob` sees whole records at once and is the reference; `extend` adds readings to records whose
+keys and values are cached (one reading is a step, several are a prefill). The sum of the second equals the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from deformer_stream.core.heads import Conditional, Head
+from deformer_stream.core.schema import Schema
+
+VALUE_REACH = 20.0
+"""Values are clipped to this many scales where others condition on them; the score of the value itself is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Hyperparameters; they live in the model's manifest."""
+
+    d_model: int = 128
+    layers: int = 4
+    heads: int = 4
+    feedforward: int = 512
+    mixtures: int = 16
+    dropout: float = 0.0
+    norm: Literal["pre", "post"] = "pre"
+    activation: Literal["gelu", "relu"] = "gelu"
+    identity: Literal["embedding", "coordinates", "both"] = "embedding"
+    embedding: int = 20
+    hidden: tuple[int, ...] = (128,)
+    memory: Literal["all", "values"] = "values"
+
+    def __post_init__(self) -> None:
+        if self.d_model % self.heads:
+            raise ValueError(f"d_model {self.d_model} is not a multiple of heads {self.heads}")
+        for name in ("d_model", "layers", "heads", "feedforward", "mixtures", "embedding"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+        choices = {
+            "norm": ("pre", "post"),
+            "activation": ("gelu", "relu"),
+            "identity": ("embedding", "coordinates", "both"),
+            "memory": ("all", "values"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError("dropout lies in [0, 1)")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(row: dict[str, Any]) -> ModelConfig:
+        return ModelConfig(**dict(row, hidden=tuple(row["hidden"])))
+
+
+PRESETS: dict[str, ModelConfig] = {
+    "tiny": ModelConfig(d_model=64, layers=2, heads=4, feedforward=256, mixtures=8, hidden=(64,)),
+    "small": ModelConfig(),
+    "base": ModelConfig(d_model=256, layers=6, heads=8, feedforward=1024, mixtures=24, hidden=(256,)),
+    "paper": ModelConfig(
+        d_model=512,
+        layers=6,
+        heads=8,
+        feedforward=2048,
+        mixtures=150,
+        dropout=0.2,
+        norm="post",
+        activation="relu",
+        hidden=(128, 256),
+        memory="all",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """Cached keys and values of R records, padded to P tokens.
+
+    keys, values: per layer (R, P, heads, d_head). lengths: (R,) tokens in use.
+    """
+
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    lengths: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """What `extend` answers: conditionals of shape (R, L), and the new tokens' keys and values, to be appended to the
+    cache: per layer (R, M, heads, d_head), M = L × `DEformer.tokens_kept`."""
+
+    conditional: Conditional
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+
+
+class Encoder(nn.Module):
+    """g(·) of the paper: linear maps with a ReLU between them."""
+
+    def __init__(self, inputs: int, hidden: tuple[int, ...], outputs: int) -> None:
+        super().__init__()
+        widths = (inputs, *hidden, outputs)
+        self.maps = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths[:-1], widths[1:], strict=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, linear in enumerate(self.maps):
+            x = linear(F.relu(x) if i else x)
+        return x
+
+
+class Block(nn.Module):
+    """One Transformer layer, split where attention needs its keys from outside."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        d = config.d_model
+        self.pre = config.norm == "pre"
+        self.heads, self.dropout = config.heads, config.dropout
+        self.activation = F.gelu if config.activation == "gelu" else F.relu
+        self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.up, self.down = nn.Linear(d, config.feedforward), nn.Linear(config.feedforward, d)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x: (N, T, d) → queries, keys, values: (N, T, H, d_head)."""
+        qkv = self.qkv(self.norm1(x) if self.pre else x)
+        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        return q, k, v
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The residual branches after attention. x, attended: (N, T, d) → (N, T, d)."""
+        x = x + F.dropout(self.out(attended), self.dropout, self.training)
+        x = x if self.pre else self.norm1(x)
+        y = self.down(F.dropout(self.activation(self.up(self.norm2(x) if self.pre else x)), self.dropout, self.training))
+        x = x + F.dropout(y, self.dropout, self.training)
+        return x if self.pre else self.norm2(x)
+
+
+class DEformer(nn.Module):
+    """The density model of one schema.
+
+    Records come as two arrays in arrival order: features (N, L) int64 codes, −1 for padding at the end, and values
+    (N, L) in normalised units (`Schema.normalise`), a label's code for a discrete feature. A missing feature is
+    simply absent.
+    """
+
+    def __init__(self, schema: Schema, config: ModelConfig) -> None:
+        super().__init__()
+        self.schema, self.config = schema, config
+        dimension = len(schema.features[0].coordinates or ())
+        if config.identity != "embedding" and not dimension:
+            raise ValueError(f"identity={config.identity!r} needs coordinates in the schema")
+        n = len(schema)
+        self.embedding = nn.Embedding(n, config.embedding) if config.identity != "coordinates" else None
+        self.coordinates: Tensor | None
+        coordinates = None
+        if config.identity != "embedding":
+            coordinates = torch.tensor([f.coordinates for f in schema.features], dtype=torch.float64)
+            spread = coordinates.std(0, correction=0)
+            coordinates = (coordinates - coordinates.mean(0)) / torch.where(spread > 0, spread, torch.ones_like(spread))
+        self.register_buffer("coordinates", coordinates, persistent=False)
+        width = (config.embedding if self.embedding is not None else 0) + (dimension if coordinates is not None else 0)
+        self._init_labels(schema, shared=self.embedding is None)
+        self.identity_encoder = Encoder(width, config.hidden, config.d_model)
+        self.value_encoder = Encoder(width + 1 + self.label_width, config.hidden, config.d_model)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
+        self.head = Head(schema, config.d_model, config.mixtures)
+        self.register_buffer("context", torch.tensor(schema.context), persistent=False)
+        self.context: Tensor
+
+    def _init_labels(self, schema: Schema, shared: bool) -> None:
+        """A row per label and one for "unseen" per feature; row 0 is the zero vector of continuous values.
+
+        Where features are told apart by coordinates alone, label codes share their rows, as pixels share black."""
+        counts = torch.tensor(schema.label_counts)
+        rows = torch.where(counts > 0, counts + 1, 0)
+        offsets = torch.ones_like(rows) if shared else 1 + rows.cumsum(0) - rows
+        total = 1 + int(rows.max() if shared else rows.sum())
+        self.label_width = self.config.embedding if total > 1 else 0
+        self.label_embedding = nn.Embedding(total, self.label_width, padding_idx=0) if self.label_width else None
+        self.register_buffer("label_offsets", offsets, persistent=False)
+        self.register_buffer("label_counts", counts, persistent=False)
+        self.label_offsets: Tensor
+        self.label_counts: Tensor
+
+    @property
+    def tokens_kept(self) -> int:
+        """Tokens a reading leaves in the cache: 2 with memory "all", 1 with "values"."""
+        return 2 if self.config.memory == "all" else 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.project.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.project.weight.device
+
+    def _tokens(self, features: Tensor, values: Tensor) -> Tensor:
+        """(N, L) readings → (N, 2L, d) tokens z_1, u_1, z_2, u_2, …; identities are encoded once per feature."""
+        parts = [] if self.embedding is None else [self.embedding.weight]
+        if self.coordinates is not None:
+            parts.append(self.coordinates.to(self.dtype))
+        identity = torch.cat(parts, -1)
+        z = self.identity_encoder(identity)[features]
+        discrete = self.label_counts[features] > 0
+        number = values.to(self.dtype).clamp(-VALUE_REACH, VALUE_REACH).masked_fill(discrete, 0.0)
+        inputs = [identity[features], number.unsqueeze(-1)]
+        if self.label_embedding is not None:
+            code = torch.minimum(values.long().clamp(min=0), self.label_counts[features])
+            inputs.append(self.label_embedding(torch.where(discrete, self.label_offsets[features] + code, 0)))
+        u = self.value_encoder(torch.cat(inputs, -1))
+        return torch.stack([z, u], -2).flatten(1, 2) * math.sqrt(self.config.d_model)
+
+    def _mask(self, tokens: int) -> Tensor:
+        """(T, T) bool over interleaved tokens, true where a row may look at a column."""
+        index = torch.arange(tokens, device=self.device)
+        mask = index[:, None] >= index[None, :]
+        if self.config.memory == "values":
+            mask = mask & ((index[None, :] % 2 == 1) | (index[:, None] == index[None, :]))
+        return mask
+
+    def conditionals(self, features: Tensor, values: Tensor) -> Conditional:
+        """p(v_k | earlier readings) for every reading of whole records. features, values: (N, L) → shape (N, L)."""
+        codes = features.clamp(min=0)
+        x = self._tokens(codes, values)
+        causal = self.config.memory == "all"
+        mask = None if causal else self._mask(x.shape[1])
+        for block in self.blocks:
+            q, k, v = (t.transpose(1, 2) for t in block.project(x))
+            dropout = block.dropout if self.training else 0.0
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout)
+            x = block.finish(x, attended.transpose(1, 2).flatten(2))
+        return self.head(self.norm(x[:, ::2]), codes)
+
+    def log_prob(self, features: Tensor, values: Tensor) -> Tensor:
+        """ln p(v_k | earlier) of whole records, natural log, larger is likelier: (N, L), 0 at padding and context."""
+        out = self.conditionals(features, values).log_prob(values)
+        return out.masked_fill((features < 0) | self.context[features.clamp(min=0)], 0.0)
+
+    def prefill(self, features: Tensor, values: Tensor) -> Extension:
+        """The first L readings of records without a past. features, values: (R, L), no padding but at the end."""
+        shape = (len(features), 0, self.config.heads, self.config.d_model // self.config.heads)
+        empty = [torch.zeros(shape, dtype=self.dtype, device=self.device)] * self.config.layers
+        return self.extend(features, values, Past(empty, empty, torch.zeros(len(features), device=self.device)))
+
+    def extend(self, features: Tensor, values: Tensor, past: Past) -> Extension:
+        """The next L readings of R records with cached pasts; L = 1 is a step.
+
+        features, values: (R, L), padding (−1) only at the end of a row. Keys and values of padding are returned too;
+        the caller keeps the first `lengths × tokens_kept` of each row.
+        """
+        codes = features.clamp(min=0)
+        x = self._tokens(codes, values)
+        T, P = x.shape[1], past.keys[0].shape[1]
+        blocked = ~self._mask(T)
+        ahead = torch.arange(P, device=self.device) >= past.lengths[:, None]
+        keep = slice(None) if self.config.memory == "all" else slice(1, None, 2)
+        scale = 1.0 / math.sqrt(self.config.d_model // self.config.heads)
+        kept_keys, kept_values = [], []
+        for layer, block in enumerate(self.blocks):
+            q, k, v = block.project(x)
+            kept_keys.append(k[:, keep])
+            kept_values.append(v[:, keep])
+            # A batched matrix product with softmax beats the fused kernel for the one or two queries of a step.
+            qh = (q * scale).transpose(1, 2)
+            scores = (qh @ k.permute(0, 2, 3, 1)).masked_fill(blocked, -math.inf)
+            if P:
+                old = (qh @ past.keys[layer].permute(0, 2, 3, 1)).masked_fill(ahead[:, None, None], -math.inf)
+                weights = torch.softmax(torch.cat([old, scores], -1), -1)
+                attended = weights[..., :P] @ past.values[layer].transpose(1, 2) + weights[..., P:] @ v.transpose(1, 2)
+            else:
+                attended = torch.softmax(scores, -1) @ v.transpose(1, 2)
+            x = block.finish(x, attended.transpose(1, 2).flatten(2))
+        return Extension(self.head(self.norm(x[:, ::2]), codes), kept_keys, kept_values)
