@@ -62,6 +62,11 @@ class KeyValueCache:
         """Pages that so many readings take."""
         return -(-readings * self.kept // PAGE_TOKENS)
 
+    def pin(self, slots: NDArray[np.int64]) -> None:
+        """Say that these slots, and only these, are in use: they are not evicted until the next call."""
+        self.clock += 1
+        self.used[slots] = self.clock
+
     def gather(self, slots: NDArray[np.int64]) -> Past:
         """The pasts of R slots, padded to the longest."""
         lengths = self.length[slots]
@@ -77,8 +82,6 @@ class KeyValueCache:
     def append(self, slots: NDArray[np.int64], extension: Extension) -> None:
         """Keep the L new readings of each of R slots; slots for which no page can be had are dropped instead."""
         fresh = extension.keys[0].shape[1] // self.kept
-        self.clock += 1
-        self.used[slots] = self.clock
         fits = self._reserve(slots, fresh)
         self.drop(slots[~fits])
         rows = np.flatnonzero(fits)
@@ -101,7 +104,7 @@ class KeyValueCache:
         need = self._held(self.length[slots] + fresh) - have
         short = int(need.sum()) - self.free_count
         if short > 0:
-            self._evict(short, keep=slots)
+            self._evict(short)
         fits = np.cumsum(need) <= self.free_count
         need = np.where(fits, need, 0)
         taken = int(need.sum())
@@ -112,11 +115,9 @@ class KeyValueCache:
         self.table[slots[row], column] = pages
         return fits
 
-    def _evict(self, pages: int, keep: NDArray[np.int64]) -> None:
-        """Drop the least recently used slots until at least `pages` pages came free, or none but `keep` is left."""
-        candidates = self.length > 0
-        candidates[keep] = False
-        slots = np.flatnonzero(candidates)
+    def _evict(self, pages: int) -> None:
+        """Drop the least recently used slots until at least `pages` pages came free, or only pinned ones are left."""
+        slots = np.flatnonzero((self.length > 0) & (self.used < self.clock))
         slots = slots[np.argsort(self.used[slots], kind="stable")]
         enough = int(np.searchsorted(np.cumsum(self._held(self.length[slots])), pages)) + 1
         self.drop(slots[:enough])

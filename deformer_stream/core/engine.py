@@ -104,6 +104,7 @@ class Engine:
         order = np.lexsort((accepted.seq, accepted.slots))
         slots, first, fresh = np.unique(accepted.slots[order], return_index=True, return_counts=True)
         before = accepted.seq[order][first]
+        self.cache.pin(slots)
         start = self.cache.length[slots]
         start = np.where(start == before, start, 0)
         self.cache.drop(slots[start != before])
