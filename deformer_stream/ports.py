@@ -103,6 +103,10 @@ class Sink(Protocol):
 
 
 class Clock(Protocol):
-    """The time of day in microseconds since 1970, UTC."""
+    """The time a batch is handled at, microseconds since 1970, UTC; never runs backwards.
 
-    def now(self) -> int: ...
+    `times` are those of the batch's events, (N,) int64 microseconds or `NO_TIME`: a live clock ignores them, the clock
+    of a replay follows them.
+    """
+
+    def at(self, times: NDArray[np.int64]) -> int: ...

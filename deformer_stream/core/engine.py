@@ -73,6 +73,11 @@ class Engine:
         """Let go of the records of partitions that another consumer has now."""
         return self._only(self._close(self.records.of_sources(sources), Closing.REVOKED))
 
+    def take_rebuilds(self) -> int:
+        """Records whose cache was rebuilt since the last call."""
+        rebuilds, self.cache_rebuilds = self.cache_rebuilds, 0
+        return rebuilds
+
     def finish(self) -> Effects:
         """The input ended: close every open record, the oldest slot first."""
         return self._only(self._close(np.flatnonzero(self.records.is_open).tolist(), Closing.END))

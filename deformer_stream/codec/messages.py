@@ -1,0 +1,281 @@
+"""JSON messages → events. Refusing is part of the format: whatever the bytes, decoding never raises."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from math import inf, isfinite, nan
+
+import numpy as np
+import orjson
+
+from deformer_stream.core.batch import NO_TIME, EventBatch, Reason, Rejected
+from deformer_stream.core.schema import Schema, label_of
+from deformer_stream.ports import Messages
+
+MAX_TEXT = 1024
+"""Longest record id and longest label, in characters."""
+
+FIRST_SECOND, LAST_SECOND = -62_135_596_800, 253_402_300_799
+"""Times lie in the years 1 to 9999, which every format we write can express. Milliseconds taken for seconds fall outside."""
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+_WORDS = {dict: "an object", list: "a list", str: "text", bool: "a boolean", int: "a number", float: "a number"}
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """What the fields of an event are called in the messages (and the columns in a long table)."""
+
+    record: str = "record"
+    feature: str = "feature"
+    value: str = "value"
+    values: str = "values"
+    time: str = "time"
+    label: str = "label"
+
+
+class Refusal(Exception):
+    """Control flow within the codec: this event becomes a `Rejected`."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+def brief(text: str, limit: int = 60) -> str:
+    """Foreign text, quoted, on one line and of bounded length."""
+    return repr(text) if len(text) <= limit else repr(text[:limit]) + "…"
+
+
+def micros(seconds: float) -> int:
+    """Epoch seconds to microseconds. Raises `Refusal`."""
+    if not isfinite(seconds):
+        raise Refusal(Reason.NOT_FINITE, "time is not finite")
+    if not FIRST_SECOND <= seconds <= LAST_SECOND:
+        raise Refusal(Reason.WRONG_TYPE, f"time {seconds!r} lies outside the years 1 to 9999; send seconds since 1970")
+    return round(seconds * 1e6)
+
+
+def micros_of_text(text: str) -> int:
+    """RFC 3339 text to microseconds. Raises `Refusal`."""
+    try:
+        moment = datetime.fromisoformat(text.upper())
+    except ValueError:
+        raise Refusal(Reason.WRONG_TYPE, f"time {brief(text)} is not RFC 3339, such as 2020-03-09T10:34:33Z") from None
+    if moment.tzinfo is None:
+        raise Refusal(Reason.WRONG_TYPE, f"time {brief(text)} has no offset; end it with Z or +hh:mm")
+    time = (moment - _EPOCH) // _MICROSECOND
+    if not FIRST_SECOND * 1_000_000 <= time <= LAST_SECOND * 1_000_000:
+        raise Refusal(Reason.WRONG_TYPE, f"time {brief(text)} lies outside the years 1 to 9999")
+    return time
+
+
+class MessageDecoder:
+    """Decodes `Messages`. `decode` is one tight loop over the common form, a number of a known feature in a message of its
+    own; every other form, good or bad, goes through `_readings_of`, which is written to be read."""
+
+    def __init__(self, schema: Schema, fields: Fields, max_bytes: int, max_readings: int) -> None:
+        self._schema = schema
+        self._fields = fields
+        self._max_bytes = max_bytes
+        self._max_readings = max_readings
+        self._numeric = {f.name: code for code, f in enumerate(schema.features) if f.kind == "continuous"}
+
+    def decode(self, data: Messages) -> tuple[EventBatch, list[Rejected]]:
+        """See `Codec.decode`. Cost: about one microsecond per message of one reading."""
+        records: list[str] = []
+        features: list[int] = []
+        values: list[float] = []
+        times: list[int] = []
+        messages: list[int] = []
+        unseen: dict[int, str] = {}
+        rejected: list[Rejected] = []
+
+        broker = _sane(data.times).tolist()
+        loads, numeric, max_bytes = orjson.loads, self._numeric, self._max_bytes
+        f_record, f_feature, f_value = self._fields.record, self._fields.feature, self._fields.value
+        f_values, f_time = self._fields.values, self._fields.time
+        for i, payload in enumerate(data.payloads):
+            try:
+                if len(payload) <= max_bytes:  # type: ignore[arg-type]  # a tombstone is a TypeError, handled below
+                    document = loads(payload)  # type: ignore[arg-type]
+                    record, value, time = document[f_record], document[f_value], document.get(f_time)
+                    code = numeric[document[f_feature]]
+                    if (
+                        type(record) is str
+                        and 0 < len(record) <= MAX_TEXT
+                        and (type(value) is float or type(value) is int)
+                        and (time is None or (type(time) is float and FIRST_SECOND <= time <= LAST_SECOND))
+                        and f_values not in document
+                    ):
+                        records.append(record)
+                        features.append(code)
+                        values.append(value)
+                        times.append(broker[i] if time is None else round(time * 1e6))
+                        messages.append(i)
+                        continue
+            except (ValueError, KeyError, TypeError, AttributeError):
+                pass  # not the common form: `_readings_of` says what it is
+            for reading in self._readings_of(i, payload, data.keys[i], broker[i]):
+                if isinstance(reading, Rejected):
+                    rejected.append(reading)
+                    continue
+                record, code, value, label, time = reading
+                if label is not None:
+                    unseen[len(records)] = label
+                records.append(record)
+                features.append(code)
+                values.append(value)
+                times.append(time)
+                messages.append(i)
+
+        sources = np.asarray(messages, np.int32)
+        batch = EventBatch(
+            records,
+            np.asarray(features, np.int32),
+            np.asarray(values, np.float64),
+            np.asarray(times, np.int64),
+            sources,
+            np.asarray(data.partitions, np.int32)[sources],
+            unseen,
+        )
+        return batch, rejected
+
+    def _readings_of(
+        self, i: int, payload: bytes | None, key: bytes | None, broker: int
+    ) -> list[tuple[str, int, float, str | None, int] | Rejected]:
+        """One message's readings (record, feature code, value, text of an unseen label, time) or their refusals, at least one."""
+        try:
+            document = self._document(payload)
+            record = self._record(document, key)
+            time = self._time(document, broker)
+            readings = self._readings(document)
+        except Refusal as refusal:
+            return [Rejected(i, refusal.reason, refusal.detail)]
+        result: list[tuple[str, int, float, str | None, int] | Rejected] = []
+        for name, value in readings:
+            try:
+                code, number, label = self._reading(name, value)
+                result.append((record, code, number, label, time))
+            except Refusal as refusal:
+                result.append(Rejected(i, refusal.reason, refusal.detail))
+        return result
+
+    def _document(self, payload: bytes | None) -> dict[str, object]:
+        if payload is None:
+            raise Refusal(Reason.NOT_JSON, "a tombstone: the message has no value")
+        if len(payload) > self._max_bytes:
+            raise Refusal(Reason.TOO_LARGE, f"{len(payload)} bytes; at most {self._max_bytes} are accepted")
+        try:
+            document = orjson.loads(payload)
+        except orjson.JSONDecodeError as error:
+            document = _lenient(payload, str(error))
+        if not isinstance(document, dict):
+            raise Refusal(Reason.NOT_JSON, f"{_word(document)} where a JSON object is expected")
+        return document
+
+    def _record(self, document: dict[str, object], key: bytes | None) -> str:
+        """The record id; absent or null, the message's key stands for it, since producers key readings by record."""
+        name = self._fields.record
+        record = document.get(name)
+        if record is None and key:
+            try:
+                record = key.decode()
+            except UnicodeDecodeError:
+                raise Refusal(Reason.MISSING_FIELD, f"no {name!r}, and the key is not UTF-8 text") from None
+        if type(record) is int:
+            record = str(record)
+        if record is None or record == "":
+            raise Refusal(Reason.MISSING_FIELD, f"{name!r} is {'empty' if record == '' else 'missing'}")
+        if not isinstance(record, str):
+            raise Refusal(Reason.WRONG_TYPE, f"{name!r} is {_word(record)}; text is expected")
+        if len(record) > MAX_TEXT:
+            raise Refusal(Reason.TOO_LARGE, f"{name!r} has {len(record)} characters; at most {MAX_TEXT} are accepted")
+        return record
+
+    def _time(self, document: dict[str, object], broker: int) -> int:
+        time = document.get(self._fields.time)
+        if time is None:
+            return broker
+        if isinstance(time, str):
+            return micros_of_text(time)
+        if isinstance(time, bool) or not isinstance(time, int | float):
+            raise Refusal(Reason.WRONG_TYPE, f"time is {_word(time)}; epoch seconds or RFC 3339 text is expected")
+        return micros(time)
+
+    def _readings(self, document: dict[str, object]) -> list[tuple[object, object]]:
+        fields = self._fields
+        many, feature = document.get(fields.values), document.get(fields.feature)
+        if many is None:
+            if feature is None:
+                raise Refusal(Reason.MISSING_FIELD, f"neither {fields.feature!r} nor {fields.values!r} is there")
+            if fields.value not in document:
+                raise Refusal(Reason.MISSING_FIELD, f"{fields.value!r} is missing")
+            return [(feature, document[fields.value])]
+        if feature is not None:
+            raise Refusal(Reason.WRONG_TYPE, f"both {fields.feature!r} and {fields.values!r}; send one of them")
+        if not isinstance(many, dict):
+            raise Refusal(Reason.WRONG_TYPE, f"{fields.values!r} is {_word(many)}; an object is expected")
+        if not many:
+            raise Refusal(Reason.MISSING_FIELD, f"{fields.values!r} is empty")
+        if len(many) > self._max_readings:
+            raise Refusal(Reason.TOO_LARGE, f"{len(many)} readings; at most {self._max_readings} are accepted")
+        return list(many.items())
+
+    def _reading(self, name: object, value: object) -> tuple[int, float, str | None]:
+        if not isinstance(name, str):
+            raise Refusal(Reason.WRONG_TYPE, f"{self._fields.feature!r} is {_word(name)}; text is expected")
+        code = self._schema.codes.get(name)
+        if code is None:
+            raise Refusal(Reason.UNKNOWN_FEATURE, f"feature {brief(name)} is unknown to the model")
+        if value is None:
+            return code, nan, None
+        if isinstance(value, int | float) and not isinstance(value, bool) and not isfinite(value):
+            raise Refusal(Reason.NOT_FINITE, f"feature {brief(name)}: {value!r} is not a finite number")
+        if self._schema.features[code].kind == "discrete":
+            if isinstance(value, dict | list):
+                raise Refusal(Reason.WRONG_TYPE, f"feature {brief(name)}: {_word(value)} where a label is expected")
+            return code, *code_of_label(label_of(value), self._schema.label_codes[code], name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise Refusal(Reason.WRONG_TYPE, f"feature {brief(name)}: {_word(value)} where a number is expected")
+        return code, float(value), None
+
+
+def code_of_label(text: str, labels: dict[str, int], name: str) -> tuple[float, str | None]:
+    """A label's code, or the number of labels together with the text of a label never seen in training. Raises `Refusal`."""
+    code = labels.get(text)
+    if code is not None:
+        return code, None
+    if len(text) > MAX_TEXT:
+        raise Refusal(Reason.TOO_LARGE, f"feature {brief(name)}: a label of {len(text)} characters; at most {MAX_TEXT} are accepted")
+    return len(labels), text
+
+
+def _sane(times: np.ndarray) -> np.ndarray:
+    """(N,) the broker's times without those that no calendar can express: they come from producers' clocks."""
+    within = (times >= FIRST_SECOND * 1_000_000) & (times <= LAST_SECOND * 1_000_000)
+    return np.where(within, times, NO_TIME)
+
+
+def _word(value: object) -> str:
+    return "null" if value is None else _WORDS[type(value)]
+
+
+def _lenient(payload: bytes, error: str) -> object:
+    """What strict decoding refused, decoded as Python's `json` writes it (`NaN`, `Infinity`, numbers beyond float64), so that
+    `_reading` can name the feature that is not finite. Raises `Refusal` where that fails too."""
+    try:
+        document = json.loads(payload.decode(), parse_int=_integer)
+        orjson.dumps(document)  # a lone surrogate is no Unicode text and could never be written again; nor could deep nesting
+    except (ValueError, TypeError, RecursionError):
+        raise Refusal(Reason.NOT_JSON, error.splitlines()[0] if error else "not JSON") from None
+    return document
+
+
+def _integer(text: str) -> int | float:
+    """Like the strict decoder: exact within 64 bits, a float beyond, infinite past float64 (`int` would refuse long texts)."""
+    return int(text) if len(text) < 19 else float(text) if len(text) < 400 else inf

@@ -1,0 +1,105 @@
+"""What leaves: alerts and dead letters as JSON, and where in the input a thing came from."""
+
+from __future__ import annotations
+
+import base64
+import math
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import orjson
+import pyarrow as pa
+
+from deformer_stream.codec.messages import FIRST_SECOND, LAST_SECOND
+from deformer_stream.codec.tables import ROW_NUMBER
+from deformer_stream.core.batch import AlertRaised, Rejected
+from deformer_stream.ports import LongRows, Messages, Payload, WideRows
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def rfc3339(micros: int) -> str | None:
+    """Microseconds since 1970 as RFC 3339 text in UTC, with a fraction only where there is one; None for no time."""
+    if not FIRST_SECOND * 1_000_000 <= micros <= LAST_SECOND * 1_000_000:
+        return None
+    return (_EPOCH + timedelta(microseconds=micros)).isoformat().replace("+00:00", "Z")
+
+
+def encode_alert(alert: AlertRaised, data: Payload | None) -> bytes:
+    """The alert as JSON, its keys in the order of the public format. A number that is not finite is null, as is an unknown time.
+
+    `data` is the poll that `alert.message` points into; without it (or with a negative message) `source` is null.
+    """
+    source = None
+    if data is not None and alert.message >= 0:
+        source = dict(zip(("topic", "partition", "offset"), position(data, alert.message), strict=True))
+    return orjson.dumps(
+        {
+            "id": alert.id,
+            "record": alert.record,
+            "raised_at": alert.raised_at,
+            "features_seen": alert.features_seen,
+            "features_expected": alert.features_expected,
+            "time": rfc3339(alert.time),
+            "p_value": alert.p_value,
+            "alpha": alert.alpha,
+            "score": alert.score,
+            "running_log_likelihood": alert.running_log_likelihood,
+            "model": alert.model,
+            "source": source,
+            "contributions": [
+                {
+                    "feature": c.feature,
+                    "value": c.value,
+                    "surprise": c.surprise,
+                    "expected": {"low": c.expected.low, "median": c.expected.median, "high": c.expected.high},
+                }
+                for c in alert.contributions
+            ],
+        },
+        option=orjson.OPT_SERIALIZE_NUMPY,
+    )
+
+
+def encode_rejected(rejected: Rejected, data: Payload) -> bytes:
+    """A dead letter as JSON: reason, detail, source position, and the message as text (base64 where it is not UTF-8)."""
+    topic, partition, offset = position(data, rejected.message)
+    key, payload = payload_of(data, rejected.message)
+    letter: dict[str, Any] = {
+        "reason": str(rejected.reason),
+        "detail": rejected.detail,
+        "source": {"topic": topic, "partition": partition, "offset": offset},
+    }
+    for name, content in (("key", key), ("payload", payload)):
+        try:
+            letter[name] = None if content is None else content.decode()
+        except UnicodeDecodeError:
+            letter[f"{name}_base64"] = base64.b64encode(content or b"").decode()
+    return orjson.dumps(letter)
+
+
+def position(data: Payload, message: int) -> tuple[str, int, int]:
+    """Topic, partition and offset of a message; for a table its file, 0 and the row number in the file."""
+    match data:
+        case Messages():
+            return data.topic, int(data.partitions[message]), int(data.offsets[message])
+        case LongRows() if ROW_NUMBER in data.table.schema.names:
+            return data.topic, 0, int(data.table.column(ROW_NUMBER)[message].as_py())
+        case _:
+            return data.topic, 0, data.first + message
+
+
+def payload_of(data: Payload, message: int) -> tuple[bytes | None, bytes]:
+    """Key and value of a message as they came; of a table's row its record id and the row as JSON."""
+    if isinstance(data, Messages):
+        return data.keys[message], data.payloads[message] or b""
+    row: dict[str, Any] = {}
+    for name, column in zip(data.table.schema.names, data.table.columns, strict=True):
+        if name != ROW_NUMBER:
+            cell = column.slice(message, 1)
+            if pa.types.is_timestamp(cell.type):
+                cell = cell.cast(pa.timestamp("us", cell.type.tz), safe=False)  # Python knows no nanoseconds
+            value = cell[0].as_py()
+            row[name] = None if isinstance(value, float) and not math.isfinite(value) else value
+    key = data.ids[message] if isinstance(data, WideRows) else None
+    return (key.encode() if key else None), orjson.dumps(row, default=str, option=orjson.OPT_NON_STR_KEYS)

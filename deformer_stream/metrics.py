@@ -1,0 +1,119 @@
+"""Every metric in one place, with its meaning; `/metrics`, `/healthz` and `/readyz` over HTTP."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
+
+from deformer_stream.core.batch import NO_TIME, Effects
+from deformer_stream.errors import ConfigError
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+STALL_SECONDS = 30.0
+"""The loop turns several times a second even without input; a loop that stood for this long is not healthy."""
+
+
+class Metrics:
+    """The metrics of one consumer, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def named(kind: Any, name: str, text: str, *rest: Any, **extra: Any) -> Any:
+            return kind("deformer_" + name, text, *rest, registry=registry, **extra)
+
+        self.events = named(Counter, "events_total", "Events accepted")
+        self.rejected = named(Counter, "events_rejected_total", "Events refused, by reason", ["reason"])
+        self.open = named(Gauge, "records_open", "Records open now")
+        self.closed = named(Counter, "records_closed_total", "Records closed, by reason", ["reason"])
+        self.alerts = named(Counter, "alerts_total", "Alerts raised")
+        self.scoring = named(Histogram, "scoring_seconds", "Time to score one batch", buckets=_SECONDS)
+        self.delay = named(Histogram, "event_to_alert_seconds", "From the time of the event that raised an alert to its writing", buckets=_SECONDS)
+        self.batch = named(Histogram, "batch_events", "Events in one batch", buckets=(1, 4, 16, 64, 256, 1024, 4096, 16384))
+        self.cache = named(Gauge, "cache_bytes", "Bytes of cached keys and values in use")
+        self.rebuilds = named(Counter, "cache_rebuilds_total", "Records whose cached keys and values had to be computed again")
+        self.lag = named(Gauge, "consumer_lag", "Messages in the partition behind the committed position", ["topic", "partition"])
+        self.commit = named(Histogram, "commit_seconds", "Time to make effects and positions safe", buckets=_SECONDS)
+        self.model = named(Gauge, "model_info", "1, labelled with the fingerprint of the model in force", ["fingerprint"])
+        self.progress = time.monotonic()
+        self.ready = False
+        self._lagging: set[tuple[str, int]] = set()
+
+    def observe(self, effects: Effects, seconds: float) -> None:
+        """Count what one batch led to. seconds: what it took to score."""
+        self.progress = time.monotonic()
+        if len(effects.batch):
+            self.batch.observe(len(effects.batch))
+            self.scoring.observe(seconds)
+        self.events.inc(len(effects.scored))
+        for reason, n in Counts(rejected.reason for rejected in effects.rejected).items():
+            self.rejected.labels(reason.value).inc(n)
+        for closing, n in Counts(effects.closed.reasons).items():
+            self.closed.labels(closing.value).inc(n)
+        self.alerts.inc(len(effects.alerts))
+
+    def written(self, effects: Effects) -> None:
+        """Say that the alerts of a batch are out."""
+        now = time.time()
+        for alert in effects.alerts:
+            if alert.time != NO_TIME:
+                self.delay.observe(max(0.0, now - alert.time / 1e6))
+
+    def lags(self, lag: Mapping[tuple[str, int], int]) -> None:
+        """Set the lag of the partitions that are ours; the series of others disappear."""
+        for topic, partition in self._lagging - set(lag):
+            self.lag.remove(topic, str(partition))
+        self._lagging = set(lag)
+        for (topic, partition), messages in lag.items():
+            self.lag.labels(topic, str(partition)).set(messages)
+
+    def healthy(self) -> bool:
+        """The loop made progress lately."""
+        return time.monotonic() - self.progress < STALL_SECONDS
+
+
+class _QuietHandler(WSGIRequestHandler):
+    """Scrapes are no news."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+
+def serve(address: str, metrics: Metrics) -> Callable[[], None]:
+    """Serve HTTP on `[HOST]:PORT` (loopback where no host is given) in a thread; returns the function that ends it."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"--http {address!r} is no address: give [HOST]:PORT, like :9464")
+    expose = make_wsgi_app(metrics.registry)
+    checks: dict[str, Callable[[], bool]] = {"/healthz": metrics.healthy, "/readyz": lambda: metrics.ready and metrics.healthy()}
+
+    def app(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO", "")
+        if path == "/metrics":
+            return expose(environ, start)
+        check = checks.get(path)
+        status, text = ("404 Not Found", b"not found\n") if check is None else ("200 OK", b"ok\n")
+        if check is not None and not check():
+            status, text = "503 Service Unavailable", b"not yet\n"
+        start(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))])
+        return [text]
+
+    try:
+        server: WSGIServer = make_server(host.strip("[]") or "127.0.0.1", int(port), app, handler_class=_QuietHandler)
+    except OSError as error:
+        raise ConfigError(f"--http {address}: cannot listen ({error.strerror}): choose another port") from None
+    thread = threading.Thread(target=server.serve_forever, name="http", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return stop

@@ -1,0 +1,428 @@
+"""A real Apache Kafka for development and tests: fetched, formatted, started, waited for, stopped.
+
+    python deploy/kafka/broker.py ensure                 the jars (or the container image) are there
+    python deploy/kafka/broker.py run --port 9092        in the foreground, until Ctrl-C
+    python deploy/kafka/broker.py start --brokers 3      in the background; prints the bootstrap address
+    python deploy/kafka/broker.py stop                   ends what `start` began
+
+Kafka runs in KRaft mode, every process being broker and controller, on Java 17 or newer with the jars that Maven
+resolves from the pom beside this file. Where there is no Java but a container engine answers, the official image of
+the same version runs instead. All data lies in a fresh folder that is removed at the end: nothing here is durable.
+The standard library is all this file needs, so that it runs before anything is installed.
+"""
+
+# ruff: noqa: S603 -- every command run here is made of this file's own words, ports and paths
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+HERE = Path(__file__).resolve().parent
+STORE = HERE.parents[1] / ".kafka"
+LIB = STORE / "lib"
+STATE = STORE / "started.json"
+POM = HERE / "pom.xml"
+JAVA = 17
+START_SECONDS = 90.0
+STOP_SECONDS = 20.0
+
+
+class BrokerError(Exception):
+    """No broker can be had; the message is one line with the remedy. Commands end with 4, "a service is missing"."""
+
+
+def kafka_version() -> str:
+    """The version of Kafka that the pom names."""
+    found = re.search(r"<kafka\.version>(.+?)</kafka\.version>", POM.read_text())
+    if found is None:
+        raise BrokerError(f"{POM}: names no <kafka.version>: restore the file")
+    return found.group(1)
+
+
+# --- what the machine has ---------------------------------------------------------------------------------------------
+
+
+def _answers(*command: str) -> str | None:
+    """Output of a command, None where it is missing, fails or does not answer in time."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except subprocess.TimeoutExpired:
+        return None
+    return done.stdout + done.stderr if done.returncode == 0 else None
+
+
+def has_java() -> bool:
+    found = re.search(r'version "(\d+)', _answers("java", "-version") or "")
+    return found is not None and int(found.group(1)) >= JAVA
+
+
+def container_engine() -> str | None:
+    """`docker` or `podman`, whichever answers."""
+    return next((name for name in ("docker", "podman") if _answers(name, "info") is not None), None)
+
+
+def _pom_digest() -> str:
+    return hashlib.sha256(POM.read_bytes()).hexdigest()
+
+
+def has_jars() -> bool:
+    """Whether the jars of exactly this pom are in place."""
+    stamp = LIB / "pom.sha256"
+    return stamp.is_file() and stamp.read_text() == _pom_digest()
+
+
+def _run_logged(what: str, log: Path, *command: str) -> None:
+    print(f"kafka: {what} …", file=sys.stderr, flush=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as out:
+        code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, check=False).returncode
+    if code != 0:
+        errors = [line for line in log.read_text(errors="replace").splitlines() if "ERROR" in line or "E:" in line]
+        first = errors[0][:300] if errors else f"exit {code}"
+        raise BrokerError(f"{what} failed ({first}): see {log}, then run the command again")
+
+
+def _fetch_jars() -> None:
+    """Let Maven copy the jars; they become visible only when all of them are there."""
+    partial = STORE / "lib.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    goal = ["dependency:copy-dependencies", "-DincludeScope=runtime", f"-DoutputDirectory={partial}"]
+    _run_logged(
+        f"fetching Apache Kafka {kafka_version()} with Maven",
+        STORE / "maven.log",
+        *["mvn", "-B", "-ntp", "-Dstyle.color=never", "-f", str(POM), *goal],
+    )
+    (partial / "pom.sha256").write_text(_pom_digest())
+    shutil.rmtree(LIB, ignore_errors=True)
+    partial.rename(LIB)
+
+
+def ensure() -> None:
+    """Make `start` possible: jars, or else a container image, or else the Debian packages and then the jars.
+
+    Raises BrokerError with the remedy where none of it can be done.
+    """
+    if has_java() and has_jars():
+        return
+    maven = shutil.which("mvn") is not None
+    if not (has_java() and maven):
+        engine = container_engine()
+        if engine is not None:
+            _run_logged(f"fetching {_image()} with {engine}", STORE / f"{engine}.log", engine, "pull", _image())
+            return
+        if not (shutil.which("apt-get") and hasattr(os, "geteuid") and os.geteuid() == 0):
+            raise BrokerError(
+                f"no Java {JAVA} with Maven and no container engine: install Java and Maven (Debian, Ubuntu: `sudo apt-get"
+                f" install openjdk-{JAVA}-jre-headless maven`), or start Docker, or set DEFORMER_TEST_BOOTSTRAP=host:port"
+            )
+        apt = ("apt-get", "-o", "Dpkg::Use-Pty=0")
+        packages = [f"openjdk-{JAVA}-jre-headless", "maven"]
+        _run_logged("refreshing the package lists", STORE / "apt.log", *apt, "update")
+        _run_logged(
+            f"installing {' and '.join(packages)}",
+            STORE / "apt.log",
+            *["env", "DEBIAN_FRONTEND=noninteractive", *apt, "install", "-y", "--no-install-recommends", *packages],
+        )
+    _fetch_jars()
+
+
+# --- a cluster --------------------------------------------------------------------------------------------------------
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that are free now. Another process may still take one: `start` then tries again with others."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()
+
+
+def _quick(brokers: int) -> dict[str, str]:
+    """Settings that make a small cluster start fast; internal topics are replicated as far as there are brokers."""
+    copies, agreeing = str(min(3, brokers)), str(min(2, brokers))
+    return {
+        "auto.create.topics.enable": "false",  # a mistyped topic must be an error, not a new topic
+        "num.partitions": "4",
+        "default.replication.factor": copies,
+        "min.insync.replicas": agreeing,
+        "offsets.topic.replication.factor": copies,
+        "offsets.topic.num.partitions": "4",
+        "transaction.state.log.replication.factor": copies,
+        "transaction.state.log.min.isr": agreeing,
+        "transaction.state.log.num.partitions": "2",
+        "share.coordinator.state.topic.replication.factor": copies,
+        "share.coordinator.state.topic.min.isr": agreeing,
+        "share.coordinator.state.topic.num.partitions": "1",
+        "group.initial.rebalance.delay.ms": "0",
+        "controlled.shutdown.enable": str(brokers > 1).lower(),
+    }
+
+
+def _node(node: int, host: str, port: int, controllers: list[int]) -> dict[str, str]:
+    voters = ",".join(f"{i}@127.0.0.1:{p}" for i, p in enumerate(controllers, 1))
+    return {
+        "process.roles": "broker,controller",
+        "node.id": str(node),
+        "controller.quorum.voters": voters,
+        "controller.listener.names": "CONTROLLER",
+        "listeners": f"PLAINTEXT://{host}:{port},CONTROLLER://{host}:{controllers[node - 1]}",
+        "advertised.listeners": f"PLAINTEXT://127.0.0.1:{port}",
+        "inter.broker.listener.name": "PLAINTEXT",
+        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,SASL_PLAINTEXT:SASL_PLAINTEXT",
+    }
+
+
+def _image() -> str:
+    return f"apache/kafka:{kafka_version()}"
+
+
+def brokers_known(address: str, timeout: float = 2.0) -> int:
+    """How many brokers the one at `address` ("host:port") says are in service; 0 where nothing answers yet.
+
+    A Metadata request, version 1, with no topics: the smallest request that only a working broker can answer.
+    """
+    host, port = address.rsplit(":", 1)
+    client = b"deformer-broker"
+    body = struct.pack(">hhih", 3, 1, 7, len(client)) + client + struct.pack(">i", 0)
+    try:
+        with socket.create_connection((host, int(port)), timeout) as s, s.makefile("rb") as answer:
+            s.sendall(struct.pack(">i", len(body)) + body)
+            head = answer.read(12)
+    except OSError:
+        return 0
+    if len(head) < 12:
+        return 0
+    _, correlation, count = struct.unpack(">iii", head)
+    return int(count) if correlation == 7 else 0
+
+
+@dataclass
+class Broker:
+    """A running cluster. `bootstrap` is what clients are given: "host:port" of every broker, with commas."""
+
+    bootstrap: str
+    folder: str
+    pids: list[int] = field(default_factory=list)
+    engine: str | None = None
+    container: str | None = None
+
+    def stop(self) -> None:
+        """End every process by its id, SIGTERM first, and remove the data. Doing it twice does no harm."""
+        for pid in self.pids:
+            _signal(pid, signal.SIGTERM)
+        deadline = time.monotonic() + STOP_SECONDS
+        for pid in self.pids:
+            while _alive(pid) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            _signal(pid, signal.SIGKILL)
+        self.pids.clear()
+        if self.engine is not None and self.container is not None:
+            subprocess.run([self.engine, "stop", self.container], capture_output=True, check=False)
+            self.container = None
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> Broker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+
+def _alive(pid: int) -> bool:
+    """Whether the process runs; a child of ours that has ended is collected on the way."""
+    try:
+        if os.waitpid(pid, os.WNOHANG)[0] == pid:
+            return False
+    except ChildProcessError:
+        pass  # started by an earlier command, so not ours to collect
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    if _alive(pid):
+        os.kill(pid, number)
+
+
+def start(brokers: int = 1, port: int | None = None, properties: Mapping[str, str] | None = None) -> Broker:
+    """Start a cluster on fresh data and wait until every broker is in service. The caller must `stop` it.
+
+    port: of the first broker, the others follow it; None takes free ones. properties: further server properties.
+    Raises BrokerError where the means are missing (run `ensure`) or the cluster does not come up.
+    """
+    if brokers < 1:
+        raise BrokerError(f"--brokers {brokers}: at least one broker is needed")
+    by_java = has_java() and has_jars()
+    engine = None if by_java else container_engine()
+    if not by_java and engine is None:
+        raise BrokerError("the jars of Apache Kafka are missing: run `python deploy/kafka/broker.py ensure`")
+    for attempt in range(3):
+        free = _free_ports(2 * brokers)
+        ports = free[:brokers] if port is None else list(range(port, port + brokers))
+        if port is not None and (taken := [p for p in ports if brokers_known(f"127.0.0.1:{p}")]):
+            raise BrokerError(f"port {taken[0]} already has a broker: stop it or choose another --port")
+        broker = Broker(",".join(f"127.0.0.1:{p}" for p in ports), tempfile.mkdtemp(prefix="deformer-kafka-"))
+        try:
+            if engine is None:
+                _start_java(broker, ports, free[brokers:], dict(properties or {}))
+            else:
+                _start_container(broker, engine, ports, free[brokers:], dict(properties or {}))
+            _await(broker, brokers)
+        except BaseException as error:
+            broker.stop()
+            if port is None and attempt < 2 and "Address already in use" in str(error):
+                continue
+            raise
+        return broker
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _start_java(broker: Broker, ports: list[int], controllers: list[int], extra: dict[str, str]) -> None:
+    folder = Path(broker.folder)
+    cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=").replace("-", "A")
+    java = ["java", "-Xmx512m", "-Xms256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
+    java += [f"-Dlog4j2.configurationFile={HERE / 'log4j2.properties'}", "-cp", f"{LIB}/*"]
+    for node, port in enumerate(ports, 1):
+        settings = {**_quick(len(ports)), **_node(node, "127.0.0.1", port, controllers), **extra}
+        settings["log.dirs"] = str(folder / f"data-{node}")
+        config = folder / f"server-{node}.properties"
+        config.write_text("".join(f"{key}={value}\n" for key, value in settings.items()))
+        form = [*java, "kafka.tools.StorageTool", "format", "-t", cluster, "-c", str(config)]
+        done = subprocess.run(form, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise BrokerError(f"formatting the broker's storage failed: {_last_line(done.stderr or done.stdout)}")
+        with (folder / f"broker-{node}.log").open("wb") as log:
+            # A session of its own: Ctrl-C reaches this script alone, which then stops the broker in order.
+            process = subprocess.Popen(
+                [*java, "kafka.Kafka", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        process.returncode = 0  # its end is watched through the process id; keeps Popen from warning about it
+        broker.pids.append(process.pid)
+
+
+def _start_container(
+    broker: Broker, engine: str, ports: list[int], controllers: list[int], extra: dict[str, str]
+) -> None:
+    if len(ports) != 1:
+        raise BrokerError(f"several brokers need Java {JAVA} and Maven: install them, or run one broker in {engine}")
+    settings = {**_quick(1), **_node(1, "0.0.0.0", ports[0], controllers), **extra}  # noqa: S104 inside the container
+    variables = [f"KAFKA_{key.upper().replace('.', '_')}={value}" for key, value in settings.items()]
+    command = [engine, "run", "-d", "--rm", "-p", f"127.0.0.1:{ports[0]}:{ports[0]}"]
+    command += [part for variable in variables for part in ("-e", variable)]
+    done = subprocess.run([*command, _image()], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BrokerError(f"{engine} could not run {_image()}: {_last_line(done.stderr)}")
+    broker.engine, broker.container = engine, done.stdout.strip().splitlines()[-1]
+
+
+def _await(broker: Broker, brokers: int) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    addresses = broker.bootstrap.split(",")
+    while any(brokers_known(address) < brokers for address in addresses):
+        for node, pid in enumerate(broker.pids, 1):
+            if not _alive(pid):
+                log = (Path(broker.folder) / f"broker-{node}.log").read_text(errors="replace")
+                raise BrokerError(f"the broker ended while starting: {_last_line(log)}")
+        if time.monotonic() > deadline:
+            raise BrokerError(f"the broker at {broker.bootstrap} is not in service after {START_SECONDS:.0f} s")
+        time.sleep(0.05)
+
+
+def _last_line(log: str) -> str:
+    """The line of a log that best says what went wrong."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    telling = [line for line in lines if "Caused by" in line or "already in use" in line or "Exception:" in line]
+    return (telling or lines or ["it said nothing"])[-1][:300]
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def _run(args: argparse.Namespace) -> None:
+    ensure()
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        with start(args.brokers, args.port) as broker:
+            print(
+                f"Apache Kafka {kafka_version()} at {broker.bootstrap} (Ctrl-C ends it and removes its data)",
+                flush=True,
+            )
+            while broker.container is not None or all(_alive(pid) for pid in broker.pids):
+                time.sleep(0.5)
+            raise BrokerError("the broker ended by itself")
+    except KeyboardInterrupt:
+        print("kafka: stopped", file=sys.stderr)
+
+
+def _start(args: argparse.Namespace) -> None:
+    ensure()
+    if STATE.exists():
+        raise BrokerError(f"a broker was started before ({STATE}): run `python deploy/kafka/broker.py stop` first")
+    broker = start(args.brokers, args.port)
+    STORE.mkdir(exist_ok=True)
+    STATE.write_text(json.dumps(asdict(broker)))
+    print(broker.bootstrap)
+
+
+def _stop(_: argparse.Namespace) -> None:
+    if not STATE.exists():
+        raise BrokerError("no broker was started by `start`")
+    Broker(**json.loads(STATE.read_text())).stop()
+    STATE.unlink()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Apache Kafka for development and tests.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("ensure", help="fetch what a broker needs").set_defaults(act=lambda _: ensure())
+    for name, act, text in (("run", _run, "in the foreground"), ("start", _start, "in the background")):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("--port", type=int, default=9092 if name == "run" else None, help="of the first broker")
+        command.add_argument("--brokers", type=int, default=1, help="how many brokers (default: 1)")
+        command.set_defaults(act=act)
+    commands.add_parser("stop", help="end what `start` began").set_defaults(act=_stop)
+    args = parser.parse_args(argv)
+    try:
+        args.act(args)
+    except BrokerError as error:
+        print(f"kafka: {error}", file=sys.stderr)
+        return 4
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
