@@ -7,6 +7,7 @@ settings: they live in the model's manifest.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tomllib
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import click
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, TypeAdapter, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
@@ -282,6 +283,34 @@ def masked(settings: Settings) -> dict[str, Any]:
     return settings.model_dump(mode="json")
 
 
-def environment() -> dict[str, str]:
-    """The `DEFORMER_…` variables that are set, secrets masked."""
-    return {k: "**********" if "PASSWORD" in k else v for k, v in os.environ.items() if k.startswith(PREFIX)}
+def in_force(cls: type[Settings], config: Path | None, section: str) -> list[str]:
+    """One line per option, as TOML, with where it comes from; secrets masked. Raises `ConfigError` for a bad value."""
+    file = _read_file(cls, config, section)
+    lines = []
+    for name, info in cls.model_fields.items():
+        key = name.rstrip("_").replace("_", "-")
+        variable = PREFIX + name.rstrip("_").upper()
+        if variable in os.environ:
+            value, origin = os.environ[variable], variable
+        elif _input_name(cls, name) in file:
+            value, origin = file[_input_name(cls, name)], str(config)
+        else:
+            value, origin = (None if info.is_required() else info.default), "default"
+        if value is None:
+            lines.append(f"# {key} =   ({'required' if info.is_required() else 'not set'})")
+            continue
+        _check(cls, name, value)
+        shown = "**********" if "password" in name and not name.endswith("_file") else value
+        text = str(shown) if isinstance(shown, bool | int | float) else json.dumps(str(shown))
+        lines.append(f"{key} = {text}" + ("" if origin == "default" else f"   # from {origin}"))
+    return lines
+
+
+def _check(cls: type[Settings], name: str, value: Any) -> None:
+    """Validate one field on its own."""
+    info = cls.model_fields[name]
+    annotated = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation  # type: ignore[valid-type]
+    try:
+        TypeAdapter(annotated).validate_python(value)
+    except ValidationError as error:
+        raise ConfigError(f"{flag_of(name)}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None

@@ -3,8 +3,8 @@
     {"record": "pump-7/10:34:33", "feature": "Pressure", "value": 0.054711, "time": 1583750073.0}
     {"record": "pump-7/10:34:33", "time": "2020-03-09T10:34:33Z", "values": {"Pressure": 0.054711, "Current": 1.30128}}
 
-`messages` decodes JSON (Kafka, JSON lines), `tables` decodes rows of Parquet and CSV, `outward` writes alerts and dead letters.
-"""
+`messages` decodes JSON (Kafka, JSON lines), `tables` decodes rows of Parquet and CSV, `outward` writes alerts and dead
+letters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.ports import LongRows, Messages, Payload, WideRows
 
 Order = Literal["arrival", "schema", "random"]
-"""The order of the readings within a wide row: the table's column order, the model's, or a fresh permutation per record."""
+"""The order of the readings within a wide row: the table's column order, the model's, or a fresh permutation per
+record."""
 
 __all__ = [
     "MAX_TEXT",
@@ -39,10 +40,10 @@ __all__ = [
 class Codec:
     """Decodes the payload of a poll into events, and encodes alerts.
 
-    schema: the features that are known. fields: what the fields of an event are called. order, seed: how the readings of a
-    wide row are ordered (`Order`); "random" depends on the seed and the record id alone, not on how the input is chunked.
-    max_message_bytes: a longer message is refused as too large. max_readings: and so is one with more readings.
-    """
+    schema: the features that are known. fields: what the fields of an event are called. order, seed: how the readings
+    of a wide row are ordered (`Order`); "random" depends on the seed and the record id alone, not on how the input is
+    chunked. max_message_bytes: a longer message is refused as too large. max_readings: and so is one with more
+    readings."""
 
     def __init__(
         self,
@@ -66,10 +67,9 @@ class Codec:
     def decode(self, data: Payload) -> tuple[EventBatch, list[Rejected]]:
         """The events of a poll in order of arrival, and what was refused of it, by message.
 
-        JSON never raises, whatever the bytes: what cannot be accepted is a `Rejected`. Every message and every row yields at
-        least one event or one `Rejected`, and a bad reading among many is refused alone. A table whose columns have the wrong
-        type raises `InputError`, for it is the table that has to be mended.
-        """
+        JSON never raises, whatever the bytes: what cannot be accepted is a `Rejected`. Every message and every row
+        yields at least one event or one `Rejected`, and a bad reading among many is refused alone. A table whose
+        columns have the wrong type raises `InputError`, for it is the table that has to be mended."""
         match data:
             case Messages():
                 return self._messages.decode(data)

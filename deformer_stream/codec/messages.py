@@ -18,7 +18,8 @@ MAX_TEXT = 1024
 """Longest record id and longest label, in characters."""
 
 FIRST_SECOND, LAST_SECOND = -62_135_596_800, 253_402_300_799
-"""Times lie in the years 1 to 9999, which every format we write can express. Milliseconds taken for seconds fall outside."""
+"""Times lie in the years 1 to 9999, which every format we write can express. Milliseconds taken for seconds fall
+outside."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
@@ -37,7 +38,7 @@ class Fields:
     label: str = "label"
 
 
-class Refusal(Exception):
+class Refusal(Exception):  # noqa: N818  (control flow, not an error)
     """Control flow within the codec: this event becomes a `Rejected`."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
@@ -75,8 +76,8 @@ def micros_of_text(text: str) -> int:
 
 
 class MessageDecoder:
-    """Decodes `Messages`. `decode` is one tight loop over the common form, a number of a known feature in a message of its
-    own; every other form, good or bad, goes through `_readings_of`, which is written to be read."""
+    """Decodes `Messages`. `decode` is one tight loop over the common form, a number of a known feature in a message of
+    its own; every other form, good or bad, goes through `_readings_of`, which is written to be read."""
 
     def __init__(self, schema: Schema, fields: Fields, max_bytes: int, max_readings: int) -> None:
         self._schema = schema
@@ -148,7 +149,8 @@ class MessageDecoder:
     def _readings_of(
         self, i: int, payload: bytes | None, key: bytes | None, broker: int
     ) -> list[tuple[str, int, float, str | None, int] | Rejected]:
-        """One message's readings (record, feature code, value, text of an unseen label, time) or their refusals, at least one."""
+        """One message's readings (record, feature code, value, text of an unseen label, time) or their refusals, at
+        least one."""
         try:
             document = self._document(payload)
             record = self._record(document, key)
@@ -246,12 +248,16 @@ class MessageDecoder:
 
 
 def code_of_label(text: str, labels: dict[str, int], name: str) -> tuple[float, str | None]:
-    """A label's code, or the number of labels together with the text of a label never seen in training. Raises `Refusal`."""
+    """A label's code, or the number of labels together with the text of a label never seen in training. Raises
+    `Refusal`."""
     code = labels.get(text)
     if code is not None:
         return code, None
     if len(text) > MAX_TEXT:
-        raise Refusal(Reason.TOO_LARGE, f"feature {brief(name)}: a label of {len(text)} characters; at most {MAX_TEXT} are accepted")
+        raise Refusal(
+            Reason.TOO_LARGE,
+            f"feature {brief(name)}: a label of {len(text)} characters; at most {MAX_TEXT} are accepted",
+        )
     return len(labels), text
 
 
@@ -266,16 +272,19 @@ def _word(value: object) -> str:
 
 
 def _lenient(payload: bytes, error: str) -> object:
-    """What strict decoding refused, decoded as Python's `json` writes it (`NaN`, `Infinity`, numbers beyond float64), so that
-    `_reading` can name the feature that is not finite. Raises `Refusal` where that fails too."""
+    """What strict decoding refused, decoded as Python's `json` writes it (`NaN`, `Infinity`, numbers beyond float64),
+    so that `_reading` can name the feature that is not finite. Raises `Refusal` where that fails too."""
     try:
         document = json.loads(payload.decode(), parse_int=_integer)
-        orjson.dumps(document)  # a lone surrogate is no Unicode text and could never be written again; nor could deep nesting
+        orjson.dumps(
+            document
+        )  # a lone surrogate is no Unicode text and could never be written again; nor could deep nesting
     except (ValueError, TypeError, RecursionError):
         raise Refusal(Reason.NOT_JSON, error.splitlines()[0] if error else "not JSON") from None
     return document
 
 
 def _integer(text: str) -> int | float:
-    """Like the strict decoder: exact within 64 bits, a float beyond, infinite past float64 (`int` would refuse long texts)."""
+    """Like the strict decoder: exact within 64 bits, a float beyond, infinite past float64 (`int` would refuse long
+    texts)."""
     return int(text) if len(text) < 19 else float(text) if len(text) < 400 else inf

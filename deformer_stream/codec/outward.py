@@ -26,7 +26,8 @@ def rfc3339(micros: int) -> str | None:
 
 
 def encode_alert(alert: AlertRaised, data: Payload | None) -> bytes:
-    """The alert as JSON, its keys in the order of the public format. A number that is not finite is null, as is an unknown time.
+    """The alert as JSON, its keys in the order of the public format. A number that is not finite is null, as is an
+    unknown time.
 
     `data` is the poll that `alert.message` points into; without it (or with a negative message) `source` is null.
     """
@@ -62,7 +63,8 @@ def encode_alert(alert: AlertRaised, data: Payload | None) -> bytes:
 
 
 def encode_rejected(rejected: Rejected, data: Payload) -> bytes:
-    """A dead letter as JSON: reason, detail, source position, and the message as text (base64 where it is not UTF-8)."""
+    """A dead letter as JSON: reason, detail, source position, and the message as text (base64 where it is not
+    UTF-8)."""
     topic, partition, offset = position(data, rejected.message)
     key, payload = payload_of(data, rejected.message)
     letter: dict[str, Any] = {

@@ -131,8 +131,8 @@ def ensure() -> None:
             return
         if not (shutil.which("apt-get") and hasattr(os, "geteuid") and os.geteuid() == 0):
             raise BrokerError(
-                f"no Java {JAVA} with Maven and no container engine: install Java and Maven (Debian, Ubuntu: `sudo apt-get"
-                f" install openjdk-{JAVA}-jre-headless maven`), or start Docker, or set DEFORMER_TEST_BOOTSTRAP=host:port"
+                f"no Java {JAVA} with Maven, no container engine: install them (Debian, Ubuntu: `sudo apt-get install"
+                f" openjdk-{JAVA}-jre-headless maven`), or start Docker, or set DEFORMER_TEST_BOOTSTRAP=host:port"
             )
         apt = ("apt-get", "-o", "Dpkg::Use-Pty=0")
         packages = [f"openjdk-{JAVA}-jre-headless", "maven"]

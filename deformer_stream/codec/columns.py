@@ -1,0 +1,205 @@
+"""Columns of tables → arrays of values, label codes, times and ids, with what is refused by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf, isfinite, nan
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from deformer_stream.codec.messages import FIRST_SECOND, LAST_SECOND, Refusal, brief, code_of_label, micros_of_text
+from deformer_stream.core.batch import NO_TIME, Reason
+from deformer_stream.core.schema import label_of
+from deformer_stream.errors import InputError
+
+
+def label_codes(
+    column: pa.Array, labels: dict[str, int], name: str
+) -> tuple[NDArray[np.float64], dict[int, str | Refusal]]:
+    """(N,) codes of a column of labels, NaN for null and NaN; and by row the text of an unseen label, or why it is
+    refused.
+
+    Tables lose types on the way through text (`3` comes back as `3.0`, `true` as `True`), so a text that is no label is
+    also tried as the number or the truth value that it spells.
+    """
+    indices, uniques = encoded(column)
+    codes = [nan] * (len(uniques) + 1)
+    unseen: dict[int, str | Refusal] = {}
+    for k, value in enumerate(uniques):
+        if isinstance(value, float) and not isfinite(value):
+            if value == value:
+                codes[k], unseen[k] = (
+                    inf,
+                    Refusal(Reason.NOT_FINITE, f"feature {brief(name)}: {value} is not a finite number"),
+                )
+            continue
+        text = label_of(value)
+        if text not in labels and isinstance(value, str):
+            text = next((t for t in _spellings(value) if t in labels), text)
+        try:
+            codes[k], new = code_of_label(text, labels, name)
+        except Refusal as refusal:
+            codes[k], unseen[k] = inf, refusal
+            continue
+        if new is not None:
+            unseen[k] = new
+    rows = np.flatnonzero(np.isin(indices, list(unseen))).tolist()
+    return np.array(codes)[indices], {row: unseen[indices[row]] for row in rows}
+
+
+def _spellings(text: str) -> list[str]:
+    number = _number(text)
+    return [text.strip().lower()] + ([] if number is None or not isfinite(number) else [label_of(number)])
+
+
+def micros_of_column(column: pa.Array, where: str) -> tuple[NDArray[np.int64], dict[int, Refusal]]:
+    """(N,) microseconds, `NO_TIME` where null, from timestamps of any unit (without a zone: UTC), dates, epoch seconds
+    or RFC 3339 text; and refusals by row. Raises `InputError` for a column of any other type."""
+    kind = column.type
+    bad: dict[int, Refusal] = {}
+    if pa.types.is_null(kind):
+        return np.full(len(column), NO_TIME), bad
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        unit = pa.timestamp("us", kind.tz if pa.types.is_timestamp(kind) else None)
+        try:
+            times = column.cast(unit, safe=False).cast(pa.int64())
+        except pa.ArrowInvalid as error:
+            raise InputError(f"{where}: {error}; times lie in the years 1 to 9999") from error
+        micros = np.where(_nulls(column), NO_TIME, times.fill_null(0).to_numpy())
+    elif numeric(kind):
+        seconds = floats(column)
+        null = _nulls(column)
+        for row in np.flatnonzero(~np.isfinite(seconds) & ~null).tolist():
+            bad[row] = Refusal(Reason.NOT_FINITE, "time is not finite")
+        inside = (seconds >= FIRST_SECOND) & (seconds <= LAST_SECOND)
+        micros = np.where(inside, np.round(np.where(inside, seconds, 0.0) * 1e6).astype(np.int64), NO_TIME)
+        for row in np.flatnonzero(~inside & np.isfinite(seconds)).tolist():
+            bad[row] = Refusal(
+                Reason.WRONG_TYPE, f"time {seconds[row]!s} lies outside the years 1 to 9999; use seconds since 1970"
+            )
+        return micros, bad
+    elif textual(kind):
+        indices, uniques = encoded(column)
+        table = [NO_TIME] * (len(uniques) + 1)
+        faults: list[Refusal | None] = [None] * (len(uniques) + 1)
+        for k, text in enumerate(uniques):
+            try:
+                table[k] = micros_of_text(text)
+            except Refusal as refusal:
+                faults[k] = refusal
+        return np.array(table, np.int64)[indices], faults_by_row(indices, faults)
+    else:
+        raise InputError(f"{where} is {kind}; a timestamp, epoch seconds or RFC 3339 text is expected")
+    outside = (micros != NO_TIME) & ((micros < FIRST_SECOND * 1_000_000) | (micros > LAST_SECOND * 1_000_000))
+    for row in np.flatnonzero(outside).tolist():
+        bad[row] = Refusal(Reason.WRONG_TYPE, "time lies outside the years 1 to 9999")
+    return micros, bad
+
+
+def text_ids(column: pa.Array, where: str) -> pa.Array:
+    """A column of record ids as strings; integers become text. Raises `InputError` for any other type."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if not (textual(column.type) or pa.types.is_integer(column.type) or pa.types.is_null(column.type)):
+        raise InputError(f"{where} is {column.type}; record ids are text or whole numbers: convert the column")
+    return column.cast(pa.string())
+
+
+def numbers(column: pa.Array, name: str) -> tuple[NDArray[np.float64], dict[int, Refusal]]:
+    """(N,) numbers, NaN where null, of a continuous feature's cells; and refusals by row."""
+    if pa.types.is_null(column.type):
+        return np.full(len(column), np.nan), {}
+    if numeric(column.type):
+        values = floats(column)
+        null = _nulls(column)
+        rows = np.flatnonzero(~np.isfinite(values) & ~null).tolist()
+        return values, {row: _not_finite(name, values[row]) for row in rows}
+    indices, uniques = encoded(column)
+    table = [nan] * (len(uniques) + 1)
+    faults: list[Refusal | None] = [None] * (len(uniques) + 1)
+    for k, text in enumerate(uniques):
+        number = None if isinstance(text, bool) else _number(text)
+        if number is None:
+            word = "a boolean" if isinstance(text, bool) else f"text {brief(text, 20)}"
+            faults[k] = Refusal(Reason.WRONG_TYPE, f"feature {brief(name)}: {word} where a number is expected")
+        elif not isfinite(number):
+            faults[k] = _not_finite(name, number)
+        else:
+            table[k] = number
+    return np.array(table)[indices], faults_by_row(indices, faults)
+
+
+def _not_finite(name: str, value: float) -> Refusal:
+    return Refusal(Reason.NOT_FINITE, f"feature {brief(name)}: {value!s} is not a finite number")
+
+
+def _number(text: str) -> float | None:
+    """The number that a text spells, or None; `1_000`, which Python would take, is none."""
+    try:
+        return None if "_" in text else float(text)
+    except ValueError:
+        return None
+
+
+def encoded(column: pa.Array) -> tuple[NDArray[np.int64], list[Any]]:
+    """(N,) index of each cell among its column's distinct values, which are given as Python values; nulls index one
+    past them."""
+    if pa.types.is_null(column.type):
+        return np.zeros(len(column), np.int64), []
+    if pa.types.is_dictionary(column.type) and column.dictionary.null_count:
+        column = column.dictionary_decode()
+    pairs = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
+    uniques = pairs.dictionary.to_pylist()
+    return pairs.indices.cast(pa.int64()).fill_null(len(uniques)).to_numpy(), uniques
+
+
+def faults_by_row(indices: NDArray[np.int64], faults: list[Refusal | None]) -> dict[int, Refusal]:
+    """Refusals by row, from those by distinct value."""
+    bad = [k for k, fault in enumerate(faults) if fault is not None]
+    if not bad:
+        return {}
+    by_row = ((row, faults[indices[row]]) for row in np.flatnonzero(np.isin(indices, bad)).tolist())
+    return {row: fault for row, fault in by_row if fault is not None}
+
+
+def floats(column: pa.Array) -> NDArray[np.float64]:
+    """(N,) float64, NaN where null."""
+    return np.asarray(pc.cast(plain(column), pa.float64(), safe=False).to_numpy(zero_copy_only=False), np.float64)
+
+
+def _nulls(column: pa.Array) -> NDArray[np.bool_]:
+    return np.asarray(column.is_null().to_numpy(zero_copy_only=False))
+
+
+def plain(column: pa.Array) -> pa.Array:
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+
+
+def as_label_text(column: pa.Array) -> pa.Array:
+    """Cells as the text of their labels, so that they can stand in where the column of labels is null."""
+    indices, uniques = encoded(column)
+    texts = [None if isinstance(u, float) and u != u else label_of(u) for u in uniques]
+    return pa.array([*texts, None], pa.string()).take(pa.array(indices))
+
+
+def numeric(kind: pa.DataType) -> bool:
+    return _is(kind, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null)
+
+
+def textual(kind: pa.DataType) -> bool:
+    return _is(kind, pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+
+
+def categorical(kind: pa.DataType) -> bool:
+    return numeric(kind) or textual(kind) or _is(kind, pa.types.is_boolean)
+
+
+def _is(kind: pa.DataType, *tests: Callable[[pa.DataType], bool]) -> bool:
+    """Whether a column's type, or that of a dictionary's values, passes one of the tests."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return any(test(kind) for test in tests)

@@ -1,0 +1,78 @@
+"""What every command line of ours shares: errors become one line and an exit code, commands are built when asked for.
+
+Imports nothing heavy: `--help` answers before torch, pydantic or Kafka are touched.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+from deformer_stream.errors import DeformerError
+
+Builder = Callable[[], click.Command]
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are built on first use; `summaries` holds their one-line help, so that listing is free."""
+
+    def __init__(self, builders: Mapping[str, Builder], summaries: Mapping[str, str], **rest: Any) -> None:
+        super().__init__(**rest)
+        self.builders, self.summaries = builders, summaries
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.builders)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        builder = self.builders.get(cmd_name)
+        return builder() if builder else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self.summaries[name]) for name in self.builders])
+
+
+def debug_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`--debug` for every command; `run` reads it."""
+    return click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks and debug logs.")(function)
+
+
+def debugging() -> bool:
+    """Whether `--debug` was given."""
+    return "--debug" in sys.argv[1:]
+
+
+def run(command: click.Command, name: str) -> None:
+    """Run a command and end the process with the exit code of what happened.
+
+    0 done · 1 a bug · 2 usage or configuration · 3 input data or model directory · 4 a service cannot be reached.
+    """
+    try:
+        result = command.main(prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
+        code = result if isinstance(result, int) else 0
+    except click.ClickException as error:
+        code = _fail(name, f"{error.format_message()} (see {name} --help)".replace("\n", " "), 2)
+    except DeformerError as error:
+        code = _fail(name, str(error), error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        code = _fail(name, "interrupted", 130)
+    except BrokenPipeError:
+        # The reader of our output went away; Python would complain again when it closes standard output.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except Exception as error:  # the outermost edge: anything else is a bug, and must still be one line
+        code = _fail(name, f"unexpected {type(error).__name__}: {error}; this is a bug, please report it with --debug output", 1)
+    sys.exit(code)
+
+
+def _fail(name: str, message: str, code: int) -> int:
+    if debugging():
+        traceback.print_exc()
+    click.echo(f"{name}: {' '.join(message.split())}", err=True)
+    return code

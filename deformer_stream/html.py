@@ -1,0 +1,393 @@
+"""Self-contained HTML pages with inline SVG charts: no scripts, no external resources, light and dark, fit for a phone.
+
+Every function is pure and returns a piece of HTML as text; `page` puts pieces together. Whatever comes in as a title,
+label or cell is escaped (names of features are user data), so pieces are only made by the functions of this module:
+
+    page("Training", figures({"held-out NLL": "3.2 nats"}), heading("Loss"), line_chart({"loss": (steps, losses)}, ...))
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+WIDTH = 660  # of every chart, in SVG user units; the page scales it
+_ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # characters that XML 1.0 forbids
+_DASHES = ("", "7 4", "2 4", "9 3 2 3")  # series differ by more than colour
+
+_STYLE = """
+:root{color-scheme:light dark;--ground:#fbfbfa;--card:#fff;--ink:#1d2329;--soft:#5d6873;--line:#dfe3e6;--alarm:#c2410c;
+--s0:#0b66c3;--s1:#c2410c;--s2:#0a7d5a;--s3:#8b3fb3;--s4:#946200;--s5:#c0266d}
+@media (prefers-color-scheme:dark){:root{--ground:#14181c;--card:#1c2227;--ink:#e7ebee;--soft:#9aa6b1;--line:#343d45;
+--alarm:#ff9a62;--s0:#6cb4ff;--s1:#ff9a62;--s2:#4fd0a3;--s3:#cf9bf0;--s4:#e3b341;--s5:#ff8fbc}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--ground);color:var(--ink);
+font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+main{max-width:60rem;margin:0 auto;padding:2rem 1.25rem 4rem}
+h1{font-size:1.75rem;line-height:1.2;margin:0 0 .25rem}
+h2{font-size:1.2rem;margin:2.5rem 0 .5rem}
+p{max-width:44rem;margin:.5rem 0 1rem}p.lead{color:var(--soft)}
+dl.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(10.5rem,1fr));gap:.75rem;margin:1.25rem 0}
+dl.figures div{background:var(--card);border:1px solid var(--line);border-radius:.6rem;padding:.7rem .9rem;
+display:flex;flex-direction:column-reverse;justify-content:flex-end}
+dl.figures dt{color:var(--soft);font-size:.85rem;line-height:1.35}
+dl.figures dd{margin:0;font-size:1.4rem;font-weight:650;line-height:1.3;overflow-wrap:anywhere}
+figure{margin:1rem 0;background:var(--card);border:1px solid var(--line);border-radius:.6rem;padding:.9rem 1rem .6rem}
+figcaption{font-weight:600;margin-bottom:.35rem}
+.scroll{overflow-x:auto}.scroll:focus-visible{outline:2px solid var(--s0)}
+svg{display:block;width:100%;min-width:32rem;height:auto}
+svg text{fill:var(--soft);font:13px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+svg text.strong{fill:var(--ink)}svg text.rule{fill:var(--alarm)}
+svg text.rule{paint-order:stroke;stroke:var(--card);stroke-width:4px}
+svg .grid{stroke:var(--line);stroke-width:1}svg .axis{stroke:var(--soft);stroke-width:1}
+svg .rule{stroke:var(--alarm);stroke-width:1.5;stroke-dasharray:5 4}
+svg .bar{fill:var(--s0)}
+svg .curve{fill:none;stroke-width:2.2;stroke-linejoin:round;stroke-linecap:round}
+svg.key{display:inline-block;width:28px;min-width:0;height:10px;margin-right:.4rem}
+ul.legend{list-style:none;margin:0 0 .4rem;padding:0;display:flex;flex-wrap:wrap;gap:.15rem 1.1rem;font-size:.875rem}
+table{border-collapse:collapse;width:100%;font-size:.92rem}
+caption{text-align:left;font-weight:600;padding-bottom:.35rem}
+th,td{text-align:left;padding:.4rem .8rem .4rem 0;border-bottom:1px solid var(--line);vertical-align:top}
+th{font-weight:600;color:var(--soft)}td.number,th.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+""" + "".join(f".s{i}{{stroke:var(--s{i});fill:var(--s{i})}}" for i in range(6))
+
+
+def text(value: object) -> str:
+    """Any value as harmless HTML and XML text: escaped, characters that XML forbids replaced."""
+    return escape(_ILLEGAL.sub("\ufffd", str(value)), quote=True)
+
+
+def number(value: float, digits: int = 3) -> str:
+    """A number for people: `digits` significant digits, thousands grouped, powers of ten only where they are needed."""
+    if not math.isfinite(value):
+        return "–" if math.isnan(value) else ("∞" if value > 0 else "−∞")
+    if value == 0:
+        return "0"
+    size = math.floor(math.log10(abs(value)))
+    if size < -4 or size > 8:
+        mantissa, exponent = f"{value:.{max(digits - 1, 0)}e}".split("e")
+        return f"{mantissa}e{int(exponent)}".replace("-", "−")
+    plain = f"{value:,.{min(max(digits - 1 - size, 0), 12)}f}"
+    return (plain.rstrip("0").rstrip(".") if "." in plain else plain).replace("-", "−")
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """0.0123 → `1.2%`."""
+    return f"{100 * share:.{digits}f}%".replace("-", "−") if math.isfinite(share) else "–"
+
+
+def page(title: str, *blocks: str, lead: str = "") -> str:
+    """A whole document. blocks: pieces made by this module. lead: one sentence under the title."""
+    under = f'<p class="lead">{text(lead)}</p>\n' if lead else ""
+    body = "\n".join(blocks)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        # Belt and braces: even a piece that slipped through unescaped could load and run nothing.
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+        f"<title>{text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n<h1>{text(title)}</h1>\n"
+        f"{under}{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def heading(words: str) -> str:
+    """The title of a section."""
+    return f"<h2>{text(words)}</h2>"
+
+
+def paragraph(words: str) -> str:
+    """A paragraph of plain text."""
+    return f"<p>{text(words)}</p>"
+
+
+def figures(values: Mapping[str, str]) -> str:
+    """Headline numbers: what it is → the number with its unit."""
+    cards = "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in values.items())
+    return f'<dl class="figures">{cards}</dl>'
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
+    """A table. Cells that are numbers, or a column of texts that begin like numbers, are set flush right.
+
+    Raises ValueError where a row has another length than the header.
+    """
+    rows = [list(row) for row in rows]
+    if any(len(row) != len(header) for row in rows):
+        raise ValueError(f"every row needs {len(header)} cells, as the header has")
+    kinds = [' class="number"' if rows and all(_numeric(row[i]) for row in rows) else "" for i in range(len(header))]
+    head = "".join(f'<th scope="col"{kind}>{text(name)}</th>' for name, kind in zip(header, kinds, strict=True))
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{kind}>{text(_cell(cell))}</td>" for cell, kind in zip(row, kinds, strict=True))
+        + "</tr>\n"
+        for row in rows
+    )
+    above = f"<caption>{text(caption)}</caption>" if caption else ""
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{text(caption or "table")}"><table>{above}'
+        f"<thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>"
+    )
+
+
+def _numeric(cell: object) -> bool:
+    if isinstance(cell, str):
+        return re.fullmatch(r"[–+−-]|[+−-]?[\d∞][\d,.]*(e[−-]?\d+)?\s?(%|[a-zA-Z°µ/]{0,6})", cell) is not None
+    return isinstance(cell, int | float | np.number) and not isinstance(cell, bool)
+
+
+def _cell(cell: object) -> object:
+    return number(float(cell), 4) if isinstance(cell, float | np.floating) else cell
+
+
+# ---- charts ----------------------------------------------------------------------------------------------------------
+
+
+def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
+    """About `count` round values (steps of 1, 2, 2.5 or 5 times a power of ten) within [low, high], or around it
+    where it is too narrow."""
+    low, high = _interval(low, high)
+    raw = (high - low) / max(count, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m for m in (1.0, 2.0, 2.5, 5.0, 10.0) if m * power >= raw * (1 - 1e-9)) * power
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [0.0 if k == 0 else float(f"{k * step:.12g}") for k in range(first, last + 1)]
+
+
+def _interval(low: float, high: float) -> tuple[float, float]:
+    """The same interval, widened where it is too narrow to be drawn."""
+    size = max(abs(low), abs(high))
+    if not high - low > 1e-9 * size:
+        half = 0.5 * size if size > 0 else 1.0
+        return low - half, high + half
+    return low, high
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Values → SVG units along one axis. `ticks` are values; `names` their texts."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    ticks: list[float]
+    names: list[str]
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high, v = (
+            (math.log10(x) for x in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
+        )
+        return round(self.start + (v - low) / (high - low) * (self.end - self.start), 2)
+
+
+def _axis(low: float, high: float, start: float, end: float, unit: str, snug: bool, log: bool = False) -> _Axis:
+    """snug: the axis ends where the data end; otherwise at the enclosing ticks. unit: put after every number; "%" shows
+    shares as percentages."""
+    if log:
+        low, high = (low, high) if high > low * (1 + 1e-9) else (low / 3, high * 3)
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        marks = (1, 2, 5) if len(decades) <= 4 else (1,)
+        inside = [m * 10.0**d for d in decades for m in marks if low <= m * 10.0**d <= high]
+        return _Axis(low, high, start, end, inside, [_with_unit(number(t, 2), unit) for t in inside], True)
+    low, high = _interval(low, high)
+    if not snug:
+        step = np.diff(nice_ticks(low, high)[:2]).max(initial=0.0)
+        if step > 0:
+            low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    ticks = nice_ticks(low, high)
+    factor = 100.0 if unit == "%" else 1.0
+    return _Axis(low, high, start, end, ticks, [_with_unit(number(factor * t, 6), unit) for t in ticks])
+
+
+def _with_unit(number: str, unit: str) -> str:
+    return number + ("" if unit in ("", "%") else "\u202f") + unit
+
+
+def _frame(x: _Axis, y: _Axis, x_label: str, y_label: str) -> str:
+    """Grid, ticks and labels. The vertical axis is named on top, where it reads without turning the head."""
+    parts = [f'<text x="{x.start - 44:g}" y="{y.end - 14:g}">{text(y_label)}</text>'] if y_label else []
+    for value, name in zip(y.ticks, y.names, strict=True):
+        parts.append(f'<line class="grid" x1="{x.start}" x2="{x.end}" y1="{y(value)}" y2="{y(value)}"/>')
+        parts.append(f'<text x="{x.start - 8}" y="{y(value) + 4:g}" text-anchor="end">{text(name)}</text>')
+    for value, name in zip(x.ticks, x.names, strict=True):
+        parts.append(f'<line class="axis" x1="{x(value)}" x2="{x(value)}" y1="{y.start}" y2="{y.start + 4}"/>')
+        parts.append(f'<text x="{x(value)}" y="{y.start + 19}" text-anchor="middle">{text(name)}</text>')
+    parts.append(f'<line class="axis" x1="{x.start}" x2="{x.end}" y1="{y.start}" y2="{y.start}"/>')
+    middle = (x.start + x.end) / 2
+    parts.append(f'<text x="{middle:g}" y="{y.start + 40}" text-anchor="middle">{text(x_label)}</text>')
+    return "".join(parts)
+
+
+def _figure(title: str, drawing: str, height: float, describe: str, legend: Sequence[str] = ()) -> str:
+    keys = "".join(
+        f'<li><svg class="key" viewBox="0 0 28 10" aria-hidden="true"><line class="curve s{i % 6}" '
+        f'x1="1" x2="27" y1="5" y2="5" stroke-dasharray="{_DASHES[i % 4]}"/></svg>{text(name)}</li>'
+        for i, name in enumerate(legend)
+    )
+    return (
+        f"<figure><figcaption>{text(title)}</figcaption>"
+        + (f'<ul class="legend">{keys}</ul>' if len(legend) > 1 else "")
+        + f'<div class="scroll" tabindex="0" role="region" aria-label="{text(title)}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {WIDTH} {height:g}" '
+        f'aria-label="{text(describe)}">'
+        f"{drawing}</svg></div></figure>"
+    )
+
+
+def _empty(title: str) -> str:
+    return _figure(title, f'<text x="{WIDTH / 2}" y="40" text-anchor="middle">no data</text>', 70, f"{title}: no data")
+
+
+def _finite(values: ArrayLike) -> NDArray[np.float64]:
+    v = np.asarray(values, np.float64).reshape(-1)
+    return np.where(np.abs(v) < 1e300, v, np.nan)
+
+
+def line_chart(
+    series: Mapping[str, tuple[ArrayLike, ArrayLike]],
+    x_label: str,
+    y_label: str,
+    title: str,
+    log_x: bool = False,
+    horizontal: Mapping[str, float] | None = None,
+    *,
+    vertical: Mapping[str, float] | None = None,
+    x_unit: str = "",
+    y_unit: str = "",
+    y_zero: bool = False,
+    marks: bool = False,
+    steps: bool = False,
+) -> str:
+    """Curves over a common axis.
+
+    series: name → (xs, ys) of one length, in drawing order; a NaN breaks its curve. horizontal, vertical: named
+    rules, such as a threshold. x_unit, y_unit: put after every tick ("%" shows shares as percentages). y_zero: the vertical axis
+    includes zero. marks: a dot at every point. steps: values hold until the next x, as a running statistic does.
+    """
+    data = {name: (_finite(xs), _finite(ys)) for name, (xs, ys) in series.items()}
+    for name, (xs, ys) in data.items():
+        if len(xs) != len(ys):
+            raise ValueError(f"series {name!r} has {len(xs)} x values and {len(ys)} y values")
+    if log_x:
+        data = {name: (np.where(xs > 0, xs, np.nan), ys) for name, (xs, ys) in data.items()}
+    horizontal, vertical = horizontal or {}, vertical or {}
+    good = [(xs[keep], ys[keep]) for xs, ys in data.values() for keep in [np.isfinite(xs) & np.isfinite(ys)]]
+    all_x = np.concatenate([xs for xs, _ in good] + [_finite(list(vertical.values()))]) if good else np.empty(0)
+    all_y = np.concatenate([ys for _, ys in good] + [_finite(list(horizontal.values())), np.zeros(int(y_zero))])
+    all_x, all_y = all_x[np.isfinite(all_x) & ((all_x > 0) | (not log_x))], all_y[np.isfinite(all_y)]
+    if not sum(len(xs) for xs, _ in good):
+        return _empty(title)
+    y = _axis(all_y.min(), all_y.max(), 262, 34, y_unit, snug=False)
+    x = _axis(all_x.min(), all_x.max(), 62, WIDTH - 20, x_unit, snug=True, log=log_x)
+    parts = [_frame(x, y, x_label, y_label)]
+    for i, (xs, ys) in enumerate(data.values()):
+        look = f'class="curve s{i % 6}" style="fill:none" stroke-dasharray="{_DASHES[i % 4]}"'
+        parts.append(f'<path {look} d="{_path(xs, ys, x, y, steps)}"/>')
+        if marks:
+            dots = zip(*(v[np.isfinite(xs) & np.isfinite(ys)].tolist() for v in (xs, ys)), strict=True)
+            parts += [f'<circle class="s{i % 6}" cx="{x(a)}" cy="{y(b)}" r="3"/>' for a, b in dots]
+    parts += [_rule(name, x.start, x.end, y(v), y(v)) for name, v in horizontal.items() if math.isfinite(v)]
+    parts += [_rule(name, x(v), x(v), y.start, y.end) for name, v in vertical.items() if math.isfinite(v)]
+    describe = f"{title}: {y_label} against {x_label} for {', '.join(data)}"
+    return _figure(title, "".join(parts), 312, describe, list(data))
+
+
+def _path(xs: NDArray[np.float64], ys: NDArray[np.float64], x: _Axis, y: _Axis, steps: bool) -> str:
+    out, pen_down, last = [], False, 0.0
+    for a, b in zip(xs.tolist(), ys.tolist(), strict=True):
+        if not (math.isfinite(a) and math.isfinite(b)):
+            pen_down = False
+            continue
+        if pen_down and steps:
+            out.append(f"L{x(a):g} {last:g}")
+        last = y(b)
+        out.append(f"{'L' if pen_down else 'M'}{x(a):g} {last:g}")
+        pen_down = True
+    return "".join(out)
+
+
+def _rule(name: str, x1: float, x2: float, y1: float, y2: float) -> str:
+    """A named line; the name stands above a horizontal one at its right end, beside a vertical one at its top."""
+    flush_left = x1 == x2 and x1 < WIDTH / 2
+    at = (x1 + 6, y2 + 10) if flush_left else (x2 - 6, y2 + 10) if x1 == x2 else (x2, y1 - 6)
+    anchor = "start" if flush_left else "end"
+    line = f'<line class="rule" x1="{x1}" x2="{x2}" y1="{y1}" y2="{y2}"/>'
+    return f'{line}<text class="rule" x="{at[0]:g}" y="{at[1]:g}" text-anchor="{anchor}">{text(name)}</text>'
+
+
+def bar_chart(labels: Sequence[str], values: ArrayLike, title: str, x_label: str = "", *, unit: str = "") -> str:
+    """Horizontal bars from zero, one per label, in the given order, each with its number. unit: as in `line_chart`."""
+    v = _finite(values)
+    if len(v) != len(labels):
+        raise ValueError(f"{len(labels)} labels for {len(v)} values")
+    if not np.isfinite(v).any():
+        return _empty(title)
+    names = [label if len(label) <= 30 else label[:29] + "…" for label in map(str, labels)]
+    left = 24 + min(7.5 * max(map(len, names)), 230)
+    bottom = 12 + 26 * len(v)
+    low, high = min(0.0, float(np.nanmin(v))), max(0.0, float(np.nanmax(v))) or float(not np.nanmin(v))
+    x = _axis(low, high, left + (52 if low < 0 else 0), WIDTH - 70, unit, snug=True)
+    parts = [
+        f'<line class="grid" x1="{x(t)}" x2="{x(t)}" y1="8" y2="{bottom}"/>'
+        f'<text x="{x(t)}" y="{bottom + 18}" text-anchor="middle">{text(name)}</text>'
+        for t, name in zip(x.ticks, x.names, strict=True)
+    ]
+    factor = 100.0 if unit == "%" else 1.0
+    for i, (name, value) in enumerate(zip(names, v.tolist(), strict=True)):
+        top = 12 + 26 * i
+        parts.append(f'<text class="strong" x="{left - 10}" y="{top + 15}" text-anchor="end">{text(name)}')
+        parts.append(f"<title>{text(labels[i])}</title></text>")
+        if not math.isfinite(value):
+            continue
+        start, end = sorted((x(0.0), x(value)))
+        shown = _with_unit(number(factor * value), unit)
+        at, anchor = (start - 6, "end") if value < 0 else (end + 6, "start")
+        parts.append(f'<rect class="bar" x="{start}" y="{top + 1}" width="{end - start:g}" height="18" rx="2"/>')
+        parts.append(f'<text x="{at:g}" y="{top + 15}" text-anchor="{anchor}">{text(shown)}</text>')
+    parts.append(f'<line class="axis" x1="{x(0.0)}" x2="{x(0.0)}" y1="8" y2="{bottom}"/>')
+    parts.append(f'<text x="{(x.start + x.end) / 2:g}" y="{bottom + 38}" text-anchor="middle">{text(x_label)}</text>')
+    return _figure(title, "".join(parts), bottom + (46 if x_label else 26), f"{title}: bars for {len(v)} labels")
+
+
+def histogram(
+    values: ArrayLike,
+    title: str,
+    x_label: str,
+    bins: int = 30,
+    *,
+    x_unit: str = "",
+    vertical: Mapping[str, float] | None = None,
+) -> str:
+    """How many values fall where. bins: about how many, with round edges; values that are not finite are left out.
+
+    vertical: named rules, such as a threshold.
+    """
+    v = _finite(values)
+    v = v[np.isfinite(v)]
+    if not len(v):
+        return _empty(title)
+    rules = {name: value for name, value in (vertical or {}).items() if math.isfinite(value)}
+    low, high = _interval(float(v.min()), float(v.max()))
+    step = float(np.diff(nice_ticks(low, high, bins)[:2])[0])
+    first = math.floor(low / step + 1e-9)
+    edges = (first + np.arange(max(math.ceil(high / step - 1e-9) - first, 1) + 1)) * step
+    edges[-1] = max(edges[-1], high)
+    counts, edges = np.histogram(v, edges)
+    ends = min(edges[0], *rules.values(), math.inf), max(edges[-1], *rules.values(), -math.inf)
+    x = _axis(*ends, 62, WIDTH - 20, x_unit, snug=True)
+    y = _axis(0.0, float(counts.max()), 262, 34, "", snug=False)
+    bars = "".join(
+        f'<rect class="bar" x="{x(a) + 0.5:g}" y="{y(c):g}" width="{max(x(b) - x(a) - 1, 0.5):g}" '
+        f'height="{y.start - y(c):g}"><title>{text(f"{number(a)} to {number(b)}: {c}")}</title></rect>'
+        for a, b, c in zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True)
+        if c
+    )
+    lines = "".join(_rule(name, x(value), x(value), y.start, y.end) for name, value in rules.items())
+    return _figure(title, _frame(x, y, x_label, "count") + bars + lines, 312, f"{title}: histogram of {len(v)} values")

@@ -1,0 +1,307 @@
+"""From Parquet tables to what training samples from: an encoded matrix on disk and a split fixed from the start.
+
+Three passes stream over the files: which records there are, what kind each column is (`kinds`, training rows only), and
+the encoding of every reading into the model's units. Nothing but one batch, one byte a record and (long layout) the
+records' ids is held in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deformer_stream.core.batch import NO_TIME
+from deformer_stream.core.schema import Feature, Kind, Schema, label_of
+from deformer_stream.errors import ConfigError, InputError
+from trainer.kinds import ColumnStatistics, Excluded, infer
+from trainer.tables import (
+    FEATURE,
+    RECORD,
+    TIME,
+    VALUE,
+    Block,
+    Layout,
+    Source,
+    encode_labels,
+    form_of,
+    index_records,
+    open_source,
+    parse_numbers,
+)
+
+TRAIN, VALIDATION, CALIBRATION = 0, 1, 2
+VALIDATION_SHARE = 0.1
+FEWEST = 20
+"""Fewest records worth training on."""
+CHUNK = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class DataOptions:
+    """How the tables are to be read; column names as tuples. layout None: seen from the columns."""
+
+    layout: Layout | None = None
+    label: str | None = None
+    normal: str | None = None
+    exclude: tuple[str, ...] = ()
+    context: tuple[str, ...] = ()
+    discrete: tuple[str, ...] = ()
+    continuous: tuple[str, ...] = ()
+    calibration_share: float = 0.2
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The table, ready to be sampled.
+
+    values: (N, F) float32 on disk, in normalised units or label codes, NaN where missing. ranks: (N, F) int16 on disk,
+    place of each reading in its record's order of arrival, −1 where missing; None for the wide layout, which knows no
+    order. split: (N,) uint8, TRAIN, VALIDATION or CALIBRATION. missing and refused: per feature, over all records;
+    refused readings are infinite. skipped: what else was left out, by reason. time: the column with the time.
+    fingerprint: hex digest of schema, matrix and order.
+    """
+
+    schema: Schema
+    excluded: tuple[Excluded, ...]
+    values: NDArray[np.float32]
+    ranks: NDArray[np.int16] | None
+    split: NDArray[np.uint8]
+    layout: Layout
+    time: str | None
+    missing: dict[str, int]
+    refused: dict[str, int]
+    skipped: dict[str, int]
+    fingerprint: str = field(repr=False)
+
+    def rows(self, part: int) -> NDArray[np.int64]:
+        """Row numbers of a part of the split, ascending."""
+        return np.flatnonzero(self.split == part)
+
+    def summary(self) -> dict[str, Any]:
+        """For the manifest."""
+        return {
+            "fingerprint": self.fingerprint,
+            "layout": self.layout,
+            "rows": {
+                "train": int((self.split == TRAIN).sum()),
+                "validation": int((self.split == VALIDATION).sum()),
+                "calibration": int((self.split == CALIBRATION).sum()),
+            },
+            "missing": self.missing,
+            "refused": self.refused,
+            "skipped": self.skipped,
+            "excluded": {e.name: e.reason for e in self.excluded},
+        }
+
+
+def prepare(tables: Sequence[Path], options: DataOptions, folder: Path) -> Prepared:
+    """Read the tables and write the encoded matrix into `folder`, which must exist.
+
+    Raises InputError for files that cannot be used and ConfigError for options that do not fit them.
+    """
+    source = open_source(tables, options.layout, options.label, options.normal)
+    excluded = _choose_columns(source, options)
+    index_records(source)
+    if source.records < FEWEST:
+        raise InputError(
+            f"{source.files[0]}: {source.records} records to train on are too few; bring at least {FEWEST}, better 1000"
+        )
+    split = assign_split(source.records, options.calibration_share, options.seed)
+    statistics = gather(source, split, options.exclude)
+    schema, more = choose_kinds(list(statistics.values()), options)
+    values, ranks = encode(source, schema, folder)
+    return Prepared(
+        schema=schema,
+        excluded=(*excluded, *more),
+        values=values,
+        ranks=ranks,
+        split=split,
+        layout=source.layout,
+        time=source.time,
+        missing={f.name: statistics[f.name].missing for f in schema.features if statistics[f.name].missing},
+        refused={f.name: statistics[f.name].infinite for f in schema.features if statistics[f.name].infinite},
+        skipped=source.skipped,
+        fingerprint=fingerprint(schema, values, ranks, split),
+    )
+
+
+def assign_split(records: int, calibration_share: float, seed: int) -> NDArray[np.uint8]:
+    """(N,) the part each record belongs to: shares are exact, the choice depends on N and seed alone."""
+    calibration = max(1, round(calibration_share * records))
+    validation = max(4, round(VALIDATION_SHARE * (records - calibration)))
+    if records - calibration - validation < FEWEST // 2:
+        raise ConfigError(f"--calibration-share {calibration_share:g} leaves too few of {records} records to train on")
+    split = np.full(records, TRAIN, np.uint8)
+    split[:calibration] = CALIBRATION
+    split[calibration : calibration + validation] = VALIDATION
+    np.random.default_rng([seed, 0x5B117]).shuffle(split)
+    return split
+
+
+def _choose_columns(source: Source, options: DataOptions) -> list[Excluded]:
+    """Which columns may be features (wide layout); sets `source.columns` and `source.time`."""
+    names = source.schema.names
+    asked = {"exclude": options.exclude, "context": options.context}
+    asked |= {"discrete": options.discrete, "continuous": options.continuous}
+    if source.layout == "long":
+        source.time = TIME if TIME in names else None
+        others = [n for n in names if n not in (RECORD, FEATURE, VALUE, source.time, source.label)]
+        return [Excluded(n, "not a column of the long layout") for n in others]
+    for option, columns in asked.items():
+        for column in columns:
+            if column not in names:
+                raise ConfigError(f"--{option} {column}: {source.files[0]} has no such column; it has {_some(names)}")
+    excluded = []
+    for name in names:
+        form = form_of(source.schema.field(name).type)
+        if name in options.exclude:
+            excluded.append(Excluded(name, "asked for by --exclude"))
+        elif name == source.label:
+            excluded.append(Excluded(name, f"the label; kept are rows where it is {source.normal}"))
+        elif name == RECORD:
+            excluded.append(Excluded(name, "the record's id"))
+        elif form == "time" and source.time is None and name not in (*options.discrete, *options.continuous):
+            source.time = name
+            excluded.append(Excluded(name, "the record's time"))
+        else:
+            source.columns.append(name)
+    if not source.columns:
+        raise InputError(f"{source.files[0]}: no column is left that could be a feature; columns: {_some(names)}")
+    return excluded
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+
+
+def gather(source: Source, split: NDArray[np.uint8], exclude: Sequence[str]) -> dict[str, ColumnStatistics]:
+    """Pass 1: the statistics of every column (wide) or feature (long), in order of first appearance."""
+    statistics = {name: ColumnStatistics(name) for name in source.columns}
+    for block in source.blocks():
+        if block.name in exclude:
+            continue
+        column = statistics.setdefault(block.name, ColumnStatistics(block.name))
+        column.add(block.values, block.rows, split[block.rows] == TRAIN, mixed=source.layout == "long")
+    return statistics
+
+
+def choose_kinds(statistics: list[ColumnStatistics], options: DataOptions) -> tuple[Schema, list[Excluded]]:
+    """The schema and the columns that cannot be features."""
+    known = {s.name for s in statistics}
+    wanted: dict[str, Kind] = dict.fromkeys(options.continuous, "continuous")
+    for name in options.discrete:
+        if name in wanted:
+            raise ConfigError(f"--discrete and --continuous both name {name}; choose one")
+        wanted[name] = "discrete"
+    for name in (*wanted, *options.context):
+        if name not in known:
+            raise ConfigError(f"no feature is called {name}; there are {_some(sorted(known))}")
+    decided = [infer(s, wanted.get(s.name), s.name in options.context) for s in statistics]
+    features = tuple(d for d in decided if isinstance(d, Feature))
+    excluded = [d for d in decided if isinstance(d, Excluded)]
+    if all(f.context for f in features):
+        reasons = "; ".join(f"{e.name}: {e.reason}" for e in excluded[:5]) or "all features are --context"
+        raise InputError(f"no feature is left to be scored ({reasons}); bring other columns or change the options")
+    return Schema(features), excluded
+
+
+def encode(source: Source, schema: Schema, folder: Path) -> tuple[NDArray[np.float32], NDArray[np.int16] | None]:
+    """Pass 2: the matrix of normalised values and, for the long layout, the order of arrival, as files in `folder`."""
+    shape = (source.records, len(schema))
+    values = np.lib.format.open_memmap(folder / "values.npy", "w+", np.float32, shape)
+    _fill(values, np.nan)
+    if source.layout == "wide":
+        for block in source.blocks():
+            if block.name in schema.codes:
+                code = schema.codes[block.name]
+                values[block.rows, code] = encode_block(schema, code, block, mixed=False)
+        values.flush()
+        return values, None
+    events = np.lib.format.open_memmap(folder / "events.npy", "w+", np.int64, shape)
+    times = np.lib.format.open_memmap(folder / "times.npy", "w+", np.int64, shape)
+    _fill(events, -1)
+    duplicates = 0
+    for block in source.blocks():
+        code = schema.codes.get(block.name)
+        if code is None or block.events is None or block.times is None:
+            continue
+        rows, first = np.unique(block.rows, return_index=True)  # the first event of a record and feature counts
+        new = events[rows, code] < 0
+        rows, first = rows[new], first[new]
+        duplicates += len(block.rows) - len(rows)
+        values[rows, code] = encode_block(schema, code, block, mixed=True)[first]
+        events[rows, code] = block.events[first]
+        times[rows, code] = block.times[first]
+    if duplicates:
+        source.skipped["repeated events (record and feature)"] = duplicates
+    ranks = _ranks(values, events, times, folder)
+    for name in ("events.npy", "times.npy"):
+        (folder / name).unlink()
+    values.flush()
+    return values, ranks
+
+
+def _fill(matrix: NDArray[Any], value: float) -> None:
+    for start in range(0, len(matrix), CHUNK):
+        matrix[start : start + CHUNK] = value
+
+
+def encode_block(schema: Schema, code: int, block: Block, mixed: bool) -> NDArray[np.float32]:
+    """(M,) readings in the model's units: normalised, or label codes with the number of labels for an unseen one."""
+    feature = schema.features[code]
+    if feature.kind == "continuous":
+        x, _ = parse_numbers(block.values)
+        x[np.isinf(x)] = np.nan
+        z = schema.normalise(np.full(len(x), code), x)
+        result: NDArray[np.float32] = z.astype(np.float32)
+        return result
+    codes, labels = encode_labels(block.values)
+    known, unseen = schema.label_codes[code], len(feature.labels)
+    lookup = [known.get(text, known.get(_as_number(text), unseen) if mixed else unseen) for text in labels]
+    lookup_or_nan = np.array([np.nan if text in ("inf", "-inf") else c for text, c in zip(labels, lookup, strict=True)])
+    return np.append(lookup_or_nan, np.nan)[codes].astype(np.float32)
+
+
+def _as_number(text: str) -> str:
+    """`1` for `1.0`: in the long layout numbers may be written as text."""
+    try:
+        return label_of(float(text))
+    except ValueError:
+        return text
+
+
+def _ranks(
+    values: NDArray[np.float32], events: NDArray[np.int64], times: NDArray[np.int64], folder: Path
+) -> NDArray[np.int16]:
+    """(N, F) place of each reading in its record: by time, ties and unknown times by place in the input."""
+    ranks = np.lib.format.open_memmap(folder / "ranks.npy", "w+", np.int16, values.shape)
+    for start in range(0, len(values), CHUNK):
+        part = slice(start, start + CHUNK)
+        present = np.isfinite(values[part])
+        last = np.iinfo(np.int64).max
+        time = np.where(times[part] == NO_TIME, last - 1, times[part])
+        order = np.lexsort((events[part], np.where(present, time, last)), axis=1)
+        rank = np.empty_like(order)
+        np.put_along_axis(rank, order, np.broadcast_to(np.arange(order.shape[1]), order.shape), 1)
+        ranks[part] = np.where(present, rank, -1)
+    ranks.flush()
+    return ranks
+
+
+def fingerprint(
+    schema: Schema, values: NDArray[np.float32], ranks: NDArray[np.int16] | None, split: NDArray[np.uint8]
+) -> str:
+    """Hex digest of everything training looks at."""
+    digest = hashlib.blake2b(schema.fingerprint.encode(), digest_size=8)
+    for matrix in (values, ranks, split):
+        if matrix is not None:
+            for start in range(0, len(matrix), CHUNK):
+                digest.update(np.ascontiguousarray(matrix[start : start + CHUNK]))
+    return digest.hexdigest()

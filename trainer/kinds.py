@@ -1,0 +1,264 @@
+"""What kind of feature a column is: streamed statistics, the sensor's resolution, and the reason in words.
+
+Statistics see training rows only (calibration and validation rows must stay unseen); what is refused or missing is
+counted over all rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from deformer_stream.core.schema import Feature, Kind, label_of
+from deformer_stream.errors import ConfigError
+from trainer.tables import Form, encode_labels, form_of, parse_numbers
+
+SAMPLE = 20_000
+"""Readings kept per column: location and scale are known to within about half a percent, exactly for smaller tables."""
+MOST_LABELS = 1000
+FEW = 10
+"""Numbers with at most this many distinct values, each repeated often, are discrete."""
+OFTEN = 20
+LEVELS = 5
+"""Fractional numbers on an even grid of at least this many levels are a coarse sensor, not a code: they stay continuous."""
+ON_GRID = 0.999
+CLIP = (0.001, 0.999)
+"""Location and scale are taken between these quantiles, so that a few wild readings do not flatten all others."""
+
+
+@dataclass
+class ColumnStatistics:
+    """What one pass over a column finds out.
+
+    readings: finite values or labels in training rows; missing (null or NaN) and infinite: over all rows. low and high:
+    range; whole: all numbers are integers. numbers, labels: count of each distinct value, None once there are more than
+    `MOST_LABELS`. words: texts that are no numbers; mixed: texts may be numbers. The sample is the `SAMPLE` readings whose rows have the smallest hashes, so it does not depend on layout
+    or batches.
+    """
+
+    name: str
+    form: Form = "number"
+    readings: int = 0
+    missing: int = 0
+    infinite: int = 0
+    words: int = 0
+    low: float = np.inf
+    high: float = -np.inf
+    numbers: dict[float, int] | None = field(default_factory=dict)
+    labels: dict[str, int] | None = field(default_factory=dict)
+    whole: bool = True
+    mixed: bool = False
+    _keys: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    _sample: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+
+    def add(self, values: pa.Array, rows: NDArray[np.int64], train: NDArray[np.bool_], mixed: bool) -> None:
+        """values: M readings; rows: (M,) their records; train: (M,) whether they may be looked at.
+
+        mixed: the column holds the values of several features (long layout), so that texts may be numbers.
+        """
+        if pa.types.is_null(values.type):
+            self.missing += len(values)
+            return
+        form, self.mixed = form_of(values.type), mixed
+        if form in ("time", "other"):
+            self.form = form
+            return
+        if form == "number" or (form == "text" and mixed):
+            numbers, bad = parse_numbers(values)
+            self.words += int((bad & train).sum())
+            self._add_numbers(numbers, rows, train, int(bad.sum()))
+        if form != "number":
+            self.form = form
+            self._add_labels(values, train, count_missing=not mixed)
+
+    def _add_numbers(self, x: NDArray[np.float64], rows: NDArray[np.int64], train: NDArray[np.bool_], bad: int) -> None:
+        infinite = np.isinf(x)
+        self.infinite += int(infinite.sum())
+        self.missing += int(np.isnan(x).sum()) - bad
+        use = train & np.isfinite(x)
+        x, rows = x[use], rows[use]
+        if not len(x):
+            return
+        self.readings += len(x)
+        self.low, self.high = min(self.low, float(x.min())), max(self.high, float(x.max()))
+        self.whole = self.whole and bool((x == np.round(x)).all())
+        if self.numbers is not None:
+            for value, count in zip(*np.unique(x, return_counts=True), strict=True):
+                self.numbers[float(value)] = self.numbers.get(float(value), 0) + int(count)
+                if len(self.numbers) > MOST_LABELS:
+                    self.numbers = None
+                    break
+        keys = mix(rows)
+        if len(self._keys) == SAMPLE:
+            near = keys < self._keys.max()
+            keys, x = keys[near], x[near]
+        keys, x = np.concatenate([self._keys, keys]), np.concatenate([self._sample, x])
+        kept = np.argpartition(keys, SAMPLE - 1)[:SAMPLE] if len(keys) > SAMPLE else slice(None)
+        self._keys, self._sample = keys[kept], x[kept]
+
+    def _add_labels(self, values: pa.Array, train: NDArray[np.bool_], count_missing: bool) -> None:
+        codes, labels = encode_labels(values)
+        if count_missing:
+            self.missing += int((codes < 0).sum())
+            self.readings += int((train & (codes >= 0)).sum())
+        if self.labels is None:
+            return
+        counts = np.bincount(codes[train & (codes >= 0)], minlength=len(labels))
+        for text, count in zip(labels, counts.tolist(), strict=True):
+            if count:
+                self.labels[text] = self.labels.get(text, 0) + count
+        if len(self.labels) > MOST_LABELS:
+            self.labels = None
+
+    @property
+    def numeric(self) -> bool:
+        """Whether all readings are numbers, perhaps written as text."""
+        return self.form == "number" or (self.form == "text" and self.mixed and self.readings > 0 and not self.words)
+
+    @property
+    def sample(self) -> NDArray[np.float64]:
+        """Sorted readings of the sample."""
+        return np.sort(self._sample)
+
+
+def mix(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """A well-mixed 64-bit hash of row numbers (the finaliser of splitmix64; Steele, Lea and Flood, OOPSLA 2014)."""
+    with np.errstate(over="ignore"):
+        x = rows.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+def find_quantum(sample: NDArray[np.float64], whole: bool = False) -> float | None:
+    """The resolution of a sensor: the largest step of which at least 99.9% of the readings are multiples.
+
+    sample: sorted readings. None where readings do not clearly repeat or lie on no grid. Candidates are the gaps
+    between neighbouring values, largest first, and powers of ten (readings may be sparse on their grid).
+    """
+    values, counts = np.unique(sample, return_counts=True)
+    if len(values) < 2 or len(values) > 0.9 * len(sample):
+        return None
+    offsets = values - values[np.argmax(counts)]  # the commonest reading surely lies on the grid
+    reach = float(np.abs(offsets).max())
+    least = max(1e-9 * reach, 64 * float(np.spacing(np.abs(values).max())))
+    gaps = np.diff(values)
+    gaps = np.sort(gaps[gaps > least])
+    if not len(gaps):
+        return None
+    steps = gaps[np.unique((len(gaps) - 1) * np.array([0, 0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75]).astype(float)).astype(int)]
+    tens = 10.0 ** np.arange(np.ceil(np.log10(least)), np.floor(np.log10(gaps[-1])) + 1)
+    if whole:
+        steps = np.append(steps, float(np.gcd.reduce(np.abs(offsets[np.abs(offsets) < 2**53]).astype(np.int64))))
+    for step in sorted({*steps.tolist(), *tens.tolist()}, reverse=True):
+        refined = _on_grid(offsets, counts, step) if step > least else None
+        if refined is not None:
+            return refined
+    return None
+
+
+def _on_grid(offsets: NDArray[np.float64], counts: NDArray[np.int64], step: float) -> float | None:
+    """The step refined over ever wider spans, or None where too many values fall beside its grid."""
+    size = np.abs(offsets)
+    span = 16.0 * step
+    while True:
+        near = size <= span
+        k = np.round(offsets[near] / step)
+        if (weight := float((k * k).sum())) > 0:
+            refined = float((k * offsets[near]).sum()) / weight
+            step = refined if 0.9 < refined / step < 1.1 else step
+        if near.all():
+            break
+        span *= 4.0
+    k = np.round(offsets / step)
+    on = np.abs(offsets / step - k) < 0.05
+    if counts[on].sum() < ON_GRID * counts.sum():
+        return None
+    nearest = float(f"{step:.6g}")  # 0.001 rather than 0.00099999999998
+    return nearest if np.abs(size / nearest - np.round(size / nearest))[on].max() < 0.05 else step
+
+
+def location_and_scale(sample: NDArray[np.float64]) -> tuple[float, float]:
+    """Mean and standard deviation of the readings clipped to their 0.1% and 99.9% quantiles."""
+    low, high = np.quantile(sample, CLIP)
+    clipped = np.clip(sample, low, high)
+    location, scale = float(clipped.mean()), float(clipped.std())
+    if scale <= 1e-9 * max(abs(location), float(np.abs(sample).max()), 1e-300):
+        location, scale = float(sample.mean()), float(sample.std())
+    return location, scale if scale > 1e-300 else max(abs(location), 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Excluded:
+    """A column that is no feature, and why."""
+
+    name: str
+    reason: str
+
+
+def infer(stats: ColumnStatistics, wanted: Kind | None, context: bool) -> Feature | Excluded:
+    """Choose the kind of a feature. Raises ConfigError where `wanted` cannot be."""
+    option = f"--{wanted} {stats.name}"
+    if stats.form in ("time", "other"):
+        if wanted:
+            raise ConfigError(f"{option}: its values are neither numbers nor labels; convert the column")
+        return Excluded(stats.name, "times are no features" if stats.form == "time" else "neither numbers nor labels")
+    if not stats.readings and not stats.labels:
+        return Excluded(stats.name, "no values in the training rows")
+    if wanted == "continuous":
+        if not stats.numeric:
+            raise ConfigError(f"{option}: the column holds text; leave it to be inferred")
+        return _continuous(stats, context, "asked for")
+    if not stats.numeric:
+        return _text(stats, wanted, context)
+    if wanted == "discrete":
+        if stats.numbers is None:
+            raise ConfigError(f"{option}: more than {MOST_LABELS} distinct values; leave it continuous or exclude it")
+        return _discrete(stats, context, "asked for")
+    return _number(stats, context)
+
+
+def _number(stats: ColumnStatistics, context: bool) -> Feature:
+    distinct = len(stats.numbers) if stats.numbers is not None else MOST_LABELS + 1
+    if distinct == 1:
+        return _discrete(stats, context, "always the same number")
+    quantum = find_quantum(stats.sample, stats.whole)
+    sensor = quantum is not None and distinct >= LEVELS and not stats.whole
+    if distinct <= FEW and stats.readings >= OFTEN * distinct and not sensor:
+        return _discrete(stats, context, f"numbers with only {distinct} distinct values")
+    grid = f"numbers on a grid of {quantum:g}" if quantum is not None else "numbers"
+    return _continuous(stats, context, grid)
+
+
+def _text(stats: ColumnStatistics, wanted: Kind | None, context: bool) -> Feature | Excluded:
+    many = stats.labels is None
+    if many and wanted:
+        raise ConfigError(f"--discrete {stats.name}: more than {MOST_LABELS} distinct texts; group or exclude them")
+    if stats.labels is None:
+        return Excluded(stats.name, f"more than {MOST_LABELS} distinct texts")
+    total = sum(stats.labels.values())
+    if not wanted and total >= OFTEN and len(stats.labels) > total / 2:
+        return Excluded(stats.name, "most texts occur once: an identifier or a remark")
+    return _discrete(stats, context, "boolean" if stats.form == "boolean" else "asked for" if wanted else "text")
+
+
+def _continuous(stats: ColumnStatistics, context: bool, reason: str) -> Feature:
+    location, scale = location_and_scale(stats.sample)
+    quantum = find_quantum(stats.sample, stats.whole)
+    return Feature(
+        stats.name, "continuous", context, None, location, scale, quantum, stats.low, stats.high, reason=reason
+    )
+
+
+def _discrete(stats: ColumnStatistics, context: bool, reason: str) -> Feature:
+    if stats.numeric:
+        counts = {label_of(value): count for value, count in sorted((stats.numbers or {}).items())}
+    else:
+        counts = dict(sorted((stats.labels or {}).items()))
+    # Laplace's rule of succession: after n readings a value never seen before has a chance of about 1/(n + 2).
+    unseen = float(np.clip(1.0 / (sum(counts.values()) + 2), 1e-6, 1e-2))
+    return Feature(stats.name, "discrete", context, labels=tuple(counts), unseen=unseen, reason=reason)
+
