@@ -19,13 +19,14 @@ from numpy.typing import ArrayLike, NDArray
 
 WIDTH = 660  # of every chart, in SVG user units; the page scales it
 _ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # characters that XML 1.0 forbids
+_TINY = 1e-290  # smaller numbers are drawn as zero
 _DASHES = ("", "7 4", "2 4", "9 3 2 3")  # series differ by more than colour
 
 _STYLE = """
 :root{color-scheme:light dark;--ground:#fbfbfa;--card:#fff;--ink:#1d2329;--soft:#5d6873;--line:#dfe3e6;--alarm:#c2410c;
---s0:#0b66c3;--s1:#c2410c;--s2:#0a7d5a;--s3:#8b3fb3;--s4:#946200;--s5:#c0266d}
+--s0:#0b66c3;--s1:#0a7d5a;--s2:#8b3fb3;--s3:#8a4b2a;--s4:#946200;--s5:#c0266d}
 @media (prefers-color-scheme:dark){:root{--ground:#14181c;--card:#1c2227;--ink:#e7ebee;--soft:#9aa6b1;--line:#343d45;
---alarm:#ff9a62;--s0:#6cb4ff;--s1:#ff9a62;--s2:#4fd0a3;--s3:#cf9bf0;--s4:#e3b341;--s5:#ff8fbc}}
+--alarm:#ff9a62;--s0:#6cb4ff;--s1:#4fd0a3;--s2:#cf9bf0;--s3:#d7a98c;--s4:#e3b341;--s5:#ff8fbc}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--ground);color:var(--ink);
 font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
@@ -53,7 +54,7 @@ svg.key{display:inline-block;width:28px;min-width:0;height:10px;margin-right:.4r
 ul.legend{list-style:none;margin:0 0 .4rem;padding:0;display:flex;flex-wrap:wrap;gap:.15rem 1.1rem;font-size:.875rem}
 table{border-collapse:collapse;width:100%;font-size:.92rem}
 caption{text-align:left;font-weight:600;padding-bottom:.35rem}
-th,td{text-align:left;padding:.4rem .8rem .4rem 0;border-bottom:1px solid var(--line);vertical-align:top}
+th,td{text-align:left;padding:.4rem 1.1rem .4rem 0;border-bottom:1px solid var(--line);vertical-align:top}
 th{font-weight:600;color:var(--soft)}td.number,th.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 """ + "".join(f".s{i}{{stroke:var(--s{i});fill:var(--s{i})}}" for i in range(6))
 
@@ -154,7 +155,7 @@ def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
     low, high = _interval(low, high)
     raw = (high - low) / max(count, 1)
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m for m in (1.0, 2.0, 2.5, 5.0, 10.0) if m * power >= raw * (1 - 1e-9)) * power
+    step = next(m for m in (1.0, 2.0, 2.5, 5.0, 10.0) if m * power >= 0.75 * raw) * power
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [0.0 if k == 0 else float(f"{k * step:.12g}") for k in range(first, last + 1)]
 
@@ -162,8 +163,8 @@ def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
 def _interval(low: float, high: float) -> tuple[float, float]:
     """The same interval, widened where it is too narrow to be drawn."""
     size = max(abs(low), abs(high))
-    if not high - low > 1e-9 * size:
-        half = 0.5 * size if size > 0 else 1.0
+    if not high - low > max(1e-9 * size, _TINY):
+        half = 0.5 * size if size > _TINY else 1.0
         return low - half, high + half
     return low, high
 
@@ -212,7 +213,7 @@ def _with_unit(number: str, unit: str) -> str:
 
 def _frame(x: _Axis, y: _Axis, x_label: str, y_label: str) -> str:
     """Grid, ticks and labels. The vertical axis is named on top, where it reads without turning the head."""
-    parts = [f'<text x="{x.start - 44:g}" y="{y.end - 14:g}">{text(y_label)}</text>'] if y_label else []
+    parts = [f'<text x="12" y="{y.end - 14:g}">{text(y_label)}</text>'] if y_label else []
     for value, name in zip(y.ticks, y.names, strict=True):
         parts.append(f'<line class="grid" x1="{x.start}" x2="{x.end}" y1="{y(value)}" y2="{y(value)}"/>')
         parts.append(f'<text x="{x.start - 8}" y="{y(value) + 4:g}" text-anchor="end">{text(name)}</text>')
@@ -268,35 +269,41 @@ def line_chart(
     """Curves over a common axis.
 
     series: name → (xs, ys) of one length, in drawing order; a NaN breaks its curve. horizontal, vertical: named
-    rules, such as a threshold. x_unit, y_unit: put after every tick ("%" shows shares as percentages). y_zero: the vertical axis
-    includes zero. marks: a dot at every point. steps: values hold until the next x, as a running statistic does.
+    rules, such as a threshold. x_unit, y_unit: put after every tick ("%" shows shares as percentages). y_zero: the
+    vertical axis includes zero. marks: a dot at every point. steps: values hold until the next x. Raises ValueError
+    where xs and ys differ in length.
     """
     data = {name: (_finite(xs), _finite(ys)) for name, (xs, ys) in series.items()}
     for name, (xs, ys) in data.items():
         if len(xs) != len(ys):
             raise ValueError(f"series {name!r} has {len(xs)} x values and {len(ys)} y values")
     if log_x:
-        data = {name: (np.where(xs > 0, xs, np.nan), ys) for name, (xs, ys) in data.items()}
-    horizontal, vertical = horizontal or {}, vertical or {}
-    good = [(xs[keep], ys[keep]) for xs, ys in data.values() for keep in [np.isfinite(xs) & np.isfinite(ys)]]
-    all_x = np.concatenate([xs for xs, _ in good] + [_finite(list(vertical.values()))]) if good else np.empty(0)
-    all_y = np.concatenate([ys for _, ys in good] + [_finite(list(horizontal.values())), np.zeros(int(y_zero))])
-    all_x, all_y = all_x[np.isfinite(all_x) & ((all_x > 0) | (not log_x))], all_y[np.isfinite(all_y)]
-    if not sum(len(xs) for xs, _ in good):
+        data = {name: (np.where(xs > _TINY, xs, np.nan), ys) for name, (xs, ys) in data.items()}
+    across = {name: v for name, v in (horizontal or {}).items() if math.isfinite(v)}
+    upright = {name: v for name, v in (vertical or {}).items() if math.isfinite(v) and (v > _TINY or not log_x)}
+    good = {name: np.isfinite(xs) & np.isfinite(ys) for name, (xs, ys) in data.items()}
+    if not any(keep.any() for keep in good.values()):
         return _empty(title)
-    y = _axis(all_y.min(), all_y.max(), 262, 34, y_unit, snug=False)
-    x = _axis(all_x.min(), all_x.max(), 62, WIDTH - 20, x_unit, snug=True, log=log_x)
+    all_x = np.concatenate([xs[good[name]] for name, (xs, _) in data.items()] + [np.array(list(upright.values()))])
+    all_y = np.concatenate([ys[good[name]] for name, (_, ys) in data.items()] + [np.array(list(across.values()))])
+    y = _axis(min(all_y.min(), 0.0 if y_zero else math.inf), all_y.max(), 262, 34, y_unit, snug=False)
+    x = _axis(all_x.min(), all_x.max(), _left(y), WIDTH - 20, x_unit, snug=True, log=log_x)
     parts = [_frame(x, y, x_label, y_label)]
-    for i, (xs, ys) in enumerate(data.values()):
+    for i, (name, (xs, ys)) in enumerate(data.items()):
         look = f'class="curve s{i % 6}" style="fill:none" stroke-dasharray="{_DASHES[i % 4]}"'
         parts.append(f'<path {look} d="{_path(xs, ys, x, y, steps)}"/>')
         if marks:
-            dots = zip(*(v[np.isfinite(xs) & np.isfinite(ys)].tolist() for v in (xs, ys)), strict=True)
+            dots = zip(xs[good[name]].tolist(), ys[good[name]].tolist(), strict=True)
             parts += [f'<circle class="s{i % 6}" cx="{x(a)}" cy="{y(b)}" r="3"/>' for a, b in dots]
-    parts += [_rule(name, x.start, x.end, y(v), y(v)) for name, v in horizontal.items() if math.isfinite(v)]
-    parts += [_rule(name, x(v), x(v), y.start, y.end) for name, v in vertical.items() if math.isfinite(v)]
+    parts += [_rule(name, x.start, x.end, y(v), y(v)) for name, v in across.items()]
+    parts += [_rule(name, x(v), x(v), y.start, y.end) for name, v in upright.items()]
     describe = f"{title}: {y_label} against {x_label} for {', '.join(data)}"
     return _figure(title, "".join(parts), 312, describe, list(data))
+
+
+def _left(y: _Axis) -> float:
+    """Where the drawing begins: right of the numbers of the vertical axis."""
+    return max(48.0, 18 + 7.6 * max(map(len, y.names), default=0))
 
 
 def _path(xs: NDArray[np.float64], ys: NDArray[np.float64], x: _Axis, y: _Axis, steps: bool) -> str:
@@ -333,7 +340,7 @@ def bar_chart(labels: Sequence[str], values: ArrayLike, title: str, x_label: str
     left = 24 + min(7.5 * max(map(len, names)), 230)
     bottom = 12 + 26 * len(v)
     low, high = min(0.0, float(np.nanmin(v))), max(0.0, float(np.nanmax(v))) or float(not np.nanmin(v))
-    x = _axis(low, high, left + (52 if low < 0 else 0), WIDTH - 70, unit, snug=True)
+    x = _axis(low, high, left + (70 if low < 0 else 0), WIDTH - 70, unit, snug=True)
     parts = [
         f'<line class="grid" x1="{x(t)}" x2="{x(t)}" y1="8" y2="{bottom}"/>'
         f'<text x="{x(t)}" y="{bottom + 18}" text-anchor="middle">{text(name)}</text>'
@@ -378,11 +385,11 @@ def histogram(
     step = float(np.diff(nice_ticks(low, high, bins)[:2])[0])
     first = math.floor(low / step + 1e-9)
     edges = (first + np.arange(max(math.ceil(high / step - 1e-9) - first, 1) + 1)) * step
-    edges[-1] = max(edges[-1], high)
+    edges[0], edges[-1] = min(edges[0], low), max(edges[-1], high)
     counts, edges = np.histogram(v, edges)
     ends = min(edges[0], *rules.values(), math.inf), max(edges[-1], *rules.values(), -math.inf)
-    x = _axis(*ends, 62, WIDTH - 20, x_unit, snug=True)
     y = _axis(0.0, float(counts.max()), 262, 34, "", snug=False)
+    x = _axis(*ends, _left(y), WIDTH - 20, x_unit, snug=True)
     bars = "".join(
         f'<rect class="bar" x="{x(a) + 0.5:g}" y="{y(c):g}" width="{max(x(b) - x(a) - 1, 0.5):g}" '
         f'height="{y.start - y(c):g}"><title>{text(f"{number(a)} to {number(b)}: {c}")}</title></rect>'

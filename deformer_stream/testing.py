@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deformer_stream.core.batch import NO_TIME, AlertRaised, Closed, Effects, Rejected
 from deformer_stream.ports import Messages, Payload, Polled
@@ -22,10 +23,9 @@ Message = bytes | tuple[bytes | None, bytes | None]
 class MemorySource:
     """Serves messages from an iterable, `chunk` per poll, in order; the iterable is read no further than it is polled.
 
-    partitions: a keyed message goes to the partition given by its key's CRC-32, all others to partition 0; offsets count
-    up per partition. time: the broker's timestamp of every message, microseconds. `committed` holds the next offset per
-    partition as of the last commit.
-    """
+    partitions: a keyed message goes to the partition given by its key's CRC-32, all others to partition 0; offsets
+    count up per partition. time: the broker's timestamp of every message, microseconds. `committed` holds the next
+    offset per partition as of the last commit."""
 
     def __init__(
         self,
@@ -86,7 +86,8 @@ class MemorySource:
 
 @dataclass
 class MemorySink:
-    """Collects effects. What was written is visible at once; `flushed` counts how many of the effects a flush has covered."""
+    """Collects effects. What was written is visible at once; `flushed` counts how many of the effects a flush has
+    covered."""
 
     effects: list[Effects] = field(default_factory=list)
     data: list[Payload | None] = field(default_factory=list)
@@ -133,7 +134,7 @@ class ManualClock:
     def __init__(self, start: int = 0) -> None:
         self.time = start
 
-    def now(self) -> int:
+    def at(self, times: NDArray[np.int64]) -> int:
         return self.time
 
     def advance(self, seconds: float) -> int:

@@ -229,9 +229,9 @@ def encode(source: Source, schema: Schema, folder: Path) -> tuple[NDArray[np.flo
     _fill(events, -1)
     duplicates = 0
     for block in source.blocks():
-        code = schema.codes.get(block.name)
-        if code is None or block.events is None or block.times is None:
+        if block.name not in schema.codes or block.events is None or block.times is None:
             continue
+        code = schema.codes[block.name]
         rows, first = np.unique(block.rows, return_index=True)  # the first event of a record and feature counts
         new = events[rows, code] < 0
         rows, first = rows[new], first[new]
@@ -265,8 +265,9 @@ def encode_block(schema: Schema, code: int, block: Block, mixed: bool) -> NDArra
     codes, labels = encode_labels(block.values)
     known, unseen = schema.label_codes[code], len(feature.labels)
     lookup = [known.get(text, known.get(_as_number(text), unseen) if mixed else unseen) for text in labels]
-    lookup_or_nan = np.array([np.nan if text in ("inf", "-inf") else c for text, c in zip(labels, lookup, strict=True)])
-    return np.append(lookup_or_nan, np.nan)[codes].astype(np.float32)
+    numbers = mixed or form_of(block.values.type) == "number"  # an infinite number is no label, the word "inf" may be
+    table = [np.nan if numbers and text in ("inf", "-inf") else c for text, c in zip(labels, lookup, strict=True)]
+    return np.array([*table, np.nan])[codes].astype(np.float32)
 
 
 def _as_number(text: str) -> str:
@@ -303,5 +304,5 @@ def fingerprint(
     for matrix in (values, ranks, split):
         if matrix is not None:
             for start in range(0, len(matrix), CHUNK):
-                digest.update(np.ascontiguousarray(matrix[start : start + CHUNK]))
+                digest.update(np.ascontiguousarray(matrix[start : start + CHUNK]).data)
     return digest.hexdigest()

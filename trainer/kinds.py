@@ -23,7 +23,7 @@ FEW = 10
 """Numbers with at most this many distinct values, each repeated often, are discrete."""
 OFTEN = 20
 LEVELS = 5
-"""Fractional numbers on an even grid of at least this many levels are a coarse sensor, not a code: they stay continuous."""
+"""Fractions on an even grid of at least this many levels are a coarse sensor, not a code: they stay continuous."""
 ON_GRID = 0.999
 CLIP = (0.001, 0.999)
 """Location and scale are taken between these quantiles, so that a few wild readings do not flatten all others."""
@@ -35,8 +35,8 @@ class ColumnStatistics:
 
     readings: finite values or labels in training rows; missing (null or NaN) and infinite: over all rows. low and high:
     range; whole: all numbers are integers. numbers, labels: count of each distinct value, None once there are more than
-    `MOST_LABELS`. words: texts that are no numbers; mixed: texts may be numbers. The sample is the `SAMPLE` readings whose rows have the smallest hashes, so it does not depend on layout
-    or batches.
+    `MOST_LABELS`. words: texts that are no numbers; mixed: texts may be numbers. The sample is the `SAMPLE` readings
+    whose rows have the smallest hashes, so it does not depend on layout or batches.
     """
 
     name: str
@@ -136,57 +136,70 @@ def mix(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
 def find_quantum(sample: NDArray[np.float64], whole: bool = False) -> float | None:
     """The resolution of a sensor: the largest step of which at least 99.9% of the readings are multiples.
 
-    sample: sorted readings. None where readings do not clearly repeat or lie on no grid. Candidates are the gaps
-    between neighbouring values, largest first, and powers of ten (readings may be sparse on their grid).
+    sample: sorted readings. None where readings do not clearly repeat or lie on no grid. Candidates, largest first, are
+    gaps between neighbouring values, simple fractions of the smallest gaps (readings may be sparse on their grid),
+    powers of ten and, for integers (`whole`), their greatest common divisor.
     """
     values, counts = np.unique(sample, return_counts=True)
     if len(values) < 2 or len(values) > 0.9 * len(sample):
         return None
     offsets = values - values[np.argmax(counts)]  # the commonest reading surely lies on the grid
-    reach = float(np.abs(offsets).max())
-    least = max(1e-9 * reach, 64 * float(np.spacing(np.abs(values).max())))
+    least = max(1e-9 * float(np.abs(offsets).max()), 64 * float(np.spacing(np.abs(values).max())))
     gaps = np.diff(values)
     gaps = np.sort(gaps[gaps > least])
     if not len(gaps):
         return None
-    steps = gaps[np.unique((len(gaps) - 1) * np.array([0, 0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75]).astype(float)).astype(int)]
-    tens = 10.0 ** np.arange(np.ceil(np.log10(least)), np.floor(np.log10(gaps[-1])) + 1)
+    steps = gaps[[int(share * (len(gaps) - 1)) for share in (0.0, 0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75)]]
+    measured = {*steps.tolist(), *(steps[0] / np.array([2, 3, 4, 5, 10])).tolist()}
+    exact = {*(10.0 ** np.arange(np.ceil(np.log10(least)), np.floor(np.log10(gaps[-1])) + 1)).tolist()}
     if whole:
-        steps = np.append(steps, float(np.gcd.reduce(np.abs(offsets[np.abs(offsets) < 2**53]).astype(np.int64))))
-    for step in sorted({*steps.tolist(), *tens.tolist()}, reverse=True):
-        refined = _on_grid(offsets, counts, step) if step > least else None
-        if refined is not None:
-            return refined
+        exact.add(float(np.gcd.reduce(np.abs(offsets[np.abs(offsets) < 2**53]).astype(np.int64))))
+    for step in sorted(measured | exact, reverse=True):
+        if step > least:
+            refined = step if step in exact else _refine(offsets, step)
+            if _on_grid(offsets, counts, refined):
+                return _round(offsets, counts, refined)
     return None
 
 
-def _on_grid(offsets: NDArray[np.float64], counts: NDArray[np.int64], step: float) -> float | None:
-    """The step refined over ever wider spans, or None where too many values fall beside its grid."""
-    size = np.abs(offsets)
-    span = 16.0 * step
+def _refine(offsets: NDArray[np.float64], step: float) -> float:
+    """A step measured between two neighbours, fitted by least squares over ever wider spans."""
+    size, span = np.abs(offsets), 16.0 * step
     while True:
-        near = size <= span
-        k = np.round(offsets[near] / step)
-        if (weight := float((k * k).sum())) > 0:
-            refined = float((k * offsets[near]).sum()) / weight
-            step = refined if 0.9 < refined / step < 1.1 else step
-        if near.all():
-            break
+        k = np.round(offsets / step)
+        use = (size <= span) & (np.abs(offsets / step - k) < 0.1)
+        if (weight := float((k[use] ** 2).sum())) > 0:
+            step = float((k[use] * offsets[use]).sum()) / weight
+        if span >= size.max():
+            return step
         span *= 4.0
+
+
+def _on_grid(offsets: NDArray[np.float64], counts: NDArray[np.int64], step: float) -> bool:
+    """Whether enough readings are multiples of the step, and different readings different multiples."""
     k = np.round(offsets / step)
     on = np.abs(offsets / step - k) < 0.05
-    if counts[on].sum() < ON_GRID * counts.sum():
-        return None
-    nearest = float(f"{step:.6g}")  # 0.001 rather than 0.00099999999998
-    return nearest if np.abs(size / nearest - np.round(size / nearest))[on].max() < 0.05 else step
+    return bool(counts[on].sum() >= ON_GRID * counts.sum() and len(np.unique(k[on])) >= 0.99 * on.sum())
+
+
+def _round(offsets: NDArray[np.float64], counts: NDArray[np.int64], step: float) -> float:
+    """0.001 rather than 0.00099999998, where the readings allow it."""
+    for digits in range(1, 8):
+        short = float(f"{step:.{digits}g}")
+        if abs(short / step - 1) < 1e-4 and _on_grid(offsets, counts, short):
+            return short
+    return step
 
 
 def location_and_scale(sample: NDArray[np.float64]) -> tuple[float, float]:
-    """Mean and standard deviation of the readings clipped to their 0.1% and 99.9% quantiles."""
-    low, high = np.quantile(sample, CLIP)
-    clipped = np.clip(sample, low, high)
+    """Mean and standard deviation of the readings clipped to their 0.1% and 99.9% quantiles.
+
+    The quantiles are rounded inwards: at least the lowest and the highest reading are clipped to their neighbours.
+    """
+    low, high = np.quantile(sample, CLIP[0], method="higher"), np.quantile(sample, CLIP[1], method="lower")
+    clipped = np.clip(sample, min(low, high), max(low, high))
     location, scale = float(clipped.mean()), float(clipped.std())
-    if scale <= 1e-9 * max(abs(location), float(np.abs(sample).max()), 1e-300):
+    if scale <= 1e-12 * float(np.abs(clipped).max()):  # all the same but for the clipped few
         location, scale = float(sample.mean()), float(sample.std())
     return location, scale if scale > 1e-300 else max(abs(location), 1.0)
 
@@ -261,4 +274,3 @@ def _discrete(stats: ColumnStatistics, context: bool, reason: str) -> Feature:
     # Laplace's rule of succession: after n readings a value never seen before has a chance of about 1/(n + 2).
     unseen = float(np.clip(1.0 / (sum(counts.values()) + 2), 1e-6, 1e-2))
     return Feature(stats.name, "discrete", context, labels=tuple(counts), unseen=unseen, reason=reason)
-

@@ -7,6 +7,7 @@ holds one batch at a time and, for the long layout, the ids of the records.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +35,7 @@ BATCH_CELLS = 4_000_000
 class Block:
     """M readings of one feature. rows: (M,) the records they belong to. values: M values as they stand in the file.
 
-    Long layout only: times (M,) int64 microseconds since 1970 or `NO_TIME`; events (M,) place of the event in the input.
+    Long layout only: times (M,) int64 microseconds since 1970 or `NO_TIME`; events (M,) place in the input.
     """
 
     name: str
@@ -106,7 +107,7 @@ def _hidden(path: Path) -> bool:
 def open_source(tables: Sequence[Path], layout: Layout | None, label: str | None, normal: str | None) -> Source:
     """Find the files and check that they hold the same columns of the same kind.
 
-    Raises InputError naming file and column where they do not, ConfigError where options name columns that do not exist.
+    Raises InputError naming file and column where they do not, ConfigError where an option names no column of theirs.
     """
     files = find_files(tables)
     schema = _read_schema(files[0])
@@ -115,7 +116,9 @@ def open_source(tables: Sequence[Path], layout: Layout | None, label: str | None
     if layout is None:
         layout = "long" if {RECORD, FEATURE, VALUE} <= set(schema.names) else "wide"
     if layout == "long" and (missing := [c for c in (RECORD, FEATURE, VALUE) if c not in schema.names]):
-        raise InputError(f"{files[0]}: column {missing[0]!r} is missing, the long layout needs record, feature and value")
+        raise InputError(
+            f"{files[0]}: column {missing[0]!r} is missing, the long layout needs record, feature and value"
+        )
     if (label is None) != (normal is None):
         raise ConfigError("--label and --normal belong together: the column and the value that marks a normal row")
     if label is not None and label not in schema.names:
@@ -159,13 +162,11 @@ def _batches(source: Source, columns: list[str]) -> Iterator[pa.RecordBatch]:
 def is_normal(values: pa.Array, normal: str) -> NDArray[np.bool_]:
     """(N,) whether a label equals NORMAL, compared as text by `label_of`; a null never does."""
     wanted = {normal}
-    try:
+    with contextlib.suppress(ValueError):  # NORMAL may be a word
         wanted.add(label_of(float(normal)))
-    except ValueError:
-        pass  # NORMAL is a word
     codes, labels = encode_labels(values)
-    hit = np.array([label in wanted for label in labels] + [False])
-    return hit[codes]
+    hit: NDArray[np.bool_] = np.array([label in wanted for label in labels] + [False])[codes]
+    return hit
 
 
 def encode_labels(values: pa.Array) -> tuple[NDArray[np.int64], list[str]]:
@@ -191,7 +192,8 @@ def microseconds(values: pa.Array) -> NDArray[np.int64]:
     if form == "text":
         values = values.cast(pa.timestamp("us", "UTC"))
     stamps = values.cast(pa.timestamp("us", getattr(values.type, "tz", None)), safe=False)
-    return stamps.cast(pa.int64()).fill_null(NO_TIME).to_numpy(zero_copy_only=False)
+    micros: NDArray[np.int64] = stamps.cast(pa.int64()).fill_null(NO_TIME).to_numpy(zero_copy_only=False)
+    return micros
 
 
 def index_records(source: Source) -> None:
@@ -211,7 +213,9 @@ def index_records(source: Source) -> None:
         source.skipped["rows that are not normal"] = total - source.records
         if not source.records:
             known = ", ".join(f"{text} ({count})" for text, count in list(seen.items())[:10]) or "nothing"
-            raise InputError(f"no row of {source.files[0]} has {source.label} = {source.normal}; the column holds {known}")
+            raise InputError(
+                f"no row of {source.files[0]} has {source.label} = {source.normal}; the column holds {known}"
+            )
 
 
 def _label_counts(values: pa.Array) -> list[tuple[str, int]]:
@@ -284,7 +288,9 @@ def parse_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.boo
         if pa.types.is_dictionary(values.type):
             values = values.dictionary_decode()
         text = pc.utf8_trim_whitespace(values.cast(pa.string()))
-        numeric = pc.match_substring_regex(text, r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:nan|inf|infinity)$")
+        numeric = pc.match_substring_regex(
+            text, r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:nan|inf|infinity)$"
+        )
         bad = pc.invert(numeric).fill_null(False).to_numpy(zero_copy_only=False)
         values = pc.if_else(numeric, pc.replace_substring_regex(text, r"^\+", ""), None)
         return _as_float(values), bad
@@ -292,4 +298,5 @@ def parse_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.boo
 
 
 def _as_float(values: pa.Array) -> NDArray[np.float64]:
-    return values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(np.float64)
+    x: NDArray[np.float64] = values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(np.float64)
+    return x

@@ -12,7 +12,7 @@ from typing import Literal
 
 from deformer_stream.codec.messages import MAX_TEXT, Fields, MessageDecoder
 from deformer_stream.codec.outward import encode_alert, encode_rejected, payload_of, position, rfc3339
-from deformer_stream.codec.tables import ROW_NUMBER, LongDecoder, WideDecoder, shuffle_keys
+from deformer_stream.codec.tables import ROW_FILE, ROW_NUMBER, LongDecoder, WideDecoder, record_hashes, shuffle_keys
 from deformer_stream.core.batch import AlertRaised, EventBatch, Rejected
 from deformer_stream.core.schema import Schema
 from deformer_stream.errors import ConfigError
@@ -24,6 +24,7 @@ record."""
 
 __all__ = [
     "MAX_TEXT",
+    "ROW_FILE",
     "ROW_NUMBER",
     "Codec",
     "Fields",
@@ -32,6 +33,7 @@ __all__ = [
     "encode_rejected",
     "payload_of",
     "position",
+    "record_hashes",
     "rfc3339",
     "shuffle_keys",
 ]

@@ -11,7 +11,7 @@ import orjson
 import pyarrow as pa
 
 from deformer_stream.codec.messages import FIRST_SECOND, LAST_SECOND
-from deformer_stream.codec.tables import ROW_NUMBER
+from deformer_stream.codec.tables import ROW_FILE, ROW_NUMBER
 from deformer_stream.core.batch import AlertRaised, Rejected
 from deformer_stream.ports import LongRows, Messages, Payload, WideRows
 
@@ -86,7 +86,8 @@ def position(data: Payload, message: int) -> tuple[str, int, int]:
         case Messages():
             return data.topic, int(data.partitions[message]), int(data.offsets[message])
         case LongRows() if ROW_NUMBER in data.table.schema.names:
-            return data.topic, 0, int(data.table.column(ROW_NUMBER)[message].as_py())
+            row, file = (data.table.column(name)[message].as_py() for name in (ROW_NUMBER, ROW_FILE))
+            return file, 0, row
         case _:
             return data.topic, 0, data.first + message
 
@@ -97,7 +98,7 @@ def payload_of(data: Payload, message: int) -> tuple[bytes | None, bytes]:
         return data.keys[message], data.payloads[message] or b""
     row: dict[str, Any] = {}
     for name, column in zip(data.table.schema.names, data.table.columns, strict=True):
-        if name != ROW_NUMBER:
+        if name not in (ROW_NUMBER, ROW_FILE):
             cell = column.slice(message, 1)
             if pa.types.is_timestamp(cell.type):
                 cell = cell.cast(pa.timestamp("us", cell.type.tz), safe=False)  # Python knows no nanoseconds

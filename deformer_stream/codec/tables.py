@@ -6,6 +6,7 @@ records; a column of the wrong type is an `InputError`."""
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -33,18 +34,22 @@ from deformer_stream.core.schema import Schema
 from deformer_stream.errors import InputError
 from deformer_stream.ports import LongRows, WideRows
 
-ROW_NUMBER = "__row__"
-"""A long table whose rows were put in another order carries their row numbers in this column."""
+ROW_NUMBER, ROW_FILE = "__row__", "__file__"
+"""Columns in which a long table whose rows were put in another order carries where each row came from."""
 
 
-def shuffle_keys(ids: list[str], codes: NDArray[Any], seed: int) -> NDArray[np.uint64]:
-    """(N, F) uint64 for N records and F feature codes: sorted along F they give each record its own permutation, which
-    depends on the seed and the record id alone, so neither chunking nor file format nor the other records change
-    it."""
-    rows = np.fromiter((zlib.crc32(i.encode()) for i in ids), np.uint64, len(ids))
+def record_hashes(ids: Iterable[str]) -> NDArray[np.uint64]:
+    """(N,) what `shuffle_keys` knows of record ids."""
+    return np.array([zlib.crc32(i.encode()) for i in ids], np.uint64)
+
+
+def shuffle_keys(hashes: NDArray[np.uint64], codes: NDArray[Any], seed: int) -> NDArray[np.uint64]:
+    """uint64 keys, elementwise for record hashes and feature codes (shapes broadcast). Sorted by them, the readings of
+    each record come in a permutation of its own, which depends on the seed and the record id alone: neither chunking
+    nor file format nor other records change it."""
     with np.errstate(over="ignore"):
-        start = _splitmix(rows + _splitmix(np.array([seed % 2**64], np.uint64)))
-        return _splitmix(start[:, None] + np.asarray(codes).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        start = _splitmix(hashes + _splitmix(np.array(seed % 2**64, np.uint64)))
+        return _splitmix(start + np.asarray(codes).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
 
 
 def _splitmix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -136,7 +141,7 @@ class WideDecoder:
         """(N, F) feature codes in the order in which the events of each row are to come."""
         n, width = values.shape
         if self._order == "random":
-            order = np.argsort(shuffle_keys(data.ids, np.arange(width), self._seed), axis=1)
+            order = np.argsort(shuffle_keys(record_hashes(data.ids)[:, None], np.arange(width), self._seed), axis=1)
         else:
             absent = [code for code in range(width) if code not in set(present)]
             line = present + absent if self._order == "arrival" else list(range(width))

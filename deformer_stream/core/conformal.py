@@ -102,7 +102,7 @@ class Calibration:
 
     def threshold(self, alpha: float) -> float:
         """The running statistic above which an alert goes out at this alpha; infinite where alpha is out of reach."""
-        allowed = math.floor(alpha * (len(self.scores) + 1) + 1e-9) - 1
+        allowed = int(np.searchsorted(np.arange(1, len(self.scores) + 2) / (len(self.scores) + 1.0), alpha, "right")) - 1
         if allowed < 0:
             return math.inf
         return float(self.scores[len(self.scores) - 1 - allowed]) if allowed < len(self.scores) else -math.inf

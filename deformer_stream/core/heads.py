@@ -153,9 +153,11 @@ class Conditional:
             least, mean, variance = self.surprisal_moments()
             surprisal = -self._density(values.unsqueeze(-1)).squeeze(-1)
             least = torch.minimum(least, surprisal)
-            gap = (mean - least).clamp(min=1e-3)
-            theta = (variance / gap).clamp(1e-2, 1e2)
-            shape = (gap / theta).clamp(1e-2, 50.0)
+            # θ = 1 is the tail of a Gaussian, and every mixture's outer tail is one; below 1 (a flat top) the fit would
+            # be ill-conditioned and exaggerate what lies just outside.
+            gap = (mean - least).clamp(min=0.1)
+            theta = (variance / gap).clamp(1.0, 100.0)
+            shape = (gap / theta).clamp(0.01, 50.0)
             continuous = log_gamma_sf(shape, (surprisal - least) / theta)
         if self._has_discrete:
             own = self._mass(values).unsqueeze(-1)

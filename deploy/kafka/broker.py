@@ -181,6 +181,20 @@ def _quick(brokers: int) -> dict[str, str]:
     }
 
 
+def _guarded(host: str, port: int, node: dict[str, str], users: Mapping[str, str]) -> dict[str, str]:
+    """A further listener, to log in at. Who comes by the open one may do everything, these users nothing."""
+    login = "org.apache.kafka.common.security.plain.PlainLoginModule required "
+    login += " ".join(f'user_{name}="{password}"' for name, password in users.items())
+    return {
+        "listeners": f"{node['listeners']},SASL_PLAINTEXT://{host}:{port}",
+        "advertised.listeners": f"{node['advertised.listeners']},SASL_PLAINTEXT://127.0.0.1:{port}",
+        "sasl.enabled.mechanisms": "PLAIN",
+        "listener.name.sasl_plaintext.plain.sasl.jaas.config": f"{login};",
+        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+        "super.users": "User:ANONYMOUS",
+    }
+
+
 def _node(node: int, host: str, port: int, controllers: list[int]) -> dict[str, str]:
     voters = ",".join(f"{i}@127.0.0.1:{p}" for i, p in enumerate(controllers, 1))
     return {
@@ -221,10 +235,14 @@ def brokers_known(address: str, timeout: float = 2.0) -> int:
 
 @dataclass
 class Broker:
-    """A running cluster. `bootstrap` is what clients are given: "host:port" of every broker, with commas."""
+    """A running cluster. `bootstrap` is what clients are given: "host:port" of every broker, with commas.
+
+    `guarded` is the address where one has to log in, if `start` was given users.
+    """
 
     bootstrap: str
     folder: str
+    guarded: str | None = None
     pids: list[int] = field(default_factory=list)
     engine: str | None = None
     container: str | None = None
@@ -270,10 +288,11 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def start(brokers: int = 1, port: int | None = None, properties: Mapping[str, str] | None = None) -> Broker:
+def start(brokers: int = 1, port: int | None = None, users: Mapping[str, str] | None = None) -> Broker:
     """Start a cluster on fresh data and wait until every broker is in service. The caller must `stop` it.
 
-    port: of the first broker, the others follow it; None takes free ones. properties: further server properties.
+    port: of the first broker, the others follow it; None takes free ones. users: name → password of a second listener
+    of the first broker, where one has to log in (SASL, PLAIN) and then has no rights at all: for tests of refusals.
     Raises BrokerError where the means are missing (run `ensure`) or the cluster does not come up.
     """
     if brokers < 1:
@@ -282,17 +301,24 @@ def start(brokers: int = 1, port: int | None = None, properties: Mapping[str, st
     engine = None if by_java else container_engine()
     if not by_java and engine is None:
         raise BrokerError("the jars of Apache Kafka are missing: run `python deploy/kafka/broker.py ensure`")
+    if engine is not None and brokers > 1:
+        raise BrokerError(f"several brokers need Java {JAVA} and Maven: install them, or run one broker in {engine}")
     for attempt in range(3):
-        free = _free_ports(2 * brokers)
+        free = _free_ports(2 * brokers + 1)
         ports = free[:brokers] if port is None else list(range(port, port + brokers))
         if port is not None and (taken := [p for p in ports if brokers_known(f"127.0.0.1:{p}")]):
             raise BrokerError(f"port {taken[0]} already has a broker: stop it or choose another --port")
         broker = Broker(",".join(f"127.0.0.1:{p}" for p in ports), tempfile.mkdtemp(prefix="deformer-kafka-"))
+        host = "127.0.0.1" if engine is None else "0.0.0.0"  # noqa: S104 -- within the container
+        nodes = [_node(i, host, p, free[brokers:-1]) for i, p in enumerate(ports, 1)]
+        if users:
+            broker.guarded = f"127.0.0.1:{free[-1]}"
+            nodes[0] |= _guarded(host, free[-1], nodes[0], users)
         try:
             if engine is None:
-                _start_java(broker, ports, free[brokers:], dict(properties or {}))
+                _start_java(broker, nodes)
             else:
-                _start_container(broker, engine, ports, free[brokers:], dict(properties or {}))
+                _start_container(broker, engine, nodes[0], [ports[0], free[-1]])
             _await(broker, brokers)
         except BaseException as error:
             broker.stop()
@@ -303,42 +329,38 @@ def start(brokers: int = 1, port: int | None = None, properties: Mapping[str, st
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def _start_java(broker: Broker, ports: list[int], controllers: list[int], extra: dict[str, str]) -> None:
+def _start_java(broker: Broker, nodes: list[dict[str, str]]) -> None:
     folder = Path(broker.folder)
     cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=").replace("-", "A")
     java = ["java", "-Xmx512m", "-Xms256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
     java += [f"-Dlog4j2.configurationFile={HERE / 'log4j2.properties'}", "-cp", f"{LIB}/*"]
-    for node, port in enumerate(ports, 1):
-        settings = {**_quick(len(ports)), **_node(node, "127.0.0.1", port, controllers), **extra}
-        settings["log.dirs"] = str(folder / f"data-{node}")
-        config = folder / f"server-{node}.properties"
+    for number, node in enumerate(nodes, 1):
+        settings = {**_quick(len(nodes)), **node, "log.dirs": str(folder / f"data-{number}")}
+        config = folder / f"server-{number}.properties"
         config.write_text("".join(f"{key}={value}\n" for key, value in settings.items()))
         form = [*java, "kafka.tools.StorageTool", "format", "-t", cluster, "-c", str(config)]
         done = subprocess.run(form, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise BrokerError(f"formatting the broker's storage failed: {_last_line(done.stderr or done.stdout)}")
-        with (folder / f"broker-{node}.log").open("wb") as log:
+        with (folder / f"broker-{number}.log").open("wb") as out:
             # A session of its own: Ctrl-C reaches this script alone, which then stops the broker in order.
             process = subprocess.Popen(
                 [*java, "kafka.Kafka", str(config)],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=out,
+                stderr=out,
                 start_new_session=True,
             )
         process.returncode = 0  # its end is watched through the process id; keeps Popen from warning about it
         broker.pids.append(process.pid)
 
 
-def _start_container(
-    broker: Broker, engine: str, ports: list[int], controllers: list[int], extra: dict[str, str]
-) -> None:
-    if len(ports) != 1:
-        raise BrokerError(f"several brokers need Java {JAVA} and Maven: install them, or run one broker in {engine}")
-    settings = {**_quick(1), **_node(1, "0.0.0.0", ports[0], controllers), **extra}  # noqa: S104 inside the container
-    variables = [f"KAFKA_{key.upper().replace('.', '_')}={value}" for key, value in settings.items()]
-    command = [engine, "run", "-d", "--rm", "-p", f"127.0.0.1:{ports[0]}:{ports[0]}"]
-    command += [part for variable in variables for part in ("-e", variable)]
+def _start_container(broker: Broker, engine: str, node: dict[str, str], ports: list[int]) -> None:
+    """The image takes a property as a variable: a dot is one underscore in it, an underscore two."""
+    names = {key: key.replace("_", "__").replace(".", "_").upper() for key in (*_quick(1), *node)}
+    command = [engine, "run", "-d", "--rm"]
+    command += [part for port in ports for part in ("-p", f"127.0.0.1:{port}:{port}")]
+    command += [part for key, value in {**_quick(1), **node}.items() for part in ("-e", f"KAFKA_{names[key]}={value}")]
     done = subprocess.run([*command, _image()], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BrokerError(f"{engine} could not run {_image()}: {_last_line(done.stderr)}")

@@ -1,0 +1,55 @@
+# Every target makes the environment it needs. PYTHON and VENV can be set: make test PYTHON=python3.12 VENV=/tmp/venv
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+KAFKA_PORT ?= 9092
+SHELL := /bin/bash
+
+.PHONY: help demo test check format bench kafka kafka-jars clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "make: $(PYTHON) is not Python 3.11 to 3.13; name one with PYTHON=python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.run ## a simulated fleet, a minute of training, early alerts, a report (Python only)
+	$(BIN)/deformer-stream demo --output demo-output
+
+test: $(VENV)/.dev kafka-jars ## all tests, against a real Apache Kafka
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev ## format, lint, types, import rules, fast tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q -m "not kafka and not slow and not data"
+
+format: $(VENV)/.dev ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev ## speed, as ratios measured in one run; tables into benchmarks/results
+	$(BIN)/python -m benchmarks.speed
+
+kafka-jars: $(VENV)/.made ## fetch Apache Kafka by Maven (once)
+	@if [ -z "$$DEFORMER_TEST_BOOTSTRAP" ]; then $(BIN)/python deploy/kafka/broker.py ensure; fi
+
+kafka: $(VENV)/.made ## a broker on localhost:$(KAFKA_PORT), until Ctrl-C
+	$(BIN)/python deploy/kafka/broker.py run --port $(KAFKA_PORT)
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) .kafka demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,20 @@
+"""Files and standard streams: Parquet, CSV and JSON lines in; scores, records, alerts and dead letters out.
+
+`tables` finds and reads files, `sources` serves them to the road, `sinks` writes what came of it, and `stream` turns a
+table into the asynchronous event stream that its readings would have been.
+"""
+
+from connectors.files.sinks import AlertLines, RecordsParquet, RejectedLines, ScoresParquet
+from connectors.files.sources import FileSource, StandardInput, open_source
+from connectors.files.stream import events_of
+
+__all__ = [
+    "AlertLines",
+    "FileSource",
+    "RecordsParquet",
+    "RejectedLines",
+    "ScoresParquet",
+    "StandardInput",
+    "events_of",
+    "open_source",
+]

@@ -1,0 +1,261 @@
+"""What came of a run, as files: scores and records (Parquet), alerts and dead letters (JSON lines).
+
+The Parquet files appear under their names at `close`, whole; a run that failed calls `discard` in its place. `flush` is
+for lines: what was written before it is in the file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from deformer_stream.codec import encode_alert, encode_rejected
+from deformer_stream.core.batch import NO_TIME, Closed, Effects
+from deformer_stream.core.schema import Schema
+from deformer_stream.errors import ConfigError, Unavailable
+from deformer_stream.ports import Payload
+
+ROW_GROUP = 131_072
+"""Rows that are gathered before they are written: large enough to compress and scan well, small enough for memory."""
+
+SCORES = pa.schema(
+    [
+        ("record", pa.string()),
+        ("seq", pa.int32()),
+        ("feature", pa.string()),
+        ("value", pa.float64()),
+        ("label", pa.string()),
+        ("time", pa.timestamp("us", "UTC")),
+        ("log_likelihood", pa.float64()),
+        ("running_log_likelihood", pa.float64()),
+        ("score", pa.float64()),
+        ("p_value", pa.float64()),
+        ("alert", pa.bool_()),
+    ]
+)
+"""The columns of `replay --output`."""
+
+RECORDS = pa.schema(
+    [
+        ("record", pa.string()),
+        ("events", pa.int32()),
+        ("complete", pa.bool_()),
+        ("log_likelihood", pa.float64()),
+        ("anomaly_score", pa.float64()),
+        ("p_value", pa.float64()),
+        ("alerted", pa.bool_()),
+        ("alert_seq", pa.int32()),
+    ]
+)
+"""The columns of `replay --records`."""
+
+
+class _ParquetSink:
+    """Gathers record batches into row groups of a file that takes its name only when it is complete."""
+
+    def __init__(self, path: str | Path, columns: pa.Schema) -> None:
+        self._path = Path(path)
+        self._part = self._path.with_name(self._path.name + ".part")
+        self._columns = columns
+        self._pending: list[pa.RecordBatch] = []
+        self._rows = 0
+        self._open = True
+        with _opening(self._path):
+            self._writer = pq.ParquetWriter(self._part, columns, compression="zstd")
+
+    def _add(self, batch: pa.RecordBatch) -> None:
+        if batch.num_rows:
+            self._pending.append(batch)
+            self._rows += batch.num_rows
+        if self._rows >= ROW_GROUP:
+            self._write()
+
+    def _write(self) -> None:
+        with _writing(self._path):
+            self._writer.write_table(pa.Table.from_batches(self._pending, self._columns))
+        self._pending, self._rows = [], 0
+
+    def flush(self) -> None:
+        """Nothing: half a Parquet file cannot be read; it is safe when `close` has returned."""
+
+    def close(self) -> None:
+        """Write the rest, then give the file its name. A second call does nothing."""
+        if not self._open:
+            return
+        if self._pending:
+            self._write()
+        with _writing(self._path):
+            self._writer.close()
+            with self._part.open("rb") as file:
+                os.fsync(file.fileno())
+            self._part.replace(self._path)
+        self._open = False
+
+    def discard(self) -> None:
+        """Drop everything; whatever had the name before keeps it. After `close` this does nothing."""
+        if self._open:
+            self._open = False
+            self._pending = []
+            self._writer.close()
+            self._part.unlink(missing_ok=True)
+
+
+class ScoresParquet(_ParquetSink):
+    """One row per accepted event, in order of acceptance, columns `SCORES`.
+
+    value is null for a discrete feature, label for a continuous one, log_likelihood for context, which is not scored.
+    """
+
+    def __init__(self, path: str | Path, schema: Schema) -> None:
+        super().__init__(path, SCORES)
+        self._discrete = schema.discrete
+        self._names = pa.array(schema.names, pa.string())
+        # All labels of all features in one list; those of feature f begin at _start[f].
+        self._labels = [label for feature in schema.features for label in feature.labels]
+        self._start = np.concatenate([[0], np.cumsum(schema.label_counts)[:-1]])
+        self._counts = schema.label_counts
+
+    def write(self, effects: Effects, data: Payload | None) -> None:
+        scored, batch = effects.scored, effects.batch
+        if not len(scored):
+            return
+        events = scored.events
+        codes, values, times = batch.features[events], batch.values[events], batch.times[events]
+        discrete = self._discrete[codes]
+        columns = [
+            pa.array([batch.records[event] for event in events.tolist()], pa.string()),
+            pa.array(scored.seq, pa.int32()),
+            self._names.take(pa.array(codes)),
+            _nullable(values, discrete | np.isnan(values)),
+            self._label_column(codes, values, discrete, [batch.unseen.get(event) for event in events.tolist()]),
+            pa.array(times, pa.timestamp("us", "UTC"), mask=times == NO_TIME),
+            _nullable(scored.log_likelihood, np.isnan(scored.log_likelihood)),
+            pa.array(scored.running),
+            pa.array(scored.score),
+            pa.array(scored.p_value),
+            pa.array(scored.alert),
+        ]
+        self._add(pa.RecordBatch.from_arrays(columns, schema=SCORES))
+
+    def _label_column(
+        self,
+        codes: NDArray[np.int32],
+        values: NDArray[np.float64],
+        discrete: NDArray[np.bool_],
+        unseen: list[str | None],
+    ) -> pa.Array:
+        """(M,) label texts; the code past a feature's last label stands for a text that training did not see."""
+        known = discrete & (values < self._counts[codes])
+        place = self._start[codes] + np.where(known, values, 0).astype(np.int64)
+        new = [i for i, text in enumerate(unseen) if text is not None]
+        place[new] = len(self._labels) + np.arange(len(new))
+        known[new] = True
+        texts = pa.array([*self._labels, *(unseen[i] for i in new)], pa.string())
+        return texts.take(pa.array(place, mask=~known))
+
+
+class RecordsParquet(_ParquetSink):
+    """One row per record that ended, in the order in which they ended, columns `RECORDS`."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path, RECORDS)
+
+    def write(self, effects: Effects, data: Payload | None) -> None:
+        closed: Closed = effects.closed
+        if not len(closed):
+            return
+        alerted = closed.alert_seq >= 0
+        columns = [
+            pa.array(closed.records, pa.string()),
+            pa.array(closed.events, pa.int32()),
+            pa.array(closed.complete),
+            pa.array(closed.log_likelihood),
+            pa.array(closed.anomaly_score),
+            pa.array(closed.p_value),
+            pa.array(alerted),
+            pa.array(closed.alert_seq, pa.int32(), mask=~alerted),
+        ]
+        self._add(pa.RecordBatch.from_arrays(columns, schema=RECORDS))
+
+
+class _LinesSink:
+    """Lines to a file, or to standard output for "-"."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._standard = str(path) == "-"
+        with _opening(self._path):
+            self._file: IO[bytes] = sys.stdout.buffer if self._standard else self._path.open("wb")
+
+    def _lines(self, lines: list[bytes]) -> None:
+        if lines:
+            with _writing(self._path):
+                self._file.write(b"\n".join(lines) + b"\n")
+
+    def flush(self) -> None:
+        """Standard output has been handed over, a file's lines are with the operating system."""
+        with _writing(self._path):
+            self._file.flush()
+
+    def close(self) -> None:
+        """Flush; close a file, and see that its lines survive a power cut. A second call does nothing."""
+        if self._file.closed:
+            return
+        self.flush()
+        if not self._standard:
+            with _writing(self._path):
+                os.fsync(self._file.fileno())
+                self._file.close()
+
+    def discard(self) -> None:
+        """The same as `close`: lines that are written are true, whatever happened afterwards."""
+        self.close()
+
+
+class AlertLines(_LinesSink):
+    """Alerts as JSON, one per line, in the order in which they were raised."""
+
+    def write(self, effects: Effects, data: Payload | None) -> None:
+        self._lines([encode_alert(alert, data) for alert in effects.alerts])
+
+
+class RejectedLines(_LinesSink):
+    """Dead letters of a replay: one JSON line per refusal with reason, detail, source position and the message."""
+
+    def write(self, effects: Effects, data: Payload | None) -> None:
+        if data is not None:
+            self._lines([encode_rejected(rejected, data) for rejected in effects.rejected])
+
+
+def _nullable(values: NDArray[np.float64], null: NDArray[np.bool_]) -> pa.Array:
+    return pa.array(values, pa.float64(), mask=null)
+
+
+@contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror or error}); choose another path") from error
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """A reader that went away (`| head`) stays a `BrokenPipeError`: it is no fault, and the command line ends on it."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise Unavailable(
+            f"{path}: writing failed ({error.strerror or error}); make room or mend the disk, then run again"
+        ) from error

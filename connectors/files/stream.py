@@ -1,0 +1,201 @@
+"""A table as the asynchronous event stream that its readings would have been: what `produce` sends."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+
+from connectors.files.sources import names_of
+from connectors.files.tables import LINES, Layout, Table, find, lines
+from deformer_stream.codec.columns import categorical, micros_of_column, text_ids
+from deformer_stream.core.batch import NO_TIME
+from deformer_stream.errors import InputError
+
+Sent = tuple[bytes, bytes, int]
+"""Key (the record id in UTF-8), message (JSON), and the time at which it is due, microseconds since 1970."""
+
+HELD = 1_000_000
+"""Most messages held back at once while they wait for their time; past it the earliest goes out."""
+
+ROWS = 4096
+
+
+def events_of(
+    inputs: Sequence[str | Path],
+    *,
+    shuffle_within: float = 0.0,
+    seed: int = 0,
+    layout: Layout | None = None,
+    record: str = "record",
+    time: str | None = None,
+    exclude: Sequence[str] = (),
+    features: Sequence[str] | None = None,
+    prefix: str = "",
+) -> Iterator[Sent]:
+    """One message of one reading for every cell that holds a value, in the order of their times.
+
+    A reading's time is its row's (a wide table's first timestamp column, a long table's column `time`, or the column
+    named by `time`) plus a delay drawn uniformly below `shuffle_within` seconds, so that records interleave; a row
+    without a time takes that of the row before. Where there is no time column, row n is at n seconds since 1970. Tables
+    are taken to be in order of time; a row that is not goes out as soon as it is read. Equal seeds give equal streams.
+
+    record: column of record ids in wide tables; without it rows are named as in `open_source`. prefix: put before every
+    id. exclude: columns (or features of a long table) to leave out; features: the only ones to send. JSON lines pass as
+    they are, without delay. A null or a number that is not finite is a gap: no message.
+
+    Raises `InputError` naming the file.
+    """
+    if shuffle_within < 0 or not isfinite(shuffle_within):
+        raise InputError(f"a delay of {shuffle_within} seconds is impossible; give 0 or more")
+    files = find(inputs)
+    names = names_of(files)
+    wanted = _Wanted(frozenset(exclude), None if features is None else frozenset(features))
+    random = np.random.default_rng(seed)
+    delay = round(shuffle_within * 1e6)
+    waiting: list[tuple[int, int, bytes, dict[str, Any]]] = []
+    count = 0
+    for path in files:
+        if path.suffix.lower() in LINES:
+            yield from (_message(*heapq.heappop(waiting)) for _ in range(len(waiting)))
+            yield from _passed(path)
+            continue
+        table = Table.open(path)
+        if table.layout(layout) == "long":
+            rows = _long(table, time_column, wanted)
+        else:
+            rows = _wide(table, names[path], record_column, time_column, wanted)
+        for given, id_, readings in rows:
+            now = given if given != NO_TIME else now + 1_000_000 * (table_has_no_time := False)
+            # Nothing that is still to come is due before this row.
+            while waiting and (waiting[0][0] <= now or len(waiting) > HELD):
+                yield _message(*heapq.heappop(waiting))
+            delays = random.integers(0, delay + 1, len(readings)).tolist() if delay else [0] * len(readings)
+            for (feature, value), late in zip(readings, delays, strict=True):
+                due = now + late
+                document = {"record": prefix + id_, "feature": feature, "value": value, "time": due / 1e6}
+                heapq.heappush(waiting, (due, count, (prefix + id_).encode(), document))
+                count += 1
+    while waiting:
+        yield _message(*heapq.heappop(waiting))
+
+
+class _Wanted:
+    """Which features are sent."""
+
+    def __init__(self, exclude: frozenset[str], features: frozenset[str] | None) -> None:
+        self._exclude = exclude
+        self._features = features
+
+    def __call__(self, name: object) -> bool:
+        return name not in self._exclude and (self._features is None or name in self._features)
+
+
+Row = tuple[int, str, list[tuple[str, Any]]]
+"""Time in microseconds, record id, and the readings: feature and value."""
+
+
+def _wide(table: Table, name: str | None, record: str, time: str | None, wanted: _Wanted) -> Iterator[Row]:
+    columns = table.schema.names
+    id_column = record if record in columns else None
+    stamps = [c for c in columns if pa.types.is_timestamp(table.schema.field(c).type)]
+    time = _time_column(table, time) or next(iter(stamps), None)
+    used = [c for c in columns if c not in (id_column, time) and wanted(c) and categorical(table.schema.field(c).type)]
+    if not used:
+        raise InputError(f"{table.path}: no column to send (of {', '.join(columns[:8])}); check --exclude and --model")
+    first, last = 0, 0
+    extra = [c for c in (id_column, time) if c is not None]
+    for batch in table.batches([*used, *extra], ROWS, _text(id_column)):
+        n = batch.num_rows
+        ids = [str(row) if name is None else f"{name}:{row}" for row in range(first, first + n)]
+        if id_column is not None:
+            ids = _ids(table, batch, id_column)
+        times = _times(table, batch, time, first)
+        cells = [[_cell(value) for value in batch.column(c).to_pylist()] for c in used]
+        for i in range(n):
+            last = times[i] if times[i] != NO_TIME else last
+            yield last, ids[i], [(c, cell[i]) for c, cell in zip(used, cells, strict=True) if cell[i] is not None]
+        first += n
+
+
+def _long(table: Table, time: str | None, wanted: _Wanted) -> Iterator[Row]:
+    columns = table.schema.names
+    for column in ("record", "feature", "value"):
+        if column not in columns:
+            raise InputError(f"{table.path}: a long table needs a column {column!r}; rename one, or use --layout wide")
+    time = _time_column(table, time) or ("time" if "time" in columns else None)
+    used = [c for c in ("record", "feature", "value", "label", time) if c is not None and c in columns]
+    first, last = 0, 0
+    for batch in table.batches(used, ROWS, _text("record")):
+        times = _times(table, batch, time, first)
+        values = [_cell(value) for value in batch.column("value").to_pylist()]
+        if "label" in used:
+            labels = [_cell(value) for value in batch.column("label").to_pylist()]
+            values = [value if label is None else label for value, label in zip(values, labels, strict=True)]
+        names = batch.column("feature").to_pylist()
+        for i, id_ in enumerate(_ids(table, batch, "record")):
+            last = times[i] if times[i] != NO_TIME else last
+            if values[i] is not None and wanted(names[i]):
+                yield last, id_, [(names[i], values[i])]
+        first += batch.num_rows
+
+
+def _time_column(table: Table, time: str | None) -> str | None:
+    if time is not None and time not in table.schema.names:
+        raise InputError(
+            f"{table.path}: there is no time column {time!r}; the columns are {', '.join(table.schema.names)}"
+        )
+    return time
+
+
+def _times(table: Table, batch: pa.RecordBatch, time: str | None, first: int) -> list[int]:
+    """Microseconds by row, `NO_TIME` where null; without a time column a second per row."""
+    if time is None:
+        return [row * 1_000_000 for row in range(first, first + batch.num_rows)]
+    times, bad = micros_of_column(batch.column(time), f"{table.path}: column {time!r}")
+    for row, refusal in bad.items():
+        raise InputError(f"{table.path}: row {first + row}: column {time!r}: {refusal.detail}")
+    return [int(t) for t in times]
+
+
+def _ids(table: Table, batch: pa.RecordBatch, column: str) -> list[str]:
+    ids = text_ids(batch.column(column), f"{table.path}: column {column!r}")
+    if ids.null_count:
+        raise InputError(f"{table.path}: column {column!r} has a null; every row needs a record id")
+    return [str(name) for name in ids.to_pylist()]
+
+
+def _text(column: str | None) -> dict[str, pa.DataType]:
+    """A CSV's record ids are text, lest `007` become 7."""
+    return {} if column is None else {column: pa.string()}
+
+
+def _cell(value: Any) -> Any:
+    """A value that JSON can carry, or None for a gap."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    number = float(value)
+    return number if isfinite(number) else None
+
+
+def _message(due: int, count: int, key: bytes, document: dict[str, Any]) -> Sent:
+    return key, orjson.dumps(document), due
+
+
+def _passed(path: Path) -> Iterator[Sent]:
+    """JSON lines as they are, keyed by their record where they have one, due in their order."""
+    for block in lines(path, 2**30):
+        for line in block:
+            if line and not line.isspace():
+                try:
+                    document = orjson.loads(line)
+                except orjson.JSONDecodeError:
+                    document = None
+                record = document.get("record") if isinstance(document, dict) else None
+                yield (str(record).encode() if isinstance(record, str | int) else b""), line, 0

@@ -1,0 +1,150 @@
+"""Finding input files and reading them a block at a time, in bounded memory.
+
+Every way in which a file can fail (missing, unreadable, cut short, not what its name says) is mapped here to
+`InputError`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pyarrow as pa
+import pyarrow.csv as pc_csv
+import pyarrow.parquet as pq
+
+from deformer_stream.errors import InputError
+
+Layout = Literal["wide", "long"]
+
+PARQUET, CSV, LINES = (".parquet", ".pq"), (".csv", ".tsv"), (".jsonl", ".ndjson", ".json")
+BLOCK = 1 << 20
+"""Bytes of text read at a time."""
+
+
+def find(inputs: Sequence[str | Path]) -> list[Path]:
+    """The files named, and those inside the folders named, sorted by path within each folder. Raises `InputError`."""
+    files: list[Path] = []
+    for entry in map(Path, inputs):
+        if entry.is_dir():
+            inside = sorted(p for p in entry.rglob("*") if p.suffix.lower() in PARQUET + CSV + LINES and p.is_file())
+            if not inside:
+                raise InputError(f"{entry}: no Parquet, CSV or JSON lines file in this folder; check the path")
+            files += inside
+        elif not entry.exists():
+            raise InputError(f"{entry}: no such file or folder; check the path")
+        elif entry.suffix.lower() not in PARQUET + CSV + LINES:
+            known = " ".join(PARQUET + CSV + LINES)
+            raise InputError(f"{entry}: unknown kind of file; the name must end in one of {known}")
+        else:
+            files.append(entry)
+    if not files:
+        raise InputError("no input; name at least one file or folder")
+    return files
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Maps what the file system and Arrow raise about `path` to `InputError`."""
+    try:
+        yield
+    except PermissionError as error:
+        raise InputError(f"{path}: permission denied; make it readable for this user") from error
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        what = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        raise InputError(f"{path}: cannot be read ({what}); write the file again, or leave it out") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A Parquet or CSV file. schema: its columns (a CSV's types as its first block suggests). rows: None if not
+    known."""
+
+    path: Path
+    schema: pa.Schema
+    rows: int | None
+
+    @staticmethod
+    def open(path: Path) -> Table:
+        """Read only what describes the table. Raises `InputError`."""
+        with reading(path):
+            if path.suffix.lower() in PARQUET:
+                with pq.ParquetFile(path) as file:
+                    return Table(path, file.schema_arrow.remove_metadata(), file.metadata.num_rows)
+            with _open_csv(path, None) as reader:
+                return Table(path, reader.schema, None)
+
+    def layout(
+        self, asked: Layout | None, record: str = "record", feature: str = "feature", value: str = "value"
+    ) -> Layout:
+        """The layout asked for, otherwise long where the three columns of a long table are there."""
+        return asked or ("long" if {record, feature, value} <= set(self.schema.names) else "wide")
+
+    def batches(
+        self, columns: Sequence[str], rows: int, types: Mapping[str, pa.DataType] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """These columns, at most `rows` rows at a time. types: what a CSV's columns are to be read as."""
+        with reading(self.path):
+            if self.path.suffix.lower() in PARQUET:
+                with pq.ParquetFile(self.path) as file:
+                    yield from file.iter_batches(batch_size=rows, columns=list(columns))
+                return
+            kinds = {field.name: field.type for field in self.schema} | dict(types or {})
+            with _open_csv(self.path, {name: kinds[name] for name in columns}) as reader:
+                for block in reader:
+                    for start in range(0, block.num_rows, rows):
+                        yield block.slice(start, rows)
+
+
+def _open_csv(path: Path, types: Mapping[str, pa.DataType] | None) -> pc_csv.CSVStreamingReader:
+    """types: the columns to read and their types; None reads all and infers. The delimiter is the header's
+    commonest."""
+    with path.open("rb") as file:
+        header = file.readline(BLOCK)
+    if not header.strip():
+        raise pa.ArrowInvalid("empty: a header line is needed")
+    delimiter = max(",", ";", "\t", key=lambda d: header.count(d.encode()))
+    convert = pc_csv.ConvertOptions(strings_can_be_null=True, null_values=["", "NA", "N/A", "null", "NULL"])
+    if types is not None:
+        convert.include_columns = list(types)
+        convert.column_types = dict(types)
+    return pc_csv.open_csv(
+        path,
+        read_options=pc_csv.ReadOptions(block_size=BLOCK),
+        parse_options=pc_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+        convert_options=convert,
+    )
+
+
+def lines(path: Path, limit: int) -> Iterator[list[bytes]]:
+    """The lines of a file, a block at a time, without their ends; see `LineSplitter`."""
+    splitter = LineSplitter(limit)
+    with reading(path), path.open("rb") as file:
+        while block := file.read(BLOCK):
+            yield splitter.feed(block)
+    yield splitter.finish()
+
+
+class LineSplitter:
+    """Cuts a byte stream into lines, blank lines included so that they count, in bounded memory: of a line longer than
+    `limit` bytes only the first `limit + 1` are kept, enough for it to be refused as too large."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._rest = b""
+
+    def feed(self, block: bytes) -> list[bytes]:
+        """The lines that this block completes."""
+        *complete, rest = block.split(b"\n")
+        if complete:
+            complete[0] = self._rest + complete[0]
+            self._rest = b""
+        self._rest = (self._rest + rest)[: self._limit + 1]
+        return [line[: self._limit + 1] for line in complete]
+
+    def finish(self) -> list[bytes]:
+        """The last line, where the stream did not end with a line end."""
+        last, self._rest = self._rest, b""
+        return [last] if last else []

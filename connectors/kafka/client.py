@@ -1,0 +1,204 @@
+"""Reaching the broker: connections, topics, and what becomes of the client's errors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import kafka.errors as errors
+from kafka import KafkaAdminClient, KafkaProducer
+from kafka.codec import has_lz4
+from kafka.net.compat import KafkaNetClient
+
+from deformer_stream import log
+from deformer_stream.errors import ConfigError, DeformerError, Unavailable
+
+CONNECT_SECONDS = 5.0
+"""How long a broker may take to answer at all before it counts as unreachable."""
+
+DELIVERY_SECONDS = 30.0
+"""How long a message may stay unacknowledged, or a commit unanswered, before the command ends with exit code 4."""
+
+FLUSH_SECONDS = DELIVERY_SECONDS + CONNECT_SECONDS
+"""By then the client has given up every message that was not acknowledged."""
+
+_Row = tuple[tuple[type[Exception], ...], type[DeformerError], str]
+
+MAPPING: tuple[_Row, ...] = (
+    (
+        (errors.SaslAuthenticationFailedError, errors.UnacceptableCredentialError),
+        ConfigError,
+        "the broker refused the login: check --sasl-username and the password",
+    ),
+    (
+        (errors.UnsupportedSaslMechanismError, errors.IllegalSaslStateError, errors.SecurityDisabledError),
+        ConfigError,
+        "the broker does not log in this way: check --sasl-mechanism and --security-protocol",
+    ),
+    ((errors.AuthorizationError,), ConfigError, "the broker does not allow it: grant this user the right"),
+    (
+        (errors.InvalidTopicError, errors.InvalidGroupIdError, errors.InvalidReplicationFactorError),
+        ConfigError,
+        "the broker does not accept the name or the setting: check --topic and --group",
+    ),
+    (
+        (errors.MessageSizeTooLargeError, errors.RecordListTooLargeError),
+        ConfigError,
+        "a message is too large for its topic: raise the topic's max.message.bytes",
+    ),
+    (
+        (errors.UnsupportedVersionError, errors.UnsupportedCodecError, errors.UnrecognizedBrokerVersion),
+        ConfigError,
+        "the broker is too old or speaks another version: Kafka 2.4 or newer is needed",
+    ),
+    (
+        (errors.InconsistentGroupProtocolError, errors.FencedInstanceIdError, errors.GroupMaxSizeReachedError),
+        ConfigError,
+        "the consumer group does not take this member: choose another --group",
+    ),
+    (
+        (errors.KafkaProtocolError,),
+        ConfigError,
+        "what answers there does not speak Kafka, or not this way: check host, port and --security-protocol",
+    ),
+    (
+        (errors.KafkaConfigurationError, ValueError, TypeError),
+        ConfigError,
+        "the client does not accept the settings: check --bootstrap-servers, --topic and the security options",
+    ),
+    (
+        (errors.UnknownTopicOrPartitionError, errors.UnknownTopicIdError),
+        Unavailable,
+        "the topic does not exist (any more): create it or check --topic",
+    ),
+    (
+        (errors.RetriableError, errors.BrokerNotAvailableError),
+        Unavailable,
+        "no answer in time: start the broker, or check --bootstrap-servers and --security-protocol",
+    ),
+    ((OSError,), Unavailable, "the network refused: check --bootstrap-servers"),
+    ((errors.KafkaError,), Unavailable, "the request failed: see the broker's log, then run again"),
+)
+"""What becomes of the client's errors, first match first. The last row is for answers that nobody foresees."""
+
+
+def translate(error: Exception, bootstrap_servers: str, doing: str) -> DeformerError:
+    """The client's error as ours, in one line: what failed, where, the remedy. Its own text quotes settings."""
+    ours, remedy = next((ours, remedy) for kinds, ours, remedy in MAPPING if isinstance(error, kinds))
+    return ours(f"Kafka at {bootstrap_servers}: {doing} failed ({type(error).__name__}): {remedy}")
+
+
+@contextmanager
+def mapped(bootstrap_servers: str, doing: str, *also: type[Exception]) -> Iterator[None]:
+    """The one place where errors of the client become ours. also: further kinds that `MAPPING` knows."""
+    try:
+        yield
+    except (errors.KafkaError, OSError, *also) as error:
+        raise translate(error, bootstrap_servers, doing) from error
+
+
+class _Forward(logging.Handler):
+    """Warnings of the client become lines of our log; it has no other voice."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log.get("kafka").warning(record.getMessage())
+
+
+_client_log = logging.getLogger("kafka")
+_forward = _Forward(logging.WARNING)
+
+Client = TypeVar("Client")
+
+
+def connect(
+    make: Callable[..., Client], bootstrap_servers: str, security: dict[str, Any] | None, **options: Any
+) -> Client:
+    """A client that has spoken to the broker, within `CONNECT_SECONDS`.
+
+    While connecting the client's log is silent, for the error raised says it all; and when it fails, its network
+    thread, which would go on trying, is ended. Raises Unavailable or ConfigError.
+    """
+    for name, path in (security or {}).items():
+        if name in ("ssl_cafile", "ssl_certfile", "ssl_keyfile", "ssl_crlfile") and not Path(path).is_file():
+            raise ConfigError(f"--{name.replace('_', '-')} {path}: there is no such file: check the path")
+    opened: list[KafkaNetClient] = []
+
+    def remember(**configuration: Any) -> KafkaNetClient:
+        opened.append(KafkaNetClient(**configuration))
+        return opened[-1]
+
+    _client_log.removeHandler(_forward)
+    try:
+        with mapped(bootstrap_servers, "connecting", ValueError, TypeError):
+            return make(
+                bootstrap_servers=bootstrap_servers.split(","),
+                bootstrap_timeout_ms=int(CONNECT_SECONDS * 1000),
+                kafka_client=remember,
+                **(security or {}),
+                **options,
+            )
+    except DeformerError:
+        for client in opened:
+            client.close()
+        raise
+    finally:
+        _client_log.addHandler(_forward)
+
+
+def producer(bootstrap_servers: str, security: dict[str, Any] | None, **options: Any) -> KafkaProducer:
+    """A producer whose messages are acknowledged by all replicas in sync, each written once and in order.
+
+    The topic's limit of message size is the only one. Compresses with lz4 where the package is installed.
+    """
+    return connect(
+        KafkaProducer,
+        bootstrap_servers,
+        security,
+        acks="all",
+        enable_idempotence=True,
+        compression_type="lz4" if has_lz4() else None,
+        max_request_size=2**30,
+        delivery_timeout_ms=int(DELIVERY_SECONDS * 1000),
+        request_timeout_ms=int(DELIVERY_SECONDS * 1000) - 1000,
+        allow_auto_create_topics=False,
+        **options,
+    )
+
+
+def ensure_topics(
+    bootstrap_servers: str, topics: dict[str, dict[str, Any]], security: dict[str, Any] | None = None
+) -> None:
+    """Create the topics that are missing.
+
+    topics: name → what the client's `create_topics` takes (num_partitions, configs); replication is the broker's
+    default. Raises ConfigError where creation is forbidden, Unavailable where no broker answers.
+    """
+    if not topics:
+        return
+    admin: KafkaAdminClient = connect(KafkaAdminClient, bootstrap_servers, security)
+    try:
+        with mapped(bootstrap_servers, "listing topics"):
+            there = set(admin.list_topics())
+        for name in topics.keys() - there:
+            with mapped(bootstrap_servers, f"creating topic {name!r}"):
+                _create(admin, bootstrap_servers, name, topics[name])
+    finally:
+        admin.close()
+
+
+def _create(admin: KafkaAdminClient, bootstrap_servers: str, name: str, spec: dict[str, Any]) -> None:
+    try:
+        admin.create_topics({name: spec})
+    except errors.TopicAlreadyExistsError:
+        pass  # another consumer of the group was faster
+    except (errors.AuthorizationError, errors.PolicyViolationError) as error:
+        raise ConfigError(
+            f"topic {name!r} does not exist on {bootstrap_servers} and may not be created ({type(error).__name__}):"
+            " create it, or grant this user the right to"
+        ) from error
+    else:
+        log.get("kafka").info("topic created", topic=name, partitions=spec.get("num_partitions"))
+    admin.wait_for_topics([name])

@@ -1,0 +1,70 @@
+"""What many tests need: a real Kafka, fresh topics, the public data sets. Missing means are failures, never skips."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def load_broker_script() -> ModuleType:
+    """`deploy/kafka/broker.py`, which is a script and no part of any package."""
+    name = "deploy_kafka_broker"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / "deploy" / "kafka" / "broker.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def kafka() -> Iterator[SimpleNamespace]:
+    """A broker for the whole run: `.bootstrap` is its address. The one at DEFORMER_TEST_BOOTSTRAP, or our own."""
+    given = os.environ.get("DEFORMER_TEST_BOOTSTRAP")
+    if given:
+        yield SimpleNamespace(bootstrap=given)
+        return
+    with start_broker() as broker:
+        yield SimpleNamespace(bootstrap=broker.bootstrap)
+
+
+def start_broker(**options: object) -> Any:
+    """A broker of one's own, for tests that stop it or need it special. Fails with the remedy where none can be had."""
+    script = load_broker_script()
+    try:
+        return script.start(**options)
+    except script.BrokerError as error:
+        pytest.fail(f"{error} (`make kafka-jars` does it), or set DEFORMER_TEST_BOOTSTRAP=host:port", pytrace=False)
+
+
+@pytest.fixture
+def topic(kafka: SimpleNamespace) -> Callable[..., str]:
+    """Makes a new topic: `topic(partitions=4, name="events")` gives its unique name."""
+    from connectors.kafka import ensure_topics
+
+    def make(partitions: int = 1, name: str = "events", **configs: str) -> str:
+        unique = f"{name}-{uuid.uuid4().hex[:8]}"
+        ensure_topics(kafka.bootstrap, {unique: {"num_partitions": partitions, "configs": configs}})
+        return unique
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of public data sets."""
+    folder = Path(os.environ.get("DEFORMER_DATA", ROOT.parent / "shared" / "data"))
+    if not (folder / "skab").is_dir():
+        pytest.fail(f"no data sets at {folder}: set DEFORMER_DATA to the folder with skab/ in it", pytrace=False)
+    return folder

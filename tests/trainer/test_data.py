@@ -1,0 +1,350 @@
+"""Tables become the same matrix whatever their layout; kinds, splits and refusals are as documented."""
+
+from __future__ import annotations
+
+import datetime as dt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from deformer_stream.errors import ConfigError, InputError
+from trainer.data import CALIBRATION, TRAIN, VALIDATION, DataOptions, Prepared, assign_split, prepare
+from trainer.kinds import find_quantum
+from trainer.tables import microseconds
+
+N = 400
+
+
+def write(path: Path, columns: dict[str, Any]) -> Path:
+    pq.write_table(pa.table(columns), path, row_group_size=97)
+    return path
+
+
+def prepare_in(folder: Path, *tables: Path, **options: Any) -> Prepared:
+    work = folder / "work"
+    work.mkdir(exist_ok=True)
+    return prepare(tables, DataOptions(**options), work)
+
+
+def nasty(rng: np.random.Generator, n: int = N) -> dict[str, Any]:
+    number = rng.normal(5.0, 2.0, n)
+    number[3], number[7], number[11] = np.nan, np.inf, -np.inf
+    start = dt.datetime(2026, 1, 1)
+    return {
+        "when": [start + dt.timedelta(seconds=i) for i in range(n)],
+        "later": [start + dt.timedelta(seconds=i + 1) for i in range(n)],
+        "record": [f"r{i}" for i in range(n)],
+        "number": pa.array(number, mask=np.arange(n) % 50 == 0),
+        "grid": np.round(rng.normal(20.0, 1.0, n) / 0.05) * 0.05,
+        "coarse": rng.choice([-0.601143, -0.273216, 0.054711, 0.382638, 0.710565, 1.03849], n),
+        "whole": rng.integers(0, 300, n),
+        "code": pa.array(rng.integers(1, 4, n), pa.int8()),
+        "flag": pa.array(rng.random(n) < 0.3),
+        "text": pa.array(rng.choice(["on", "off", "idle"], n)),
+        "category": pa.array(rng.choice(["x", "y"], n)).dictionary_encode(),
+        "constant": np.full(n, 2.5),
+        "empty": pa.nulls(n, pa.float64()),
+        "nothing": pa.nulls(n),
+        "serial": [f"SN{i:06d}" for i in range(n)],
+        "list": [[1, 2]] * n,
+        "decimal": pa.array(np.round(rng.normal(0, 0.3, n), 2).tolist()).cast(pa.decimal128(10, 2), safe=False),
+        "label": rng.integers(0, 2, n),
+    }
+
+
+def test_kinds_of_a_nasty_table(tmp_path: Path, rng: np.random.Generator) -> None:
+    table = write(tmp_path / "t.parquet", nasty(rng))
+    got = prepare_in(tmp_path, table, label="label", normal="1", context=("text",))
+    kinds = {f.name: f.kind for f in got.schema.features}
+    assert kinds == {
+        "number": "continuous",
+        "grid": "continuous",
+        "coarse": "continuous",
+        "whole": "continuous",
+        "code": "discrete",
+        "flag": "discrete",
+        "text": "discrete",
+        "category": "discrete",
+        "constant": "discrete",
+        "decimal": "continuous",
+    }
+    feature = {f.name: f for f in got.schema.features}
+    assert feature["number"].quantum is None
+    assert feature["grid"].quantum == pytest.approx(0.05)
+    assert feature["coarse"].quantum == pytest.approx(0.327926, rel=1e-4)
+    assert feature["whole"].quantum == 1.0
+    assert feature["decimal"].quantum == pytest.approx(0.01)
+    assert feature["code"].labels == ("1", "2", "3")
+    assert feature["flag"].labels == ("false", "true")
+    assert feature["constant"].labels == ("2.5",)
+    assert feature["text"].context
+    assert all(f.reason for f in got.schema.features)
+    reasons = {e.name: e.reason for e in got.excluded}
+    assert set(reasons) == {"when", "later", "record", "empty", "nothing", "serial", "list", "label"}
+    assert reasons["when"] == "the record's time"
+    assert got.time == "when"
+    assert got.skipped == {"rows that are not normal": N - len(got.values)}
+
+
+def test_missing_and_infinite_readings_are_not_observed(tmp_path: Path, rng: np.random.Generator) -> None:
+    got = prepare_in(tmp_path, write(tmp_path / "t.parquet", nasty(rng)))
+    code = got.schema.codes["number"]
+    absent = np.flatnonzero(np.isnan(got.values[:, code]))
+    assert sorted(absent) == sorted({3, 7, 11, *range(0, N, 50)})
+    assert got.refused == {"number": 2}
+    assert got.missing == {"number": 1 + N // 50}
+    others = np.delete(np.asarray(got.values), code, 1)
+    assert np.isfinite(others).all()
+
+
+def test_values_are_normalised_by_training_rows_only(tmp_path: Path, rng: np.random.Generator) -> None:
+    x = rng.normal(5.0, 2.0, N)
+    got = prepare_in(tmp_path, write(tmp_path / "t.parquet", {"x": x, "c": rng.choice(["a", "b"], N)}))
+    train = got.rows(TRAIN)
+    feature = got.schema.features[0]
+    ordered = np.sort(x[train])
+    clipped = np.clip(ordered, ordered[1], ordered[-2])
+    assert feature.location == pytest.approx(clipped.mean())
+    assert feature.scale == pytest.approx(clipped.std())
+    raw = got.schema.denormalise(np.zeros(N, int), got.values[:, 0].astype(float))
+    np.testing.assert_allclose(raw, x, rtol=1e-5)
+    assert (feature.low, feature.high) == (x[train].min(), x[train].max())
+
+
+def test_far_outliers_do_not_flatten_the_rest(tmp_path: Path, rng: np.random.Generator) -> None:
+    x = rng.normal(0.0, 1.0, 5000)
+    x[[5, 900]] = 1e12, -1e15
+    got = prepare_in(tmp_path, write(tmp_path / "t.parquet", {"x": x, "y": x}))
+    assert got.schema.features[0].scale == pytest.approx(1.0, rel=0.05)
+    assert np.isfinite(got.values).all()
+
+
+def test_label_unseen_in_training_rows_gets_the_code_past_the_labels(tmp_path: Path, rng: np.random.Generator) -> None:
+    text = rng.choice(["a", "b"], N).astype(object)
+    held = np.flatnonzero(assign_split(N, 0.2, 0) == CALIBRATION)[0]
+    text[held] = "new"
+    got = prepare_in(tmp_path, write(tmp_path / "t.parquet", {"x": rng.normal(size=N), "t": pa.array(text.tolist())}))
+    assert got.schema.features[1].labels == ("a", "b")
+    assert got.values[held, 1] == 2.0
+    assert got.schema.features[1].unseen == pytest.approx(1 / (len(got.rows(TRAIN)) + 2))
+
+
+def long_of(columns: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """The same readings as events, shuffled within each record of a few neighbours; values as text."""
+    events = []
+    for i in range(N):
+        names = list(columns)
+        for place, j in enumerate(rng.permutation(len(names))):
+            value = columns[names[j]][i]
+            value = value.as_py() if isinstance(value, pa.Scalar) else value
+            if value is not None and value == value:
+                text = str(value.item() if isinstance(value, np.generic) else value)
+                events.append((f"r{i}", names[j], text, 1_700_000_000.0 + i + 0.001 * place))
+    order = np.argsort([e[3] + 3.0 * rng.random() for e in events], kind="stable")
+    record, feature, value, time = zip(*[events[k] for k in order], strict=True)
+    return {"record": record, "feature": feature, "value": value, "time": time}
+
+
+def test_wide_and_long_give_the_same_matrix(tmp_path: Path, rng: np.random.Generator) -> None:
+    columns = {
+        "x": pa.array(rng.normal(size=N), mask=rng.random(N) < 0.1),
+        "q": np.round(rng.normal(size=N), 1),
+        "i": rng.integers(0, 3, N),
+        "t": pa.array(rng.choice(["a", "b"], N)),
+    }
+    events = long_of(columns, rng)
+    rows_in_order = list(dict.fromkeys(events["record"]))  # rows are numbered by first appearance
+    take = [int(r[1:]) for r in rows_in_order]
+    wide_table = pa.table(columns).take(take)
+    wide = prepare_in(tmp_path, write(tmp_path / "w.parquet", dict(zip(columns, wide_table.columns, strict=True))))
+    wide_values = np.array(wide.values)
+    long = prepare_in(tmp_path, write(tmp_path / "l.parquet", events))
+    assert long.layout == "long"
+    by_name = [long.schema.codes[n] for n in wide.schema.names]
+    np.testing.assert_array_equal(long.values[:, by_name], wide_values)
+    assert {f.name: f for f in wide.schema.features} == {f.name: f for f in long.schema.features}
+    np.testing.assert_array_equal(long.split, wide.split)
+
+
+def test_arrival_ranks_follow_time_then_place(tmp_path: Path, rng: np.random.Generator) -> None:
+    n = 30
+    record = np.repeat([f"r{i}" for i in range(n)], 3)
+    feature = np.tile(["a", "b", "c"], n)
+    time = np.tile([5.0, 1.0, 5.0], n) + np.repeat(np.arange(n), 3)
+    table = {"record": record, "feature": feature, "value": rng.normal(size=3 * n), "time": time}
+    got = prepare_in(tmp_path, write(tmp_path / "t.parquet", table))
+    assert got.ranks is not None
+    assert (got.ranks == [1, 0, 2]).all()
+    got = prepare_in(tmp_path, write(tmp_path / "u.parquet", {k: v for k, v in table.items() if k != "time"}))
+    assert got.ranks is not None
+    assert (got.ranks == [0, 1, 2]).all()
+
+
+def test_first_of_repeated_events_counts(tmp_path: Path, rng: np.random.Generator) -> None:
+    n = 40
+    record = [f"r{i}" for i in range(n)] * 2 + ["r0", None]
+    table = {
+        "record": record,
+        "feature": ["a"] * n + ["b"] * n + ["a", "a"],
+        "value": np.append(rng.normal(size=2 * n), [99.0, 1.0]),
+    }
+    got = prepare_in(tmp_path, write(tmp_path / "t.parquet", table))
+    assert got.skipped == {"repeated events (record and feature)": 1, "events without record or feature": 1}
+    first = got.schema.denormalise(np.zeros(1, int), got.values[:1, 0].astype(float))[0]
+    assert first == pytest.approx(table["value"][0], abs=1e-5)
+
+
+def test_long_records_are_normal_when_all_their_events_are(tmp_path: Path, rng: np.random.Generator) -> None:
+    n = 50
+    table = {
+        "record": [f"r{i}" for i in range(n)] * 2,
+        "feature": ["a"] * n + ["b"] * n,
+        "value": rng.normal(size=2 * n),
+        "fault": [False] * (2 * n - 5) + [True] * 5,
+    }
+    got = prepare_in(tmp_path, write(tmp_path / "t.parquet", table), label="fault", normal="false")
+    assert len(got.values) == n - 5
+    assert got.schema.names == ("a", "b")
+    assert got.skipped == {"records that are not normal": 5}
+
+
+def test_several_files_and_folders_read_as_one(tmp_path: Path, rng: np.random.Generator) -> None:
+    x, y = rng.normal(size=N), rng.normal(size=N)
+    whole = np.array(prepare_in(tmp_path, write(tmp_path / "t.parquet", {"x": x, "y": y})).values)
+    folder = tmp_path / "parts" / "deeper"
+    folder.mkdir(parents=True)
+    write(folder.parent / "0.parquet", {"x": x[:100], "y": y[:100]})
+    write(folder / "1.parquet", {"x": x[100:], "y": y[100:]})
+    write(folder / "_hidden.parquet", {"z": x})
+    np.testing.assert_array_equal(prepare_in(tmp_path, folder.parent).values, whole)
+
+
+@pytest.mark.parametrize(
+    ("other", "column"),
+    [
+        ({"x": ["a", "b"], "y": [1.0, 2.0]}, "'x'"),
+        ({"x": [1.0, 2.0]}, "'y'"),
+        ({"x": [1.0], "y": [1.0], "z": [1.0]}, "'z'"),
+    ],
+)
+def test_files_that_differ_are_refused_by_name(tmp_path: Path, other: dict[str, Any], column: str) -> None:
+    first = write(tmp_path / "a.parquet", {"x": [1.0, 2.0], "y": [1, 2]})
+    second = write(tmp_path / "b.parquet", other)
+    with pytest.raises(InputError, match=column) as caught:
+        prepare_in(tmp_path, first, second)
+    assert str(second) in str(caught.value)
+
+
+@pytest.mark.parametrize("normal", ["0", "0.0"])
+def test_label_filter_compares_as_text(tmp_path: Path, rng: np.random.Generator, normal: str) -> None:
+    label = rng.integers(0, 2, N)
+    for kind in (pa.int8(), pa.float32(), pa.bool_()):
+        if kind == pa.bool_():
+            normal = "false"
+        table = write(tmp_path / "t.parquet", {"x": np.arange(N) + 0.5, "y": pa.array(label).cast(kind)})
+        got = prepare_in(tmp_path, table, label="y", normal=normal)
+        raw = got.schema.denormalise(np.zeros(len(got.values), int), got.values[:, 0].astype(float))
+        np.testing.assert_allclose(raw, np.flatnonzero(label == 0) + 0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"label": "y", "normal": "7"}, InputError, r"y = 7; the column holds"),
+        ({"label": "nope", "normal": "1"}, ConfigError, "no such column"),
+        ({"label": "y"}, ConfigError, "belong together"),
+        ({"exclude": ("nope",)}, ConfigError, "--exclude nope"),
+        ({"exclude": ("x", "y")}, InputError, "no column is left"),
+        ({"context": ("x", "y")}, InputError, "--context"),
+        ({"continuous": ("t",), "exclude": ()}, ConfigError, "--continuous t"),
+        ({"discrete": ("x",), "continuous": ("x",)}, ConfigError, "both name x"),
+        ({"layout": "long"}, InputError, "'record' is missing"),
+        ({"calibration_share": 0.95}, ConfigError, "calibration-share"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    tmp_path: Path, rng: np.random.Generator, options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    columns: dict[str, Any] = {"x": rng.normal(size=60), "y": rng.integers(0, 2, 60)}
+    if "t" in options.get("continuous", ()):
+        columns["t"] = ["a", "b"] * 30
+    with pytest.raises(error, match=text):
+        prepare_in(tmp_path, write(tmp_path / "t.parquet", columns), **options)
+
+
+def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(b"PAR1 this is not one")
+    (tmp_path / "none").mkdir()
+    for path in (broken, tmp_path / "missing.parquet", tmp_path / "none"):
+        with pytest.raises(InputError, match=path.name):
+            prepare_in(tmp_path, path)
+    with pytest.raises(InputError, match="too few"):
+        prepare_in(tmp_path, write(tmp_path / "few.parquet", {"x": [1.0, 2.0]}))
+
+
+def test_a_file_cut_short_is_refused_by_name(tmp_path: Path, rng: np.random.Generator) -> None:
+    table = write(tmp_path / "t.parquet", {"x": rng.normal(size=N)})
+    data = bytearray(table.read_bytes())
+    data[200:1200] = bytes(1000)
+    table.write_bytes(bytes(data))
+    with pytest.raises(InputError, match=r"t\.parquet"):
+        prepare_in(tmp_path, table)
+
+
+@pytest.mark.parametrize("records", [30, 101, 5000])
+def test_split_is_disjoint_complete_and_stable(records: int) -> None:
+    split = assign_split(records, 0.2, 7)
+    counts = np.bincount(split, minlength=3)
+    assert counts.sum() == records
+    assert counts[CALIBRATION] == round(0.2 * records)
+    assert counts[VALIDATION] >= 4
+    np.testing.assert_array_equal(split, assign_split(records, 0.2, 7))
+    assert (split != assign_split(records, 0.2, 8)).any()
+
+
+def test_fingerprint_follows_the_data(tmp_path: Path, rng: np.random.Generator) -> None:
+    x = rng.normal(size=N)
+    table = write(tmp_path / "t.parquet", {"x": x})
+    first = prepare_in(tmp_path, table).fingerprint
+    assert prepare_in(tmp_path, table).fingerprint == first
+    x[17] += 1e-3
+    assert prepare_in(tmp_path, write(tmp_path / "t.parquet", {"x": x})).fingerprint != first
+
+
+@pytest.mark.parametrize(
+    ("step", "single"),
+    [(1.0, False), (0.001, False), (1 / 256, False), (1e-6, False), (0.327926, False), (0.05, True), (0.01, True)],
+)
+def test_quantum_of_gridded_readings(rng: np.random.Generator, step: float, single: bool) -> None:
+    x = 20.0 + step * np.round(rng.normal(0, 500, 5000))
+    x = x.astype(np.float32).astype(float) if single else x
+    assert find_quantum(np.sort(x)) == pytest.approx(step, rel=1e-3)
+
+
+def test_no_quantum_where_readings_lie_on_no_grid(rng: np.random.Generator) -> None:
+    assert find_quantum(np.sort(rng.normal(size=5000))) is None
+    stuck = rng.random(5000)
+    stuck[:2000] = 0.0  # repeats, but between its saturations it is continuous
+    assert find_quantum(np.sort(stuck)) is None
+    assert find_quantum(np.zeros(50)) is None
+
+
+def test_quantum_of_sparse_integers(rng: np.random.Generator) -> None:
+    assert find_quantum(np.sort(rng.choice([0.0, 2.0, 5.0, 9.0], 500)), whole=True) == 1.0
+    assert find_quantum(np.sort(4.0 * rng.integers(0, 50, 500)), whole=True) == 4.0
+
+
+def test_times_in_every_spelling() -> None:
+    expected = [1_583_750_073_000_000, int(np.iinfo(np.int64).min)]
+    for values in (
+        pa.array([1_583_750_073.0, None]),
+        pa.array(["2020-03-09T10:34:33Z", None]),
+        pa.array([dt.datetime(2020, 3, 9, 10, 34, 33), None], pa.timestamp("ms")),
+        pa.array([dt.datetime(2020, 3, 9, 10, 34, 33), None], pa.timestamp("ns", "UTC")),
+    ):
+        assert microseconds(values).tolist() == expected
