@@ -5,13 +5,14 @@
     report.html         for people; not needed for scoring
 
 The manifest holds the size and SHA-256 of the weights and its own SHA-256, so a file that was cut short or altered is
-refused by name. Nothing in a model directory is ever executed.
+refused by name; what it says must then fit together and be finite. Nothing in a model directory is ever executed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -27,10 +28,15 @@ from deformer_stream import __version__
 from deformer_stream.core.conformal import Calibration
 from deformer_stream.core.model import DEformer, ModelConfig
 from deformer_stream.core.schema import Schema
-from deformer_stream.errors import ArtifactError
+from deformer_stream.errors import ArtifactError, ConfigError
 
 FORMAT_VERSION = 1
 WEIGHTS, MANIFEST, REPORT = "model.safetensors", "manifest.json", "report.html"
+LONGEST_NAME = 1024
+"""Characters in a feature's name or label; longer ones could never arrive as events."""
+_CONTRADICTIONS = (AttributeError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, SafetensorError)
+"""What building a model from a manifest that does not fit together can raise."""
+_REMEDY = "restore it from a copy, or train again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +54,24 @@ class Artifact:
         return self.model.schema
 
 
+def check_target(directory: Path) -> None:
+    """Raise `ConfigError` if something other than a model stands where one is to be written: it would be replaced."""
+    directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{directory} is a file: name a directory for the model")
+    if directory.is_dir() and any(directory.iterdir()) and not (directory / MANIFEST).exists():
+        raise ConfigError(f"{directory} holds files that are no model and would be removed: name another directory")
+
+
 def write(directory: Path, model: DEformer, calibration: Calibration, training: dict[str, Any], report: str) -> str:
     """Write the model directory beside its final name, make it durable, then rename; returns the fingerprint.
 
-    training: the summary (JSON values only). report: an HTML page. A directory that stands there is replaced.
+    training: the summary (JSON values; numbers that are not finite become null). report: an HTML page. A model that
+    stands there is replaced; if anything fails it stays as it was. Raises `ConfigError` where the directory cannot be
+    written or holds something else, `ArtifactError` for a model that `read` would refuse.
     """
-    directory = Path(directory)
+    directory = Path(directory).absolute()
+    check_target(directory)
     weights = safetensors.torch.save({k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()})
     manifest: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
@@ -62,22 +80,27 @@ def write(directory: Path, model: DEformer, calibration: Calibration, training: 
         "schema_fingerprint": model.schema.fingerprint,
         "hyperparameters": model.config.to_json(),
         "calibration": calibration.to_json(),
-        "training": training,
+        "training": _finite(training),
         "files": {WEIGHTS: {"size": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}},
     }
     manifest["fingerprint"] = _fingerprint(manifest)
     manifest["sha256"] = _digest(manifest)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    _build(json.loads(_render(manifest)), weights, directory)
+    partial = None
     try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         partial.chmod(0o755)
         _write_durably(partial / WEIGHTS, weights)
-        _write_durably(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
-        _write_durably(partial / REPORT, report.encode())
+        _write_durably(partial / MANIFEST, _render(manifest))
+        _write_durably(partial / REPORT, report.encode("utf-8", "backslashreplace"))
+        _sync(partial)
         _replace(partial, directory)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written ({error.strerror}): make room, or name another") from error
+    finally:
+        if partial is not None and partial.exists():
+            shutil.rmtree(partial)
     return str(manifest["fingerprint"])
 
 
@@ -88,19 +111,40 @@ def _write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _replace(partial: Path, directory: Path) -> None:
-    """Rename into place; what stood there is moved aside first, since a directory cannot be renamed over another."""
-    old = partial.with_name(partial.name + ".old")
-    if directory.exists():
-        directory.rename(old)
-    partial.rename(directory)
-    parent = os.open(directory.parent, os.O_RDONLY)
+def _sync(directory: Path) -> None:
+    """Make the directory's entries durable."""
+    handle = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(parent)
+        os.fsync(handle)
     finally:
-        os.close(parent)
-    if old.exists():
+        os.close(handle)
+
+
+def _replace(partial: Path, directory: Path) -> None:
+    """Rename into place; what stood there is moved aside first, since a directory cannot be renamed over another, and
+    comes back if the rename fails."""
+    old = partial.with_name(partial.name + ".old")
+    replacing = directory.exists()
+    if replacing:
+        directory.rename(old)
+    try:
+        partial.rename(directory)
+    except BaseException:
+        if replacing:
+            old.rename(directory)
+        raise
+    _sync(directory.parent)
+    if replacing:
         shutil.rmtree(old)
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN and no infinity."""
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _fingerprint(manifest: dict[str, Any]) -> str:
@@ -109,26 +153,39 @@ def _fingerprint(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def _render(manifest: dict[str, Any]) -> bytes:
+    return json.dumps(manifest, indent=1).encode()
+
+
 def _digest(manifest: dict[str, Any]) -> str:
-    rest = {k: v for k, v in manifest.items() if k != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(_render({k: v for k, v in manifest.items() if k != "sha256"})).hexdigest()
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """The verified manifest of a model directory. Raises `ArtifactError` that names the file and the remedy."""
     path = Path(directory) / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
+        raw = path.read_bytes()
     except FileNotFoundError:
         raise ArtifactError(f"{path} is missing: give the directory that deformer-train wrote with --out") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path} cannot be read ({error}): restore it from a copy, or train again") from None
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read ({error.strerror}): {_REMEDY}") from None
+    try:
+        manifest = json.loads(raw)
+        genuine = _genuine(manifest, raw)
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{path} is not JSON ({error}): it was cut short or altered; {_REMEDY}") from None
     version = manifest.get("format_version") if isinstance(manifest, dict) else None
     if version != FORMAT_VERSION:
         raise ArtifactError(f"{path} has format version {version!r}, this package reads {FORMAT_VERSION}: train again")
-    if manifest.get("sha256") != _digest(manifest):
-        raise ArtifactError(f"{path} was altered (its SHA-256 does not match): restore it from a copy, or train again")
-    return manifest
+    if not genuine:
+        raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {_REMEDY}")
+    return dict(manifest)
+
+
+def _genuine(manifest: Any, raw: bytes) -> bool:
+    """Whether the file is as it was written; every byte counts, also where another text would mean the same."""
+    return isinstance(manifest, dict) and manifest.get("sha256") == _digest(manifest) and _render(manifest) == raw
 
 
 def read(directory: Path, device: str = "cpu") -> Artifact:
@@ -138,18 +195,54 @@ def read(directory: Path, device: str = "cpu") -> Artifact:
     path = directory / WEIGHTS
     try:
         weights = path.read_bytes()
+    except FileNotFoundError:
+        raise ArtifactError(f"{path} is missing: {_REMEDY}") from None
     except OSError as error:
-        raise ArtifactError(f"{path} cannot be read ({error.strerror}): restore it from a copy, or train again") from None
-    expected = manifest["files"][WEIGHTS]
-    if len(weights) != expected["size"]:
-        raise ArtifactError(f"{path} has {len(weights)} bytes, not {expected['size']}: it was cut short; restore it from a copy")
-    if hashlib.sha256(weights).hexdigest() != expected["sha256"]:
-        raise ArtifactError(f"{path} was altered (its SHA-256 does not match): restore it from a copy, or train again")
-    try:
-        model = DEformer(Schema.from_json(manifest["features"]), ModelConfig.from_json(manifest["hyperparameters"]))
-        model.load_state_dict(safetensors.torch.load(weights))
-        calibration = Calibration.from_json(manifest["calibration"])
-    except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
-        line = str(error).splitlines()[0]
-        raise ArtifactError(f"{directory} contradicts itself ({line}): restore it from a copy, or train again") from None
+        raise ArtifactError(f"{path} cannot be read ({error.strerror}): {_REMEDY}") from None
+    model, calibration = _build(manifest, weights, directory)
     return Artifact(model.to(torch.device(device)).eval(), calibration, manifest["fingerprint"], manifest, directory)
+
+
+def _build(manifest: dict[str, Any], weights: bytes, directory: Path) -> tuple[DEformer, Calibration]:
+    """Model and calibration, all that the manifest says about them verified. Raises `ArtifactError`."""
+    path = directory / WEIGHTS
+    try:
+        expected = manifest["files"][WEIGHTS]
+        if len(weights) != expected["size"]:
+            raise ArtifactError(f"{path} has {len(weights)} bytes, not {expected['size']}: it was cut short; {_REMEDY}")
+        if hashlib.sha256(weights).hexdigest() != expected["sha256"]:
+            raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {_REMEDY}")
+        tensors = safetensors.torch.load(weights)
+        schema, config = Schema.from_json(manifest["features"]), ModelConfig.from_json(manifest["hyperparameters"])
+        _check(manifest, schema, config, tensors)
+        model = DEformer(schema, config)
+        model.load_state_dict(tensors)
+        return model, Calibration.from_json(manifest["calibration"])
+    except _CONTRADICTIONS as error:
+        line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ArtifactError(f"{directory} contradicts itself ({line}): {_REMEDY}") from None
+
+
+def _check(manifest: dict[str, Any], schema: Schema, config: ModelConfig, tensors: dict[str, torch.Tensor]) -> None:
+    """What the classes themselves do not check. Raises `ValueError`."""
+    if not isinstance(manifest["training"], dict):
+        raise ValueError("the training summary is no object")
+    if manifest["schema_fingerprint"] != schema.fingerprint or manifest["fingerprint"] != _fingerprint(manifest):
+        raise ValueError("a fingerprint does not match")
+    for feature in schema.features:
+        for text in (feature.name, *feature.labels):
+            if not isinstance(text, str) or len(text) > LONGEST_NAME:
+                raise ValueError(f"{str(text)[:40]!r} is no name for a feature or label")
+            text.encode()
+        if not feature.name or not isinstance(feature.reason, str):
+            raise ValueError("a feature has no name, or a reason that is no text")
+        numbers = (feature.quantum, feature.low, feature.high, *(feature.coordinates or ()))
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            raise ValueError(f"feature {feature.name!r}: a number is not finite")
+    size = sum(tensor.numel() for tensor in tensors.values())
+    least = config.layers * config.d_model * max(4 * config.d_model, config.feedforward)
+    if least > size or max(config.mixtures, config.embedding, *config.hidden, 1) > size:
+        raise ValueError(f"the hyperparameters ask for more than the {size} numbers in {WEIGHTS}")
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"tensor {name} of {WEIGHTS} holds numbers that are not finite")

@@ -48,16 +48,26 @@ def debugging() -> bool:
 
 
 def run(command: click.Command, name: str) -> None:
-    """Run a command and end the process with the exit code of what happened.
+    """Run a command with the process's arguments and end the process with the exit code of what happened.
 
     0 done · 1 a bug · 2 usage or configuration · 3 input data or model directory · 4 a service cannot be reached.
+    A command may return a code of its own; an interrupted one ends with 130.
     """
     try:
-        result = command.main(prog_name=name, standalone_mode=False)
+        with command.make_context(name, sys.argv[1:]) as context:
+            result = command.invoke(context)
         sys.stdout.flush()
         code = result if isinstance(result, int) else 0
+    except click.exceptions.Exit as end:
+        code = end.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        code = 2
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx else name
+        code = _fail(name, f"{error.format_message()} (see {path} --help)", 2)
     except click.ClickException as error:
-        code = _fail(name, f"{error.format_message()} (see {name} --help)".replace("\n", " "), 2)
+        code = _fail(name, error.format_message(), 2)
     except DeformerError as error:
         code = _fail(name, str(error), error.exit_code)
     except (KeyboardInterrupt, click.Abort):
@@ -67,7 +77,8 @@ def run(command: click.Command, name: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except Exception as error:  # the outermost edge: anything else is a bug, and must still be one line
-        code = _fail(name, f"unexpected {type(error).__name__}: {error}; this is a bug, please report it with --debug output", 1)
+        what = f"unexpected {type(error).__name__}: {error}"
+        code = _fail(name, f"{what}; this is a bug, please report it with what --debug prints", 1)
     sys.exit(code)
 
 

@@ -3,40 +3,67 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from deformer_stream.artifact import Artifact
 from deformer_stream.core.schema import Feature
 
 ALPHAS = (0.05, 0.01, 0.001)
+LABELS = 6
+"""Labels of a feature that are shown."""
 
 
 def describe(loaded: Artifact, console: Console | None = None) -> None:
     """Print the features, the calibration and the training summary of a model."""
-    console = console or Console(width=None)
+    console = console or Console(highlight=False)
     config, calibration = loaded.model.config, loaded.calibration
     parameters = sum(p.numel() for p in loaded.model.parameters())
-    console.print(f"[bold]{loaded.directory}[/bold]  fingerprint {loaded.fingerprint}, {parameters:,} parameters")
-    console.print(f"d_model {config.d_model}, {config.layers} layers, {config.heads} heads, {config.mixtures} mixture components")
-    table = Table("feature", "kind", "range or labels", "resolution", "why", title="Features", title_justify="left")
-    for feature in loaded.schema.features:
-        kind = feature.kind + (" (context)" if feature.context else "")
-        table.add_row(feature.name, kind, _range(feature), "" if feature.quantum is None else f"{feature.quantum:g}", feature.reason)
+    console.print(f"[bold]{_plain(str(loaded.directory))}[/bold]")
+    console.print(f"fingerprint {loaded.fingerprint}, {parameters:,} parameters")
+    size = f"d_model {config.d_model}, {config.layers} layers, {config.heads} heads"
+    console.print(f"{size}, {config.mixtures} mixture components")
+    console.print(_features(loaded.schema.features))
+    console.print(_calibration(loaded))
+    table = Table("training", "", title_justify="left")
+    for key, value in loaded.manifest["training"].items():
+        if isinstance(value, str | int | float):
+            shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+            table.add_row(_plain(key.replace("_", " ")), _plain(shown))
     console.print(table)
-    reach = Table("alpha", "alert when the score is above", title=f"Calibration: {len(calibration.scores)} normal records, {calibration.order} order", title_justify="left")  # fmt: skip
+    if loaded.schema.context.any():
+        console.print("A context feature conditions the others and is never scored.")
+    if calibration.order == "random":
+        console.print("Calibrated in random orders: alpha holds where readings arrive in any order, each as likely.")
+
+
+def _features(features: tuple[Feature, ...]) -> Table:
+    table = Table("feature", "kind", "range or labels", "resolution", "why", title="Features", title_justify="left")
+    for feature in features:
+        kind = feature.kind + (" (context)" if feature.context else "")
+        quantum = "" if feature.quantum is None else f"{feature.quantum:g}"
+        table.add_row(_plain(feature.name), kind, _plain(_range(feature)), quantum, _plain(feature.reason))
+    return table
+
+
+def _calibration(loaded: Artifact) -> Table:
+    calibration = loaded.calibration
+    title = f"Calibration: {len(calibration.scores)} normal records, {_plain(calibration.order)} order"
+    table = Table("alpha", "alert when the score is above", title=title, title_justify="left")
     for alpha in ALPHAS:
         out = alpha < calibration.smallest_p
-        reach.add_row(f"{alpha:g}", "out of reach: too few calibration records" if out else f"{calibration.threshold(alpha):.3f}")
-    console.print(reach)
-    simple = {k: v for k, v in loaded.manifest["training"].items() if isinstance(v, str | int | float)}
-    training = Table("training", "", title_justify="left")
-    for key, value in simple.items():
-        training.add_row(key.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value))
-    console.print(training)
+        text = "out of reach: too few calibration records" if out else f"{calibration.threshold(alpha):.3f}"
+        table.add_row(f"{alpha:g}", text)
+    return table
+
+
+def _plain(text: str) -> str:
+    """Foreign text: neither markup nor a control sequence of the terminal."""
+    return escape("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
 
 
 def _range(feature: Feature) -> str:
     if feature.kind == "discrete":
-        shown = ", ".join(feature.labels[:6])
-        return shown + (f", … ({len(feature.labels)})" if len(feature.labels) > 6 else "")
+        shown = ", ".join(feature.labels[:LABELS])
+        return shown + (f", … ({len(feature.labels)})" if len(feature.labels) > LABELS else "")
     return "" if feature.low is None or feature.high is None else f"{feature.low:.6g} … {feature.high:.6g}"

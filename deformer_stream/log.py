@@ -10,7 +10,9 @@ import structlog
 
 def configure(debug: bool = False) -> None:
     """One line per event of the program: info and above, everything with `debug`."""
-    renderer = structlog.dev.ConsoleRenderer(colors=True) if sys.stderr.isatty() else structlog.processors.JSONRenderer()
+    renderer = (
+        structlog.dev.ConsoleRenderer(colors=True) if sys.stderr.isatty() else structlog.processors.JSONRenderer()
+    )
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping
+from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    make_wsgi_app,
+)
 
-from deformer_stream.core.batch import NO_TIME, Effects
+from deformer_stream.core.batch import NO_TIME, Closing, Effects, Reason
 from deformer_stream.errors import ConfigError
 
+_EVENTS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 STALL_SECONDS = 30.0
 """The loop turns several times a second even without input; a loop that stood for this long is not healthy."""
 
 
 class Metrics:
-    """The metrics of one consumer, in a registry of its own."""
+    """The metrics of one consumer, in a registry of its own. now: monotonic seconds, by which a stall is noticed."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.registry = registry = CollectorRegistry()
+        self._now = now
+        # Beside every counter there would be a gauge with its birthday: noise.
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # the package leaves it untyped
 
         def named(kind: Any, name: str, text: str, *rest: Any, **extra: Any) -> Any:
             return kind("deformer_" + name, text, *rest, registry=registry, **extra)
@@ -34,20 +47,27 @@ class Metrics:
         self.closed = named(Counter, "records_closed_total", "Records closed, by reason", ["reason"])
         self.alerts = named(Counter, "alerts_total", "Alerts raised")
         self.scoring = named(Histogram, "scoring_seconds", "Time to score one batch", buckets=_SECONDS)
-        self.delay = named(Histogram, "event_to_alert_seconds", "From the time of the event that raised an alert to its writing", buckets=_SECONDS)
-        self.batch = named(Histogram, "batch_events", "Events in one batch", buckets=(1, 4, 16, 64, 256, 1024, 4096, 16384))
+        late = "From the time of the event that raised an alert until the alert is out"
+        self.delay = named(Histogram, "event_to_alert_seconds", late, buckets=_SECONDS)
+        self.batch = named(Histogram, "batch_events", "Events in one batch", buckets=_EVENTS)
         self.cache = named(Gauge, "cache_bytes", "Bytes of cached keys and values in use")
-        self.rebuilds = named(Counter, "cache_rebuilds_total", "Records whose cached keys and values had to be computed again")
-        self.lag = named(Gauge, "consumer_lag", "Messages in the partition behind the committed position", ["topic", "partition"])
-        self.commit = named(Histogram, "commit_seconds", "Time to make effects and positions safe", buckets=_SECONDS)
-        self.model = named(Gauge, "model_info", "1, labelled with the fingerprint of the model in force", ["fingerprint"])
-        self.progress = time.monotonic()
+        again = "Records whose cached keys and values had to be computed again"
+        self.rebuilds = named(Counter, "cache_rebuilds_total", again)
+        behind = "Messages of the partition that are not dealt with yet"
+        self.lag = named(Gauge, "consumer_lag", behind, ["topic", "partition"])
+        self.commit = named(Histogram, "commit_seconds", "Time to make positions safe", buckets=_SECONDS)
+        self.model = named(Gauge, "model_info", "1; the label names the model in force", ["fingerprint"])
+        for reason in Reason:  # a series that starts at 0 shows its first increase
+            self.rejected.labels(reason.value)
+        for closing in Closing:
+            self.closed.labels(closing.value)
+        self.progress = now()
         self.ready = False
         self._lagging: set[tuple[str, int]] = set()
 
     def observe(self, effects: Effects, seconds: float) -> None:
         """Count what one batch led to. seconds: what it took to score."""
-        self.progress = time.monotonic()
+        self.progress = self._now()
         if len(effects.batch):
             self.batch.observe(len(effects.batch))
             self.scoring.observe(seconds)
@@ -75,28 +95,45 @@ class Metrics:
 
     def healthy(self) -> bool:
         """The loop made progress lately."""
-        return time.monotonic() - self.progress < STALL_SECONDS
+        return self._now() - self.progress < STALL_SECONDS
 
 
-class _QuietHandler(WSGIRequestHandler):
-    """Scrapes are no news."""
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread per request: a client that connects and says nothing must not keep a health check waiting."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients that hang up or time out are no news."""
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = 10.0
 
     def log_message(self, format: str, *args: Any) -> None:
-        return
+        """Scrapes are no news."""
 
 
 def serve(address: str, metrics: Metrics) -> Callable[[], None]:
     """Serve HTTP on `[HOST]:PORT` (loopback where no host is given) in a thread; returns the function that ends it."""
     host, _, port = address.rpartition(":")
-    if not port.isdigit() or int(port) > 65535:
+    if not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError(f"--http {address!r} is no address: give [HOST]:PORT, like :9464")
     expose = make_wsgi_app(metrics.registry)
-    checks: dict[str, Callable[[], bool]] = {"/healthz": metrics.healthy, "/readyz": lambda: metrics.ready and metrics.healthy()}
+    checks: dict[str, Callable[[], bool]] = {
+        "/healthz": metrics.healthy,
+        "/readyz": lambda: metrics.ready and metrics.healthy(),
+    }
 
     def app(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "")
         if path == "/metrics":
-            return expose(environ, start)
+            page: Iterable[bytes] = expose(environ, start)
+            return page
         check = checks.get(path)
         status, text = ("404 Not Found", b"not found\n") if check is None else ("200 OK", b"ok\n")
         if check is not None and not check():
@@ -104,10 +141,11 @@ def serve(address: str, metrics: Metrics) -> Callable[[], None]:
         start(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))])
         return [text]
 
+    host = host.strip("[]") or "127.0.0.1"
     try:
-        server: WSGIServer = make_server(host.strip("[]") or "127.0.0.1", int(port), app, handler_class=_QuietHandler)
+        server = make_server(host, int(port), app, _Server6 if ":" in host else _Server, _Handler)
     except OSError as error:
-        raise ConfigError(f"--http {address}: cannot listen ({error.strerror}): choose another port") from None
+        raise ConfigError(f"--http {address}: cannot listen ({error.strerror}): choose another address") from None
     thread = threading.Thread(target=server.serve_forever, name="http", daemon=True)
     thread.start()
 

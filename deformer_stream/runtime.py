@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,14 +38,18 @@ class Decoder(Protocol):
 
 
 class WallClock:
-    """The time of day."""
+    """The time of day; it stands still while the system's clock is set back."""
+
+    def __init__(self) -> None:
+        self._now = 0
 
     def at(self, times: NDArray[np.int64]) -> int:
-        return time.time_ns() // 1000
+        self._now = max(self._now, time.time_ns() // 1000)
+        return self._now
 
 
 class EventClock:
-    """The latest event time seen: a replayed log runs on its own time."""
+    """The latest event time seen: a replayed log runs on its own time. 0 before the first."""
 
     def __init__(self) -> None:
         self._now = 0
@@ -58,24 +63,31 @@ class EventClock:
 
 @dataclass(slots=True)
 class Totals:
-    """What a run led to."""
+    """What a run led to. rejected: by reason."""
 
     events: int = 0
-    rejected: int = 0
     alerts: int = 0
     closed: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
 
     def add(self, effects: Effects) -> None:
         self.events += len(effects.scored)
-        self.rejected += len(effects.rejected)
         self.alerts += len(effects.alerts)
         self.closed += len(effects.closed)
+        self.rejected.update(refusal.reason.value for refusal in effects.rejected)
+
+    def shown(self) -> dict[str, Any]:
+        """For a log line."""
+        return {"events": self.events, "alerts": self.alerts, "closed": self.closed, "rejected": dict(self.rejected)}
 
 
 @dataclass(slots=True)
 class Road:
-    """The five hops with what they run on. finite: at the end of the input, open records are closed and reported;
-    a live stream leaves them open. commit_interval, max_wait: seconds."""
+    """The five hops with what they run on.
+
+    finite: at the end of the input, open records are closed and reported; a live stream leaves them open.
+    commit_interval, max_wait: seconds. progress: told how many messages each poll brought.
+    """
 
     source: EventSource
     codec: Decoder
@@ -109,7 +121,7 @@ class Road:
                 self._commit()  # 5
                 committed = now
             if now - summed >= SUMMARY_SECONDS:
-                logger.info("summary", events=totals.events, alerts=totals.alerts, rejected=totals.rejected, open=len(self.engine.records))
+                logger.info("summary", **totals.shown(), open=len(self.engine.records))
                 summed = now
             if self.progress is not None and polled.data is not None:
                 self.progress(len(polled.data))
@@ -131,7 +143,7 @@ class Road:
         metrics.open.set(len(self.engine.records))
         metrics.cache.set(self.engine.cache.bytes)
         metrics.rebuilds.inc(self.engine.take_rebuilds())
-        metrics.ready = True
+        metrics.ready = bool(getattr(self.source, "assigned", True))
 
     def _commit(self) -> None:
         with self.metrics.commit.time():

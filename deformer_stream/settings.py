@@ -14,7 +14,7 @@ import tomllib
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, cast, get_args, get_origin
 
 import click
 from pydantic import BeforeValidator, Field, SecretStr, TypeAdapter, ValidationError, model_validator
@@ -24,6 +24,8 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 from deformer_stream.errors import ConfigError
 
 PREFIX = "DEFORMER_"
+TRAINING = "train"
+"""The table of `deformer-train` in a configuration file that all commands share."""
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -44,13 +46,22 @@ def _bytes(value: Any) -> Any:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
         if not match or match[2] not in _SIZES:
             raise ValueError("a size is a number with KiB, MiB or GiB, like 512MiB")
-        value = int(float(match[1]) * _SIZES[match[2]])
+        value = float(match[1]) * _SIZES[match[2]]
+        if value >= 2**63:
+            raise ValueError("a size below 8 EiB is expected")
+        value = int(value)
     return value
 
 
-Duration = Annotated[float, BeforeValidator(_seconds), Field(ge=0, allow_inf_nan=False)]
-Size = Annotated[int, BeforeValidator(_bytes), Field(ge=0)]
+Duration = Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=1e9, allow_inf_nan=False)]
+Timeout = Annotated[float, BeforeValidator(_seconds), Field(gt=0, le=1e9, allow_inf_nan=False)]
+Size = Annotated[int, BeforeValidator(_bytes), Field(ge=0, lt=2**63)]
 Share = Annotated[float, Field(gt=0, lt=1)]
+
+
+def _written(default: str, description: str) -> Any:
+    """A field whose default reads as a person would write it."""
+    return Field(default, description=description)
 
 
 class Settings(BaseSettings):
@@ -73,18 +84,27 @@ class Settings(BaseSettings):
         return InitSettingsSource(settings_cls, flags), env_settings, InitSettingsSource(settings_cls, file)
 
 
+SettingsType = TypeVar("SettingsType", bound=Settings)
 Device = Literal["auto", "cpu", "cuda"]
+Layout = Literal["wide", "long"]
 
 
-class _Scoring(Settings):
-    """The model and the rule."""
+class _Model(Settings):
+    """The model and where it runs."""
 
     model: Path = Field(description="Model directory, as deformer-train wrote it.")
-    alpha: Share = Field(0.01, description="Largest share of normal records that may ever raise an alert.")
     device: Device = Field("auto", description="Where the network runs; auto takes a GPU if there is one.")
-    cache_memory: Size = Field(512 * 2**20, description="Most memory for cached keys and values of open records.")
-    max_open_records: int = Field(1_000_000, ge=1, description="Most records open at once; past it, the record silent for longest is closed.")
-    max_message_bytes: Size = Field(2**20, description="A larger message is refused.")
+
+
+class _Scoring(_Model):
+    """The alert rule, its bounds, and what the fields of an event are called."""
+
+    alpha: Share = Field(0.01, description="Largest share of normal records that may ever raise an alert.")
+    cache_memory: Size = _written("512MiB", description="Most memory for cached keys and values of open records.")
+    max_open_records: int = Field(
+        1_000_000, ge=1, description="Most records open at once; past it, the one silent for longest is closed."
+    )
+    max_message_bytes: Size = _written("1MiB", description="A larger message is refused.")
     record_field: str = Field("record", description="JSON field of the record id.")
     feature_field: str = Field("feature", description="JSON field of the feature's name.")
     value_field: str = Field("value", description="JSON field of the value.")
@@ -96,14 +116,32 @@ class _Kafka(Settings):
     """How to reach the brokers."""
 
     bootstrap_servers: str = Field("localhost:9092", description="Kafka brokers, comma-separated host:port.")
-    security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = Field("PLAINTEXT", description="How to talk to the brokers.")
-    ssl_cafile: Path | None = Field(None, description="PEM file of the authority that signed the brokers' certificates.")
+    security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = Field(
+        "PLAINTEXT", description="How to talk to the brokers."
+    )
+    ssl_cafile: Path | None = Field(
+        None, description="PEM file of the authority that signed the brokers' certificates."
+    )
     ssl_certfile: Path | None = Field(None, description="PEM file of the client's certificate.")
     ssl_keyfile: Path | None = Field(None, description="PEM file of the client's key.")
-    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] | None = Field(None, description="How to log in.")
+    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] | None = Field(
+        None, description="How to log in."
+    )
     sasl_username: str | None = Field(None, description="User name.")
-    sasl_password: SecretStr | None = Field(None, description="Password; better given by environment or file than by flag.")
+    sasl_password: SecretStr | None = Field(None, description="Password; rather in the environment than in a flag.")
     sasl_password_file: Path | None = Field(None, description="File whose first line is the password.")
+
+    @model_validator(mode="after")
+    def _complete_login(self) -> Self:
+        """Half a login would be no login, silently."""
+        sasl = self.security_protocol.startswith("SASL")
+        if sasl and self.sasl_mechanism is None:
+            raise ValueError(f"--security-protocol {self.security_protocol} needs --sasl-mechanism")
+        if not sasl and (self.sasl_mechanism or self.sasl_username or self.sasl_password or self.sasl_password_file):
+            raise ValueError("a login (--sasl-…) needs --security-protocol SASL_SSL or SASL_PLAINTEXT")
+        if self.sasl_password is not None and self.sasl_password_file is not None:
+            raise ValueError("give --sasl-password or --sasl-password-file, one of them")
+        return self
 
     def security(self) -> dict[str, Any]:
         """Keyword arguments for the Kafka client. Holds the password in clear: never log it."""
@@ -111,9 +149,10 @@ class _Kafka(Settings):
         if self.sasl_password_file is not None:
             try:
                 password = self.sasl_password_file.read_text().split("\n", 1)[0]
-            except OSError as error:
+            except (OSError, UnicodeDecodeError) as error:
+                why = getattr(error, "strerror", "it is no text")
                 raise ConfigError(
-                    f"sasl-password-file {self.sasl_password_file} cannot be read ({error.strerror}): check path and rights"
+                    f"--sasl-password-file {self.sasl_password_file} cannot be read ({why}): check path and rights"
                 ) from None
         given = {
             "security_protocol": self.security_protocol,
@@ -131,24 +170,31 @@ class ConsumeSettings(_Scoring, _Kafka):
     """`deformer-stream consume`"""
 
     topic: str | None = Field(None, description="Topic of events.")
-    source: str | None = Field(None, description="In place of --topic: kafka://HOST:PORT/TOPIC, a file, or - for standard input.")
+    source: str | None = Field(
+        None, description="In place of --topic: kafka://HOST:PORT/TOPIC, a file, or - for standard input."
+    )
     group: str = Field("deformer-stream", description="Consumer group.")
     from_: Literal["earliest", "latest"] = Field(
         "earliest", validation_alias="DEFORMER_FROM", description="Where a group without committed offsets begins."
     )
     alerts_topic: str | None = Field(None, description="Topic of alerts; by default the events' topic with -alerts.")
-    dead_letter_topic: str | None = Field(None, description="Topic of refused events; by default the events' topic with -dead-letter.")
-    alerts: str | None = Field(None, description="Also write alerts as JSON lines to this file, or - for standard output.")
-    record_timeout: Duration = Field(30.0, description="A record is closed when no event of it came for this long.")
-    max_wait: Duration = Field(0.2, description="Longest wait for events in one poll.")
+    dead_letter_topic: str | None = Field(
+        None, description="Topic of refused events; by default the events' topic with -dead-letter."
+    )
+    alerts: str = Field("-", description='Write alerts as JSON lines to this file, - is standard output, "" nothing.')
+    record_timeout: Timeout = _written("30s", description="A record is closed when no event of it came for this long.")
+    max_wait: Timeout = _written("200ms", description="Longest wait for events in one poll.")
     max_poll_records: int = Field(8192, ge=1, description="Most messages taken in one poll.")
-    commit_interval: Duration = Field(0.1, description="Least time between two commits of offsets.")
-    http: str | None = Field(None, description="Serve /metrics, /healthz and /readyz on [HOST]:PORT; loopback if no host is given.")
+    commit_interval: Duration = _written("100ms", description="Least time between two commits of offsets.")
+    http: str | None = Field(
+        None, description="Serve /metrics, /healthz and /readyz on [HOST]:PORT; loopback if no host is given."
+    )
 
     @model_validator(mode="after")
-    def _one_source(self) -> ConsumeSettings:
-        if (self.topic is None) == (self.source is None):
-            raise ValueError("give --topic or --source, one of them")
+    def _one_source(self) -> Self:
+        _one_of(self, "topic", "source")
+        if self.source and re.match(r"kafka://[^/]*@", self.source):
+            raise ValueError("no login belongs into --source: use --sasl-username and --sasl-password-file")
         return self
 
 
@@ -157,42 +203,79 @@ class ReplaySettings(_Scoring):
 
     output: Path | None = Field(None, description="Scores, one row per accepted event (Parquet).")
     records: Path | None = Field(None, description="Scores of whole records, one row per record (Parquet).")
-    alerts: str | None = Field(None, description="Alerts as JSON lines to this file, or - for standard output.")
+    alerts: str = Field("", description="Alerts as JSON lines to this file, or - for standard output.")
     rejected: Path | None = Field(None, description="Refused events with their reasons (JSON lines).")
-    layout: Literal["wide", "long"] | None = Field(None, description="Layout of tables; by default long if columns record, feature and value are there.")
+    layout: Layout | None = Field(
+        None, description="Of tables; by default long if columns record, feature and value are there."
+    )
     order: Literal["arrival", "random", "schema"] | None = Field(
-        None, description="Order of readings within a record; by default arrival, and for wide tables the order the model was calibrated on."
+        None,
+        description="Of the readings within a record; by default arrival, and for wide tables, which know no arrival, "
+        "the order that the model was calibrated in.",
     )
     seed: int = Field(0, ge=0, description="Of random orders.")
-    record_column: str = Field("record", description="Column of record ids in wide tables; the row number where there is none.")
-    record_timeout: Duration | None = Field(None, description="Close a record when no event of it came for this long, in event time.")
+    record_column: str = Field("record", description="Record ids of wide tables; without it the row number.")
+    time_column: str | None = Field(None, description="Times of wide tables; by default the first timestamp.")
+    record_timeout: Timeout | None = Field(
+        None, description="Close a record when no event of it came for this long, in event time."
+    )
 
 
 class ProduceSettings(_Kafka):
     """`deformer-stream produce`"""
 
     topic: str | None = Field(None, description="Topic to send to.")
-    output: Path | None = Field(None, description="Write JSON lines to this file instead of sending them.")
+    output: Path | None = Field(None, description="Write JSON lines to this file instead, or - for standard output.")
     model: Path | None = Field(None, description="Send only the features this model knows.")
-    rate: float | None = Field(None, gt=0, description="Events per second; as fast as possible by default.")
-    shuffle_within: Duration = Field(0.0, description="Delay each reading by up to this long, so that records interleave.")
+    rate: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="Events per second; by default as fast as possible."
+    )
+    shuffle_within: Duration = _written(
+        "0s", description="Delay each reading by up to this long, so that records interleave."
+    )
     seed: int = Field(0, ge=0, description="Of the delays.")
-    layout: Literal["wide", "long"] | None = Field(None, description="Layout of tables; detected by default.")
+    layout: Layout | None = Field(None, description="Of tables; detected by default.")
     exclude: str = Field("", description="Columns to leave out, comma-separated.")
-    record_column: str = Field("record", description="Column of record ids; the row number where there is none.")
+    record_column: str = Field("record", description="Record ids of wide tables; without it the row number.")
+    time_column: str | None = Field(None, description="Times of tables; by default the first timestamp.")
     record_prefix: str = Field("", description="Put before every record id.")
     partitions: int = Field(4, ge=1, description="Partitions of the topic if it must be created.")
 
     @model_validator(mode="after")
-    def _one_target(self) -> ProduceSettings:
-        if (self.topic is None) == (self.output is None):
-            raise ValueError("give --topic or --output, one of them")
-        return self
+    def _one_target(self) -> Self:
+        return _one_of(self, "topic", "output")
 
 
-COMMANDS: dict[str, type[Settings]] = {"consume": ConsumeSettings, "replay": ReplaySettings, "produce": ProduceSettings}
+class ImputeSettings(_Model):
+    """`deformer-stream impute`"""
 
-S = TypeVar("S", bound=Settings)
+    output: Path = Field(description="The table with its nulls filled (Parquet).")
+    interval: Share = Field(0.9, description="Mass of the interval between COLUMN__low and COLUMN__high.")
+
+
+class SampleSettings(_Model):
+    """`deformer-stream sample`"""
+
+    output: Path = Field(description="The records drawn, a column per feature (Parquet).")
+    count: int = Field(1000, ge=1, description="Records to draw.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Of the draws; equal seeds draw equal records.")
+
+
+def _one_of(settings: SettingsType, *names: str) -> SettingsType:
+    """Exactly one of these options is there, and not empty."""
+    given = [name for name in names if getattr(settings, name) is not None]
+    if len(given) != 1 or str(getattr(settings, given[0])) == "":
+        raise ValueError(f"give {' or '.join(map(flag_of, names))}, one of them")
+    return settings
+
+
+COMMANDS: dict[str, type[Settings]] = {
+    "consume": ConsumeSettings,
+    "replay": ReplaySettings,
+    "produce": ProduceSettings,
+    "impute": ImputeSettings,
+    "sample": SampleSettings,
+}
 
 
 def flag_of(field: str) -> str:
@@ -200,19 +283,26 @@ def flag_of(field: str) -> str:
     return "--" + field.rstrip("_").replace("_", "-")
 
 
-def load(cls: type[S], flags: dict[str, Any], config: Path | None = None, section: str = "") -> S:
+def variable_of(field: str) -> str:
+    """`record_timeout` → `DEFORMER_RECORD_TIMEOUT`."""
+    return PREFIX + field.rstrip("_").upper()
+
+
+def load(cls: type[SettingsType], flags: dict[str, Any], config: Path | None = None, section: str = "") -> SettingsType:
     """The settings in force. flags: by field name, None where not given. config: a TOML file with the options' names as
     keys, at the top or in a table named like the command (`section`). Raises `ConfigError` in one line."""
     given = {_input_name(cls, k): v for k, v in flags.items() if v is not None}
+    given["_file"] = _read_file(cls, config, section)
     try:
-        return cls(_file=_read_file(cls, config, section), **given)
+        return cls(**given)
     except ValidationError as error:
         first = error.errors()[0]
-        field = str(first["loc"][0]) if first["loc"] else ""
-        name = flag_of(field.removeprefix(PREFIX).lower()) if field else ""
-        message = first["msg"].removeprefix("Value error, ")
-        hint = f" ({PREFIX}{name[2:].replace('-', '_').upper()} in the environment, {name[2:]} in the file)" if name else ""
-        raise ConfigError(f"{name}{hint}: {message}" if name else f"{section}: {message}; see --help") from None
+        field = str(first["loc"][0]).removeprefix(PREFIX).lower() if first["loc"] else ""
+        message = "it is required" if first["type"] == "missing" else first["msg"].removeprefix("Value error, ")
+        if not field:
+            raise ConfigError(f"{section}: {message}; see --help".removeprefix(": ")) from None
+        where = f"{variable_of(field)} in the environment, {flag_of(field)[2:]} in the file"
+        raise ConfigError(f"{flag_of(field)} ({where}): {message}; see --help") from None
 
 
 def _input_name(cls: type[Settings], field: str) -> str:
@@ -232,12 +322,18 @@ def _read_file(cls: type[Settings], config: Path | None, section: str) -> dict[s
     common = {k: v for k, v in data.items() if not isinstance(v, dict)}
     known = {name.rstrip("_") for c in (*COMMANDS.values(), cls) for name in c.model_fields}
     fields = {name.rstrip("_"): name for name in cls.model_fields}
+    for name in data.keys() - common.keys() - COMMANDS.keys() - {section, TRAINING}:
+        raise ConfigError(f"--config {config}: unknown table [{name}]; tables are named like the commands")
+    if not isinstance(own, dict):
+        raise ConfigError(f"--config {config}: {section!r} names a command; write its options into a table [{section}]")
     values: dict[str, Any] = {}
     for table, allowed in ((common, known), (own, set(fields))):
         for key, value in table.items():
             name = key.replace("-", "_")
             if name not in allowed:
-                raise ConfigError(f"--config {config}: unknown key {key!r}; the keys are the options' names, see --help")
+                raise ConfigError(
+                    f"--config {config}: unknown key {key!r}; the keys are the options' names, see --help"
+                )
             if name in fields:
                 values[_input_name(cls, fields[name])] = value
     return values
@@ -278,20 +374,14 @@ def options(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callable[...,
     return decorate
 
 
-def masked(settings: Settings) -> dict[str, Any]:
-    """Field → value as JSON-ready types, secrets as stars."""
-    return settings.model_dump(mode="json")
-
-
 def in_force(cls: type[Settings], config: Path | None, section: str) -> list[str]:
     """One line per option, as TOML, with where it comes from; secrets masked. Raises `ConfigError` for a bad value."""
     file = _read_file(cls, config, section)
     lines = []
     for name, info in cls.model_fields.items():
-        key = name.rstrip("_").replace("_", "-")
-        variable = PREFIX + name.rstrip("_").upper()
-        if variable in os.environ:
-            value, origin = os.environ[variable], variable
+        key = flag_of(name)[2:]
+        if variable_of(name) in os.environ:
+            value, origin = cast(Any, os.environ[variable_of(name)]), variable_of(name)
         elif _input_name(cls, name) in file:
             value, origin = file[_input_name(cls, name)], str(config)
         else:
@@ -300,8 +390,13 @@ def in_force(cls: type[Settings], config: Path | None, section: str) -> list[str
             lines.append(f"# {key} =   ({'required' if info.is_required() else 'not set'})")
             continue
         _check(cls, name, value)
-        shown = "**********" if "password" in name and not name.endswith("_file") else value
-        text = str(shown) if isinstance(shown, bool | int | float) else json.dumps(str(shown))
+        if name == "sasl_password":  # a comment, so that nobody takes the stars for the password
+            lines.append(f'# {key} = "**********"   (from {origin})')
+            continue
+        value = re.sub("//[^/]*@", "//**********@", value) if isinstance(value, str) else value
+        text = (
+            str(value).lower() if isinstance(value, bool | int | float) else json.dumps(str(value), ensure_ascii=False)
+        )
         lines.append(f"{key} = {text}" + ("" if origin == "default" else f"   # from {origin}"))
     return lines
 
@@ -309,7 +404,7 @@ def in_force(cls: type[Settings], config: Path | None, section: str) -> list[str
 def _check(cls: type[Settings], name: str, value: Any) -> None:
     """Validate one field on its own."""
     info = cls.model_fields[name]
-    annotated = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation  # type: ignore[valid-type]
+    annotated: Any = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
     try:
         TypeAdapter(annotated).validate_python(value)
     except ValidationError as error:

@@ -2,10 +2,10 @@
 
 A record is one look at one pump: up to fourteen readings of as many sensors. Normal records are exchangeable: pump,
 duty, weather and noise are drawn independently for every record, so a false-alarm guarantee can be tested on them.
-(A real pump's next minute resembles its last one; that is left out on purpose.) The pumps themselves, with their wear,
-piping and calibration errors, depend on `fleet` alone: training on one seed and testing on another meets the same pumps.
+(A real pump's next minute resembles its last one; that is left out on purpose.) The pumps themselves, with their
+wear, piping and calibration errors, depend on `fleet` alone: two seeds are two periods of operation of the same pumps.
 
-Equations. Q flow [m³/h], n speed, r = n/n_0 relative speed, ρ = 998 kg/m³, g = 9.81 m/s²; h a head in metres:
+Equations. Q flow [m³/h], n speed, r = n/n_0 relative speed, ρ = 998 kg/m³, g = 9.81 m/s²; heads h, H in metres:
 
     pump curve and affinity laws   H = r² h_0 − k Q²                       (Q ∝ r, H ∝ r², P ∝ r³ at equal duty)
     system curve                   H = z − h_t + (k_s + k_p + k_v / v²) Q²  z lift, h_t level in the suction tank,
@@ -34,6 +34,7 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 Order = Literal["random", "fixed", "bursty"]
@@ -42,6 +43,8 @@ Columns = dict[str, Any]
 
 DENSITY, GRAVITY = 998.0, 9.81
 RATED_SPEED, RATED_POWER, RATED_CURRENT, BEST_FLOW = 2900.0, 9.3, 17.5, 80.0
+PUMP_CURVE, SUCTION_LOSS, VALVE_LOSS = 1.6e-3, 1.0e-4, 6.0e-4  # k, k_s and k_v in m / (m³/h)²
+FIXED_LOSS, COPPER_LOSS, MAGNETISING = 0.25, 0.006, 6.0  # P_0 in kW, c in 1/kW, I_m in A at 400 V
 BAR = 1e5
 
 MODES: dict[str, tuple[float, int, int]] = {
@@ -121,8 +124,7 @@ class Fleet:
 
     def normals(self) -> pa.Table:
         """The normal records without the `fault` column: what a model is trained on."""
-        faults = np.array(self.table.column("fault").to_pylist())
-        return self.table.filter(pa.array(faults == "")).drop_columns(["fault"])
+        return self.table.filter(pc.equal(self.table.column("fault"), "")).drop_columns(["fault"])
 
     def arrivals(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Observed readings in order of arrival: (E,) row, (E,) feature, (E,) microseconds since 1970."""
@@ -134,7 +136,7 @@ class Fleet:
         return rows[order], features[order], times[rows, features][order]
 
     def events(self) -> pa.Table:
-        """Long layout in order of arrival: `record`, `feature`, `value` (text, for modes stand beside numbers), `time`."""
+        """Long layout in order of arrival: `record`, `feature`, `value` (text: modes stand beside numbers), `time`."""
         rows, features, times = self.arrivals()
         texts = np.stack([self.table.column(name).cast(pa.string()).to_numpy() for name in FEATURES], 1)
         return pa.table(
@@ -243,19 +245,18 @@ def _operate(duty: Columns, site: Columns, damage: Mapping[str, Floats]) -> Colu
     speed = duty["speed_setpoint"] * (1 - 0.004 * duty["speed_setpoint"] / RATED_SPEED)
     r = speed / RATED_SPEED
     level, lift, opening = duty["level"], site["lift"], duty["valve"] / 100
-    curve = 1.6e-3
-    suction = 1.0e-4 * bent("strainer", 1)
-    resistance = (site["piping"] + 6.0e-4 / opening**2) * bent("resistance", 1)
+    suction = SUCTION_LOSS * bent("strainer", 1)
+    resistance = (site["piping"] + VALVE_LOSS / opening**2) * bent("resistance", 1)
     shut_off = r**2 * site["head"] * bent("head", 1)
-    flow = np.sqrt(np.maximum(shut_off - lift + level, 0.05) / (curve + suction + resistance))
-    head = shut_off - curve * flow**2
+    flow = np.sqrt(np.maximum(shut_off - lift + level, 0.05) / (PUMP_CURVE + suction + resistance))
+    head = shut_off - PUMP_CURVE * flow**2
     suction_pressure = DENSITY * GRAVITY * (level - suction * flow**2) / BAR
     phi = flow / (r * site["best_flow"])
     efficiency = site["efficiency"] * bent("efficiency", 1) * np.clip(phi * (2 - phi), 0.02, 1)
     shaft = DENSITY * GRAVITY * flow / 3600 * head / efficiency / 1000 + site["friction"] * r * bent("friction", 1)
-    electrical = shaft + 0.25 + 0.006 * shaft**2
+    electrical = shaft + FIXED_LOSS + COPPER_LOSS * shaft**2
     active = 1000 * electrical / (np.sqrt(3) * duty["voltage"])
-    current = np.sqrt(active**2 + (6.0 * duty["voltage"] / 400) ** 2)
+    current = np.sqrt(active**2 + (MAGNETISING * duty["voltage"] / 400) ** 2)
     load, ambient = shaft / RATED_POWER, duty["ambient"]
     winding = ambient + 65 * (current / RATED_CURRENT) ** 2 / (0.4 + 0.6 * r) + bent("winding", 0)
     bearing = ambient + 14 * r + 16 * load + bent("bearing", 0)

@@ -37,7 +37,7 @@ def calibration_rows(rows: NDArray[np.int64], seed: int, most: int = MOST) -> ND
 def statistics(
     model: DEformer, data: Prepared, rows: NDArray[np.int64], order: Order, seed: int
 ) -> NDArray[np.float64]:
-    """(N,) M of each row in one order drawn from the law; larger is more anomalous. Readings are taken as they stand."""
+    """(N,) M of each row in one order drawn from the law, larger is more anomalous. Readings are taken as they are."""
     generator = seeded(seed, 0xCA1B)
     result = []
     for start in range(0, len(rows), BATCH):

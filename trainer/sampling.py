@@ -20,10 +20,10 @@ from trainer.data import Prepared
 class Noise:
     """What is added to readings, in normalised units.
 
-    steps: (F,) width of a quantum; a gridded reading stands for all values that round to it, so it is spread evenly over
-    its quantum (dequantisation: the density can then not grow without bound on repeated values). smoothing: standard
-    deviation of Gaussian noise on continuous readings. forget: chance that a label is shown to the others as unseen, so
-    that the network knows what to make of labels it never met.
+    steps: (F,) width of a quantum; a gridded reading stands for all values that round to it, so it is spread evenly
+    over its quantum (dequantisation: the density can then not grow without bound on repeated values). smoothing:
+    standard deviation of Gaussian noise on continuous readings. forget: chance that a label is shown to the others as
+    unseen, so that the network knows what to make of labels it never met.
     """
 
     steps: Tensor

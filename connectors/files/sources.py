@@ -37,8 +37,8 @@ def open_source(
     order: Order = "arrival",
     seed: int = 0,
     fields: Fields | None = None,
-    record: str = "record",
-    time: str | None = None,
+    record_column: str = "record",
+    time_column: str | None = None,
     batch_events: int = 8192,
     max_message_bytes: int = 1_048_576,
 ) -> FileSource | StandardInput:
@@ -46,14 +46,16 @@ def open_source(
 
     layout: of tables; by default long where columns record, feature and value are there. order, seed: of the readings
     within a record; pass the same to the codec, which orders wide rows. In long tables and JSON lines an order other
-    than arrival needs whole records, so that all of these are read into memory before the first event comes.
-    fields: JSON fields, and columns of long tables. record, time: columns of wide tables; a table without the first
+    than arrival needs whole records, so that all of these are read into memory before the first event comes. fields:
+    JSON fields, and columns of long tables. record_column, time_column: of wide tables; without the first a table
     numbers its rows ("0", "1", …, with several files "file:0", …), and the time is by default the first timestamp.
     batch_events: about how many events one poll returns.
 
     Every file is opened and checked at once. Raises `InputError` naming the file and the remedy.
     """
-    settings = _Reading(schema, order, seed, fields or Fields(), record, time, batch_events, max_message_bytes)
+    settings = _Reading(
+        schema, order, seed, fields or Fields(), record_column, time_column, batch_events, max_message_bytes
+    )
     if STANDARD_INPUT in map(str, inputs):
         if len(inputs) > 1 or order != "arrival":
             raise ConfigError("standard input (-) is read alone and in order of arrival; write it to a file first")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 from math import isfinite
 from pathlib import Path
@@ -15,16 +16,22 @@ import pyarrow as pa
 from connectors.files.sources import names_of
 from connectors.files.tables import LINES, Layout, Table, find, lines
 from deformer_stream.codec.columns import categorical, micros_of_column, text_ids
+from deformer_stream.codec.messages import Refusal, micros, micros_of_text
 from deformer_stream.core.batch import NO_TIME
 from deformer_stream.errors import InputError
 
 Sent = tuple[bytes, bytes, int]
-"""Key (the record id in UTF-8), message (JSON), and the time at which it is due, microseconds since 1970."""
+"""Key (the record id in UTF-8), message (JSON), and the time at which it is due, microseconds since 1970 or
+`NO_TIME`."""
 
 HELD = 1_000_000
 """Most messages held back at once while they wait for their time; past it the earliest goes out."""
 
 ROWS = 4096
+"""Rows of a table that are read at a time."""
+
+LONGEST = 64 * 2**20
+"""Bytes of the longest JSON line that passes whole."""
 
 
 def events_of(
@@ -33,8 +40,8 @@ def events_of(
     shuffle_within: float = 0.0,
     seed: int = 0,
     layout: Layout | None = None,
-    record: str = "record",
-    time: str | None = None,
+    record_column: str = "record",
+    time_column: str | None = None,
     exclude: Sequence[str] = (),
     features: Sequence[str] | None = None,
     prefix: str = "",
@@ -42,11 +49,12 @@ def events_of(
     """One message of one reading for every cell that holds a value, in the order of their times.
 
     A reading's time is its row's (a wide table's first timestamp column, a long table's column `time`, or the column
-    named by `time`) plus a delay drawn uniformly below `shuffle_within` seconds, so that records interleave; a row
-    without a time takes that of the row before. Where there is no time column, row n is at n seconds since 1970. Tables
-    are taken to be in order of time; a row that is not goes out as soon as it is read. Equal seeds give equal streams.
+    named by `time_column`) plus a delay drawn uniformly below `shuffle_within` seconds, so that records interleave; a
+    row without a time takes that of the row before. Where there is no time column, the input's row n is at n seconds
+    since 1970. Tables are taken to be in order of time; a row that is not goes out as soon as it is read. Equal seeds
+    give equal streams.
 
-    record: column of record ids in wide tables; without it rows are named as in `open_source`. prefix: put before every
+    record_column: of record ids in wide tables; without it rows are named as in `open_source`. prefix: put before every
     id. exclude: columns (or features of a long table) to leave out; features: the only ones to send. JSON lines pass as
     they are, without delay. A null or a number that is not finite is a gap: no message.
 
@@ -61,6 +69,7 @@ def events_of(
     delay = round(shuffle_within * 1e6)
     waiting: list[tuple[int, int, bytes, dict[str, Any]]] = []
     count = 0
+    seconds = itertools.count(0, 1_000_000)
     for path in files:
         if path.suffix.lower() in LINES:
             yield from (_message(*heapq.heappop(waiting)) for _ in range(len(waiting)))
@@ -68,11 +77,10 @@ def events_of(
             continue
         table = Table.open(path)
         if table.layout(layout) == "long":
-            rows = _long(table, time_column, wanted)
+            rows = _long(table, time_column, wanted, seconds)
         else:
-            rows = _wide(table, names[path], record_column, time_column, wanted)
-        for given, id_, readings in rows:
-            now = given if given != NO_TIME else now + 1_000_000 * (table_has_no_time := False)
+            rows = _wide(table, names[path], record_column, time_column, wanted, seconds)
+        for now, id_, readings in rows:
             # Nothing that is still to come is due before this row.
             while waiting and (waiting[0][0] <= now or len(waiting) > HELD):
                 yield _message(*heapq.heappop(waiting))
@@ -101,7 +109,9 @@ Row = tuple[int, str, list[tuple[str, Any]]]
 """Time in microseconds, record id, and the readings: feature and value."""
 
 
-def _wide(table: Table, name: str | None, record: str, time: str | None, wanted: _Wanted) -> Iterator[Row]:
+def _wide(
+    table: Table, name: str | None, record: str, time: str | None, wanted: _Wanted, seconds: Iterator[int]
+) -> Iterator[Row]:
     columns = table.schema.names
     id_column = record if record in columns else None
     stamps = [c for c in columns if pa.types.is_timestamp(table.schema.field(c).type)]
@@ -116,7 +126,7 @@ def _wide(table: Table, name: str | None, record: str, time: str | None, wanted:
         ids = [str(row) if name is None else f"{name}:{row}" for row in range(first, first + n)]
         if id_column is not None:
             ids = _ids(table, batch, id_column)
-        times = _times(table, batch, time, first)
+        times = _times(table, batch, time, first, seconds)
         cells = [[_cell(value) for value in batch.column(c).to_pylist()] for c in used]
         for i in range(n):
             last = times[i] if times[i] != NO_TIME else last
@@ -124,7 +134,7 @@ def _wide(table: Table, name: str | None, record: str, time: str | None, wanted:
         first += n
 
 
-def _long(table: Table, time: str | None, wanted: _Wanted) -> Iterator[Row]:
+def _long(table: Table, time: str | None, wanted: _Wanted, seconds: Iterator[int]) -> Iterator[Row]:
     columns = table.schema.names
     for column in ("record", "feature", "value"):
         if column not in columns:
@@ -133,7 +143,7 @@ def _long(table: Table, time: str | None, wanted: _Wanted) -> Iterator[Row]:
     used = [c for c in ("record", "feature", "value", "label", time) if c is not None and c in columns]
     first, last = 0, 0
     for batch in table.batches(used, ROWS, _text("record")):
-        times = _times(table, batch, time, first)
+        times = _times(table, batch, time, first, seconds)
         values = [_cell(value) for value in batch.column("value").to_pylist()]
         if "label" in used:
             labels = [_cell(value) for value in batch.column("label").to_pylist()]
@@ -154,10 +164,10 @@ def _time_column(table: Table, time: str | None) -> str | None:
     return time
 
 
-def _times(table: Table, batch: pa.RecordBatch, time: str | None, first: int) -> list[int]:
-    """Microseconds by row, `NO_TIME` where null; without a time column a second per row."""
+def _times(table: Table, batch: pa.RecordBatch, time: str | None, first: int, seconds: Iterator[int]) -> list[int]:
+    """Microseconds by row, `NO_TIME` where null; without a time column the next seconds."""
     if time is None:
-        return [row * 1_000_000 for row in range(first, first + batch.num_rows)]
+        return list(itertools.islice(seconds, batch.num_rows))
     times, bad = micros_of_column(batch.column(time), f"{table.path}: column {time!r}")
     for row, refusal in bad.items():
         raise InputError(f"{table.path}: row {first + row}: column {time!r}: {refusal.detail}")
@@ -188,9 +198,20 @@ def _message(due: int, count: int, key: bytes, document: dict[str, Any]) -> Sent
     return key, orjson.dumps(document), due
 
 
+def _due(document: Any) -> int:
+    """The time a message states, `NO_TIME` where it states none that can be read."""
+    time = document.get("time") if isinstance(document, dict) else None
+    try:
+        if isinstance(time, str):
+            return micros_of_text(time)
+        return micros(time) if isinstance(time, int | float) else NO_TIME
+    except Refusal:
+        return NO_TIME
+
+
 def _passed(path: Path) -> Iterator[Sent]:
-    """JSON lines as they are, keyed by their record where they have one, due in their order."""
-    for block in lines(path, 2**30):
+    """JSON lines as they are, keyed by their record where they have one, due at the time they state."""
+    for block in lines(path, LONGEST):
         for line in block:
             if line and not line.isspace():
                 try:
@@ -198,4 +219,5 @@ def _passed(path: Path) -> Iterator[Sent]:
                 except orjson.JSONDecodeError:
                     document = None
                 record = document.get("record") if isinstance(document, dict) else None
-                yield (str(record).encode() if isinstance(record, str | int) else b""), line, 0
+                key = str(record).encode() if isinstance(record, str | int) else b""
+                yield key, line, _due(document)

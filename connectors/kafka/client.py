@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import kafka.errors as errors
 from kafka import KafkaAdminClient, KafkaProducer
+from kafka.admin import ConfigResource, ConfigResourceType
 from kafka.codec import has_lz4
 from kafka.net.compat import KafkaNetClient
 
@@ -24,6 +26,9 @@ DELIVERY_SECONDS = 30.0
 
 FLUSH_SECONDS = DELIVERY_SECONDS + CONNECT_SECONDS
 """By then the client has given up every message that was not acknowledged."""
+
+DEFAULT_LIMIT = 2**20 + 12
+"""Kafka's own default of a topic's max.message.bytes."""
 
 _Row = tuple[tuple[type[Exception], ...], type[DeformerError], str]
 
@@ -113,6 +118,24 @@ _forward = _Forward(logging.WARNING)
 Client = TypeVar("Client")
 
 
+def _reach(bootstrap_servers: str) -> None:
+    """Raise Unavailable unless something listens at one of the addresses: sooner than the client would, and clearer."""
+    cause = ""
+    for server in bootstrap_servers.split(","):
+        host, _, port = server.strip().rpartition(":")
+        if not (host and port.isdecimal() and int(port) < 2**16):
+            raise ConfigError(f"--bootstrap-servers {bootstrap_servers!r}: {server!r} is not of the form host:port")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        except OSError as error:
+            cause = error.strerror or str(error)
+        else:
+            return
+    raise Unavailable(
+        f"Kafka at {bootstrap_servers} cannot be reached ({cause}): start the broker or check --bootstrap-servers"
+    )
+
+
 def connect(
     make: Callable[..., Client], bootstrap_servers: str, security: dict[str, Any] | None, **options: Any
 ) -> Client:
@@ -124,6 +147,7 @@ def connect(
     for name, path in (security or {}).items():
         if name in ("ssl_cafile", "ssl_certfile", "ssl_keyfile", "ssl_crlfile") and not Path(path).is_file():
             raise ConfigError(f"--{name.replace('_', '-')} {path}: there is no such file: check the path")
+    _reach(bootstrap_servers)
     opened: list[KafkaNetClient] = []
 
     def remember(**configuration: Any) -> KafkaNetClient:
@@ -151,7 +175,8 @@ def connect(
 def producer(bootstrap_servers: str, security: dict[str, Any] | None, **options: Any) -> KafkaProducer:
     """A producer whose messages are acknowledged by all replicas in sync, each written once and in order.
 
-    The topic's limit of message size is the only one. Compresses with lz4 where the package is installed.
+    A message that the broker finds too large is the end of an idempotent producer, so callers look at the topic's limit
+    (`ensure_topics`) first. Compresses with lz4 where that package is installed.
     """
     return connect(
         KafkaProducer,
@@ -160,7 +185,6 @@ def producer(bootstrap_servers: str, security: dict[str, Any] | None, **options:
         acks="all",
         enable_idempotence=True,
         compression_type="lz4" if has_lz4() else None,
-        max_request_size=2**30,
         delivery_timeout_ms=int(DELIVERY_SECONDS * 1000),
         request_timeout_ms=int(DELIVERY_SECONDS * 1000) - 1000,
         allow_auto_create_topics=False,
@@ -170,14 +194,14 @@ def producer(bootstrap_servers: str, security: dict[str, Any] | None, **options:
 
 def ensure_topics(
     bootstrap_servers: str, topics: dict[str, dict[str, Any]], security: dict[str, Any] | None = None
-) -> None:
-    """Create the topics that are missing.
+) -> dict[str, int]:
+    """Create the topics that are missing; return the largest message each of them takes, in bytes.
 
     topics: name → what the client's `create_topics` takes (num_partitions, configs); replication is the broker's
     default. Raises ConfigError where creation is forbidden, Unavailable where no broker answers.
     """
     if not topics:
-        return
+        return {}
     admin: KafkaAdminClient = connect(KafkaAdminClient, bootstrap_servers, security)
     try:
         with mapped(bootstrap_servers, "listing topics"):
@@ -185,6 +209,8 @@ def ensure_topics(
         for name in topics.keys() - there:
             with mapped(bootstrap_servers, f"creating topic {name!r}"):
                 _create(admin, bootstrap_servers, name, topics[name])
+        with mapped(bootstrap_servers, "reading the topics' settings"):
+            return _limits(admin, topics)
     finally:
         admin.close()
 
@@ -202,3 +228,15 @@ def _create(admin: KafkaAdminClient, bootstrap_servers: str, name: str, spec: di
     else:
         log.get("kafka").info("topic created", topic=name, partitions=spec.get("num_partitions"))
     admin.wait_for_topics([name])
+
+
+def _limits(admin: KafkaAdminClient, topics: Iterable[str]) -> dict[str, int]:
+    limits = dict.fromkeys(topics, DEFAULT_LIMIT)
+    asked = [ConfigResource(ConfigResourceType.TOPIC, name, {"max.message.bytes": None}) for name in limits]
+    try:
+        found = admin.describe_configs(asked, config_filter="all")
+    except errors.AuthorizationError:
+        return limits  # who may write a topic need not be allowed to read its settings
+    for name, settings in found.get("topic", {}).items():
+        limits[name] = int(settings["max.message.bytes"]["value"])
+    return limits

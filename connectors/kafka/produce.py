@@ -31,8 +31,14 @@ def produce(
     called with the number sent so far, some ten times a second. A message is asked for when its turn comes, not before,
     so `messages` may be a live generator. Raises Unavailable or ConfigError when a message is not acknowledged.
     """
-    ensure_topics(bootstrap_servers, {topic: {"num_partitions": partitions}}, security)
-    client = producer(bootstrap_servers, security, linger_ms=LINGER_MILLISECONDS, batch_size=BATCH_BYTES)
+    limit = ensure_topics(bootstrap_servers, {topic: {"num_partitions": partitions}}, security)[topic]
+    client = producer(
+        bootstrap_servers,
+        security,
+        linger_ms=LINGER_MILLISECONDS,
+        batch_size=min(BATCH_BYTES, limit),
+        max_request_size=limit,
+    )
     doing = f"writing to topic {topic!r}"
     failures: list[Exception] = []
     sent = 0

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import kafka.errors as errors
 from kafka import KafkaProducer
+from kafka.record.default_records import DefaultRecordBatchBuilder
 
 from connectors.kafka.client import CONNECT_SECONDS, FLUSH_SECONDS, ensure_topics, mapped, producer
 from deformer_stream.codec import payload_of, position
@@ -14,6 +15,11 @@ from deformer_stream.ports import Messages, Payload
 
 LETTER_BYTES = 2 * 2**20
 """Largest message of a dead-letter topic made by us: twice Kafka's default, for a letter is larger than its event."""
+
+
+BATCH_BYTES = 16_384
+
+Header = tuple[str, bytes]
 
 
 class AlertEncoder(Protocol):
@@ -44,45 +50,49 @@ class KafkaSink:
         self.dead_letter_topic = dead_letter_topic
         self._servers = bootstrap_servers
         self._codec = codec
-        self._unacknowledged: list[tuple[Any, _Letter | None]] = []
+        self._unacknowledged: list[Any] = []
         topics: dict[str, dict[str, Any]] = {}
         if alerts_topic is not None:
             topics[alerts_topic] = {"num_partitions": partitions}
         if dead_letter_topic is not None:
             limit = {"max.message.bytes": str(LETTER_BYTES)}
             topics[dead_letter_topic] = {"num_partitions": partitions, "configs": limit}
-        ensure_topics(bootstrap_servers, topics, security)
-        self._producer: KafkaProducer = producer(bootstrap_servers, security)
+        self._limits = ensure_topics(bootstrap_servers, topics, security)
+        largest = max(self._limits.values(), default=LETTER_BYTES)
+        smallest = min(self._limits.values(), default=LETTER_BYTES)
+        self._producer: KafkaProducer = producer(
+            bootstrap_servers, security, max_request_size=largest, batch_size=min(BATCH_BYTES, smallest)
+        )
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        """Hand alerts and dead letters over to be sent; `flush` says how it went."""
+        """Hand alerts and dead letters over to be sent; `flush` says how it went.
+
+        Raises ConfigError for an alert that is too large for its topic, as `flush` does for what fails on its way.
+        """
         if self.alerts_topic is not None:
             for alert in effects.alerts:
                 value = self._codec.encode_alert(alert, data)
-                with mapped(self._servers, f"writing to topic {self.alerts_topic!r}"):
-                    sent = self._producer.send(self.alerts_topic, value=value, key=alert.record.encode())
-                self._unacknowledged.append((sent, None))
+                self._send(self.alerts_topic, alert.record.encode(), value, [])
         if self.dead_letter_topic is not None and data is not None:
             for rejected in effects.rejected:
-                self._send(_Letter(rejected, data), self.dead_letter_topic)
+                self._send(self.dead_letter_topic, *_letter(rejected, data, self._limits[self.dead_letter_topic]))
 
-    def _send(self, letter: _Letter, topic: str) -> None:
+    def _send(self, topic: str, key: bytes | None, value: bytes | None, headers: list[Header]) -> None:
         with mapped(self._servers, f"writing to topic {topic!r}"):
-            sent = self._producer.send(topic, value=letter.payload, key=letter.key, headers=letter.headers)
-        self._unacknowledged.append((sent, letter))
+            if _size(key, value, headers) > self._limits[topic]:
+                raise errors.MessageSizeTooLargeError()
+            self._unacknowledged.append(self._producer.send(topic, value=value, key=key, headers=headers))
 
     def flush(self) -> None:
         """Block until every message written is acknowledged. Raises ConfigError or Unavailable if one is not."""
-        while self._unacknowledged:
-            with mapped(self._servers, f"writing to {self.alerts_topic} and {self.dead_letter_topic}"):
-                self._producer.flush(timeout=FLUSH_SECONDS)
-                done, self._unacknowledged = self._unacknowledged, []
-                for sent, letter in done:
-                    if letter is None or not letter.reduced_after(sent.exception):
-                        if sent.failed():
-                            raise sent.exception
-                    elif self.dead_letter_topic is not None:
-                        self._send(letter, self.dead_letter_topic)
+        if not self._unacknowledged:
+            return
+        with mapped(self._servers, f"writing to topics {self.alerts_topic}, {self.dead_letter_topic}"):
+            self._producer.flush(timeout=FLUSH_SECONDS)
+            done, self._unacknowledged = self._unacknowledged, []
+            for sent in done:
+                if sent.failed():
+                    raise sent.exception
 
     def close(self) -> None:
         """Let go of the producer; what was not flushed may or may not have been sent."""
@@ -90,24 +100,19 @@ class KafkaSink:
             self._producer.close(timeout=CONNECT_SECONDS)
 
 
-class _Letter:
-    """One dead letter: the refused message as it came, why, and where it was."""
+def _size(key: bytes | None, value: bytes | None, headers: list[Header]) -> int:
+    """An upper bound of what the message takes in the topic's log, by the client's own estimate."""
+    return int(DefaultRecordBatchBuilder.estimate_size_in_bytes(key, value, headers))
 
-    def __init__(self, rejected: Rejected, data: Payload) -> None:
-        topic, partition, offset = position(data, rejected.message)
-        self.key, payload = payload_of(data, rejected.message)
-        self.payload: bytes | None = payload
-        if isinstance(data, Messages) and data.payloads[rejected.message] is None and self.key is not None:
-            self.payload = None  # a tombstone stays one; the client sends none without a key, it becomes empty
-        facts = {"reason": rejected.reason, "detail": rejected.detail, "topic": topic}
-        self.headers = [(name, str(fact).encode()) for name, fact in facts.items()]
-        self.headers += [("partition", b"%d" % partition), ("offset", b"%d" % offset)]
-        self._reduced = False
 
-    def reduced_after(self, error: Exception | None) -> bool:
-        """Whether the letter was too large and now is worth another try, without its payload."""
-        if self._reduced or not isinstance(error, errors.MessageSizeTooLargeError | errors.RecordListTooLargeError):
-            return False
-        self.headers.append(("payload_bytes", b"%d" % len(self.payload or b"")))
-        self.payload, self._reduced = b"", True
-        return True
+def _letter(rejected: Rejected, data: Payload, limit: int) -> tuple[bytes | None, bytes | None, list[Header]]:
+    """Key, value and headers of a dead letter of at most `limit` bytes."""
+    topic, partition, offset = position(data, rejected.message)
+    key, value = payload_of(data, rejected.message)
+    headers = [(name, text.encode()) for name, text in (("reason", rejected.reason), ("detail", rejected.detail))]
+    headers += [("topic", topic.encode()), ("partition", b"%d" % partition), ("offset", b"%d" % offset)]
+    if _size(key, value, headers) > limit:
+        return key, b"", [*headers, ("payload_bytes", b"%d" % len(value))]
+    # A tombstone stays one, unless it has no key either: the client sends no such message, an empty value stands for it.
+    tombstone = isinstance(data, Messages) and data.payloads[rejected.message] is None and key is not None
+    return key, None if tombstone else value, headers

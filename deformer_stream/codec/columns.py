@@ -117,7 +117,7 @@ def numbers(column: pa.Array, name: str) -> tuple[NDArray[np.float64], dict[int,
         values = floats(column)
         null = _nulls(column)
         rows = np.flatnonzero(~np.isfinite(values) & ~null).tolist()
-        return values, {row: _not_finite(name, values[row]) for row in rows}
+        return values, {row: not_finite(name, values[row]) for row in rows}
     indices, uniques = encoded(column)
     table = [nan] * (len(uniques) + 1)
     faults: list[Refusal | None] = [None] * (len(uniques) + 1)
@@ -127,13 +127,13 @@ def numbers(column: pa.Array, name: str) -> tuple[NDArray[np.float64], dict[int,
             word = "a boolean" if isinstance(text, bool) else f"text {brief(text, 20)}"
             faults[k] = Refusal(Reason.WRONG_TYPE, f"feature {brief(name)}: {word} where a number is expected")
         elif not isfinite(number):
-            faults[k] = _not_finite(name, number)
+            faults[k] = not_finite(name, number)
         else:
             table[k] = number
     return np.array(table)[indices], faults_by_row(indices, faults)
 
 
-def _not_finite(name: str, value: float) -> Refusal:
+def not_finite(name: str, value: float) -> Refusal:
     return Refusal(Reason.NOT_FINITE, f"feature {brief(name)}: {value!s} is not a finite number")
 
 
@@ -152,6 +152,8 @@ def encoded(column: pa.Array) -> tuple[NDArray[np.int64], list[Any]]:
         return np.zeros(len(column), np.int64), []
     if pa.types.is_dictionary(column.type) and column.dictionary.null_count:
         column = column.dictionary_decode()
+    if pa.types.is_decimal(column.type):
+        column = column.cast(pa.float64())  # so that 3.0 is the label 3
     pairs = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
     uniques = pairs.dictionary.to_pylist()
     return pairs.indices.cast(pa.int64()).fill_null(len(uniques)).to_numpy(), uniques

@@ -22,6 +22,7 @@ from deformer_stream.codec.columns import (
     floats,
     label_codes,
     micros_of_column,
+    not_finite,
     numbers,
     numeric,
     plain,
@@ -77,7 +78,7 @@ class WideDecoder:
         n, width = len(data), len(self._schema)
         columns = self._columns(data)
         values = np.full((n, width), np.nan)
-        labels: dict[int, dict[int, str]] = {}
+        labels: dict[int, dict[int, str | Refusal]] = {}
         for code, column in columns.items():
             values[:, code], labels[code] = self._column(data, code, column)
         times = self._times(data)
@@ -94,7 +95,7 @@ class WideDecoder:
         for code, texts in labels.items():
             if texts:
                 at = np.flatnonzero(features == code)
-                unseen |= {int(e): texts[r] for e, r in zip(at, rows[at].tolist(), strict=True) if r in texts}
+                unseen |= {int(e): str(texts[r]) for e, r in zip(at, rows[at].tolist(), strict=True) if r in texts}
         batch = EventBatch(
             np.array(data.ids, object)[rows].tolist(),
             features,
@@ -104,7 +105,7 @@ class WideDecoder:
             np.zeros(len(rows), np.int32),
             unseen,
         )
-        return batch, self._rejected(data, bad_ids, values, order)
+        return batch, self._rejected(data, bad_ids, values, order, labels)
 
     def _columns(self, data: WideRows) -> dict[int, pa.Array]:
         """Feature code → column, in the table's column order."""
@@ -112,8 +113,11 @@ class WideDecoder:
         pairs = zip(data.table.schema.names, data.table.columns, strict=True)
         return {codes[name]: column for name, column in pairs if name in codes}
 
-    def _column(self, data: WideRows, code: int, column: pa.Array) -> tuple[NDArray[np.float64], dict[int, str]]:
-        """(N,) raw values or label codes, NaN where not observed; and the texts of unseen labels by row."""
+    def _column(
+        self, data: WideRows, code: int, column: pa.Array
+    ) -> tuple[NDArray[np.float64], dict[int, str | Refusal]]:
+        """(N,) raw values or label codes, NaN where not observed, infinite where refused; and by row the text of an
+        unseen label, or why a label is refused."""
         feature = self._schema.features[code]
         where = f"{data.topic}: column {feature.name!r} is {column.type}"
         if feature.kind == "continuous":
@@ -124,10 +128,7 @@ class WideDecoder:
             return floats(column), {}
         if not categorical(column.type):
             raise InputError(f"{where}, which cannot be read as labels; convert the column to text or numbers")
-        codes, unseen = label_codes(column, self._schema.label_codes[code], feature.name)
-        for row in [r for r, label in unseen.items() if isinstance(label, Refusal)]:
-            raise InputError(f"{data.topic}: row {data.first + row}: {unseen[row]}")
-        return codes, {r: str(label) for r, label in unseen.items()}
+        return label_codes(column, self._schema.label_codes[code], feature.name)
 
     def _times(self, data: WideRows) -> NDArray[np.int64]:
         if data.time is None:
@@ -156,21 +157,29 @@ class WideDecoder:
         return order
 
     def _rejected(
-        self, data: WideRows, bad_ids: list[int], values: NDArray[np.float64], order: NDArray[np.intp]
+        self,
+        data: WideRows,
+        bad_ids: list[int],
+        values: NDArray[np.float64],
+        order: NDArray[np.intp],
+        labels: dict[int, dict[int, str | Refusal]],
     ) -> list[Rejected]:
+        """Rows without an id that can be used, once each, and the cells of the others that hold no finite value."""
         rejected = []
         for row in bad_ids:
-            size = len(data.ids[row])
-            if size:
-                detail = f"the record id has {size} characters; at most {MAX_TEXT} are accepted"
+            if data.ids[row]:
+                detail = f"the record id has {len(data.ids[row])} characters; at most {MAX_TEXT} are accepted"
                 rejected.append(Rejected(row, Reason.TOO_LARGE, detail))
             else:
                 rejected.append(Rejected(row, Reason.MISSING_FIELD, "the record id is missing"))
+        bad_rows = set(bad_ids)
         for row, place in np.argwhere(np.isinf(values)).tolist():
-            name = self._schema.names[order[row, place]]
-            if 0 < len(data.ids[row]) <= MAX_TEXT:
-                detail = f"feature {brief(name)}: {values[row, place]} is not a finite number"
-                rejected.append(Rejected(row, Reason.NOT_FINITE, detail))
+            if row not in bad_rows:
+                code = int(order[row, place])
+                refusal = labels.get(code, {}).get(row)
+                if not isinstance(refusal, Refusal):
+                    refusal = not_finite(self._schema.names[code], values[row, place])
+                rejected.append(Rejected(row, refusal.reason, refusal.detail))
         return sorted(rejected, key=lambda r: r.message)
 
 

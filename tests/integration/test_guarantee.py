@@ -1,0 +1,77 @@
+"""Law 6 on a simulated fleet: of 10,000 held-out normal records, no more alert than alpha and chance allow.
+
+One model, trained for half a minute; per arrival law a calibration of its own and 10,000 fresh normal records, streamed
+event by event, interleaved as they arrive.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from numpy.typing import NDArray
+
+from deformer_stream import artifact
+from deformer_stream.codec import Codec
+from deformer_stream.core.conformal import Calibration, record_statistics
+from deformer_stream.core.engine import Engine
+from deformer_stream.core.schema import Schema
+from deformer_stream.metrics import Metrics
+from deformer_stream.runtime import EventClock, Road
+from deformer_stream.simulate import FEATURES, Fleet, Order, simulate
+from deformer_stream.testing import MemorySink, MemorySource
+from tests.statistics import beta_binomial_upper
+
+ALPHA = 0.01
+CALIBRATION, HELD_OUT = 5_000, 10_000
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("guarantee")
+    pq.write_table(simulate(8_000, seed=1).normals(), folder / "normal.parquet")
+    command = [sys.executable, "-m", "trainer.cli", str(folder / "normal.parquet"), "--out", str(folder / "model")]
+    subprocess.run([*command, "--preset", "tiny", "--max-time", "30s", "--seed", "0"], check=True)
+    return folder / "model"
+
+
+def in_arrival_order(fleet: Fleet, schema: Schema) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """(N, F) codes, −1 padding at the end, and normalised values of each record's readings in order of arrival."""
+    raw = np.full((len(fleet.delays), len(schema)), np.nan)
+    for f, feature in enumerate(schema.features):
+        column = fleet.table.column(feature.name)
+        if feature.kind == "discrete":
+            codes = {label: k for k, label in enumerate(feature.labels)}
+            raw[:, f] = [np.nan if v is None else codes.get(str(v), len(codes)) for v in column.to_pylist()]
+        else:
+            raw[:, f] = column.to_numpy()
+    delays = fleet.delays[:, [FEATURES.index(name) for name in schema.names]]
+    order = np.argsort(np.where(np.isnan(raw), np.inf, delays), 1, kind="stable")
+    values = np.take_along_axis(raw, order, 1)
+    codes = np.where(np.isnan(values), -1, order)
+    return codes, schema.normalise(order, values)
+
+
+@pytest.mark.parametrize("law", ["random", "fixed", "bursty"])
+def test_false_alarms_keep_to_alpha(model_dir: Path, law: Order) -> None:
+    loaded = artifact.read(model_dir)
+    codes, values = in_arrival_order(simulate(CALIBRATION, seed=2, order=law), loaded.schema)
+    calibration = Calibration.of(record_statistics(loaded.model, codes, np.nan_to_num(values)), law)
+    engine = Engine(loaded.model, calibration, loaded.fingerprint, ALPHA)
+    sink = MemorySink()
+    source = MemorySource(simulate(HELD_OUT, seed=3, order=law).messages(), chunk=8_192)
+    totals = Road(source, Codec(loaded.schema), engine, [sink], EventClock(), Metrics(), finite=True).run(
+        threading.Event()
+    )
+    bound = beta_binomial_upper(CALIBRATION, HELD_OUT, ALPHA, 0.99)
+    print(f"{law}: {totals.alerts} of {totals.closed} normal records alerted at alpha {ALPHA}, bound {bound}")
+    assert totals.closed == HELD_OUT
+    assert totals.rejected == 0
+    assert 0 < totals.alerts <= bound

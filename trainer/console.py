@@ -1,0 +1,102 @@
+"""What a person sees while a model is trained: kinds, progress, summary."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from deformer_stream import log
+from trainer.data import Prepared
+from trainer.fit import Status
+from trainer.job import Result
+from trainer.report import ALPHAS, describe
+
+LINE_SECONDS = 5.0
+LOG = log.get("train")
+
+
+def show_kinds(data: Prepared) -> None:
+    """The table of features on standard output."""
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    table = Table("feature", "kind", "values in training", "resolution", "why", "missing", box=None, pad_edge=False)
+    for feature in data.schema.features:
+        missing = data.missing.get(feature.name, 0)
+        table.add_row(feature.name, *describe(feature), feature.reason, str(missing) if missing else "")
+    for column in data.excluded:
+        table.add_row(column.name, "left out", "", "", column.reason, "")
+    console.print(table, markup=False)
+    for name, count in data.refused.items():
+        console.print(f"{name}: {count} infinite readings refused", markup=False)
+    for reason, count in data.skipped.items():
+        console.print(f"left out: {count} {reason}", markup=False)
+
+
+class Watch:
+    """A bar on a terminal, a log line every few seconds otherwise; a context manager, called with every status."""
+
+    def __init__(self) -> None:
+        self._said = time.monotonic()
+        self._bar: Progress | None = None
+        if sys.stderr.isatty():
+            columns = (TextColumn("training"), BarColumn(), TextColumn("{task.fields[words]}"), TimeElapsedColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("training", total=1.0, words="")
+
+    def __call__(self, status: Status) -> None:
+        if self._bar is not None:
+            words = f"epoch {status.epoch} · train {status.train:.3f} · validation {status.validation:.3f} nats"
+            self._bar.update(self._task, completed=status.progress, words=words)
+        elif time.monotonic() - self._said > LINE_SECONDS:
+            self._said = time.monotonic()
+            LOG.info(
+                "training",
+                step=status.step,
+                epoch=status.epoch,
+                progress=round(status.progress, 3),
+                train=round(status.train, 4),
+                validation=round(status.validation, 4),
+            )
+
+    def __enter__(self) -> Watch:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def say(line: str) -> None:
+    """One line about what happens."""
+    if sys.stderr.isatty():
+        Console(stderr=True).print(line, markup=False)
+    else:
+        LOG.info(line)
+
+
+def summary(result: Result) -> str:
+    """The last lines: what the model is worth, where it is, what to do next."""
+    rows, calibration, held = result.training["rows"], result.calibration, result.held_out
+    scored = int((~result.data.schema.context).sum())
+    p = calibration.smallest_p
+    beyond = [f"{alpha:.3g}" for alpha in ALPHAS if alpha < p]
+    reach = f"alpha {' and '.join(beyond)} out of reach" if beyond else f"alpha {ALPHAS[-1]:g} is in reach"
+    return "\n".join(
+        [
+            f"records      {rows['train']} trained on, {rows['validation']} for validation, "
+            f"{rows['calibration']} for calibration ({calibration.order} order)",
+            f"held out     {held.mean:.3f} nats a record, {held.mean / scored:.3f} a feature "
+            f"({result.fitted.steps} steps, {result.training['seconds']:.0f} s)",
+            f"p-values     smallest {p:.2g}: {reach}",
+            f"model        {result.directory} ({result.fingerprint}), report {result.directory / 'report.html'}",
+            f"next         deformer-stream replay TABLE --model {result.directory} --records records.parquet",
+        ]
+    )

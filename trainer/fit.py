@@ -1,0 +1,333 @@
+"""The training loop: random orders, AdamW, warm-up and cosine, averaged weights, early stopping, exact continuation.
+
+Loss: −Σ ln p(value | readings before it) / F, averaged over records, a fresh random order for every sample (equation 2
+of arXiv 2106.06989). All randomness of step t is seeded by (seed, t), and time enters only where a time limit was set:
+a run stopped anywhere and continued ends in the same bits as one that was not.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deformer_stream.core.model import DEformer
+from deformer_stream.errors import ConfigError
+from trainer import checkpoint
+from trainer.data import TRAIN, VALIDATION, Prepared
+from trainer.evaluate import held_out
+from trainer.sampling import Noise, arrange, random_keys, read_rows, seeded, take
+
+EVALUATIONS = 30
+"""How often a whole run is validated."""
+VALIDATION_ROWS, VALIDATION_ORDERS = 1000, 4
+CHECKPOINT_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to train.
+
+    batch: records a step. warmup: steps of rising learning rate. smoothing: Gaussian noise on continuous readings, in
+    scales. forget: chance that a label is shown as unseen. arrival_share: share of samples in the logged order of
+    arrival, where the table has one (training on the law that scoring will meet: Shih et al. 2022). averaging: the
+    average of weights reaches back over about this share of the steps so far. patience: validations without progress
+    before training stops.
+    """
+
+    batch: int
+    learning_rate: float
+    epochs: int
+    weight_decay: float = 0.01
+    warmup: int = 50
+    clip: float = 1.0
+    smoothing: float = 0.02
+    forget: float = 0.01
+    arrival_share: float = 0.5
+    averaging: float = 0.1
+    patience: int = 10
+
+
+@dataclass
+class Budget:
+    """The time a run may take. limit: seconds, None for any. reserve: seconds kept for what comes after training."""
+
+    limit: float | None = None
+    clock: Callable[[], float] = time.monotonic
+    reserve: float = 0.0
+    spent: float = 0.0
+    started: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the run began, over all its lives."""
+        return self.spent + self.clock() - self.started
+
+    def used(self) -> float:
+        """Share of the time for training that is gone, 0 without a limit."""
+        if self.limit is None:
+            return 0.0
+        return self.elapsed / max(self.limit - self.reserve, 0.4 * self.limit, 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Where training stands. train, validation: nats per record, NaN while unknown."""
+
+    step: int
+    steps: int
+    epoch: int
+    progress: float
+    train: float
+    validation: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """model: the averaged weights that did best on validation rows. history: one row per validation."""
+
+    model: DEformer
+    history: list[dict[str, float]]
+    steps: int
+    epochs: float
+    stopped_early: bool
+
+
+class Interrupted(Exception):  # noqa: N818 - not an error: the run was asked to stop and can be continued
+    """Training was asked to stop; its checkpoint is written."""
+
+
+class Fit:
+    """One training run."""
+
+    def __init__(
+        self,
+        data: Prepared,
+        model: DEformer,
+        recipe: Recipe,
+        seed: int,
+        folder: Path,
+        budget: Budget,
+        identity: dict[str, Any],
+    ) -> None:
+        """folder: where checkpoints go. identity: options and data fingerprint that a checkpoint must share."""
+        self.data, self.model, self.recipe, self.seed = data, model, recipe, seed
+        self.folder, self.budget, self.identity = folder, budget, identity
+        self.rows = data.rows(TRAIN)
+        self.validation_rows = np.random.default_rng([seed, 0x7A1]).permutation(data.rows(VALIDATION))[:VALIDATION_ROWS]
+        self.batch = min(recipe.batch, len(self.rows))
+        self.steps_per_epoch = len(self.rows) // self.batch
+        self.steps = max(1, recipe.epochs * self.steps_per_epoch)
+        self.noise = Noise.of(data.schema, recipe.smoothing, recipe.forget)
+        self.scored = int((~data.schema.context).sum())
+        self.average = copy.deepcopy(model).eval().requires_grad_(False)
+        self.best = {name: p.clone() for name, p in self.average.named_parameters()}
+        decayed = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
+        self.step = 0
+        self.since_best = 0
+        self.best_validation = math.inf
+        self.history: list[dict[str, float]] = []
+        self.next_mark = 1.0 / EVALUATIONS
+        self.losses: list[float] = []
+        self._permutation: tuple[int, Any] = (-1, None)
+        self._evaluated_at = -math.inf
+        self._evaluation_seconds = 0.0
+
+    @property
+    def progress(self) -> float:
+        """Share of the schedule that is done, by steps or by time, whichever is further."""
+        return min(1.0, max(self.step / self.steps, self.budget.used()))
+
+    def run(
+        self,
+        stop: Callable[[], bool] = lambda: False,
+        observe: Callable[[Status], None] = lambda status: None,
+        cost_after: Callable[[DEformer], float] = lambda model: 0.0,
+    ) -> Fitted:
+        """Train to the end of the schedule. stop: asked after every step. observe: told after every step. cost_after:
+        seconds that the work after training will take, asked once. Raises `Interrupted` when told to stop."""
+        saved = self.budget.elapsed
+        exhausted = False
+        with _deterministic(self.model.device):
+            while self.progress < 1.0 and not exhausted:
+                self._train_step()
+                if self.step == 3 and self.budget.limit is not None:
+                    self.budget.reserve = min(cost_after(self.average), 0.6 * self.budget.limit)
+                if self._evaluation_due():
+                    self._evaluate()
+                    exhausted = self.since_best >= self.recipe.patience
+                observe(self.status())
+                if stop():
+                    self.save()
+                    raise Interrupted
+                if self.budget.elapsed - saved > CHECKPOINT_SECONDS:
+                    self.save()
+                    saved = self.budget.elapsed
+            if not self.history or self.history[-1]["step"] != self.step:
+                self._evaluate()
+        self.save()
+        with torch.no_grad():
+            for name, p in self.average.named_parameters():
+                p.copy_(self.best[name])
+        return Fitted(self.average, self.history, self.step, self.step / self.steps_per_epoch, exhausted)
+
+    def status(self) -> Status:
+        train = float(np.mean(self.losses)) if self.losses else math.nan
+        validation = self.history[-1]["validation"] if self.history else math.nan
+        return Status(self.step, self.steps, self.step // self.steps_per_epoch, self.progress, train, validation)
+
+    def _batch_rows(self) -> Any:
+        """The rows of this step: every epoch is a permutation of its own; what does not fill a batch is left out."""
+        epoch, place = divmod(self.step, self.steps_per_epoch)
+        if self._permutation[0] != epoch:
+            self._permutation = epoch, np.random.default_rng([self.seed, 0xE90C, epoch]).permutation(self.rows)
+        return np.sort(self._permutation[1][place * self.batch : (place + 1) * self.batch])
+
+    def _train_step(self) -> None:
+        generator = seeded(self.seed, 0x57E9, self.step)
+        torch.manual_seed(generator.initial_seed())  # dropout draws from the global generator
+        values, ranks = read_rows(self.data, self._batch_rows())
+        values, hidden = self.noise.apply(values, generator)
+        keys = random_keys(values.shape, generator)
+        if ranks is not None:
+            logged = torch.rand((len(values), 1), generator=generator) < self.recipe.arrival_share
+            keys = torch.where(logged, ranks, keys)
+        features, order = arrange(values, keys)
+        device = self.model.device
+        self.model.train()
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            log_p = self.model.log_prob(features.to(device), take(values, order).to(device))
+        log_p = log_p.masked_fill(hidden.gather(1, order).to(device), 0.0)
+        loss = -log_p.sum() / len(values) / self.scored
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        if not bool(torch.isfinite(norm)):
+            raise ConfigError(
+                f"training diverged at step {self.step}: the gradient is not finite; lower learning_rate in --config"
+            )
+        rate = self._learning_rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.step += 1
+        self._update_average()
+        self.losses.append(float(loss.detach()) * self.scored)
+
+    def _learning_rate(self) -> float:
+        """Linear warm-up, then half a cosine down to 1% of the peak."""
+        warmup = min(self.recipe.warmup, max(1, self.steps // 10))
+        rising = min(1.0, (self.step + 1) / warmup)
+        return self.recipe.learning_rate * rising * (0.01 + 0.99 * 0.5 * (1.0 + math.cos(math.pi * self.progress)))
+
+    def _update_average(self) -> None:
+        """Power-function average (Karras et al., arXiv 2312.02696, equation 121): its memory grows with the run."""
+        gamma = 1.0 / self.recipe.averaging
+        keep = (1.0 - 1.0 / self.step) ** (gamma + 1.0)
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1.0 - keep)
+
+    def _evaluation_due(self) -> bool:
+        """At every thirtieth of the schedule; under a time limit so that it takes at most a ninth of the time."""
+        if self.progress < self.next_mark:
+            return False
+        if self.budget.limit is not None:
+            return self.budget.clock() - self._evaluated_at > 8.0 * self._evaluation_seconds
+        return True
+
+    def _evaluate(self) -> None:
+        began = self.budget.clock()
+        nll = held_out(self.average, self.data, self.validation_rows, VALIDATION_ORDERS, self.seed).mean
+        self._evaluated_at = self.budget.clock()
+        self._evaluation_seconds = self._evaluated_at - began
+        self.next_mark = (math.floor(self.progress * EVALUATIONS + 1e-9) + 1) / EVALUATIONS
+        self.since_best += 1
+        if nll < self.best_validation:
+            self.best_validation, self.since_best = nll, 0
+            self.best = {name: p.clone() for name, p in self.average.named_parameters()}
+        self.history.append(
+            {
+                "step": self.step,
+                "epoch": self.step / self.steps_per_epoch,
+                "seconds": round(self.budget.elapsed, 2),
+                "learning_rate": self._learning_rate(),
+                "train": float(np.mean(self.losses)),
+                "validation": nll,
+            }
+        )
+        self.losses = []
+
+    def save(self) -> None:
+        """Write the checkpoint."""
+        tensors: dict[str, Tensor] = {f"model.{k}": p for k, p in self.model.named_parameters()}
+        tensors |= {f"average.{k}": p for k, p in self.average.named_parameters()}
+        tensors |= {f"best.{k}": p for k, p in self.best.items()}
+        for i, moments in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{i}.{k}": t for k, t in moments.items()}
+        state = {
+            "identity": self.identity,
+            "step": self.step,
+            "steps": self.steps,
+            "since_best": self.since_best,
+            "best_validation": self.best_validation,
+            "history": self.history,
+            "next_mark": self.next_mark,
+            "losses": self.losses,
+            "elapsed": self.budget.elapsed,
+        }
+        checkpoint.save(self.folder, tensors, state)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from the checkpoint in the folder. Raises ConfigError where data or options differ."""
+        for name, value in self.identity.items():
+            before = state["identity"].get(name)
+            if before != value:
+                raise ConfigError(
+                    f"--resume: {name} was {before}, now it is {value}; "
+                    f"run as before, or delete {self.folder} to start anew"
+                )
+        self.step, self.since_best = state["step"], state["since_best"]
+        self.best_validation, self.history = state["best_validation"], state["history"]
+        self.next_mark, self.losses = state["next_mark"], state["losses"]
+        self.budget.spent = state["elapsed"]
+        tensors = checkpoint.load_tensors(self.folder)
+        device = self.model.device
+        with torch.no_grad():
+            for module, prefix in ((self.model, "model."), (self.average, "average.")):
+                for name, p in module.named_parameters():
+                    p.copy_(tensors[prefix + name])
+        self.best = {name: tensors[f"best.{name}"].to(device) for name in self.best}
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, t in tensors.items():
+            if name.startswith("optimizer."):
+                _, index, key = name.split(".")
+                moments.setdefault(int(index), {})[key] = t
+        full = self.optimizer.state_dict()
+        self.optimizer.load_state_dict({"state": moments, "param_groups": full["param_groups"]})
+
+
+@contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """On the CPU: sums of gradients in one order, so that runs can be repeated to the bit."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if device.type == "cpu":
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -1,0 +1,265 @@
+"""A training run from tables to a model directory: prepare, fit, calibrate, evaluate, write."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from deformer_stream import artifact
+from deformer_stream.core.conformal import Calibration
+from deformer_stream.core.model import PRESETS, DEformer, ModelConfig
+from deformer_stream.errors import ConfigError
+from trainer import checkpoint
+from trainer.calibrate import Order, calibrate, calibration_rows, choose_order, statistics
+from trainer.data import CALIBRATION, TRAIN, DataOptions, Prepared, prepare
+from trainer.evaluate import HeldOut, held_out
+from trainer.fit import Budget, Fit, Fitted, Recipe, Status
+from trainer.options import Everything, names
+
+HELD_OUT_ROWS, HELD_OUT_ORDERS = 2000, 4
+TIMED_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a finished run hands to report and summary."""
+
+    directory: Path
+    fingerprint: str
+    data: Prepared
+    model: DEformer
+    fitted: Fitted
+    calibration: Calibration
+    held_out: HeldOut
+    training: dict[str, Any]
+
+
+class StopSignals:
+    """While open, SIGINT and SIGTERM ask for a stop after the current step; a second one ends at once."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._before: dict[int, Any] = {}
+
+    def __call__(self) -> bool:
+        return self.received != 0
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        signal.signal(number, self._before[number])
+
+
+def train(
+    tables: Sequence[Path],
+    settings: Everything,
+    *,
+    show: Callable[[Prepared], None] = lambda data: None,
+    observe: Callable[[Status], None] = lambda status: None,
+    say: Callable[[str], None] = lambda line: None,
+    stop: Callable[[], bool] = lambda: False,
+    budget: Budget | None = None,
+) -> Result:
+    """Run the whole of it. show: told the kinds. observe: told every step. say: told what happens, in words.
+
+    Raises errors of `deformer_stream.errors`, and `fit.Interrupted` when `stop` says so.
+    """
+    from trainer.report import render
+
+    budget = budget or Budget(settings.max_time)
+    device = _device(settings.device)
+    with _working_folder(settings.out) as folder:
+        state = _earlier_run(folder, settings)
+        data = prepare(tables, _data_options(settings), folder)
+        show(data)
+        order = choose_order(settings.order, data)
+        config = model_config(settings)
+        recipe = choose_recipe(settings, int((data.split == TRAIN).sum()))
+        fit = Fit(
+            data,
+            _new_model(data, config, settings.seed, device),
+            recipe,
+            settings.seed,
+            folder,
+            budget,
+            _identity(settings, data, config, recipe),
+        )
+        if state is not None:
+            fit.restore(state)
+            say(f"continuing at step {fit.step} of {fit.steps}")
+        elif settings.resume:
+            say(f"nothing to resume in {folder}: starting from the beginning")
+        rows = data.rows(CALIBRATION)
+        fitted = fit.run(stop, observe, lambda model: _cost_after(model, data, budget, order))
+        say("calibrating")
+        calibration = calibrate(fitted.model, data, rows, order, settings.seed)
+        held = held_out(
+            fitted.model, data, calibration_rows(rows, settings.seed, HELD_OUT_ROWS), HELD_OUT_ORDERS, settings.seed + 1
+        )
+        training = _summary(settings, data, recipe, fitted, held, budget, str(device))
+        page = render(data, fitted, calibration, held, training)
+        fingerprint = artifact.write(settings.out, fitted.model, calibration, training, page)
+        shutil.rmtree(folder)
+    return Result(settings.out, fingerprint, data, fitted.model, fitted, calibration, held, training)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: no usable GPU is there; use --device cpu or auto")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def _working_folder(out: Path) -> Iterator[Path]:
+    """`DIR.training`, held by this process alone. It stays where the run does not finish."""
+    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / artifact.MANIFEST).exists()):
+        raise ConfigError(f"--out {out}: exists and is no model directory; choose another name, it would be replaced")
+    folder = out.absolute().with_name(out.absolute().name + ".training")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {folder} cannot be written ({error.strerror}); choose another place") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--out {out}: another deformer-train is at work in {folder}; wait or choose another name"
+            ) from None
+        yield folder
+
+
+def _earlier_run(folder: Path, settings: Everything) -> dict[str, Any] | None:
+    state = checkpoint.load_state(folder)
+    if state is not None and not settings.resume:
+        raise ConfigError(
+            f"{folder} holds an interrupted run (step {state['step']} of {state['steps']}): "
+            f"add --resume to continue it, or delete the folder to start anew"
+        )
+    return state
+
+
+def _data_options(settings: Everything) -> DataOptions:
+    return DataOptions(
+        layout=settings.layout,
+        label=settings.label,
+        normal=settings.normal,
+        exclude=names(settings.exclude),
+        context=names(settings.context),
+        discrete=names(settings.discrete),
+        continuous=names(settings.continuous),
+        calibration_share=settings.calibration_share,
+        seed=settings.seed,
+    )
+
+
+def model_config(settings: Everything) -> ModelConfig:
+    """The preset with what was set otherwise."""
+    given = {f.name: getattr(settings, f.name, None) for f in fields(ModelConfig)}
+    try:
+        return replace(PRESETS[settings.preset], **{k: v for k, v in given.items() if v is not None})
+    except ValueError as error:
+        raise ConfigError(f"the model cannot be built: {error}; change the hyperparameters") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Defaults:
+    """steps: how long a run is, learning_rate: its peak at the batch size `batch`, which grows with the table."""
+
+    steps: int
+    batch: int
+    learning_rate: float
+
+
+_RECIPES = {
+    "tiny": _Defaults(4000, 128, 2e-3),
+    "small": _Defaults(4000, 128, 1e-3),
+    "base": _Defaults(10_000, 256, 5e-4),
+    "paper": _Defaults(100_000, 128, 1e-4),
+}
+
+
+def choose_recipe(settings: Everything, rows: int) -> Recipe:
+    """The recipe for a table with so many training rows, with what was set otherwise."""
+    base = _RECIPES[settings.preset]
+    batch = settings.batch or int(np.clip(2 ** round(np.log2(max(rows, 1) / 32)), 32, base.batch))
+    steps_per_epoch = max(1, rows // min(batch, rows))
+    epochs = settings.epochs or max(1, round(base.steps / steps_per_epoch))
+    recipe = Recipe(batch, base.learning_rate, epochs)
+    given = {f.name: getattr(settings, f.name) for f in fields(Recipe) if f.name not in ("batch", "epochs")}
+    return replace(recipe, **{k: v for k, v in given.items() if v is not None})
+
+
+def _new_model(data: Prepared, config: ModelConfig, seed: int, device: torch.device) -> DEformer:
+    torch.manual_seed(seed)
+    return DEformer(data.schema, config).to(device)
+
+
+def _identity(settings: Everything, data: Prepared, config: ModelConfig, recipe: Recipe) -> dict[str, Any]:
+    """What a run and its continuation share."""
+    identity = {"the data's fingerprint": data.fingerprint, "seed": settings.seed, "max_time": settings.max_time}
+    return identity | {k: list(v) if isinstance(v, tuple) else v for k, v in (asdict(config) | asdict(recipe)).items()}
+
+
+def _cost_after(model: DEformer, data: Prepared, budget: Budget, order: Order) -> float:
+    """Seconds that calibration and the held-out evaluation will take, from a few rows; a second for the rest."""
+    rows = data.rows(CALIBRATION)
+    few = rows[:TIMED_ROWS]
+    began = budget.clock()
+    statistics(model, data, few, order, 0)
+    middle = budget.clock()
+    held_out(model, data, few, 1, 0)
+    ended = budget.clock()
+    scored = len(calibration_rows(rows, 0)) / len(few)
+    evaluated = min(len(rows), HELD_OUT_ROWS) * HELD_OUT_ORDERS / len(few)
+    return 1.0 + (middle - began) * scored + (ended - middle) * evaluated
+
+
+def _summary(
+    settings: Everything, data: Prepared, recipe: Recipe, fitted: Fitted, held: HeldOut, budget: Budget, device: str
+) -> dict[str, Any]:
+    """The training summary of the manifest."""
+    scored = max(1, int((~data.schema.context).sum()))
+    options = settings.model_dump(mode="json", exclude_none=True)
+    per_feature = {n: float(v) for n, v in zip(data.schema.names, held.per_feature, strict=True) if np.isfinite(v)}
+    return {
+        **data.summary(),
+        "held_out": {
+            "log_likelihood": -held.mean,
+            "log_likelihood_per_feature": -held.mean / scored,
+            "features": {name: -value for name, value in per_feature.items()},
+            "records": len(held.nll),
+            "orders": held.orders,
+            "unit": "nats, normalised units",
+        },
+        "steps": fitted.steps,
+        "epochs": round(fitted.epochs, 3),
+        "stopped_early": fitted.stopped_early,
+        "seconds": round(budget.elapsed, 1),
+        "device": device,
+        "seed": settings.seed,
+        "recipe": asdict(recipe),
+        "options": options,
+        "history": fitted.history,
+    }

@@ -1,0 +1,98 @@
+"""What `deformer-train` can be told. Imports nothing heavy: `--help` is built from `TrainSettings`.
+
+`Everything` adds what the configuration file and the environment may set beyond the flags: the model's hyperparameters
+and the recipe of training. What nobody set follows from the preset and the table (`trainer.job`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from deformer_stream.settings import Device, Duration, Settings, Share
+
+Preset = Literal["tiny", "small", "base", "paper"]
+
+
+def _joined(value: Any) -> Any:
+    """A list in the file means the same as names with commas between."""
+    return ",".join(str(v) for v in value) if isinstance(value, list) else value
+
+
+def _text(value: Any) -> Any:
+    """`normal = 0` in the file means the text 0."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int | float) else value
+
+
+Names = Annotated[str, BeforeValidator(_joined)]
+Text = Annotated[str, BeforeValidator(_text)]
+
+
+def names(text: str) -> tuple[str, ...]:
+    """`a, b` → ("a", "b")."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+class TrainSettings(Settings):
+    """`deformer-train`"""
+
+    out: Path = Field(description="Model directory to write; a model that stands there is replaced at the end.")
+    layout: Literal["wide", "long"] | None = Field(
+        None, description="wide: a row is a record; long: columns record, feature, value, time. By default as it looks."
+    )
+    label: str | None = Field(None, description="Column that says which rows are normal; never a feature.")
+    normal: Text | None = Field(None, description="Value of the label in normal rows; only these are used.")
+    exclude: Names = Field("", description="Columns to leave out, comma-separated.")
+    context: Names = Field("", description="Columns that condition the others and are never scored, comma-separated.")
+    discrete: Names = Field("", description="Columns whose values are labels, comma-separated; inferred otherwise.")
+    continuous: Names = Field(
+        "", description="Columns whose values are measurements, comma-separated; inferred otherwise."
+    )
+    preset: Preset = Field("small", description="Size of the model; paper is that of the paper and wants a GPU.")
+    epochs: int | None = Field(
+        None, ge=1, description="Passes over the training rows; by default a number that suits table and preset."
+    )
+    max_time: Duration | None = Field(
+        None, gt=0, description="End within this time, calibration included: 90s, 10m, 2h."
+    )
+    device: Device = Field("auto", description="Where to train; auto takes a GPU if there is one.")
+    seed: int = Field(0, ge=0, description="Of splits, orders, noise and initial weights.")
+    resume: bool = Field(False, description="Continue an interrupted run; starts from the beginning if there is none.")
+    calibration_share: Share = Field(
+        0.2, description="Share of the records held out from the start to calibrate p-values."
+    )
+    order: Literal["arrival", "random", "schema"] | None = Field(
+        None,
+        description="Order of arrival to calibrate for; by default that of the table if it has one, otherwise random.",
+    )
+
+
+class Everything(TrainSettings):
+    """Flags, hyperparameters of the model and the recipe; a None follows from preset and table."""
+
+    d_model: int | None = Field(None, ge=1)
+    layers: int | None = Field(None, ge=1)
+    heads: int | None = Field(None, ge=1)
+    feedforward: int | None = Field(None, ge=1)
+    mixtures: int | None = Field(None, ge=1)
+    dropout: float | None = Field(None, ge=0, lt=1)
+    norm: Literal["pre", "post"] | None = None
+    activation: Literal["gelu", "relu"] | None = None
+    embedding: int | None = Field(None, ge=1)
+    hidden: tuple[int, ...] | None = None
+    memory: Literal["all", "values"] | None = None
+
+    batch: int | None = Field(None, ge=1)
+    learning_rate: float | None = Field(None, gt=0)
+    weight_decay: float | None = Field(None, ge=0)
+    warmup: int | None = Field(None, ge=1)
+    clip: float | None = Field(None, gt=0)
+    smoothing: float | None = Field(None, ge=0)
+    forget: float | None = Field(None, ge=0, lt=1)
+    arrival_share: float | None = Field(None, ge=0, le=1)
+    averaging: float | None = Field(None, gt=0, lt=1)
+    patience: int | None = Field(None, ge=1)

@@ -1,0 +1,149 @@
+"""report.html: what a person wants to know about a fresh model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from deformer_stream import html
+from deformer_stream.core.conformal import Calibration
+from deformer_stream.core.schema import Feature
+from trainer.data import Prepared
+from trainer.evaluate import HeldOut
+from trainer.fit import Fitted
+
+ALPHAS = (0.05, 0.01, 0.001)
+
+
+def render(data: Prepared, fitted: Fitted, calibration: Calibration, held: HeldOut, training: dict[str, Any]) -> str:
+    """The page. training: the manifest's training summary."""
+    rows = training["rows"]
+    scored = int((~data.schema.context).sum())
+    return html.page(
+        "Training report",
+        html.figures(
+            {
+                "held-out surprise of a record": f"{held.mean:.2f} nats",
+                "per feature": f"{held.mean / scored:.3f} nats",
+                "features": f"{len(data.schema)}",
+                "records trained on": f"{rows['train']:,}",
+                "records calibrated on": f"{len(calibration.scores):,}",
+                "smallest p-value": html.number(calibration.smallest_p, 2),
+                "time": f"{training['seconds']:,.0f} s on {training['device']}",
+            }
+        ),
+        *_curves(fitted),
+        *_features(data, held),
+        *_calibration(calibration),
+        *_kinds(data),
+        *_rows(data, training),
+        lead="How the model was trained, how well it knows records it never saw, and what its alerts are worth.",
+    )
+
+
+def _curves(fitted: Fitted) -> list[str]:
+    steps = [row["step"] for row in fitted.history]
+    best = min(fitted.history, key=lambda row: row["validation"])
+    end = "stopped early, as validation no longer improved" if fitted.stopped_early else "ran its whole schedule"
+    return [
+        html.heading("Learning"),
+        html.paragraph(
+            f"Training {end}: {fitted.steps:,} steps, {fitted.epochs:.1f} passes over the training records. The weights "
+            f"kept are the averaged ones of step {best['step']:,.0f}. Smaller is better; a training curve far below the "
+            f"validation curve means that the model learns records by heart."
+        ),
+        html.line_chart(
+            {
+                "training": (steps, [row["train"] for row in fitted.history]),
+                "validation": (steps, [row["validation"] for row in fitted.history]),
+            },
+            "step",
+            "−ln p of a record, nats",
+            "Surprise of a record while learning",
+            vertical={"kept": best["step"]},
+        ),
+    ]
+
+
+def _features(data: Prepared, held: HeldOut) -> list[str]:
+    order = [i for i in np.argsort(-np.nan_to_num(held.per_feature, nan=-np.inf)) if np.isfinite(held.per_feature[i])]
+    return [
+        html.heading("What is predictable"),
+        html.paragraph(
+            f"Mean surprise of each feature given the readings that came before it, over {len(held.nll):,} held-out "
+            f"records in {held.orders} random orders each. For numbers this is the −ln of a density in units of the feature's own "
+            "spread: 1.42 is a bell curve without any help from the others, less is better, negative values are sharp "
+            "predictions. For labels it is the −ln of a probability: 0 is certainty."
+        ),
+        html.bar_chart(
+            [data.schema.names[i] for i in order],
+            [float(held.per_feature[i]) for i in order],
+            "Held-out surprise per feature",
+            "nats",
+        ),
+    ]
+
+
+def _calibration(calibration: Calibration) -> list[str]:
+    thresholds = {alpha: calibration.threshold(alpha) for alpha in ALPHAS}
+    rules = {f"α = {alpha:g}": t for alpha, t in thresholds.items() if np.isfinite(t)}
+    n = len(calibration.scores)
+    return [
+        html.heading("When it will alert"),
+        html.paragraph(
+            f"The largest running statistic of each of {n:,} normal records that were held out from the start, readings "
+            f"in {calibration.order} order. A record alerts as soon as its statistic passes the line of its α. At most a "
+            "share α of normal records like these ever alerts, whatever the model's faults; a changed order of arrival, "
+            "drift or records that depend on each other (neighbouring seconds of one machine) weaken that promise."
+        ),
+        html.histogram(calibration.scores, "Largest statistic of normal records", "statistic, nats", vertical=rules),
+        html.table(
+            ["α, largest share of normal records alerted", "statistic that alerts", "in reach?"],
+            [
+                [html.percent(alpha), f"{t:.2f}" if np.isfinite(t) else "—", _reach(alpha, calibration)]
+                for alpha, t in thresholds.items()
+            ],
+        ),
+    ]
+
+
+def _reach(alpha: float, calibration: Calibration) -> str:
+    if alpha >= calibration.smallest_p:
+        return "yes"
+    return f"no: it takes {int(np.ceil(1 / alpha)) - 1:,} calibration records, there are {len(calibration.scores):,}"
+
+
+def describe(feature: Feature) -> tuple[str, str, str]:
+    """Kind, values and resolution of a feature in words."""
+    kind = feature.kind + (" context" if feature.context else "")
+    if feature.kind == "discrete":
+        shown = ", ".join(feature.labels[:6]) + (f", … ({len(feature.labels)})" if len(feature.labels) > 6 else "")
+        return kind, shown, ""
+    low, high = feature.low, feature.high
+    values = f"{feature.location:.5g} ± {feature.scale:.3g}" + (
+        f" in [{low:.5g}, {high:.5g}]" if low is not None else ""
+    )
+    return kind, values, f"{feature.quantum:g}" if feature.quantum is not None else ""
+
+
+def _kinds(data: Prepared) -> list[str]:
+    rows = [[f.name, *describe(f), f.reason, data.missing.get(f.name, 0)] for f in data.schema.features]
+    blocks = [
+        html.heading("Features"),
+        html.table(["feature", "kind", "values in training", "resolution", "why this kind", "missing"], rows),
+    ]
+    if data.excluded:
+        blocks.append(html.table(["left out", "why"], [[e.name, e.reason] for e in data.excluded]))
+    return blocks
+
+
+def _rows(data: Prepared, training: dict[str, Any]) -> list[str]:
+    rows = [[f"records for {part}", count] for part, count in training["rows"].items()]
+    rows += [[f"infinite readings of {name}, refused", count] for name, count in data.refused.items()]
+    rows += [[f"left out: {reason}", count] for reason, count in data.skipped.items()]
+    return [
+        html.heading("Data"),
+        html.table(["what", "count"], rows),
+        html.paragraph(f"Data fingerprint {data.fingerprint}, seed {training['seed']}, layout {data.layout}."),
+    ]
