@@ -6,7 +6,9 @@ Imports nothing heavy: `--help` answers before torch, pydantic or Kafka are touc
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +17,7 @@ import click
 
 from deformer_stream.errors import DeformerError
 
+HELP = {"help_option_names": ["-h", "--help"]}
 Builder = Callable[[], click.Command]
 
 
@@ -45,6 +48,19 @@ def debug_option(function: Callable[..., Any]) -> Callable[..., Any]:
 def debugging() -> bool:
     """Whether `--debug` was given."""
     return "--debug" in sys.argv[1:]
+
+
+def stop_on_signals() -> threading.Event:
+    """SIGINT and SIGTERM ask for a graceful end; a second one ends at once."""
+    stop = threading.Event()
+
+    def ask(number: int, frame: object) -> None:
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, ask)
+    return stop
 
 
 def run(command: click.Command, name: str) -> None:

@@ -207,7 +207,9 @@ def earliness(summary: Summary, outcomes: Sequence[Outcome], alpha: str) -> list
             y_zero=True,
             marks=True,
         ),
-        html.table(["fault", "what it does", "records", "detected", "share", "seen at the alert"], kinds, "By fault"),
+        html.table(
+            ["fault", "what it does", "records", "detected", "share detected", "seen at the alert"], kinds, "By fault"
+        ),
     ]
 
 
@@ -248,7 +250,7 @@ def story(outcome: Outcome, trace: Sequence[Reading], threshold: float) -> list[
         html.heading(f"One alert, reading by reading: {outcome.fault} at {outcome.record.split('/')[0]}"),
         html.paragraph(
             f"Record {outcome.record}: after {alert.raised_at} of {outcome.readings} readings the running score passed "
-            f"the threshold and the alert went out. {'; '.join(reasons(alert))}."
+            f"the threshold and the alert went out. What stood out: {'; '.join(reasons(alert))}."
         ),
         html.line_chart(
             {"running score": (numbers, [reading.score for reading in trace])},

@@ -1,45 +1,46 @@
 """The package as a library: `deformer_stream.load(DIR)` gives a `Detector`.
 
-    >>> detector = deformer_stream.load("model")                              # doctest: +SKIP
-    >>> scorer = detector.scorer(alpha=0.01)                                  # doctest: +SKIP
-    >>> scorer.update("pump-7/10:34:33", "Pressure", 9.1).p_value             # doctest: +SKIP
-    0.0008
+detector = deformer_stream.load("model")
+scorer = detector.scorer(alpha=0.01)
+scorer.update("pump-7/10:34:33", "Pressure", 9.1).p_value      # 0.0008
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import orjson
-import torch
 from numpy.typing import NDArray
 
 from deformer_stream import artifact
 from deformer_stream.codec import Codec
 from deformer_stream.core.batch import NO_TIME, AlertRaised, Contribution, EventBatch, Rejected
-from deformer_stream.core.cache import tensor
 from deformer_stream.core.engine import Engine, Limits
 from deformer_stream.core.explain import contributions
+from deformer_stream.core.query import fill
 from deformer_stream.core.schema import Schema
 from deformer_stream.errors import InputError
 from deformer_stream.ports import Messages
 from deformer_stream.runtime import WallClock
 
 Value = float | int | str | bool | None
+"""A reading; NumPy's scalars will do as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
     """What one reading did to its record.
 
-    log_likelihood: ln p(value | earlier readings), normalised units, a mass for discrete features; NaN if the reading
-    was refused, declares a feature as never coming, or is context. running_log_likelihood: the record's sum so far.
-    score: running statistic, larger is more anomalous. p_value: anytime-valid, never rises within a record. alert: set
-    on the reading that raised it. rejected: why the reading was refused, None if it was accepted.
+    log_likelihood: ln p(value | earlier readings), normalised units, a mass for discrete features; NaN for context.
+    running_log_likelihood: the record's sum so far. score: running statistic, larger is more anomalous. p_value:
+    anytime-valid, never rises within a record. All four are NaN if the reading was refused or says that the feature
+    will not be observed. alert: set on the reading that raised it. rejected: why the reading was refused, None where it
+    was accepted.
     """
 
     log_likelihood: float
@@ -52,8 +53,11 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class RecordScores:
-    """Whole records in the order given, each (N,): ln p of the record, a score that ranks (larger is more anomalous), the
-    p-value, and the place of the reading that raised the alert (−1: none)."""
+    """Whole records in the order given, each (N,).
+
+    log_likelihood: ln p of the record. anomaly_score: ranks, larger is more anomalous. p_value: anytime-valid.
+    alert_seq: place of the reading that raised the alert, −1 where none did.
+    """
 
     log_likelihood: NDArray[np.float64]
     anomaly_score: NDArray[np.float64]
@@ -74,29 +78,25 @@ class Scorer:
     """Scores readings as they come, many records interleaved. Not safe for use from several threads at once."""
 
     def __init__(self, detector: Detector, alpha: float, record_timeout: float | None) -> None:
-        timeout = None if record_timeout is None else round(record_timeout * 1e6)
+        if record_timeout is not None and not 0 < record_timeout < 1e12:
+            raise ValueError("record_timeout is a positive number of seconds, or None for never")
         self._codec = detector.codec
         self._clock = WallClock()
-        self._engine = Engine(
-            detector.artifact.model, detector.artifact.calibration, detector.fingerprint, alpha, Limits(timeout)
-        )
+        self._engine = detector.engine(alpha, Limits(None if record_timeout is None else round(record_timeout * 1e6)))
 
     def update(self, record: str, feature: str, value: Value, time: float | datetime | None = None) -> Update:
-        """Add one reading. value: None says that the feature will not be observed. time: epoch seconds or a datetime with
-        its zone. A reading that cannot be accepted changes nothing and comes back with `rejected` set."""
-        document: dict[str, object] = {"record": record, "feature": feature, "value": value}
-        if time is not None:
-            document["time"] = time
-        try:
-            payload = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
-        except TypeError as error:
-            raise InputError(f"record {record!r}, feature {feature!r}: {error}; give a number, text or a boolean") from None
-        batch, refused = self._codec.decode(_messages([payload]))
+        """Add one reading.
+
+        value: None says that the feature will not be observed. time: epoch seconds or a datetime with its zone. A
+        reading that cannot be accepted (an unknown feature, a number that is not finite, a second value of the same
+        feature, …) changes nothing and comes back with `rejected` set.
+        """
+        document = {"record": record, "feature": feature, "value": value, "time": time}
+        batch, refused = self._codec.decode(_messages([_json(document)]))
         effects = self._engine.handle(batch, self._clock.at(batch.times))
-        rejected = [*refused, *effects.rejected]
-        nan = float("nan")
         if not len(effects.scored):
-            return Update(nan, nan, nan, nan, rejected=rejected[0] if rejected else None)
+            nan = float("nan")
+            return Update(nan, nan, nan, nan, rejected=next(iter([*refused, *effects.rejected]), None))
         s = effects.scored
         alert = effects.alerts[0] if effects.alerts else None
         return Update(float(s.log_likelihood[0]), float(s.running[0]), float(s.score[0]), float(s.p_value[0]), alert)
@@ -111,7 +111,7 @@ class Detector:
 
     def __init__(self, loaded: artifact.Artifact) -> None:
         self.artifact = loaded
-        self.codec = Codec(loaded.schema)
+        self.codec = Codec(loaded.schema, max_message_bytes=2**30, max_readings=max(4096, len(loaded.schema)))
 
     @property
     def schema(self) -> Schema:
@@ -125,16 +125,19 @@ class Detector:
     def scorer(self, alpha: float = 0.01, record_timeout: float | None = None) -> Scorer:
         """A fresh event-by-event scorer. alpha: largest share of normal records that may ever raise an alert.
         record_timeout: seconds without a reading after which a record is closed, None for never."""
-        if not 0 < alpha < 1:
-            raise ValueError("alpha lies between 0 and 1")
         return Scorer(self, alpha, record_timeout)
 
+    def engine(self, alpha: float, limits: Limits | None = None) -> Engine:
+        """A fresh engine. Raises ValueError unless alpha lies between 0 and 1."""
+        if not 0 < alpha < 1:
+            raise ValueError("alpha lies between 0 and 1")
+        return Engine(self.artifact.model, self.artifact.calibration, self.fingerprint, alpha, limits)
+
     def score(self, records: Sequence[Mapping[str, Value]], alpha: float = 0.01) -> RecordScores:
-        """Score whole records; each mapping's order is the arrival order, an absent or None feature is not observed.
+        """Score whole records. Each mapping's order is the arrival order; what is absent, None or NaN is not observed.
 
         Raises `InputError` that names record and feature for a reading that cannot be accepted."""
-        loaded = self.artifact
-        engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, alpha)
+        engine = self.engine(alpha, Limits(open_records=max(1, len(records))))
         batch = self._batch(records)
         effects = engine.handle(batch, 0)
         rest = engine.finish().closed
@@ -142,11 +145,16 @@ class Detector:
         order = np.array([row.get(str(i), -1) for i in range(len(records))], np.int64)
 
         def column(name: str, empty: float) -> NDArray[np.float64]:
+            """By record; `empty` for one without any reading."""
             values = np.concatenate([getattr(effects.closed, name), getattr(rest, name), [empty]])
-            return values[order]
+            return np.asarray(values[order])
 
-        alert_seq = column("alert_seq", -1).astype(np.int32)
-        return RecordScores(column("log_likelihood", 0.0), column("anomaly_score", 0.0), column("p_value", 1.0), alert_seq)
+        return RecordScores(
+            column("log_likelihood", 0.0),
+            column("anomaly_score", 0.0),
+            column("p_value", 1.0),
+            column("alert_seq", -1).astype(np.int32),
+        )
 
     def explain(self, record: Mapping[str, Value]) -> tuple[Contribution, ...]:
         """Each reading's surprise given the ones before it (the mapping's order), most surprising first."""
@@ -156,49 +164,54 @@ class Detector:
         return contributions(self.artifact.model, batch.features.astype(np.int64), batch.values, batch.unseen)
 
     def impute(self, record: Mapping[str, Value], interval: float = 0.9) -> dict[str, Imputed]:
-        """Each missing feature given all present ones: median or likeliest label, and the central interval."""
+        """Each missing feature given all present ones: median or likeliest label, and the central interval.
+
+        Context features have no distribution, so a missing one is left out. `deformer-stream impute` fills tables."""
         if not 0 < interval < 1:
             raise ValueError("interval lies between 0 and 1")
-        model, schema = self.artifact.model, self.schema
+        features = self.schema.features
         batch = self._batch([record])
-        known = batch.features.astype(np.int64)
-        missing = np.setdiff1d(np.arange(len(schema)), known)
-        if not len(missing):
-            return {}
-        # One row per missing feature: the known readings, then the feature asked for; its value is never looked at.
-        codes = np.concatenate([np.tile(known, (len(missing), 1)), missing[:, None]], 1)
-        values = np.concatenate([np.tile(schema.normalise(known, batch.values), (len(missing), 1)), np.zeros((len(missing), 1))], 1)
-        with torch.inference_mode():
-            asked = model.conditionals(tensor(codes, model), tensor(values, model))[:, -1]
-            low, middle, high = (
-                schema.denormalise(missing, asked.quantile(q).double().cpu().numpy())
-                for q in ((1 - interval) / 2, 0.5, (1 + interval) / 2)
-            )
-            modes = asked.mode_code().long().cpu().numpy()
+        values = np.full((1, len(features)), np.nan)
+        values[0, batch.features] = batch.values
+        filled = fill(self.artifact.model, values, np.isnan(values), interval)
         out = {}
-        for i, code in enumerate(missing):
-            feature = schema.features[code]
-            if feature.kind == "continuous":
-                out[feature.name] = Imputed(float(middle[i]), float(low[i]), float(high[i]))
-            else:
-                out[feature.name] = Imputed(feature.labels[min(int(modes[i]), len(feature.labels) - 1)], None, None)
+        for code in np.flatnonzero(~np.isnan(filled.value[0])).tolist():
+            value, low, high = (float(part[0, code]) for part in (filled.value, filled.low, filled.high))
+            labels = features[code].labels
+            out[features[code].name] = Imputed(labels[int(value)], None, None) if labels else Imputed(value, low, high)
         return out
 
     def _batch(self, records: Sequence[Mapping[str, Value]]) -> EventBatch:
         """Records named by their place, "0", "1", …, through the codec."""
-        payloads = []
-        for i, record in enumerate(records):
-            present = {k: v for k, v in record.items() if v is not None}
-            try:
-                payloads.append(orjson.dumps({"record": str(i), "values": present}, option=orjson.OPT_SERIALIZE_NUMPY))
-            except TypeError as error:
-                raise InputError(f"record {i}: {error}; give numbers, text or booleans by feature name") from None
+        present = [{k: v for k, v in record.items() if not _missing(v)} for record in records]
+        payloads = [_json({"record": str(i), "values": readings}) for i, readings in enumerate(present)]
         batch, rejected = self.codec.decode(_messages(payloads))
-        empty = {i for i, record in enumerate(records) if all(v is None for v in record.values())}
         for refusal in rejected:
-            if refusal.message not in empty:
+            if present[refusal.message]:
                 raise InputError(f"record {refusal.message}: {refusal.detail} ({refusal.reason.value})")
         return batch
+
+
+def _missing(value: object) -> bool:
+    """Tables say NaN for what was not observed."""
+    return value is None or (isinstance(value, float | np.floating) and bool(np.isnan(value)))
+
+
+def _json(document: dict[str, Any]) -> bytes:
+    """A number that is not finite stays one (`NaN`), for the codec to refuse by name."""
+    try:
+        return json.dumps(document, default=_plain).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"record {document['record']!r}: {error}; give numbers, text or booleans") from None
+
+
+def _plain(value: object) -> object:
+    """NumPy's scalars as Python's, times as text."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, datetime):
+        return value.isoformat()
+    raise TypeError(f"a value of type {type(value).__name__} is no reading")
 
 
 def _messages(payloads: Sequence[bytes]) -> Messages:

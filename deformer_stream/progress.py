@@ -1,10 +1,12 @@
-"""Progress of long work on standard error: a bar with rate and time left on a terminal, a log line now and then otherwise."""
+"""Progress of long work on standard error.
+
+On a terminal a bar with rate and time left, a log line now and then otherwise.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 
 from deformer_stream import log
 
@@ -29,6 +31,10 @@ class Progress:
             self._said = time.monotonic()
             log.get(self.title).info("progress", done=self.done, total=self.total, rate=round(self.rate))
 
+    def reach(self, done: int) -> None:
+        """Say how many are done in all."""
+        self.advance(done - self.done)
+
     @property
     def rate(self) -> float:
         """Units per second so far."""
@@ -39,7 +45,7 @@ class Progress:
             self._bar[0].start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._bar is not None:
             self._bar[0].stop()
 

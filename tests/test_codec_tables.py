@@ -191,7 +191,7 @@ def test_a_wide_row_is_a_whole_record_whose_gaps_come_first() -> None:
 
 
 def test_wide_orders() -> None:
-    columns = {"state": ["on"] * 50, "Current": [2.0] * 50, "Pressure": [1.0] * 50}
+    columns: dict[str, Any] = {"state": ["on"] * 50, "Current": [2.0] * 50, "Pressure": [1.0] * 50}
     arrival, _ = wide(Codec(SCHEMA, order="arrival"), **columns)
     schema, _ = wide(Codec(SCHEMA, order="schema"), **columns)
     random, _ = wide(Codec(SCHEMA, order="random", seed=4), **columns)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +25,24 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
     inferred and printed. The model directory holds weights, calibration and a report to open in a browser. The file of
     --config may also set hyperparameters of the model (d_model, layers, …) and of training (learning_rate, batch, …).
     """
+    began = time.monotonic()
+    # Threads that spin while they wait take the cores from whoever else is at work, up to forty times slower on a busy
+    # machine; waiting briefly costs nothing on an idle one. Read by OpenMP when torch is first imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     settings = load(Everything, flags, config, "train")
     from deformer_stream import log
 
     log.configure(debugging())
     from trainer import console
-    from trainer.fit import Interrupted
+    from trainer.fit import Budget, Interrupted
     from trainer.job import StopSignals, train
 
+    budget = Budget(settings.max_time, spent=time.monotonic() - began)
     with StopSignals() as stop, console.Watch() as watch:
         try:
-            result = train(tables, settings, show=console.show_kinds, observe=watch, say=console.say, stop=stop)
+            result = train(
+                tables, settings, show=console.show_kinds, observe=watch, say=console.say, stop=stop, budget=budget
+            )
         except Interrupted:
             click.echo(f"deformer-train: stopped, progress is kept; add --resume to continue {settings.out}", err=True)
             return 128 + stop.received

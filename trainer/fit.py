@@ -79,7 +79,16 @@ class Budget:
         """Share of the time for training that is gone, 0 without a limit."""
         if self.limit is None:
             return 0.0
-        return self.elapsed / max(self.limit - self.reserve, 0.4 * self.limit, 1e-9)
+        return self.elapsed / max(self.limit - self.reserve, 0.3 * self.limit, 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Measured under a time limit. after: seconds that the work after training takes. record: seconds to score one
+    record in one order."""
+
+    after: float
+    record: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +153,7 @@ class Fit:
         self.history: list[dict[str, float]] = []
         self.next_mark = 1.0 / EVALUATIONS
         self.losses: list[float] = []
+        self.measured = False
         self._permutation: tuple[int, Any] = (-1, None)
         self._evaluated_at = -math.inf
         self._evaluation_seconds = 0.0
@@ -157,17 +167,17 @@ class Fit:
         self,
         stop: Callable[[], bool] = lambda: False,
         observe: Callable[[Status], None] = lambda status: None,
-        cost_after: Callable[[DEformer], float] = lambda model: 0.0,
+        costs: Callable[[DEformer], Costs] = lambda model: Costs(0.0, 0.0),
     ) -> Fitted:
-        """Train to the end of the schedule. stop: asked after every step. observe: told after every step. cost_after:
-        seconds that the work after training will take, asked once. Raises `Interrupted` when told to stop."""
+        """Train to the end of the schedule. stop: asked after every step. observe: told after every step. costs: asked
+        once where there is a time limit. Raises `Interrupted` when told to stop."""
         saved = self.budget.elapsed
         exhausted = False
         with _deterministic(self.model.device):
             while self.progress < 1.0 and not exhausted:
                 self._train_step()
-                if self.step == 3 and self.budget.limit is not None:
-                    self.budget.reserve = min(cost_after(self.average), 0.6 * self.budget.limit)
+                if not self.measured and self.budget.limit is not None and self.step >= 3:
+                    self._fit_into(costs(self.average), self.budget.limit)
                 if self._evaluation_due():
                     self._evaluate()
                     exhausted = self.since_best >= self.recipe.patience
@@ -185,6 +195,13 @@ class Fit:
             for name, p in self.average.named_parameters():
                 p.copy_(self.best[name])
         return Fitted(self.average, self.history, self.step, self.step / self.steps_per_epoch, exhausted)
+
+    def _fit_into(self, costs: Costs, limit: float) -> None:
+        """Keep time for what comes after, and validate on so few records that all of it takes about a tenth."""
+        self.measured = True
+        self.budget.reserve = costs.after
+        affordable = 0.1 * limit / EVALUATIONS / VALIDATION_ORDERS / max(costs.record, 1e-9)
+        self.validation_rows = self.validation_rows[: max(32, int(affordable))]
 
     def status(self) -> Status:
         train = float(np.mean(self.losses)) if self.losses else math.nan
@@ -244,7 +261,7 @@ class Fit:
 
     def _evaluation_due(self) -> bool:
         """At every thirtieth of the schedule; under a time limit so that it takes at most a ninth of the time."""
-        if self.progress < self.next_mark:
+        if self.progress < self.next_mark or (self.budget.limit is not None and not self.measured):
             return False
         if self.budget.limit is not None:
             return self.budget.clock() - self._evaluated_at > 8.0 * self._evaluation_seconds
@@ -289,6 +306,9 @@ class Fit:
             "next_mark": self.next_mark,
             "losses": self.losses,
             "elapsed": self.budget.elapsed,
+            "reserve": self.budget.reserve,
+            "measured": self.measured,
+            "validation_rows": len(self.validation_rows),
         }
         checkpoint.save(self.folder, tensors, state)
 
@@ -304,7 +324,9 @@ class Fit:
         self.step, self.since_best = state["step"], state["since_best"]
         self.best_validation, self.history = state["best_validation"], state["history"]
         self.next_mark, self.losses = state["next_mark"], state["losses"]
-        self.budget.spent = state["elapsed"]
+        self.budget.spent += state["elapsed"]
+        self.budget.reserve, self.measured = state["reserve"], state["measured"]
+        self.validation_rows = self.validation_rows[: state["validation_rows"]]
         tensors = checkpoint.load_tensors(self.folder)
         device = self.model.device
         with torch.no_grad():

@@ -23,7 +23,7 @@ from trainer import checkpoint
 from trainer.calibrate import Order, calibrate, calibration_rows, choose_order, statistics
 from trainer.data import CALIBRATION, TRAIN, DataOptions, Prepared, prepare
 from trainer.evaluate import HeldOut, held_out
-from trainer.fit import Budget, Fit, Fitted, Recipe, Status
+from trainer.fit import Budget, Costs, Fit, Fitted, Recipe, Status
 from trainer.options import Everything, names
 
 HELD_OUT_ROWS, HELD_OUT_ORDERS = 2000, 4
@@ -110,7 +110,7 @@ def train(
         elif settings.resume:
             say(f"nothing to resume in {folder}: starting from the beginning")
         rows = data.rows(CALIBRATION)
-        fitted = fit.run(stop, observe, lambda model: _cost_after(model, data, budget, order))
+        fitted = fit.run(stop, observe, lambda model: _costs(model, data, budget, order))
         say("calibrating")
         calibration = calibrate(fitted.model, data, rows, order, settings.seed)
         held = held_out(
@@ -222,8 +222,8 @@ def _identity(settings: Everything, data: Prepared, config: ModelConfig, recipe:
     return identity | {k: list(v) if isinstance(v, tuple) else v for k, v in (asdict(config) | asdict(recipe)).items()}
 
 
-def _cost_after(model: DEformer, data: Prepared, budget: Budget, order: Order) -> float:
-    """Seconds that calibration and the held-out evaluation will take, from a few rows; a second for the rest."""
+def _costs(model: DEformer, data: Prepared, budget: Budget, order: Order) -> Costs:
+    """What calibration and the held-out evaluation will take, from a few rows, and a second for the rest."""
     rows = data.rows(CALIBRATION)
     few = rows[:TIMED_ROWS]
     began = budget.clock()
@@ -233,7 +233,8 @@ def _cost_after(model: DEformer, data: Prepared, budget: Budget, order: Order) -
     ended = budget.clock()
     scored = len(calibration_rows(rows, 0)) / len(few)
     evaluated = min(len(rows), HELD_OUT_ROWS) * HELD_OUT_ORDERS / len(few)
-    return 1.0 + (middle - began) * scored + (ended - middle) * evaluated
+    after = 1.0 + (middle - began) * scored + (ended - middle) * evaluated
+    return Costs(after, (ended - middle) / len(few))
 
 
 def _summary(

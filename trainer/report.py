@@ -49,9 +49,9 @@ def _curves(fitted: Fitted) -> list[str]:
     return [
         html.heading("Learning"),
         html.paragraph(
-            f"Training {end}: {fitted.steps:,} steps, {fitted.epochs:.1f} passes over the training records. The weights "
-            f"kept are the averaged ones of step {best['step']:,.0f}. Smaller is better; a training curve far below the "
-            f"validation curve means that the model learns records by heart."
+            f"Training {end}: {fitted.steps:,} steps, {fitted.epochs:.1f} passes over the training records. "
+            f"The weights kept are the averaged ones of step {best['step']:,.0f}. Smaller is better; a training curve "
+            "far below the validation curve means that the model learns records by heart."
         ),
         html.line_chart(
             {
@@ -72,9 +72,9 @@ def _features(data: Prepared, held: HeldOut) -> list[str]:
         html.heading("What is predictable"),
         html.paragraph(
             f"Mean surprise of each feature given the readings that came before it, over {len(held.nll):,} held-out "
-            f"records in {held.orders} random orders each. For numbers this is the −ln of a density in units of the feature's own "
-            "spread: 1.42 is a bell curve without any help from the others, less is better, negative values are sharp "
-            "predictions. For labels it is the −ln of a probability: 0 is certainty."
+            f"records in {held.orders} random orders each. For numbers this is the −ln of a density in units of the "
+            "feature's own spread: 1.42 is a bell curve without any help from the others, less is better, negative "
+            "values are sharp predictions. For labels it is the −ln of a probability: 0 is certainty."
         ),
         html.bar_chart(
             [data.schema.names[i] for i in order],
@@ -92,10 +92,11 @@ def _calibration(calibration: Calibration) -> list[str]:
     return [
         html.heading("When it will alert"),
         html.paragraph(
-            f"The largest running statistic of each of {n:,} normal records that were held out from the start, readings "
-            f"in {calibration.order} order. A record alerts as soon as its statistic passes the line of its α. At most a "
-            "share α of normal records like these ever alerts, whatever the model's faults; a changed order of arrival, "
-            "drift or records that depend on each other (neighbouring seconds of one machine) weaken that promise."
+            f"The largest running statistic of each of {n:,} normal records that were held out from the start, "
+            f"readings in {calibration.order} order. A record alerts as soon as its statistic passes the line of its "
+            "α. At most a share α of normal records like these ever alerts, whatever the model's faults; a changed "
+            "order of arrival, drift or records that depend on each other (neighbouring seconds of one machine) weaken "
+            "that promise."
         ),
         html.histogram(calibration.scores, "Largest statistic of normal records", "statistic, nats", vertical=rules),
         html.table(

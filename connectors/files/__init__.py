@@ -4,13 +4,14 @@
 table into the asynchronous event stream that its readings would have been.
 """
 
-from connectors.files.sinks import AlertLines, RecordsParquet, RejectedLines, ScoresParquet
+from connectors.files.sinks import AlertLines, LinesSink, RecordsParquet, RejectedLines, ScoresParquet
 from connectors.files.sources import FileSource, StandardInput, open_source
 from connectors.files.stream import events_of
 
 __all__ = [
     "AlertLines",
     "FileSource",
+    "LinesSink",
     "RecordsParquet",
     "RejectedLines",
     "ScoresParquet",

@@ -187,16 +187,22 @@ class RecordsParquet(_ParquetSink):
         self._add(pa.RecordBatch.from_arrays(columns, schema=RECORDS))
 
 
-class _LinesSink:
-    """Lines to a file, or to standard output for "-"."""
+class LinesSink:
+    """Lines to a file, or to standard output for "-".
 
-    def __init__(self, path: str | Path) -> None:
+    append: go on behind what is there, as a consumer must that was started again; otherwise the file is begun anew."""
+
+    def __init__(self, path: str | Path, append: bool = False) -> None:
         self._path = Path(path)
         self._standard = str(path) == "-"
         with _opening(self._path):
-            self._file: IO[bytes] = sys.stdout.buffer if self._standard else self._path.open("wb")
+            torn = append and not self._standard and _ends_within_a_line(self._path)
+            self._file: IO[bytes] = sys.stdout.buffer if self._standard else self._path.open("ab" if append else "wb")
+        if torn:
+            self.lines([b""])
 
-    def _lines(self, lines: list[bytes]) -> None:
+    def lines(self, lines: list[bytes]) -> None:
+        """Append these lines, given without their ends."""
         if lines:
             with _writing(self._path):
                 self._file.write(b"\n".join(lines) + b"\n")
@@ -208,32 +214,40 @@ class _LinesSink:
 
     def close(self) -> None:
         """Flush; close a file, and see that its lines survive a power cut. A second call does nothing."""
-        if self._file.closed:
-            return
-        self.flush()
-        if not self._standard:
-            with _writing(self._path):
+        if self._standard:
+            self.flush()
+        elif not self._file.closed:
+            with _writing(self._path), self._file:
+                self._file.flush()
                 os.fsync(self._file.fileno())
-                self._file.close()
 
     def discard(self) -> None:
         """The same as `close`: lines that are written are true, whatever happened afterwards."""
         self.close()
 
 
-class AlertLines(_LinesSink):
+def _ends_within_a_line(path: Path) -> bool:
+    """Whether a crash cut the file's last line short."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+class AlertLines(LinesSink):
     """Alerts as JSON, one per line, in the order in which they were raised."""
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        self._lines([encode_alert(alert, data) for alert in effects.alerts])
+        self.lines([encode_alert(alert, data) for alert in effects.alerts])
 
 
-class RejectedLines(_LinesSink):
+class RejectedLines(LinesSink):
     """Dead letters of a replay: one JSON line per refusal with reason, detail, source position and the message."""
 
     def write(self, effects: Effects, data: Payload | None) -> None:
         if data is not None:
-            self._lines([encode_rejected(rejected, data) for rejected in effects.rejected])
+            self.lines([encode_rejected(rejected, data) for rejected in effects.rejected])
 
 
 def _nullable(values: NDArray[np.float64], null: NDArray[np.bool_]) -> pa.Array:

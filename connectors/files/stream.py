@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from connectors.files.sources import names_of
 from connectors.files.tables import LINES, Layout, Table, find, lines
-from deformer_stream.codec.columns import categorical, micros_of_column, text_ids
+from deformer_stream.codec.columns import categorical, micros_of_column, number, text_ids
 from deformer_stream.codec.messages import Refusal, micros, micros_of_text
 from deformer_stream.core.batch import NO_TIME
 from deformer_stream.errors import InputError
@@ -144,7 +144,7 @@ def _long(table: Table, time: str | None, wanted: _Wanted, seconds: Iterator[int
     first, last = 0, 0
     for batch in table.batches(used, ROWS, _text("record")):
         times = _times(table, batch, time, first, seconds)
-        values = [_cell(value) for value in batch.column("value").to_pylist()]
+        values = [_spelled(_cell(value)) for value in batch.column("value").to_pylist()]
         if "label" in used:
             labels = [_cell(value) for value in batch.column("label").to_pylist()]
             values = [value if label is None else label for value, label in zip(values, labels, strict=True)]
@@ -192,6 +192,14 @@ def _cell(value: Any) -> Any:
         return value
     number = float(value)
     return number if isfinite(number) else None
+
+
+def _spelled(value: Any) -> Any:
+    """In a column that mixes numbers and labels, all are text: what spells a number is one."""
+    if not isinstance(value, str):
+        return value
+    spelled = number(value)
+    return value if spelled is None or not isfinite(spelled) else spelled
 
 
 def _message(due: int, count: int, key: bytes, document: dict[str, Any]) -> Sent:

@@ -67,7 +67,7 @@ MAPPING: tuple[_Row, ...] = (
     (
         (errors.KafkaProtocolError,),
         ConfigError,
-        "what answers there does not speak Kafka, or not this way: check host, port and --security-protocol",
+        "what listens does not speak Kafka, or not so: check --bootstrap-servers, --security-protocol, --sasl-mechanism",
     ),
     (
         (errors.KafkaConfigurationError, ValueError, TypeError),
@@ -112,6 +112,22 @@ class _Forward(logging.Handler):
         log.get("kafka").warning(record.getMessage())
 
 
+class _Overhear(logging.Handler):
+    """Why connecting does not succeed: the client tries again whatever happens and tells its log alone why."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.refusal: errors.KafkaError | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for said in record.args if isinstance(record.args, tuple) else ():
+            if isinstance(said, errors.KafkaConnectionError) and "disconnected" in str(said):
+                # It took the connection and dropped it: so answer brokers who want TLS, or another way to log in.
+                self.refusal = self.refusal or errors.KafkaProtocolError()
+            elif isinstance(said, errors.KafkaError) and not said.retriable:
+                self.refusal = said
+
+
 _client_log = logging.getLogger("kafka")
 _forward = _Forward(logging.WARNING)
 
@@ -141,7 +157,7 @@ def connect(
 ) -> Client:
     """A client that has spoken to the broker, within `CONNECT_SECONDS`.
 
-    While connecting the client's log is silent, for the error raised says it all; and when it fails, its network
+    While connecting the client's log is not forwarded, for the error raised says it all; and when it fails, its network
     thread, which would go on trying, is ended. Raises Unavailable or ConfigError.
     """
     for name, path in (security or {}).items():
@@ -154,21 +170,27 @@ def connect(
         opened.append(KafkaNetClient(**configuration))
         return opened[-1]
 
+    overhear = _Overhear()
     _client_log.removeHandler(_forward)
+    _client_log.addHandler(overhear)
     try:
         with mapped(bootstrap_servers, "connecting", ValueError, TypeError):
-            return make(
-                bootstrap_servers=bootstrap_servers.split(","),
-                bootstrap_timeout_ms=int(CONNECT_SECONDS * 1000),
-                kafka_client=remember,
-                **(security or {}),
-                **options,
-            )
+            try:
+                return make(
+                    bootstrap_servers=bootstrap_servers.split(","),
+                    bootstrap_timeout_ms=int(CONNECT_SECONDS * 1000),
+                    kafka_client=remember,
+                    **(security or {}),
+                    **options,
+                )
+            except errors.KafkaTimeoutError as error:
+                raise overhear.refusal or error from error
     except DeformerError:
         for client in opened:
             client.close()
         raise
     finally:
+        _client_log.removeHandler(overhear)
         _client_log.addHandler(_forward)
 
 

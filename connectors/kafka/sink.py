@@ -113,6 +113,6 @@ def _letter(rejected: Rejected, data: Payload, limit: int) -> tuple[bytes | None
     headers += [("topic", topic.encode()), ("partition", b"%d" % partition), ("offset", b"%d" % offset)]
     if _size(key, value, headers) > limit:
         return key, b"", [*headers, ("payload_bytes", b"%d" % len(value))]
-    # A tombstone stays one, unless it has no key either: the client sends no such message, an empty value stands for it.
+    # A tombstone stays one, unless it has no key either: that the client does not send, so its value becomes empty.
     tombstone = isinstance(data, Messages) and data.payloads[rejected.message] is None and key is not None
     return key, None if tombstone else value, headers

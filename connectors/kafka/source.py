@@ -85,7 +85,7 @@ class KafkaSource:
             partition_assignment_strategy=[CooperativeStickyAssignor],
             max_poll_records=max_poll_records,
             session_timeout_ms=int(session_seconds * 1000),
-            heartbeat_interval_ms=int(session_seconds * 1000 / 15),
+            heartbeat_interval_ms=1000,  # how soon a member hears that partitions are to move
         )
         try:
             with mapped(bootstrap_servers, f"looking for topic {topic!r}", ValueError, TypeError):

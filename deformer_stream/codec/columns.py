@@ -52,8 +52,8 @@ def label_codes(
 
 
 def _spellings(text: str) -> list[str]:
-    number = _number(text)
-    return [text.strip().lower()] + ([] if number is None or not isfinite(number) else [label_of(number)])
+    spelled = number(text)
+    return [text.strip().lower()] + ([] if spelled is None or not isfinite(spelled) else [label_of(spelled)])
 
 
 def micros_of_column(column: pa.Array, where: str) -> tuple[NDArray[np.int64], dict[int, Refusal]]:
@@ -122,14 +122,14 @@ def numbers(column: pa.Array, name: str) -> tuple[NDArray[np.float64], dict[int,
     table = [nan] * (len(uniques) + 1)
     faults: list[Refusal | None] = [None] * (len(uniques) + 1)
     for k, text in enumerate(uniques):
-        number = None if isinstance(text, bool) else _number(text)
-        if number is None:
+        spelled = None if isinstance(text, bool) else number(text)
+        if spelled is None:
             word = "a boolean" if isinstance(text, bool) else f"text {brief(text, 20)}"
             faults[k] = Refusal(Reason.WRONG_TYPE, f"feature {brief(name)}: {word} where a number is expected")
-        elif not isfinite(number):
-            faults[k] = not_finite(name, number)
+        elif not isfinite(spelled):
+            faults[k] = not_finite(name, spelled)
         else:
-            table[k] = number
+            table[k] = spelled
     return np.array(table)[indices], faults_by_row(indices, faults)
 
 
@@ -137,7 +137,7 @@ def not_finite(name: str, value: float) -> Refusal:
     return Refusal(Reason.NOT_FINITE, f"feature {brief(name)}: {value!s} is not a finite number")
 
 
-def _number(text: str) -> float | None:
+def number(text: str) -> float | None:
     """The number that a text spells, or None; `1_000`, which Python would take, is none."""
     try:
         return None if "_" in text else float(text)

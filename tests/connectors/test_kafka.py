@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 from kafka import errors as refusals
+from kafka.admin import MemberToRemove
 
 from connectors.kafka import KafkaSink, KafkaSource, ensure_topics, produce
 from connectors.kafka.client import CONNECT_SECONDS, MAPPING, translate
@@ -277,6 +279,31 @@ def test_a_commit_during_a_rebalance_ends_well(kafka: SimpleNamespace, topic: To
     assert len(second) == 0
 
 
+def test_a_refused_commit_is_repeated_after_the_rebalance(
+    kafka: SimpleNamespace, topic: Topic, open_reader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker refuses a commit while it rebalances: positions stay, the commit follows, nothing is lost."""
+    name = topic(2)
+    produce(kafka.bootstrap, name, numbered(60, keys=20))
+    reader = open_reader(name, max_poll_records=10)
+    reader.read(10)
+    really, refused = reader.source._consumer.commit, []
+
+    def commit(*args: Any, **kwargs: Any) -> None:
+        if len(refused) < 2:
+            refused.append(reader.source.assigned)
+            raise refusals.RebalanceInProgressError()
+        really(*args, **kwargs)
+
+    monkeypatch.setattr(reader.source._consumer, "commit", commit)
+    reader.source.commit()
+    assert len(refused) == 2
+    assert sum(committed(kafka, name).values()) == 10
+    reader.read(60)
+    assert sorted(int(v) for v in reader.payloads()) == list(range(60))
+    assert reader.revoked == []
+
+
 def test_after_eviction_nothing_is_committed_for_lost_partitions(
     kafka: SimpleNamespace, topic: Topic, open_reader: Any
 ) -> None:
@@ -286,7 +313,7 @@ def test_after_eviction_nothing_is_committed_for_lost_partitions(
     first = open_reader(name)
     first.read(10)
     admin = KafkaAdminClient(bootstrap_servers=kafka.bootstrap)
-    admin.remove_group_members(f"g-{name}", [first.source._consumer.group_metadata().member_id])
+    admin.remove_group_members(f"g-{name}", [MemberToRemove(first.source._consumer.group_metadata().member_id)])
     admin.close()
     first.source.commit()
     until(lambda: first.poll(0.1) is not None and first.revoked == [0], "the loss reported")
@@ -377,7 +404,7 @@ def test_nonsense_address(servers: str) -> None:
 def mute() -> Iterator[str]:
     """The address of something that takes connections and never says a word."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        yield "127.0.0.1:%d" % server.getsockname()[1]
+        yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
 def test_something_that_is_no_broker(mute: str) -> None:
@@ -422,6 +449,11 @@ def test_wrong_password(guarded: str) -> None:
 def test_wrong_way_to_log_in(guarded: str) -> None:
     with pytest.raises(ConfigError, match="--sasl-mechanism"):
         KafkaSource(guarded, "t", "g", security=login("secret") | {"sasl_mechanism": "SCRAM-SHA-256"})
+
+
+def test_a_login_that_is_missing(guarded: str) -> None:
+    with pytest.raises(ConfigError, match="--security-protocol"):
+        KafkaSource(guarded, "t", "g")
 
 
 def test_creation_forbidden(guarded: str) -> None:
@@ -492,7 +524,7 @@ def records_of(kafka: SimpleNamespace, topic: str, count: int) -> list[Any]:
     """The first `count` messages of a topic with their headers, by partition."""
     reader = KafkaConsumer(bootstrap_servers=kafka.bootstrap, auto_offset_reset="earliest", consumer_timeout_ms=10000)
     reader.assign([TopicPartition(topic, p) for p in sorted(reader.partitions_for_topic(topic))])
-    found = [record for record, _ in zip(reader, range(count), strict=False)]
+    found = list(itertools.islice(reader, count))
     reader.close()
     assert len(found) == count
     return found

@@ -8,20 +8,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from deformer_stream.errors import ConfigError, InputError
+from tests.trainer.tables import write
 from trainer.data import CALIBRATION, TRAIN, VALIDATION, DataOptions, Prepared, assign_split, prepare
 from trainer.kinds import find_quantum
 from trainer.tables import microseconds
 
 N = 400
-
-
-def write(path: Path, columns: dict[str, Any]) -> Path:
-    pq.write_table(pa.table(columns), path, row_group_size=97)
-    return path
 
 
 def prepare_in(folder: Path, *tables: Path, **options: Any) -> Prepared:

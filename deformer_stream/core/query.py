@@ -1,0 +1,173 @@
+"""What else the density knows: the missing readings of a record, and records that could have been.
+
+Values are matrices (N, F) in raw units: a number, a label's code, or NaN where nothing was observed. Context conditions
+the others but has no distribution of its own, so it is neither filled nor drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deformer_stream.core.cache import KeyValueCache, tensor
+from deformer_stream.core.heads import Conditional
+from deformer_stream.core.model import DEformer, Extension, Past
+from deformer_stream.core.schema import Schema
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+GROUP_READINGS = 8192
+"""Readings that go through the network at once."""
+MOST_DRAWN = 1024
+"""Records drawn side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """Missing readings, each (N, F), NaN where none was asked for.
+
+    value: conditional median on the sensor's grid, or the likeliest label's code. low, high: bounds of the central
+    interval, NaN for discrete features.
+    """
+
+    value: Floats
+    low: Floats
+    high: Floats
+
+
+def fill(model: DEformer, values: Floats, asked: NDArray[np.bool_], interval: float = 0.9) -> Filled:
+    """Every asked-for reading given all present ones of its record, never given another filled one.
+
+    values: (N, F). asked: (N, F); what is present already, or context, is left out. interval: mass from low to high.
+    """
+    known = ~np.isnan(values)
+    asked = asked & ~known & ~model.schema.context
+    filled = Filled(*(np.full(values.shape, np.nan) for _ in range(3)))
+    rows = np.flatnonzero(asked.any(1))
+    present = known[rows].sum(1)
+    for count in np.unique(present).tolist():
+        group = rows[present == count]
+        size = max(1, GROUP_READINGS // (count + 1))
+        for start in range(0, len(group), size):
+            some = group[start : start + size]
+            _fill_group(model, values[some], known[some], asked[some], interval, some, filled)
+    return filled
+
+
+def _fill_group(
+    model: DEformer,
+    values: Floats,
+    known: NDArray[np.bool_],
+    asked: NDArray[np.bool_],
+    interval: float,
+    rows: Ints,
+    filled: Filled,
+) -> None:
+    """Records with equally many present readings: these are seen once, then each pass asks for one more feature."""
+    codes = np.nonzero(known)[1].reshape(len(rows), -1)
+    past = _past(model, codes, np.take_along_axis(values, codes, 1))
+    wanted = np.argsort(~asked, 1, kind="stable")
+    for a in range(int(asked.sum(1).max())):
+        some = np.flatnonzero(asked[np.arange(len(rows)), wanted[:, a]])
+        asks = wanted[some, a]
+        conditional = _ask(model, asks, past if len(some) == len(rows) else _rows(past, some, model))
+        where = rows[some], asks
+        for target, q in ((filled.low, (1 - interval) / 2), (filled.value, 0.5), (filled.high, (1 + interval) / 2)):
+            target[where] = model.schema.denormalise(asks, conditional.quantile(q).double().cpu().numpy())
+        filled.value[where] = on_grid(model.schema, asks, filled.value[where])
+        discrete = model.schema.discrete[asks]
+        labels = likeliest(model.schema, asks, conditional)
+        filled.value[where] = np.where(discrete, labels, filled.value[where])
+        for target in (filled.low, filled.high):
+            target[where] = np.where(discrete, np.nan, target[where])
+
+
+def _past(model: DEformer, codes: Ints, values: Floats) -> Past | None:
+    """Keys and values of (R, K) readings, None where there are none."""
+    if not codes.shape[1]:
+        return None
+    with torch.inference_mode():
+        normal = tensor(model.schema.normalise(codes, values), model)
+        seen = model.prefill(tensor(codes, model), normal)
+        lengths = torch.full((len(codes),), codes.shape[1] * model.tokens_kept, device=model.device)
+    return Past(seen.keys, seen.values, lengths)
+
+
+def _rows(past: Past | None, rows: Ints, model: DEformer) -> Past | None:
+    if past is None:
+        return None
+    index = tensor(rows, model)
+    return Past([k[index] for k in past.keys], [v[index] for v in past.values], past.lengths[index])
+
+
+def _ask(model: DEformer, asks: Ints, past: Past | None) -> Conditional:
+    """The conditionals of one feature per record, (R,). The value that goes with the question is never looked at."""
+    with torch.inference_mode():
+        codes = tensor(asks[:, None], model)
+        nothing = torch.zeros(codes.shape, dtype=model.dtype, device=model.device)
+        extension = model.prefill(codes, nothing) if past is None else model.extend(codes, nothing, past)
+        return extension.conditional[:, 0]
+
+
+def likeliest(schema: Schema, codes: Ints, conditional: Conditional) -> Ints:
+    """(M,) the code of the likeliest label that training saw, 0 for continuous features."""
+    mass = conditional.log_mass.double().cpu().numpy()
+    own = np.arange(mass.shape[-1]) < np.maximum(schema.label_counts[codes], 1)[:, None]
+    return np.asarray(np.where(own, mass, -np.inf).argmax(-1), np.int64)
+
+
+def on_grid(schema: Schema, codes: Ints, values: Floats) -> Floats:
+    """Raw values moved to the nearest one that their sensor can give; others stay. codes, values: (M,)."""
+    step = np.array([f.quantum or np.nan for f in schema.features])
+    origin = np.array([f.low or 0.0 for f in schema.features])
+    rest = origin - step * np.round(origin / step)
+    origin, step = np.where(np.abs(rest) < 1e-6 * step, 0.0, origin)[codes], step[codes]
+    with np.errstate(invalid="ignore"):
+        k = np.round((values - origin) / step)
+        parts = np.round(1 / step)
+        # Three tenths are 3 / 10 rather than 3 · 0.1, which floating point puts beside 0.3.
+        even = (parts > 0) & (np.abs(parts * step - 1) < 1e-9)
+        grid = origin + np.where(even, k / np.where(even, parts, 1.0), k * step)
+    return np.where(np.isnan(step), values, grid)
+
+
+def sample(model: DEformer, count: int, seed: int = 0, memory: int = 256 * 2**20) -> Iterator[Floats]:
+    """Draw whole records, each in a random order of its own, through the cache; blocks (n, F), `count` rows in all.
+
+    memory: bytes of cached keys and values. Equal arguments draw equal records.
+    """
+    orders, draws = np.random.default_rng(seed), torch.Generator(model.device).manual_seed(seed)
+    probe = KeyValueCache(model, 0)
+    block = int(np.clip(memory // (probe.pages_per_record * probe.page_bytes), 1, MOST_DRAWN))
+    for start in range(0, count, block):
+        yield _draw(model, min(block, count - start), orders, draws)
+
+
+def _draw(model: DEformer, n: int, orders: np.random.Generator, draws: torch.Generator) -> Floats:
+    schema, kept = model.schema, model.tokens_kept
+    modelled = np.flatnonzero(~schema.context)
+    codes = modelled[np.argsort(orders.random((n, len(modelled))), 1)]
+    cache = KeyValueCache(model, 0)
+    cache = KeyValueCache(model, n * cache.pages_per_record * cache.page_bytes)
+    cache.grow(n)
+    slots = np.arange(n)
+    drawn = np.full((n, len(schema)), np.nan)
+    normal = np.zeros(codes.shape)
+    for k in range(len(modelled)):
+        # A pass brings the reading drawn last and asks for the next one, whose value it never looks at.
+        new = slice(max(0, k - 1), k + 1)
+        with torch.inference_mode():
+            seen = model.extend(tensor(codes[:, new], model), tensor(normal[:, new], model), cache.gather(slots))
+            if k:
+                keys, values = ([t[:, :kept] for t in part] for part in (seen.keys, seen.values))
+                cache.append(slots, Extension(seen.conditional, keys, values))
+            draw = seen.conditional[:, -1].sample(draws).double().cpu().numpy()
+        raw = on_grid(schema, codes[:, k], schema.denormalise(codes[:, k], draw))
+        drawn[slots, codes[:, k]] = raw
+        normal[:, k] = schema.normalise(codes[:, k], raw)
+    return drawn

@@ -1,0 +1,210 @@
+"""The commands beside the road: produce, impute, sample, inspect, config, demo.
+
+Each function builds one command. Everything heavy is imported inside the command that needs it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deformer_stream.command import HELP, debug_option, debugging, stop_on_signals
+
+SECTIONS = ["consume", "replay", "produce", "impute", "sample"]
+"""The commands with options of `settings`; named here too, since importing them takes time."""
+
+
+def device_named(name: str) -> str:
+    """`auto` takes a GPU if there is one."""
+    import torch
+
+    from deformer_stream.errors import ConfigError
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: no usable GPU is there; use --device cpu or auto")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def produce() -> click.Command:
+    from deformer_stream.settings import ProduceSettings, load, options
+
+    @click.command("produce", context_settings=HELP)
+    @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
+    @options(ProduceSettings)
+    @debug_option
+    def command(inputs: tuple[str, ...], config: Path | None, **flags: Any) -> int:
+        """Turn a table into an asynchronous stream of single readings."""
+        from connectors.files import events_of
+        from deformer_stream import artifact, log
+        from deformer_stream.progress import Progress
+
+        settings = load(ProduceSettings, flags, config, "produce")
+        log.configure(debugging())
+        stop = stop_on_signals()
+        features = None
+        if settings.model is not None:
+            features = [str(row["name"]) for row in artifact.read_manifest(settings.model)["features"]]
+        events = events_of(
+            list(inputs),
+            shuffle_within=settings.shuffle_within,
+            seed=settings.seed,
+            layout=settings.layout,
+            record_column=settings.record_column,
+            time_column=settings.time_column,
+            exclude=[name.strip() for name in settings.exclude.split(",") if name.strip()],
+            features=features,
+            prefix=settings.record_prefix,
+        )
+        going = itertools.takewhile(lambda _: not stop.is_set(), events)
+        with Progress("produce", None, "events") as progress:
+            if settings.topic is None:
+                sent = _write_lines(str(settings.output), going, settings.rate, progress.advance)
+            else:
+                from connectors.kafka import produce as send
+
+                # Readings keep their own time in the message; the broker's timestamp is that of sending.
+                keyed = ((key or None, value, None) for key, value, _ in going)
+                servers, parts = settings.bootstrap_servers, settings.partitions
+                sent = send(servers, settings.topic, keyed, settings.rate, parts, settings.security(), progress.reach)
+        click.echo(f"{sent} events sent to {settings.topic or settings.output}", err=True)
+        return 130 if stop.is_set() else 0
+
+    return command
+
+
+def _write_lines(
+    path: str, events: Iterable[tuple[bytes, bytes, int]], rate: float | None, advance: Callable[[int], None]
+) -> int:
+    """Events as lines of a file, or of standard output for "-"; returns how many. rate: per second."""
+    from connectors.files import LinesSink
+
+    lines = LinesSink(path)
+    began, sent = time.monotonic(), 0
+    try:
+        for _, value, _ in events:
+            if rate is not None and (early := began + sent / rate - time.monotonic()) > 0:
+                lines.flush()
+                time.sleep(early)
+            lines.lines([value])
+            sent += 1
+            advance(1)
+    finally:
+        lines.close()
+    return sent
+
+
+def impute() -> click.Command:
+    from deformer_stream.settings import ImputeSettings, load, options
+
+    @click.command("impute", context_settings=HELP)
+    @click.argument("table", metavar="INPUT", type=click.Path(path_type=Path))
+    @options(ImputeSettings)
+    @debug_option
+    def command(table: Path, config: Path | None, **flags: Any) -> None:
+        """Fill the nulls of a wide table (Parquet, CSV) given what is there, with intervals."""
+        from connectors.files import queries
+        from deformer_stream import artifact, log
+        from deformer_stream.progress import Progress
+
+        settings = load(ImputeSettings, flags, config, "impute")
+        log.configure(debugging())
+        model = artifact.read(settings.model, device_named(settings.device)).model
+        with Progress("impute", None, "rows") as progress:
+            cells = queries.impute(table, settings.output, model, settings.interval, progress.advance)
+        click.echo(f"{cells} missing values filled in {progress.done} rows: {settings.output}", err=True)
+
+    return command
+
+
+def sample() -> click.Command:
+    from deformer_stream.settings import SampleSettings, load, options
+
+    @click.command("sample", context_settings=HELP)
+    @options(SampleSettings)
+    @debug_option
+    def command(config: Path | None, **flags: Any) -> None:
+        """Draw records that the model holds for normal, in raw units."""
+        from connectors.files import queries
+        from deformer_stream import artifact, log
+        from deformer_stream.progress import Progress
+
+        settings = load(SampleSettings, flags, config, "sample")
+        log.configure(debugging())
+        model = artifact.read(settings.model, device_named(settings.device)).model
+        with Progress("sample", settings.count, "records") as progress:
+            queries.sample(settings.output, model, settings.count, settings.seed, progress.advance)
+        click.echo(f"{settings.count} records drawn: {settings.output}", err=True)
+
+    return command
+
+
+def inspect() -> click.Command:
+    @click.command("inspect", context_settings=HELP)
+    @click.argument("directory", type=click.Path(path_type=Path))
+    @click.option("--json", "as_json", is_flag=True, help="Print the whole manifest.")
+    @debug_option
+    def command(directory: Path, as_json: bool) -> None:
+        """Verify a model directory and show what is in it."""
+        import json
+
+        from deformer_stream import artifact
+        from deformer_stream.inspect import describe
+
+        loaded = artifact.read(directory)
+        if as_json:
+            click.echo(json.dumps(loaded.manifest, indent=1))
+        else:
+            describe(loaded)
+
+    return command
+
+
+def config() -> click.Command:
+    @click.command("config", context_settings=HELP)
+    @click.argument(
+        "name",
+        metavar="[COMMAND]",
+        required=False,
+        type=click.Choice(SECTIONS),
+    )
+    @click.option(
+        "--config", "path", type=click.Path(path_type=Path), envvar="DEFORMER_CONFIG", help="TOML file with options."
+    )
+    @debug_option
+    def command(name: str | None, path: Path | None) -> None:
+        """Print the options in force and where each comes from; secrets are masked."""
+        from deformer_stream.settings import COMMANDS, in_force
+
+        for section in [name] if name else COMMANDS:
+            click.echo(f"[{section}]")
+            for line in in_force(COMMANDS[section], path, section):
+                click.echo(line)
+            click.echo()
+
+    return command
+
+
+def demo() -> click.Command:
+    @click.command("demo", context_settings=HELP)
+    @click.option(
+        "--output",
+        type=click.Path(path_type=Path),
+        default=Path("demo-output"),
+        show_default=True,
+        help="Where to write.",
+    )
+    @click.option("--seed", type=int, default=0, show_default=True)
+    @click.option("--train-time", default="60s", show_default=True, help="Time to train.")
+    @debug_option
+    def command(output: Path, seed: int, train_time: str) -> int:
+        """Simulate a fleet of pumps, train for a minute, and watch alerts fall before records are complete."""
+        from deformer_stream import demo as show
+
+        return show.run(output, seed, train_time)
+
+    return command

@@ -1,0 +1,77 @@
+"""Files as sinks: whole or not at all, and what happens when they cannot be written. Formats are in tests/golden."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import orjson
+import pyarrow.parquet as pq
+import pytest
+
+from connectors.files import AlertLines, LinesSink, RecordsParquet, ScoresParquet, sinks
+from deformer_stream.errors import ConfigError, Unavailable
+from tests.contracts.effects import SCHEMA, effects_of
+
+
+def test_parquet_appears_whole_at_close_and_not_at_all_when_discarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "ROW_GROUP", 10)
+    path = tmp_path / "scores.parquet"
+    path.write_text("the run before")
+    sink = ScoresParquet(path, SCHEMA)
+    for first in range(0, 100, 2):
+        sink.write(*effects_of(first))
+    assert path.read_text() == "the run before"
+    sink.close()
+    file = pq.ParquetFile(path)
+    assert (file.metadata.num_rows, file.metadata.num_row_groups) == (300, 25)
+    file.close()
+    before = path.read_bytes()
+    failed = ScoresParquet(path, SCHEMA)
+    failed.write(*effects_of(0))
+    failed.discard()
+    failed.close()
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["scores.parquet"]
+    records = RecordsParquet(tmp_path / "none.parquet")
+    records.close()
+    records.discard()
+    assert pq.read_table(tmp_path / "none.parquet").num_rows == 0  # an empty run leaves an empty table
+
+
+def test_alerts_on_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw))
+    sink = AlertLines("-")
+    sink.write(*effects_of(0))
+    sink.flush()
+    assert [orjson.loads(line)["record"] for line in raw.getvalue().splitlines()] == ["r0", "r1"]
+    sink.close()
+    assert not raw.closed
+
+
+def test_a_sink_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"):
+        ScoresParquet(tmp_path / "no" / "scores.parquet", SCHEMA)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        AlertLines(tmp_path)
+    full = AlertLines("/dev/full")
+    full.write(*effects_of(0))
+    with pytest.raises(Unavailable, match="writing failed"):
+        full.flush()
+    with pytest.raises(Unavailable, match="writing failed"):
+        full.close()
+    full.close()
+
+
+def test_events_as_lines(tmp_path: Path) -> None:
+    sink = LinesSink(tmp_path / "events.jsonl")
+    sink.lines([b'{"record":"r"}'])
+    sink.lines([])
+    sink.lines([b'{"record":"s"}'])
+    sink.close()
+    sink.close()
+    assert (tmp_path / "events.jsonl").read_bytes() == b'{"record":"r"}\n{"record":"s"}\n'

@@ -1,0 +1,352 @@
+"""Files as sources: layouts, names, orders, faults, and bounded memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from connectors.files import FileSource, StandardInput, open_source
+from connectors.files.tables import LineSplitter
+from deformer_stream.codec import Codec, Order, position
+from deformer_stream.core.batch import NO_TIME, Rejected
+from deformer_stream.core.schema import Feature, Schema
+from deformer_stream.errors import ConfigError, InputError
+
+SCHEMA = Schema(
+    (
+        Feature("a", "continuous"),
+        Feature("b", "continuous"),
+        Feature("state", "discrete", labels=("off", "on", "3")),
+    )
+)
+
+Event = tuple[str, str, Any]
+
+
+def read(
+    inputs: Sequence[Path], order: Order = "arrival", seed: int = 0, **options: Any
+) -> tuple[list[Event], list[Rejected], list[tuple[str, int, int]]]:
+    """Events as (record, feature, value), refusals, and the positions of the events."""
+    source = open_source(inputs, SCHEMA, order=order, seed=seed, **options)
+    codec = Codec(SCHEMA, order=order, seed=seed)
+    events: list[Event] = []
+    refused: list[Rejected] = []
+    places: list[tuple[str, int, int]] = []
+    while not source.exhausted:
+        data = source.poll(0.0).data
+        if data is None:
+            continue
+        batch, rejected = codec.decode(data)
+        refused += rejected
+        for i, record in enumerate(batch.records):
+            code, value = int(batch.features[i]), float(batch.values[i])
+            label = batch.unseen.get(
+                i, (*SCHEMA.features[code].labels, "?")[int(value)] if code == 2 and value == value else None
+            )
+            events.append((record, SCHEMA.names[code], label if code == 2 else None if value != value else value))
+            places.append(
+                (Path(position(data, int(batch.messages[i]))[0]).name, *position(data, int(batch.messages[i]))[1:])
+            )
+    return events, refused, places
+
+
+def lines(path: Path, *documents: Any) -> Path:
+    path.write_bytes(b"".join((d if isinstance(d, bytes) else orjson.dumps(d)) + b"\n" for d in documents))
+    return path
+
+
+def parquet(path: Path, **columns: Any) -> Path:
+    path.parent.mkdir(exist_ok=True, parents=True)
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+# --- what is read
+
+
+def test_wide_parquet_with_ids_time_and_columns_that_are_ignored(tmp_path: Path) -> None:
+    stamps = pa.array([1, 2], pa.timestamp("s"))
+    path = parquet(
+        tmp_path / "w.parquet",
+        b=[1.0, 2.0],
+        anomaly=[0, 1],
+        record=["x", None],
+        when=stamps,
+        later=stamps,
+        state=["on", "off"],
+    )
+    source = open_source([path], SCHEMA)
+    assert isinstance(source, FileSource)
+    assert (source.total, source.ignored) == (2, ("anomaly", "later"))
+    data = source.poll(0).data
+    assert data is not None
+    batch, rejected = Codec(SCHEMA).decode(data)
+    assert batch.records == ["x"] * 3
+    assert batch.times.tolist() == [1_000_000] * 3
+    assert [(r.message, r.reason.value) for r in rejected] == [(1, "missing_field")]
+
+
+def test_rows_without_ids_are_named_by_number_and_with_several_files_by_file(tmp_path: Path) -> None:
+    one = parquet(tmp_path / "v1" / "0.parquet", a=[1.0, 2.0])
+    two = parquet(tmp_path / "v2" / "1.parquet", a=[3.0])
+    same = parquet(tmp_path / "v2" / "0.parquet", a=[4.0])
+    parquet(tmp_path / "v2" / "sub" / "1.pq", a=[5.0])
+    (tmp_path / "v2" / "notes.txt").write_text("no table")
+
+    def ids(*inputs: Path) -> list[str]:
+        return list(dict.fromkeys(record for record, _, _ in read(inputs)[0]))
+
+    assert ids(one) == ["0", "1"]
+    assert ids(one, two) == ["0:0", "0:1", "1:0"]
+    assert ids(one, same) == ["v1/0:0", "v1/0:1", "v2/0:0"]
+    assert ids(tmp_path) == ["v1/0:0", "v1/0:1", "v2/0:0", "v2/1:0", "v2/sub/1:0"]
+    with pytest.raises(InputError, match="named twice"):
+        ids(one, one)
+
+
+def test_wide_csv(tmp_path: Path) -> None:
+    path = tmp_path / "w.csv"
+    path.write_text(
+        "datetime;a;state;changepoint;record\n2020-03-09 10:34:33;1.5;3.0;0;007\n2020-03-09 10:34:33.25;;on;0.5;008\n"
+    )
+    source = open_source([path], SCHEMA)
+    data = source.poll(0).data
+    assert data is not None
+    batch, rejected = Codec(SCHEMA).decode(data)
+    assert batch.records == ["007"] * 3 + ["008"] * 3
+    assert batch.times.tolist() == [1583750073000000] * 3 + [1583750073250000] * 3
+    assert source.ignored == ("changepoint",)
+    assert [e for e in read([path])[0] if e[2] is not None] == [
+        ("007", "a", 1.5),
+        ("007", "state", "3"),
+        ("008", "state", "on"),
+    ]
+    assert rejected == []
+
+
+def test_long_csv_refuses_a_bad_value_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "l.csv"
+    path.write_text(
+        "record,feature,value,time\n01,a,1.5,2020-03-09T10:34:33Z\n01,b,high,\n01,state,on,2020-03-09T10:34:34.5Z\n01,b,,\n"
+    )
+    events, rejected, places = read([path])
+    assert events == [("01", "a", 1.5), ("01", "state", "on"), ("01", "b", None)]
+    assert [(r.message, r.reason.value) for r in rejected] == [(1, "wrong_type")]
+    assert places == [("l.csv", 0, 0), ("l.csv", 0, 2), ("l.csv", 0, 3)]
+
+
+def test_json_lines_of_every_kind(tmp_path: Path) -> None:
+    path = lines(
+        tmp_path / "e.jsonl",
+        {"record": "r", "feature": "a", "value": 1},
+        b"",
+        b"  \r",
+        b"nonsense",
+        {"record": "r", "values": {"b": 2, "state": "new"}},
+    )
+    with path.open("ab") as file:
+        file.write(b'{"record":"s","feature":"a","value":3}\r')  # no line end
+    events, rejected, places = read([path])
+    assert events == [("r", "a", 1), ("r", "b", 2), ("r", "state", "new"), ("s", "a", 3)]
+    assert [r.reason.value for r in rejected] == ["not_json"]
+    assert places == [("e.jsonl", 0, 0), ("e.jsonl", 0, 4), ("e.jsonl", 0, 4), ("e.jsonl", 0, 5)]
+
+
+def test_a_long_line_is_refused_and_does_not_fill_memory(tmp_path: Path) -> None:
+    path = lines(
+        tmp_path / "e.jsonl",
+        {"record": "r", "feature": "a", "value": 1},
+        b"x" * 5_000_000,
+        {"record": "q", "feature": "a", "value": 1},
+    )
+    events, rejected, _ = read([path], max_message_bytes=1000)
+    assert [e[0] for e in events] == ["r", "q"]
+    splitter = LineSplitter(10)
+    assert [len(line) for block in (b"y" * 999, b"y" * 999, b"y\nz") for line in splitter.feed(block)] == [11]
+    assert splitter.finish() == [b"z"]
+    assert len(rejected) == 1
+
+
+def test_polls_are_small_and_the_source_ends(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "w.parquet", a=np.arange(1000.0), b=np.arange(1000.0))
+    source = open_source(
+        [path, lines(tmp_path / "e.jsonl", *[{"record": "r", "feature": "a", "value": 1}] * 50)],
+        SCHEMA,
+        batch_events=30,
+    )
+    sizes = []
+    while (data := source.poll(0).data) is not None:
+        sizes.append(len(data))
+    assert sizes == [10] * 100 + [30, 20]
+    assert source.exhausted
+    assert source.poll(0).data is None
+    assert source.total is None  # lines are not counted before they are read
+
+
+def test_an_explicit_layout_and_other_column_names(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "odd.parquet", record=["x"], feature=["f"], value=[1.0], a=[2.0], unit=["u"], at=[5])
+    events, _, _ = read([path], layout="wide", record_column="unit", time_column="at")
+    assert [e for e in events if e[2] is not None] == [("u", "a", 2.0)]
+    assert len(read([path])[1]) == 1  # read as a long table, feature "f" is unknown
+
+
+# --- orders
+
+
+def test_random_order_is_the_same_for_every_layout(tmp_path: Path) -> None:
+    ids = [f"pump {i}" for i in range(40)]
+    states = ["on", None, "odd", "3"] * 10
+    table = parquet(tmp_path / "w.parquet", record=ids, a=np.arange(40.0), b=[None, 1.0] * 20, state=states)
+    wide = {"a": np.arange(40.0).tolist(), "b": [None, 1.0] * 20, "state": states}
+    rows = [(ids[i], name, wide[name][i]) for name in wide for i in range(40)]  # sorted by feature: records far apart
+    log = parquet(
+        tmp_path / "l.parquet",
+        record=[r for r, _, _ in rows],
+        feature=[f for _, f, _ in rows],
+        value=[v if isinstance(v, float) else None for _, _, v in rows],
+        label=[v if isinstance(v, str) else None for _, _, v in rows],
+    )
+    text = lines(tmp_path / "e.jsonl", *({"record": r, "feature": f, "value": v} for r, f, v in rows))
+    many = lines(
+        tmp_path / "m.jsonl", *({"record": ids[i], "values": {n: wide[n][i] for n in wide}} for i in range(40))
+    )
+    orders: tuple[Order, ...] = ("random", "schema")
+    for order in orders:
+        expected, _, _ = read([table], order, seed=3)
+        for path in (log, text, many):
+            events, rejected, places = read([path], order, seed=3, batch_events=7)
+            assert events == expected
+            assert rejected == []
+            if path in (log, text):  # a position is where the event stood before it was moved
+                assert [(r, f) for r, f, _ in events] == [rows[offset][:2] for _, _, offset in places]
+    assert read([table], "random", seed=4)[0] != read([table], "random", seed=3)[0]
+
+
+def test_reordering_joins_records_across_files_and_keeps_what_is_bad(tmp_path: Path) -> None:
+    one = parquet(tmp_path / "1.parquet", record=["x", "y", None], feature=["b", "a", "a"], value=[1.0, 2.0, 3.0])
+    two = parquet(tmp_path / "2.parquet", record=["x", "x"], feature=["zzz", "a"], value=pa.array([4, 5]))
+    events, rejected, places = read([one, two], "schema")
+    assert events == [("x", "a", 5.0), ("x", "b", 1.0), ("y", "a", 2.0)]
+    assert sorted(r.reason.value for r in rejected) == ["missing_field", "unknown_feature"]
+    assert places == [("2.parquet", 0, 1), ("1.parquet", 0, 0), ("1.parquet", 0, 1)]
+    good = {"record": "r", "feature": "b", "value": 1}
+    text = lines(
+        tmp_path / "e.jsonl",
+        good,
+        b"junk",
+        b"[]",
+        {"feature": "a", "value": 1},
+        {"record": "r", "feature": "a", "value": 2},
+        b'{"record":"r","values":{"a":' + b"[" * 300 + b"]" * 300 + b"}}",
+        b"x" * 2_000_000,
+    )
+    events, rejected, _ = read([text], "random")
+    assert sorted(events) == [("r", "a", 2), ("r", "b", 1)]
+    assert sorted(r.reason.value for r in rejected) == [
+        "missing_field",
+        "not_json",
+        "not_json",
+        "too_large",
+        "wrong_type",
+    ]
+
+
+def test_empty_inputs_have_no_events(tmp_path: Path) -> None:
+    table = parquet(tmp_path / "w.parquet", a=pa.array([], pa.float64()))
+    log = parquet(
+        tmp_path / "l.parquet", **{name: pa.array([], pa.string()) for name in ("record", "feature", "value")}
+    )
+    text = lines(tmp_path / "e.jsonl")
+    orders: tuple[Order, ...] = ("arrival", "random")
+    for order in orders:
+        assert read([table, log, text], order) == ([], [], [])
+
+
+# --- faults
+
+
+def test_faults_name_the_file_and_the_remedy(tmp_path: Path) -> None:
+    good = parquet(tmp_path / "good.parquet", a=np.arange(5000.0))
+    cut = tmp_path / "cut.parquet"
+    cut.write_bytes(good.read_bytes()[:-200])
+    (tmp_path / "text.csv").write_text("a,b\n1,2\n3,high\n")
+    (tmp_path / "ragged.csv").write_text("a,b\n1,2\n3\n")
+    (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "data.xlsx").write_text("")
+    (tmp_path / "void").mkdir()
+    parquet(tmp_path / "other.parquet", x=[1.0], y=[2.0])
+    parquet(tmp_path / "floats.parquet", record=[1.5], a=[1.0])
+    parquet(tmp_path / "words.parquet", a=["high"])
+    parquet(tmp_path / "numbered.parquet", record=["x"], feature=[1], value=[1.0])
+    cases = {
+        "missing.parquet": "no such file",
+        "cut.parquet": "cannot be read",
+        "text.csv": "high",
+        "ragged.csv": "cannot be read",
+        "empty.csv": "header",
+        "data.xlsx": "unknown kind of file",
+        "void": "no Parquet, CSV or JSON lines",
+        "other.parquet": "no column is a feature of the model",
+        "floats.parquet": "record ids are text or whole numbers",
+        "words.parquet": "column 'a' is string",
+        "numbered.parquet": "feature names are text",
+    }
+    for name, says in cases.items():
+        with pytest.raises(InputError) as caught:
+            read([tmp_path / name])
+        message = str(caught.value)
+        assert name in message
+        assert says in message
+        assert "\n" not in message
+        assert caught.value.exit_code == 3
+    with pytest.raises(InputError, match="long table needs a column 'record'"):
+        read([good], layout="long")
+    with pytest.raises(InputError, match="no time column 'noon'"):
+        read([good], time_column="noon")
+    with pytest.raises(InputError, match="no input"):
+        read([])
+
+
+def test_a_file_that_is_damaged_inside_is_an_input_error(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "d.parquet", a=np.random.default_rng(0).normal(size=50_000))
+    content = bytearray(path.read_bytes())
+    content[1000:300_000] = b"\xff" * 299_000
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"d\.parquet: cannot be read"):
+        read([path])
+
+
+def test_standard_input_stands_alone(tmp_path: Path) -> None:
+    for arguments, order in (([Path("-"), tmp_path], "arrival"), ([Path("-")], "random")):
+        with pytest.raises(ConfigError, match="standard input"):
+            open_source(arguments, SCHEMA, order=order)  # type: ignore[arg-type]
+
+
+def test_standard_input_serves_what_is_there_and_waits_no_longer_than_asked() -> None:
+    reader, writer = os.pipe()
+    source = StandardInput(reader)
+    began = time.monotonic()
+    assert source.poll(0.1).data is None
+    assert 0.05 < time.monotonic() - began < 1.0
+    os.write(writer, b'{"record":"r"}\n{"rec')
+    data = source.poll(5.0).data
+    assert data is not None
+    assert (data.payloads, data.offsets.tolist(), data.times.tolist()) == ([b'{"record":"r"}'], [0], [NO_TIME])  # type: ignore[union-attr]
+    assert not source.exhausted
+    os.write(writer, b'ord":"s"}')
+    os.close(writer)
+    data = source.poll(5.0).data
+    assert data is not None
+    assert (data.payloads, data.offsets.tolist()) == ([b'{"record":"s"}'], [1])  # type: ignore[union-attr]
+    assert source.exhausted
+    source.close()
+    os.close(reader)

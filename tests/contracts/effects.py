@@ -1,0 +1,105 @@
+"""Effects made by hand, for sinks: no model, no engine."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deformer_stream.core.batch import (
+    NO_TIME,
+    AlertRaised,
+    Closed,
+    Closing,
+    Contribution,
+    Effects,
+    EventBatch,
+    Expected,
+    Reason,
+    Rejected,
+    Scored,
+)
+from deformer_stream.core.schema import Feature, Schema
+from deformer_stream.ports import Messages
+
+SCHEMA = Schema(
+    (
+        Feature("Pressure", "continuous"),
+        Feature("site", "continuous", context=True),
+        Feature("state", "discrete", labels=("off", "on")),
+    )
+)
+
+
+def alert_of(record: str, message: int, time: int = 1_583_750_073_000_000) -> AlertRaised:
+    return AlertRaised(
+        id=f"id-of-{record}",
+        record=record,
+        raised_at=3,
+        features_seen=3,
+        features_expected=8,
+        time=time,
+        p_value=0.0008,
+        alpha=0.01,
+        score=9.31,
+        running_log_likelihood=-21.7,
+        model="0123456789abcdef",
+        message=message,
+        contributions=(
+            Contribution("Pressure", 9.1, 11.2, Expected(-0.27, 0.05, 0.38)),
+            Contribution("state", "broken", 4.0, Expected(None, "on", None)),
+        ),
+    )
+
+
+def effects_of(first: int, records: int = 2) -> tuple[Effects, Messages]:
+    """`records` records of three readings each; each one is closed with an alert on its last reading, and the message
+    after each is refused. first: number of the first record, so that several effects tell different records."""
+    names = [f"r{first + i}" for i in range(records)]
+    n = 3 * records
+    messages = np.array([4 * (i // 3) + i % 3 for i in range(n)], np.int32)
+    batch = EventBatch(
+        [name for name in names for _ in range(3)],
+        np.array([0, 1, 2] * records, np.int32),
+        np.array([9.1, 7.0, 2.0] * records),
+        np.array([1_583_750_073_000_000, NO_TIME, 1_583_750_074_500_000] * records),
+        messages,
+        np.full(n, 2, np.int32),
+        {3 * i + 2: "broken" for i in range(records)},
+    )
+    scored = Scored(
+        np.arange(n),
+        np.array([0, 1, 2] * records, np.int32),
+        np.array([-1.5, np.nan, -9.0] * records),
+        np.array([-1.5, -1.5, -10.5] * records),
+        np.array([1.0, 1.0, 9.3] * records),
+        np.array([0.6, 0.6, 0.001] * records),
+        np.array([False, False, True] * records),
+    )
+    closed = Closed(
+        names,
+        [Closing.COMPLETE] * records,
+        np.full(records, 3, np.int32),
+        np.ones(records, bool),
+        np.full(records, -10.5),
+        np.full(records, 9.3),
+        np.full(records, 0.001),
+        np.where(np.arange(records) % 2 == 0, 2, -1).astype(np.int32),
+    )
+    alerts = [alert_of(name, 4 * i + 2) for i, name in enumerate(names)]
+    rejected = [Rejected(4 * i + 3, Reason.NOT_JSON, "no JSON") for i in range(records)]
+    size = 4 * records
+    data = Messages(
+        "sensors",
+        [names[i // 4].encode() for i in range(size)],
+        [b"pressure=3" if i % 4 == 3 else b"{}" for i in range(size)],
+        np.full(size, NO_TIME),
+        np.full(size, 2, np.int32),
+        np.arange(size, dtype=np.int64) + 1000 * first,
+    )
+    return Effects(batch, scored, alerts, rejected, closed), data
+
+
+def nothing() -> Effects:
+    ints = np.empty(0, np.int32)
+    floats = np.empty(0)
+    closed = Closed([], [], ints, np.empty(0, bool), floats, floats, floats, ints)
+    return Effects(EventBatch.empty(), Scored.empty(), [], [], closed)

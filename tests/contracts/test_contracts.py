@@ -1,0 +1,143 @@
+"""The contracts, run on everything that needs no service: memory, files and standard streams."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import pyarrow.csv as pc_csv
+import pyarrow.parquet as pq
+import pytest
+
+from connectors.files import AlertLines, RecordsParquet, RejectedLines, ScoresParquet, StandardInput, open_source
+from deformer_stream.codec import encode_alert, encode_rejected
+from deformer_stream.core.batch import Effects
+from deformer_stream.ports import EventSource, Payload
+from deformer_stream.testing import MemorySink, MemorySource
+from tests.contracts import effects as made
+from tests.contracts.sinks import Drain, SinkContract
+from tests.contracts.sources import SCHEMA, Feed, Reading, SourceContract
+
+
+def lines(readings: list[Reading]) -> list[bytes]:
+    return [orjson.dumps({"record": r, "feature": f, "value": v}) for r, f, v in readings]
+
+
+def long(readings: list[Reading]) -> pa.Table:
+    return pa.table({name: [row[k] for row in readings] for k, name in enumerate(("record", "feature", "value"))})
+
+
+def wide(readings: list[Reading]) -> pa.Table:
+    """Valid for readings that come record by record, in the columns' order."""
+    ids = list(dict.fromkeys(record for record, _, _ in readings))
+    columns = {name: [value for _, feature, value in readings if feature == name] for name in "abc"}
+    return pa.table({"record": ids, **columns})
+
+
+class TestMemory(SourceContract):
+    @pytest.fixture
+    def feed(self) -> Feed:
+        published: list[bytes] = []
+        return Feed(lambda readings: published.extend(lines(readings)), lambda: MemorySource(published, chunk=7))
+
+
+WRITERS: dict[str, Callable[[Path, list[Reading]], object]] = {
+    "events.jsonl": lambda path, readings: path.write_bytes(b"\n".join(lines(readings)) + b"\n"),
+    "long.parquet": lambda path, readings: pq.write_table(long(readings), path, row_group_size=11),
+    "long.csv": lambda path, readings: pc_csv.write_csv(long(readings), path),
+    "wide.parquet": lambda path, readings: pq.write_table(wide(readings), path, row_group_size=3),
+    "wide.csv": lambda path, readings: pc_csv.write_csv(wide(readings), path),
+}
+
+
+class TestFiles(SourceContract):
+    @pytest.fixture(params=list(WRITERS))
+    def feed(self, request: pytest.FixtureRequest, tmp_path: Path) -> Feed:
+        path = tmp_path / request.param
+        write = WRITERS[request.param]
+        return Feed(lambda readings: write(path, readings), lambda: open_source([path], SCHEMA, batch_events=8))  # type: ignore[arg-type]
+
+
+class TestStandardInput(SourceContract):
+    @pytest.fixture
+    def feed(self, tmp_path: Path) -> Iterator[Feed]:
+        path = tmp_path / "events.jsonl"
+        descriptors: list[int] = []
+
+        def publish(readings: list[Reading]) -> None:
+            path.write_bytes(b"\n".join(lines(readings)))  # no line end after the last
+
+        def open_() -> EventSource:
+            descriptors.append(os.open(path, os.O_RDONLY))
+            return StandardInput(descriptors[-1], batch_events=8)
+
+        yield Feed(publish, open_)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+class TestMemorySink(SinkContract):
+    @pytest.fixture
+    def drain(self) -> Drain:
+        sink = MemorySink()
+        return Drain(lambda: sink, lambda: sink.alerts, lambda effects, data: effects.alerts)
+
+
+def json_lines(path: Path) -> list[Any]:
+    return [orjson.loads(line) for line in path.read_bytes().splitlines()]
+
+
+class TestAlertLines(SinkContract):
+    @pytest.fixture
+    def drain(self, tmp_path: Path) -> Drain:
+        path = tmp_path / "alerts.jsonl"
+
+        def expected(effects: Effects, data: Payload | None) -> list[Any]:
+            return [orjson.loads(encode_alert(alert, data)) for alert in effects.alerts]
+
+        return Drain(lambda: AlertLines(path), lambda: json_lines(path), expected)
+
+
+class TestRejectedLines(SinkContract):
+    @pytest.fixture
+    def drain(self, tmp_path: Path) -> Drain:
+        path = tmp_path / "rejected.jsonl"
+
+        def expected(effects: Effects, data: Payload | None) -> list[Any]:
+            assert data is not None
+            return [orjson.loads(encode_rejected(rejected, data)) for rejected in effects.rejected]
+
+        return Drain(lambda: RejectedLines(path), lambda: json_lines(path), expected)
+
+
+class TestScoresParquet(SinkContract):
+    @pytest.fixture
+    def drain(self, tmp_path: Path) -> Drain:
+        path = tmp_path / "scores.parquet"
+
+        def expected(effects: Effects, data: Payload | None) -> list[Any]:
+            events, seq = effects.scored.events.tolist(), effects.scored.seq.tolist()
+            return [(effects.batch.records[e], s) for e, s in zip(events, seq, strict=True)]
+
+        def delivered() -> list[Any]:
+            table = pq.read_table(path)
+            return list(zip(table["record"].to_pylist(), table["seq"].to_pylist(), strict=True))
+
+        return Drain(lambda: ScoresParquet(path, made.SCHEMA), delivered, expected, safe_at_flush=False)
+
+
+class TestRecordsParquet(SinkContract):
+    @pytest.fixture
+    def drain(self, tmp_path: Path) -> Drain:
+        path = tmp_path / "records.parquet"
+
+        def delivered() -> list[Any]:
+            return list(pq.read_table(path)["record"].to_pylist())
+
+        return Drain(
+            lambda: RecordsParquet(path), delivered, lambda effects, data: effects.closed.records, safe_at_flush=False
+        )

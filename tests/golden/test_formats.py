@@ -1,0 +1,59 @@
+"""The public formats, byte by byte and column by column: a change here is a change for everyone who reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from connectors.files import AlertLines, RecordsParquet, RejectedLines, ScoresParquet
+from deformer_stream.codec import encode_alert
+from deformer_stream.core.batch import NO_TIME
+from tests.contracts.effects import SCHEMA, alert_of, effects_of
+
+GOLDEN = Path(__file__).parent
+
+
+def table_text(path: Path) -> str:
+    """A Parquet file's columns and rows as text."""
+    table = pq.read_table(path)
+    columns = [f"{field.name}: {field.type}{'' if field.nullable else ' not null'}" for field in table.schema]
+    rows = [json.dumps(row, default=str, ensure_ascii=False) for row in table.to_pylist()]
+    return "\n".join([*columns, "", *rows]) + "\n"
+
+
+def test_alert(tmp_path: Path) -> None:
+    effects, data = effects_of(1)
+    sink = AlertLines(tmp_path / "alerts.jsonl")
+    sink.write(effects, data)
+    sink.close()
+    assert (tmp_path / "alerts.jsonl").read_text() == (GOLDEN / "alerts.jsonl").read_text()
+
+
+def test_an_alert_without_time_or_source_has_nulls() -> None:
+    document = json.loads(encode_alert(alert_of("r", -1, NO_TIME), effects_of(1)[1]))
+    assert (document["time"], document["source"]) == (None, None)
+    assert json.loads(encode_alert(alert_of("r", 0), None))["source"] is None
+
+
+def test_rejected(tmp_path: Path) -> None:
+    effects, data = effects_of(1)
+    sink = RejectedLines(tmp_path / "rejected.jsonl")
+    sink.write(effects, data)
+    sink.close()
+    assert (tmp_path / "rejected.jsonl").read_text() == (GOLDEN / "rejected.jsonl").read_text()
+
+
+def test_scores(tmp_path: Path) -> None:
+    sink = ScoresParquet(tmp_path / "scores.parquet", SCHEMA)
+    sink.write(*effects_of(1))
+    sink.close()
+    assert table_text(tmp_path / "scores.parquet") == (GOLDEN / "scores.txt").read_text()
+
+
+def test_records(tmp_path: Path) -> None:
+    sink = RecordsParquet(tmp_path / "records.parquet")
+    sink.write(*effects_of(1))
+    sink.close()
+    assert table_text(tmp_path / "records.parquet") == (GOLDEN / "records.txt").read_text()

@@ -1,0 +1,175 @@
+"""Training learns, keeps its time, and continues where it stopped to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deformer_stream.core.model import DEformer, ModelConfig
+from deformer_stream.errors import ConfigError, InputError
+from tests.trainer.tables import correlated, entropy, mixed, prepared
+from trainer import checkpoint
+from trainer.data import CALIBRATION, Prepared
+from trainer.evaluate import held_out
+from trainer.fit import Budget, Costs, Fit, Fitted, Interrupted, Recipe
+from trainer.sampling import Noise, arrange, random_keys, seeded, take
+
+SMALL = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,), dropout=0.1)
+RECIPE = Recipe(batch=32, learning_rate=3e-3, epochs=4, smoothing=0.05)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prepared]:
+    yield prepared(tmp_path_factory.mktemp("data"), mixed(np.random.default_rng(3), 300))
+
+
+def start(data: Prepared, folder: Path, recipe: Recipe = RECIPE, budget: Budget | None = None, **identity: Any) -> Fit:
+    torch.manual_seed(0)
+    folder.mkdir(exist_ok=True)
+    return Fit(data, DEformer(data.schema, SMALL), recipe, 0, folder, budget or Budget(), identity)
+
+
+def weights(fitted: Fitted) -> list[torch.Tensor]:
+    return [p.detach() for p in fitted.model.parameters()]
+
+
+def stopping_at(fit: Fit, step: int) -> Callable[[], bool]:
+    return lambda: fit.step >= step
+
+
+@pytest.mark.parametrize("at", [1, 7, 13])
+def test_interrupted_and_resumed_equals_uninterrupted(data: Prepared, tmp_path: Path, at: int) -> None:
+    whole = start(data, tmp_path / "whole").run()
+    first = start(data, tmp_path / "parts")
+    with pytest.raises(Interrupted):
+        first.run(stopping_at(first, at))
+    torch.rand(3)  # whatever else drew random numbers in between
+    second = start(data, tmp_path / "parts")
+    state = checkpoint.load_state(tmp_path / "parts")
+    assert state is not None
+    second.restore(state)
+    assert second.step == at
+    resumed = second.run()
+    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(resumed), strict=True))
+    for a, b in zip(whole.history, resumed.history, strict=True):
+        assert {k: v for k, v in a.items() if k != "seconds"} == {k: v for k, v in b.items() if k != "seconds"}
+
+
+def test_same_seed_same_weights_other_seed_others(data: Prepared, tmp_path: Path) -> None:
+    runs = [start(data, tmp_path).run() for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(weights(runs[0]), weights(runs[1]), strict=True))
+    other = start(data, tmp_path)
+    other.seed = 1
+    assert any(not torch.equal(a, b) for a, b in zip(weights(runs[0]), weights(other.run()), strict=True))
+
+
+def test_resume_refuses_other_data_or_options(data: Prepared, tmp_path: Path) -> None:
+    first = start(data, tmp_path, learning_rate=1e-3)
+    with pytest.raises(Interrupted):
+        first.run(stopping_at(first, 2))
+    state = checkpoint.load_state(tmp_path)
+    assert state is not None
+    with pytest.raises(ConfigError, match=r"learning_rate was 0\.001, now it is 0\.01"):
+        start(data, tmp_path, learning_rate=1e-2).restore(state)
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(data: Prepared, tmp_path: Path) -> None:
+    first = start(data, tmp_path)
+    with pytest.raises(Interrupted):
+        first.run(stopping_at(first, 1))
+    path = tmp_path / checkpoint.FILE
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(InputError, match="delete"):
+        checkpoint.load_state(tmp_path)
+
+
+def test_training_ends_within_its_time(data: Prepared, tmp_path: Path) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.01
+        return now
+
+    budget = Budget(limit=20.0, clock=clock)
+    fitted = start(data, tmp_path, replace(RECIPE, epochs=10_000, patience=10_000), budget).run(
+        costs=lambda model: Costs(after=5.0, record=1e-4)
+    )
+    assert 14.5 < now < 15.5
+    assert not fitted.stopped_early
+    assert 20 <= len(fitted.history) <= 32
+
+
+def test_training_stops_when_validation_no_longer_improves(data: Prepared, tmp_path: Path) -> None:
+    fitted = start(data, tmp_path, replace(RECIPE, learning_rate=0.03, epochs=400, smoothing=0.0, patience=3)).run()
+    assert fitted.stopped_early
+    validation = [row["validation"] for row in fitted.history]
+    assert validation.index(min(validation)) == len(validation) - 4
+
+
+def test_diverging_training_says_so(data: Prepared, tmp_path: Path) -> None:
+    fit = start(data, tmp_path)
+    with torch.no_grad():
+        next(fit.model.parameters()).fill_(torch.nan)
+    with pytest.raises(ConfigError, match="lower learning_rate"):
+        fit.run()
+
+
+@pytest.mark.slow
+def test_held_out_likelihood_nears_the_entropy_of_a_gaussian(tmp_path: Path) -> None:
+    x, covariance = correlated(np.random.default_rng(5), 8000)
+    data = prepared(tmp_path, {f"x{i}": column for i, column in enumerate(x.T)})
+    config = ModelConfig(d_model=32, layers=2, heads=2, feedforward=64, mixtures=4, hidden=(32,))
+    torch.manual_seed(0)
+    recipe = Recipe(batch=128, learning_rate=5e-3, epochs=12)
+    fitted = Fit(data, DEformer(data.schema, config), recipe, 0, tmp_path, Budget(), {}).run()
+    nll = held_out(fitted.model, data, data.rows(CALIBRATION), 4, 1).mean
+    truth = entropy(covariance, np.array([f.scale for f in data.schema.features]))
+    untrained = entropy(np.eye(4), np.ones(4))
+    assert truth - 0.06 < nll < truth + 0.12 < untrained - 1.0
+
+
+def test_orders_are_fresh_complete_and_uniform() -> None:
+    generator = seeded(1, 2)
+    values = torch.arange(4.0).repeat(6000, 1)
+    features, order = arrange(values, random_keys(values.shape, generator))
+    assert (features.sort(1).values == torch.arange(4)).all()
+    counts = np.unique(features.numpy(), axis=0, return_counts=True)[1]
+    assert len(counts) == 24
+    assert counts.min() > 170  # 250 expected, four standard deviations below is 188
+    assert torch.equal(take(values, order), features.double().float())
+
+
+def test_missing_readings_are_left_out() -> None:
+    nan = torch.nan
+    values = torch.tensor([[1.0, nan, 3.0, nan], [nan, nan, nan, 7.0]])
+    features, order = arrange(values, torch.tensor([[9.0, 1.0, 2.0, 3.0]] * 2))
+    assert features.tolist() == [[2, 0], [3, -1]]
+    assert take(values, order).tolist() == [[3.0, 1.0], [7.0, 0.0]]
+    empty, _ = arrange(torch.full((2, 3), nan), torch.zeros(2, 3))
+    assert empty.tolist() == [[-1], [-1]]
+
+
+def test_noise_spreads_gridded_readings_over_one_quantum(data: Prepared) -> None:
+    noise = Noise.of(data.schema, forget=0.2)
+    values = torch.zeros(20_000, 4)
+    values[0] = torch.nan
+    noisy, hidden = noise.apply(values, seeded(0))
+    a, c, state = (data.schema.codes[name] for name in ("a", "c", "state"))
+    assert torch.equal(noisy[1:, a], values[1:, a])
+    assert noisy[0].isnan().all()
+    width = 0.1 / data.schema.features[c].scale
+    assert float(noisy[1:, c].min()) == pytest.approx(-width / 2, rel=0.01)
+    assert float(noisy[1:, c].max()) == pytest.approx(width / 2, rel=0.01)
+    assert noisy[1:, state].unique().tolist() == [0.0, 3.0]
+    assert float(hidden[1:, state].float().mean()) == pytest.approx(0.2, abs=0.02)
+    assert not hidden[:, [a, c]].any()
+    smooth, _ = Noise.of(data.schema, smoothing=0.3).apply(values, seeded(0))
+    assert float(smooth[1:, a].std()) == pytest.approx(0.3, rel=0.05)
+    assert (smooth[1:, state] == 0).all()
