@@ -6,7 +6,6 @@ fault a record has is known to the simulator alone and is put beside the alerts 
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -146,8 +145,7 @@ def train(console: Console, table: Path, model: Path, seed: int, train_time: str
     sys.stdout.flush()
     command = [sys.executable, "-m", "trainer.cli", str(table), *options]
     # Threads that wait by spinning lose a factor of ten where other programs want the processors, too.
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-    return subprocess.run(command, stdin=subprocess.DEVNULL, env=environment, check=False).returncode  # noqa: S603 - ours
+    return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode  # noqa: S603 - ours
 
 
 def stream(console: Console, detector: artifact.Artifact, fleet: Fleet) -> tuple[Watch, Totals]:
@@ -180,7 +178,7 @@ def show(console: Console, summary: Summary) -> None:
         column.justify = "right"
     for kind, (records, detected, share) in summary.by_kind.items():
         table.add_row(kind, str(records), html.percent(detected / records, 0), html.percent(share, 0))
-    overall = html.percent(summary.detected / summary.faulty, 0), html.percent(summary.mean_share, 0)
+    overall = html.percent(summary.detected / max(summary.faulty, 1), 0), html.percent(summary.mean_share, 0)
     table.add_row("all", str(summary.faulty), *overall, style="bold")
     console.print(table)
     console.print()

@@ -45,9 +45,9 @@ class Outcome:
 
 def measured(feature: str, value: float | str | None) -> str:
     """A value with its unit, to the sensor's resolution."""
-    if not isinstance(value, float | int):
-        return str(value)
     sensor = SENSORS.get(feature)
+    if not isinstance(value, float | int):
+        return f"{value} {sensor.unit if sensor else ''}".strip()
     if sensor is None:
         return html.number(value, 4)
     digits = max(0, -math.floor(math.log10(sensor.step))) if sensor.step else 0
@@ -58,7 +58,8 @@ def explained(part: Contribution) -> str:
     """One reading's share in an alert in words: what was expected, what came."""
     name, expected = part.feature.replace("_", " "), part.expected
     if expected.low is None or expected.high is None:
-        return f"{name}: expected {expected.median}, came {part.value}"
+        expected_label, label = measured(part.feature, expected.median), measured(part.feature, part.value)
+        return f"{name}: expected {expected_label}, came {label}"
     unit = f" {SENSORS[part.feature].unit}" if part.feature in SENSORS else ""
     low, high = (measured(part.feature, end).removesuffix(unit) for end in (expected.low, expected.high))
     return f"{name}: expected {low} … {high}, came {measured(part.feature, part.value)}"
@@ -171,8 +172,8 @@ def report(
         html.figures(headline(summary)),
         html.paragraph(
             f"An alert is raised as soon as a record's p-value falls to α = {alpha}. Whatever the model has learnt, at "
-            f"most that share of normal records ever raises one: with {summary.calibrated:,} calibration records and "
-            f"{summary.normals:,} normal records in the stream, chance keeps their number within {summary.bound} "
+            f"most that share of normal records raises one on average: with {summary.calibrated:,} calibration records "
+            f"and {summary.normals:,} normal records in the stream, chance keeps their number within {summary.bound} "
             "with 99% probability."
         ),
         html.heading("How early"),

@@ -53,9 +53,9 @@ svg .curve{fill:none;stroke-width:2.2;stroke-linejoin:round;stroke-linecap:round
 svg.key{display:inline-block;width:28px;min-width:0;height:10px;margin-right:.4rem}
 ul.legend{list-style:none;margin:0 0 .4rem;padding:0;display:flex;flex-wrap:wrap;gap:.15rem 1.1rem;font-size:.875rem}
 table{border-collapse:collapse;width:100%;font-size:.92rem}
-table.wide{min-width:44rem}caption{text-align:left;font-weight:600;padding-bottom:.35rem}
+table.wide{min-width:46rem}caption{text-align:left;font-weight:600;padding-bottom:.35rem}
 th,td{text-align:left;padding:.4rem 1.1rem .4rem 0;border-bottom:1px solid var(--line);vertical-align:top}
-th{font-weight:600;color:var(--soft)}td:first-child{white-space:nowrap}td.number,th.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+th{font-weight:600;color:var(--soft)}td:first-child{white-space:nowrap}td.number,th.number{text-align:right;font-variant-numeric:tabular-nums}td.number{white-space:nowrap}
 """ + "".join(f".s{i}{{stroke:var(--s{i});fill:var(--s{i})}}" for i in range(6))
 
 
@@ -145,9 +145,6 @@ def _numeric(cell: object) -> bool:
 
 def _cell(cell: object) -> object:
     return number(float(cell), 4) if isinstance(cell, float | np.floating) else cell
-
-
-# ---- charts ----------------------------------------------------------------------------------------------------------
 
 
 def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:

@@ -161,7 +161,8 @@ class Detector:
         batch = self._batch([record])
         if not len(batch):
             return ()
-        return contributions(self.artifact.model, batch.features.astype(np.int64), batch.values, batch.unseen)
+        codes = batch.features.astype(np.int64)
+        return contributions(self.artifact.model, codes[None], batch.values[None], [batch.unseen])[0]
 
     def impute(self, record: Mapping[str, Value], interval: float = 0.9) -> dict[str, Imputed]:
         """Each missing feature given all present ones: median or likeliest label, and the central interval.

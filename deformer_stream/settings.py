@@ -33,7 +33,7 @@ _SIZES = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, 
 def _seconds(value: Any) -> Any:
     """`250ms`, `30s`, `10m`, `2h`, `1d` or plain seconds → seconds."""
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*", value)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*", value, re.ASCII)
         if not match:
             raise ValueError("a duration is a number with ms, s, m, h or d, like 30s")
         value = float(match[1]) * _UNITS[match[2] or "s"]
@@ -43,7 +43,7 @@ def _seconds(value: Any) -> Any:
 def _bytes(value: Any) -> Any:
     """`512MiB`, `1GB` or plain bytes → bytes."""
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower(), re.ASCII)
         if not match or match[2] not in _SIZES:
             raise ValueError("a size is a number with KiB, MiB or GiB, like 512MiB")
         value = float(match[1]) * _SIZES[match[2]]

@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 
+from deformer_stream.command import calm_threads
+
+calm_threads()
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -68,3 +72,46 @@ def data_dir() -> Path:
     if not (folder / "skab").is_dir():
         pytest.fail(f"no data sets at {folder}: set DEFORMER_DATA to the folder with skab/ in it", pytrace=False)
     return folder
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small untrained model with continuous, discrete and context features. Shared: read it, never write to it."""
+    from tests.models import write_model
+
+    return write_model(tmp_path_factory.mktemp("models") / "small")
+
+
+@pytest.fixture
+def cli(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., SimpleNamespace]]:
+    """Runs a command in this process: `cli("inspect", DIR)` → `.code`, `.out`, `.err`, and `.lines` of the latter."""
+    import signal
+
+    import structlog
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for name in [name for name in os.environ if name.startswith("DEFORMER_")]:
+        monkeypatch.delenv(name)
+
+    def run(*words: object, program: str = "deformer-stream") -> SimpleNamespace:
+        from deformer_stream import cli as command_line
+        from trainer import cli as training
+
+        mains = {
+            "deformer-stream": command_line.main,
+            "deformer-replay": command_line.replay_main,
+            "deformer-train": training.main,
+        }
+        monkeypatch.setattr(sys, "argv", [program, *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            mains[program]()
+        out, err = capsys.readouterr()
+        return SimpleNamespace(code=end.value.code, out=out, err=err, lines=err.splitlines())
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    structlog.reset_defaults()

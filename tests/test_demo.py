@@ -72,7 +72,7 @@ def test_the_bound_is_the_quantile_of_the_beta_binomial_law(alpha: float, calibr
     bound = demo_report.false_alarm_bound(alpha, calibrated, records)
     rng = np.random.default_rng(0)
     k = math.floor(alpha * (calibrated + 1) + 1e-9)
-    # A score raises an alert iff fewer than k of the calibration scores reach it, that is, iff it passes the k-th largest.
+    # A score raises an alert iff fewer than k calibration scores reach it: iff it passes the k-th largest of them.
     rates = [np.partition(rng.random(calibrated), k - 1)[k - 1] for _ in range(4_000)]
     counts = rng.binomial(records, np.repeat(rates, 50))
     assert np.mean(counts <= bound) >= 0.985
@@ -92,6 +92,7 @@ def test_an_alert_in_words() -> None:
         demo_report.explained(Contribution("x", -1.5, 4.0, Expected(0.25, 0.3, 0.5)))
         == "x: expected 0.25 … 0.5, came −1.5"
     )
+    assert demo_report.measured("valve", "100") == "100 %"
     assert demo_report.reasons(alert("r", parts=(FLOW, MODE, MILD))) == [
         demo_report.explained(FLOW),
         demo_report.explained(MODE),
@@ -120,13 +121,18 @@ def test_the_sink_remembers_readings_and_prints_alerts() -> None:
     watch = demo.Watch(Console(file=out, width=200), schema, {"pump-01/000000": "cavitation", "pump-02/000000": ""})
     ints = np.zeros(3, np.int32)
     batch = EventBatch(
-        ["pump-01/000000", "pump-01/000000", "pump-02/000000"], np.array([0, 1, 1], np.int32), np.array([61.0, 1.0, 2.0]),
-        np.zeros(3, np.int64), ints, ints, {2: "turbo"},
-    )  # fmt: skip
-    values = np.array([1.0, 9.3, 0.5])
-    scored = Scored(
-        np.arange(3), np.array([0, 1, 0], np.int32), values, values, values, values / 10, np.array([0, 1, 0], bool)
+        ["pump-01/000000", "pump-01/000000", "pump-02/000000"],
+        np.array([0, 1, 1], np.int32),
+        np.array([61.0, 1.0, 2.0]),
+        np.zeros(3, np.int64),
+        ints,
+        ints,
+        {2: "turbo"},
     )
+    values = np.array([1.0, 9.3, 0.5])
+    raised = np.array([0, 1, 0], bool)
+    seq = np.array([0, 1, 0], np.int32)
+    scored = Scored(np.arange(3), seq, values, values, values, values / 10, raised)
     watch.write(Effects(batch, scored, [alert("pump-01/000000", 2, (FLOW,))], [], Closed.joined([])), None)
     watch.flush()
     watch.close()
@@ -160,7 +166,7 @@ def test_every_reading_goes_down_the_road() -> None:
     out = io.StringIO()
     watch, totals = demo.stream(Console(file=out, width=200), untrained(), fleet)
     results = watch.outcomes()
-    assert totals.rejected == 0
+    assert not totals.rejected
     assert totals.events == len(fleet.events()) == sum(o.readings for o in results)
     assert totals.closed == 60
     assert [o.record for o in results] == fleet.table.column("record").to_pylist()

@@ -172,8 +172,8 @@ def _fitted(target: str, by: list[str], table: pa.Table) -> tuple[NDArray[np.flo
 def test_a_fault_breaks_its_coupling(
     normals: pa.Table, faulty: Fleet, fault: str, target: str, by: list[str], least: float
 ) -> None:
-    """At least a share `least` of the fault's records lies more than 4 robust standard deviations off; of the transmitter
-    faults only some strike this reading."""
+    """At least a share `least` of the fault's records lies more than 4 robust standard deviations off; of the
+    transmitter faults only some strike this reading."""
     of_kind = faulty.table.filter(pa.compute.equal(faulty.table.column("fault"), fault))
     assert np.mean(np.abs(explained(target, by, normals, of_kind)) > 4) > least
     assert np.mean(np.abs(explained(target, by, normals, normals)) > 4) < 0.02

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,6 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
     --config may also set hyperparameters of the model (d_model, layers, …) and of training (learning_rate, batch, …).
     """
     began = time.monotonic()
-    # Threads that spin while they wait take the cores from whoever else is at work, up to forty times slower on a busy
-    # machine; waiting briefly costs nothing on an idle one. Read by OpenMP when torch is first imported.
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     settings = load(Everything, flags, config, "train")
     from deformer_stream import log
 

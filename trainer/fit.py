@@ -172,7 +172,7 @@ class Fit:
         """Train to the end of the schedule. stop: asked after every step. observe: told after every step. costs: asked
         once where there is a time limit. Raises `Interrupted` when told to stop."""
         saved = self.budget.elapsed
-        exhausted = False
+        exhausted = self.since_best >= self.recipe.patience
         with _deterministic(self.model.device):
             while self.progress < 1.0 and not exhausted:
                 self._train_step()
@@ -188,6 +188,10 @@ class Fit:
                 if self.budget.elapsed - saved > CHECKPOINT_SECONDS:
                     self.save()
                     saved = self.budget.elapsed
+            if not self.step:
+                raise ConfigError(
+                    f"--max-time: {self.budget.elapsed:.0f} s were gone before the first step; allow more time"
+                )
             if not self.history or self.history[-1]["step"] != self.step:
                 self._evaluate()
         self.save()

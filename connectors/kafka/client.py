@@ -67,7 +67,7 @@ MAPPING: tuple[_Row, ...] = (
     (
         (errors.KafkaProtocolError,),
         ConfigError,
-        "what listens does not speak Kafka, or not so: check --bootstrap-servers, --security-protocol, --sasl-mechanism",
+        "what listens there is no Kafka, or not so: check --bootstrap-servers, --security-protocol, --sasl-mechanism",
     ),
     (
         (errors.KafkaConfigurationError, ValueError, TypeError),

@@ -63,7 +63,7 @@ class Engine:
         accepted, rejected = self.records.accept(batch, now)
         self.cache.grow(self.records.capacity)
         scored = self._score(accepted)
-        alerts = [self._alert(batch, accepted, scored, i) for i in np.flatnonzero(scored.alert).tolist()]
+        alerts = self._alerts(batch, accepted, scored)
         complete = self._close(accepted.complete, Closing.COMPLETE)
         excess = len(self.records) - self.limits.open_records
         evicted = self._close(self.records.stalest(excess) if excess > 0 else [], Closing.EVICTED)
@@ -152,26 +152,39 @@ class Engine:
         records.alert_seq[slots[rows]] = before[rows] + columns
         return np.stack([np.where(scored, log_likelihood, np.nan), running, score, p_value]), raised
 
-    def _alert(self, batch: EventBatch, accepted: Accepted, scored: Scored, i: int) -> AlertRaised:
-        """The alert that the i-th accepted reading raised."""
-        event, slot, seen = int(accepted.events[i]), int(accepted.slots[i]), int(accepted.seq[i]) + 1
-        codes, values = self.records.readings(np.array([slot]), np.arange(seen)[None])
-        record = batch.records[event]
-        return AlertRaised(
-            id=alert_id(record, self.fingerprint, self.alpha),
-            record=record,
-            raised_at=seen,
-            features_seen=seen,
-            features_expected=len(self.schema) - int(self.records.absent[slot]),
-            time=int(batch.times[event]),
-            p_value=float(scored.p_value[i]),
-            alpha=self.alpha,
-            score=float(scored.score[i]),
-            running_log_likelihood=float(scored.running[i]),
-            model=self.fingerprint,
-            message=int(batch.messages[event]),
-            contributions=contributions(self.model, codes[0], values[0], self.records.unseen.get(slot, {})),
-        )
+    def _alerts(self, batch: EventBatch, accepted: Accepted, scored: Scored) -> list[AlertRaised]:
+        """The alerts of a batch, in order, explained in one pass."""
+        raising = np.flatnonzero(scored.alert)
+        if not len(raising):
+            return []
+        slots, seen = accepted.slots[raising], accepted.seq[raising] + 1
+        places = np.arange(int(seen.max()))
+        codes, values = self.records.readings(slots, np.broadcast_to(places, (len(slots), len(places))))
+        codes = np.where(places < seen[:, None], codes, -1)
+        unseen = [self.records.unseen.get(slot, {}) for slot in slots.tolist()]
+        reasons = contributions(self.model, codes, values, unseen)
+        alerts = []
+        for i, slot, count, why in zip(raising.tolist(), slots.tolist(), seen.tolist(), reasons, strict=True):
+            event = int(accepted.events[i])
+            record = batch.records[event]
+            alerts.append(
+                AlertRaised(
+                    id=alert_id(record, self.fingerprint, self.alpha),
+                    record=record,
+                    raised_at=count,
+                    features_seen=count,
+                    features_expected=len(self.schema) - int(self.records.absent[slot]),
+                    time=int(batch.times[event]),
+                    p_value=float(scored.p_value[i]),
+                    alpha=self.alpha,
+                    score=float(scored.score[i]),
+                    running_log_likelihood=float(scored.running[i]),
+                    model=self.fingerprint,
+                    message=int(batch.messages[event]),
+                    contributions=why,
+                )
+            )
+        return alerts
 
 
 def _groups(length: Ints, fresh: Ints, start: Ints) -> Iterator[Ints]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,57 +10,65 @@ from numpy.typing import NDArray
 
 from deformer_stream.core.batch import Contribution, Expected
 from deformer_stream.core.cache import tensor
-from deformer_stream.core.heads import Conditional
 from deformer_stream.core.model import DEformer
-from deformer_stream.core.schema import Schema
+from deformer_stream.core.schema import Feature
 
-LOW, MEDIAN, HIGH = 0.05, 0.5, 0.95
+EXPECTED = (0.05, 0.5, 0.95)
+"""The quantiles shown as what was expected."""
 
-
-def expected_ranges(schema: Schema, codes: NDArray[np.int64], conditional: Conditional) -> list[Expected]:
-    """The 5% quantile, median and 95% quantile in raw units of M conditionals; the likeliest label of discrete ones."""
-    low, middle, high = (
-        schema.denormalise(codes, conditional.quantile(q).double().cpu().numpy()) for q in (LOW, MEDIAN, HIGH)
-    )
-    modes = conditional.mode_code().long().cpu().numpy() if schema.discrete[codes].any() else None
-    out = []
-    for i, code in enumerate(codes):
-        feature = schema.features[code]
-        if feature.kind == "continuous":
-            out.append(Expected(float(low[i]), float(middle[i]), float(high[i])))
-        else:
-            assert modes is not None  # noqa: S101 - a discrete code is among the codes
-            mode = int(modes[i])
-            out.append(Expected(None, feature.labels[mode] if mode < len(feature.labels) else None, None))
-    return out
+BATCH_READINGS = 8192
+"""Readings explained in one pass."""
 
 
 def contributions(
-    model: DEformer, codes: NDArray[np.int64], values: NDArray[np.float64], unseen: dict[int, str]
-) -> tuple[Contribution, ...]:
-    """One record's readings in arrival order (codes (L,), raw values (L,)), the most surprising first.
+    model: DEformer, codes: NDArray[np.int64], values: NDArray[np.float64], unseen: Sequence[Mapping[int, str]]
+) -> list[tuple[Contribution, ...]]:
+    """The readings of A records in arrival order, the most surprising first.
 
-    Surprises are −ln of the highest-density p-value given the readings before, in nats; expected ranges are given
-    those readings, too. Context is left out. unseen: texts of labels the model does not know, by place.
+    codes: (A, L), −1 padding at the end; values: (A, L) raw. unseen: per record, texts of labels the model does not know,
+    by place. Surprises are −ln of the highest-density p-value given the readings before, in nats; expected ranges are given
+    those readings, too. Context is left out.
     """
+    step = max(1, BATCH_READINGS // max(1, codes.shape[1]))
+    out = []
+    for start in range(0, len(codes), step):
+        part = slice(start, start + step)
+        out += _explained(model, codes[part], values[part], unseen[part])
+    return out
+
+
+def _explained(
+    model: DEformer, codes: NDArray[np.int64], values: NDArray[np.float64], unseen: Sequence[Mapping[int, str]]
+) -> list[tuple[Contribution, ...]]:
     schema = model.schema
-    features = torch.from_numpy(codes[None]).to(model.device)
-    x = tensor(schema.normalise(codes, values)[None], model)
+    known = np.maximum(codes, 0)
+    x = tensor(schema.normalise(known, values), model)
     with torch.inference_mode():
-        conditional = model.conditionals(features, x)
-        surprise = -conditional.log_p_value(x)[0].double().cpu().numpy()
-        ranges = expected_ranges(schema, codes, conditional[0])
-    parts = [
-        Contribution(schema.names[code], _shown(schema, int(code), float(values[i]), unseen.get(i)), float(surprise[i]), ranges[i])
-        for i, code in enumerate(codes)
-        if not schema.context[code]
-    ]
-    return tuple(sorted(parts, key=lambda part: -part.surprise))
+        conditional = model.conditionals(tensor(codes, model), x)
+        surprise = -conditional.log_p_value(x).double().cpu().numpy()
+        quantiles = schema.denormalise(known, conditional.quantiles(EXPECTED).double().cpu().numpy())
+        modes = conditional.mode_code().long().cpu().numpy()
+    out = []
+    for a in range(len(codes)):
+        parts = []
+        for i in np.flatnonzero((codes[a] >= 0) & ~schema.context[known[a]]).tolist():
+            feature = schema.features[codes[a, i]]
+            shown = _shown(feature, float(values[a, i]), unseen[a].get(i))
+            expected = _expected(feature, quantiles[:, a, i], int(modes[a, i]))
+            parts.append(Contribution(feature.name, shown, float(surprise[a, i]), expected))
+        out.append(tuple(sorted(parts, key=lambda part: -part.surprise)))
+    return out
 
 
-def _shown(schema: Schema, code: int, value: float, text: str | None) -> float | str | None:
+def _expected(feature: Feature, quantiles: NDArray[np.float64], mode: int) -> Expected:
+    """Quantiles in raw units, or the likeliest label."""
+    if feature.kind == "continuous":
+        return Expected(*(float(q) for q in quantiles))
+    return Expected(None, feature.labels[mode] if mode < len(feature.labels) else None, None)
+
+
+def _shown(feature: Feature, value: float, text: str | None) -> float | str | None:
     """A value as a person knows it: the number, or the label's text."""
-    labels: Sequence[str] = schema.features[code].labels
-    if not labels:
+    if feature.kind == "continuous":
         return value
-    return labels[int(value)] if value < len(labels) else text
+    return feature.labels[int(value)] if value < len(feature.labels) else text

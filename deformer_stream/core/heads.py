@@ -8,6 +8,7 @@ mean, sample. Continuous values are in the schema's normalised units throughout.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,19 +90,27 @@ class Conditional:
         return self._choose(continuous, discrete)
 
     def quantile(self, q: float) -> Tensor:
-        """The smallest v with P(V ≤ v) ≥ q: bisection to the resolution of the dtype, or a label's code. → S."""
+        """The smallest v with P(V ≤ v) ≥ q, or that label's code. → S."""
+        return self.quantiles((q,))[0]
+
+    def quantiles(self, qs: Sequence[float]) -> Tensor:
+        """Several quantiles at once: (Q, *S). Continuous ones by bisection, to the resolution of the dtype."""
         continuous = discrete = None
+        dtype = self.means.dtype if self._has_continuous else self.log_mass.dtype
+        q = torch.tensor(qs, dtype=dtype, device=self.discrete.device).view(-1, *[1] * self.discrete.dim())
         if self._has_continuous:
             reach = 12.0 * self.scales
             low, high = (self.means - reach).amin(-1), (self.means + reach).amax(-1)
-            for _ in range(60):
+            weights = self.log_weights.exp()
+            low, high = low.expand(len(qs), *low.shape), high.expand(len(qs), *high.shape)
+            for _ in range(60 if dtype == torch.float64 else 30):
                 middle = 0.5 * (low + high)
                 z = (middle.unsqueeze(-1) - self.means) / self.scales
-                below = (self.log_weights.exp() * torch.special.ndtr(z)).sum(-1) < q
+                below = (weights * torch.special.ndtr(z)).sum(-1) < q
                 low, high = torch.where(below, middle, low), torch.where(below, high, middle)
             continuous = 0.5 * (low + high)
         if self._has_discrete:
-            discrete = (self.log_mass.exp().cumsum(-1) < q - 1e-9).sum(-1).to(self.log_mass.dtype)
+            discrete = (self.log_mass.exp().cumsum(-1) < q.unsqueeze(-1) - 1e-6).sum(-1).to(dtype)
         return self._choose(continuous, discrete)
 
     def mean(self) -> Tensor:

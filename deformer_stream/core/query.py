@@ -77,8 +77,9 @@ def _fill_group(
         asks = wanted[some, a]
         conditional = _ask(model, asks, past if len(some) == len(rows) else _rows(past, some, model))
         where = rows[some], asks
-        for target, q in ((filled.low, (1 - interval) / 2), (filled.value, 0.5), (filled.high, (1 + interval) / 2)):
-            target[where] = model.schema.denormalise(asks, conditional.quantile(q).double().cpu().numpy())
+        found = conditional.quantiles(((1 - interval) / 2, 0.5, (1 + interval) / 2)).double().cpu().numpy()
+        for target, values_found in zip((filled.low, filled.value, filled.high), found, strict=True):
+            target[where] = model.schema.denormalise(asks, values_found)
         filled.value[where] = on_grid(model.schema, asks, filled.value[where])
         discrete = model.schema.discrete[asks]
         labels = likeliest(model.schema, asks, conditional)

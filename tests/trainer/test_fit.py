@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ RECIPE = Recipe(batch=32, learning_rate=3e-3, epochs=4, smoothing=0.05)
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prepared]:
-    yield prepared(tmp_path_factory.mktemp("data"), mixed(np.random.default_rng(3), 300))
+def data(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return prepared(tmp_path_factory.mktemp("data"), mixed(np.random.default_rng(3), 300))
 
 
 def start(data: Prepared, folder: Path, recipe: Recipe = RECIPE, budget: Budget | None = None, **identity: Any) -> Fit:
@@ -104,6 +104,11 @@ def test_training_ends_within_its_time(data: Prepared, tmp_path: Path) -> None:
     assert 14.5 < now < 15.5
     assert not fitted.stopped_early
     assert 20 <= len(fitted.history) <= 32
+
+
+def test_too_little_time_for_a_single_step_is_said(data: Prepared, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="before the first step"):
+        start(data, tmp_path, budget=Budget(limit=5.0, spent=7.0)).run()
 
 
 def test_training_stops_when_validation_no_longer_improves(data: Prepared, tmp_path: Path) -> None:

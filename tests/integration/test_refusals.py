@@ -1,0 +1,109 @@
+"""Every row of the list of refused events, through a real Kafka and the real program: refused, kept, and gone on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from connectors.kafka import produce
+from tests.integration.programs import Cluster, Consume
+
+pytestmark = pytest.mark.kafka
+
+Event = tuple[bytes | None, bytes | None]
+LIMIT = 4096
+
+
+def event(record: str, feature: str, value: object) -> Event:
+    return record.encode(), json.dumps({"record": record, "feature": feature, "value": value}).encode()
+
+
+COMPLETE = {"temperature": 20.0, "pressure": 1.0, "vibration": 0.0, "state": "run", "valve": True, "load": 50}
+CLOSED = [event("closed", feature, value) for feature, value in COMPLETE.items()]
+
+REFUSED: dict[str, tuple[str, str, list[Event], Event]] = {
+    # what: (reason, words of the detail, good events before it, the refused event)
+    "not JSON": ("not_json", "", [], (b"bad", b'{"record": "bad", "feature')),
+    "not JSON but text": ("not_json", "", [], (b"bad", "Temperatur: größer".encode())),
+    "not even text": ("not_json", "", [], (None, b"\xff\x00\xfe")),
+    "JSON but no object": ("not_json", "", [], (b"bad", b"[1, 2]")),
+    "a tombstone": ("not_json", "tombstone", [], (b"bad", None)),
+    "no record": ("missing_field", "'record'", [], (None, b'{"feature": "pressure", "value": 1}')),
+    "no feature": ("missing_field", "'feature'", [], (b"bad", b'{"record": "bad", "value": 1}')),
+    "no value": ("missing_field", "'value'", [], (b"bad", b'{"record": "bad", "feature": "pressure"}')),
+    "an unknown feature": ("unknown_feature", "humidity", [], event("bad", "humidity", 3.0)),
+    "text for a number": ("wrong_type", "pressure", [], event("bad", "pressure", "high")),
+    "an object for a label": ("wrong_type", "state", [], event("bad", "state", {"is": "run"})),
+    "NaN": ("not_finite", "pressure", [], (b"bad", b'{"record": "bad", "feature": "pressure", "value": NaN}')),
+    "beyond any float": (
+        "not_finite",
+        "pressure",
+        [],
+        (b"bad", b'{"record": "bad", "feature": "pressure", "value": 1e999}'),
+    ),
+    "a duplicate": (
+        "duplicate",
+        "pressure",
+        [event("twice", "pressure", 1.0)],
+        event("twice", "pressure", 1.1),
+    ),
+    "late": ("late", "closed", CLOSED, event("closed", "pressure", 1.0)),
+    "too large": ("too_large", str(LIMIT), [], event("bad", "state", "x" * LIMIT)),
+}
+
+
+def test_each_refused_event_becomes_a_dead_letter_and_the_stream_goes_on(
+    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path
+) -> None:
+    name = topic(1)
+    sent: list[Event] = []
+    refused: dict[int, str] = {}  # offset → what
+    for number, (what, (_, _, before, bad)) in enumerate(REFUSED.items()):
+        sent += before
+        refused[len(sent)] = what
+        sent += [bad, event(f"good-{number}", "pressure", 1.0)]
+    sent.append(event("last", "temperature", 1e9))  # so wild that it must alert: scoring goes on after all that
+    good = len(sent) - len(refused)
+    produce(cluster.bootstrap, name, [(key, value, None) for key, value in sent])
+
+    options = ["--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap]
+    options += ["--model", model_dir, "--max-message-bytes", LIMIT, "--record-timeout", "1h"]
+    with Consume(tmp_path / "consume.log", *options) as consumer:
+        consumer.wait_for(cluster.all_consumed(name, name), "all events consumed")
+        metrics = consumer.metrics()
+        totals = consumer.stop()
+
+    letters = cluster.read(f"{name}-dead-letter")
+    assert len(letters) == len(refused)
+    by_offset = {}
+    for letter in letters:
+        headers = {key: value.decode() for key, value in letter.headers}
+        by_offset[int(headers["offset"])] = (letter, headers)
+    assert set(by_offset) == set(refused)
+    for offset, what in refused.items():
+        letter, headers = by_offset[offset]
+        reason, words, _, (key, value) = REFUSED[what]
+        assert headers["reason"] == reason, f"{what}: {headers}"
+        assert words in headers["detail"], what
+        assert "\n" not in headers["detail"]
+        assert (headers["topic"], headers["partition"]) == (name, "0"), what
+        assert (letter.key, letter.value) == (key, value), what
+
+    reasons = [REFUSED[what][0] for what in refused.values()]
+    counted = {reason: metrics[f'deformer_events_rejected_total{{reason="{reason}"}}'] for reason in set(reasons)}
+    assert counted == {reason: reasons.count(reason) for reason in set(reasons)}
+    assert metrics["deformer_events_total"] == good
+    assert totals["events"] == good
+    assert totals["rejected"] == counted
+    alerts = [json.loads(alert.value) for alert in cluster.read(f"{name}-alerts")]
+    last = next(alert for alert in alerts if alert["record"] == "last")
+    assert last["source"] == {"topic": name, "partition": 0, "offset": len(sent) - 1}
+
+
+def test_the_list_is_whole() -> None:
+    from deformer_stream.core.batch import Reason
+
+    assert {reason for reason, *_ in REFUSED.values()} == {str(reason) for reason in Reason}

@@ -1,0 +1,317 @@
+"""Flag before environment before file before default, for every option of every command; and secrets stay secret."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, get_args, get_origin
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from deformer_stream.errors import ConfigError
+from deformer_stream.settings import (
+    COMMANDS,
+    ConsumeSettings,
+    ImputeSettings,
+    ProduceSettings,
+    ReplaySettings,
+    SampleSettings,
+    Settings,
+    flag_of,
+    in_force,
+    load,
+    options,
+    variable_of,
+)
+
+SECRET = "hunter2-äöü"
+REQUIRED: dict[str, dict[str, str]] = {
+    "consume": {"model": "m", "topic": "t"},
+    "replay": {"model": "m"},
+    "produce": {"topic": "t"},
+    "impute": {"model": "m", "output": "o.parquet"},
+    "sample": {"model": "m", "output": "o.parquet"},
+}
+LOGIN = {"security_protocol": "SASL_SSL", "sasl_mechanism": "PLAIN"}
+EVERY = [(command, field) for command, cls in COMMANDS.items() for field in cls.model_fields]
+
+
+def choices(cls: type[Settings], field: str) -> list[Any]:
+    """Three different values of an option, as texts; of a choice of two, the first comes back."""
+    annotation = cls.model_fields[field].annotation
+    for kind in (annotation, *get_args(annotation)):
+        if get_origin(kind) is Literal:
+            texts = [str(a) for a in get_args(kind)]
+            return ([t for t in texts if t.startswith("SASL") or field != "security_protocol"] * 3)[:3]
+    if field in ("alpha", "interval"):
+        return ["0.2", "0.3", "0.4"]
+    if field in ("record_timeout", "max_wait", "commit_interval", "shuffle_within"):
+        return ["1500ms", "2m", "3h"]
+    if field in ("cache_memory", "max_message_bytes"):
+        return ["1KiB", "2MiB", "3000"]
+    return ["11", "12", "13"]
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment without any of our variables."""
+    import os
+
+    for name in [name for name in os.environ if name.startswith("DEFORMER_")]:
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(("command", "field"), EVERY)
+@pytest.mark.parametrize("table", [False, True])
+def test_precedence(command: str, field: str, table: bool, bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cls = COMMANDS[command]
+    others: dict[str, Any] = dict(REQUIRED[command])
+    others |= LOGIN if field.startswith(("sasl", "security")) else {}
+    others.pop(field, None)
+    if field in ("source", "output") and command in ("consume", "produce"):
+        others.pop("topic")
+    flag, variable, file = choices(cls, field)
+    config = tmp_path / "config.toml"
+    header = f"[{command}]\n" if table else ""
+    number = cls.model_fields[field].annotation in (int, float) and file.replace(".", "").isdigit()
+    config.write_text(f"{header}{flag_of(field)[2:]} = {file if number else json.dumps(file)}\n")
+
+    def value(**flags: Any) -> Any:
+        loaded = getattr(load(cls, {**others, **flags}, config, command), field)
+        return loaded.get_secret_value() if field == "sasl_password" else loaded
+
+    def expected(text: str) -> Any:
+        parsed = getattr(load(cls, {**others, field: text}, None, command), field)
+        return parsed.get_secret_value() if field == "sasl_password" else parsed
+
+    assert value() == expected(file)
+    bare.setenv(variable_of(field), variable)
+    assert value() == expected(variable)
+    assert value(**{field: flag}) == expected(flag)
+    bare.delenv(variable_of(field))
+    info = cls.model_fields[field]
+    if not info.is_required() and field not in others and field not in ("source", "output", "topic", *LOGIN):
+        assert getattr(load(cls, others, None, command), field) == expected_default(cls, others, command, field)
+
+
+def expected_default(cls: type[Settings], others: dict[str, Any], command: str, field: str) -> Any:
+    default = cls.model_fields[field].default
+    if default is None:
+        return None
+    return getattr(load(cls, {**others, field: str(default)}, None, command), field)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_a_flag(command: str) -> None:
+    seen: dict[str, Any] = {}
+
+    @click.command()
+    @options(COMMANDS[command])
+    def run(**given: Any) -> None:
+        seen.update(given)
+
+    fields = COMMANDS[command].model_fields
+    words = [word for field in fields for word in (flag_of(field), choices(COMMANDS[command], field)[0])]
+    assert CliRunner().invoke(run, words).exit_code == 0
+    assert seen == {field: choices(COMMANDS[command], field)[0] for field in fields} | {"config": None}
+    text = CliRunner().invoke(run, ["--help"]).output
+    assert all(flag_of(field) in text for field in fields)
+    assert CliRunner().invoke(run, []).exit_code == 0
+
+
+def test_defaults_are_those_of_the_contract(bare: pytest.MonkeyPatch) -> None:
+    consume = load(ConsumeSettings, REQUIRED["consume"], None, "consume")
+    assert (consume.bootstrap_servers, consume.alpha, consume.from_) == ("localhost:9092", 0.01, "earliest")
+    assert (consume.record_timeout, consume.alerts, consume.http) == (30.0, "-", None)
+    assert (consume.cache_memory, consume.max_message_bytes) == (512 * 2**20, 2**20)
+    assert load(ReplaySettings, {"model": "m"}, None, "replay").alpha == 0.01
+    assert load(ImputeSettings, REQUIRED["impute"], None, "impute").interval == 0.9
+    assert load(SampleSettings, REQUIRED["sample"], None, "sample").seed == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("250ms", 0.25), ("30s", 30.0), ("10m", 600.0), ("2h", 7200.0), ("1d", 86400.0), ("1.5", 1.5)]
+)
+def test_durations(bare: pytest.MonkeyPatch, text: str, seconds: float) -> None:
+    assert load(ConsumeSettings, {**REQUIRED["consume"], "record_timeout": text}).record_timeout == seconds
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "s", "-1s", "1w", "30 seconds", "1e3s", "nan", "inf", "9" * 400, "9" * 400 + "d", "0", "0s", "1s1s", "٣s"],
+)
+def test_bad_durations(bare: pytest.MonkeyPatch, text: str) -> None:
+    one_line(ConsumeSettings, {"record_timeout": text}, "--record-timeout", "DEFORMER_RECORD_TIMEOUT")
+
+
+@pytest.mark.parametrize(("text", "size"), [("512MiB", 2**29), ("1gb", 10**9), ("7", 7), ("1.5KiB", 1536), ("8 b", 8)])
+def test_sizes(bare: pytest.MonkeyPatch, text: str, size: int) -> None:
+    assert load(ConsumeSettings, {**REQUIRED["consume"], "cache_memory": text}).cache_memory == size
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1XiB", "1e9", "nan", "inf", "9" * 400, "9" * 18 + "GiB", "1 2"])
+def test_bad_sizes(bare: pytest.MonkeyPatch, text: str) -> None:
+    one_line(ConsumeSettings, {"cache_memory": text}, "--cache-memory")
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ({"alpha": "0"}, "--alpha"),
+        ({"alpha": "1"}, "--alpha"),
+        ({"alpha": "nan"}, "--alpha"),
+        ({"alpha": "much"}, "--alpha"),
+        ({"from_": "middle"}, "--from"),
+        ({"max_poll_records": "0"}, "--max-poll-records"),
+        ({"max_open_records": "1.5"}, "--max-open-records"),
+        ({"device": "tpu"}, "--device"),
+        ({"source": "-"}, "--topic or --source"),
+        ({"topic": None}, "--topic or --source"),
+        ({"topic": ""}, "--topic or --source"),
+        ({"model": None}, "--model"),
+        ({"topic": None, "source": "kafka://me:" + SECRET + "@host:9092/t"}, "--sasl-username"),
+        ({"security_protocol": "SASL_SSL"}, "--sasl-mechanism"),
+        ({"sasl_password": SECRET}, "--security-protocol"),
+        ({"sasl_username": "me"}, "--security-protocol"),
+        ({**LOGIN, "sasl_password": SECRET, "sasl_password_file": "f"}, "one of them"),
+    ],
+)
+def test_impossible_options(bare: pytest.MonkeyPatch, flags: dict[str, Any], word: str) -> None:
+    one_line(ConsumeSettings, flags, word)
+
+
+def one_line(cls: type[Settings], flags: dict[str, Any], *words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(cls, {**REQUIRED["consume"], **flags}, None, "consume")
+    line = str(caught.value)
+    assert "\n" not in line
+    assert SECRET not in line
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf", "fast"])
+def test_impossible_rates(bare: pytest.MonkeyPatch, rate: str) -> None:
+    with pytest.raises(ConfigError, match="--rate"):
+        load(ProduceSettings, {"topic": "t", "rate": rate}, None, "produce")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("alfa = 0.1", ["unknown key 'alfa'"]),
+        ("[consume]\nalfa = 0.1", ["unknown key 'alfa'"]),
+        ("[consume]\noutput = 'x'", ["unknown key 'output'"]),
+        ("[consum]\nalpha = 0.1", ["unknown table [consum]"]),
+        ("consume = 5", ["[consume]"]),
+        ("alpha = 'much'", ["--alpha", "alpha in the file"]),
+        ("alpha = [0.1]", ["--alpha"]),
+        ("topic = 5", ["--topic"]),
+        ("alpha = ", ["cannot be read", "end of document"]),
+        ("\x00", ["cannot be read"]),
+        ("[[consume]]\nalpha = 0.1", ["[consume]"]),
+        ("sasl-password = 12345678", ["--sasl-password"]),
+    ],
+)
+def test_bad_files(bare: pytest.MonkeyPatch, tmp_path: Path, text: str, words: list[str]) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(text)
+    flags = {k: v for k, v in REQUIRED["consume"].items() if not text.startswith(k)}
+    with pytest.raises(ConfigError) as caught:
+        load(ConsumeSettings, flags, config, "consume")
+    line = str(caught.value)
+    assert "\n" not in line
+    assert "12345678" not in line
+    for word in words:
+        assert word in line
+
+
+def test_file_that_is_not_there(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for path in (tmp_path / "none.toml", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            load(ConsumeSettings, REQUIRED["consume"], path, "consume")
+    (tmp_path / "latin.toml").write_bytes("group = 'é'".encode("latin-1"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(ConsumeSettings, REQUIRED["consume"], tmp_path / "latin.toml", "consume")
+
+
+def test_one_file_for_all_commands(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('model = "m"\nalpha = 0.2\nrate = 5\n[consume]\nalpha = 0.3\ntopic = "t"\n[train]\nepochs = 3\n')
+    assert load(ConsumeSettings, {}, config, "consume").alpha == 0.3
+    assert load(ReplaySettings, {}, config, "replay").alpha == 0.2
+    assert load(ProduceSettings, {"topic": "t"}, config, "produce").rate == 5.0
+
+
+def test_password_file(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "password"
+    path.write_text(SECRET + "\nsecond line\n")
+    flags = {**REQUIRED["consume"], **LOGIN, "sasl_username": "me", "sasl_password_file": str(path)}
+    assert load(ConsumeSettings, flags).security() == {
+        "security_protocol": "SASL_SSL",
+        "sasl_mechanism": "PLAIN",
+        "sasl_plain_username": "me",
+        "sasl_plain_password": SECRET,
+    }
+    for content in (None, b"\xff\xfe\xfa"):
+        path.unlink()
+        if content:
+            path.write_bytes(content)
+        else:
+            path.mkdir()
+        with pytest.raises(ConfigError, match=r"--sasl-password-file .* cannot be read"):
+            load(ConsumeSettings, flags).security()
+        if not content:
+            path.rmdir()
+            path.touch()
+
+
+def test_settings_never_show_the_password(bare: pytest.MonkeyPatch) -> None:
+    settings = load(ConsumeSettings, {**REQUIRED["consume"], **LOGIN, "sasl_password": SECRET})
+    assert SECRET not in repr(settings) + str(settings) + settings.model_dump_json()
+    assert settings.security()["sasl_plain_password"] == SECRET
+
+
+def test_config_prints_what_is_in_force(
+    bare: pytest.MonkeyPatch, tmp_path: Path, cli: Callable[..., SimpleNamespace]
+) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(f'alpha = 0.2\ngroup = "plant 7"\nsasl-password = "{SECRET}"\n[consume]\nrecord-timeout = "5m"\n')
+    bare.setenv("DEFORMER_GROUP", "plant é")
+    bare.setenv("DEFORMER_SOURCE", f"kafka://me:{SECRET}@host/t")
+    ended = cli("config", "--config", path)
+    assert ended.code == 0
+    assert ended.err == ""
+    assert SECRET not in ended.out
+    printed = tomllib.loads(ended.out)
+    assert printed.keys() == COMMANDS.keys()
+    assert printed["consume"]["group"] == "plant é"
+    assert printed["consume"]["alpha"] == printed["replay"]["alpha"] == 0.2
+    assert printed["consume"]["record-timeout"] == "5m"
+    assert "record-timeout" not in printed["replay"]
+    assert 'group = "plant é"   # from DEFORMER_GROUP' in ended.out
+    assert f'# sasl-password = "**********"   (from {path})' in ended.out
+    assert "# model =   (required)" in ended.out
+    bare.setenv("DEFORMER_SASL_PASSWORD", SECRET)
+    ended = cli("config", "consume", "--config", path)
+    assert ended.out.startswith("[consume]\n")
+    assert "(from DEFORMER_SASL_PASSWORD)" in ended.out
+    assert "[replay]" not in ended.out
+    assert SECRET not in ended.out
+    bare.setenv("DEFORMER_ALPHA", SECRET)
+    ended = cli("config", "consume")
+    assert (ended.code, ended.out, len(ended.lines)) == (2, "[consume]\n", 1)
+    assert "--alpha" in ended.lines[0]
+
+
+def test_printed_configuration_can_be_used_again(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    for command, cls in COMMANDS.items():
+        config.write_text(f"[{command}]\n" + "\n".join(in_force(cls, None, command)))
+        assert load(cls, REQUIRED[command], config, command) == load(cls, REQUIRED[command], None, command)

@@ -1,0 +1,214 @@
+"""The command as an operator meets it: from a table to a model directory, errors in one line, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deformer_stream import artifact
+from tests.trainer.tables import mixed, write
+
+TINY = "\n".join(
+    ["d_model = 16", "layers = 1", "heads = 2", "feedforward = 32", "mixtures = 4", "hidden = [16]", "batch = 32"]
+)
+
+
+def train(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment
+    return subprocess.run(command(*arguments), check=False, capture_output=True, text=True, env=env, timeout=300)
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "trainer.cli", *map(str, arguments)]
+
+
+@pytest.fixture
+def table(tmp_path: Path, rng: np.random.Generator) -> Path:
+    columns = mixed(rng, 400) | {"quality": (np.arange(400) % 10 == 0).astype(int)}
+    return write(tmp_path / "table.parquet", columns)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "train.toml"
+    path.write_text(TINY)
+    return path
+
+
+class Reader(HTMLParser):
+    """Checks that tags are closed in order and keeps the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+def test_from_table_to_model_directory(tmp_path: Path, table: Path, config: Path) -> None:
+    out = tmp_path / "model"
+    done = train(table, "--out", out, "--config", config, "--label", "quality", "--normal", 0, "--epochs", 3)
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "on a grid of 0.1",
+        "the label",
+        "trained on",
+        "alpha 0.01 and 0.001 out of reach",
+    ):
+        assert words in done.stdout
+    assert not (tmp_path / "model.training").exists()
+    loaded = artifact.read(out)
+    assert loaded.schema.names == ("a", "b", "c", "state")
+    training = loaded.manifest["training"]
+    assert training["rows"] == {"train": 259, "validation": 29, "calibration": 72}
+    assert len(loaded.calibration.scores) == 72
+    assert training["held_out"]["log_likelihood"] < 0
+    assert training["options"]["normal"] == "0"
+    assert training["skipped"] == {"rows that are not normal": 40}
+    reader = Reader()
+    reader.feed((out / "report.html").read_text())
+    assert reader.open == []
+    for words in (
+        "Learning",
+        "What is predictable",
+        "it takes 999 calibration records",
+        "0.1",
+    ):
+        assert words in reader.words
+
+
+def test_an_existing_model_is_replaced_and_other_folders_are_not(tmp_path: Path, table: Path, config: Path) -> None:
+    out = tmp_path / "model"
+    prints = []
+    for seed in (0, 1):
+        assert train(table, "--out", out, "--config", config, "--epochs", 1, "--seed", seed).returncode == 0
+        prints.append(artifact.read(out).fingerprint)
+    assert prints[0] != prints[1]
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "work.txt").write_text("years")
+    done = train(table, "--out", precious)
+    assert done.returncode == 2
+    assert "is no model directory" in done.stderr
+    assert (precious / "work.txt").read_text() == "years"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_keeps_progress_and_resume_continues(
+    tmp_path: Path, table: Path, config: Path, number: signal.Signals, code: int
+) -> None:
+    out = tmp_path / "model"
+    arguments = [table, "--out", out, "--config", config, "--epochs", 60]
+    with subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        folder = tmp_path / "model.training"
+        deadline = time.monotonic() + 60
+        while not (folder / "values.npy").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "--resume" in errors.splitlines()[-1]
+    assert not out.exists()
+    again = train(*arguments)
+    assert again.returncode == 2
+    assert "interrupted run" in again.stderr
+    other = train(*arguments, "--resume", "--seed", 5)
+    assert other.returncode == 2
+    assert "--resume: " in other.stderr
+    resumed = train(*arguments, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "continuing at step" in resumed.stderr
+    assert artifact.read(out).manifest["training"]["steps"] > 0
+    assert not folder.exists()
+
+
+def test_options_come_from_flags_environment_and_file_in_that_order(tmp_path: Path, table: Path, config: Path) -> None:
+    config.write_text(TINY + "\nseed = 1\nepochs = 1\nexclude = ['a', 'b']\n[train]\nlearning_rate = 0.002\n")
+    out = tmp_path / "model"
+    done = train(table, "--out", out, "--config", config, "--seed", 3, DEFORMER_SEED="2", DEFORMER_BATCH="64")
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["training"]["seed"] == 3
+    assert manifest["training"]["recipe"]["batch"] == 64
+    assert manifest["training"]["recipe"]["learning_rate"] == 0.002
+    assert [f["name"] for f in manifest["features"]] == ["c", "state", "quality"]
+    assert manifest["hyperparameters"]["d_model"] == 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ([], 2, "Missing argument"),
+        (["TABLE"], 2, "--out"),
+        (["TABLE", "--out", "OUT", "--epochs", "0"], 2, "--epochs"),
+        (["TABLE", "--out", "OUT", "--max-time", "soon"], 2, "--max-time"),
+        (["TABLE", "--out", "OUT", "--device", "cuda"], 2, "GPU"),
+        (["TABLE", "--out", "OUT", "--config", "BAD"], 2, "'widgets'"),
+        (["TABLE", "--out", "OUT", "--config", "ODD"], 2, "not a multiple of heads"),
+        (["TABLE", "--out", "OUT", "--label", "no", "--normal", "1"], 2, "no such column"),
+        (["TABLE", "--out", "OUT", "--exclude", "no"], 2, "no such column"),
+        (["TABLE", "--out", "OUT", "--label", "quality", "--normal", "9"], 3, "the column holds"),
+        (["MISSING", "--out", "OUT"], 3, "no such file"),
+        (["TEXT", "--out", "OUT"], 3, "not a readable Parquet file"),
+        (["TABLE", "--out", "OUT", "--layout", "long"], 3, "'record' is missing"),
+    ],
+)
+def test_errors_are_one_line_with_an_exit_code(
+    tmp_path: Path, table: Path, arguments: list[str], code: int, words: str
+) -> None:
+    (tmp_path / "text.parquet").write_text("hello")
+    (tmp_path / "bad.toml").write_text("widgets = 3\n")
+    (tmp_path / "odd.toml").write_text("d_model = 10\nheads = 3\n")
+    names = {"TABLE": table, "OUT": tmp_path / "model", "MISSING": tmp_path / "missing.parquet"}
+    names |= {"TEXT": tmp_path / "text.parquet", "BAD": tmp_path / "bad.toml", "ODD": tmp_path / "odd.toml"}
+    done = train(*(names.get(a, a) for a in arguments))
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "model").exists()
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    done = train(tmp_path / "missing.parquet", "--out", tmp_path / "model", "--debug")
+    assert done.returncode == 3
+    assert "Traceback" in done.stderr
+
+
+def test_help_needs_nothing_heavy() -> None:
+    code = "import sys; import trainer.cli; print(sorted({'torch', 'pyarrow', 'rich'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    done = train("--help")
+    assert done.returncode == 0
+    for option in (
+        "--layout",
+        "--label",
+        "--normal",
+        "--exclude",
+        "--context",
+        "--discrete",
+        "--continuous",
+        "--preset",
+    ):
+        assert option in done.stdout
+    for option in ("--config", "--epochs", "--max-time", "--device", "--seed", "--resume", "--calibration-share"):
+        assert option in done.stdout
