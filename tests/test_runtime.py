@@ -136,7 +136,6 @@ class FusedCodec:
 
     def decode(self, data: Payload) -> tuple[EventBatch, list[Rejected]]:
         self.fuse.reach("decode")
-        self.fuse_log = len(data)
         return self.codec.decode(data)
 
 
@@ -210,17 +209,14 @@ def test_a_crash_anywhere_loses_nothing(loaded: Artifact, hop: str, turn: int, i
     assert set(broker.accepted) | set(broker.rejected) == set(range(len(broker.messages)))
     before, after = bare_alerts(whole.alerts), bare_alerts(broker.alerts)
     assert len(before) == len(whole.alerts)
-    for document in (*before.values(), *after.values()):  # scores of another batch may differ in their last bits
-        for name in ("score", "running_log_likelihood"):
-            document[name] = pytest.approx(document[name], rel=1e-4)
-        for part in document["contributions"]:
-            part["surprise"] = pytest.approx(part["surprise"], rel=1e-3, abs=1e-4)
-            part["expected"] = {k: pytest.approx(v, rel=1e-3) for k, v in part["expected"].items()}
     assert before.keys() == after.keys()
     for key, document in before.items():
-        assert {
-            k: v for k, v in after[key].items() if k not in ("score", "running_log_likelihood", "contributions")
-        } == {k: v for k, v in document.items() if k not in ("score", "running_log_likelihood", "contributions")}
+        again = after[key]
+        assert again.pop("score") == pytest.approx(document.pop("score"), rel=1e-4)  # another batch, other last bits
+        assert again["running_log_likelihood"] == pytest.approx(document["running_log_likelihood"], rel=1e-4)
+        for inexact in ("running_log_likelihood", "contributions"):
+            del again[inexact], document[inexact]
+        assert again == document
 
 
 def test_every_hop_fails_the_run(loaded: Artifact) -> None:
@@ -317,9 +313,9 @@ def test_time_outs_fire_on_silent_input(loaded: Artifact) -> None:
 
     row = json.dumps({"record": "r", "feature": "pressure", "value": 1.0}).encode()
     engine = engine_of(loaded, record_timeout=25_000_000)
-    Road(Silent([row], chunk=9), Codec(loaded.schema), engine, [sink], clock, Metrics(), False).run(threading.Event())
+    Road(Silent([row], chunk=1), Codec(loaded.schema), engine, [sink], clock, Metrics(), False).run(threading.Event())
     assert [closed.reasons for closed in sink.closings] == [[Closing.TIMEOUT]]
-    assert len(sink.effects) == 4 or len(sink.effects) == 5
+    assert len(sink.effects) == 5
 
 
 def test_refusals_are_in_the_order_of_the_messages(loaded: Artifact) -> None:

@@ -106,10 +106,12 @@ def mapped(bootstrap_servers: str, doing: str, *also: type[Exception]) -> Iterat
 
 
 class _Forward(logging.Handler):
-    """Warnings of the client become lines of our log; it has no other voice."""
+    """Warnings of the client become lines of our log; it has no other voice. What its event loop says of its own pace
+    is left out: on a busy machine that is no news."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        log.get("kafka").warning(record.getMessage())
+        if record.name != "kafka.net.selector":
+            log.get("kafka").warning(record.getMessage())
 
 
 class _Overhear(logging.Handler):

@@ -27,16 +27,17 @@ class KeyValueCache:
     def __init__(self, model: DEformer, memory: int) -> None:
         config = model.config
         self.kept = model.tokens_kept
-        self.shape = (config.heads, config.d_model // config.heads)
+        self.heads = config.heads
         self.pages_per_record = -(-len(model.schema) * self.kept // PAGE_TOKENS)
         page_bytes = 2 * config.layers * PAGE_TOKENS * config.d_model * model.dtype.itemsize
         self.page_bytes = page_bytes
         self.pages = max(self.pages_per_record, memory // page_bytes)
+        # Heads before tokens, so that a record's pages of one head come out of a gather as one contiguous matrix.
         # Memory that is not touched is not resident, so the whole bound can be asked for at once.
-        self.pool = [
-            torch.empty(self.pages, PAGE_TOKENS, 2, *self.shape, dtype=model.dtype, device=model.device)
-            for _ in range(config.layers)
-        ]
+        shape = (self.pages, config.heads, PAGE_TOKENS, config.d_model // config.heads)
+        self.keys, self.values = (
+            [torch.empty(shape, dtype=model.dtype, device=model.device) for _ in range(config.layers)] for _ in range(2)
+        )
         self.device = model.device
         self.free = np.arange(self.pages - 1, -1, -1)
         self.free_count = self.pages
@@ -71,17 +72,20 @@ class KeyValueCache:
         """The pasts of R slots, padded to the longest."""
         lengths = self.length[slots]
         pages = int(self._held(lengths.max(keepdims=True))[0]) if len(slots) else 0
-        index = torch.from_numpy(self.table[slots, :pages].reshape(-1)).to(self.device)
-        keys, values = [], []
-        for pool in self.pool:
-            block = pool.index_select(0, index).view(len(slots), pages * PAGE_TOKENS, 2, *self.shape)
-            keys.append(block[:, :, 0])
-            values.append(block[:, :, 1])
-        return Past(keys, values, torch.from_numpy(lengths * self.kept).to(self.device))
+        # (R, H, pages) in that order: index (page, head) pairs of the pools.
+        pairs = self.table[slots, :pages][:, None, :] * self.heads + np.arange(self.heads)[:, None]
+        index = torch.from_numpy(pairs.reshape(-1)).to(self.device)
+
+        def gathered(pool: Tensor) -> Tensor:
+            rows = pool.view(self.pages * self.heads, -1).index_select(0, index)
+            return rows.view(len(slots), self.heads, pages * PAGE_TOKENS, pool.shape[-1])
+
+        lengths_in_tokens = torch.from_numpy(lengths * self.kept).to(self.device)
+        return Past([gathered(k) for k in self.keys], [gathered(v) for v in self.values], lengths_in_tokens)
 
     def append(self, slots: NDArray[np.int64], extension: Extension) -> None:
         """Keep the L new readings of each of R slots; slots for which no page can be had are dropped instead."""
-        fresh = extension.keys[0].shape[1] // self.kept
+        fresh = extension.keys[0].shape[2] // self.kept
         fits = self._reserve(slots, fresh)
         self.drop(slots[~fits])
         rows = np.flatnonzero(fits)
@@ -90,12 +94,14 @@ class KeyValueCache:
             return
         token = (self.length[slots] * self.kept)[:, None] + np.arange(fresh * self.kept)
         page = np.take_along_axis(self.table[slots], token // PAGE_TOKENS, 1)
-        flat = torch.from_numpy((page * PAGE_TOKENS + token % PAGE_TOKENS).reshape(-1)).to(self.device)
+        # (R, H, M) places of single tokens in the pools.
+        place = (page[:, None, :] * self.heads + np.arange(self.heads)[:, None]) * PAGE_TOKENS + (token % PAGE_TOKENS)[:, None, :]
+        flat = torch.from_numpy(place.reshape(-1)).to(self.device)
         chosen = None if len(rows) == len(fits) else torch.from_numpy(rows).to(self.device)
-        for pool, k, v in zip(self.pool, extension.keys, extension.values, strict=True):
-            block = torch.stack([k, v], 2)
-            block = block if chosen is None else block.index_select(0, chosen)
-            pool.view(-1, 2, *self.shape).index_copy_(0, flat, block.flatten(0, 1))
+        for pools, added in ((self.keys, extension.keys), (self.values, extension.values)):
+            for pool, block in zip(pools, added, strict=True):
+                block = block if chosen is None else block.index_select(0, chosen)
+                pool.view(-1, pool.shape[-1]).index_copy_(0, flat, block.reshape(len(flat), -1))
         self.length[slots] += fresh
 
     def _reserve(self, slots: NDArray[np.int64], fresh: int) -> NDArray[np.bool_]:

@@ -20,8 +20,9 @@ from deformer_stream.core.records import Accepted, Records
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-GROUP_TOKENS = 16_384
-"""Readings a group of records may bring to one pass through the network: past it, larger matrices gain nothing."""
+GROUP_READINGS = 8_192
+"""Readings, cached and new, of the records that go through the network together: past it, larger matrices gain nothing,
+and what attention gathers falls out of the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,8 @@ def _groups(length: Ints, fresh: Ints, start: Ints) -> Iterator[Ints]:
     order = np.lexsort((start, fresh, length))
     change = np.flatnonzero((np.diff(length[order]) != 0) | (np.diff(fresh[order]) != 0)) + 1
     for run in np.split(order, change):
-        size = max(1, GROUP_TOKENS // int(length[run[0]]))
-        for at in range(0, len(run), size):
+        at = 0
+        while at < len(run):
+            size = max(1, GROUP_READINGS // int(length[run[at]] + start[run[at]]))
             yield run[at : at + size]
+            at += size

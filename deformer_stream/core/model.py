@@ -95,7 +95,7 @@ PRESETS: dict[str, ModelConfig] = {
 class Past:
     """Cached keys and values of R records, padded to P tokens.
 
-    keys, values: per layer (R, P, heads, d_head). lengths: (R,) tokens in use.
+    keys, values: per layer (R, heads, P, d_head). lengths: (R,) tokens in use.
     """
 
     keys: Sequence[Tensor]
@@ -106,7 +106,7 @@ class Past:
 @dataclass(frozen=True, slots=True)
 class Extension:
     """What `extend` answers: conditionals of shape (R, L), and the new tokens' keys and values, to be appended to the
-    cache: per layer (R, M, heads, d_head), M = L × `DEformer.tokens_kept`."""
+    cache: per layer (R, heads, M, d_head), M = L × `DEformer.tokens_kept`."""
 
     conditional: Conditional
     keys: Sequence[Tensor]
@@ -141,9 +141,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(d, config.feedforward), nn.Linear(config.feedforward, d)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: (N, T, d) → queries, keys, values: (N, T, H, d_head)."""
+        """x: (N, T, d) → queries, keys, values: (N, H, T, d_head)."""
         qkv = self.qkv(self.norm1(x) if self.pre else x)
-        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
         return q, k, v
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ class DEformer(nn.Module):
         causal = self.config.memory == "all"
         mask = None if causal else self._mask(x.shape[1])
         for block in self.blocks:
-            q, k, v = (t.transpose(1, 2) for t in block.project(x))
+            q, k, v = block.project(x)
             dropout = block.dropout if self.training else 0.0
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout)
             x = block.finish(x, attended.transpose(1, 2).flatten(2))
@@ -260,7 +260,7 @@ class DEformer(nn.Module):
 
     def prefill(self, features: Tensor, values: Tensor) -> Extension:
         """The first L readings of records without a past. features, values: (R, L), no padding but at the end."""
-        shape = (len(features), 0, self.config.heads, self.config.d_model // self.config.heads)
+        shape = (len(features), self.config.heads, 0, self.config.d_model // self.config.heads)
         empty = [torch.zeros(shape, dtype=self.dtype, device=self.device)] * self.config.layers
         return self.extend(features, values, Past(empty, empty, torch.zeros(len(features), device=self.device)))
 
@@ -272,24 +272,24 @@ class DEformer(nn.Module):
         """
         codes = features.clamp(min=0)
         x = self._tokens(codes, values)
-        T, P = x.shape[1], past.keys[0].shape[1]
+        T, P = x.shape[1], past.keys[0].shape[2]
         blocked = ~self._mask(T)
-        ahead = torch.arange(P, device=self.device) >= past.lengths[:, None]
+        ahead = (torch.arange(P, device=self.device) >= past.lengths[:, None])[:, None, None]
         keep = slice(None) if self.config.memory == "all" else slice(1, None, 2)
         scale = 1.0 / math.sqrt(self.config.d_model // self.config.heads)
         kept_keys, kept_values = [], []
         for layer, block in enumerate(self.blocks):
             q, k, v = block.project(x)
-            kept_keys.append(k[:, keep])
-            kept_values.append(v[:, keep])
+            kept_keys.append(k[:, :, keep])
+            kept_values.append(v[:, :, keep])
             # A batched matrix product with softmax beats the fused kernel for the one or two queries of a step.
-            qh = (q * scale).transpose(1, 2)
-            scores = (qh @ k.permute(0, 2, 3, 1)).masked_fill(blocked, -math.inf)
+            q = q * scale
+            scores = (q @ k.transpose(-1, -2)).masked_fill(blocked, -math.inf)
             if P:
-                old = (qh @ past.keys[layer].permute(0, 2, 3, 1)).masked_fill(ahead[:, None, None], -math.inf)
+                old = (q @ past.keys[layer].transpose(-1, -2)).masked_fill(ahead, -math.inf)
                 weights = torch.softmax(torch.cat([old, scores], -1), -1)
-                attended = weights[..., :P] @ past.values[layer].transpose(1, 2) + weights[..., P:] @ v.transpose(1, 2)
+                attended = weights[..., :P] @ past.values[layer] + weights[..., P:] @ v
             else:
-                attended = torch.softmax(scores, -1) @ v.transpose(1, 2)
+                attended = torch.softmax(scores, -1) @ v
             x = block.finish(x, attended.transpose(1, 2).flatten(2))
         return Extension(self.head(self.norm(x[:, ::2]), codes), kept_keys, kept_values)

@@ -165,7 +165,7 @@ def _draw(model: DEformer, n: int, orders: np.random.Generator, draws: torch.Gen
         with torch.inference_mode():
             seen = model.extend(tensor(codes[:, new], model), tensor(normal[:, new], model), cache.gather(slots))
             if k:
-                keys, values = ([t[:, :kept] for t in part] for part in (seen.keys, seen.values))
+                keys, values = ([t[:, :, :kept] for t in part] for part in (seen.keys, seen.values))
                 cache.append(slots, Extension(seen.conditional, keys, values))
             draw = seen.conditional[:, -1].sample(draws).double().cpu().numpy()
         raw = on_grid(schema, codes[:, k], schema.denormalise(codes[:, k], draw))

@@ -28,9 +28,9 @@ def grown(model: DEformer, features: torch.Tensor, values: torch.Tensor, cuts: l
         if past is None:
             keys, vals = list(extension.keys), list(extension.values)
         else:
-            keys = [torch.cat([a, b], 1) for a, b in zip(past.keys, extension.keys, strict=True)]
-            vals = [torch.cat([a, b], 1) for a, b in zip(past.values, extension.values, strict=True)]
-        past = Past(keys, vals, torch.full((len(features),), keys[0].shape[1]))
+            keys = [torch.cat([a, b], 2) for a, b in zip(past.keys, extension.keys, strict=True)]
+            vals = [torch.cat([a, b], 2) for a, b in zip(past.values, extension.values, strict=True)]
+        past = Past(keys, vals, torch.full((len(features),), keys[0].shape[2]))
         start = stop
     return torch.cat(parts, 1)
 

@@ -147,7 +147,7 @@ class CacheMachine(RuleBasedStateMachine):
         rows = np.array(sorted(s for s in slots if self.cache.length[s] + fresh <= 20), np.int64)
         self.cache.pin(rows)
         self.fill += 1
-        values = [torch.randn(len(rows), fresh, 2, 2) for _ in range(4)]
+        values = [torch.randn(len(rows), 2, fresh, 2) for _ in range(4)]
         nothing = torch.zeros(0)
         extension = Extension(Conditional(nothing, nothing, nothing, nothing, nothing), values[:2], values[2:])
         for slot in range(self.SLOTS):
@@ -178,10 +178,10 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.bytes == used * self.cache.page_bytes
         for slot, pieces in self.truth.items():
             past = self.cache.gather(np.array([slot]))
-            whole = torch.cat(pieces, 1)
+            whole = torch.cat(pieces, 2)
             n = int(past.lengths[0])
-            assert n == whole.shape[1]
-            got = torch.stack([torch.cat([k[0, :n] for k in past.keys], -1), torch.cat([v[0, :n] for v in past.values], -1)])
+            assert n == whole.shape[2]
+            got = torch.stack([torch.cat([k[0, :, :n] for k in past.keys], -1), torch.cat([v[0, :, :n] for v in past.values], -1)])
             assert torch.equal(got, whole)
 
 

@@ -23,7 +23,7 @@ TINY = "\n".join(
 
 
 def train(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | environment
     return subprocess.run(command(*arguments), check=False, capture_output=True, text=True, env=env, timeout=300)
 
 
@@ -118,7 +118,13 @@ def test_a_signal_keeps_progress_and_resume_continues(
 ) -> None:
     out = tmp_path / "model"
     arguments = [table, "--out", out, "--config", config, "--epochs", 60]
-    with subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command(*arguments),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
         folder = tmp_path / "model.training"
         deadline = time.monotonic() + 60
         while not (folder / "values.npy").exists():

@@ -1,0 +1,78 @@
+"""The development broker as a person uses it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, load_broker_script
+
+SCRIPT = ROOT / "deploy" / "kafka" / "broker.py"
+
+
+def test_compose_runs_the_version_of_the_pom() -> None:
+    images = re.findall(r"image: apache/kafka:(\S+)", (ROOT / "deploy" / "compose.yaml").read_text())
+    assert set(images) == {load_broker_script().kafka_version()}
+
+
+@pytest.mark.kafka
+def test_run_serves_until_interrupted_and_leaves_nothing(tmp_path: Path) -> None:
+    script = load_broker_script()
+    (port,) = script._free_ports(1)
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "run", "--port", str(port)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert f"127.0.0.1:{port}" in line
+        assert script.brokers_known(f"127.0.0.1:{port}") == 1
+        assert len(list(tmp_path.glob("deformer-kafka-*"))) == 1
+        again = subprocess.run(
+            [sys.executable, str(SCRIPT), "run", "--port", str(port)], capture_output=True, check=False
+        )
+        assert again.returncode == 4
+        assert b"already has a broker" in again.stderr
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+    assert script.brokers_known(f"127.0.0.1:{port}") == 0
+    assert list(tmp_path.glob("deformer-kafka-*")) == []
+
+
+@pytest.mark.parametrize("words", [["ensure"], ["run"], ["start"]])
+def test_without_any_means_one_line_says_what_to_do(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = load_broker_script()
+    for name in ("has_java", "has_jars", "container_engine"):
+        monkeypatch.setattr(script, name, lambda: None)
+    monkeypatch.setattr(script.shutil, "which", lambda name: None)
+    assert script.main(words) == 4
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert "openjdk-17-jre-headless maven" in err
+    assert "DEFORMER_TEST_BOOTSTRAP" in err
+
+
+def test_missing_jars_are_no_reason_to_fetch_them_in_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load_broker_script()
+    monkeypatch.setattr(script, "has_jars", lambda: False)
+    monkeypatch.setattr(script, "container_engine", lambda: None)
+    with pytest.raises(script.BrokerError, match=r"broker\.py ensure"):
+        script.start()
