@@ -193,8 +193,6 @@ def _replay() -> click.Command:
             time_column=settings.time_column,
             max_message_bytes=settings.max_message_bytes,
         )
-        if source.ignored:
-            log.get("replay").info("columns that are no features of the model", columns=list(source.ignored))
         with ExitStack() as ends:
             sinks: list[Sink] = []
             if settings.output:
@@ -205,6 +203,8 @@ def _replay() -> click.Command:
                 sinks.append(_kept(AlertLines(settings.alerts), ends))
             if settings.rejected:
                 sinks.append(_kept(RejectedLines(settings.rejected), ends))
+            if source.ignored:
+                log.get("replay").info("columns that are no features of the model", columns=list(source.ignored))
             with Progress("replay", source.total, "rows") as progress:
                 road = Road(
                     source, codec, engine, sinks, EventClock(), metrics.Metrics(), True, progress=progress.advance

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import sys
 import uuid
@@ -21,15 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def load_broker_script() -> ModuleType:
-    """`deploy/kafka/broker.py`, which is a script and no part of any package."""
-    name = "deploy_kafka_broker"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / "deploy" / "kafka" / "broker.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    """`deploy/kafka/broker.py`, a script that is no part of any package, and `means.py` beside it."""
+    folder = str(ROOT / "deploy" / "kafka")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module("broker")
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,7 @@ def test_run_serves_until_interrupted_and_leaves_nothing(tmp_path: Path) -> None
         assert again.returncode == 4
         assert b"already has a broker" in again.stderr
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
@@ -59,9 +59,10 @@ def test_without_any_means_one_line_says_what_to_do(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = load_broker_script()
+    means = sys.modules["means"]
     for name in ("has_java", "has_jars", "container_engine"):
-        monkeypatch.setattr(script, name, lambda: None)
-    monkeypatch.setattr(script.shutil, "which", lambda name: None)
+        monkeypatch.setattr(means, name, lambda: None)
+    monkeypatch.setattr(means.shutil, "which", lambda name: None)
     assert script.main(words) == 4
     out, err = capsys.readouterr()
     assert out == ""

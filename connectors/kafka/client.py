@@ -67,7 +67,7 @@ MAPPING: tuple[_Row, ...] = (
     (
         (errors.KafkaProtocolError,),
         ConfigError,
-        "what listens there is no Kafka, or not so: check --bootstrap-servers, --security-protocol, --sasl-mechanism",
+        "what listens there breaks off: check --bootstrap-servers, --security-protocol and the login (--sasl-…)",
     ),
     (
         (errors.KafkaConfigurationError, ValueError, TypeError),

@@ -6,6 +6,8 @@ rebuilt by prefill. So it may drop any record at any time, and drops the least r
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,6 +17,8 @@ from deformer_stream.core.model import DEformer, Extension, Past
 
 PAGE_TOKENS = 8
 """Tokens a page holds: small records waste little, and gathering stays a few large copies."""
+ALIGNED = 64
+"""Bytes of a cache line, where pages begin."""
 
 
 class KeyValueCache:
@@ -33,11 +37,8 @@ class KeyValueCache:
         self.page_bytes = page_bytes
         self.pages = max(self.pages_per_record, memory // page_bytes)
         # Heads before tokens, so that a record's pages of one head come out of a gather as one contiguous matrix.
-        # Memory that is not touched is not resident, so the whole bound can be asked for at once.
         shape = (self.pages, config.heads, PAGE_TOKENS, config.d_model // config.heads)
-        self.keys, self.values = (
-            [torch.empty(shape, dtype=model.dtype, device=model.device) for _ in range(config.layers)] for _ in range(2)
-        )
+        self.keys, self.values = ([_zeros(shape, model) for _ in range(config.layers)] for _ in range(2))
         self.device = model.device
         self.free = np.arange(self.pages - 1, -1, -1)
         self.free_count = self.pages
@@ -136,6 +137,18 @@ class KeyValueCache:
         self.free[self.free_count : self.free_count + len(row)] = self.table[slots[row], column]
         self.free_count += len(row)
         self.length[slots] = 0
+
+
+def _zeros(shape: tuple[int, ...], model: DEformer) -> Tensor:
+    """Zeros, for what a page does not hold yet is multiplied by a weight of 0, and 0 · NaN is NaN.
+
+    NumPy's zeros are not resident until they are touched, so the whole bound can be asked for at once."""
+    if model.device.type != "cpu":
+        return torch.zeros(shape, dtype=model.dtype, device=model.device)
+    size = math.prod(shape) * model.dtype.itemsize
+    raw = np.zeros(size + ALIGNED, np.uint8)
+    first = -raw.ctypes.data % ALIGNED
+    return torch.from_numpy(raw[first : first + size]).view(model.dtype).view(shape)
 
 
 def tensor(array: NDArray[np.generic], model: DEformer) -> Tensor:

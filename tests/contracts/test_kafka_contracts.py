@@ -1,0 +1,88 @@
+"""The contracts, run on Kafka."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+from kafka import KafkaConsumer, TopicPartition
+
+from connectors.kafka import KafkaSink, KafkaSource, produce
+from deformer_stream.codec import encode_alert
+from deformer_stream.core.batch import Effects
+from deformer_stream.ports import Messages, Payload
+from tests.contracts.sinks import Drain, SinkContract
+from tests.contracts.sources import Feed, Reading, SourceContract
+
+pytestmark = pytest.mark.kafka
+
+Topic = Callable[..., str]
+
+
+class TestKafkaSource(SourceContract):
+    @pytest.fixture
+    def feed(self, kafka: SimpleNamespace, topic: Topic) -> Feed:
+        name, group = topic(3), uuid.uuid4().hex
+
+        def publish(readings: list[Reading]) -> None:
+            documents = [{"record": r, "feature": f, "value": v} for r, f, v in readings]
+            produce(kafka.bootstrap, name, [(d["record"].encode(), orjson.dumps(d), None) for d in documents])
+
+        def open_() -> KafkaSource:
+            return KafkaSource(kafka.bootstrap, name, group, max_poll_records=7)
+
+        return Feed(publish, open_, finite=False, remembers=True)
+
+
+class Plain:
+    """The public encoding, as `Codec` does it."""
+
+    encode_alert = staticmethod(encode_alert)
+
+
+def delivered(bootstrap: str, topic: str) -> list[tuple[bytes | None, bytes | None]]:
+    """Key and value of all messages of a topic with one partition."""
+    reader = KafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest", consumer_timeout_ms=30_000)
+    partition = TopicPartition(topic, 0)
+    reader.assign([partition])
+    end = reader.end_offsets([partition])[partition]
+    found = [(message.key, message.value) for message in itertools.islice(reader, end)]
+    reader.close()
+    return found
+
+
+class TestKafkaAlerts(SinkContract):
+    @pytest.fixture
+    def drain(self, kafka: SimpleNamespace, topic: Topic) -> Drain:
+        name = topic(1)
+
+        def expected(effects: Effects, data: Payload | None) -> list[Any]:
+            return [(alert.record.encode(), encode_alert(alert, data)) for alert in effects.alerts]
+
+        return Drain(
+            lambda: KafkaSink(kafka.bootstrap, name, None, Plain()),
+            lambda: delivered(kafka.bootstrap, name),
+            expected,
+        )
+
+
+class TestKafkaDeadLetters(SinkContract):
+    @pytest.fixture
+    def drain(self, kafka: SimpleNamespace, topic: Topic) -> Drain:
+        name = topic(1)
+
+        def expected(effects: Effects, data: Payload | None) -> list[Any]:
+            if not isinstance(data, Messages):
+                return []
+            return [(data.keys[r.message], data.payloads[r.message] or b"") for r in effects.rejected]
+
+        return Drain(
+            lambda: KafkaSink(kafka.bootstrap, None, name, Plain()),
+            lambda: delivered(kafka.bootstrap, name),
+            expected,
+        )

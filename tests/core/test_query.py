@@ -1,0 +1,167 @@
+"""Filling and drawing: against the whole-record path, and against a truth that is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deformer_stream.core import query
+from deformer_stream.core.cache import KeyValueCache
+from deformer_stream.core.model import DEformer, ModelConfig
+from deformer_stream.core.schema import Feature, Schema
+from tests.core.worlds import configs, model_of, schemas
+from tests.models import SCHEMA, linear_model, linear_records, small_model
+
+
+@pytest.fixture(scope="module")
+def linear() -> DEformer:
+    return linear_model()
+
+
+def gappy(schema: Schema, n: int, seed: int, share: float) -> np.ndarray:
+    """(n, F) raw values and label codes, unseen ones among them, NaN where missing."""
+    rng = np.random.default_rng(seed)
+    values = np.empty((n, len(schema)))
+    for f, feature in enumerate(schema.features):
+        labels = len(feature.labels)
+        values[:, f] = rng.integers(0, labels + 1, n) if labels else rng.normal(feature.location, feature.scale, n)
+    values[rng.random(values.shape) < share] = np.nan
+    return values
+
+
+@settings(max_examples=25, deadline=None)
+@given(schemas(most=8, context=True), configs, st.sampled_from([0.0, 0.3, 0.7, 1.0]), st.integers(0, 99))
+def test_fill_equals_the_whole_record_path(schema: Schema, config: ModelConfig, share: float, seed: int) -> None:
+    model = model_of(schema, config, seed)
+    values = gappy(schema, 6, seed, share)
+    rng = np.random.default_rng(seed)
+    asked = np.isnan(values) & (rng.random(values.shape) < 0.8)
+    filled = query.fill(model, values, asked, 0.5)
+    for r, f in np.ndindex(values.shape):
+        feature = schema.features[f]
+        wanted = asked[r, f] and not feature.context
+        assert wanted == (not np.isnan(filled.value[r, f]))
+        assert (wanted and not feature.labels) == (not np.isnan(filled.low[r, f])) == (not np.isnan(filled.high[r, f]))
+        if not wanted:
+            continue
+        known = np.flatnonzero(~np.isnan(values[r]))
+        codes = np.append(known, f)
+        row = np.append(schema.normalise(known, values[r, known]), 0.0)
+        with torch.inference_mode():
+            asks = model.conditionals(torch.from_numpy(codes[None]), torch.from_numpy(row[None]))[:, -1]
+            if feature.labels:
+                mass = asks.log_mass[0, : len(feature.labels)]
+                assert mass[int(filled.value[r, f])] == mass.max()
+            else:
+                raw = [schema.denormalise(np.array([f]), asks.quantile(q).numpy())[0] for q in (0.25, 0.5, 0.75)]
+                found = [filled.low[r, f], filled.value[r, f], filled.high[r, f]]
+                np.testing.assert_allclose(found, raw, rtol=1e-6, atol=1e-6)
+
+
+def test_fill_of_nothing(linear: DEformer) -> None:
+    for n in (0, 3):
+        filled = query.fill(linear, np.zeros((n, 3)), np.ones((n, 3), bool))
+        assert filled.value.shape == (n, 3)
+        assert np.isnan(filled.value).all()
+
+
+def test_fill_knows_the_line(linear: DEformer) -> None:
+    truth = linear_records(400, 12)
+    values = truth.copy()
+    values[:200, 1] = np.nan
+    values[200:, 0] = np.nan
+    values[::3, 2] = np.nan
+    filled = query.fill(linear, values, np.isnan(values), 0.9)
+    gaps = np.isnan(values[:, :2])
+    error = np.abs(filled.value[:, :2] - truth[:, :2])[gaps]
+    assert np.median(error) < 0.15
+    inside = ((filled.low <= truth) & (truth <= filled.high))[:, :2][gaps]
+    assert 0.8 < inside.mean() <= 1.0
+    clear = np.isnan(values[:, 2]) & (np.abs(truth[:, 0]) > 0.3)
+    assert (filled.value[clear, 2] == truth[clear, 2]).mean() > 0.95
+
+
+def test_samples_lie_on_the_line(linear: DEformer) -> None:
+    drawn = np.concatenate(list(query.sample(linear, 3000, 5)))
+    assert drawn.shape == (3000, 3)
+    x, y, sign = drawn.T
+    assert abs(x.mean()) < 0.15
+    assert 0.8 < x.std() < 1.2
+    assert np.median(np.abs(y - 2 * x - 1)) < 0.2
+    clear = np.abs(x) > 0.3
+    assert ((x > 0) == sign)[clear].mean() > 0.95
+    assert set(sign) == {0.0, 1.0}
+
+
+@settings(max_examples=15, deadline=None)
+@given(schemas(most=8, context=True), configs, st.integers(0, 99))
+def test_samples_are_whole_and_possible(schema: Schema, config: ModelConfig, seed: int) -> None:
+    model = model_of(schema, config, seed)
+    drawn = np.concatenate(list(query.sample(model, 9, seed)))
+    assert np.array_equal(np.isnan(drawn), np.broadcast_to(schema.context, drawn.shape))
+    for f, feature in enumerate(schema.features):
+        if feature.labels:
+            assert set(drawn[:, f]) <= set(range(len(feature.labels)))
+    np.testing.assert_allclose(drawn, np.concatenate(list(query.sample(model, 9, seed))))
+
+
+def test_samples_within_a_bound_of_memory() -> None:
+    model = small_model()
+    blocks = list(query.sample(model, 10, 0, memory=1))
+    assert [len(block) for block in blocks] == [1] * 10
+    assert sum(map(len, query.sample(model, 2500, 0))) == 2500
+    assert list(query.sample(model, 0, 0)) == []
+
+
+def test_sampling_draws_from_the_conditionals() -> None:
+    """The readings drawn first, against the law that the model states."""
+    schema = Schema((Feature("x", "continuous"), Feature("k", "discrete", labels=("a", "b", "c"))))
+    model = model_of(schema, ModelConfig(16, 1, 1, 16, 2, hidden=(8,)), 3, torch.float32)
+    drawn = np.concatenate(list(query.sample(model, query.MOST_DRAWN, 1)))
+    with torch.inference_mode():
+        first = model.conditionals(torch.tensor([[0]]), torch.zeros(1, 1))
+    order = np.argsort(np.random.default_rng(1).random((query.MOST_DRAWN, 2)), 1)[:, 0]
+    x = torch.from_numpy(drawn[order == 0, 0]).float()
+    u = np.sort(first[0].cdf(x[:, None]).numpy()[:, 0])
+    assert np.abs(u - np.linspace(0, 1, len(u))).max() < 1.95 / np.sqrt(len(u))  # Kolmogorov–Smirnov, 0.1%
+
+
+@pytest.mark.parametrize(
+    ("quantum", "low", "value", "expected"),
+    [
+        (0.1, 5.0, 20.3000001, 20.3),
+        (0.1, 0.1, 0.31, 0.3),
+        (0.5, 0.25, 1.1, 1.25),
+        (1.0, 3.0, 7.4, 7.0),
+        (1.0, None, -0.6, -1.0),
+        (250.0, 0.0, 600.0, 500.0),
+        (1 / 3, 0.0, 0.9, 1.0),
+        (None, 0.0, 0.123, 0.123),
+        (0.001, -5.0, -4.9996, -5.0),
+    ],
+)
+def test_on_grid(quantum: float | None, low: float | None, value: float, expected: float) -> None:
+    schema = Schema((Feature("a", "continuous"), Feature("x", "continuous", quantum=quantum, low=low)))
+    found = query.on_grid(schema, np.array([1, 0]), np.array([value, value]))
+    assert found.tolist() == [pytest.approx(expected, abs=1e-12), value]
+
+
+def test_on_grid_gives_short_numbers() -> None:
+    feature = SCHEMA.features[0]
+    values = query.on_grid(SCHEMA, np.zeros(200, np.int64), np.linspace(5.0, 35.0, 200))
+    assert feature.quantum == 0.1
+    assert all(float(f"{v:.1f}") == v for v in values.tolist())
+
+
+def test_pages_begin_as_zeros() -> None:
+    """What a page does not hold is given the weight 0, and 0 · NaN would be NaN."""
+    model = small_model()
+    for _ in range(20):
+        garbage = [torch.full((size,), float("nan")) for size in (100, 1000, 10_000, 100_000)]
+        del garbage
+        cache = KeyValueCache(model, 300_000)
+        assert all(not pool.any() for pool in (*cache.keys, *cache.values))
+        assert all(pool.data_ptr() % 64 == 0 for pool in (*cache.keys, *cache.values))

@@ -1,0 +1,516 @@
+"""The commands from end to end on files, and what each of them says when it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+from deformer_stream import artifact
+from deformer_stream.core import query
+from deformer_stream.core.schema import Schema
+from tests.models import SCHEMA, rows_of, write_model
+
+Run = Callable[..., SimpleNamespace]
+N = 80
+SECRET = "hunter2-äöü"
+
+
+@pytest.fixture(scope="module")
+def table() -> pa.Table:
+    """Whole records with gaps, a column that is no feature, and a time."""
+    rows = rows_of(SCHEMA, N, 9)
+    columns: dict[str, Any] = {name: [row.get(name) for row in rows] for name in SCHEMA.names}
+    columns["temperature"] = [None if x is None else round(x, 1) for x in columns["temperature"]]
+    columns["record"] = [f"r{i}" for i in range(N)]
+    columns["note"] = [f"note {i}" for i in range(N)]
+    columns["at"] = pa.array([1_700_000_000_000_000 + 10**6 * i for i in range(N)], pa.timestamp("us", "UTC"))
+    return pa.table(columns)
+
+
+@pytest.fixture
+def wide(table: pa.Table, tmp_path: Path) -> Path:
+    pq.write_table(table, tmp_path / "wide.parquet")
+    return tmp_path / "wide.parquet"
+
+
+def events_of(table: pa.Table) -> list[dict[str, Any]]:
+    """Single readings, all records interleaved, each record in the order of the columns."""
+    rows = table.to_pylist()
+    return [
+        {"record": row["record"], "feature": name, "value": row[name], "time": row["at"].timestamp()}
+        for name in SCHEMA.names
+        for row in rows
+        if row[name] is not None
+    ]
+
+
+@pytest.fixture
+def lines(table: pa.Table, tmp_path: Path) -> Path:
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in events_of(table)))
+    return path
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def failed(ended: SimpleNamespace, code: int, *words: object) -> None:
+    assert (ended.code, ended.out, len(ended.lines)) == (code, "", 1), ended.err
+    for word in words:
+        assert str(word) in ended.lines[0]
+
+
+# replay
+
+
+def test_replay_writes_scores_records_alerts_and_refusals(
+    cli: Run, model_dir: Path, lines: Path, table: pa.Table, tmp_path: Path
+) -> None:
+    extra = [
+        "not json",
+        json.dumps({"record": "r0", "feature": "nonsense", "value": 1}),
+        lines.read_text().split("\n", 1)[0],
+    ]
+    with lines.open("a") as file:
+        file.write("\n".join(extra) + "\n")
+    out = {name: tmp_path / name for name in ("scores.parquet", "records.parquet", "alerts.jsonl", "rejected.jsonl")}
+    options = [
+        word
+        for flag, path in zip(("--output", "--records", "--alerts", "--rejected"), out.values(), strict=True)
+        for word in (flag, path)
+    ]
+    for program in ("deformer-stream", "deformer-replay"):
+        for path in out.values():
+            path.unlink(missing_ok=True)
+        words = [*(["replay"] if program == "deformer-stream" else []), lines, "--model", model_dir, *options]
+        ended = cli(*words, "--alpha", "0.3", program=program)
+        assert (ended.code, ended.out) == (0, "")
+    scores, records, alerts, rejected = (
+        pq.read_table(path).to_pylist() if path.suffix == ".parquet" else documents(path) for path in out.values()
+    )
+    events = events_of(table)
+    assert [(s["record"], s["feature"]) for s in scores] == [(e["record"], e["feature"]) for e in events]
+    assert {r["record"] for r in records} == {e["record"] for e in events}
+    assert sum(r["events"] for r in records) == len(events)
+    assert [a["record"] for a in alerts] == [s["record"] for s in scores if s["alert"]]
+    assert {a["record"] for a in alerts} == {r["record"] for r in records if r["alerted"]}
+    assert len(alerts) >= 5
+    assert Counter(r["reason"] for r in rejected) == {"not_json": 1, "unknown_feature": 1, "late": 1}
+    assert ended.lines == [
+        f"{len(events)} events accepted, 3 refused (1 not_json, 1 unknown_feature, 1 late), "
+        f"{len(records)} records, {len(alerts)} alerts at alpha 0.3"
+    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([lines.name, *out])
+
+
+def test_replay_of_wide_and_long_tables_and_lines_is_the_same(
+    cli: Run, model_dir: Path, wide: Path, lines: Path, table: pa.Table, tmp_path: Path
+) -> None:
+    long = [{**e, "value": str(e["value"])} for e in events_of(table)]
+    pq.write_table(pa.Table.from_pylist(long), tmp_path / "long.parquet")
+    pa.csv.write_csv(pa.Table.from_pylist(long), tmp_path / "long.csv")
+    found = []
+    for source in (wide, lines, tmp_path / "long.parquet", tmp_path / "long.csv"):
+        for order in ("schema", "random"):
+            out = tmp_path / "scores.parquet"
+            words = ["--order", order, "--seed", "3", "--alpha", "0.3", "--output", out]
+            assert cli("replay", source, "--model", model_dir, *words).code == 0
+            rows = sorted(pq.read_table(out).to_pylist(), key=lambda r: (r["record"], r["seq"]))
+            found.append([(r["record"], r["feature"], r["seq"], r["value"], r["label"]) for r in rows])
+    assert found[0] == found[2] == found[4] == found[6]
+    assert found[1] == found[3] == found[5] == found[7]
+    assert found[0] != found[1]
+
+
+def test_wide_tables_are_replayed_in_the_calibrated_order(cli: Run, wide: Path, tmp_path: Path) -> None:
+    orders = {}
+    for order in ("random", "schema", "arrival"):
+        model = write_model(tmp_path / order, order=order)
+        assert cli("replay", wide, "--model", model, "--output", tmp_path / "s.parquet").code == 0
+        rows = pq.read_table(tmp_path / "s.parquet", columns=["record", "feature"]).to_pylist()
+        orders[order] = [r["feature"] for r in rows]
+    assert orders["schema"] == orders["arrival"] != orders["random"]
+
+
+def test_alerts_to_standard_output(cli: Run, model_dir: Path, lines: Path) -> None:
+    ended = cli("replay", lines, "--model", model_dir, "--alpha", "0.3", "--alerts", "-")
+    assert ended.code == 0
+    assert all(json.loads(line)["alpha"] == 0.3 for line in ended.out.splitlines())
+    assert len(ended.out.splitlines()) == int(ended.lines[0].split(" alerts")[0].split()[-1]) > 0
+
+
+def test_alpha_out_of_reach_is_said(cli: Run, model_dir: Path, lines: Path) -> None:
+    ended = cli("replay", lines, "--model", model_dir, "--alpha", "0.004")
+    assert ended.code == 0
+    assert "out of reach" in ended.lines[0]
+    assert "at least 249 records" in ended.lines[0]
+    assert "0 alerts" in ended.lines[-1]
+
+
+def test_columns_that_are_no_features_are_said(cli: Run, model_dir: Path, wide: Path) -> None:
+    ended = cli("replay", wide, "--model", model_dir)
+    assert json.loads(ended.lines[0])["columns"] == ["note"]
+
+
+def test_a_failed_replay_leaves_no_half_results(cli: Run, model_dir: Path, tmp_path: Path, wide: Path) -> None:
+    pq.write_table(pa.table({"pressure": ["high"]}), tmp_path / "bad.parquet")
+    (tmp_path / "scores.parquet").write_text("of yesterday")
+    words = ["--model", model_dir, "--output", tmp_path / "scores.parquet", "--records", tmp_path / "records.parquet"]
+    failed(cli("replay", tmp_path / "bad.parquet", *words), 3, "bad.parquet", "pressure")
+    assert (tmp_path / "scores.parquet").read_text() == "of yesterday"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.parquet", "scores.parquet", "wide.parquet"]
+    failed(cli("replay", wide, *words[:3], tmp_path / "s.parquet", "--records", tmp_path / "no" / "r.parquet"), 2, "no")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.parquet", "scores.parquet", "wide.parquet"]
+
+
+def test_standard_input(model_dir: Path, lines: Path) -> None:
+    words = [sys.executable, "-m", "deformer_stream.cli", "replay", "-", "--model", str(model_dir), "--alpha", "0.3"]
+    with lines.open() as file:
+        ended = subprocess.run(words, stdin=file, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0
+    assert f"{len(lines.read_text().splitlines())} events accepted, 0 refused" in ended.stderr
+
+
+# consume
+
+
+def test_consume_from_a_file_prints_alerts(cli: Run, model_dir: Path, lines: Path, tmp_path: Path) -> None:
+    words = ["consume", "--source", lines, "--model", model_dir, "--alpha", "0.3"]
+    printed = cli(*words)
+    assert printed.code == 0
+    alerts = [json.loads(line) for line in printed.out.splitlines()]
+    assert len(alerts) >= 5
+    assert {alert["source"]["topic"] for alert in alerts} == {str(lines)}
+    silent = cli(*words, "--alerts", "")
+    assert (silent.code, silent.out) == (0, "")
+    path = tmp_path / "alerts.jsonl"
+    for times in (1, 2):  # a consumer that was started again must not wipe out what it raised before
+        assert cli(*words, "--alerts", path).out == ""
+        assert [a["id"] for a in documents(path)] == [a["id"] for a in alerts] * times
+    replayed = tmp_path / "replayed.jsonl"
+    assert cli("replay", lines, "--model", model_dir, "--alpha", "0.3", "--alerts", replayed).code == 0
+    assert {a["id"] for a in documents(replayed)} == {a["id"] for a in alerts}
+    stopped = json.loads(silent.lines[-1])
+    assert (stopped["event"], stopped["alerts"], stopped["rejected"]) == ("stopped", len(alerts), {})
+
+
+def test_consume_goes_on_behind_a_torn_line(cli: Run, model_dir: Path, lines: Path, tmp_path: Path) -> None:
+    path = tmp_path / "alerts.jsonl"
+    path.write_text('{"id": "tor')
+    assert cli("consume", "--source", lines, "--model", model_dir, "--alpha", "0.3", "--alerts", path).code == 0
+    first, *rest = path.read_text().splitlines()
+    assert first == '{"id": "tor'
+    assert all(json.loads(line)["id"] for line in rest)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_consume_ends_gracefully(model_dir: Path, lines: Path, number: int) -> None:
+    """Alerts fall while the input is open; a signal ends it with 0."""
+    words = [sys.executable, "-u", "-m", "deformer_stream.cli", "consume", "--source", "-", "--model", str(model_dir)]
+    with subprocess.Popen(
+        [*words, "--alpha", "0.3"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdin.write(lines.read_bytes())
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["alpha"] == 0.3
+        process.send_signal(number)
+        err = process.stderr.read().decode()
+        assert process.wait(timeout=60) == 0, err
+    stopped = json.loads(err.splitlines()[-1])
+    assert (stopped["event"], stopped["events"]) == ("stopped", len(lines.read_text().splitlines()))
+    assert stopped["open"] > 0
+    assert "Traceback" not in err
+
+
+def test_unreachable_broker(cli: Run, model_dir: Path) -> None:
+    with closing(socket.socket()) as silent:
+        silent.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+    words = ["--model", model_dir, "--alerts", ""]
+    failed(cli("consume", "--topic", "t", "--bootstrap-servers", address, *words), 4, address)
+    failed(cli("consume", "--source", f"kafka://{address}/t", *words), 4, address)
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--source", "kafka://host:9092"], "kafka://HOST:PORT/TOPIC"),
+        (["--source", "kafka:///topic"], "kafka://HOST:PORT/TOPIC"),
+        (["--topic", "t", "--alerts-topic", "t"], "must differ"),
+        (["--topic", "t", "--dead-letter-topic", "t-alerts"], "must differ"),
+        (["--topic", "t", "--source", "-"], "one of them"),
+        (["--source", "-", "--http", "nowhere"], "--http"),
+        (["--source", "-", "--cache-memory", "4000000GiB"], "--cache-memory"),
+        (["--source", "-", "--alerts", "/no/such/folder/alerts"], "/no/such/folder/alerts"),
+    ],
+)
+def test_consume_refuses(
+    cli: Run, model_dir: Path, words: list[str], hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open(os.devnull) as nothing:  # pytest's own stand-in has no descriptor
+        monkeypatch.setattr("sys.stdin", nothing)
+        failed(cli("consume", "--model", model_dir, *words), 2, hint)
+
+
+def test_source_that_is_missing(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    failed(cli("consume", "--source", tmp_path / "none.jsonl", "--model", model_dir), 3, "none.jsonl")
+    failed(cli("replay", tmp_path / "none.jsonl", "--model", model_dir), 3, "none.jsonl")
+    failed(cli("consume", "--source", "-", "--model", tmp_path), 3, "manifest.json is missing")
+
+
+def test_secrets_are_never_said(cli: Run, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEFORMER_SASL_PASSWORD", SECRET)
+    with closing(socket.socket()) as silent:
+        silent.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+    login = ["--security-protocol", "SASL_PLAINTEXT", "--sasl-mechanism", "PLAIN", "--sasl-username", "me"]
+    for words in (
+        ["config"],
+        ["consume", "--topic", "t", "--model", model_dir, "--bootstrap-servers", address, *login, "--debug"],
+        ["consume", "--topic", "t", "--model", model_dir, "--debug"],
+        ["consume", "--topic", "t", "--model", model_dir, "--alpha", "2", *login],
+        ["consume", "--source", f"kafka://me:{SECRET}@{address}/t", "--model", model_dir],
+        ["produce", "x.parquet", "--topic", "t", "--bootstrap-servers", address, *login, "--debug"],
+    ):
+        ended = cli(*words)
+        assert SECRET not in ended.out + ended.err
+        assert "hunter2" not in ended.out + ended.err
+
+
+# produce
+
+
+def test_produce_to_a_file(cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path) -> None:
+    out = tmp_path / "stream.jsonl"
+    words = ["produce", wide, "--output", out, "--shuffle-within", "20s", "--record-prefix", "pump-", "--seed", "4"]
+    ended = cli(*words, "--model", model_dir)
+    sent = documents(out)
+    expected = events_of(table)
+    assert (ended.code, ended.lines) == (0, [f"{len(expected)} events sent to {out}"])
+    key = lambda e: (e["record"], e["feature"])  # noqa: E731
+    assert sorted(map(key, sent)) == sorted(("pump-" + e["record"], e["feature"]) for e in expected)
+    assert [e["time"] for e in sent] == sorted(e["time"] for e in sent)
+    assert [e["record"] for e in sent] != sorted((e["record"] for e in sent), key=[e["record"] for e in sent].index)
+    again = cli(*words[:-1], "5", "--exclude", "note,state")
+    assert again.code == 0
+    assert {e["feature"] for e in documents(out)} == set(SCHEMA.names) - {"state"}
+    printed = cli("produce", wide, "--output", "-", "--rate", "1e6")
+    assert {json.loads(line)["feature"] for line in printed.out.splitlines()} == {*SCHEMA.names, "note"}
+
+
+def test_what_is_produced_can_be_consumed(cli: Run, model_dir: Path, wide: Path, tmp_path: Path) -> None:
+    out = tmp_path / "stream.jsonl"
+    assert cli("produce", wide, "--output", out, "--model", model_dir, "--shuffle-within", "10s").code == 0
+    ended = cli("consume", "--source", out, "--model", model_dir, "--alpha", "0.3", "--alerts", "")
+    stopped = json.loads(ended.lines[-1])
+    assert (stopped["events"], stopped["rejected"]) == (len(documents(out)), {})
+
+
+def test_produce_refuses(cli: Run, wide: Path, tmp_path: Path) -> None:
+    failed(cli("produce", wide), 2, "--topic or --output")
+    failed(cli("produce", wide, "--output", tmp_path / "no" / "x"), 2, "no/x")
+    failed(cli("produce", tmp_path / "none.parquet", "--output", tmp_path / "x"), 3, "none.parquet")
+    failed(cli("produce", wide, "--output", tmp_path / "x", "--model", tmp_path), 3, "manifest.json")
+
+
+# impute
+
+
+def test_impute(cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path) -> None:
+    out = tmp_path / "filled.parquet"
+    ended = cli("impute", wide, "--model", model_dir, "--output", out, "--interval", "0.8")
+    assert (ended.code, ended.out) == (0, "")
+    filled = pq.read_table(out)
+    missing = {name: table.column(name).is_null().to_numpy() for name in SCHEMA.names}
+    cells = sum(int(missing[name].sum()) for name in SCHEMA.names if name != "load")
+    assert cells > 20
+    assert ended.lines == [f"{cells} missing values filled in {N} rows: {out}"]
+    expected = []
+    for name in table.schema.names:
+        expected += [name]
+        if name in ("temperature", "pressure", "vibration"):
+            expected += [f"{name}__low", f"{name}__high"]
+    assert filled.schema.names == expected
+    for name in table.schema.names:
+        before, after = table.column(name), filled.column(name)
+        assert before.type == after.type
+        gaps = missing.get(name, np.zeros(N, bool))
+        assert after.filter(pa.array(~gaps)).equals(before.filter(pa.array(~gaps)))
+        assert after.null_count == (int(gaps.sum()) if name == "load" else 0)
+        if f"{name}__low" in expected:
+            low, high = (filled.column(f"{name}__{end}") for end in ("low", "high"))
+            assert (low.is_null().to_numpy() == ~gaps).all()
+            assert (high.is_null().to_numpy() == ~gaps).all()
+            values = after.to_numpy()[gaps]
+            assert (low.to_numpy()[gaps] <= values + 0.05).all()  # a median moves to the sensor's grid
+            assert (values - 0.05 <= high.to_numpy()[gaps]).all()
+    temperatures = filled.column("temperature").to_numpy()
+    np.testing.assert_allclose(temperatures * 10, np.round(temperatures * 10), atol=1e-9)
+    assert set(filled.column("state").to_pylist()) <= {"idle", "run", "stop", "unheard of"}
+
+
+def test_impute_answers_as_the_library_does(
+    cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path
+) -> None:
+    import deformer_stream
+
+    out = tmp_path / "filled.parquet"
+    assert cli("impute", wide, "--model", model_dir, "--output", out).code == 0
+    detector = deformer_stream.load(model_dir)
+    for before, after in zip(table.to_pylist(), pq.read_table(out).to_pylist(), strict=True):
+        for name, imputed in detector.impute({name: before[name] for name in SCHEMA.names}).items():
+            assert after[name] == (
+                imputed.value if isinstance(imputed.value, str) else pytest.approx(imputed.value, 1e-3)
+            )
+            if imputed.low is not None:
+                assert after[f"{name}__low"] == pytest.approx(imputed.low, rel=1e-3, abs=1e-3)
+                assert after[f"{name}__high"] == pytest.approx(imputed.high, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("temperature", pa.array([21, None, 23], pa.int32())),
+        ("temperature", pa.array([21, None, 23], pa.uint8())),
+        ("temperature", pa.array([21.5, None, float("nan")], pa.float32())),
+        ("temperature", pa.array([21, None, 23], pa.int64()).dictionary_encode()),
+        ("temperature", pa.nulls(3)),
+        ("temperature", pa.array(["21.50", None, "23.25"]).cast(pa.decimal128(8, 2))),
+        ("state", pa.array(["run", None, "stop"]).dictionary_encode()),
+        ("state", pa.array(["run", None, "stop"], pa.large_string())),
+        ("state", pa.nulls(3)),
+        ("valve", pa.array([True, None, False])),
+        ("valve", pa.array([True, True, False])),
+    ],
+    ids=str,
+)
+def test_impute_keeps_types(cli: Run, model_dir: Path, tmp_path: Path, column: str, values: pa.Array) -> None:
+    pq.write_table(pa.table({column: values, "pressure": [1.0, 1.1, None]}), tmp_path / "t.parquet")
+    ended = cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "f.parquet")
+    assert ended.code == 0, ended.err
+    kind = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
+    if pa.types.is_null(kind):
+        kind = pa.float64() if column == "temperature" else pa.string()
+    after = pq.read_table(tmp_path / "f.parquet").column(column)
+    assert after.type == kind
+    assert after.null_count == 0
+    for old, new in zip(values.to_pylist(), after.to_pylist(), strict=True):
+        assert new == new  # not NaN
+        assert old is None or old != old or old == new
+
+
+def test_impute_of_csv(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("temperature,state,note\n21.5,,a\n,run,b\n20,stop,\n")
+    assert cli("impute", tmp_path / "t.csv", "--model", model_dir, "--output", tmp_path / "f.parquet").code == 0
+    filled = pq.read_table(tmp_path / "f.parquet")
+    assert filled.column("temperature").null_count == filled.column("state").null_count == 0
+    assert filled.column("note").to_pylist()[:2] == ["a", "b"]
+
+
+def test_impute_leaves_infinite_readings(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    """Such a reading is neither there (nothing is concluded from it) nor missing."""
+    pq.write_table(pa.table({"temperature": [float("inf"), None], "pressure": [None, 1.0]}), tmp_path / "t.parquet")
+    assert cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "f.parquet").code == 0
+    filled = pq.read_table(tmp_path / "f.parquet").to_pylist()
+    assert filled[0]["temperature"] == float("inf")
+    assert filled[0]["temperature__low"] is None
+    assert np.isfinite(filled[0]["pressure"])
+
+
+def test_impute_in_blocks_is_the_same(
+    cli: Run, model_dir: Path, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for rows, readings in ((4096, 8192), (7, 10)):
+        monkeypatch.setattr("connectors.files.queries.ROWS", rows)
+        monkeypatch.setattr(query, "GROUP_READINGS", readings)
+        assert cli("impute", wide, "--model", model_dir, "--output", tmp_path / "f.parquet").code == 0
+        found.append(pq.read_table(tmp_path / "f.parquet"))
+    assert found[0].schema == found[1].schema
+    for one, other in zip(found[0].columns, found[1].columns, strict=True):
+        if pa.types.is_floating(one.type):
+            np.testing.assert_allclose(one.to_numpy(), other.to_numpy(), rtol=1e-3, atol=0.11)
+        else:
+            assert one.equals(other)
+
+
+def test_impute_refuses(cli: Run, model_dir: Path, lines: Path, tmp_path: Path) -> None:
+    def refused(table: pa.Table, *words: str) -> None:
+        pq.write_table(table, tmp_path / "t.parquet")
+        failed(cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "f"), 3, *words)
+        assert not (tmp_path / "f").exists()
+        assert not list(tmp_path.glob("*.part"))
+
+    refused(pa.table({"a": [1]}), "no column is a feature")
+    refused(pa.table({"pressure": ["high"]}), "pressure", "string")
+    refused(pa.table({"pressure": [1.0], "pressure__low": [1.0]}), "pressure__low", "rename")
+    refused(pa.table({"valve": pa.array([0, None], pa.int8())}), "valve", "cannot hold")
+    words = ["--model", model_dir, "--output", tmp_path / "f"]
+    failed(cli("impute", lines, *words), 3, "wide table")
+    failed(cli("impute", tmp_path / "none.parquet", *words), 3, "none.parquet")
+    failed(cli("impute", tmp_path / "t.parquet", "--model", model_dir), 2, "--output")
+    failed(cli("impute", tmp_path / "t.parquet", *words, "--interval", "1"), 2, "--interval")
+    failed(cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "no" / "f"), 2, "no/f")
+
+
+def test_impute_may_replace_its_input(cli: Run, model_dir: Path, wide: Path) -> None:
+    assert cli("impute", wide, "--model", model_dir, "--output", wide).code == 0
+    assert pq.read_table(wide).column("pressure").null_count == 0
+
+
+# sample
+
+
+def test_sample(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    found = []
+    for seed in ("1", "1", "2"):
+        out = tmp_path / "samples.parquet"
+        ended = cli("sample", "--model", model_dir, "--count", "1500", "--output", out, "--seed", seed)
+        assert (ended.code, ended.out, ended.lines) == (0, "", [f"1500 records drawn: {out}"])
+        found.append(pq.read_table(out))
+    assert found[0].equals(found[1])
+    assert not found[0].equals(found[2])
+    drawn = found[0]
+    assert drawn.num_rows == 1500
+    assert drawn.schema.names == list(SCHEMA.names)
+    assert drawn.column("load").null_count == 1500
+    for feature in SCHEMA.features[:5]:
+        column = drawn.column(feature.name)
+        assert column.null_count == 0
+        assert column.type == (pa.string() if feature.labels else pa.float64())
+        if feature.labels:
+            assert set(column.to_pylist()) == set(feature.labels)
+    temperatures = drawn.column("temperature").to_numpy()
+    assert len(set(temperatures)) > 50
+    assert all(float(f"{t:.1f}") == t for t in temperatures)
+
+
+def test_sample_refuses(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    failed(cli("sample", "--model", model_dir, "--count", "0", "--output", tmp_path / "s"), 2, "--count")
+    failed(cli("sample", "--model", model_dir), 2, "--output")
+    failed(cli("sample", "--model", tmp_path, "--output", tmp_path / "s"), 3, "manifest.json")
+
+
+def test_every_schema_of_the_model_directory_is_the_one_that_scores(model_dir: Path) -> None:
+    manifest = artifact.read_manifest(model_dir)
+    assert Schema.from_json(manifest["features"]) == SCHEMA
