@@ -2,10 +2,10 @@
 
     python -m benchmarks.speed            (make bench)
 
-Rows: `steps` (one new event for each of many open records of mixed lengths), `replay` (whole records through the
-engine), for several numbers of features and presets. The baseline scores each new event as the published code would: one forward
-pass of the same weights over all readings so far, batch 1. The ceiling is the rate of float32 matrix products measured
-in the same run divided by the products an event needs (two tokens through every weight matrix of the layers).
+Rows: `steps` (one new event for each of many open records of mixed lengths) and `replay` (whole records through the
+engine), for several numbers of features and presets. The baseline scores each new event as the published code would:
+one forward pass of the same weights over all readings so far, batch 1. The ceiling is the rate of float32 matrix
+products measured in the same run divided by the products an event needs (two tokens through every matrix of the layers).
 """
 
 from __future__ import annotations

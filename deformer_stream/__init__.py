@@ -1,6 +1,7 @@
 """Anomaly alerts with a guaranteed false-alarm rate, raised before the record is complete.
 
-`load(DIR)` reads a model directory and gives a `Detector` that scores, explains and imputes; see `deformer_stream.library`.
+`load(DIR)` reads a model directory and gives a `Detector` that scores, explains and imputes; see
+`deformer_stream.library`.
 """
 
 from __future__ import annotations

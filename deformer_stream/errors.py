@@ -36,13 +36,13 @@ class ArtifactError(DeformerError):
     exit_code = 3
 
 
-class Unavailable(DeformerError):
+class Unavailable(DeformerError):  # noqa: N818 - named by what is the matter, as the others are
     """A service (a broker, a topic) cannot be reached now; running again later may succeed."""
 
     exit_code = 4
 
 
-class InvariantViolated(DeformerError):
+class InvariantViolated(DeformerError):  # noqa: N818
     """The program contradicts itself: a bug, never the operator's fault."""
 
     exit_code = 1

@@ -35,7 +35,7 @@ class Messages:
 
 @dataclass(frozen=True, slots=True)
 class LongRows:
-    """N events as a table with columns `record, feature, value` and perhaps `time`; `first` is the row number of the first."""
+    """N events as a table with columns `record, feature, value` and perhaps `time`; `first` is its row number."""
 
     topic: str
     table: pa.RecordBatch
@@ -77,7 +77,8 @@ class EventSource(Protocol):
     """Where events come from.
 
     `poll` waits at most `timeout` seconds and returns whatever is there; it never blocks for longer, so that time-outs
-    of records fire on silent inputs. After the last event of a finite source `exhausted` is true.
+    of records fire on silent inputs. Calling it again says that the effects of earlier polls are flushed: a partition
+    that is taken away is committed up to there. After the last event of a finite source `exhausted` is true.
     """
 
     @property
@@ -86,7 +87,7 @@ class EventSource(Protocol):
     def poll(self, timeout: float) -> Polled: ...
 
     def commit(self) -> None:
-        """Say that everything polled so far has been dealt with and its effects are safe. Blocks until that is known."""
+        """Say that everything polled so far has been dealt with and its effects are safe; blocks until it is."""
 
     def close(self) -> None:
         """Let go of the source without committing anything more."""

@@ -7,17 +7,15 @@ settings: they live in the model's manifest.
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import tomllib
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
 import click
-from pydantic import BeforeValidator, Field, SecretStr, TypeAdapter, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
@@ -291,8 +289,8 @@ def variable_of(field: str) -> str:
 def load(cls: type[SettingsType], flags: dict[str, Any], config: Path | None = None, section: str = "") -> SettingsType:
     """The settings in force. flags: by field name, None where not given. config: a TOML file with the options' names as
     keys, at the top or in a table named like the command (`section`). Raises `ConfigError` in one line."""
-    given = {_input_name(cls, k): v for k, v in flags.items() if v is not None}
-    given["_file"] = _read_file(cls, config, section)
+    given = {input_name(cls, k): v for k, v in flags.items() if v is not None}
+    given["_file"] = read_file(cls, config, section)
     try:
         return cls(**given)
     except ValidationError as error:
@@ -305,12 +303,13 @@ def load(cls: type[SettingsType], flags: dict[str, Any], config: Path | None = N
         raise ConfigError(f"{flag_of(field)} ({where}): {message}; see --help") from None
 
 
-def _input_name(cls: type[Settings], field: str) -> str:
+def input_name(cls: type[Settings], field: str) -> str:
+    """The name that a value of this field is given under."""
     alias = cls.model_fields[field].validation_alias if field in cls.model_fields else None
     return alias if isinstance(alias, str) else field
 
 
-def _read_file(cls: type[Settings], config: Path | None, section: str) -> dict[str, Any]:
+def read_file(cls: type[Settings], config: Path | None, section: str) -> dict[str, Any]:
     """The file's values for this command; a key that no command knows is an error that names it."""
     if config is None:
         return {}
@@ -335,7 +334,7 @@ def _read_file(cls: type[Settings], config: Path | None, section: str) -> dict[s
                     f"--config {config}: unknown key {key!r}; the keys are the options' names, see --help"
                 )
             if name in fields:
-                values[_input_name(cls, fields[name])] = value
+                values[input_name(cls, fields[name])] = value
     return values
 
 
@@ -351,7 +350,8 @@ def _click_type(annotation: Any) -> tuple[Any, bool]:
     return click.STRING, annotation is bool
 
 
-def _shown_default(info: FieldInfo) -> str | None:
+def shown_default(info: FieldInfo) -> str | None:
+    """The default as a person would write it; None where there is none worth a word."""
     if info.is_required() or info.default in (None, ""):
         return None
     return str(info.default)
@@ -363,7 +363,7 @@ def options(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callable[...,
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for name, info in reversed(list(cls.model_fields.items())):
             kind, switch = _click_type(info.annotation)
-            default = _shown_default(info)
+            default = shown_default(info)
             text = (info.description or "") + (f"  [default: {default}]" if default else "")
             extra: dict[str, Any] = {"is_flag": True, "default": None} if switch else {"type": kind, "default": None}
             function = click.option(flag_of(name), name, help=text, **extra)(function)
@@ -372,40 +372,3 @@ def options(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callable[...,
         return config(function)
 
     return decorate
-
-
-def in_force(cls: type[Settings], config: Path | None, section: str) -> list[str]:
-    """One line per option, as TOML, with where it comes from; secrets masked. Raises `ConfigError` for a bad value."""
-    file = _read_file(cls, config, section)
-    lines = []
-    for name, info in cls.model_fields.items():
-        key = flag_of(name)[2:]
-        if variable_of(name) in os.environ:
-            value, origin = cast(Any, os.environ[variable_of(name)]), variable_of(name)
-        elif _input_name(cls, name) in file:
-            value, origin = file[_input_name(cls, name)], str(config)
-        else:
-            value, origin = (None if info.is_required() else info.default), "default"
-        if value is None:
-            lines.append(f"# {key} =   ({'required' if info.is_required() else 'not set'})")
-            continue
-        _check(cls, name, value)
-        if name == "sasl_password":  # a comment, so that nobody takes the stars for the password
-            lines.append(f'# {key} = "**********"   (from {origin})')
-            continue
-        value = re.sub("//[^/]*@", "//**********@", value) if isinstance(value, str) else value
-        text = (
-            str(value).lower() if isinstance(value, bool | int | float) else json.dumps(str(value), ensure_ascii=False)
-        )
-        lines.append(f"{key} = {text}" + ("" if origin == "default" else f"   # from {origin}"))
-    return lines
-
-
-def _check(cls: type[Settings], name: str, value: Any) -> None:
-    """Validate one field on its own."""
-    info = cls.model_fields[name]
-    annotated: Any = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
-    try:
-        TypeAdapter(annotated).validate_python(value)
-    except ValidationError as error:
-        raise ConfigError(f"{flag_of(name)}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None

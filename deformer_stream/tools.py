@@ -175,16 +175,19 @@ def config() -> click.Command:
     @click.option(
         "--config", "path", type=click.Path(path_type=Path), envvar="DEFORMER_CONFIG", help="TOML file with options."
     )
+    @click.option("--markdown", is_flag=True, help="Print the table of all options instead.")
     @debug_option
-    def command(name: str | None, path: Path | None) -> None:
+    def command(name: str | None, path: Path | None, markdown: bool) -> None:
         """Print the options in force and where each comes from; secrets are masked."""
-        from deformer_stream.settings import COMMANDS, in_force
+        from deformer_stream.printout import as_markdown, in_force
+        from deformer_stream.settings import COMMANDS
 
+        if markdown:
+            click.echo(as_markdown())
+            return
         for section in [name] if name else COMMANDS:
-            click.echo(f"[{section}]")
-            for line in in_force(COMMANDS[section], path, section):
-                click.echo(line)
-            click.echo()
+            lines = in_force(COMMANDS[section], path, section)
+            click.echo("\n".join([f"[{section}]", *lines, ""]))
 
     return command
 

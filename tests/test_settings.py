@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from deformer_stream.errors import ConfigError
+from deformer_stream.printout import in_force
 from deformer_stream.settings import (
     COMMANDS,
     ConsumeSettings,
@@ -23,7 +24,6 @@ from deformer_stream.settings import (
     SampleSettings,
     Settings,
     flag_of,
-    in_force,
     load,
     options,
     variable_of,
@@ -306,7 +306,7 @@ def test_config_prints_what_is_in_force(
     assert SECRET not in ended.out
     bare.setenv("DEFORMER_ALPHA", SECRET)
     ended = cli("config", "consume")
-    assert (ended.code, ended.out, len(ended.lines)) == (2, "[consume]\n", 1)
+    assert (ended.code, ended.out, len(ended.lines)) == (2, "", 1)
     assert "--alpha" in ended.lines[0]
 
 
@@ -315,3 +315,16 @@ def test_printed_configuration_can_be_used_again(bare: pytest.MonkeyPatch, tmp_p
     for command, cls in COMMANDS.items():
         config.write_text(f"[{command}]\n" + "\n".join(in_force(cls, None, command)))
         assert load(cls, REQUIRED[command], config, command) == load(cls, REQUIRED[command], None, command)
+
+
+def test_table_of_all_options(cli: Callable[..., SimpleNamespace]) -> None:
+    ended = cli("config", "--markdown")
+    assert (ended.code, ended.err) == (0, "")
+    lines = ended.out.splitlines()
+    assert all(line.count("|") == 5 for line in lines)
+    for command, field in EVERY:
+        assert any(line.startswith(f"| `{flag_of(field)}` |") and command in line.split("|")[4] for line in lines)
+    assert (
+        "| `--alpha` | `0.01` | Largest share of normal records that may ever raise an alert. | consume, replay |"
+        in lines
+    )

@@ -185,7 +185,7 @@ def model_config(settings: Everything) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Defaults:
-    """steps: how long a run is, learning_rate: its peak at the batch size `batch`, which grows with the table."""
+    """steps: how long a run is. batch: the largest, smaller tables take smaller ones. learning_rate: its peak."""
 
     steps: int
     batch: int
@@ -193,9 +193,9 @@ class _Defaults:
 
 
 _RECIPES = {
-    "tiny": _Defaults(4000, 128, 2e-3),
-    "small": _Defaults(4000, 128, 1e-3),
-    "base": _Defaults(10_000, 256, 5e-4),
+    "tiny": _Defaults(3000, 256, 3e-3),
+    "small": _Defaults(4000, 128, 2e-3),
+    "base": _Defaults(10_000, 256, 1e-3),
     "paper": _Defaults(100_000, 128, 1e-4),
 }
 
@@ -203,7 +203,7 @@ _RECIPES = {
 def choose_recipe(settings: Everything, rows: int) -> Recipe:
     """The recipe for a table with so many training rows, with what was set otherwise."""
     base = _RECIPES[settings.preset]
-    batch = settings.batch or int(np.clip(2 ** round(np.log2(max(rows, 1) / 32)), 32, base.batch))
+    batch = settings.batch or int(np.clip(2 ** round(np.log2(max(rows, 1) / 32)), 64, base.batch))
     steps_per_epoch = max(1, rows // min(batch, rows))
     epochs = settings.epochs or max(1, round(base.steps / steps_per_epoch))
     recipe = Recipe(batch, base.learning_rate, epochs)

@@ -96,7 +96,9 @@ class KeyValueCache:
         token = (self.length[slots] * self.kept)[:, None] + np.arange(fresh * self.kept)
         page = np.take_along_axis(self.table[slots], token // PAGE_TOKENS, 1)
         # (R, H, M) places of single tokens in the pools.
-        place = (page[:, None, :] * self.heads + np.arange(self.heads)[:, None]) * PAGE_TOKENS + (token % PAGE_TOKENS)[:, None, :]
+        place = (page[:, None, :] * self.heads + np.arange(self.heads)[:, None]) * PAGE_TOKENS + (token % PAGE_TOKENS)[
+            :, None, :
+        ]
         flat = torch.from_numpy(place.reshape(-1)).to(self.device)
         chosen = None if len(rows) == len(fits) else torch.from_numpy(rows).to(self.device)
         for pools, added in ((self.keys, extension.keys), (self.values, extension.values)):

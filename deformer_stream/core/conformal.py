@@ -72,7 +72,8 @@ def _sidak(count: NDArray[np.int64], least: Floats) -> Floats:
     count = np.maximum(count, 1)
     tiny = least < -25.0
     p = np.exp(np.where(tiny, -1.0, np.minimum(least, -1e-12)))
-    return np.where(tiny, -least - np.log(count), -np.log(-np.expm1(count * np.log1p(-p))))
+    result: Floats = np.where(tiny, -least - np.log(count), -np.log(-np.expm1(count * np.log1p(-p))))
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +99,14 @@ class Calibration:
     def p_value(self, score: Floats) -> Floats:
         """Anytime-valid p-values of running statistics, elementwise."""
         at_least = len(self.scores) - np.searchsorted(self.scores, score, "left")
-        return (1.0 + at_least) / (len(self.scores) + 1.0)
+        p: Floats = ((1.0 + at_least) / (len(self.scores) + 1.0)).astype(np.float64)
+        return p
 
     def threshold(self, alpha: float) -> float:
         """The running statistic above which an alert goes out at this alpha; infinite where alpha is out of reach."""
-        allowed = int(np.searchsorted(np.arange(1, len(self.scores) + 2) / (len(self.scores) + 1.0), alpha, "right")) - 1
+        allowed = (
+            int(np.searchsorted(np.arange(1, len(self.scores) + 2) / (len(self.scores) + 1.0), alpha, "right")) - 1
+        )
         if allowed < 0:
             return math.inf
         return float(self.scores[len(self.scores) - 1 - allowed]) if allowed < len(self.scores) else -math.inf

@@ -91,7 +91,7 @@ class Engine:
         if timeout is None or now < self._next_expiry:
             return Closed.joined([])
         idle, earliest = self.records.idle(now - timeout)
-        # Records only ever get younger, so nothing can expire before the eldest of today's, or a record opened now, does.
+        # Events only make records younger: nothing can expire before today's eldest, or a record opened now, does.
         self._next_expiry = (now if earliest is None else earliest) + timeout
         return self._close(idle, Closing.TIMEOUT)
 
@@ -119,8 +119,11 @@ class Engine:
         alert = np.zeros(M, bool)
         for rows in _groups(before + fresh - start, fresh, start):
             target = order[first[rows][:, None] + np.arange(fresh[rows[0]])]
-            columns[:, target], alert[target] = self._score_group(slots[rows], start[rows], before[rows], target.shape[1])
-        return Scored(accepted.events, accepted.seq.astype(np.int32), *columns, alert)
+            columns[:, target], alert[target] = self._score_group(
+                slots[rows], start[rows], before[rows], target.shape[1]
+            )
+        log_likelihood, running, score, p_value = columns
+        return Scored(accepted.events, accepted.seq.astype(np.int32), log_likelihood, running, score, p_value, alert)
 
     def _score_group(self, slots: Ints, start: Ints, before: Ints, fresh: int) -> tuple[Floats, NDArray[np.bool_]]:
         """R records with `fresh` new readings each, cached up to `start`, scored up to `before` (R,).

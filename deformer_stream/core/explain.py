@@ -25,9 +25,9 @@ def contributions(
 ) -> list[tuple[Contribution, ...]]:
     """The readings of A records in arrival order, the most surprising first.
 
-    codes: (A, L), −1 padding at the end; values: (A, L) raw. unseen: per record, texts of labels the model does not know,
-    by place. Surprises are −ln of the highest-density p-value given the readings before, in nats; expected ranges are given
-    those readings, too. Context is left out.
+    codes: (A, L), −1 padding at the end; values: (A, L) raw. unseen: per record, texts of labels the model does not
+    know, by place. Surprises are −ln of the highest-density p-value given the readings before, in nats; expected ranges
+    are given those readings, too. Context is left out.
     """
     step = max(1, BATCH_READINGS // max(1, codes.shape[1]))
     out = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,8 +43,10 @@ class Conditional:
     scales: Tensor
     log_mass: Tensor
 
-    def __getitem__(self, index: object) -> Conditional:
-        return Conditional(*(t[index] for t in (self.discrete, self.log_weights, self.means, self.scales, self.log_mass)))  # type: ignore[index]
+    def __getitem__(self, index: Any) -> Conditional:
+        return Conditional(
+            *(t[index] for t in (self.discrete, self.log_weights, self.means, self.scales, self.log_mass))
+        )
 
     def _density(self, x: Tensor) -> Tensor:
         """ln of the mixture's density at x: (*S, ...) given as (*S, M) → (*S, M)."""

@@ -14,13 +14,13 @@ keys and values are cached (one reading is a step, several are a prefill). The s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from deformer_stream.core.heads import Conditional, Head
 from deformer_stream.core.schema import Schema
@@ -119,11 +119,11 @@ class Encoder(nn.Module):
     def __init__(self, inputs: int, hidden: tuple[int, ...], outputs: int) -> None:
         super().__init__()
         widths = (inputs, *hidden, outputs)
-        self.maps = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths[:-1], widths[1:], strict=True))
+        self.maps = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
         for i, linear in enumerate(self.maps):
-            x = linear(F.relu(x) if i else x)
+            x = linear(nn.functional.relu(x) if i else x)
         return x
 
 
@@ -135,7 +135,7 @@ class Block(nn.Module):
         d = config.d_model
         self.pre = config.norm == "pre"
         self.heads, self.dropout = config.heads, config.dropout
-        self.activation = F.gelu if config.activation == "gelu" else F.relu
+        self.activation = nn.functional.gelu if config.activation == "gelu" else nn.functional.relu
         self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
         self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
         self.up, self.down = nn.Linear(d, config.feedforward), nn.Linear(config.feedforward, d)
@@ -148,10 +148,14 @@ class Block(nn.Module):
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The residual branches after attention. x, attended: (N, T, d) → (N, T, d)."""
-        x = x + F.dropout(self.out(attended), self.dropout, self.training)
+        x = x + nn.functional.dropout(self.out(attended), self.dropout, self.training)
         x = x if self.pre else self.norm1(x)
-        y = self.down(F.dropout(self.activation(self.up(self.norm2(x) if self.pre else x)), self.dropout, self.training))
-        x = x + F.dropout(y, self.dropout, self.training)
+        y = self.down(
+            nn.functional.dropout(
+                self.activation(self.up(self.norm2(x) if self.pre else x)), self.dropout, self.training
+            )
+        )
+        x = x + nn.functional.dropout(y, self.dropout, self.training)
         return x if self.pre else self.norm2(x)
 
 
@@ -203,6 +207,10 @@ class DEformer(nn.Module):
         self.label_offsets: Tensor
         self.label_counts: Tensor
 
+    def _layers(self) -> Iterator[Block]:
+        for block in self.blocks:
+            yield cast(Block, block)
+
     @property
     def tokens_kept(self) -> int:
         """Tokens a reading leaves in the cache: 2 with memory "all", 1 with "values"."""
@@ -246,12 +254,15 @@ class DEformer(nn.Module):
         x = self._tokens(codes, values)
         causal = self.config.memory == "all"
         mask = None if causal else self._mask(x.shape[1])
-        for block in self.blocks:
+        for block in self._layers():
             q, k, v = block.project(x)
             dropout = block.dropout if self.training else 0.0
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout)
+            attended = nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout
+            )
             x = block.finish(x, attended.transpose(1, 2).flatten(2))
-        return self.head(self.norm(x[:, ::2]), codes)
+        conditional: Conditional = self.head(self.norm(x[:, ::2]), codes)
+        return conditional
 
     def log_prob(self, features: Tensor, values: Tensor) -> Tensor:
         """ln p(v_k | earlier) of whole records, natural log, larger is likelier: (N, L), 0 at padding and context."""
@@ -278,7 +289,7 @@ class DEformer(nn.Module):
         keep = slice(None) if self.config.memory == "all" else slice(1, None, 2)
         scale = 1.0 / math.sqrt(self.config.d_model // self.config.heads)
         kept_keys, kept_values = [], []
-        for layer, block in enumerate(self.blocks):
+        for layer, block in enumerate(self._layers()):
             q, k, v = block.project(x)
             kept_keys.append(k[:, :, keep])
             kept_values.append(v[:, :, keep])

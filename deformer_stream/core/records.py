@@ -170,14 +170,16 @@ class Records:
         self.scored[slots], self.total[slots] = state.count, state.total
         self.least[slots], self.peak[slots] = state.least, state.peak
 
-    def readings(self, slots: NDArray[np.int64], places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def readings(
+        self, slots: NDArray[np.int64], places: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Feature codes and raw values at these places (R, L) of R records, each (R, L)."""
         rows = slots[:, None]
         return self.log_feature[rows, places].astype(np.int64), self.log_value[rows, places]
 
     def idle(self, before: int) -> tuple[list[int], int | None]:
-        """Slots of open records whose last accepted event is at or before this time (microseconds), and the earliest last
-        event among the others."""
+        """Slots of open records whose last accepted event is at or before this time (microseconds), and the earliest
+        last event among the others."""
         slots = np.flatnonzero(self.is_open)
         last = self.last[slots]
         over = last <= before
@@ -187,15 +189,16 @@ class Records:
     def stalest(self, excess: int) -> list[int]:
         """The `excess` open slots that have been silent for longest."""
         slots = np.flatnonzero(self.is_open)
-        return slots[np.argsort(self.last[slots], kind="stable")[:excess]].tolist()
+        chosen: list[int] = slots[np.argsort(self.last[slots], kind="stable")[:excess]].tolist()
+        return chosen
 
     def of_sources(self, sources: Iterable[int]) -> list[int]:
         """Open slots whose record came from one of these partitions."""
         return np.flatnonzero(self.is_open & np.isin(self.source, list(sources))).tolist()
 
     def close(self, slots: list[int], reason: Closing) -> Closed:
-        """End these records. A record that merely moves to another consumer (REVOKED) may come back: it is not remembered
-        as closed. The slots' arrays stay readable until `release`."""
+        """End these records. A record that merely moves to another consumer (REVOKED) may come back: it is not
+        remembered as closed. The slots' arrays stay readable until `release`."""
         for slot in slots:
             if self.slot_of.get(self.ids[slot]) == slot:
                 if reason is Closing.REVOKED:

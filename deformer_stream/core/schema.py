@@ -49,7 +49,9 @@ class Feature:
     def __post_init__(self) -> None:
         if self.kind == "discrete" and not self.labels:
             raise ValueError(f"feature {self.name!r}: a discrete feature needs at least one label")
-        if self.kind == "continuous" and not (self.scale > 0 and np.isfinite(self.scale) and np.isfinite(self.location)):
+        if self.kind == "continuous" and not (
+            self.scale > 0 and np.isfinite(self.scale) and np.isfinite(self.location)
+        ):
             raise ValueError(f"feature {self.name!r}: location must be finite and scale positive and finite")
         if not 0 < self.unseen < 1:
             raise ValueError(f"feature {self.name!r}: the mass of unseen labels lies between 0 and 1")
@@ -114,7 +116,8 @@ class Schema:
             z = np.clip((values - location[codes]) / scale[codes], -1e300, 1e300)
         size = np.abs(z)
         tail = np.sign(z) * (LINEAR + np.log1p(np.maximum(size - LINEAR, 0.0)))
-        return np.where((size > LINEAR) & ~self.discrete[codes], tail, z)
+        normal: NDArray[np.float64] = np.where((size > LINEAR) & ~self.discrete[codes], tail, z)
+        return normal
 
     def denormalise(self, codes: NDArray[Any], values: NDArray[np.float64]) -> NDArray[np.float64]:
         """The inverse of `normalise`."""
@@ -123,7 +126,8 @@ class Schema:
         with np.errstate(over="ignore"):
             far = np.sign(values) * (LINEAR + np.expm1(np.maximum(size - LINEAR, 0.0)))
             z = np.where((size > LINEAR) & ~self.discrete[codes], far, values)
-            return z * scale[codes] + location[codes]
+            raw: NDArray[np.float64] = z * scale[codes] + location[codes]
+        return raw
 
     def to_json(self) -> list[dict[str, Any]]:
         return [asdict(f) for f in self.features]

@@ -69,7 +69,12 @@ class Collected:
 
 
 def stream(
-    codes: NDArray[np.int64], raw: NDArray[np.float64], engine: Engine, seed: int, most: int, only: set[int] | None = None
+    codes: NDArray[np.int64],
+    raw: NDArray[np.float64],
+    engine: Engine,
+    seed: int,
+    most: int,
+    only: set[int] | None = None,
 ) -> Collected:
     """Interleave the records' events at random, keep each record's order, and cut the stream at random."""
     rng = np.random.default_rng(seed)
@@ -230,4 +235,7 @@ def test_context_is_never_scored() -> None:
 
 def test_ids_depend_on_record_model_and_alpha_alone() -> None:
     assert alert_id("a", "m", 0.01) == alert_id("a", "m", 0.01)
-    assert len({alert_id("a", "m", 0.01), alert_id("b", "m", 0.01), alert_id("a", "n", 0.01), alert_id("a", "m", 0.05)}) == 4
+    assert (
+        len({alert_id("a", "m", 0.01), alert_id("b", "m", 0.01), alert_id("a", "n", 0.01), alert_id("a", "m", 0.05)})
+        == 4
+    )

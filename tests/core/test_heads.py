@@ -24,12 +24,16 @@ def gaussian(n: int, mean: float = 0.0, scale: float = 1.0) -> Conditional:
 
 def mixture(weights: list[float], means: list[float], scales: list[float], n: int) -> Conditional:
     rows = [torch.tensor(x, dtype=torch.float64).expand(n, -1) for x in (weights, means, scales)]
-    return Conditional(torch.zeros(n, dtype=torch.bool), rows[0].log(), rows[1], rows[2], torch.zeros(n, 1, dtype=torch.float64))
+    return Conditional(
+        torch.zeros(n, dtype=torch.bool), rows[0].log(), rows[1], rows[2], torch.zeros(n, 1, dtype=torch.float64)
+    )
 
 
 def categorical(mass: list[float], n: int) -> Conditional:
     none = torch.zeros(n, 0, dtype=torch.float64)
-    return Conditional(torch.ones(n, dtype=torch.bool), none, none, none, torch.tensor(mass, dtype=torch.float64).log().expand(n, -1))
+    return Conditional(
+        torch.ones(n, dtype=torch.bool), none, none, none, torch.tensor(mass, dtype=torch.float64).log().expand(n, -1)
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -53,8 +57,15 @@ def test_conditionals_are_distributions(schema: Schema, config: ModelConfig, see
                     reach = 12 * float(one.scales.max())
                     low, high = float(one.means.min()) - reach, float(one.means.max()) + reach
                     # Trapezoids resolve the narrowest component with ten points a standard deviation.
-                    x = torch.linspace(low, high, int((high - low) / float(one.scales.min()) * 10) + 2, dtype=torch.float64)
-                    rows = Conditional(*(getattr(one, n)[0].expand(len(x), *([-1] * (getattr(one, n).dim() - 2))) for n in Conditional.__slots__))
+                    x = torch.linspace(
+                        low, high, int((high - low) / float(one.scales.min()) * 10) + 2, dtype=torch.float64
+                    )
+                    rows = Conditional(
+                        *(
+                            getattr(one, n)[0].expand(len(x), *([-1] * (getattr(one, n).dim() - 2)))
+                            for n in Conditional.__slots__
+                        )
+                    )
                     density = rows.log_prob(x).exp()
                     integral = torch.cumulative_trapezoid(density, x)
                     assert integral[-1].item() == pytest.approx(1.0, abs=1e-6)
@@ -149,7 +160,13 @@ def test_scales_keep_their_floor() -> None:
 
 
 def test_labels_of_features_with_different_counts() -> None:
-    schema = Schema((Feature("two", "discrete", labels=("a", "b")), Feature("five", "discrete", labels=tuple("abcde")), Feature("x", "continuous")))
+    schema = Schema(
+        (
+            Feature("two", "discrete", labels=("a", "b")),
+            Feature("five", "discrete", labels=tuple("abcde")),
+            Feature("x", "continuous"),
+        )
+    )
     out = Head(schema, 8, 2)(torch.randn(3, 8), torch.tensor([0, 1, 2]))
     assert out.log_mass[0].isfinite().sum() == 3
     assert out.log_mass[1].isfinite().sum() == 6

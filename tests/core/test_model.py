@@ -73,7 +73,7 @@ def test_padding_and_absence_change_nothing(schema: Schema, config: ModelConfig,
 @settings(max_examples=20, deadline=None)
 @given(schema=schemas(most=8), config=configs, seed=seeds)
 def test_no_reading_depends_on_a_later_one(schema: Schema, config: ModelConfig, seed: int) -> None:
-    """Law 3: the gradient of an earlier log-likelihood by a later value is zero, by an earlier identity it is not looked at."""
+    """Law 3: the gradient of an earlier log-likelihood by a later value is zero, and later identities do not matter."""
     model = model_of(schema, config, seed)
     codes, raw = records_of(schema, 2, seed)
     features = torch.from_numpy(codes)
@@ -113,7 +113,9 @@ def test_order_matters_and_a_permuted_schema_does_not() -> None:
     features, values = torch.from_numpy(codes), torch.from_numpy(raw)
     shuffle = torch.randperm(8, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        torch.testing.assert_close(model.log_prob(features[shuffle], values[shuffle]), model.log_prob(features, values)[shuffle])
+        torch.testing.assert_close(
+            model.log_prob(features[shuffle], values[shuffle]), model.log_prob(features, values)[shuffle]
+        )
         other = model.log_prob(features.flip(1), values.flip(1)).sum(1)
         assert (other - model.log_prob(features, values).sum(1)).abs().min() > 1e-9
 
@@ -139,7 +141,12 @@ def test_presets_and_their_sizes() -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"d_model": 30}, "multiple"), ({"norm": "mid"}, "norm"), ({"layers": 0}, "layers"), ({"dropout": 1.0}, "dropout")],
+    [
+        ({"d_model": 30}, "multiple"),
+        ({"norm": "mid"}, "norm"),
+        ({"layers": 0}, "layers"),
+        ({"dropout": 1.0}, "dropout"),
+    ],
 )
 def test_impossible_hyperparameters(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -37,7 +37,9 @@ class RecordsMachine(RuleBasedStateMachine):
 
     @rule(
         events=st.lists(
-            st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 3), st.one_of(st.floats(-1, 1), st.just(float("nan")))),
+            st.tuples(
+                st.sampled_from("abcdefgh"), st.integers(0, 3), st.one_of(st.floats(-1, 1), st.just(float("nan")))
+            ),
             max_size=12,
         ),
         source=st.integers(0, 2),
@@ -160,7 +162,9 @@ class CacheMachine(RuleBasedStateMachine):
                 self.truth.pop(slot, None)
         for i, slot in enumerate(rows.tolist()):
             if self.cache.length[slot]:
-                piece = torch.stack([torch.cat([v[i] for v in values[:2]], -1), torch.cat([v[i] for v in values[2:]], -1)])
+                piece = torch.stack(
+                    [torch.cat([v[i] for v in values[:2]], -1), torch.cat([v[i] for v in values[2:]], -1)]
+                )
                 self.truth[slot] = [*held[slot], piece]
 
     @rule(slots=st.sets(st.integers(0, SLOTS - 1), max_size=4))
@@ -181,7 +185,9 @@ class CacheMachine(RuleBasedStateMachine):
             whole = torch.cat(pieces, 2)
             n = int(past.lengths[0])
             assert n == whole.shape[2]
-            got = torch.stack([torch.cat([k[0, :, :n] for k in past.keys], -1), torch.cat([v[0, :, :n] for v in past.values], -1)])
+            got = torch.stack(
+                [torch.cat([k[0, :, :n] for k in past.keys], -1), torch.cat([v[0, :, :n] for v in past.values], -1)]
+            )
             assert torch.equal(got, whole)
 
 

@@ -56,7 +56,9 @@ def model_of(schema: Schema, config: ModelConfig, seed: int = 0, dtype: torch.dt
     return model
 
 
-def records_of(schema: Schema, n: int, seed: int, missing: float = 0.0) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def records_of(
+    schema: Schema, n: int, seed: int, missing: float = 0.0
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """N records in random orders: codes (N, F) with −1 padding at the end, and raw values; unseen labels among them."""
     rng = np.random.default_rng(seed)
     F = len(schema)
