@@ -5,7 +5,7 @@
 Rows: `steps` (one new event for each of many open records of mixed lengths) and `replay` (whole records through the
 engine), for several numbers of features and presets. The baseline scores each new event as the published code would:
 one forward pass of the same weights over all readings so far, batch 1. The ceiling is the rate of float32 matrix
-products measured in the same run divided by the products an event needs (two tokens through every matrix of the layers).
+products measured in the same run divided by the products of an event (two tokens through every matrix of the layers).
 """
 
 from __future__ import annotations
