@@ -252,9 +252,8 @@ class Fit:
         self.losses.append(float(loss.detach()) * self.scored)
 
     def _learning_rate(self) -> float:
-        """Linear warm-up, then half a cosine down to 1% of the peak."""
-        warmup = min(self.recipe.warmup, max(1, self.steps // 10))
-        rising = min(1.0, (self.step + 1) / warmup)
+        """Linear warm-up, over by 8% of the schedule at the latest, then half a cosine down to 1% of the peak."""
+        rising = min(1.0, max((self.step + 1) / self.recipe.warmup, self.progress / 0.08))
         return self.recipe.learning_rate * rising * (0.01 + 0.99 * 0.5 * (1.0 + math.cos(math.pi * self.progress)))
 
     def _update_average(self) -> None:

@@ -28,6 +28,10 @@ from deformer_stream.core.model import DEformer
 
 Floats = NDArray[np.float64]
 
+NOISE = 1e-4
+"""Scores closer than this, relative to 1 + score, count as equal: float32 sums differ with the batch they are taken in,
+and a tie must count against the record in each of them. It only ever raises a p-value, so the guarantee stays."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixState:
@@ -97,8 +101,8 @@ class Calibration:
         return 1.0 / (len(self.scores) + 1)
 
     def p_value(self, score: Floats) -> Floats:
-        """Anytime-valid p-values of running statistics, elementwise."""
-        at_least = len(self.scores) - np.searchsorted(self.scores, score, "left")
+        """Anytime-valid p-values of running statistics, elementwise; a tie within `NOISE` counts against the record."""
+        at_least = len(self.scores) - np.searchsorted(self.scores, score - NOISE * (1.0 + score), "left")
         p: Floats = ((1.0 + at_least) / (len(self.scores) + 1.0)).astype(np.float64)
         return p
 
@@ -109,7 +113,9 @@ class Calibration:
         )
         if allowed < 0:
             return math.inf
-        return float(self.scores[len(self.scores) - 1 - allowed]) if allowed < len(self.scores) else -math.inf
+        if allowed >= len(self.scores):
+            return -math.inf
+        return (float(self.scores[len(self.scores) - 1 - allowed]) + NOISE) / (1.0 - NOISE)
 
     def to_json(self) -> dict[str, Any]:
         return {"order": self.order, "records": len(self.scores), "scores": self.scores.tolist()}

@@ -62,6 +62,15 @@ def test_context_changes_nothing() -> None:
     assert with_context[0, 1] == with_context[0, 0]
 
 
+def test_ties_within_the_noise_of_float32_count_as_ties() -> None:
+    scores = np.array([0.5, 3.0, 40.0])
+    calibration = Calibration.of(scores, "random")
+    exact = calibration.p_value(scores)
+    np.testing.assert_array_equal(calibration.p_value(scores * (1 + 1e-5)), exact)
+    np.testing.assert_array_equal(calibration.p_value(scores * (1 - 1e-5)), exact)
+    assert (calibration.p_value(scores * 1.001) < exact).all()
+
+
 def test_p_value_counts_ties_against_the_record() -> None:
     calibration = Calibration.of(np.array([1.0, 2.0, 2.0, 3.0]), "random")
     p = calibration.p_value(np.array([0.0, 1.0, 1.5, 2.0, 2.5, 3.0, 9.0]))
@@ -76,10 +85,10 @@ def test_threshold_is_where_alerts_begin(statistics: list[float], alpha: float) 
     if alpha < calibration.smallest_p:
         assert threshold == math.inf
         return
-    above = np.nextafter(threshold, np.inf) if threshold > -math.inf else 0.0
+    above = threshold + 1e-9 if threshold > -math.inf else 0.0
     assert calibration.p_value(np.array([above]))[0] <= alpha
     if threshold > -math.inf:
-        assert calibration.p_value(np.array([threshold]))[0] > alpha
+        assert calibration.p_value(np.array([threshold - 1e-9]))[0] > alpha
 
 
 @pytest.mark.parametrize("bad", [[2.0, 1.0], [math.nan], [math.inf]])
