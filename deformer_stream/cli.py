@@ -20,7 +20,7 @@ from deformer_stream.tools import device_named
 if TYPE_CHECKING:
     from connectors.files import AlertLines, RecordsParquet, RejectedLines, ScoresParquet
     from deformer_stream.artifact import Artifact
-    from deformer_stream.codec import Codec, Fields
+    from deformer_stream.codec import Codec, Fields, Windows
     from deformer_stream.core.engine import Engine
     from deformer_stream.ports import EventSource, Sink
     from deformer_stream.settings import ConsumeSettings, ReplaySettings
@@ -59,7 +59,14 @@ def _fields(settings: ConsumeSettings | ReplaySettings) -> Fields:
         value=settings.value_field,
         values=settings.values_field,
         time=settings.time_field,
+        device=settings.device_field,
     )
+
+
+def _windows(settings: ConsumeSettings | ReplaySettings) -> Windows | None:
+    from deformer_stream.codec import Windows
+
+    return None if settings.window is None else Windows(round(settings.window * 1e6), round(settings.grace * 1e6))
 
 
 def _codec(loaded: Artifact, settings: ConsumeSettings | ReplaySettings, **extra: Any) -> Codec:
@@ -67,7 +74,12 @@ def _codec(loaded: Artifact, settings: ConsumeSettings | ReplaySettings, **extra
 
     most = max(4096, len(loaded.schema))
     return Codec(
-        loaded.schema, _fields(settings), max_message_bytes=settings.max_message_bytes, max_readings=most, **extra
+        loaded.schema,
+        _fields(settings),
+        max_message_bytes=settings.max_message_bytes,
+        max_readings=most,
+        windows=_windows(settings),
+        **extra,
     )
 
 
@@ -129,6 +141,7 @@ def _live_edge(settings: ConsumeSettings, codec: Codec, ends: ExitStack) -> tupl
             fields=_fields(settings),
             batch_events=settings.max_poll_records,
             max_message_bytes=settings.max_message_bytes,
+            windows=_windows(settings),
         )
         ends.callback(files.close)
         if settings.alerts:
@@ -192,6 +205,7 @@ def _replay() -> click.Command:
             record_column=settings.record_column,
             time_column=settings.time_column,
             max_message_bytes=settings.max_message_bytes,
+            windows=_windows(settings),
         )
         with ExitStack() as ends:
             sinks: list[Sink] = []

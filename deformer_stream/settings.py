@@ -54,6 +54,7 @@ def _bytes(value: Any) -> Any:
 Duration = Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=1e9, allow_inf_nan=False)]
 Timeout = Annotated[float, BeforeValidator(_seconds), Field(gt=0, le=1e9, allow_inf_nan=False)]
 Size = Annotated[int, BeforeValidator(_bytes), Field(ge=0, lt=2**63)]
+Width = Annotated[float, BeforeValidator(_seconds), Field(ge=1e-3, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -108,6 +109,22 @@ class _Scoring(_Model):
     value_field: str = Field("value", description="JSON field of the value.")
     values_field: str = Field("values", description="JSON field of many readings at once.")
     time_field: str = Field("time", description="JSON field of the time.")
+    device_field: str = Field("device", description="JSON field of the device, with --window.")
+    window: Width | None = Field(
+        None, description="An event without a record belongs to its device's window of this length in event time."
+    )
+    grace: Duration = _written(
+        "0s", description="How long past its end, in event time, a window takes what comes late."
+    )
+
+    @model_validator(mode="after")
+    def _whole_windows(self) -> Self:
+        """What has no effect would be taken for one that it has."""
+        if self.window is None and self.grace > 0:
+            raise ValueError("--grace needs --window")
+        if self.window is not None and self.device_field == self.record_field:
+            raise ValueError("--device-field and --record-field must differ, or no event would be in a window")
+        return self
 
 
 class _Kafka(Settings):
@@ -204,7 +221,9 @@ class ReplaySettings(_Scoring):
     alerts: str = Field("", description="Alerts as JSON lines to this file, or - for standard output.")
     rejected: Path | None = Field(None, description="Refused events with their reasons (JSON lines).")
     layout: Layout | None = Field(
-        None, description="Of tables; by default long if columns record, feature and value are there."
+        None,
+        description="Of tables; by default long if columns record (or device, with --window), feature and value are "
+        "there.",
     )
     order: Literal["arrival", "random", "schema"] | None = Field(
         None,

@@ -95,5 +95,5 @@ def test_reasons_and_metrics_are_named() -> None:
 def test_examples_of_formats_are_json() -> None:
     events, alert = blocks("json")
     for line in events.splitlines():
-        assert "record" in json.loads(line)
+        assert {"record", "device"} & json.loads(line).keys()
     assert {"id", "record", "p_value", "contributions", "source"} <= set(json.loads(alert))

@@ -50,7 +50,7 @@ def choices(cls: type[Settings], field: str) -> list[Any]:
             return ([t for t in texts if t.startswith("SASL") or field != "security_protocol"] * 3)[:3]
     if field in ("alpha", "interval"):
         return ["0.2", "0.3", "0.4"]
-    if field in ("record_timeout", "max_wait", "commit_interval", "shuffle_within"):
+    if field in ("record_timeout", "max_wait", "commit_interval", "shuffle_within", "window", "grace"):
         return ["1500ms", "2m", "3h"]
     if field in ("cache_memory", "max_message_bytes"):
         return ["1KiB", "2MiB", "3000"]
@@ -73,6 +73,7 @@ def test_precedence(command: str, field: str, table: bool, bare: pytest.MonkeyPa
     cls = COMMANDS[command]
     others: dict[str, Any] = dict(REQUIRED[command])
     others |= LOGIN if field.startswith(("sasl", "security")) else {}
+    others |= {"window": "10s"} if field == "grace" else {}
     others.pop(field, None)
     if field in ("source", "output") and command in ("consume", "produce"):
         others.pop("topic")
@@ -129,6 +130,7 @@ def test_defaults_are_those_of_the_contract(bare: pytest.MonkeyPatch) -> None:
     consume = load(ConsumeSettings, REQUIRED["consume"], None, "consume")
     assert (consume.bootstrap_servers, consume.alpha, consume.from_) == ("localhost:9092", 0.01, "earliest")
     assert (consume.record_timeout, consume.alerts, consume.http) == (30.0, "-", None)
+    assert (consume.window, consume.grace, consume.device_field) == (None, 0.0, "device")
     assert (consume.cache_memory, consume.max_message_bytes) == (512 * 2**20, 2**20)
     assert load(ReplaySettings, {"model": "m"}, None, "replay").alpha == 0.01
     assert load(ImputeSettings, REQUIRED["impute"], None, "impute").interval == 0.9
@@ -180,6 +182,12 @@ def test_bad_sizes(bare: pytest.MonkeyPatch, text: str) -> None:
         ({"sasl_password": SECRET}, "--security-protocol"),
         ({"sasl_username": "me"}, "--security-protocol"),
         ({**LOGIN, "sasl_password": SECRET, "sasl_password_file": "f"}, "one of them"),
+        ({"grace": "2s"}, "--grace needs --window"),
+        ({"grace": "-2s", "window": "10s"}, "--grace"),
+        ({"window": "0s"}, "--window"),
+        ({"window": "0.5ms"}, "--window"),
+        ({"window": "ten seconds"}, "--window"),
+        ({"window": "10s", "device_field": "record"}, "--device-field and --record-field must differ"),
     ],
 )
 def test_impossible_options(bare: pytest.MonkeyPatch, flags: dict[str, Any], word: str) -> None:

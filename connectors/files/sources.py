@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from connectors.files.reorder import reordered_lines, reordered_rows
 from connectors.files.tables import BLOCK, LINES, PARQUET, Layout, LineSplitter, Table, find, lines
-from deformer_stream.codec import Fields, Order
+from deformer_stream.codec import Fields, Order, Windows
 from deformer_stream.codec.columns import text_ids, textual
 from deformer_stream.core.batch import NO_TIME
 from deformer_stream.core.schema import Schema
@@ -41,6 +41,7 @@ def open_source(
     time_column: str | None = None,
     batch_events: int = 8192,
     max_message_bytes: int = 1_048_576,
+    windows: Windows | None = None,
 ) -> FileSource | StandardInput:
     """The events of Parquet, CSV and JSON lines files and folders, one after the other; or of standard input, for "-".
 
@@ -49,12 +50,13 @@ def open_source(
     than arrival needs whole records, so that all of these are read into memory before the first event comes. fields:
     JSON fields, and columns of long tables. record_column, time_column: of wide tables; without the first a table
     numbers its rows ("0", "1", …, with several files "file:0", …), and the time is by default the first timestamp.
-    batch_events: about how many events one poll returns.
+    batch_events: about how many events one poll returns. windows: a device and a time stand for a record, as in the
+    codec; this takes the order of arrival.
 
     Every file is opened and checked at once. Raises `InputError` naming the file and the remedy.
     """
     settings = _Reading(
-        schema, order, seed, fields or Fields(), record_column, time_column, batch_events, max_message_bytes
+        schema, order, seed, fields or Fields(), record_column, time_column, batch_events, max_message_bytes, windows
     )
     if STANDARD_INPUT in map(str, inputs):
         if len(inputs) > 1 or order != "arrival":
@@ -72,12 +74,15 @@ def open_source(
             parts.append(_messages(path, settings))
             continue
         table = Table.open(path)
-        if table.layout(layout, settings.fields.record, settings.fields.feature, settings.fields.value) == "wide":
+        owner, feature, value = settings.needed(table)[:3]
+        if table.layout(layout, owner, feature, value) == "wide":
             wide.append(_WideTable.of(table, names[path], settings))
             parts.append(wide[-1].rows())
         else:
             long.append(_LongTable.of(table, settings))
             parts.append(long[-1].rows())
+    if order != "arrival" and windows is not None and (long or texts):
+        raise ConfigError(f"order {order} needs whole records, and windows take shape as events arrive: use arrival")
     if order != "arrival":
         parts = [part.rows() for part in wide]
         if long:
@@ -179,6 +184,10 @@ class _Reading:
     time: str | None
     batch_events: int
     max_message_bytes: int
+    windows: Windows | None
+
+    def needed(self, table: Table) -> tuple[str, ...]:
+        return self.fields.needed(table.schema.names, self.windows is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +261,7 @@ class _LongTable:
     @staticmethod
     def of(table: Table, settings: _Reading) -> _LongTable:
         fields, columns = settings.fields, table.schema.names
-        for name in (fields.record, fields.feature, fields.value):
+        for name in settings.needed(table):
             if name not in columns:
                 raise InputError(
                     f"{table.path}: a long table needs a column {name!r}; rename one, or use --layout wide"
@@ -260,14 +269,15 @@ class _LongTable:
             kind = table.schema.field(name).type
             if name == fields.feature and table.path.suffix.lower() in PARQUET and not textual(kind):
                 raise InputError(f"{table.path}: column {name!r} is {kind}; feature names are text: convert the column")
-        wanted = (fields.record, fields.feature, fields.value, fields.label, fields.time)
+        owners = (fields.record,) if settings.windows is None else (fields.record, fields.device)
+        wanted = (*owners, fields.feature, fields.value, fields.label, fields.time)
         used = [name for name in wanted if name in columns]
         return _LongTable(table, used, [name for name in columns if name not in used], settings)
 
     def rows(self) -> Iterator[LongRows]:
         settings, fields = self.settings, self.settings.fields
         # A CSV's values are read as text, so that one bad value is refused alone and labels stay what they are.
-        texts = (fields.record, fields.feature, fields.value, fields.label)
+        texts = (fields.record, fields.device, fields.feature, fields.value, fields.label)
         types = dict.fromkeys((name for name in texts if name in self.columns), pa.string())
         if fields.time in self.columns:
             types |= _stamps(self.table, fields.time)

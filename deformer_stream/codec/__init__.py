@@ -2,17 +2,19 @@
 
     {"record": "pump-7/10:34:33", "feature": "Pressure", "value": 0.054711, "time": 1583750073.0}
     {"record": "pump-7/10:34:33", "time": "2020-03-09T10:34:33Z", "values": {"Pressure": 0.054711, "Current": 1.30128}}
+    {"device": "pump-7", "feature": "Pressure", "value": 0.054711, "time": 1583750073.0}        with windows
 
-`messages` decodes JSON (Kafka, JSON lines), `tables` decodes rows of Parquet and CSV, `outward` writes alerts and dead
-letters."""
+`messages` decodes JSON (Kafka, JSON lines), `tables` decodes rows of Parquet and CSV, `windows` names the records of
+events that name a device, `outward` writes alerts and dead letters."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from deformer_stream.codec.messages import MAX_TEXT, Fields, MessageDecoder
-from deformer_stream.codec.outward import encode_alert, encode_rejected, payload_of, position, rfc3339
+from deformer_stream.codec.outward import encode_alert, encode_rejected, payload_of, position
 from deformer_stream.codec.tables import ROW_FILE, ROW_NUMBER, LongDecoder, WideDecoder, record_hashes, shuffle_keys
+from deformer_stream.codec.windows import Windows, rfc3339
 from deformer_stream.core.batch import AlertRaised, EventBatch, Rejected
 from deformer_stream.core.schema import Schema
 from deformer_stream.errors import ConfigError
@@ -29,6 +31,7 @@ __all__ = [
     "Codec",
     "Fields",
     "Order",
+    "Windows",
     "encode_alert",
     "encode_rejected",
     "payload_of",
@@ -45,7 +48,8 @@ class Codec:
     schema: the features that are known. fields: what the fields of an event are called. order, seed: how the readings
     of a wide row are ordered (`Order`); "random" depends on the seed and the record id alone, not on how the input is
     chunked. max_message_bytes: a longer message is refused as too large. max_readings: and so is one with more
-    readings."""
+    readings. windows: an event (or the row of a long table) that names no record belongs to the window of its device
+    that its time falls in; without, it is refused."""
 
     def __init__(
         self,
@@ -56,14 +60,15 @@ class Codec:
         seed: int = 0,
         max_message_bytes: int = 1_048_576,
         max_readings: int = 4096,
+        windows: Windows | None = None,
     ) -> None:
         if order not in ("arrival", "schema", "random"):
             raise ConfigError(f"order {order!r} is unknown; use arrival, schema or random")
         fields = fields or Fields()
         self.schema = schema
         self.fields = fields
-        self._messages = MessageDecoder(schema, fields, max_message_bytes, max_readings)
-        self._long = LongDecoder(schema, fields)
+        self._messages = MessageDecoder(schema, fields, max_message_bytes, max_readings, windows)
+        self._long = LongDecoder(schema, fields, windows)
         self._wide = WideDecoder(schema, order, seed)
 
     def decode(self, data: Payload) -> tuple[EventBatch, list[Rejected]]:

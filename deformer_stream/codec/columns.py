@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from deformer_stream.codec.messages import FIRST_SECOND, LAST_SECOND, Refusal, brief, code_of_label, micros_of_text
+from deformer_stream.codec.messages import Refusal, brief, code_of_label, micros_of_text
+from deformer_stream.codec.windows import FIRST_SECOND, LAST_SECOND
 from deformer_stream.core.batch import NO_TIME, Reason
 from deformer_stream.core.schema import label_of
 from deformer_stream.errors import InputError

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from math import inf, isfinite, nan
 
 import numpy as np
 import orjson
 
+from deformer_stream.codec.windows import EPOCH, FIRST_SECOND, LAST_SECOND, Windows
 from deformer_stream.core.batch import NO_TIME, EventBatch, Reason, Rejected
 from deformer_stream.core.schema import Schema, label_of
 from deformer_stream.ports import Messages
@@ -17,11 +19,6 @@ from deformer_stream.ports import Messages
 MAX_TEXT = 1024
 """Longest record id and longest label, in characters."""
 
-FIRST_SECOND, LAST_SECOND = -62_135_596_800, 253_402_300_799
-"""Times lie in the years 1 to 9999, which every format we write can express. Milliseconds taken for seconds fall
-outside."""
-
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 _WORDS = {dict: "an object", list: "a list", str: "text", bool: "a boolean", int: "a number", float: "a number"}
 
@@ -36,6 +33,14 @@ class Fields:
     values: str = "values"
     time: str = "time"
     label: str = "label"
+    device: str = "device"
+
+    def needed(self, columns: Collection[str], windows: bool) -> tuple[str, ...]:
+        """The columns that a long table cannot do without, first the one that says whose a reading is. windows: a
+        device and a time stand for a record."""
+        if windows and self.record not in columns:
+            return self.device, self.feature, self.value, self.time
+        return self.record, self.feature, self.value
 
 
 class Refusal(Exception):  # noqa: N818  (control flow, not an error)
@@ -69,7 +74,7 @@ def micros_of_text(text: str) -> int:
         raise Refusal(Reason.WRONG_TYPE, f"time {brief(text)} is not RFC 3339, such as 2020-03-09T10:34:33Z") from None
     if moment.tzinfo is None:
         raise Refusal(Reason.WRONG_TYPE, f"time {brief(text)} has no offset; end it with Z or +hh:mm")
-    time = (moment - _EPOCH) // _MICROSECOND
+    time = (moment - EPOCH) // _MICROSECOND
     if not FIRST_SECOND * 1_000_000 <= time <= LAST_SECOND * 1_000_000:
         raise Refusal(Reason.WRONG_TYPE, f"time {brief(text)} lies outside the years 1 to 9999")
     return time
@@ -77,13 +82,18 @@ def micros_of_text(text: str) -> int:
 
 class MessageDecoder:
     """Decodes `Messages`. `decode` is one tight loop over the common form, a number of a known feature in a message of
-    its own; every other form, good or bad, goes through `_readings_of`, which is written to be read."""
+    its own; every other form, good or bad, goes through `_readings_of`, which is written to be read.
 
-    def __init__(self, schema: Schema, fields: Fields, max_bytes: int, max_readings: int) -> None:
+    windows: the record of an event that names none is a window of its device."""
+
+    def __init__(
+        self, schema: Schema, fields: Fields, max_bytes: int, max_readings: int, windows: Windows | None = None
+    ) -> None:
         self._schema = schema
         self._fields = fields
         self._max_bytes = max_bytes
         self._max_readings = max_readings
+        self._windows = windows
         self._numeric = {f.name: code for code, f in enumerate(schema.features) if f.kind == "continuous"}
 
     def decode(self, data: Messages) -> tuple[EventBatch, list[Rejected]]:
@@ -94,6 +104,7 @@ class MessageDecoder:
         times: list[int] = []
         messages: list[int] = []
         unseen: dict[int, str] = {}
+        devices: dict[int, str] = {}
         rejected: list[Rejected] = []
 
         broker = _sane(data.times).tolist()
@@ -125,44 +136,55 @@ class MessageDecoder:
                 if isinstance(reading, Rejected):
                     rejected.append(reading)
                     continue
-                record, code, value, label, time = reading
+                record, code, value, label, time, device = reading
                 if label is not None:
                     unseen[len(records)] = label
+                if device:
+                    devices[len(records)] = device
                 records.append(record)
                 features.append(code)
                 values.append(value)
                 times.append(time)
                 messages.append(i)
 
-        sources = np.asarray(messages, np.int32)
+        sources, moments = np.asarray(messages, np.int32), np.asarray(times, np.int64)
+        windowed = None
+        if self._windows is not None and devices:
+            windowed = self._windows.of([devices.get(i, "") for i in range(len(records))], moments)
         batch = EventBatch(
             records,
             np.asarray(features, np.int32),
             np.asarray(values, np.float64),
-            np.asarray(times, np.int64),
+            moments,
             sources,
             np.asarray(data.partitions, np.int32)[sources],
             unseen,
+            windowed,
         )
         return batch, rejected
 
     def _readings_of(
         self, i: int, payload: bytes | None, key: bytes | None, broker: int
-    ) -> list[tuple[str, int, float, str | None, int] | Rejected]:
-        """One message's readings (record, feature code, value, text of an unseen label, time) or their refusals, at
-        least one."""
+    ) -> list[tuple[str, int, float, str | None, int, str] | Rejected]:
+        """One message's readings (record, feature code, value, text of an unseen label, time, device or "" where the
+        record is no window) or their refusals, at least one."""
         try:
             document = self._document(payload)
-            record = self._record(document, key)
-            time = self._time(document, broker)
+            if self._windows is None or document.get(self._fields.record) is not None:
+                record, device = self._id(document, self._fields.record, key), ""
+                time = self._time(document, broker)
+            else:
+                device = self._id(document, self._fields.device, key)
+                time = self._time(document, broker)
+                record = window_of(self._windows, self._fields, device, time)
             readings = self._readings(document)
         except Refusal as refusal:
             return [Rejected(i, refusal.reason, refusal.detail)]
-        result: list[tuple[str, int, float, str | None, int] | Rejected] = []
+        result: list[tuple[str, int, float, str | None, int, str] | Rejected] = []
         for name, value in readings:
             try:
                 code, number, label = self._reading(name, value)
-                result.append((record, code, number, label, time))
+                result.append((record, code, number, label, time, device))
             except Refusal as refusal:
                 result.append(Rejected(i, refusal.reason, refusal.detail))
         return result
@@ -180,24 +202,24 @@ class MessageDecoder:
             raise Refusal(Reason.NOT_JSON, f"{_word(document)} where a JSON object is expected")
         return document
 
-    def _record(self, document: dict[str, object], key: bytes | None) -> str:
-        """The record id; absent or null, the message's key stands for it, since producers key readings by record."""
-        name = self._fields.record
-        record = document.get(name)
-        if record is None and key:
+    def _id(self, document: dict[str, object], name: str, key: bytes | None) -> str:
+        """The record id, or the device; absent or null, the message's key stands for it, since producers key readings
+        by it."""
+        text = document.get(name)
+        if text is None and key:
             try:
-                record = key.decode()
+                text = key.decode()
             except UnicodeDecodeError:
                 raise Refusal(Reason.MISSING_FIELD, f"no {name!r}, and the key is not UTF-8 text") from None
-        if type(record) is int:
-            record = str(record)
-        if record is None or record == "":
-            raise Refusal(Reason.MISSING_FIELD, f"{name!r} is {'empty' if record == '' else 'missing'}")
-        if not isinstance(record, str):
-            raise Refusal(Reason.WRONG_TYPE, f"{name!r} is {_word(record)}; text is expected")
-        if len(record) > MAX_TEXT:
-            raise Refusal(Reason.TOO_LARGE, f"{name!r} has {len(record)} characters; at most {MAX_TEXT} are accepted")
-        return record
+        if type(text) is int:
+            text = str(text)
+        if text is None or text == "":
+            raise Refusal(Reason.MISSING_FIELD, f"{name!r} is {'empty' if text == '' else 'missing'}")
+        if not isinstance(text, str):
+            raise Refusal(Reason.WRONG_TYPE, f"{name!r} is {_word(text)}; text is expected")
+        if len(text) > MAX_TEXT:
+            raise Refusal(Reason.TOO_LARGE, f"{name!r} has {len(text)} characters; at most {MAX_TEXT} are accepted")
+        return text
 
     def _time(self, document: dict[str, object], broker: int) -> int:
         time = document.get(self._fields.time)
@@ -245,6 +267,19 @@ class MessageDecoder:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise Refusal(Reason.WRONG_TYPE, f"feature {brief(name)}: {_word(value)} where a number is expected")
         return code, float(value), None
+
+
+def window_of(windows: Windows, fields: Fields, device: str, time: int) -> str:
+    """The id of the device's window around this time. Raises `Refusal`."""
+    if time == NO_TIME:
+        raise Refusal(Reason.MISSING_FIELD, f"{fields.time!r} is missing: without it there is no window to be in")
+    record = windows.record(device, time)
+    if record is None:
+        raise Refusal(Reason.WRONG_TYPE, "time lies in a window that began before the year 1")
+    if len(record) > MAX_TEXT:
+        detail = f"{fields.device!r} makes an id of {len(record)} characters; at most {MAX_TEXT} are accepted"
+        raise Refusal(Reason.TOO_LARGE, detail)
+    return record
 
 
 def code_of_label(text: str, labels: dict[str, int], name: str) -> tuple[float, str | None]:

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import base64
 import math
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import orjson
 import pyarrow as pa
 
-from deformer_stream.codec.messages import FIRST_SECOND, LAST_SECOND
 from deformer_stream.codec.tables import ROW_FILE, ROW_NUMBER
+from deformer_stream.codec.windows import rfc3339
 from deformer_stream.core.batch import AlertRaised, Rejected
 from deformer_stream.ports import LongRows, Messages, Payload, WideRows
-
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-
-
-def rfc3339(micros: int) -> str | None:
-    """Microseconds since 1970 as RFC 3339 text in UTC, with a fraction only where there is one; None for no time."""
-    if not FIRST_SECOND * 1_000_000 <= micros <= LAST_SECOND * 1_000_000:
-        return None
-    return (_EPOCH + timedelta(microseconds=micros)).isoformat().replace("+00:00", "Z")
 
 
 def encode_alert(alert: AlertRaised, data: Payload | None) -> bytes:

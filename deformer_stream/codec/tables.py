@@ -29,7 +29,8 @@ from deformer_stream.codec.columns import (
     text_ids,
     textual,
 )
-from deformer_stream.codec.messages import MAX_TEXT, Fields, Refusal, brief
+from deformer_stream.codec.messages import MAX_TEXT, Fields, Refusal, brief, window_of
+from deformer_stream.codec.windows import Windows
 from deformer_stream.core.batch import NO_TIME, EventBatch, Reason, Rejected
 from deformer_stream.core.schema import Schema
 from deformer_stream.errors import InputError
@@ -187,17 +188,18 @@ class LongDecoder:
     """Decodes `LongRows`: one event per row, in the table's order.
 
     Values are numbers, text (numbers as text then serve continuous features), or numbers with a second column of
-    labels."""
+    labels. windows: the record of a row that names none is a window of its device."""
 
-    def __init__(self, schema: Schema, fields: Fields) -> None:
+    def __init__(self, schema: Schema, fields: Fields, windows: Windows | None = None) -> None:
         self._schema = schema
         self._fields = fields
+        self._windows = windows
 
     def decode(self, data: LongRows) -> tuple[EventBatch, list[Rejected]]:
         """See `Codec.decode`."""
         n = len(data)
         columns = dict(zip(data.table.schema.names, data.table.columns, strict=True))
-        for name in (self._fields.record, self._fields.feature, self._fields.value):
+        for name in self._fields.needed(columns, self._windows is not None):
             if name not in columns:
                 raise InputError(
                     f"{data.topic}: a long table needs a column {name!r}; rename the column or use --layout wide"
@@ -209,13 +211,16 @@ class LongDecoder:
             times, refusals = micros_of_column(time, f"{data.topic}: column {self._fields.time!r}")
         codes, bad_features = self._features(data, columns[self._fields.feature])
         values, unseen, bad_values = self._values(data, columns, codes)
-        ids, bad_records = self._records(data, columns[self._fields.record])
+        ids, devices, bad_records = self._owners(data, columns, times, refusals)
         refusals |= bad_values | bad_features | bad_records  # one reason per row: the leftmost fault
 
         keep = np.ones(n, bool)
         keep[list(refusals)] = False
         rows = np.flatnonzero(keep)
         index = np.cumsum(keep) - 1
+        windowed = None
+        if self._windows is not None and devices is not None:
+            windowed = self._windows.of([devices[row] for row in rows.tolist()], times[rows])
         batch = EventBatch(
             ids[rows].tolist(),
             codes[rows],
@@ -224,12 +229,35 @@ class LongDecoder:
             rows.astype(np.int32),
             np.zeros(len(rows), np.int32),
             {int(index[row]): text for row, text in unseen.items() if keep[row]},
+            windowed,
         )
         return batch, [Rejected(row, refusals[row].reason, refusals[row].detail) for row in sorted(refusals)]
 
-    def _records(self, data: LongRows, column: pa.Array) -> tuple[NDArray[np.object_], dict[int, Refusal]]:
-        """(N,) record ids."""
-        name = self._fields.record
+    def _owners(
+        self, data: LongRows, columns: dict[str, pa.Array], times: NDArray[np.int64], bad_times: dict[int, Refusal]
+    ) -> tuple[NDArray[np.object_], list[str] | None, dict[int, Refusal]]:
+        """(N,) record ids; N devices, "" where the row names its record, or None without windows; refusals by row."""
+        fields, windows = self._fields, self._windows
+        if fields.record in columns:
+            ids, refusals = self._ids(data, columns[fields.record], fields.record)
+        else:
+            ids, refusals = np.full(len(data), None, object), {}
+        if windows is None or fields.device not in columns:
+            return ids, None, refusals
+        names, bad_names = self._ids(data, columns[fields.device], fields.device)
+        devices = [device if record is None else "" for record, device in zip(ids, names, strict=True)]
+        for row in [row for row, record in enumerate(ids) if record is None]:
+            fault = bad_names.get(row) or bad_times.get(row)
+            try:
+                ids[row] = None if fault else window_of(windows, fields, devices[row], int(times[row]))
+            except Refusal as refusal:
+                fault = refusal
+            refusals.pop(row, None)
+            refusals |= {row: fault} if fault else {}
+        return ids, devices, refusals
+
+    def _ids(self, data: LongRows, column: pa.Array, name: str) -> tuple[NDArray[np.object_], dict[int, Refusal]]:
+        """(N,) ids of records, or of devices."""
         column = text_ids(column, f"{data.topic}: column {name!r}")
         indices, uniques = encoded(column)
 

@@ -40,8 +40,22 @@ class Closing(StrEnum):
     """The input ended."""
     REVOKED = "revoked"
     """Its partition went to another consumer."""
+    WINDOW = "window"
+    """It is a window of a device's time, and the device's clock has passed the window's end and the grace after it."""
     EVICTED = "evicted"
     """The bound on open records was reached and this one had been silent for longest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Windowed:
+    """Which of N events belong to a window of their device's time.
+
+    devices: N names, "" where the event names its record itself. deadlines: (N,) int64 microseconds, the event time of
+    the device from which on the event's record is closed; of no meaning where there is no device.
+    """
+
+    devices: list[str]
+    deadlines: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +66,7 @@ class EventBatch:
     continuous feature, the label's code for a discrete one (the number of labels stands for an unseen label), NaN for
     "will not be observed". times: (N,) int64 microseconds or `NO_TIME`. messages: (N,) int32, the message of the poll
     that carried the event. sources: (N,) int32 partition the event came from. unseen: texts of unseen labels by index.
+    windowed: None where no record is a window; an event of a window has a time.
     """
 
     records: list[str]
@@ -61,6 +76,7 @@ class EventBatch:
     messages: NDArray[np.int32]
     sources: NDArray[np.int32]
     unseen: dict[int, str] = field(default_factory=dict)
+    windowed: Windowed | None = None
 
     def __len__(self) -> int:
         return len(self.records)

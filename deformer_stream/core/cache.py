@@ -84,33 +84,32 @@ class KeyValueCache:
         lengths_in_tokens = torch.from_numpy(lengths * self.kept).to(self.device)
         return Past([gathered(k) for k in self.keys], [gathered(v) for v in self.values], lengths_in_tokens)
 
-    def append(self, slots: NDArray[np.int64], extension: Extension) -> None:
-        """Keep the L new readings of each of R slots; slots for which no page can be had are dropped instead."""
-        fresh = extension.keys[0].shape[2] // self.kept
-        fits = self._reserve(slots, fresh)
+    def append(self, slots: NDArray[np.int64], extension: Extension, counts: NDArray[np.int64]) -> None:
+        """Keep the first `counts` (R,) new readings of each of R slots; a slot that gets no page is dropped."""
+        fits = self._reserve(slots, counts)
         self.drop(slots[~fits])
-        rows = np.flatnonzero(fits)
-        slots = slots[rows]
-        if not len(slots):
-            return
-        token = (self.length[slots] * self.kept)[:, None] + np.arange(fresh * self.kept)
+        counts = np.where(fits, counts, 0)
+        M = extension.keys[0].shape[2]
+        kept = np.arange(M) < (counts * self.kept)[:, None]
+        token = np.where(kept, (self.length[slots] * self.kept)[:, None] + np.arange(M), 0)
         page = np.take_along_axis(self.table[slots], token // PAGE_TOKENS, 1)
         # (R, H, M) places of single tokens in the pools.
-        place = (page[:, None, :] * self.heads + np.arange(self.heads)[:, None]) * PAGE_TOKENS + (token % PAGE_TOKENS)[
-            :, None, :
-        ]
-        flat = torch.from_numpy(place.reshape(-1)).to(self.device)
-        chosen = None if len(rows) == len(fits) else torch.from_numpy(rows).to(self.device)
+        head = np.arange(self.heads)[:, None]
+        place = (page[:, None] * self.heads + head) * PAGE_TOKENS + (token % PAGE_TOKENS)[:, None]
+        everything = bool(kept.all())
+        chosen = np.flatnonzero(np.broadcast_to(kept[:, None], place.shape))
+        flat = torch.from_numpy(place.reshape(-1)[chosen]).to(self.device)
+        source = torch.from_numpy(chosen).to(self.device)
         for pools, added in ((self.keys, extension.keys), (self.values, extension.values)):
             for pool, block in zip(pools, added, strict=True):
-                block = block if chosen is None else block.index_select(0, chosen)
-                pool.view(-1, pool.shape[-1]).index_copy_(0, flat, block.reshape(len(flat), -1))
-        self.length[slots] += fresh
+                rows = block.reshape(-1, pool.shape[-1])
+                pool.view(-1, pool.shape[-1]).index_copy_(0, flat, rows if everything else rows.index_select(0, source))
+        self.length[slots] += counts
 
-    def _reserve(self, slots: NDArray[np.int64], fresh: int) -> NDArray[np.bool_]:
-        """Give each slot the pages for `fresh` more readings, evicting others; (R,) bool, whether it got them."""
+    def _reserve(self, slots: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Give each slot the pages for so many more readings, evicting others; (R,) bool, whether it got them."""
         have = self._held(self.length[slots])
-        need = self._held(self.length[slots] + fresh) - have
+        need = self._held(self.length[slots] + counts) - have
         short = int(need.sum()) - self.free_count
         if short > 0:
             self._evict(short)

@@ -24,6 +24,10 @@ GROUP_READINGS = 8_192
 """Readings, cached and new, of the records that go through the network together: past it, larger matrices gain nothing,
 and what attention gathers falls out of the processor's cache."""
 
+PADDING, SMALL_READINGS = 1.25, 512
+"""Records with unequal numbers of readings share a pass if padding adds at most a quarter, or few readings in all: a
+pass costs as much as some hundred readings whatever is in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -65,10 +69,10 @@ class Engine:
         self.cache.grow(self.records.capacity)
         scored = self._score(accepted)
         alerts = self._alerts(batch, accepted, scored)
-        complete = self._close(accepted.complete, Closing.COMPLETE)
+        ended = self._close(list(accepted.ended), list(accepted.ended.values()))
         excess = len(self.records) - self.limits.open_records
         evicted = self._close(self.records.stalest(excess) if excess > 0 else [], Closing.EVICTED)
-        return Effects(batch, scored, alerts, rejected, Closed.joined([expired, complete, evicted]))
+        return Effects(batch, scored, alerts, rejected, Closed.joined([expired, ended, evicted]))
 
     def revoke(self, sources: Iterable[int]) -> Effects:
         """Let go of the records of partitions that another consumer has now."""
@@ -95,7 +99,7 @@ class Engine:
         self._next_expiry = (now if earliest is None else earliest) + timeout
         return self._close(idle, Closing.TIMEOUT)
 
-    def _close(self, slots: list[int], reason: Closing) -> Closed:
+    def _close(self, slots: list[int], reason: Closing | list[Closing]) -> Closed:
         closed = self.records.close(slots, reason)
         self.cache.drop(np.array(slots, np.int64))
         self.records.release(slots)
@@ -117,44 +121,47 @@ class Engine:
         self.cache_rebuilds += int(((start == 0) & (before > 0)).sum())
         columns = np.empty((4, M))
         alert = np.zeros(M, bool)
-        for rows in _groups(before + fresh - start, fresh, start):
-            target = order[first[rows][:, None] + np.arange(fresh[rows[0]])]
-            columns[:, target], alert[target] = self._score_group(
-                slots[rows], start[rows], before[rows], target.shape[1]
-            )
+        for rows in _groups(before + fresh - start, start):
+            new, scores, raised = self._score_group(slots[rows], start[rows], before[rows], fresh[rows])
+            row, column = np.nonzero(new)
+            target = order[first[rows][row] + column - (before - start)[rows][row]]
+            columns[:, target], alert[target] = scores[:, new], raised[new]
         log_likelihood, running, score, p_value = columns
         return Scored(accepted.events, accepted.seq.astype(np.int32), log_likelihood, running, score, p_value, alert)
 
-    def _score_group(self, slots: Ints, start: Ints, before: Ints, fresh: int) -> tuple[Floats, NDArray[np.bool_]]:
-        """R records with `fresh` new readings each, cached up to `start`, scored up to `before` (R,).
+    def _score_group(
+        self, slots: Ints, start: Ints, before: Ints, fresh: Ints
+    ) -> tuple[NDArray[np.bool_], Floats, NDArray[np.bool_]]:
+        """R records with `fresh` new readings, cached up to `start` and scored up to `before`, each (R,).
 
-        Returns log-likelihood, running log-likelihood, score and p-value, (4, R, fresh), and where the alert is raised.
+        All readings from `start` on go through the network, L places with padding at the end. Returns which of them are
+        new, (R, L); log-likelihood, running log-likelihood, score and p-value, (4, R, L); where alerts are raised, (R, L).
         """
-        records, new = self.records, slice(-fresh, None)
-        places = start[:, None] + np.arange(int(before[0] + fresh - start[0]))
-        codes, raw = records.readings(slots, places)
-        features = tensor(codes, self.model)
+        records, length = self.records, before + fresh - start
+        column = np.arange(int(length.max()))
+        valid = column < length[:, None]
+        new = valid & (column >= (before - start)[:, None])
+        codes, raw = records.readings(slots, np.where(valid, start[:, None] + column, 0))
+        features = tensor(np.where(valid, codes, -1), self.model)
         values = tensor(self.schema.normalise(codes, raw), self.model)
         with torch.inference_mode():
-            past = self.cache.gather(slots)
-            extension = self.model.extend(features, values, past)
-            self.cache.append(slots, extension)
-            conditional = extension.conditional[:, new]
-            log_likelihood = conditional.log_prob(values[:, new]).double().cpu().numpy()
-            log_p = conditional.log_p_value(values[:, new]).double().cpu().numpy()
-        scored = ~self.schema.context[codes[:, new]]
+            extension = self.model.extend(features, values, self.cache.gather(slots))
+            self.cache.append(slots, extension, length)
+            log_likelihood = extension.conditional.log_prob(values).double().cpu().numpy()
+            log_p = extension.conditional.log_p_value(values).double().cpu().numpy()
+        scored = new & ~self.schema.context[codes]
         gain = np.where(scored, log_likelihood, 0.0)
         running = np.cumsum(np.concatenate([records.log_likelihood[slots, None], gain], 1), 1)[:, 1:]
         score, state = advance(records.state(slots), log_p, scored)
         p_value = self.calibration.p_value(score)
-        crossed = (p_value <= self.alpha) & (records.alert_seq[slots] < 0)[:, None]
+        crossed = new & (p_value <= self.alpha) & (records.alert_seq[slots] < 0)[:, None]
         raised = crossed & (np.cumsum(crossed, 1) == 1)
-        rows, columns = np.nonzero(raised)
+        row, place = np.nonzero(raised)
         records.store(slots, state)
         records.log_likelihood[slots] = running[:, -1]
         records.p_value[slots] = p_value[:, -1]
-        records.alert_seq[slots[rows]] = before[rows] + columns
-        return np.stack([np.where(scored, log_likelihood, np.nan), running, score, p_value]), raised
+        records.alert_seq[slots[row]] = start[row] + place
+        return new, np.stack([np.where(scored, log_likelihood, np.nan), running, score, p_value]), raised
 
     def _alerts(self, batch: EventBatch, accepted: Accepted, scored: Scored) -> list[AlertRaised]:
         """The alerts of a batch, in order, explained in one pass."""
@@ -191,13 +198,25 @@ class Engine:
         return alerts
 
 
-def _groups(length: Ints, fresh: Ints, start: Ints) -> Iterator[Ints]:
-    """Rows that go through the network together: equally many readings to process and to score, similar pasts."""
-    order = np.lexsort((start, fresh, length))
-    change = np.flatnonzero((np.diff(length[order]) != 0) | (np.diff(fresh[order]) != 0)) + 1
-    for run in np.split(order, change):
-        at = 0
-        while at < len(run):
-            size = max(1, GROUP_READINGS // int(length[run[at]] + start[run[at]]))
-            yield run[at : at + size]
-            at += size
+def _groups(length: Ints, start: Ints) -> Iterator[Ints]:
+    """Rows that go through the network together: about equally many readings to process, similar pasts."""
+    order = np.argsort(length, kind="stable")
+    values, index, counts = np.unique(length[order], return_index=True, return_counts=True)
+    begin = work = 0
+    for value, at, count in zip(values.tolist(), index.tolist(), counts.tolist(), strict=True):
+        if value * (at + count - begin) > PADDING * (work + value * count) + SMALL_READINGS:
+            yield from _similar(order[begin:at], length, start)
+            begin, work = at, 0
+        work += value * count
+    yield from _similar(order[begin:], length, start)
+
+
+def _similar(rows: Ints, length: Ints, start: Ints) -> Iterator[Ints]:
+    """Cut rows into groups of bounded size, those with short pasts first."""
+    rows = rows[np.argsort(start[rows], kind="stable")]
+    longest = int(length[rows].max())
+    at = 0
+    while at < len(rows):
+        size = max(1, GROUP_READINGS // (longest + int(start[rows[at]])))
+        yield rows[at : at + size]
+        at += size

@@ -185,16 +185,18 @@ def log_gamma_sf(shape: Tensor, x: Tensor) -> Tensor:
     a and is cut before its terms grow otherwise.
     """
     far = x > 20.0 + shape
-    near = torch.special.gammaincc(shape, torch.where(far, shape, x).clamp(min=0.0)).clamp(min=1e-38).log()
-    y = torch.where(far, x, 20.0 + 2.0 * shape)
+    near: Tensor = torch.special.gammaincc(shape, torch.where(far, shape, x).clamp(min=0.0)).clamp(min=1e-38).log()
+    if not far.any():
+        return near
+    a, y = shape[far], x[far]
     term = torch.ones_like(y)
     series = torch.ones_like(y)
-    for n in range(1, 6 + int(shape.max()) if shape.numel() else 1):
-        following = term * (shape - n) / y
+    for n in range(1, 6 + int(a.max())):
+        following = term * (a - n) / y
         term = torch.where(following.abs() < term.abs(), following, torch.zeros_like(term))
         series = series + term
-    tail = (shape - 1) * y.log() - y - torch.lgamma(shape) + series.log()
-    return torch.where(far, tail, near)
+    tail: Tensor = near.masked_scatter(far, (a - 1) * y.log() - y - torch.lgamma(a) + series.log())
+    return tail
 
 
 def _categorical(log_weights: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -166,7 +166,7 @@ def _draw(model: DEformer, n: int, orders: np.random.Generator, draws: torch.Gen
             seen = model.extend(tensor(codes[:, new], model), tensor(normal[:, new], model), cache.gather(slots))
             if k:
                 keys, values = ([t[:, :, :kept] for t in part] for part in (seen.keys, seen.values))
-                cache.append(slots, Extension(seen.conditional, keys, values))
+                cache.append(slots, Extension(seen.conditional, keys, values), np.ones(n, np.int64))
             draw = seen.conditional[:, -1].sample(draws).double().cpu().numpy()
         raw = on_grid(schema, codes[:, k], schema.denormalise(codes[:, k], draw))
         drawn[slots, codes[:, k]] = raw

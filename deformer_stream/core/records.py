@@ -7,32 +7,35 @@ slot; the time of day is passed in.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.core.batch import Closed, Closing, EventBatch, Reason, Rejected
+from deformer_stream.core.batch import Closed, Closing, EventBatch, Reason, Rejected, Windowed
 from deformer_stream.core.conformal import PrefixState
 from deformer_stream.core.schema import Schema
+from deformer_stream.core.windows import Watermarks
 
 REMEMBERED = 200_000
-"""Ids of closed records that are remembered, so that their late events are refused rather than opening them anew."""
+"""Ids of closed records that are remembered, so that their late events are refused rather than opening them anew; and
+of devices whose watermarks are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """M readings accepted from one batch, in order: index into the batch, slot, place in the record from 0.
 
-    complete: slots of records that await nothing more; their ids are closed already, their arrays until `release`.
+    ended: slots of records that await nothing more or whose window is over, in order, and which of the two; their ids
+    are closed already, their arrays readable until `release`.
     """
 
     events: NDArray[np.int64]
     slots: NDArray[np.int64]
     seq: NDArray[np.int64]
-    complete: list[int]
+    ended: dict[int, Closing]
 
 
 class Records:
@@ -44,6 +47,7 @@ class Records:
         self.remembered = remembered
         self.slot_of: dict[str, int] = {}
         self.closed_ids: OrderedDict[str, None] = OrderedDict()
+        self.watermarks = Watermarks(remembered)
         self.ids: list[str] = []
         self.settled: list[int] = []  # bit f is set when feature f was observed or declared as never coming
         self.free: list[int] = []
@@ -111,12 +115,16 @@ class Records:
         slots: list[int] = []
         seq: list[int] = []
         rejected: list[Rejected] = []
-        complete: list[int] = []
+        ended: dict[int, Closing] = {}
         touched: set[int] = set()
         counts: dict[int, int] = {}
         slot_of, settled, everything = self.slot_of, self.settled, self.everything
         codes, absent = batch.features.tolist(), np.isnan(batch.values).tolist()
+        windowed = batch.windowed
         for i, record in enumerate(batch.records):
+            if windowed is not None and windowed.devices[i] and self._is_late(batch, windowed, i, ended):
+                rejected.append(self._refuse(batch, i, Reason.LATE))
+                continue
             slot = slot_of.get(record)
             if slot is None:
                 if record in self.closed_ids:
@@ -142,14 +150,26 @@ class Records:
                 if i in batch.unseen:
                     self.unseen.setdefault(slot, {})[place] = batch.unseen[i]
             if settled[slot] == everything:
-                complete.append(slot)
+                ended[slot] = Closing.COMPLETE
                 self._remember(record)
-        accepted = Accepted(np.array(events, np.int64), np.array(slots, np.int64), np.array(seq, np.int64), complete)
+        accepted = Accepted(np.array(events, np.int64), np.array(slots, np.int64), np.array(seq, np.int64), ended)
         self.log_feature[accepted.slots, accepted.seq] = batch.features[accepted.events]
         self.log_value[accepted.slots, accepted.seq] = batch.values[accepted.events]
         self.count[list(counts)] = list(counts.values())
         self.last[list(touched)] = now
         return accepted, rejected
+
+    def _is_late(self, batch: EventBatch, windowed: Windowed, i: int, ended: dict[int, Closing]) -> bool:
+        """Let the event's time move its device's watermark, which ends windows, and say whether its own is closed."""
+        record, device, deadline = batch.records[i], windowed.devices[i], int(windowed.deadlines[i])
+        mark, over = self.watermarks.advance(device, int(batch.times[i]))
+        for name in over:
+            ended[self.slot_of[name]] = Closing.WINDOW
+            self._remember(name)
+        late = deadline <= mark or (record not in self.slot_of and record in self.closed_ids)
+        if not late:
+            self.watermarks.open(device, record, deadline)
+        return late
 
     def _refuse(self, batch: EventBatch, i: int, reason: Reason) -> Rejected:
         name = self.schema.names[batch.features[i]]
@@ -158,10 +178,14 @@ class Records:
 
     def _remember(self, record: str) -> None:
         """From now on the id is closed."""
-        self.is_open[self.slot_of.pop(record)] = False
+        self._shut(record)
         self.closed_ids[record] = None
         if len(self.closed_ids) > self.remembered:
             self.closed_ids.popitem(last=False)
+
+    def _shut(self, record: str) -> None:
+        self.is_open[self.slot_of.pop(record)] = False
+        self.watermarks.close(record)
 
     def state(self, slots: NDArray[np.int64]) -> PrefixState:
         return PrefixState(self.scored[slots], self.total[slots], self.least[slots], self.peak[slots])
@@ -196,19 +220,20 @@ class Records:
         """Open slots whose record came from one of these partitions."""
         return np.flatnonzero(self.is_open & np.isin(self.source, list(sources))).tolist()
 
-    def close(self, slots: list[int], reason: Closing) -> Closed:
-        """End these records. A record that merely moves to another consumer (REVOKED) may come back: it is not
-        remembered as closed. The slots' arrays stay readable until `release`."""
-        for slot in slots:
+    def close(self, slots: list[int], reason: Closing | Sequence[Closing]) -> Closed:
+        """End these records, for one reason or each for its own. A record that merely moves to another consumer
+        (REVOKED) may come back: it is not remembered as closed. The slots' arrays stay readable until `release`."""
+        reasons = [reason] * len(slots) if isinstance(reason, Closing) else list(reason)
+        for slot, why in zip(slots, reasons, strict=True):
             if self.slot_of.get(self.ids[slot]) == slot:
-                if reason is Closing.REVOKED:
-                    self.is_open[self.slot_of.pop(self.ids[slot])] = False
+                if why is Closing.REVOKED:
+                    self._shut(self.ids[slot])
                 else:
                     self._remember(self.ids[slot])
         index = np.array(slots, np.int64)
         return Closed(
             [self.ids[slot] for slot in slots],
-            [reason] * len(slots),
+            reasons,
             self.count[index].astype(np.int32),
             np.array([self.settled[slot] == self.everything for slot in slots], bool),
             self.log_likelihood[index],

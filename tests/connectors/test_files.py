@@ -16,7 +16,7 @@ import pytest
 
 from connectors.files import FileSource, StandardInput, open_source
 from connectors.files.tables import LineSplitter
-from deformer_stream.codec import Codec, Order, position
+from deformer_stream.codec import Codec, Order, Windows, position
 from deformer_stream.core.batch import NO_TIME, Rejected
 from deformer_stream.core.schema import Feature, Schema
 from deformer_stream.errors import ConfigError, InputError
@@ -37,7 +37,7 @@ def read(
 ) -> tuple[list[Event], list[Rejected], list[tuple[str, int, int]]]:
     """Events as (record, feature, value), refusals, and the positions of the events."""
     source = open_source(inputs, SCHEMA, order=order, seed=seed, **options)
-    codec = Codec(SCHEMA, order=order, seed=seed)
+    codec = Codec(SCHEMA, order=order, seed=seed, windows=options.get("windows"))
     events: list[Event] = []
     refused: list[Rejected] = []
     places: list[tuple[str, int, int]] = []
@@ -200,6 +200,35 @@ def test_an_explicit_layout_and_other_column_names(tmp_path: Path) -> None:
 
 
 # --- orders
+
+
+def test_devices_stand_for_records_with_windows(tmp_path: Path) -> None:
+    rows = [("p", "a", 1.0, 33), ("q", "b", 2.0, 34), ("p", "b", 3.0, 40)]
+    devices, features, values, times = map(list, zip(*rows, strict=True))
+    columns = {"device": devices, "feature": features, "value": values, "time": times}
+    table = parquet(tmp_path / "log.parquet", **columns)
+    text = tmp_path / "log.csv"
+    text.write_text("device,feature,value,time\n" + "".join(",".join(map(str, row)) + "\n" for row in rows))
+    events = lines(tmp_path / "log.jsonl", *(dict(zip(columns, row, strict=True)) for row in rows))
+    windows = Windows(10_000_000)
+    at = "1970-01-01T00:00:"
+    expected = [(f"p@{at}30Z", "a", 1.0), (f"q@{at}30Z", "b", 2.0), (f"p@{at}40Z", "b", 3.0)]
+    for path in (table, text, events):
+        assert read([path], windows=windows)[:2] == (expected, []), path
+        with pytest.raises(ConfigError, match="arrival"):
+            open_source([path], SCHEMA, order="random", windows=windows)
+    source = open_source([table], SCHEMA, windows=windows)
+    assert isinstance(source, FileSource)
+    assert source.ignored == ()
+    with pytest.raises(InputError, match="no column is a feature"):
+        open_source([table], SCHEMA)  # without windows it is no long table
+    wide = parquet(tmp_path / "wide.parquet", record=["r"], a=[1.0], device=["p"])
+    assert read([wide], "random", windows=windows)[0] == read([wide], "random")[0]
+    for missing in ("device", "time"):
+        rest = {name: column for name, column in columns.items() if name != missing}
+        path = parquet(tmp_path / f"no-{missing}.parquet", **rest)
+        with pytest.raises(InputError, match=f"'{missing}'"):
+            open_source([path], SCHEMA, layout="long", windows=windows)
 
 
 def test_random_order_is_the_same_for_every_layout(tmp_path: Path) -> None:

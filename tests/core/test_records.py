@@ -76,13 +76,13 @@ class RecordsMachine(RuleBasedStateMachine):
                 self.remember(record)
         assert list(zip(accepted.events.tolist(), accepted.seq.tolist(), strict=True)) == expected
         assert [(r.message, r.reason) for r in rejected] == refused
-        assert [self.records.ids[s] for s in accepted.complete] == complete
+        assert [self.records.ids[s] for s in accepted.ended] == complete
         for event, slot, seq in zip(accepted.events, accepted.slots, accepted.seq, strict=True):
             assert self.records.log_feature[slot, seq] == events[event][1]
             assert self.records.log_value[slot, seq] == events[event][2]
-        closed = self.records.close(accepted.complete, Closing.COMPLETE)
+        closed = self.records.close(list(accepted.ended), list(accepted.ended.values()))
         assert closed.complete.all()
-        self.records.release(accepted.complete)
+        self.records.release(list(accepted.ended))
 
     @rule(age=st.integers(0, 3))
     def expire(self, age: int) -> None:
@@ -144,8 +144,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.truth: dict[int, list[torch.Tensor]] = {}
         self.fill = 0
 
-    @rule(slots=st.sets(st.integers(0, SLOTS - 1), min_size=1, max_size=6), fresh=st.integers(1, 6))
-    def append(self, slots: set[int], fresh: int) -> None:
+    @rule(
+        slots=st.sets(st.integers(0, SLOTS - 1), min_size=1, max_size=6),
+        counts=st.lists(st.integers(1, 6), min_size=6, max_size=6),
+    )
+    def append(self, slots: set[int], counts: list[int]) -> None:
+        fresh = max(counts)
         rows = np.array(sorted(s for s in slots if self.cache.length[s] + fresh <= 20), np.int64)
         self.cache.pin(rows)
         self.fill += 1
@@ -156,15 +160,16 @@ class CacheMachine(RuleBasedStateMachine):
             if self.cache.length[slot] == 0:
                 self.truth.pop(slot, None)
         held = {s: self.truth.get(s, []) for s in rows.tolist()}
-        self.cache.append(rows, extension)
+        self.cache.append(rows, extension, np.array(counts[: len(rows)], np.int64))
         for slot in range(self.SLOTS):
             if self.cache.length[slot] == 0:
                 self.truth.pop(slot, None)
         for i, slot in enumerate(rows.tolist()):
             if self.cache.length[slot]:
+                n = counts[i]
                 piece = torch.stack(
                     [torch.cat([v[i] for v in values[:2]], -1), torch.cat([v[i] for v in values[2:]], -1)]
-                )
+                )[:, :, :n]
                 self.truth[slot] = [*held[slot], piece]
 
     @rule(slots=st.sets(st.integers(0, SLOTS - 1), max_size=4))

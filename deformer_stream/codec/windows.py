@@ -1,0 +1,57 @@
+"""Windows of event time: which record a reading belongs to that names its device and its time only.
+
+{"device": "pump-7", "feature": "Pressure", "value": 0.054711, "time": 1583750073.0}  →  pump-7@2020-03-09T10:34:30Z
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deformer_stream.core.batch import Windowed
+from deformer_stream.errors import ConfigError
+
+FIRST_SECOND, LAST_SECOND = -62_135_596_800, 253_402_300_799
+"""Times lie in the years 1 to 9999, which every format we write can express. Milliseconds taken for seconds fall
+outside."""
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def rfc3339(micros: int) -> str | None:
+    """Microseconds since 1970 as RFC 3339 text in UTC, with a fraction only where there is one; None for no time."""
+    if not FIRST_SECOND * 1_000_000 <= micros <= LAST_SECOND * 1_000_000:
+        return None
+    return (EPOCH + timedelta(microseconds=micros)).isoformat().replace("+00:00", "Z")
+
+
+_start_text = lru_cache(maxsize=4096)(rfc3339)  # neighbours in a stream share their window
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Tumbling windows of a device's time, aligned to 1970-01-01T00:00:00Z, each with its start and without its end.
+
+    width: microseconds, at least 1. grace: microseconds that a window stays open after its end, in the device's time.
+    """
+
+    width: int
+    grace: int = 0
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or self.grace < 0:
+            raise ConfigError(f"a window of {self.width} µs with {self.grace} µs of grace; give a positive width")
+
+    def record(self, device: str, time: int) -> str | None:
+        """The id of the device's window around this time (microseconds), `DEVICE@START`; None where it began before
+        the year 1."""
+        start = _start_text(time // self.width * self.width)
+        return None if start is None else f"{device}@{start}"
+
+    def of(self, devices: list[str], times: NDArray[np.int64]) -> Windowed:
+        """What the engine has to know of N events. devices: "" where an event is in no window."""
+        return Windowed(devices, times // self.width * self.width + (self.width + self.grace))

@@ -1,0 +1,131 @@
+"""`--window` from end to end: readings that name a device, out of order within the grace and beyond it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+Run = Callable[..., SimpleNamespace]
+T0 = 1583750070  # 2020-03-09T10:34:30Z
+WINDOW = ("--window", "10s", "--grace", "2s", "--alpha", "0.99")
+READINGS = [
+    ("pump-7", "temperature", 20.5, 1.0),
+    ("pump-8", "temperature", 19.0, 9.0),
+    ("pump-7", "pressure", 1.1, 10.5),  # the next window, while the first is still open
+    ("pump-7", "pressure", 0.9, 9.5),  # out of order, within the grace
+    ("pump-7", "vibration", 0.5, 12.0),  # closes the first window
+    ("pump-7", "vibration", 0.2, 9.9),  # out of order, beyond the grace
+    ("pump-8", "pressure", 1.0, 8.0),  # another device, whose clock stands at 9
+    ("pump-7", "pressure", 1.0, 11.0),  # the second window has it already
+    ("pump-8", "vibration", 0.1, 31.0),
+]
+ACCEPTED = [
+    ("pump-7@2020-03-09T10:34:30Z", 0, "temperature"),
+    ("pump-8@2020-03-09T10:34:30Z", 0, "temperature"),
+    ("pump-7@2020-03-09T10:34:40Z", 0, "pressure"),
+    ("pump-7@2020-03-09T10:34:30Z", 1, "pressure"),
+    ("pump-7@2020-03-09T10:34:40Z", 1, "vibration"),
+    ("pump-8@2020-03-09T10:34:30Z", 1, "pressure"),
+    ("pump-8@2020-03-09T10:35:00Z", 0, "vibration"),
+]
+CLOSED = [
+    ("pump-7@2020-03-09T10:34:30Z", 2),
+    ("pump-8@2020-03-09T10:34:30Z", 2),
+    ("pump-7@2020-03-09T10:34:40Z", 2),
+    ("pump-8@2020-03-09T10:35:00Z", 1),
+]
+REFUSED = [(5, "late"), (7, "duplicate")]
+
+
+def events() -> list[dict[str, Any]]:
+    return [{"device": d, "feature": f, "value": v, "time": T0 + t} for d, f, v, t in READINGS]
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in events()))
+    return path
+
+
+@pytest.fixture
+def replayed(
+    cli: Run, model_dir: Path, tmp_path: Path
+) -> Callable[..., tuple[list[dict[str, Any]], list[tuple[str, int]], list[tuple[int, str]]]]:
+    """Scores, records with their numbers of events, refusals by line."""
+
+    def run(source: Path, *words: str) -> tuple[Any, Any, Any]:
+        scores, records, rejected = (tmp_path / name for name in ("s.parquet", "r.parquet", "rejected.jsonl"))
+        outputs = ("--output", scores, "--records", records, "--rejected", rejected)
+        ended = cli("replay", source, "--model", model_dir, *outputs, *words)
+        assert (ended.code, ended.out) == (0, ""), ended.err
+        letters = [json.loads(line) for line in rejected.read_text().splitlines()]
+        return (
+            pq.read_table(scores).to_pylist(),
+            [(row["record"], row["events"]) for row in pq.read_table(records).to_pylist()],
+            [(letter["source"]["offset"], letter["reason"]) for letter in letters],
+        )
+
+    return run
+
+
+def test_replay_with_windows(replayed: Callable[..., Any], lines: Path, tmp_path: Path) -> None:
+    scores, records, rejected = replayed(lines, *WINDOW)
+    assert [(s["record"], s["seq"], s["feature"]) for s in scores] == ACCEPTED
+    assert records == CLOSED, "the first to be over is the first to be told of"
+    assert rejected == REFUSED
+    long = pa.Table.from_pylist(events())
+    pq.write_table(long, tmp_path / "long.parquet")
+    pa.csv.write_csv(long, tmp_path / "long.csv")
+    for table in (tmp_path / "long.parquet", tmp_path / "long.csv"):
+        assert replayed(table, *WINDOW) == (scores, records, rejected)
+
+
+def test_the_grace_decides_what_is_late(replayed: Callable[..., Any], lines: Path) -> None:
+    assert replayed(lines, "--window", "10s")[2] == [(3, "late"), (5, "late"), (7, "duplicate")]
+    assert replayed(lines, "--window", "10s", "--grace", "2500ms")[2] == [(7, "duplicate")]
+    assert replayed(lines, "--window", "1m")[2] == [(3, "duplicate"), (5, "duplicate"), (7, "duplicate")]
+
+
+def test_without_a_window_a_device_is_refused(replayed: Callable[..., Any], lines: Path) -> None:
+    assert replayed(lines) == ([], [], [(i, "missing_field") for i in range(len(READINGS))])
+
+
+def test_other_names_and_records_of_their_own(replayed: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    mine = {"asset": "a", "record": "mine", "feature": "pressure", "value": 1.0}
+    rows = [{"asset": "a", "feature": "pressure", "value": 1.0, "time": 2.75}, mine, {**mine, "record": None}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scores, _, rejected = replayed(path, "--window", "500ms", "--device-field", "asset")
+    assert [s["record"] for s in scores] == ["a@1970-01-01T00:00:02.500000Z", "mine"]
+    assert rejected == [(2, "missing_field")], "no time, no window"
+
+
+def test_consume_with_windows(cli: Run, model_dir: Path, lines: Path, tmp_path: Path) -> None:
+    """A file as a live source; polls of two events each change nothing against the replay."""
+    found = []
+    for command in (
+        ("consume", "--source", lines, "--max-poll-records", "2", "--alerts"),
+        ("replay", lines, "--alerts"),
+    ):
+        path = tmp_path / f"{command[0]}.jsonl"
+        assert cli(*command, path, "--model", model_dir, *WINDOW).code == 0
+        found.append([json.loads(line) for line in path.read_text().splitlines()])
+    named = [[(alert["id"], alert["record"], alert["raised_at"]) for alert in alerts] for alerts in found]
+    assert named[0] == named[1]
+    assert len(named[0]) >= 2
+    assert {record for _, record, _ in named[0]} <= {record for record, _ in CLOSED}
+
+
+def test_an_order_that_needs_whole_records_is_refused(cli: Run, model_dir: Path, lines: Path) -> None:
+    ended = cli("replay", lines, "--model", model_dir, *WINDOW, "--order", "random")
+    assert (ended.code, len(ended.lines)) == (2, 1)
+    assert "use arrival" in ended.lines[0]
