@@ -134,8 +134,9 @@ class Engine:
     ) -> tuple[NDArray[np.bool_], Floats, NDArray[np.bool_]]:
         """R records with `fresh` new readings, cached up to `start` and scored up to `before`, each (R,).
 
-        All readings from `start` on go through the network, L places with padding at the end. Returns which of them are
-        new, (R, L); log-likelihood, running log-likelihood, score and p-value, (4, R, L); where alerts are raised, (R, L).
+        All readings from `start` on go through the network, L places with padding at the end. Returns which of them
+        are new, (R, L); log-likelihood, running log-likelihood, score and p-value, (4, R, L); and where alerts are
+        raised, (R, L).
         """
         records, length = self.records, before + fresh - start
         column = np.arange(int(length.max()))
