@@ -5,11 +5,11 @@ BIN := $(VENV)/bin
 KAFKA_PORT ?= 9092
 SHELL := /bin/bash
 
-.PHONY: help demo test check format bench kafka kafka-jars clean
+.PHONY: help demo test check format bench bench-quality kafka kafka-jars clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
@@ -23,6 +23,10 @@ $(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.run
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.run
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	@touch $@
 
 demo: $(VENV)/.run ## a simulated fleet, a minute of training, early alerts, a report (Python only)
@@ -44,6 +48,9 @@ format: $(VENV)/.dev ## format the code
 
 bench: $(VENV)/.dev ## speed, as ratios measured in one run; tables into benchmarks/results
 	$(BIN)/python -m benchmarks.speed
+
+bench-quality: $(VENV)/.bench ## detection on public tables beside its peers (DEFORMER_DATA); tables into benchmarks/results
+	$(BIN)/python -m benchmarks.tables
 
 kafka-jars: $(VENV)/.made ## fetch Apache Kafka by Maven (once)
 	@if [ -z "$$DEFORMER_TEST_BOOTSTRAP" ]; then $(BIN)/python deploy/kafka/broker.py ensure; fi

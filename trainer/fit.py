@@ -209,8 +209,8 @@ class Fit:
         self.validation_rows = self.validation_rows[: max(32, int(affordable))]
 
     def status(self) -> Status:
-        train = float(np.mean(self.losses)) if self.losses else math.nan
-        validation = self.history[-1]["validation"] if self.history else math.nan
+        last = self.history[-1] if self.history else {"train": math.nan, "validation": math.nan}
+        train, validation = float(np.mean(self.losses)) if self.losses else last["train"], last["validation"]
         return Status(self.step, self.steps, self.step // self.steps_per_epoch, self.progress, train, validation)
 
     def _batch_rows(self) -> Any:

@@ -1,0 +1,266 @@
+"""How well whole records are ranked, and how early alerts fall, on the public tables of ADBench, beside peers.
+
+    python -m benchmarks.tables --tables cardio,pendigits --seeds 0,1 --max-time 45s            (make bench-quality)
+
+The protocol of ADBench (Han et al., arXiv 2206.09426) with clean splits: rows are shuffled, half of the normals train
+(and calibrate), the others and all anomalies test. One recipe trains every table, `preset_for` chooses the size of the
+model. Each test record comes in a random order of its own through the engine; its `anomaly_score` ranks it. Beside, in
+the same run and on the same rows: Isolation Forest and the mean distance to the five nearest neighbours, on data
+standardised by the training rows. Where there are calibration records enough for α, also what the alerts were worth.
+
+The tables (`NAME.parquet`, numbers, `label` 1 for anomalies) are looked for in `adbench/` under DEFORMER_DATA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from benchmarks.speed import RESULTS, machine
+from deformer_stream import Detector, load
+from deformer_stream.demo_report import false_alarm_bound
+from deformer_stream.errors import ConfigError, DeformerError, InputError
+from trainer.job import Result, train
+from trainer.options import Everything, Preset
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+ROOT = Path(__file__).parents[1]
+ALPHA = 0.01
+NEIGHBOURS = 5
+AT_ONCE = 2000
+"""Records that go to the engine in one batch."""
+METHODS = {"ours": "ours", "forest": "Isolation Forest", "neighbours": f"{NEIGHBOURS}-NN"}
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Rows of a table. train: (N,) normals. test: (M,) the other normals, then all anomalies. anomaly: (M,) of test."""
+
+    train: Ints
+    test: Ints
+    anomaly: Bools
+
+
+def split(labels: NDArray[Any], seed: int) -> Split:
+    """Shuffle; the first half of the normals trains, rounded down. labels: (R,), other than 0 for anomalies."""
+    order = np.random.default_rng(seed).permutation(len(labels))
+    anomaly = np.asarray(labels)[order] != 0
+    normals, anomalies = order[~anomaly], order[anomaly]
+    half = len(normals) // 2
+    test = np.concatenate([normals[half:], anomalies])
+    return Split(normals[:half], test, np.arange(len(test)) >= len(normals) - half)
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """What alerts at one α were worth. alarms: normals alerted, of `normals`; bound: the most that chance alone allows
+    with 99% probability. detected: share of anomalies alerted. seen: mean share of the features seen at the alerts on
+    anomalies, None where there were none."""
+
+    alarms: int
+    normals: int
+    bound: int
+    detected: float
+    seen: float | None
+
+
+def early(alert_seq: NDArray[np.integer], anomaly: Bools, features: int, calibrated: int, alpha: float) -> Early:
+    """alert_seq: (M,) place of the reading that raised the alert, from 0, −1 where none did; features: of a record."""
+    alerted = alert_seq >= 0
+    hits = alert_seq[alerted & anomaly]
+    return Early(
+        alarms=int((alerted & ~anomaly).sum()),
+        normals=int((~anomaly).sum()),
+        bound=false_alarm_bound(alpha, calibrated, int((~anomaly).sum())),
+        detected=len(hits) / max(int(anomaly.sum()), 1),
+        seen=float((hits + 1).mean() / features) if len(hits) else None,
+    )
+
+
+def preset_for(rows: int) -> Preset:
+    """The size of the model by the rows that train it: the only choice that depends on the table."""
+    return "tiny" if rows < 50_000 else "small"
+
+
+def ranking(scores: Floats, anomaly: Bools) -> dict[str, float]:
+    """Area under the ROC curve, and under the precision-recall curve (average precision)."""
+    from sklearn.metrics import average_precision_score, roc_auc_score
+
+    return {"auroc": float(roc_auc_score(anomaly, scores)), "aupr": float(average_precision_score(anomaly, scores))}
+
+
+def peers(train_rows: Floats, test_rows: Floats, seed: int) -> dict[str, Floats]:
+    """Scores of test rows by each peer, larger is more anomalous."""
+    from sklearn.ensemble import IsolationForest
+    from sklearn.neighbors import NearestNeighbors
+    from sklearn.preprocessing import StandardScaler
+
+    scaler = StandardScaler().fit(train_rows)
+    fitted, asked = scaler.transform(train_rows), scaler.transform(test_rows)
+    distances, _ = NearestNeighbors(n_neighbors=NEIGHBOURS).fit(fitted).kneighbors(asked)
+    forest = IsolationForest(random_state=seed).fit(fitted)
+    return {"forest": -forest.score_samples(asked), "neighbours": distances.mean(1)}
+
+
+def learn(rows: pa.Table, seed: int, max_time: str) -> tuple[Detector, Result]:
+    """Train on normal records as `deformer-train` would."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, model = Path(folder) / "normal.parquet", Path(folder) / "model"
+        pq.write_table(rows, source)
+        settings = Everything(out=model, preset=preset_for(len(rows)), max_time=max_time, seed=seed)  # type: ignore[arg-type]
+        result = train([source], settings)
+        return load(model), result
+
+
+def stream(detector: Detector, rows: pa.Table, seed: int) -> tuple[Floats, Ints]:
+    """`anomaly_score` (M,) and the place of the alert (M,), −1 for none, of records in a random order each."""
+    rng = np.random.default_rng([seed, 0x0DE5])
+    known = [name for name in rows.column_names if name in detector.schema.names]  # constant columns are no features
+    scores, places = [], []
+    for start in range(0, len(rows), AT_ONCE):
+        some = rows.slice(start, AT_ONCE).select(known).to_pylist()
+        records = [{known[k]: row[known[k]] for k in rng.permutation(len(known)).tolist()} for row in some]
+        found = detector.score(records, ALPHA)
+        scores.append(found.anomaly_score)
+        places.append(found.alert_seq.astype(np.int64))
+    return np.concatenate(scores), np.concatenate(places)
+
+
+def measure(table: pa.Table, seed: int, max_time: str) -> dict[str, Any]:
+    """One table, one seed."""
+    parts = split(table["label"].to_numpy(), seed)
+    features = table.drop_columns(["label"])
+    detector, result = learn(features.take(parts.train), seed, max_time)
+    scores, places = stream(detector, features.take(parts.test), seed)
+    matrix = np.column_stack([column.to_numpy() for column in features.columns]).astype(np.float64)
+    ranked = {"ours": scores} | peers(matrix[parts.train], matrix[parts.test], seed)
+    row: dict[str, Any] = {"seed": seed, "preset": preset_for(len(parts.train)), "steps": result.fitted.steps}
+    row["calibrated"] = len(result.calibration.scores)
+    row |= {method: ranking(of, parts.anomaly) for method, of in ranked.items()}
+    within_reach = result.calibration.smallest_p <= ALPHA
+    worth = early(places, parts.anomaly, len(detector.schema), row["calibrated"], ALPHA)
+    row["early"] = {k: getattr(worth, k) for k in worth.__slots__} if within_reach else None
+    return row
+
+
+def summary(name: str, table: pa.Table, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """One table over its seeds: means, and the runs they are of."""
+    line: dict[str, Any] = {"table": name, "records": len(table), "features": table.num_columns - 1}
+    line["anomalies"] = int((table["label"].to_numpy() != 0).sum())
+    for method in METHODS:
+        line[method] = {k: round(float(np.mean([r[method][k] for r in runs])), 4) for k in ("auroc", "aupr")}
+    return line | {"runs": runs}
+
+
+def _cells(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _head(cells: list[str]) -> list[str]:
+    return [_cells(cells), "|" + "---|" * len(cells)]
+
+
+def ranking_table(lines: list[dict[str, Any]]) -> str:
+    text = _head(["table", "features", "preset", *(f"{k} {m}" for k in ("AUROC", "AUPR") for m in METHODS.values())])
+    for line in lines:
+        figures = [f"{line[m][k]:.3f}" for k in ("auroc", "aupr") for m in METHODS]
+        text.append(_cells([line["table"], str(line["features"]), line["runs"][0]["preset"], *figures]))
+    means = [f"{np.mean([line[m][k] for line in lines]):.3f}" for k in ("auroc", "aupr") for m in METHODS]
+    return "\n".join([*text, _cells(["**mean**", "", "", *means])])
+
+
+def early_table(lines: list[dict[str, Any]]) -> str:
+    text = _head(["table", "seed", "calibrated", "normals alerted", "99% bound", "anomalies alerted", "features seen"])
+    for line in lines:
+        for run in line["runs"]:
+            e, first = run["early"], [line["table"], str(run["seed"]), str(run["calibrated"])]
+            if e is None:
+                text.append(_cells([*first, "out of reach", "", "", ""]))
+                continue
+            share = f"{e['alarms']} of {e['normals']} ({100 * e['alarms'] / e['normals']:.1f}%)"
+            seen = "" if e["seen"] is None else f"{100 * e['seen']:.0f}%"
+            text.append(_cells([*first, share, str(e["bound"]), f"{100 * e['detected']:.0f}%", seen]))
+    return "\n".join(text)
+
+
+def tables_folder() -> Path:
+    return Path(os.environ.get("DEFORMER_DATA", ROOT.parent / "shared" / "data")) / "adbench"
+
+
+def find_tables(wanted: str) -> dict[str, Path]:
+    """Name → file. wanted: names with commas between, empty for all."""
+    folder = tables_folder()
+    found = {path.stem: path for path in sorted(folder.glob("*.parquet"), key=lambda p: p.stem.lower())}
+    if not found:
+        raise InputError(f"no tables in {folder}: set DEFORMER_DATA to the folder with adbench/ in it")
+    names = [name.strip() for name in wanted.split(",") if name.strip()] or list(found)
+    unknown = [name for name in names if name not in found]
+    if unknown:
+        raise ConfigError(f"--tables {unknown[0]}: not in {folder}; there are {', '.join(found)}")
+    return {name: found[name] for name in names}
+
+
+def need_peers() -> None:
+    try:
+        import sklearn  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "scikit-learn is not installed: run make bench-quality, or pip install -c constraints.txt -e '.[bench]'"
+        ) from None
+
+
+def run(arguments: argparse.Namespace) -> None:
+    need_peers()
+    try:
+        seeds = [int(seed) for seed in arguments.seeds.split(",")]
+    except ValueError:
+        raise ConfigError(f"--seeds {arguments.seeds}: whole numbers with commas between") from None
+    lines = []
+    for name, path in find_tables(arguments.tables).items():
+        table = pq.read_table(path)
+        lines.append(summary(name, table, [measure(table, seed, arguments.max_time) for seed in seeds]))
+        print(json.dumps(lines[-1]), flush=True)
+    when = (
+        f"{machine()}, {datetime.now(UTC):%Y-%m-%d}; {len(lines)} tables, seeds {arguments.seeds}, "
+        f"at most {arguments.max_time} of training each, calibration included; means over seeds."
+    )
+    text = (
+        f"# Tables\n\n{when}\n\n## Ranking whole records\n\n{ranking_table(lines)}\n\n"
+        f"## Alerts at α = {ALPHA:.0%}\n\nReadings come in random order. Features seen: "
+        f"mean share at the alerts on anomalies.\n\n{early_table(lines)}\n"
+    )
+    print("\n" + text)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "tables.md").write_text(text)
+    (RESULTS / "tables.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", default="", help="names with commas between; all by default")
+    parser.add_argument("--seeds", default="0,1", help="of splits, training and orders; 0,1 by default")
+    parser.add_argument("--max-time", default="45s", help="for each training run; 45s by default")
+    try:
+        run(parser.parse_args())
+    except DeformerError as error:
+        print(f"benchmarks.tables: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
