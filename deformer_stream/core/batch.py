@@ -165,7 +165,8 @@ class AlertRaised:
 class Closed:
     """R records that ended, as parallel lists.
 
-    complete: nothing more was awaited. anomaly_score: ranks whole records, larger is more anomalous.
+    complete: nothing more was awaited. anomaly_score: ranks whole records, larger is more anomalous: Σ(−ln p(v) − H),
+    the surprisal of all scored readings beyond its mean under the model, nats.
     alert_seq: place of the event that raised the alert, −1 where none did.
     """
 

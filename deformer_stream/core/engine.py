@@ -149,10 +149,12 @@ class Engine:
             extension = self.model.extend(features, values, self.cache.gather(slots))
             self.cache.append(slots, extension, length)
             log_likelihood = extension.conditional.log_prob(values).double().cpu().numpy()
-            log_p = extension.conditional.log_p_value(values).double().cpu().numpy()
+            log_p, excess = (t.double().cpu().numpy() for t in extension.conditional.surprise(values))
         scored = new & ~self.schema.context[codes]
         gain = np.where(scored, log_likelihood, 0.0)
         running = np.cumsum(np.concatenate([records.log_likelihood[slots, None], gain], 1), 1)[:, 1:]
+        # Summed in arrival order, as the likelihood is, so that any split of the readings gives the same bits.
+        sums = np.concatenate([records.excess[slots, None], np.where(scored, excess, 0.0)], 1)
         score, state = advance(records.state(slots), log_p, scored)
         p_value = self.calibration.p_value(score)
         crossed = new & (p_value <= self.alpha) & (records.alert_seq[slots] < 0)[:, None]
@@ -160,6 +162,7 @@ class Engine:
         row, place = np.nonzero(raised)
         records.store(slots, state)
         records.log_likelihood[slots] = running[:, -1]
+        records.excess[slots] = np.cumsum(sums, 1)[:, -1]
         records.p_value[slots] = p_value[:, -1]
         records.alert_seq[slots[row]] = start[row] + place
         return new, np.stack([np.where(scored, log_likelihood, np.nan), running, score, p_value]), raised

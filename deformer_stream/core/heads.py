@@ -153,14 +153,14 @@ class Conditional:
         variance = (w * (surprisal - mean.unsqueeze(-1)) ** 2).sum(-1)
         return surprisal.amin(-1), mean, variance
 
-    def log_p_value(self, values: Tensor) -> Tensor:
-        """ln of the highest-density p-value: the mass of values at most as likely as v. values: S → S, in (−inf, 0].
+    def surprise(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """ln of the highest-density p-value, in (−inf, 0], and the excess of the surprisal over its mean, −ln p(v) − H.
 
-        Discrete: exact. Continuous: the surprisal's excess over its least value, −ln p(V) − s₀, is fitted by a Gamma
-        law with the same mean and variance; for a single Gaussian that is exact (½χ²₁), for a mixture it has a smooth
-        tail and sees the gaps between modes.
+        values: S → S, S; nats. The p-value is the mass of values at most as likely as v. Discrete: exact. Continuous:
+        the surprisal above its least value, −ln p(V) − s₀, is fitted by a Gamma law with the same mean and variance;
+        for a single Gaussian that is exact (½χ²₁), for a mixture it has a smooth tail and sees the gaps between modes.
         """
-        continuous = discrete = None
+        log_p = excess = log_p_label = excess_label = None
         if self._has_continuous:
             least, mean, variance = self.surprisal_moments()
             surprisal = -self._density(values.unsqueeze(-1)).squeeze(-1)
@@ -170,12 +170,18 @@ class Conditional:
             gap = (mean - least).clamp(min=0.1)
             theta = (variance / gap).clamp(1.0, 100.0)
             shape = (gap / theta).clamp(0.01, 50.0)
-            continuous = log_gamma_sf(shape, (surprisal - least) / theta)
+            log_p, excess = log_gamma_sf(shape, (surprisal - least) / theta), surprisal - mean
         if self._has_discrete:
-            own = self._mass(values).unsqueeze(-1)
-            mass = torch.where(self.log_mass <= own + 1e-6, self.log_mass, torch.full_like(self.log_mass, -math.inf))
-            discrete = torch.logsumexp(mass, -1).clamp(max=0.0)
-        return self._choose(continuous, discrete)
+            own = self._mass(values)
+            mass = self.log_mass.masked_fill(self.log_mass > own.unsqueeze(-1) + 1e-6, -math.inf)
+            log_p_label = torch.logsumexp(mass, -1).clamp(max=0.0)
+            entropy = -(self.log_mass.exp() * self.log_mass.masked_fill(self.log_mass.isinf(), 0.0)).sum(-1)
+            excess_label = -own - entropy
+        return self._choose(log_p, log_p_label), self._choose(excess, excess_label)
+
+    def log_p_value(self, values: Tensor) -> Tensor:
+        """ln of the highest-density p-value (see `surprise`). values: S → S."""
+        return self.surprise(values)[0]
 
 
 def log_gamma_sf(shape: Tensor, x: Tensor) -> Tensor:

@@ -65,6 +65,7 @@ class Records:
         self.total = self._column("total", np.zeros(0))
         self.least = self._column("least", np.zeros(0))
         self.peak = self._column("peak", np.zeros(0))
+        self.excess = self._column("excess", np.zeros(0))
         self.p_value = self._column("p_value", np.zeros(0))
         self.alert_seq = self._column("alert_seq", np.zeros(0, np.int32))
         self.unseen: dict[int, dict[int, str]] = {}
@@ -102,7 +103,8 @@ class Records:
         self.is_open[slot] = True
         self.ids[slot] = record
         self.settled[slot] = 0
-        for array in (self.count, self.absent, self.log_likelihood, self.scored, self.total, self.least, self.peak):
+        sums = (self.log_likelihood, self.excess, self.total, self.least, self.peak)
+        for array in (self.count, self.absent, self.scored, *sums):
             array[slot] = 0
         self.p_value[slot] = 1.0
         self.alert_seq[slot] = -1
@@ -237,7 +239,7 @@ class Records:
             self.count[index].astype(np.int32),
             np.array([self.settled[slot] == self.everything for slot in slots], bool),
             self.log_likelihood[index],
-            self.peak[index],
+            self.excess[index],
             self.p_value[index],
             self.alert_seq[index],
         )

@@ -105,6 +105,10 @@ def test_stream_equals_whole_records(memory: str, cache: int, most: int) -> None
     values = normalised(SCHEMA, codes, raw)
     expected = model.log_prob(torch.from_numpy(codes), torch.from_numpy(values)).detach().numpy()
     peaks = record_statistics(model, codes, values)
+    with torch.no_grad():
+        conditionals = model.conditionals(torch.from_numpy(codes), torch.from_numpy(values))
+        excess = conditionals.surprise(torch.from_numpy(values))[1].numpy()
+    excess = np.where((codes >= 0) & ~SCHEMA.context[codes], excess, 0.0).sum(1)
     engine = Engine(model, calibration, "fp", 0.05, Limits(cache_bytes=cache))
     got = stream(codes, raw, engine, seed=2, most=most)
     assert engine.cache_rebuilds > 0 if cache < RUN else engine.cache_rebuilds == 0
@@ -122,7 +126,8 @@ def test_stream_equals_whole_records(memory: str, cache: int, most: int) -> None
         assert (events, complete) == (n, n == F)
         assert reason is (Closing.COMPLETE if n == F else Closing.END)
         assert total == pytest.approx(expected[r].sum(), abs=1e-9)
-        assert anomaly == pytest.approx(peaks[r], rel=1e-9)
+        assert score[-1] == pytest.approx(peaks[r], rel=1e-9)
+        assert anomaly == pytest.approx(excess[r], abs=1e-8)
         assert p_value == p[-1]
         crossed = np.flatnonzero(p <= 0.05)
         assert alert_seq == (crossed[0] if len(crossed) else -1)

@@ -171,3 +171,13 @@ def test_labels_of_features_with_different_counts() -> None:
     assert out.log_mass[0].isfinite().sum() == 3
     assert out.log_mass[1].isfinite().sum() == 6
     assert out.log_prob(torch.tensor([99.0, 99.0, 0.0]))[:2].exp().tolist() == pytest.approx([1e-4, 1e-4])
+
+
+def test_surprisal_exceeds_its_mean_by_nothing_on_average() -> None:
+    x = torch.linspace(-8, 8, 4001, dtype=torch.float64)
+    one = gaussian(len(x), 0.5, 1.2)
+    weights = one.log_prob(x).exp() * (x[1] - x[0])
+    assert (weights * one.surprise(x)[1]).sum().item() == pytest.approx(0.0, abs=1e-6)
+    mass = [0.6, 0.3, 0.1]
+    excess = categorical(mass, 3).surprise(torch.arange(3.0, dtype=torch.float64))[1]
+    assert (torch.tensor(mass, dtype=torch.float64) * excess).sum().item() == pytest.approx(0.0, abs=1e-12)
