@@ -12,10 +12,16 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from deformer_stream.command import calm_threads
 
 calm_threads()
+# How long an example takes says how busy the machine is, not whether a law holds. CI repeats the same examples.
+settings.register_profile(
+    "laws", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
+)
+settings.load_profile("laws")
 
 ROOT = Path(__file__).resolve().parents[1]
 
