@@ -60,7 +60,7 @@ def check_target(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is a file: name a directory for the model")
     if directory.is_dir() and any(directory.iterdir()) and not (directory / MANIFEST).exists():
-        raise ConfigError(f"{directory} holds files that are no model and would be removed: name another directory")
+        raise ConfigError(f"{directory} is no model directory and its files would be removed: name another directory")
 
 
 def write(directory: Path, model: DEformer, calibration: Calibration, training: dict[str, Any], report: str) -> str:
@@ -188,8 +188,20 @@ def _genuine(manifest: Any, raw: bytes) -> bool:
     return isinstance(manifest, dict) and manifest.get("sha256") == _digest(manifest) and _render(manifest) == raw
 
 
+def device_named(name: str) -> torch.device:
+    """torch's name of a device, or `auto`, which takes a GPU if there is one. Raises `ConfigError` where none is."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: no usable GPU is there; use --device cpu or auto")
+    return torch.device(name)
+
+
 def read(directory: Path, device: str = "cpu") -> Artifact:
-    """Load and verify a model directory. Raises `ArtifactError` that names the file and the remedy."""
+    """Load and verify a model directory onto a device (`device_named`).
+
+    Raises `ArtifactError` that names the file and the remedy."""
+    place = device_named(device)
     directory = Path(directory)
     manifest = read_manifest(directory)
     path = directory / WEIGHTS
@@ -200,7 +212,7 @@ def read(directory: Path, device: str = "cpu") -> Artifact:
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read ({error.strerror}): {_REMEDY}") from None
     model, calibration = _build(manifest, weights, directory)
-    return Artifact(model.to(torch.device(device)).eval(), calibration, manifest["fingerprint"], manifest, directory)
+    return Artifact(model.to(place).eval(), calibration, manifest["fingerprint"], manifest, directory)
 
 
 def _build(manifest: dict[str, Any], weights: bytes, directory: Path) -> tuple[DEformer, Calibration]:

@@ -15,7 +15,6 @@ import click
 
 from deformer_stream import tools
 from deformer_stream.command import HELP, LazyGroup, debug_option, debugging, run, stop_on_signals
-from deformer_stream.tools import device_named
 
 if TYPE_CHECKING:
     from connectors.files import AlertLines, RecordsParquet, RejectedLines, ScoresParquet
@@ -34,7 +33,7 @@ def _open_model(settings: ConsumeSettings | ReplaySettings) -> tuple[Artifact, E
     from deformer_stream.core.engine import Engine, Limits
     from deformer_stream.errors import ConfigError
 
-    loaded = artifact.read(settings.model, device_named(settings.device))
+    loaded = artifact.read(settings.model, settings.device)
     if settings.alpha < loaded.calibration.smallest_p:
         n = len(loaded.calibration.scores)
         log.get("model").warning(

@@ -19,17 +19,6 @@ SECTIONS = ["consume", "replay", "produce", "impute", "sample"]
 """The commands with options of `settings`; named here too, since importing them takes time."""
 
 
-def device_named(name: str) -> str:
-    """`auto` takes a GPU if there is one."""
-    import torch
-
-    from deformer_stream.errors import ConfigError
-
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: no usable GPU is there; use --device cpu or auto")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-
-
 def produce() -> click.Command:
     from deformer_stream.settings import ProduceSettings, load, options
 
@@ -113,7 +102,7 @@ def impute() -> click.Command:
 
         settings = load(ImputeSettings, flags, config, "impute")
         log.configure(debugging())
-        model = artifact.read(settings.model, device_named(settings.device)).model
+        model = artifact.read(settings.model, settings.device).model
         with Progress("impute", None, "rows") as progress:
             cells = queries.impute(table, settings.output, model, settings.interval, progress.advance)
         click.echo(f"{cells} missing values filled in {progress.done} rows: {settings.output}", err=True)
@@ -135,7 +124,7 @@ def sample() -> click.Command:
 
         settings = load(SampleSettings, flags, config, "sample")
         log.configure(debugging())
-        model = artifact.read(settings.model, device_named(settings.device)).model
+        model = artifact.read(settings.model, settings.device).model
         with Progress("sample", settings.count, "records") as progress:
             queries.sample(settings.output, model, settings.count, settings.seed, progress.advance)
         click.echo(f"{settings.count} records drawn: {settings.output}", err=True)

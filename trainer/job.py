@@ -87,7 +87,7 @@ def train(
     from trainer.report import render
 
     budget = budget or Budget(settings.max_time)
-    device = _device(settings.device)
+    device = artifact.device_named(settings.device)
     with _working_folder(settings.out) as folder:
         state = _earlier_run(folder, settings)
         data = prepare(tables, _data_options(settings), folder)
@@ -123,17 +123,10 @@ def train(
     return Result(settings.out, fingerprint, data, fitted.model, fitted, calibration, held, training)
 
 
-def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: no usable GPU is there; use --device cpu or auto")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
 @contextmanager
 def _working_folder(out: Path) -> Iterator[Path]:
     """`DIR.training`, held by this process alone. It stays where the run does not finish."""
-    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / artifact.MANIFEST).exists()):
-        raise ConfigError(f"--out {out}: exists and is no model directory; choose another name, it would be replaced")
+    artifact.check_target(out)
     folder = out.absolute().with_name(out.absolute().name + ".training")
     try:
         folder.mkdir(parents=True, exist_ok=True)

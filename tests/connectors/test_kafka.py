@@ -6,6 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +60,24 @@ class Reader:
 
     def payloads(self) -> list[bytes | None]:
         return [v for rows in self.got.values() for _, _, v in rows]
+
+
+@contextmanager
+def polling(reader: Reader) -> Iterator[None]:
+    """Let a reader follow its topic in a thread of its own, as another process would."""
+    stop = threading.Event()
+
+    def follow() -> None:
+        while not stop.is_set():
+            reader.poll(0.1)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 @pytest.fixture
@@ -180,15 +199,7 @@ def test_rebalance_hands_partitions_over_without_loss_or_repetition(
     first = open_reader(name)
     first.read(200)  # dealt with, as the next poll says, but never committed by a call
     second = open_reader(name)
-    stop = threading.Event()
-
-    def follow() -> None:
-        while not stop.is_set():
-            second.poll(0.1)
-
-    thread = threading.Thread(target=follow)
-    thread.start()
-    try:
+    with polling(second):
         until(
             lambda: first.poll(0.1) is not None and len(first.source.assigned) == len(second.source.assigned) == 2,
             "2+2",
@@ -198,9 +209,6 @@ def test_rebalance_hands_partitions_over_without_loss_or_repetition(
         until(lambda: first.poll(0.1) is not None and len(first) + len(second) >= 400, "all messages")
         first.source.commit()
         first.poll(0.5)
-    finally:
-        stop.set()
-        thread.join()
     values = [int(v) for v in first.payloads() + second.payloads()]
     assert sorted(values) == list(range(400))
     second.source.commit()
@@ -216,22 +224,11 @@ def test_a_commit_during_a_rebalance_ends_well(kafka: SimpleNamespace, topic: To
     first.read(60)
     before = {p: rows[-1][0] + 1 for p, rows in first.got.items()}
     second = open_reader(name)
-    stop = threading.Event()
-
-    def follow() -> None:
-        while not stop.is_set():
-            second.poll(0.1)
-
-    thread = threading.Thread(target=follow)
-    thread.start()
-    try:
+    with polling(second):
         deadline = time.monotonic() + PATIENCE
         while len(second.source.assigned) == 0 and time.monotonic() < deadline:
             first.source.commit()
             first.poll(0.01)
-    finally:
-        stop.set()
-        thread.join()
     assert len(second.source.assigned) == 1
     assert committed(kafka, name) == before
     assert len(second) == 0
