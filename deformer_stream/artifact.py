@@ -16,6 +16,7 @@ import math
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
+from torch.overrides import TorchFunctionMode
 
 from deformer_stream import __version__
 from deformer_stream.core.conformal import Calibration
@@ -34,8 +36,15 @@ FORMAT_VERSION = 1
 WEIGHTS, MANIFEST, REPORT = "model.safetensors", "manifest.json", "report.html"
 LONGEST_NAME = 1024
 """Characters in a feature's name or label; longer ones could never arrive as events."""
+LARGEST_MANIFEST = 64 * 2**20
+"""Bytes; one with a million calibration records has half of it."""
 _CONTRADICTIONS = (AttributeError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, SafetensorError)
 """What building a model from a manifest that does not fit together can raise."""
+_MAKERS = (
+    *(torch.empty, torch.zeros, torch.ones, torch.full, torch.eye, torch.arange, torch.linspace),
+    torch.Tensor.repeat,
+)
+"""What the parts of a model take their memory with."""
 _REMEDY = "restore it from a copy, or train again"
 
 
@@ -85,14 +94,19 @@ def write(directory: Path, model: DEformer, calibration: Calibration, training: 
     }
     manifest["fingerprint"] = _fingerprint(manifest)
     manifest["sha256"] = _digest(manifest)
-    _build(json.loads(_render(manifest)), weights, directory)
+    rendered = _render(manifest)
+    if len(rendered) > LARGEST_MANIFEST:
+        raise ArtifactError(
+            f"{MANIFEST} would have {len(rendered)} bytes, at most {LARGEST_MANIFEST} can be read again"
+        )
+    _build(json.loads(rendered), weights, directory)
     partial = None
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         partial.chmod(0o755)
         _write_durably(partial / WEIGHTS, weights)
-        _write_durably(partial / MANIFEST, _render(manifest))
+        _write_durably(partial / MANIFEST, rendered)
         _write_durably(partial / REPORT, report.encode("utf-8", "backslashreplace"))
         _sync(partial)
         _replace(partial, directory)
@@ -164,12 +178,9 @@ def _digest(manifest: dict[str, Any]) -> str:
 def read_manifest(directory: Path) -> dict[str, Any]:
     """The verified manifest of a model directory. Raises `ArtifactError` that names the file and the remedy."""
     path = Path(directory) / MANIFEST
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise ArtifactError(f"{path} is missing: give the directory that deformer-train wrote with --out") from None
-    except OSError as error:
-        raise ArtifactError(f"{path} cannot be read ({error.strerror}): {_REMEDY}") from None
+    raw = _contents(path, LARGEST_MANIFEST, "give the directory that deformer-train wrote with --out")
+    if len(raw) > LARGEST_MANIFEST:
+        raise ArtifactError(f"{path} has more than {LARGEST_MANIFEST} bytes: it was altered; {_REMEDY}")
     try:
         manifest = json.loads(raw)
         genuine = _genuine(manifest, raw)
@@ -177,10 +188,30 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise ArtifactError(f"{path} is not JSON ({error}): it was cut short or altered; {_REMEDY}") from None
     version = manifest.get("format_version") if isinstance(manifest, dict) else None
     if version != FORMAT_VERSION:
-        raise ArtifactError(f"{path} has format version {version!r}, this package reads {FORMAT_VERSION}: train again")
+        found = f"{path} has format version {_short(version)}, this package reads {FORMAT_VERSION}"
+        raise ArtifactError(f"{found}: train again")
     if not genuine:
         raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {_REMEDY}")
     return dict(manifest)
+
+
+def _contents(path: Path, most: int, remedy: str = _REMEDY) -> bytes:
+    """A file, or of a longer one the first `most` + 1 bytes. What stands there need not be a file nor have an end.
+    Raises `ArtifactError`."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ArtifactError(f"{path} is no file: {_REMEDY}")
+        with path.open("rb") as file:
+            return file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
+    except FileNotFoundError:
+        raise ArtifactError(f"{path} is missing: {remedy}") from None
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read ({error.strerror}): {_REMEDY}") from None
+
+
+def _short(value: object) -> str:
+    """For a message: one line of bounded length."""
+    return repr(value)[:60]
 
 
 def _genuine(manifest: Any, raw: bytes) -> bool:
@@ -204,38 +235,46 @@ def read(directory: Path, device: str = "cpu") -> Artifact:
     place = device_named(device)
     directory = Path(directory)
     manifest = read_manifest(directory)
-    path = directory / WEIGHTS
-    try:
-        weights = path.read_bytes()
-    except FileNotFoundError:
-        raise ArtifactError(f"{path} is missing: {_REMEDY}") from None
-    except OSError as error:
-        raise ArtifactError(f"{path} cannot be read ({error.strerror}): {_REMEDY}") from None
+    weights = _contents(directory / WEIGHTS, _size_of_weights(manifest, directory))
     model, calibration = _build(manifest, weights, directory)
     return Artifact(model.to(place).eval(), calibration, manifest["fingerprint"], manifest, directory)
+
+
+def _size_of_weights(manifest: dict[str, Any], directory: Path) -> int:
+    """As the manifest has it. Raises `ArtifactError`."""
+    try:
+        size = manifest["files"][WEIGHTS]["size"]
+    except (LookupError, TypeError):
+        size = None
+    if not isinstance(size, int) or not 0 <= size < 2**63 - 1:
+        raise ArtifactError(f"{directory} contradicts itself (the size of {WEIGHTS} is {_short(size)}): {_REMEDY}")
+    return size
 
 
 def _build(manifest: dict[str, Any], weights: bytes, directory: Path) -> tuple[DEformer, Calibration]:
     """Model and calibration, all that the manifest says about them verified. Raises `ArtifactError`."""
     path = directory / WEIGHTS
+    size = _size_of_weights(manifest, directory)
+    if len(weights) != size:
+        has = len(weights) if len(weights) < size else f"more than {size}"
+        raise ArtifactError(f"{path} has {has} bytes, not {size}: it was cut short or altered; {_REMEDY}")
     try:
-        expected = manifest["files"][WEIGHTS]
-        if len(weights) != expected["size"]:
-            raise ArtifactError(f"{path} has {len(weights)} bytes, not {expected['size']}: it was cut short; {_REMEDY}")
-        if hashlib.sha256(weights).hexdigest() != expected["sha256"]:
+        if hashlib.sha256(weights).hexdigest() != manifest["files"][WEIGHTS]["sha256"]:
             raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {_REMEDY}")
         tensors = safetensors.torch.load(weights)
         schema, config = Schema.from_json(manifest["features"]), ModelConfig.from_json(manifest["hyperparameters"])
-        _check(manifest, schema, config, tensors)
-        model = DEformer(schema, config)
+        _check(manifest, schema, tensors)
+        with _Modest(tensors):
+            model = DEformer(schema, config)
         model.load_state_dict(tensors)
         return model, Calibration.from_json(manifest["calibration"])
     except _CONTRADICTIONS as error:
         line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ArtifactError(f"{directory} contradicts itself ({line}): {_REMEDY}") from None
+        printable = repr(line)[1:-1]  # it quotes what the file says
+        raise ArtifactError(f"{directory} contradicts itself ({printable}): {_REMEDY}") from None
 
 
-def _check(manifest: dict[str, Any], schema: Schema, config: ModelConfig, tensors: dict[str, torch.Tensor]) -> None:
+def _check(manifest: dict[str, Any], schema: Schema, tensors: dict[str, torch.Tensor]) -> None:
     """What the classes themselves do not check. Raises `ValueError`."""
     if not isinstance(manifest["training"], dict):
         raise ValueError("the training summary is no object")
@@ -251,10 +290,34 @@ def _check(manifest: dict[str, Any], schema: Schema, config: ModelConfig, tensor
         numbers = (feature.quantum, feature.low, feature.high, *(feature.coordinates or ()))
         if not all(number is None or math.isfinite(number) for number in numbers):
             raise ValueError(f"feature {feature.name!r}: a number is not finite")
-    size = sum(tensor.numel() for tensor in tensors.values())
-    least = config.layers * config.d_model * max(4 * config.d_model, config.feedforward)
-    if least > size or max(config.mixtures, config.embedding, *config.hidden, 1) > size:
-        raise ValueError(f"the hyperparameters ask for more than the {size} numbers in {WEIGHTS}")
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise ValueError(f"tensor {name} of {WEIGHTS} holds numbers that are not finite")
+
+
+class _Modest(TorchFunctionMode):
+    """While it is in force, a model that takes much more than its weights hold is refused before memory is taken for
+    it, whatever it is in its hyperparameters that asks for so much. Raises `ValueError`."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._held = sum(tensor.numel() for tensor in tensors.values())
+        self._numbers, self._calls = 4 * self._held + 1_000_000, 16 * len(tensors) + 1_000
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _MAKERS:
+            self._calls -= 1
+            self._numbers -= _numbers_made(func, args, kwargs)
+            if self._calls < 0 or self._numbers < 0:
+                raise ValueError(f"the hyperparameters ask for more than the {self._held} numbers in {WEIGHTS}")
+        return func(*args, **kwargs)
+
+
+def _numbers_made(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Found on torch's device without memory."""
+    if func is torch.Tensor.repeat:
+        return int(func(args[0].to("meta"), *args[1:], **kwargs).numel())
+    return int(func(*args, **{**kwargs, "device": "meta"}).numel())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from deformer_stream import tools
-from deformer_stream.command import HELP, LazyGroup, debug_option, debugging, run, stop_on_signals
+from deformer_stream.command import HELP, LazyGroup, asked_by_hangup, debug_option, debugging, run, stop_on_signals
 
 if TYPE_CHECKING:
     from connectors.files import AlertLines, RecordsParquet, RejectedLines, ScoresParquet
@@ -78,6 +78,7 @@ def _codec(loaded: Artifact, settings: ConsumeSettings | ReplaySettings, **extra
         max_message_bytes=settings.max_message_bytes,
         max_readings=most,
         windows=_windows(settings),
+        max_ahead=None if settings.max_ahead is None else round(settings.max_ahead * 1e6),
         **extra,
     )
 
@@ -95,24 +96,37 @@ def _consume() -> click.Command:
         committed after both are safe. SIGINT and SIGTERM end it gracefully.
         """
         from deformer_stream import log, metrics
+        from deformer_stream.reload import ModelWatch
         from deformer_stream.runtime import Road, WallClock
 
         settings = load(ConsumeSettings, flags, config, "consume")
         log.configure(debugging())
         logger = log.get("consume")
-        stop = stop_on_signals()
+        stop, asked = stop_on_signals(), asked_by_hangup()
         loaded, engine = _open_model(settings)
         codec = _codec(loaded, settings, order="arrival")
         measures = metrics.Metrics()
         with ExitStack() as ends:
-            source, sinks, finite = _live_edge(settings, codec, ends)
+            source, sinks, finite = _live_edge(settings, codec, loaded.fingerprint, ends)
             if settings.http:
                 ends.callback(metrics.serve(settings.http, measures))
             logger.info(
                 "ready", model=loaded.fingerprint, alpha=settings.alpha, source=settings.topic or settings.source
             )
             road = Road(
-                source, codec, engine, sinks, WallClock(), measures, finite, settings.max_wait, settings.commit_interval
+                source,
+                codec,
+                engine,
+                sinks,
+                WallClock(),
+                measures,
+                finite,
+                settings.max_wait,
+                settings.commit_interval,
+                settings.snapshot_interval,
+                settings.open_records,
+                ModelWatch(loaded, settings.device, asked).take,
+                lambda found: _codec(found, settings, order="arrival"),
             )
             totals = road.run(stop)
         logger.info("stopped", **totals.shown(), open=len(engine.records))
@@ -120,52 +134,91 @@ def _consume() -> click.Command:
     return consume
 
 
-def _live_edge(settings: ConsumeSettings, codec: Codec, ends: ExitStack) -> tuple[EventSource, list[Sink], bool]:
+def _live_edge(
+    settings: ConsumeSettings, codec: Codec, model: str, ends: ExitStack
+) -> tuple[EventSource, list[Sink], bool]:
     """Source, sinks, and whether the input has an end. `ends` closes them, the source last."""
-    from urllib.parse import urlsplit
-
     from connectors.files import AlertLines, open_source
-    from deformer_stream.errors import ConfigError
 
-    servers, topic, url = settings.bootstrap_servers, settings.topic, settings.source
-    if url is not None and url.startswith("kafka://"):
-        servers, topic = urlsplit(url).netloc, urlsplit(url).path.strip("/")
-        if not servers or not topic or "/" in topic:
-            raise ConfigError(f"--source {url!r}: give kafka://HOST:PORT/TOPIC")
+    source: EventSource
     sinks: list[Sink] = []
+    servers, topic = _kafka_address(settings)
     if topic is None:
-        files = open_source(
-            [str(url)],
+        source = open_source(
+            [str(settings.source)],
             codec.schema,
             fields=_fields(settings),
             batch_events=settings.max_poll_records,
             max_message_bytes=settings.max_message_bytes,
             windows=_windows(settings),
         )
-        ends.callback(files.close)
-        if settings.alerts:
-            sinks.append(AlertLines(settings.alerts, append=True))
-            ends.callback(sinks[-1].close)
-        return files, sinks, True
-    from connectors.kafka import KafkaSink, KafkaSource
+        ends.callback(source.close)
+    else:
+        source, sink = _kafka_edge(settings, servers, topic, codec, model, ends)
+        sinks.append(sink)
+    if settings.alerts:
+        sinks.append(AlertLines(settings.alerts, append=True))
+        ends.callback(sinks[-1].close)
+    return source, sinks, topic is None
+
+
+def _kafka_address(settings: ConsumeSettings) -> tuple[str, str | None]:
+    """Brokers and topic; no topic where the source is a file."""
+    from urllib.parse import urlsplit
+
+    from deformer_stream.errors import ConfigError
+
+    url = settings.source
+    if url is None or not url.startswith("kafka://"):
+        return settings.bootstrap_servers, settings.topic
+    servers, topic = urlsplit(url).netloc, urlsplit(url).path.strip("/")
+    if not servers or not topic or "/" in topic:
+        raise ConfigError(f"--source {url!r}: give kafka://HOST:PORT/TOPIC")
+    return servers, topic
+
+
+def _kafka_edge(
+    settings: ConsumeSettings, servers: str, topic: str, codec: Codec, model: str, ends: ExitStack
+) -> tuple[EventSource, Sink]:
+    """Events from a topic; alerts and dead letters to others, delivered together with the positions."""
+    import uuid
+
+    from connectors.kafka import Delivery, KafkaSink, KafkaSource, StateTopic, ensure_topics, partitions_of, topics_of
+    from deformer_stream.errors import ConfigError
 
     security = settings.security()
     alerts = settings.alerts_topic or f"{topic}-alerts"
     dead = settings.dead_letter_topic or f"{topic}-dead-letter"
-    if len({topic, alerts, dead}) < 3:
+    state = settings.state_topic or f"{settings.group}-{topic}-state"
+    if len({topic, alerts, dead, state}) < 4:
         raise ConfigError(
-            "--topic, --alerts-topic and --dead-letter-topic must differ, or events would feed on themselves"
+            "--topic, --alerts-topic, --dead-letter-topic and --state-topic must differ, or events would feed on "
+            "themselves"
         )
-    kafka = KafkaSource(
-        servers, topic, settings.group, settings.from_, security, max_poll_records=settings.max_poll_records
+    partitions = partitions_of(servers, topic, security)
+    create = settings.missing_topics == "create"
+    limits = ensure_topics(servers, topics_of(alerts, dead, state, partitions), security, create)
+    name = f"{settings.group}-{settings.instance or uuid.uuid4().hex[:12]}"
+    delivery = Delivery(servers, security, limits, name if settings.delivery == "exactly-once" else None)
+    sink = KafkaSink(alerts, dead, codec, delivery)
+    ends.callback(sink.close)
+    source = KafkaSource(
+        servers,
+        topic,
+        settings.group,
+        settings.from_,
+        security,
+        max_poll_records=settings.max_poll_records,
+        session_seconds=settings.session_timeout,
+        delivery=delivery,
+        state=StateTopic(servers, state, security, limits[state]),
+        lost=settings.lost_state,
+        model=model,
+        instance=settings.instance,
+        patience=settings.patience,
     )
-    ends.callback(kafka.close)
-    sinks.append(KafkaSink(servers, alerts, dead, codec, security, partitions=kafka.partitions))
-    ends.callback(sinks[-1].close)
-    if settings.alerts:
-        sinks.append(AlertLines(settings.alerts, append=True))
-        ends.callback(sinks[-1].close)
-    return kafka, sinks, False
+    ends.callback(source.close)
+    return source, sink
 
 
 def _replay() -> click.Command:

@@ -63,6 +63,13 @@ def stop_on_signals() -> threading.Event:
     return stop
 
 
+def asked_by_hangup() -> threading.Event:
+    """SIGHUP asks for the model to be read again."""
+    asked = threading.Event()
+    signal.signal(signal.SIGHUP, lambda number, frame: asked.set())
+    return asked
+
+
 def calm_threads() -> None:
     """Let idle threads of torch sleep instead of spin; takes effect before torch is first imported.
 

@@ -4,6 +4,7 @@
     ├── ConfigError        (exit 2)  change a flag, a variable or the configuration file
     ├── InputError         (exit 3)  mend or exclude the input data
     ├── ArtifactError      (exit 3)  restore or retrain the model directory
+    ├── StateError         (exit 3)  say what to do without the saved state, or restore it
     ├── Unavailable        (exit 4)  start or reach the service, then run again
     └── InvariantViolated  (exit 1)  report a bug
 
@@ -32,6 +33,12 @@ class InputError(DeformerError):
 
 class ArtifactError(DeformerError):
     """The model directory is missing, cut short, altered, or of another format version."""
+
+    exit_code = 3
+
+
+class StateError(DeformerError):
+    """What was saved of open records is missing, cut short, altered, or of another format version."""
 
     exit_code = 3
 

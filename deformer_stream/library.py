@@ -93,7 +93,9 @@ class Scorer:
         """
         document = {"record": record, "feature": feature, "value": value, "time": time}
         batch, refused = self._codec.decode(_messages([_json(document)]))
-        effects = self._engine.handle(batch, self._clock.at(batch.times))
+        now = self._clock.at(batch.times)
+        self._engine.handle(EventBatch.empty(), now)  # between two updates no one looks at the clock
+        effects = self._engine.handle(batch, now)
         if not len(effects.scored):
             nan = float("nan")
             return Update(nan, nan, nan, nan, rejected=next(iter([*refused, *effects.rejected]), None))

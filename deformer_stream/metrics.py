@@ -56,6 +56,10 @@ class Metrics:
         behind = "Messages of the partition that are not dealt with yet"
         self.lag = named(Gauge, "consumer_lag", behind, ["topic", "partition"])
         self.commit = named(Histogram, "commit_seconds", "Time to make positions safe", buckets=_SECONDS)
+        kept = "Bytes of the partition's latest snapshot"
+        self.snapshot_bytes = named(Gauge, "snapshot_bytes", kept, ["partition"])
+        age = "Seconds since the partition's latest snapshot was committed"
+        self.snapshot_age = named(Gauge, "snapshot_age_seconds", age, ["partition"])
         self.model = named(Gauge, "model_info", "1; the label names the model in force", ["fingerprint"])
         for reason in Reason:  # a series that starts at 0 shows its first increase
             self.rejected.labels(reason.value)
@@ -72,8 +76,8 @@ class Metrics:
             self.batch.observe(len(effects.batch))
             self.scoring.observe(seconds)
         self.events.inc(len(effects.scored))
-        for reason, n in Counts(rejected.reason for rejected in effects.rejected).items():
-            self.rejected.labels(reason.value).inc(n)
+        for rejected in effects.rejected:
+            self.rejected.labels(rejected.reason.value).inc(rejected.readings)
         for closing, n in Counts(effects.closed.reasons).items():
             self.closed.labels(closing.value).inc(n)
         self.alerts.inc(len(effects.alerts))
@@ -92,6 +96,22 @@ class Metrics:
         self._lagging = set(lag)
         for (topic, partition), messages in lag.items():
             self.lag.labels(topic, str(partition)).set(messages)
+
+    def in_force(self, fingerprint: str) -> None:
+        """This model scores from now on."""
+        self.model.clear()
+        self.model.labels(fingerprint).set(1)
+
+    def saved(self, partition: int, size: int) -> None:
+        """A snapshot of the partition, of so many bytes, is safe as of now."""
+        since = self._now()
+        self.snapshot_bytes.labels(str(partition)).set(size)
+        self.snapshot_age.labels(str(partition)).set_function(lambda: self._now() - since)
+
+    def unsaved(self, partition: int) -> None:
+        """The partition is no longer ours: its series disappear."""
+        for gauge in (self.snapshot_bytes, self.snapshot_age):
+            gauge.remove(str(partition))
 
     def healthy(self) -> bool:
         """The loop made progress lately."""

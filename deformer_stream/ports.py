@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,15 +13,27 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from deformer_stream.core.batch import Effects
+    from deformer_stream.core.batch import Effects, Reason
+
+
+class Unreadable(bytes):
+    """In place of a message's payload, and as empty as what is there of it: why the connector cannot hand it over."""
+
+    def __new__(cls, reason: Reason, detail: str) -> Unreadable:
+        new = super().__new__(cls)
+        new.reason, new.detail = reason, detail
+        return new
+
+    reason: Reason
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
     """N messages as they came: one JSON document each.
 
-    keys, payloads: N byte strings (a key may be None, a payload None for a tombstone). times: (N,) int64 microseconds
-    since 1970 given by the broker, or `NO_TIME`. partitions: (N,) int32. offsets: (N,) int64.
+    keys, payloads: N byte strings (a key may be None, a payload None for a tombstone, or `Unreadable`). times: (N,)
+    int64 microseconds since 1970 given by the broker, or `NO_TIME`. partitions: (N,) int32. offsets: (N,) int64.
     """
 
     topic: str
@@ -31,6 +45,18 @@ class Messages:
 
     def __len__(self) -> int:
         return len(self.payloads)
+
+    def take(self, chosen: NDArray[np.int64]) -> Messages:
+        """The messages at these indices, in that order."""
+        index = chosen.tolist()
+        return Messages(
+            self.topic,
+            [self.keys[i] for i in index],
+            [self.payloads[i] for i in index],
+            self.times[chosen],
+            self.partitions[chosen],
+            self.offsets[chosen],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +92,52 @@ Payload = Messages | LongRows | WideRows
 
 
 @dataclass(frozen=True, slots=True)
+class Restored:
+    """A partition that is ours from now on, with what is kept of it.
+
+    snapshot, decisions: what `Saved` held when it was committed, None and empty where nothing is kept. Its messages
+    come from the snapshot's position on; those before offset `until` are history: their effects are out already.
+    """
+
+    partition: int
+    until: int
+    snapshot: bytes | None = None
+    decisions: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What is to be kept of a partition with its position: a snapshot, which stands for all that was kept before, or
+    decisions since the last one; encoded."""
+
+    snapshot: bytes | None = None
+    decisions: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Polled:
-    """One poll: the data, if any came, and the partitions that were taken away since the last poll."""
+    """One poll: the data, if any came, and how the partitions moved.
+
+    revoked: taken away since the last poll, before `data` came. restored: given to us, before their data.
+    recovered: of these, the ones whose history ends with this `data`, at the latest.
+    """
 
     data: Payload | None
     revoked: tuple[int, ...] = ()
+    restored: tuple[Restored, ...] = ()
+    recovered: tuple[int, ...] = ()
+
+
+NOTHING: Mapping[int, Any] = MappingProxyType({})
+HandOver = Callable[[frozenset[int]], Mapping[int, Saved]]
+"""What is to be kept of partitions that are about to go to another consumer (and of the others, if need be)."""
 
 
 class EventSource(Protocol):
     """Where events come from.
 
     `poll` waits at most `timeout` seconds and returns whatever is there; it never blocks for longer, so that time-outs
-    of records fire on silent inputs. Calling it again says that the effects of earlier polls are flushed: a partition
-    that is taken away is committed up to there. After the last event of a finite source `exhausted` is true.
+    of records fire on silent inputs. After the last event of a finite source `exhausted` is true.
     """
 
     @property
@@ -93,8 +152,33 @@ class EventSource(Protocol):
         """Let go of the source without committing anything more."""
 
 
+@runtime_checkable
+class PartitionedSource(EventSource, Protocol):
+    """A source whose partitions are shared with other consumers, come and go, and remember what is kept of them.
+
+    Calling `poll` again says that the effects of earlier polls are written: a partition that is taken away is committed
+    up to there, with what `hand_over` says is to be kept of it. model: the fingerprint that we score with; consumers
+    that share the partitions must agree on it.
+    """
+
+    hand_over: HandOver
+    model: str
+
+    @property
+    def assigned(self) -> frozenset[int]:
+        """The partitions that are ours now."""
+
+    def commit(self, saved: Mapping[int, Saved] = NOTHING) -> None:
+        """Commit the positions of everything polled so far, what is to be kept of the partitions, and what sinks have
+        left to this commit, all or nothing; blocks until it is so."""
+
+    def lag(self) -> dict[tuple[str, int], int]:
+        """(topic, partition) → messages not read yet, as far as known."""
+
+
 class Sink(Protocol):
-    """Where effects go. `write` may buffer; after `flush` returns, everything written is safe."""
+    """Where effects go. `write` may buffer; after `flush` returns, everything written is safe, or will be with the next
+    commit of the source, all or nothing, where both belong to one transaction."""
 
     def write(self, effects: Effects, data: Payload | None) -> None: ...
 

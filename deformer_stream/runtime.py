@@ -3,11 +3,15 @@
     1. source.poll     whatever came, within a bounded wait
     2. codec.decode    → EventBatch; what cannot be read is refused
     3. engine.handle   → effects
-    4. sinks.write     alerts, dead letters, scores; then flush: from here on they are safe
-    5. source.commit   the positions of everything above
+    4. sinks.write     alerts, dead letters, scores
+    5. source.commit   in this order:
+       5.1 the sinks are flushed; what shares a transaction with the source waits for 5.3
+       5.2 `Recovery.saved` says what is to be kept of the partitions: decisions, now and then a snapshot
+       5.3 the source commits positions, what is kept, and what the sinks left to it, all or nothing
 
-The order of 4 and 5 is the guarantee: a position is committed only after every effect of the events before it is
-safe, so a crash repeats work and never loses an alert; repeated alerts have equal ids.
+The order of 4 and 5 is the guarantee: a position is committed only together with, or after, every effect of the events
+before it. With a transaction (Kafka) nothing is lost and nothing comes twice; without one a crash repeats work, and
+repeated alerts have equal ids.
 """
 
 from __future__ import annotations
@@ -15,26 +19,24 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream import log
-from deformer_stream.core.batch import NO_TIME, Effects, EventBatch, Rejected
-from deformer_stream.core.engine import Engine
+from deformer_stream.artifact import Artifact
+from deformer_stream.codec import Codec
+from deformer_stream.core.batch import NO_TIME, Effects, EventBatch
+from deformer_stream.core.engine import Engine, OpenRecords
 from deformer_stream.metrics import Metrics
-from deformer_stream.ports import Clock, EventSource, Payload, Sink
+from deformer_stream.ports import Clock, EventSource, PartitionedSource, Payload, Polled, Saved, Sink
+from deformer_stream.recovery import Recovery
 
 SUMMARY_SECONDS = 60.0
-
-
-class Decoder(Protocol):
-    """Hop 2; `deformer_stream.codec.Codec` is one."""
-
-    def decode(self, data: Payload) -> tuple[EventBatch, list[Rejected]]: ...
 
 
 class WallClock:
@@ -61,9 +63,31 @@ class EventClock:
         return self._now
 
 
+class Pace:
+    """When to commit: every `interval` seconds; at once for an alert, which nobody sees before, as long as committing
+    takes no more than a fifth of the time."""
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._ended, self._took, self._urgent = time.monotonic(), 0.0, False
+
+    def due(self, urgent: bool) -> bool:
+        self._urgent = urgent or self._urgent
+        wait = min(self._interval, 4 * self._took) if self._urgent else self._interval
+        return time.monotonic() - self._ended >= wait
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Around a commit."""
+        began = time.monotonic()
+        yield
+        self._ended = time.monotonic()
+        self._took, self._urgent = self._ended - began, False
+
+
 @dataclass(slots=True)
 class Totals:
-    """What a run led to. rejected: by reason."""
+    """What a run led to. rejected: readings, by reason."""
 
     events: int = 0
     alerts: int = 0
@@ -74,7 +98,8 @@ class Totals:
         self.events += len(effects.scored)
         self.alerts += len(effects.alerts)
         self.closed += len(effects.closed)
-        self.rejected.update(refusal.reason.value for refusal in effects.rejected)
+        for refusal in effects.rejected:
+            self.rejected[refusal.reason.value] += refusal.readings
 
     def shown(self) -> dict[str, Any]:
         """For a log line."""
@@ -86,11 +111,13 @@ class Road:
     """The five hops with what they run on.
 
     finite: at the end of the input, open records are closed and reported; a live stream leaves them open.
-    commit_interval, max_wait: seconds. progress: told how many messages each poll brought.
+    commit_interval, max_wait, snapshot_interval: seconds. open_records: what becomes of them when the model changes.
+    models: another model to score with from now on, if there is one; codec_of: what decodes for it. progress: told how
+    many messages each poll brought.
     """
 
     source: EventSource
-    codec: Decoder
+    codec: Codec
     engine: Engine
     sinks: Sequence[Sink]
     clock: Clock
@@ -98,56 +125,113 @@ class Road:
     finite: bool
     max_wait: float = 0.2
     commit_interval: float = 0.1
+    snapshot_interval: float = 5.0
+    open_records: OpenRecords = "finish"
+    models: Callable[[], Artifact | None] | None = None
+    codec_of: Callable[[Artifact], Codec] | None = None
     progress: Callable[[int], None] | None = None
+    totals: Totals = field(default_factory=Totals)
+    recovery: Recovery = field(init=False)
+    _shared: PartitionedSource | None = field(init=False)
+    _pace: Pace = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.recovery = Recovery(self.engine, self.metrics, self.snapshot_interval)
+        self._pace = Pace(self.commit_interval)
+        self._shared = self.source if isinstance(self.source, PartitionedSource) else None
+        if self._shared is not None:
+            self._shared.hand_over = self._hand_over
 
     def run(self, stop: threading.Event) -> Totals:
         """Go until `stop` is set or the source is exhausted; then make everything safe and return the totals."""
-        logger = log.get("runtime")
-        totals = Totals()
-        committed = summed = time.monotonic()
-        self.metrics.model.labels(self.engine.fingerprint).set(1)
+        summed = time.monotonic()
+        self.metrics.in_force(self.engine.fingerprint)
         while not stop.is_set() and not self.source.exhausted:
+            self._renew_model()
             polled = self.source.poll(self.max_wait)  # 1
-            if polled.revoked:
-                self._act(self.engine.revoke(polled.revoked), None, totals, 0.0)
-                logger.info("partitions revoked", partitions=list(polled.revoked))
-            batch, refused = (EventBatch.empty(), []) if polled.data is None else self.codec.decode(polled.data)  # 2
+            data = self._moved(polled)
+            batch, refused = (EventBatch.empty(), []) if data is None else self.codec.decode(data)  # 2
             started = time.perf_counter()
-            effects = self.engine.handle(batch, self.clock.at(batch.times))  # 3
+            effects = self.engine.handle(batch, self.clock.at(batch.times), self.recovery.restoring)  # 3
             effects = replace(effects, rejected=sorted([*refused, *effects.rejected], key=lambda r: r.message))
-            self._act(effects, polled.data, totals, time.perf_counter() - started)  # 4
-            now = time.monotonic()
-            if now - committed >= self.commit_interval:
+            self._act(effects, data, time.perf_counter() - started)  # 4
+            if self._pace.due(urgent=self._shared is not None and bool(effects.alerts)):
                 self._commit()  # 5
-                committed = now
-            if now - summed >= SUMMARY_SECONDS:
-                logger.info("summary", **totals.shown(), open=len(self.engine.records))
-                summed = now
+            if time.monotonic() - summed >= SUMMARY_SECONDS:
+                log.get("runtime").info("summary", **self.totals.shown(), open=len(self.engine.records))
+                summed = time.monotonic()
             if self.progress is not None and polled.data is not None:
                 self.progress(len(polled.data))
         if self.finite and self.source.exhausted:
-            self._act(self.engine.finish(), None, totals, 0.0)
-        self._commit()
-        return totals
+            self._act(self.engine.finish(), None, 0.0)
+        self._commit(final=True)
+        return self.totals
 
-    def _act(self, effects: Effects, data: Payload | None, totals: Totals, seconds: float) -> None:
+    def _renew_model(self) -> None:
+        """Between two batches another model may take over; what a record has been scored with so far says `change`."""
+        found = self.models() if self.models is not None else None
+        if found is None or self.codec_of is None:
+            return
+        before = self.engine.fingerprint
+        done = self.engine.change(found.model, found.calibration, found.fingerprint, self.open_records)
+        self.codec = self.codec_of(found)
+        self.recovery.save_soon()
+        self.metrics.in_force(found.fingerprint)
+        if self._shared is not None:
+            self._shared.model = found.fingerprint
+        log.get("model").info("model changed", before=before, model=found.fingerprint, open_records=done)
+
+    def _moved(self, polled: Polled) -> Payload | None:
+        """Follow the partitions that come and go; what is left of the data once their history is handled."""
+        now = self._now()
+        if polled.revoked:
+            self._act(self.engine.revoke(polled.revoked), None, 0.0)
+            self.recovery.forget(polled.revoked)
+            log.get("runtime").info("partitions revoked", partitions=list(polled.revoked))
+        for restored in polled.restored:
+            self.recovery.restore(restored, now)
+        data = self.recovery.replay(polled.data, self.codec, now)
+        for partition in polled.recovered:
+            self.recovery.go_live(partition)
+        return data
+
+    def _act(self, effects: Effects, data: Payload | None, seconds: float) -> None:
         """Hop 4, and the counting of it."""
         for sink in self.sinks:
             sink.write(effects, data)
-        for sink in self.sinks:
-            sink.flush()
-        totals.add(effects)
+        for alert in effects.alerts if not self.finite else ():
+            log.get("runtime").info(
+                "alert", id=alert.id, record=alert.record, raised_at=alert.raised_at, p_value=alert.p_value
+            )
+        self.recovery.note(effects)
+        self.totals.add(effects)
         metrics = self.metrics
         metrics.observe(effects, seconds)
         metrics.written(effects)
         metrics.open.set(len(self.engine.records))
-        metrics.cache.set(self.engine.cache.bytes)
+        metrics.cache.set(self.engine.cache_bytes)
         metrics.rebuilds.inc(self.engine.take_rebuilds())
-        metrics.ready = bool(getattr(self.source, "assigned", True))
+        metrics.ready = (self._shared is None or bool(self._shared.assigned)) and not self.recovery.restoring
 
-    def _commit(self) -> None:
-        with self.metrics.commit.time():
-            self.source.commit()
-        lag = getattr(self.source, "lag", None)
-        if lag is not None:
-            self.metrics.lags(lag())
+    def _commit(self, final: bool = False) -> None:
+        """Hop 5. final: snapshots of all partitions, so that whoever takes them over has no history to handle."""
+        with self.metrics.commit.time(), self._pace.timed():
+            for sink in self.sinks:
+                sink.flush()  # 5.1
+            if self._shared is None:
+                self.source.commit()
+                return
+            saved = self.recovery.saved(self._now(), self._shared.assigned if final else ())  # 5.2
+            self._shared.commit(saved)  # 5.3
+            self.recovery.keep(saved)
+        self.metrics.lags(self._shared.lag())
+        log.get("runtime").debug("commit", saved=sorted(saved))
+
+    def _hand_over(self, partitions: frozenset[int]) -> dict[int, Saved]:
+        """The source is about to give these up and will commit; called while it polls or commits."""
+        for sink in self.sinks:
+            sink.flush()
+        return self.recovery.saved(self._now(), partitions)
+
+    def _now(self) -> int:
+        return self.clock.at(np.empty(0, np.int64))

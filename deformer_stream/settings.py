@@ -117,6 +117,12 @@ class _Scoring(_Model):
         "0s", description="How long past its end, in event time, a window takes what comes late."
     )
 
+    max_ahead: Duration | None = Field(
+        None,
+        description="An event whose own time lies further ahead of the broker's time of its message (the wall clock's "
+        "where there is none) is refused as future: with --window a clock that leaps ahead closes its device's windows.",
+    )
+
     @model_validator(mode="after")
     def _whole_windows(self) -> Self:
         """What has no effect would be taken for one that it has."""
@@ -138,47 +144,75 @@ class _Kafka(Settings):
         None, description="PEM file of the authority that signed the brokers' certificates."
     )
     ssl_certfile: Path | None = Field(None, description="PEM file of the client's certificate.")
-    ssl_keyfile: Path | None = Field(None, description="PEM file of the client's key.")
+    ssl_keyfile: Path | None = Field(
+        None, description="PEM file of the client's key, if it is not with the certificate."
+    )
+    ssl_password_file: Path | None = Field(None, description="File whose first line is the passphrase of the key.")
     sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] | None = Field(
         None, description="How to log in."
     )
     sasl_username: str | None = Field(None, description="User name.")
-    sasl_password: SecretStr | None = Field(None, description="Password; rather in the environment than in a flag.")
+    sasl_password: SecretStr | None = Field(
+        None, description="Password; a flag is seen in the list of processes, so rather in the environment or a file."
+    )
     sasl_password_file: Path | None = Field(None, description="File whose first line is the password.")
 
     @model_validator(mode="after")
     def _complete_login(self) -> Self:
-        """Half a login would be no login, silently."""
-        sasl = self.security_protocol.startswith("SASL")
-        if sasl and self.sasl_mechanism is None:
-            raise ValueError(f"--security-protocol {self.security_protocol} needs --sasl-mechanism")
-        if not sasl and (self.sasl_mechanism or self.sasl_username or self.sasl_password or self.sasl_password_file):
+        """Half a login would be no login, and half an encryption none, silently."""
+        login = (self.sasl_mechanism, self.sasl_username, self.sasl_password, self.sasl_password_file)
+        passwords = [password for password in login[2:] if password is not None]
+        if not self.security_protocol.startswith("SASL") and any(part is not None for part in login):
             raise ValueError("a login (--sasl-…) needs --security-protocol SASL_SSL or SASL_PLAINTEXT")
-        if self.sasl_password is not None and self.sasl_password_file is not None:
+        if len(passwords) > 1:
             raise ValueError("give --sasl-password or --sasl-password-file, one of them")
+        if self.security_protocol.startswith("SASL"):
+            needed = {"--sasl-mechanism": self.sasl_mechanism, "--sasl-username": self.sasl_username}
+            missing = [flag for flag, value in needed.items() if not value]
+            missing += [] if passwords else ["--sasl-password-file or DEFORMER_SASL_PASSWORD"]
+            if missing:
+                raise ValueError(f"--security-protocol {self.security_protocol} needs {', '.join(missing)}")
+        return self
+
+    @model_validator(mode="after")
+    def _complete_encryption(self) -> Self:
+        """What has no effect would be taken for one that it has."""
+        files = (self.ssl_cafile, self.ssl_certfile, self.ssl_keyfile, self.ssl_password_file)
+        if "SSL" not in self.security_protocol and any(file is not None for file in files):
+            raise ValueError("certificates and keys (--ssl-…) need --security-protocol SSL or SASL_SSL")
+        if self.ssl_certfile is None and any(file is not None for file in files[2:]):
+            raise ValueError("--ssl-keyfile and --ssl-password-file need --ssl-certfile")
         return self
 
     def security(self) -> dict[str, Any]:
-        """Keyword arguments for the Kafka client. Holds the password in clear: never log it."""
+        """Keyword arguments for the Kafka client. Holds the password in clear: never log it. Raises ConfigError for a
+        file that holds none."""
         password = self.sasl_password.get_secret_value() if self.sasl_password else None
         if self.sasl_password_file is not None:
-            try:
-                password = self.sasl_password_file.read_text().split("\n", 1)[0]
-            except (OSError, UnicodeDecodeError) as error:
-                why = getattr(error, "strerror", "it is no text")
-                raise ConfigError(
-                    f"--sasl-password-file {self.sasl_password_file} cannot be read ({why}): check path and rights"
-                ) from None
+            password = _secret("--sasl-password-file", self.sasl_password_file)
         given = {
             "security_protocol": self.security_protocol,
             "ssl_cafile": self.ssl_cafile and str(self.ssl_cafile),
             "ssl_certfile": self.ssl_certfile and str(self.ssl_certfile),
             "ssl_keyfile": self.ssl_keyfile and str(self.ssl_keyfile),
+            "ssl_password": self.ssl_password_file and _secret("--ssl-password-file", self.ssl_password_file),
             "sasl_mechanism": self.sasl_mechanism,
             "sasl_plain_username": self.sasl_username,
             "sasl_plain_password": password,
         }
         return {k: v for k, v in given.items() if v is not None}
+
+
+def _secret(flag: str, path: Path) -> str:
+    """The first line of a file. Raises ConfigError where there is none."""
+    try:
+        secret = path.read_text("utf-8").split("\n", 1)[0]
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", "it is no text")
+        raise ConfigError(f"{flag} {path} cannot be read ({why}): check path and rights") from None
+    if not secret:
+        raise ConfigError(f"{flag} {path}: its first line is empty: write the secret there")
+    return secret
 
 
 class ConsumeSettings(_Scoring, _Kafka):
@@ -200,7 +234,42 @@ class ConsumeSettings(_Scoring, _Kafka):
     record_timeout: Timeout = _written("30s", description="A record is closed when no event of it came for this long.")
     max_wait: Timeout = _written("200ms", description="Longest wait for events in one poll.")
     max_poll_records: int = Field(8192, ge=1, description="Most messages taken in one poll.")
-    commit_interval: Duration = _written("100ms", description="Least time between two commits of offsets.")
+    delivery: Literal["exactly-once", "at-least-once"] = Field(
+        "exactly-once",
+        description="Alerts, dead letters and positions in one transaction; or one after the other, for brokers "
+        "without transactions.",
+    )
+    open_records: Literal["finish", "rescore"] = Field(
+        "finish",
+        description="When the model changes under way (SIGHUP, or a changed directory), open records finish on the one "
+        "they began with, or the new one scores their readings again.",
+    )
+    commit_interval: Duration = _written(
+        "100ms", description="Least time between two commits; an alert is visible once it is committed."
+    )
+    state_topic: str | None = Field(
+        None, description="Compacted topic of snapshots of open records; by default GROUP-TOPIC-state."
+    )
+    snapshot_interval: Duration = _written("5s", description="Time between two snapshots of a partition.")
+    lost_state: Literal["refuse", "rebuild", "forget"] = Field(
+        "refuse",
+        description="Where snapshots, or messages they need, are gone: end with the reason; read what is left again "
+        "without effects; or begin without open records.",
+    )
+    missing_topics: Literal["create", "refuse"] = Field(
+        "create", description="What to do where the topics of alerts, dead letters or state do not exist."
+    )
+    instance: str | None = Field(
+        None,
+        description="Name of this process in the group that stays the same over restarts, each process its own: it "
+        "comes back to its partitions at once.",
+    )
+    session_timeout: Timeout = _written(
+        "45s", description="A process that is silent for so long loses its partitions to the others."
+    )
+    patience: Timeout = _written(
+        "2m", description="The brokers may be away, or a partition silent, for so long before the command ends (4)."
+    )
     http: str | None = Field(
         None, description="Serve /metrics, /healthz and /readyz on [HOST]:PORT; loopback if no host is given."
     )

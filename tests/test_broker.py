@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -10,8 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 
-from tests.conftest import ROOT, load_broker_script
+from tests.conftest import ROOT, load_broker_script, start_broker
 
 SCRIPT = ROOT / "deploy" / "kafka" / "broker.py"
 
@@ -36,7 +38,7 @@ def test_run_serves_until_interrupted_and_leaves_nothing(tmp_path: Path) -> None
         assert process.stdout is not None
         line = process.stdout.readline()
         assert f"127.0.0.1:{port}" in line
-        assert script.brokers_known(f"127.0.0.1:{port}") == 1
+        assert script.brokers_known(f"127.0.0.1:{port}") == [1]
         assert len(list(tmp_path.glob("deformer-kafka-*"))) == 1
         again = subprocess.run(
             [sys.executable, str(SCRIPT), "run", "--port", str(port)], capture_output=True, check=False
@@ -50,8 +52,43 @@ def test_run_serves_until_interrupted_and_leaves_nothing(tmp_path: Path) -> None
         process.wait()
     assert process.returncode == 0, err
     assert "Traceback" not in err
-    assert script.brokers_known(f"127.0.0.1:{port}") == 0
+    assert script.brokers_known(f"127.0.0.1:{port}") == []
     assert list(tmp_path.glob("deformer-kafka-*")) == []
+
+
+def send(bootstrap: str, value: bytes) -> None:
+    producer = KafkaProducer(bootstrap_servers=bootstrap, acks="all")
+    producer.send("t", value, partition=0).get(30)
+    producer.close()
+
+
+@pytest.mark.kafka
+def test_a_broker_that_was_killed_comes_back_with_its_data() -> None:
+    script = load_broker_script()
+    with start_broker() as broker:
+        admin = KafkaAdminClient(bootstrap_servers=broker.bootstrap)
+        admin.create_topics(["t"])
+        admin.close()
+        send(broker.bootstrap, b"1")
+        broker.kill(1)
+        assert script.brokers_known(broker.bootstrap) == []
+        assert not broker.running()
+        broker.start_node(1)
+        broker.start_node(1)  # it is up already: no harm
+        send(broker.bootstrap, b"2")
+        reader = KafkaConsumer(
+            bootstrap_servers=broker.bootstrap, auto_offset_reset="earliest", consumer_timeout_ms=30_000
+        )
+        reader.assign([TopicPartition("t", 0)])
+        assert [message.value for message in itertools.islice(reader, 2)] == [b"1", b"2"]
+        reader.close()
+        with pytest.raises(script.BrokerError, match="no broker 2"):
+            broker.kill(2)
+        broker.stop_node(1)
+        broker.stop_node(1)
+        assert script.brokers_known(broker.bootstrap) == []
+        assert Path(broker.folder).is_dir()
+    assert not Path(broker.folder).exists()
 
 
 @pytest.mark.parametrize("words", [["ensure"], ["run"], ["start"]])

@@ -6,7 +6,14 @@ import pytest
 
 from deformer_stream import errors
 
-CODES = {"ConfigError": 2, "InputError": 3, "ArtifactError": 3, "Unavailable": 4, "InvariantViolated": 1}
+CODES = {
+    "ConfigError": 2,
+    "InputError": 3,
+    "ArtifactError": 3,
+    "StateError": 3,
+    "Unavailable": 4,
+    "InvariantViolated": 1,
+}
 
 
 @pytest.mark.parametrize(("name", "code"), CODES.items())

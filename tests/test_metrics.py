@@ -36,12 +36,16 @@ NAMES = {
     "cache_rebuilds_total": "counter",
     "consumer_lag": "gauge",
     "commit_seconds": "histogram",
+    "snapshot_bytes": "gauge",
+    "snapshot_age_seconds": "gauge",
     "model_info": "gauge",
 }
 LABELS = {
     "events_rejected_total": {"reason"},
     "records_closed_total": {"reason"},
     "consumer_lag": {"topic", "partition"},
+    "snapshot_bytes": {"partition"},
+    "snapshot_age_seconds": {"partition"},
     "model_info": {"fingerprint"},
 }
 
@@ -81,15 +85,15 @@ def effects() -> Effects:
     ints = np.zeros(1, np.int32)
     batch = EventBatch(["r"], ints, one, np.zeros(1, np.int64), ints, ints)
     alert = AlertRaised("id", "r", 1, 1, 6, 1_000_000, 0.001, 0.01, 9.0, -3.0, "m", 0, ())
-    closed = ClosedRecords(["r"], [Closing.TIMEOUT], ints, np.ones(1, bool), one, one, one, ints)
+    closed = ClosedRecords(["r"], [Closing.TIMEOUT], ints, ints, np.ones(1, bool), one, one, one, ints)
     refused = [Rejected(0, Reason.LATE, "late"), Rejected(0, Reason.LATE, "late"), Rejected(0, Reason.NOT_JSON, "no")]
     return Effects(batch, scored, [alert], refused, closed)
 
 
 def test_names_are_those_of_the_contract(port: int) -> None:
-    """All but `snapshot_bytes` and `snapshot_age_seconds`, which come with snapshots."""
     measures = metrics.Metrics()
     measures.lags({("t", 0): 1})
+    measures.saved(0, 100)
     measures.model.labels("abc").set(1)
     with served(port, measures):
         status, text = get(port, "/metrics")
@@ -170,14 +174,28 @@ def test_ready_after_the_first_turn_and_unhealthy_after_a_stall(model_dir: Path,
         assert get(port, "/readyz")[0] == 200
 
 
+class SharedSource(MemorySource):
+    """Has these partitions from the beginning, and nothing is kept of them."""
+
+    hand_over, model = None, ""
+
+    def __init__(self, assigned: frozenset[int]) -> None:
+        super().__init__([b"{}"])
+        self.assigned = assigned
+
+    def commit(self, saved: object = ()) -> None: ...
+
+    def lag(self) -> dict[tuple[str, int], int]:
+        return {}
+
+
 @pytest.mark.parametrize("assigned", [frozenset(), frozenset({3})])
 def test_ready_means_that_partitions_are_assigned(model_dir: Path, assigned: frozenset[int]) -> None:
     loaded = artifact.read(model_dir)
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, 0.01)
-    source = MemorySource([b"{}"])
-    source.assigned = assigned  # type: ignore[attr-defined]
     measures = metrics.Metrics()
-    Road(source, Codec(loaded.schema), engine, [], WallClock(), measures, True).run(threading.Event())
+    road = Road(SharedSource(assigned), Codec(loaded.schema), engine, [], WallClock(), measures, False)
+    road.run(threading.Event())
     assert measures.ready == bool(assigned)
 
 

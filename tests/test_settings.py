@@ -37,7 +37,8 @@ REQUIRED: dict[str, dict[str, str]] = {
     "impute": {"model": "m", "output": "o.parquet"},
     "sample": {"model": "m", "output": "o.parquet"},
 }
-LOGIN = {"security_protocol": "SASL_SSL", "sasl_mechanism": "PLAIN"}
+LOGIN = {"security_protocol": "SASL_SSL", "sasl_mechanism": "PLAIN", "sasl_username": "me"}
+NEEDED = ("source", "output", "topic", *LOGIN, "sasl_password", "sasl_password_file")
 EVERY = [(command, field) for command, cls in COMMANDS.items() for field in cls.model_fields]
 
 
@@ -72,7 +73,9 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_precedence(command: str, field: str, table: bool, bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cls = COMMANDS[command]
     others: dict[str, Any] = dict(REQUIRED[command])
-    others |= LOGIN if field.startswith(("sasl", "security")) else {}
+    others |= LOGIN if field.startswith(("sasl", "ssl", "security")) else {}
+    others |= {} if field == "sasl_password" or LOGIN.items() - others.items() else {"sasl_password_file": "f"}
+    others |= {"ssl_certfile": "c"} if field.startswith("ssl") else {}
     others |= {"window": "10s"} if field == "grace" else {}
     others.pop(field, None)
     if field in ("source", "output") and command in ("consume", "produce"):
@@ -97,7 +100,7 @@ def test_precedence(command: str, field: str, table: bool, bare: pytest.MonkeyPa
     assert value(**{field: flag}) == expected(flag)
     bare.delenv(variable_of(field))
     info = cls.model_fields[field]
-    if not info.is_required() and field not in others and field not in ("source", "output", "topic", *LOGIN):
+    if not info.is_required() and field not in others and field not in NEEDED:
         assert getattr(load(cls, others, None, command), field) == expected_default(cls, others, command, field)
 
 
@@ -179,6 +182,12 @@ def test_bad_sizes(bare: pytest.MonkeyPatch, text: str) -> None:
         ({"model": None}, "--model"),
         ({"topic": None, "source": "kafka://me:" + SECRET + "@host:9092/t"}, "--sasl-username"),
         ({"security_protocol": "SASL_SSL"}, "--sasl-mechanism"),
+        ({**LOGIN, "sasl_password": SECRET, "sasl_username": ""}, "needs --sasl-username"),
+        (LOGIN, "needs --sasl-password-file"),
+        ({"ssl_cafile": "ca.pem"}, "--security-protocol"),
+        ({**LOGIN, "security_protocol": "SASL_PLAINTEXT", "sasl_password": SECRET, "ssl_cafile": "f"}, "--ssl-"),
+        ({"security_protocol": "SSL", "ssl_keyfile": "key.pem"}, "--ssl-certfile"),
+        ({"security_protocol": "SSL", "ssl_password_file": "f"}, "--ssl-certfile"),
         ({"sasl_password": SECRET}, "--security-protocol"),
         ({"sasl_username": "me"}, "--security-protocol"),
         ({**LOGIN, "sasl_password": SECRET, "sasl_password_file": "f"}, "one of them"),
@@ -257,27 +266,45 @@ def test_one_file_for_all_commands(bare: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert load(ProduceSettings, {"topic": "t"}, config, "produce").rate == 5.0
 
 
-def test_password_file(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("field", "argument"), [("sasl_password_file", "sasl_plain_password"), ("ssl_password_file", "ssl_password")]
+)
+def test_secrets_from_files(field: str, argument: str, bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "password"
-    path.write_text(SECRET + "\nsecond line\n")
-    flags = {**REQUIRED["consume"], **LOGIN, "sasl_username": "me", "sasl_password_file": str(path)}
+    certificate = {"security_protocol": "SSL", "ssl_certfile": "c"}
+    flags = {**REQUIRED["consume"], **(LOGIN if field.startswith("sasl") else certificate), field: str(path)}
+    for text in (SECRET, SECRET + "\nsecond line\n", SECRET + "\r\n"):
+        path.write_bytes(text.encode())
+        assert load(ConsumeSettings, flags).security()[argument] == SECRET
+    for content, why in [
+        (b"\xff\xfe\xfa", "cannot be read (it is no text)"),
+        (b"", "is empty"),
+        (b"\nx", "is empty"),
+        (None, "cannot be read"),
+    ]:
+        path.unlink()
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(ConfigError) as caught:
+            load(ConsumeSettings, flags).security()
+        assert str(caught.value).startswith(f"{flag_of(field)} {path}")
+        assert why in str(caught.value)
+    path.mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\)"):
+        load(ConsumeSettings, flags).security()
+
+
+def test_what_the_client_is_given(bare: pytest.MonkeyPatch) -> None:
+    files = {"ssl_cafile": "ca", "ssl_certfile": "cert", "ssl_keyfile": "key"}
+    flags = {**REQUIRED["consume"], **LOGIN, "sasl_password": SECRET, **files}
     assert load(ConsumeSettings, flags).security() == {
         "security_protocol": "SASL_SSL",
         "sasl_mechanism": "PLAIN",
         "sasl_plain_username": "me",
         "sasl_plain_password": SECRET,
+        **files,
     }
-    for content in (None, b"\xff\xfe\xfa"):
-        path.unlink()
-        if content:
-            path.write_bytes(content)
-        else:
-            path.mkdir()
-        with pytest.raises(ConfigError, match=r"--sasl-password-file .* cannot be read"):
-            load(ConsumeSettings, flags).security()
-        if not content:
-            path.rmdir()
-            path.touch()
+    assert load(ConsumeSettings, REQUIRED["consume"]).security() == {"security_protocol": "PLAINTEXT"}
 
 
 def test_settings_never_show_the_password(bare: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from deformer_stream.errors import ConfigError
 from trainer import checkpoint
 from trainer.data import TRAIN, VALIDATION, Prepared
 from trainer.evaluate import held_out
+from trainer.gaussians import Guides
 from trainer.sampling import Noise, arrange, random_keys, read_rows, seeded, take
 
 EVALUATIONS = 30
@@ -131,10 +132,13 @@ class Fit:
         folder: Path,
         budget: Budget,
         identity: dict[str, Any],
+        guides: Guides | None = None,
     ) -> None:
-        """folder: where checkpoints go. identity: options and data fingerprint that a checkpoint must share."""
+        """folder: where checkpoints go. identity: options and data fingerprint that a checkpoint must share. guides:
+        where the model has Gaussians, the variants that training is guided by."""
         self.data, self.model, self.recipe, self.seed = data, model, recipe, seed
         self.folder, self.budget, self.identity = folder, budget, identity
+        self.guides = guides
         self.rows = data.rows(TRAIN)
         self.validation_rows = np.random.default_rng([seed, 0x7A1]).permutation(data.rows(VALIDATION))[:VALIDATION_ROWS]
         self.batch = min(recipe.batch, len(self.rows))
@@ -223,7 +227,8 @@ class Fit:
     def _train_step(self) -> None:
         generator = seeded(self.seed, 0x57E9, self.step)
         torch.manual_seed(generator.initial_seed())  # dropout draws from the global generator
-        values, ranks = read_rows(self.data, self._batch_rows())
+        rows = self._batch_rows()
+        values, ranks = read_rows(self.data, rows)
         values, hidden = self.noise.apply(values, generator)
         keys = random_keys(values.shape, generator)
         if ranks is not None:
@@ -231,9 +236,11 @@ class Fit:
             keys = torch.where(logged, ranks, keys)
         features, order = arrange(values, keys)
         device = self.model.device
+        features, taken = features.to(device), take(values, order).to(device)
+        guide = None if self.guides is None else self.guides.without_own_fold(features, taken, rows)
         self.model.train()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            log_p = self.model.log_prob(features.to(device), take(values, order).to(device))
+            log_p = self.model.log_prob(features, taken, guide)
         log_p = log_p.masked_fill(hidden.gather(1, order).to(device), 0.0)
         loss = -log_p.sum() / len(values) / self.scored
         self.optimizer.zero_grad(set_to_none=True)

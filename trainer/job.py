@@ -19,11 +19,12 @@ from deformer_stream import artifact
 from deformer_stream.core.conformal import Calibration
 from deformer_stream.core.model import PRESETS, DEformer, ModelConfig
 from deformer_stream.errors import ConfigError
-from trainer import checkpoint
+from trainer import checkpoint, gaussians
 from trainer.calibrate import Order, calibrate, calibration_rows, choose_order, statistics
 from trainer.data import CALIBRATION, TRAIN, DataOptions, Prepared, prepare
 from trainer.evaluate import HeldOut, held_out
 from trainer.fit import Budget, Costs, Fit, Fitted, Recipe, Status
+from trainer.gaussians import Guides
 from trainer.options import Everything, names
 
 HELD_OUT_ROWS, HELD_OUT_ORDERS = 2000, 4
@@ -93,17 +94,12 @@ def train(
         data = prepare(tables, _data_options(settings), folder)
         show(data)
         order = choose_order(settings.order, data)
-        config = model_config(settings)
+        guides = gaussians.fit(data, choose_gaussians(settings), settings.seed)
+        config = replace(model_config(settings), gaussians=guides.components if guides else 0)
         recipe = choose_recipe(settings, int((data.split == TRAIN).sum()))
-        fit = Fit(
-            data,
-            _new_model(data, config, settings.seed, device),
-            recipe,
-            settings.seed,
-            folder,
-            budget,
-            _identity(settings, data, config, recipe),
-        )
+        model = _new_model(data, config, guides, settings.seed, device)
+        identity = _identity(settings, data, config, recipe)
+        fit = Fit(data, model, recipe, settings.seed, folder, budget, identity, guides)
         if state is not None:
             fit.restore(state)
             say(f"continuing at step {fit.step} of {fit.steps}")
@@ -168,8 +164,8 @@ def _data_options(settings: Everything) -> DataOptions:
 
 
 def model_config(settings: Everything) -> ModelConfig:
-    """The preset with what was set otherwise."""
-    given = {f.name: getattr(settings, f.name, None) for f in fields(ModelConfig)}
+    """The preset with what was set otherwise; how many Gaussians guide it, the table decides (`gaussians.fit`)."""
+    given = {f.name: getattr(settings, f.name, None) for f in fields(ModelConfig) if f.name != "gaussians"}
     try:
         return replace(PRESETS[settings.preset], **{k: v for k, v in given.items() if v is not None})
     except ValueError as error:
@@ -178,19 +174,26 @@ def model_config(settings: Everything) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Defaults:
-    """steps: how long a run is. batch: the largest, smaller tables take smaller ones. learning_rate: its peak."""
+    """steps: how long a run is. batch: the largest, smaller tables take smaller ones. learning_rate: its peak.
+    gaussians: most that may guide the network."""
 
     steps: int
     batch: int
     learning_rate: float
+    gaussians: int = 16
 
 
 _RECIPES = {
     "tiny": _Defaults(3000, 256, 3e-3),
     "small": _Defaults(4000, 128, 2e-3),
     "base": _Defaults(10_000, 256, 1e-3),
-    "paper": _Defaults(100_000, 128, 1e-4),
+    "paper": _Defaults(100_000, 128, 1e-4, gaussians=0),
 }
+
+
+def choose_gaussians(settings: Everything) -> int:
+    """The most Gaussians that may guide the network, 0 for none."""
+    return _RECIPES[settings.preset].gaussians if settings.gaussians is None else settings.gaussians
 
 
 def choose_recipe(settings: Everything, rows: int) -> Recipe:
@@ -204,9 +207,15 @@ def choose_recipe(settings: Everything, rows: int) -> Recipe:
     return replace(recipe, **{k: v for k, v in given.items() if v is not None})
 
 
-def _new_model(data: Prepared, config: ModelConfig, seed: int, device: torch.device) -> DEformer:
+def _new_model(
+    data: Prepared, config: ModelConfig, guides: Guides | None, seed: int, device: torch.device
+) -> DEformer:
     torch.manual_seed(seed)
-    return DEformer(data.schema, config).to(device)
+    model = DEformer(data.schema, config)
+    if guides is not None:
+        model.gaussians = guides.whole
+        guides.folds.to(device)
+    return model.to(device)
 
 
 def _identity(settings: Everything, data: Prepared, config: ModelConfig, recipe: Recipe) -> dict[str, Any]:

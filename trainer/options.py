@@ -85,6 +85,7 @@ class Everything(TrainSettings):
     embedding: int | None = Field(None, ge=1)
     hidden: tuple[int, ...] | None = None
     memory: Literal["all", "values"] | None = None
+    gaussians: int | None = Field(None, ge=0, description="Most Gaussians that may guide the network.")
 
     batch: int | None = Field(None, ge=1)
     learning_rate: float | None = Field(None, gt=0)

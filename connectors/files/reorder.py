@@ -22,6 +22,9 @@ from deformer_stream.core.schema import Schema
 from deformer_stream.errors import InputError
 from deformer_stream.ports import LongRows, Messages
 
+LONGEST_REST = 16_384
+"""Bytes of what all readings of a line share, and so of what is repeated for each; what is longer is no good event."""
+
 
 def reordered_rows(
     tables: Sequence[Callable[[], Iterator[LongRows]]],
@@ -142,6 +145,8 @@ def _readings(line: bytes, fields: Fields, limit: int) -> list[tuple[str, str, b
     if isinstance(many, dict) and many and document.get(fields.feature) is None:
         rest = {name: document[name] for name in (fields.record, fields.time) if name in document}
         try:
+            if len(orjson.dumps(rest)) > LONGEST_REST:
+                return [("", "", True, line)]
             return [
                 (
                     str(record),

@@ -20,7 +20,7 @@ import pyarrow as pa
 from connectors.files.reorder import reordered_lines, reordered_rows
 from connectors.files.tables import BLOCK, LINES, PARQUET, Layout, LineSplitter, Table, find, lines
 from deformer_stream.codec import Fields, Order, Windows
-from deformer_stream.codec.columns import text_ids, textual
+from deformer_stream.codec.columns import cells, text_ids, textual
 from deformer_stream.core.batch import NO_TIME
 from deformer_stream.core.schema import Schema
 from deformer_stream.errors import ConfigError, InputError
@@ -244,7 +244,7 @@ class _WideTable:
         """Record ids; a null becomes "", which the codec refuses."""
         if self.record is not None:
             ids = text_ids(batch.column(self.record), f"{self.table.path}: column {self.record!r}")
-            return [str(name) for name in ids.fill_null("").to_pylist()]
+            return [str(name) for name in cells(ids.fill_null(""))]
         rows = range(first, first + batch.num_rows)
         return [str(row) for row in rows] if self.name is None else [f"{self.name}:{row}" for row in rows]
 

@@ -14,9 +14,10 @@ import orjson
 import pyarrow as pa
 
 from connectors.files.sources import names_of
-from connectors.files.tables import LINES, Layout, Table, find, lines
+from connectors.files.tables import LINES, Layout, Table, find, lines, reading
 from deformer_stream.codec.columns import categorical, micros_of_column, number, text_ids
-from deformer_stream.codec.messages import Refusal, micros, micros_of_text
+from deformer_stream.codec.refusal import Refusal
+from deformer_stream.codec.times import micros, micros_of_text
 from deformer_stream.core.batch import NO_TIME
 from deformer_stream.errors import InputError
 
@@ -80,7 +81,7 @@ def events_of(
             rows = _long(table, time_column, wanted, seconds)
         else:
             rows = _wide(table, names[path], record_column, time_column, wanted, seconds)
-        for now, id_, readings in rows:
+        for now, id_, readings in _text_checked(path, rows):
             # Nothing that is still to come is due before this row.
             while waiting and (waiting[0][0] <= now or len(waiting) > HELD):
                 yield _message(*heapq.heappop(waiting))
@@ -92,6 +93,12 @@ def events_of(
                 count += 1
     while waiting:
         yield _message(*heapq.heappop(waiting))
+
+
+def _text_checked(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
+    """The same rows; text in them that is no UTF-8 is the file's fault."""
+    with reading(path):
+        yield from rows
 
 
 class _Wanted:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import socket
+import ssl
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import kafka.errors as errors
@@ -15,11 +16,15 @@ from kafka.admin import ConfigResource, ConfigResourceType
 from kafka.codec import has_lz4
 from kafka.net.compat import KafkaNetClient
 
+from connectors.kafka.greeting import HangsUp, context_of, greet
 from deformer_stream import log
 from deformer_stream.errors import ConfigError, DeformerError, Unavailable
 
 CONNECT_SECONDS = 5.0
 """How long a broker may take to answer at all before it counts as unreachable."""
+
+REFUSAL_SECONDS = 0.5
+"""A broker that hangs up is asked again after so long: it may have been about to stop."""
 
 DELIVERY_SECONDS = 30.0
 """How long a message may stay unacknowledged, or a commit unanswered, before the command ends with exit code 4."""
@@ -107,11 +112,18 @@ def mapped(bootstrap_servers: str, doing: str, *also: type[Exception]) -> Iterat
 
 class _Forward(logging.Handler):
     """Warnings of the client become lines of our log; it has no other voice. What its event loop says of its own pace
-    is left out: on a busy machine that is no news."""
+    is left out: on a busy machine that is no news. That logging in goes unencrypted it says once, not every time."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._said: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name != "kafka.net.selector":
-            log.get("kafka").warning(record.getMessage())
+        text = record.getMessage()
+        if record.name != "kafka.net.selector" and text not in self._said:
+            log.get("kafka").warning(text)
+            if record.name.startswith("kafka.net.sasl"):
+                self._said.add(text)
 
 
 class _Overhear(logging.Handler):
@@ -123,32 +135,37 @@ class _Overhear(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         for said in record.args if isinstance(record.args, tuple) else ():
-            if isinstance(said, errors.KafkaConnectionError) and "disconnected" in str(said):
-                # It took the connection and dropped it: so answer brokers who want TLS, or another way to log in.
-                self.refusal = self.refusal or errors.KafkaProtocolError()
-            elif isinstance(said, errors.KafkaError) and not said.retriable:
+            if isinstance(said, errors.KafkaError) and not said.retriable:
                 self.refusal = said
 
 
 _client_log = logging.getLogger("kafka")
-_forward = _Forward(logging.WARNING)
+_forward = _Forward()
 
 Client = TypeVar("Client")
 
 
-def _reach(bootstrap_servers: str) -> None:
-    """Raise Unavailable unless something listens at one of the addresses: sooner than the client would, and clearer."""
+def _reach(bootstrap_servers: str, security: dict[str, Any], context: ssl.SSLContext | None) -> None:
+    """Speak to one of the addresses: sooner than the client would, and clearer about what is wrong.
+
+    Raises Unavailable where nobody answers, ConfigError for what is no address and where the broker refuses us.
+    """
     cause = ""
-    for server in bootstrap_servers.split(","):
-        host, _, port = server.strip().rpartition(":")
+    for server in map(str.strip, bootstrap_servers.split(",")):
+        host, _, port = server.rpartition(":")
         if not (host and port.isdecimal() and int(port) < 2**16):
             raise ConfigError(f"--bootstrap-servers {bootstrap_servers!r}: {server!r} is not of the form host:port")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-        except OSError as error:
-            cause = error.strerror or str(error)
-        else:
-            return
+        for last in (False, True):
+            try:
+                with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as connection:
+                    return greet(connection, server, security, context)
+            except HangsUp:
+                if last:
+                    raise
+                time.sleep(REFUSAL_SECONDS)
+            except OSError as error:
+                cause = "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
+                break
     raise Unavailable(
         f"Kafka at {bootstrap_servers} cannot be reached ({cause}): start the broker or check --bootstrap-servers"
     )
@@ -162,10 +179,7 @@ def connect(
     While connecting the client's log is not forwarded, for the error raised says it all; and when it fails, its network
     thread, which would go on trying, is ended. Raises Unavailable or ConfigError.
     """
-    for name, path in (security or {}).items():
-        if name in ("ssl_cafile", "ssl_certfile", "ssl_keyfile", "ssl_crlfile") and not Path(path).is_file():
-            raise ConfigError(f"--{name.replace('_', '-')} {path}: there is no such file: check the path")
-    _reach(bootstrap_servers)
+    context = context_of(security or {})
     opened: list[KafkaNetClient] = []
 
     def remember(**configuration: Any) -> KafkaNetClient:
@@ -176,6 +190,7 @@ def connect(
     _client_log.removeHandler(_forward)
     _client_log.addHandler(overhear)
     try:
+        _reach(bootstrap_servers, security or {}, context)
         with mapped(bootstrap_servers, "connecting", ValueError, TypeError):
             try:
                 return make(
@@ -183,6 +198,7 @@ def connect(
                     bootstrap_timeout_ms=int(CONNECT_SECONDS * 1000),
                     kafka_client=remember,
                     **(security or {}),
+                    ssl_context=context,
                     **options,
                 )
             except errors.KafkaTimeoutError as error:
@@ -216,13 +232,33 @@ def producer(bootstrap_servers: str, security: dict[str, Any] | None, **options:
     )
 
 
+def partitions_of(bootstrap_servers: str, topic: str, security: dict[str, Any] | None = None) -> int:
+    """How many partitions a topic has that we may read. Raises Unavailable where it does not exist or no broker
+    answers, ConfigError where reading it is not allowed."""
+    admin: KafkaAdminClient = connect(KafkaAdminClient, bootstrap_servers, security)
+    try:
+        with mapped(bootstrap_servers, f"looking for topic {topic!r}", ValueError, TypeError):
+            (found,) = admin.describe_topics([topic])
+    finally:
+        admin.close()
+    _check_right(bootstrap_servers, found, "READ")
+    if not found["partitions"]:
+        raise Unavailable(f"topic {topic!r} does not exist on {bootstrap_servers}: create it or check --topic")
+    return len(found["partitions"])
+
+
 def ensure_topics(
-    bootstrap_servers: str, topics: dict[str, dict[str, Any]], security: dict[str, Any] | None = None
+    bootstrap_servers: str,
+    topics: dict[str, dict[str, Any]],
+    security: dict[str, Any] | None = None,
+    create: bool = True,
 ) -> dict[str, int]:
     """Create the topics that are missing; return the largest message each of them takes, in bytes.
 
     topics: name → what the client's `create_topics` takes (num_partitions, configs); replication is the broker's
-    default. Raises ConfigError where creation is forbidden, Unavailable where no broker answers.
+    default. A topic that is there already must be compacted if it is to be, and then have the partitions. Raises
+    ConfigError where it is not so, or creation is forbidden, by the broker or by `create`, or writing is; Unavailable
+    where no broker answers.
     """
     if not topics:
         return {}
@@ -230,11 +266,25 @@ def ensure_topics(
     try:
         with mapped(bootstrap_servers, "listing topics"):
             there = set(admin.list_topics())
-        for name in topics.keys() - there:
+        missing = sorted(topics.keys() - there)
+        if missing and not create:
+            raise ConfigError(
+                f"Kafka at {bootstrap_servers} has no topic {', '.join(missing)}: create it, or let it be created "
+                "(--missing-topics create)"
+            )
+        for name in missing:
             with mapped(bootstrap_servers, f"creating topic {name!r}"):
                 _create(admin, bootstrap_servers, name, topics[name])
+        with mapped(bootstrap_servers, "asking for the topics' rights"):
+            for found in admin.describe_topics(list(topics)):
+                _check_right(bootstrap_servers, found, "WRITE")
         with mapped(bootstrap_servers, "reading the topics' settings"):
-            return _limits(admin, topics)
+            settings = _settings(admin, topics)
+            for name in topics.keys() & there:
+                if "cleanup.policy" in topics[name].get("configs", {}):
+                    partitions = admin.describe_topics([name])[0]["partitions"]
+                    _check_compacted(name, settings[name], len(partitions), topics[name]["num_partitions"])
+        return {name: int(found.get("max.message.bytes", DEFAULT_LIMIT)) for name, found in settings.items()}
     finally:
         admin.close()
 
@@ -254,13 +304,36 @@ def _create(admin: KafkaAdminClient, bootstrap_servers: str, name: str, spec: di
     admin.wait_for_topics([name])
 
 
-def _limits(admin: KafkaAdminClient, topics: Iterable[str]) -> dict[str, int]:
-    limits = dict.fromkeys(topics, DEFAULT_LIMIT)
-    asked = [ConfigResource(ConfigResourceType.TOPIC, name, {"max.message.bytes": None}) for name in limits]
+def _check_right(bootstrap_servers: str, found: dict[str, Any], operation: str) -> None:
+    """Raise ConfigError if the broker says, describing a topic, that this user may not read or write it.
+
+    Now, and not when the first alert is due; nor is the client's word for it then always clear.
+    """
+    allowed = found["authorized_operations"] or [operation]
+    if found["error_code"] == errors.TopicAuthorizationFailedError.errno or operation not in allowed:
+        raise ConfigError(
+            f"topic {found['name']!r} on {bootstrap_servers} is closed to this user: grant the right {operation}"
+        )
+
+
+def _settings(admin: KafkaAdminClient, topics: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Topic → what matters of its settings; nothing where we may not ask."""
+    settings: dict[str, dict[str, str]] = {name: {} for name in topics}
+    wanted = dict.fromkeys(("max.message.bytes", "cleanup.policy"))
+    asked = [ConfigResource(ConfigResourceType.TOPIC, name, wanted) for name in settings]
     try:
         found = admin.describe_configs(asked, config_filter="all")
     except errors.AuthorizationError:
-        return limits  # who may write a topic need not be allowed to read its settings
-    for name, settings in found.get("topic", {}).items():
-        limits[name] = int(settings["max.message.bytes"]["value"])
-    return limits
+        return settings  # who may write a topic need not be allowed to read its settings
+    for name, rows in found.get("topic", {}).items():
+        settings[name] = {key: rows[key]["value"] for key in wanted if key in rows}
+    return settings
+
+
+def _check_compacted(name: str, settings: dict[str, str], partitions: int, needed: int) -> None:
+    """Messages must be kept by key, and for each partition of the events. Raises ConfigError."""
+    policy = settings.get("cleanup.policy", "compact")
+    if policy != "compact":
+        raise ConfigError(f"topic {name!r} has cleanup.policy={policy}, open records would expire: set it to compact")
+    if partitions < needed:
+        raise ConfigError(f"topic {name!r} has {partitions} partitions, {needed} are needed: add partitions to it")

@@ -5,7 +5,8 @@
     {"device": "pump-7", "feature": "Pressure", "value": 0.054711, "time": 1583750073.0}        with windows
 
 `messages` decodes JSON (Kafka, JSON lines), `tables` decodes rows of Parquet and CSV, `windows` names the records of
-events that name a device, `outward` writes alerts and dead letters."""
+events that name a device, `outward` writes alerts and dead letters. Of a key that an object has twice the last counts,
+as everywhere in JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from typing import Literal
 from deformer_stream.codec.messages import MAX_TEXT, Fields, MessageDecoder
 from deformer_stream.codec.outward import encode_alert, encode_rejected, payload_of, position
 from deformer_stream.codec.tables import ROW_FILE, ROW_NUMBER, LongDecoder, WideDecoder, record_hashes, shuffle_keys
-from deformer_stream.codec.windows import Windows, rfc3339
+from deformer_stream.codec.times import MaxAhead, rfc3339
+from deformer_stream.codec.windows import Windows
 from deformer_stream.core.batch import AlertRaised, EventBatch, Rejected
 from deformer_stream.core.schema import Schema
 from deformer_stream.errors import ConfigError
@@ -49,7 +51,8 @@ class Codec:
     of a wide row are ordered (`Order`); "random" depends on the seed and the record id alone, not on how the input is
     chunked. max_message_bytes: a longer message is refused as too large. max_readings: and so is one with more
     readings. windows: an event (or the row of a long table) that names no record belongs to the window of its device
-    that its time falls in; without, it is refused."""
+    that its time falls in; without, it is refused. max_ahead: microseconds; an event whose own time lies further ahead
+    of the broker's time, or of the wall clock where there is none, is refused."""
 
     def __init__(
         self,
@@ -61,22 +64,25 @@ class Codec:
         max_message_bytes: int = 1_048_576,
         max_readings: int = 4096,
         windows: Windows | None = None,
+        max_ahead: int | None = None,
     ) -> None:
         if order not in ("arrival", "schema", "random"):
             raise ConfigError(f"order {order!r} is unknown; use arrival, schema or random")
         fields = fields or Fields()
         self.schema = schema
         self.fields = fields
-        self._messages = MessageDecoder(schema, fields, max_message_bytes, max_readings, windows)
-        self._long = LongDecoder(schema, fields, windows)
-        self._wide = WideDecoder(schema, order, seed)
+        ahead = None if max_ahead is None else MaxAhead(max_ahead)
+        self._messages = MessageDecoder(schema, fields, max_message_bytes, max_readings, windows, ahead)
+        self._long = LongDecoder(schema, fields, windows, ahead)
+        self._wide = WideDecoder(schema, order, seed, ahead)
 
     def decode(self, data: Payload) -> tuple[EventBatch, list[Rejected]]:
         """The events of a poll in order of arrival, and what was refused of it, by message.
 
         JSON never raises, whatever the bytes: what cannot be accepted is a `Rejected`. Every message and every row
-        yields at least one event or one `Rejected`, and a bad reading among many is refused alone. A table whose
-        columns have the wrong type raises `InputError`, for it is the table that has to be mended."""
+        yields at least one event or one `Rejected`, and a bad reading among many is refused alone; there is one
+        `Rejected` for each message and reason, which says how many readings it stands for. A table whose columns have
+        the wrong type raises `InputError`, for it is the table that has to be mended."""
         match data:
             case Messages():
                 return self._messages.decode(data)

@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from deformer_stream.codec.messages import Refusal, brief, code_of_label, micros_of_text
-from deformer_stream.codec.windows import FIRST_SECOND, LAST_SECOND
+from deformer_stream.codec.messages import code_of_label
+from deformer_stream.codec.refusal import Refusal, brief
+from deformer_stream.codec.times import FIRST_SECOND, LAST_SECOND, micros, micros_of_text
 from deformer_stream.core.batch import NO_TIME, Reason
 from deformer_stream.core.schema import label_of
 from deformer_stream.errors import InputError
@@ -70,19 +71,17 @@ def micros_of_column(column: pa.Array, where: str) -> tuple[NDArray[np.int64], d
             times = column.cast(unit, safe=False).cast(pa.int64())
         except pa.ArrowInvalid as error:
             raise InputError(f"{where}: {error}; times lie in the years 1 to 9999") from error
-        micros = np.where(_nulls(column), NO_TIME, times.fill_null(0).to_numpy())
+        moments = np.where(_nulls(column), NO_TIME, times.fill_null(0).to_numpy())
     elif numeric(kind):
         seconds = floats(column)
         null = _nulls(column)
-        for row in np.flatnonzero(~np.isfinite(seconds) & ~null).tolist():
-            bad[row] = Refusal(Reason.NOT_FINITE, "time is not finite")
         inside = (seconds >= FIRST_SECOND) & (seconds <= LAST_SECOND)
-        micros = np.where(inside, np.round(np.where(inside, seconds, 0.0) * 1e6).astype(np.int64), NO_TIME)
-        for row in np.flatnonzero(~inside & np.isfinite(seconds)).tolist():
-            bad[row] = Refusal(
-                Reason.WRONG_TYPE, f"time {seconds[row]!s} lies outside the years 1 to 9999; use seconds since 1970"
-            )
-        return micros, bad
+        for row in np.flatnonzero(~inside & ~null).tolist():
+            try:
+                micros(float(seconds[row]))
+            except Refusal as refusal:
+                bad[row] = refusal
+        return np.where(inside, np.round(np.where(inside, seconds, 0.0) * 1e6).astype(np.int64), NO_TIME), bad
     elif textual(kind):
         indices, uniques = encoded(column)
         table = [NO_TIME] * (len(uniques) + 1)
@@ -95,10 +94,10 @@ def micros_of_column(column: pa.Array, where: str) -> tuple[NDArray[np.int64], d
         return np.array(table, np.int64)[indices], faults_by_row(indices, faults)
     else:
         raise InputError(f"{where} is {kind}; a timestamp, epoch seconds or RFC 3339 text is expected")
-    outside = (micros != NO_TIME) & ((micros < FIRST_SECOND * 1_000_000) | (micros > LAST_SECOND * 1_000_000))
+    outside = (moments != NO_TIME) & ((moments < FIRST_SECOND * 1_000_000) | (moments > LAST_SECOND * 1_000_000))
     for row in np.flatnonzero(outside).tolist():
         bad[row] = Refusal(Reason.WRONG_TYPE, "time lies outside the years 1 to 9999")
-    return micros, bad
+    return moments, bad
 
 
 def text_ids(column: pa.Array, where: str) -> pa.Array:
@@ -156,8 +155,18 @@ def encoded(column: pa.Array) -> tuple[NDArray[np.int64], list[Any]]:
     if pa.types.is_decimal(column.type):
         column = column.cast(pa.float64())  # so that 3.0 is the label 3
     pairs = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
-    uniques = pairs.dictionary.to_pylist()
+    uniques = cells(pairs.dictionary)
     return pairs.indices.cast(pa.int64()).fill_null(len(uniques)).to_numpy(), uniques
+
+
+def cells(column: pa.Array) -> list[Any]:
+    """The cells as Python values. Where text is no UTF-8, which files cannot be trusted in, the odd bytes come as lone
+    surrogates (PEP 383), which `is_unicode` tells."""
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        raw = column.cast(pa.large_binary()).to_pylist()
+        return [None if text is None else text.decode("utf-8", "surrogateescape") for text in raw]
 
 
 def faults_by_row(indices: NDArray[np.int64], faults: list[Refusal | None]) -> dict[int, Refusal]:
@@ -186,7 +195,8 @@ def as_label_text(column: pa.Array) -> pa.Array:
     """Cells as the text of their labels, so that they can stand in where the column of labels is null."""
     indices, uniques = encoded(column)
     texts = [None if isinstance(u, float) and u != u else label_of(u) for u in uniques]
-    return pa.array([*texts, None], pa.string()).take(pa.array(indices))
+    raw = [None if text is None else text.encode("utf-8", "surrogateescape") for text in [*texts, None]]
+    return pa.array(raw, pa.binary()).view(pa.string()).take(pa.array(indices))
 
 
 def numeric(kind: pa.DataType) -> bool:

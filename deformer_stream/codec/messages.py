@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 from math import inf, isfinite, nan
+from typing import cast
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
-from deformer_stream.codec.windows import EPOCH, FIRST_SECOND, LAST_SECOND, Windows
+from deformer_stream.codec.refusal import Refusal, brief, is_unicode
+from deformer_stream.codec.times import FIRST_SECOND, LAST_SECOND, MaxAhead, micros, micros_of_text, sane
+from deformer_stream.codec.windows import Windows
 from deformer_stream.core.batch import NO_TIME, EventBatch, Reason, Rejected
 from deformer_stream.core.schema import Schema, label_of
-from deformer_stream.ports import Messages
+from deformer_stream.ports import Messages, Unreadable
 
 MAX_TEXT = 1024
 """Longest record id and longest label, in characters."""
 
-_MICROSECOND = timedelta(microseconds=1)
 _WORDS = {dict: "an object", list: "a list", str: "text", bool: "a boolean", int: "a number", float: "a number"}
 
 
@@ -43,57 +45,28 @@ class Fields:
         return self.record, self.feature, self.value
 
 
-class Refusal(Exception):  # noqa: N818  (control flow, not an error)
-    """Control flow within the codec: this event becomes a `Rejected`."""
-
-    def __init__(self, reason: Reason, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
-        self.detail = detail
-
-
-def brief(text: str, limit: int = 60) -> str:
-    """Foreign text, quoted, on one line and of bounded length."""
-    return repr(text) if len(text) <= limit else repr(text[:limit]) + "…"
-
-
-def micros(seconds: float) -> int:
-    """Epoch seconds to microseconds. Raises `Refusal`."""
-    if not isfinite(seconds):
-        raise Refusal(Reason.NOT_FINITE, "time is not finite")
-    if not FIRST_SECOND <= seconds <= LAST_SECOND:
-        raise Refusal(Reason.WRONG_TYPE, f"time {seconds!r} lies outside the years 1 to 9999; send seconds since 1970")
-    return round(seconds * 1e6)
-
-
-def micros_of_text(text: str) -> int:
-    """RFC 3339 text to microseconds. Raises `Refusal`."""
-    try:
-        moment = datetime.fromisoformat(text.upper())
-    except ValueError:
-        raise Refusal(Reason.WRONG_TYPE, f"time {brief(text)} is not RFC 3339, such as 2020-03-09T10:34:33Z") from None
-    if moment.tzinfo is None:
-        raise Refusal(Reason.WRONG_TYPE, f"time {brief(text)} has no offset; end it with Z or +hh:mm")
-    time = (moment - EPOCH) // _MICROSECOND
-    if not FIRST_SECOND * 1_000_000 <= time <= LAST_SECOND * 1_000_000:
-        raise Refusal(Reason.WRONG_TYPE, f"time {brief(text)} lies outside the years 1 to 9999")
-    return time
-
-
 class MessageDecoder:
     """Decodes `Messages`. `decode` is one tight loop over the common form, a number of a known feature in a message of
     its own; every other form, good or bad, goes through `_readings_of`, which is written to be read.
 
-    windows: the record of an event that names none is a window of its device."""
+    windows: the record of an event that names none is a window of its device. max_ahead: an event whose own time lies
+    further ahead is refused."""
 
     def __init__(
-        self, schema: Schema, fields: Fields, max_bytes: int, max_readings: int, windows: Windows | None = None
+        self,
+        schema: Schema,
+        fields: Fields,
+        max_bytes: int,
+        max_readings: int,
+        windows: Windows | None = None,
+        max_ahead: MaxAhead | None = None,
     ) -> None:
         self._schema = schema
         self._fields = fields
         self._max_bytes = max_bytes
         self._max_readings = max_readings
         self._windows = windows
+        self._max_ahead = max_ahead
         self._numeric = {f.name: code for code, f in enumerate(schema.features) if f.kind == "continuous"}
 
     def decode(self, data: Messages) -> tuple[EventBatch, list[Rejected]]:
@@ -107,7 +80,8 @@ class MessageDecoder:
         devices: dict[int, str] = {}
         rejected: list[Rejected] = []
 
-        broker = _sane(data.times).tolist()
+        stamps = sane(data.times)
+        broker, latest = stamps.tolist(), self._latest(stamps)
         loads, numeric, max_bytes = orjson.loads, self._numeric, self._max_bytes
         f_record, f_feature, f_value = self._fields.record, self._fields.feature, self._fields.value
         f_values, f_time = self._fields.values, self._fields.time
@@ -121,7 +95,7 @@ class MessageDecoder:
                         type(record) is str
                         and 0 < len(record) <= MAX_TEXT
                         and (type(value) is float or type(value) is int)
-                        and (time is None or (type(time) is float and FIRST_SECOND <= time <= LAST_SECOND))
+                        and (time is None or (type(time) is float and FIRST_SECOND <= time <= latest[i]))
                         and f_values not in document
                     ):
                         records.append(record)
@@ -163,11 +137,18 @@ class MessageDecoder:
         )
         return batch, rejected
 
+    def _latest(self, broker: NDArray[np.int64]) -> list[float]:
+        """The latest time, epoch seconds, that each of N messages may state."""
+        if self._max_ahead is None:
+            return [LAST_SECOND] * len(broker)
+        latest = (self._max_ahead.references(broker) + self._max_ahead.micros) / 1e6
+        return cast("list[float]", np.minimum(latest, LAST_SECOND).tolist())
+
     def _readings_of(
         self, i: int, payload: bytes | None, key: bytes | None, broker: int
     ) -> list[tuple[str, int, float, str | None, int, str] | Rejected]:
         """One message's readings (record, feature code, value, text of an unseen label, time, device or "" where the
-        record is no window) or their refusals, at least one."""
+        record is no window) and its refusals, one for each reason; at least one of them."""
         try:
             document = self._document(payload)
             if self._windows is None or document.get(self._fields.record) is not None:
@@ -181,17 +162,20 @@ class MessageDecoder:
         except Refusal as refusal:
             return [Rejected(i, refusal.reason, refusal.detail)]
         result: list[tuple[str, int, float, str | None, int, str] | Rejected] = []
+        refused: list[Rejected] = []
         for name, value in readings:
             try:
                 code, number, label = self._reading(name, value)
                 result.append((record, code, number, label, time, device))
             except Refusal as refusal:
-                result.append(Rejected(i, refusal.reason, refusal.detail))
-        return result
+                refused.append(Rejected(i, refusal.reason, refusal.detail))
+        return result + Rejected.merged(refused)
 
     def _document(self, payload: bytes | None) -> dict[str, object]:
         if payload is None:
             raise Refusal(Reason.NOT_JSON, "a tombstone: the message has no value")
+        if isinstance(payload, Unreadable):
+            raise Refusal(payload.reason, payload.detail)
         if len(payload) > self._max_bytes:
             raise Refusal(Reason.TOO_LARGE, f"{len(payload)} bytes; at most {self._max_bytes} are accepted")
         try:
@@ -226,10 +210,14 @@ class MessageDecoder:
         if time is None:
             return broker
         if isinstance(time, str):
-            return micros_of_text(time)
-        if isinstance(time, bool) or not isinstance(time, int | float):
+            moment = micros_of_text(time)
+        elif isinstance(time, bool) or not isinstance(time, int | float):
             raise Refusal(Reason.WRONG_TYPE, f"time is {_word(time)}; epoch seconds or RFC 3339 text is expected")
-        return micros(time)
+        else:
+            moment = micros(time)
+        if self._max_ahead is not None:
+            self._max_ahead.check(moment, broker)
+        return moment
 
     def _readings(self, document: dict[str, object]) -> list[tuple[object, object]]:
         fields = self._fields
@@ -288,18 +276,14 @@ def code_of_label(text: str, labels: dict[str, int], name: str) -> tuple[float, 
     code = labels.get(text)
     if code is not None:
         return code, None
+    if not is_unicode(text):
+        raise Refusal(Reason.WRONG_TYPE, f"feature {brief(name)}: a label that is no UTF-8 text")
     if len(text) > MAX_TEXT:
         raise Refusal(
             Reason.TOO_LARGE,
             f"feature {brief(name)}: a label of {len(text)} characters; at most {MAX_TEXT} are accepted",
         )
     return len(labels), text
-
-
-def _sane(times: np.ndarray) -> np.ndarray:
-    """(N,) the broker's times without those that no calendar can express: they come from producers' clocks."""
-    within = (times >= FIRST_SECOND * 1_000_000) & (times <= LAST_SECOND * 1_000_000)
-    return np.where(within, times, NO_TIME)
 
 
 def _word(value: object) -> str:
@@ -311,9 +295,7 @@ def _lenient(payload: bytes, error: str) -> object:
     so that `_reading` can name the feature that is not finite. Raises `Refusal` where that fails too."""
     try:
         document = json.loads(payload.decode(), parse_int=_integer)
-        orjson.dumps(
-            document
-        )  # a lone surrogate is no Unicode text and could never be written again; nor could deep nesting
+        orjson.dumps(document)  # fails for lone surrogates and deep nesting, which could never be written again
     except (ValueError, TypeError, RecursionError):
         raise Refusal(Reason.NOT_JSON, error.splitlines()[0] if error else "not JSON") from None
     return document
@@ -322,4 +304,7 @@ def _lenient(payload: bytes, error: str) -> object:
 def _integer(text: str) -> int | float:
     """Like the strict decoder: exact within 64 bits, a float beyond, infinite past float64 (`int` would refuse long
     texts)."""
-    return int(text) if len(text) < 19 else float(text) if len(text) < 400 else inf
+    if len(text) > 400:
+        return inf
+    exact = int(text)
+    return exact if -(2**63) <= exact < 2**64 else float(text)

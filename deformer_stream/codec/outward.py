@@ -9,8 +9,9 @@ from typing import Any
 import orjson
 import pyarrow as pa
 
+from deformer_stream.codec.columns import cells, plain, textual
 from deformer_stream.codec.tables import ROW_FILE, ROW_NUMBER
-from deformer_stream.codec.windows import rfc3339
+from deformer_stream.codec.times import rfc3339
 from deformer_stream.core.batch import AlertRaised, Rejected
 from deformer_stream.ports import LongRows, Messages, Payload, WideRows
 
@@ -86,13 +87,25 @@ def payload_of(data: Payload, message: int) -> tuple[bytes | None, bytes]:
     """Key and value of a message as they came; of a table's row its record id and the row as JSON."""
     if isinstance(data, Messages):
         return data.keys[message], data.payloads[message] or b""
-    row: dict[str, Any] = {}
-    for name, column in zip(data.table.schema.names, data.table.columns, strict=True):
-        if name not in (ROW_NUMBER, ROW_FILE):
-            cell = column.slice(message, 1)
-            if pa.types.is_timestamp(cell.type):
-                cell = cell.cast(pa.timestamp("us", cell.type.tz), safe=False)  # Python knows no nanoseconds
-            value = cell[0].as_py()
-            row[name] = None if isinstance(value, float) and not math.isfinite(value) else value
+    row = {
+        name: _shown(column.slice(message, 1))
+        for name, column in zip(data.table.schema.names, data.table.columns, strict=True)
+        if name not in (ROW_NUMBER, ROW_FILE)
+    }
     key = data.ids[message] if isinstance(data, WideRows) else None
-    return (key.encode() if key else None), orjson.dumps(row, default=str, option=orjson.OPT_NON_STR_KEYS)
+    document = orjson.dumps(row, default=str, option=orjson.OPT_NON_STR_KEYS)
+    return (key.encode("utf-8", "surrogateescape") if key else None), document
+
+
+def _shown(cell: pa.Array) -> Any:
+    """A cell as a person would want to see it; what Python cannot express is named by its type."""
+    try:
+        if pa.types.is_timestamp(cell.type):
+            cell = cell.cast(pa.timestamp("us", cell.type.tz), safe=False)  # Python knows no nanoseconds
+        value = cell[0].as_py()
+        orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS)
+    except (ValueError, TypeError, ArithmeticError, LookupError, pa.ArrowException):
+        if textual(cell.type):
+            return cells(plain(cell))[0].encode("utf-8", "backslashreplace").decode()
+        return f"({cell.type})"
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -29,7 +29,9 @@ from deformer_stream.codec.columns import (
     text_ids,
     textual,
 )
-from deformer_stream.codec.messages import MAX_TEXT, Fields, Refusal, brief, window_of
+from deformer_stream.codec.messages import MAX_TEXT, Fields, window_of
+from deformer_stream.codec.refusal import Refusal, brief, is_unicode
+from deformer_stream.codec.times import MaxAhead
 from deformer_stream.codec.windows import Windows
 from deformer_stream.core.batch import NO_TIME, EventBatch, Reason, Rejected
 from deformer_stream.core.schema import Schema
@@ -42,7 +44,7 @@ ROW_NUMBER, ROW_FILE = "__row__", "__file__"
 
 def record_hashes(ids: Iterable[str]) -> NDArray[np.uint64]:
     """(N,) what `shuffle_keys` knows of record ids."""
-    return np.array([zlib.crc32(i.encode()) for i in ids], np.uint64)
+    return np.array([zlib.crc32(i.encode("utf-8", "surrogatepass")) for i in ids], np.uint64)
 
 
 def shuffle_keys(hashes: NDArray[np.uint64], codes: NDArray[Any], seed: int) -> NDArray[np.uint64]:
@@ -67,12 +69,14 @@ class WideDecoder:
     """Decodes `WideRows`: every row is a record and gives one event per feature of the schema, its events contiguous.
 
     What is not observed (a null, a NaN, a feature without a column) comes first, as "will not be observed" (NaN), so
-    that the record completes with its last reading. The readings follow in the order asked for."""
+    that the record completes with its last reading. The readings follow in the order asked for. max_ahead: a row whose
+    time lies further ahead is refused."""
 
-    def __init__(self, schema: Schema, order: str, seed: int) -> None:
+    def __init__(self, schema: Schema, order: str, seed: int, max_ahead: MaxAhead | None = None) -> None:
         self._schema = schema
         self._order = order
         self._seed = seed
+        self._max_ahead = max_ahead
 
     def decode(self, data: WideRows) -> tuple[EventBatch, list[Rejected]]:
         """See `Codec.decode`. Costs well under a microsecond per event."""
@@ -87,8 +91,8 @@ class WideDecoder:
         order = self._arrangement(data, list(columns), values)
         values = np.take_along_axis(values, order, axis=1)
         keep = ~np.isinf(values)
-        bad_ids = [i for i, name in enumerate(data.ids) if not 0 < len(name) <= MAX_TEXT]
-        keep[bad_ids] = False
+        bad_rows = too_early(self._max_ahead, times) | faults_of_ids(data.ids, "the record id")
+        keep[list(bad_rows)] = False
 
         rows, places = np.nonzero(keep)  # row-major: the events of a record stay together
         features = order[rows, places].astype(np.int32)
@@ -106,7 +110,7 @@ class WideDecoder:
             np.zeros(len(rows), np.int32),
             unseen,
         )
-        return batch, self._rejected(data, bad_ids, values, order, labels)
+        return batch, self._rejected(bad_rows, values, order, labels)
 
     def _columns(self, data: WideRows) -> dict[int, pa.Array]:
         """Feature code → column, in the table's column order."""
@@ -159,21 +163,13 @@ class WideDecoder:
 
     def _rejected(
         self,
-        data: WideRows,
-        bad_ids: list[int],
+        bad_rows: dict[int, Refusal],
         values: NDArray[np.float64],
         order: NDArray[np.intp],
         labels: dict[int, dict[int, str | Refusal]],
     ) -> list[Rejected]:
-        """Rows without an id that can be used, once each, and the cells of the others that hold no finite value."""
-        rejected = []
-        for row in bad_ids:
-            if data.ids[row]:
-                detail = f"the record id has {len(data.ids[row])} characters; at most {MAX_TEXT} are accepted"
-                rejected.append(Rejected(row, Reason.TOO_LARGE, detail))
-            else:
-                rejected.append(Rejected(row, Reason.MISSING_FIELD, "the record id is missing"))
-        bad_rows = set(bad_ids)
+        """Rows that cannot be used at all, and the cells of the others that hold no finite value."""
+        rejected = [Rejected(row, refusal.reason, refusal.detail) for row, refusal in bad_rows.items()]
         for row, place in np.argwhere(np.isinf(values)).tolist():
             if row not in bad_rows:
                 code = int(order[row, place])
@@ -181,19 +177,51 @@ class WideDecoder:
                 if not isinstance(refusal, Refusal):
                     refusal = not_finite(self._schema.names[code], values[row, place])
                 rejected.append(Rejected(row, refusal.reason, refusal.detail))
-        return sorted(rejected, key=lambda r: r.message)
+        return Rejected.merged(rejected)
+
+
+def faults_of_ids(ids: Iterable[str | None], name: str) -> dict[int, Refusal]:
+    """By index, what is wrong with an id of a record or a device."""
+    faults: dict[int, Refusal] = {}
+    for i, text in enumerate(ids):
+        if not text:
+            faults[i] = Refusal(Reason.MISSING_FIELD, f"{name} is {'missing' if text is None else 'empty'}")
+        elif len(text) > MAX_TEXT:
+            detail = f"{name} has {len(text)} characters; at most {MAX_TEXT} are accepted"
+            faults[i] = Refusal(Reason.TOO_LARGE, detail)
+        elif not is_unicode(text):
+            faults[i] = Refusal(Reason.WRONG_TYPE, f"{name} is no UTF-8 text")
+    return faults
+
+
+def too_early(max_ahead: MaxAhead | None, times: NDArray[np.int64]) -> dict[int, Refusal]:
+    """By row, what is wrong with a time that lies too far ahead of the wall clock."""
+    faults: dict[int, Refusal] = {}
+    if max_ahead is None:
+        return faults
+    references = max_ahead.references(np.full(len(times), NO_TIME))
+    for row in np.flatnonzero(times > references + max_ahead.micros).tolist():
+        try:
+            max_ahead.check(int(times[row]), int(references[row]))
+        except Refusal as refusal:
+            faults[row] = refusal
+    return faults
 
 
 class LongDecoder:
     """Decodes `LongRows`: one event per row, in the table's order.
 
     Values are numbers, text (numbers as text then serve continuous features), or numbers with a second column of
-    labels. windows: the record of a row that names none is a window of its device."""
+    labels. windows: the record of a row that names none is a window of its device. max_ahead: a row whose time lies
+    further ahead is refused."""
 
-    def __init__(self, schema: Schema, fields: Fields, windows: Windows | None = None) -> None:
+    def __init__(
+        self, schema: Schema, fields: Fields, windows: Windows | None = None, max_ahead: MaxAhead | None = None
+    ) -> None:
         self._schema = schema
         self._fields = fields
         self._windows = windows
+        self._max_ahead = max_ahead
 
     def decode(self, data: LongRows) -> tuple[EventBatch, list[Rejected]]:
         """See `Codec.decode`."""
@@ -209,6 +237,7 @@ class LongDecoder:
         times, refusals = np.full(n, NO_TIME), dict[int, Refusal]()
         if time is not None:
             times, refusals = micros_of_column(time, f"{data.topic}: column {self._fields.time!r}")
+            refusals |= too_early(self._max_ahead, times)
         codes, bad_features = self._features(data, columns[self._fields.feature])
         values, unseen, bad_values = self._values(data, columns, codes)
         ids, devices, bad_records = self._owners(data, columns, times, refusals)
@@ -260,17 +289,9 @@ class LongDecoder:
         """(N,) ids of records, or of devices."""
         column = text_ids(column, f"{data.topic}: column {name!r}")
         indices, uniques = encoded(column)
-
-        def fault(text: str | None) -> Refusal | None:
-            if not text:
-                return Refusal(Reason.MISSING_FIELD, f"{name!r} is {'missing' if text is None else 'empty'}")
-            if len(text) > MAX_TEXT:
-                return Refusal(
-                    Reason.TOO_LARGE, f"{name!r} has {len(text)} characters; at most {MAX_TEXT} are accepted"
-                )
-            return None
-
-        return np.array([*uniques, None], object)[indices], faults_by_row(indices, [fault(u) for u in [*uniques, None]])
+        names = [*uniques, None]
+        faults = faults_of_ids(names, repr(name))
+        return np.array(names, object)[indices], faults_by_row(indices, [faults.get(k) for k in range(len(names))])
 
     def _features(self, data: LongRows, column: pa.Array) -> tuple[NDArray[np.int32], dict[int, Refusal]]:
         """(N,) feature codes, −1 where there is none."""

@@ -6,28 +6,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.codec.times import rfc3339
 from deformer_stream.core.batch import Windowed
 from deformer_stream.errors import ConfigError
-
-FIRST_SECOND, LAST_SECOND = -62_135_596_800, 253_402_300_799
-"""Times lie in the years 1 to 9999, which every format we write can express. Milliseconds taken for seconds fall
-outside."""
-
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-
-
-def rfc3339(micros: int) -> str | None:
-    """Microseconds since 1970 as RFC 3339 text in UTC, with a fraction only where there is one; None for no time."""
-    if not FIRST_SECOND * 1_000_000 <= micros <= LAST_SECOND * 1_000_000:
-        return None
-    return (EPOCH + timedelta(microseconds=micros)).isoformat().replace("+00:00", "Z")
-
 
 _start_text = lru_cache(maxsize=4096)(rfc3339)  # neighbours in a stream share their window
 

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
+
+from deformer_stream.core.snapshot import Decisions
 
 NO_TIME = int(np.iinfo(np.int64).min)
 """The time of an event that carries none (times are microseconds since 1970, UTC)."""
@@ -27,6 +30,7 @@ class Reason(StrEnum):
     DUPLICATE = "duplicate"
     LATE = "late"
     TOO_LARGE = "too_large"
+    FUTURE = "future"
 
 
 class Closing(StrEnum):
@@ -89,11 +93,32 @@ class EventBatch:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """One refused event. message: index into the poll. detail: one line that names the offending thing."""
+    """Readings of one message that are refused for one reason. message: index into the poll. detail: one line that
+    names the offending thing. readings: how many, 1 for a message that is refused whole."""
 
     message: int
     reason: Reason
     detail: str
+    readings: int = 1
+
+    @staticmethod
+    def merged(refusals: Iterable[Rejected]) -> list[Rejected]:
+        """By message, one for each reason: it names the first thing and counts the others. A message is kept once for
+        each reason, so what it costs to refuse one is bounded, however many readings it has."""
+        first: dict[tuple[int, Reason], Rejected] = {}
+        counts: Counter[tuple[int, Reason]] = Counter()
+        for refusal in refusals:
+            key = refusal.message, refusal.reason
+            first.setdefault(key, refusal)
+            counts[key] += refusal.readings
+        merged = [one._standing_for(counts[key]) for key, one in first.items()]
+        return sorted(merged, key=lambda refusal: refusal.message)
+
+    def _standing_for(self, readings: int) -> Rejected:
+        if readings == self.readings:
+            return self
+        more = f"{self.detail} (and {readings - self.readings} more of this message)"
+        return Rejected(self.message, self.reason, more, readings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +169,8 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class AlertRaised:
-    """A record became improbable. raised_at: number of readings accepted when it did. message: index into the poll."""
+    """A record became improbable. raised_at: number of readings accepted when it did. message: index into the poll.
+    partition: the record's. ended: the batch closed it, for a reason that the log tells."""
 
     id: str
     record: str
@@ -159,19 +185,22 @@ class AlertRaised:
     model: str
     message: int
     contributions: tuple[Contribution, ...]
+    partition: int = 0
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
     """R records that ended, as parallel lists.
 
-    complete: nothing more was awaited. anomaly_score: ranks whole records, larger is more anomalous: Σ(−ln p(v) − H),
-    the surprisal of all scored readings beyond its mean under the model, nats.
+    sources: (R,) int32 partitions. complete: nothing more was awaited. anomaly_score: ranks whole records, larger is
+    more anomalous: Σ(−ln p(v) − H), the surprisal of all scored readings beyond its mean under the model, nats.
     alert_seq: place of the event that raised the alert, −1 where none did.
     """
 
     records: list[str]
     reasons: list[Closing]
+    sources: NDArray[np.int32]
     events: NDArray[np.int32]
     complete: NDArray[np.bool_]
     log_likelihood: NDArray[np.float64]
@@ -190,10 +219,11 @@ class Closed:
             return parts[0]
         if not parts:
             f, i = np.empty(0), np.empty(0, np.int32)
-            return Closed([], [], i, np.empty(0, np.bool_), f, f, f, i)
+            return Closed([], [], i, i, np.empty(0, np.bool_), f, f, f, i)
         return Closed(
             [record for part in parts for record in part.records],
             [reason for part in parts for reason in part.reasons],
+            np.concatenate([part.sources for part in parts]),
             np.concatenate([part.events for part in parts]),
             np.concatenate([part.complete for part in parts]),
             np.concatenate([part.log_likelihood for part in parts]),
@@ -212,3 +242,16 @@ class Effects:
     alerts: list[AlertRaised]
     rejected: list[Rejected]
     closed: Closed
+
+    def decisions(self) -> dict[int, Decisions]:
+        """By partition, what was decided here that the partition's log cannot tell."""
+        closed: dict[int, list[str]] = {}
+        alerted: dict[int, dict[str, int]] = {}
+        for alert in self.alerts:
+            if not alert.ended:
+                alerted.setdefault(alert.partition, {})[alert.record] = alert.raised_at - 1
+        rows = zip(self.closed.records, self.closed.reasons, self.closed.sources.tolist(), strict=True)
+        for record, reason, partition in rows:
+            if reason in (Closing.TIMEOUT, Closing.EVICTED):
+                closed.setdefault(partition, []).append(record)
+        return {p: Decisions(tuple(closed.get(p, ())), alerted.get(p, {})) for p in sorted({*closed, *alerted})}

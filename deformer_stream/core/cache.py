@@ -21,6 +21,16 @@ ALIGNED = 64
 """Bytes of a cache line, where pages begin."""
 
 
+Shape = tuple[object, ...]
+"""What two models must have in common to keep their keys and values in one cache."""
+
+
+def shape_of(model: DEformer) -> Shape:
+    config = model.config
+    network = config.layers, config.heads, config.d_model, model.gaussians is not None
+    return len(model.schema), model.tokens_kept, *network, model.dtype, model.device
+
+
 class KeyValueCache:
     """A pool of pages per layer, a page table and a length per slot. A slot is a record's place in the engine.
 
@@ -33,12 +43,14 @@ class KeyValueCache:
         self.kept = model.tokens_kept
         self.heads = config.heads
         self.pages_per_record = -(-len(model.schema) * self.kept // PAGE_TOKENS)
-        page_bytes = 2 * config.layers * PAGE_TOKENS * config.d_model * model.dtype.itemsize
+        guided = model.gaussians is not None
+        page_bytes = (2 * config.layers * config.d_model + 2 * guided) * PAGE_TOKENS * model.dtype.itemsize
         self.page_bytes = page_bytes
         self.pages = max(self.pages_per_record, memory // page_bytes)
         # Heads before tokens, so that a record's pages of one head come out of a gather as one contiguous matrix.
         shape = (self.pages, config.heads, PAGE_TOKENS, config.d_model // config.heads)
         self.keys, self.values = ([_zeros(shape, model) for _ in range(config.layers)] for _ in range(2))
+        self.readings = _zeros((self.pages, PAGE_TOKENS, 2), model) if guided else None
         self.device = model.device
         self.free = np.arange(self.pages - 1, -1, -1)
         self.free_count = self.pages
@@ -82,7 +94,12 @@ class KeyValueCache:
             return rows.view(len(slots), self.heads, pages * PAGE_TOKENS, pool.shape[-1])
 
         lengths_in_tokens = torch.from_numpy(lengths * self.kept).to(self.device)
-        return Past([gathered(k) for k in self.keys], [gathered(v) for v in self.values], lengths_in_tokens)
+        readings = None
+        if self.readings is not None:
+            held = torch.from_numpy(self.table[slots, :pages].reshape(-1)).to(self.device)
+            readings = self.readings.index_select(0, held).view(len(slots), pages * PAGE_TOKENS, 2)
+        keys, values = ([gathered(pool) for pool in pools] for pools in (self.keys, self.values))
+        return Past(keys, values, lengths_in_tokens, readings)
 
     def append(self, slots: NDArray[np.int64], extension: Extension, counts: NDArray[np.int64]) -> None:
         """Keep the first `counts` (R,) new readings of each of R slots; a slot that gets no page is dropped."""
@@ -104,6 +121,9 @@ class KeyValueCache:
             for pool, block in zip(pools, added, strict=True):
                 rows = block.reshape(-1, pool.shape[-1])
                 pool.view(-1, pool.shape[-1]).index_copy_(0, flat, rows if everything else rows.index_select(0, source))
+        if self.readings is not None and extension.readings is not None:
+            single = torch.from_numpy((page * PAGE_TOKENS + token % PAGE_TOKENS)[kept]).to(self.device)
+            self.readings.view(-1, 2).index_copy_(0, single, extension.readings[torch.from_numpy(kept)])
         self.length[slots] += counts
 
     def _reserve(self, slots: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.bool_]:

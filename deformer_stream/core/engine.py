@@ -1,42 +1,48 @@
-"""handle(batch, now) → effects: from events to log-likelihoods, p-values and alerts. Decides; never acts."""
+"""handle(batch, now) → effects: from events to log-likelihoods, p-values and alerts. Decides; never acts.
+
+A partition's state is a function of its log and of the decisions that the log cannot tell (`Effects.decisions`). So a
+life can go on where another ended: `restore` a snapshot, `replay` the log after it, `apply` what was decided, `handle`.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from deformer_stream.core.batch import AlertRaised, Closed, Closing, Effects, EventBatch, Scored
-from deformer_stream.core.cache import KeyValueCache, tensor
-from deformer_stream.core.conformal import Calibration, advance
+from deformer_stream.core import saving
+from deformer_stream.core.batch import AlertRaised, Closed, Closing, Contribution, Effects, EventBatch, Rejected, Scored
+from deformer_stream.core.cache import KeyValueCache, Shape, shape_of
+from deformer_stream.core.conformal import Calibration
 from deformer_stream.core.explain import contributions
 from deformer_stream.core.model import DEformer
+from deformer_stream.core.partition import REMEMBERED
 from deformer_stream.core.records import Accepted, Records
+from deformer_stream.core.schema import Schema
+from deformer_stream.core.scoring import UNDECIDED, Generation
+from deformer_stream.core.snapshot import Decisions, Snapshot, Vocabulary, ragged
+from deformer_stream.errors import InvariantViolated
 
 Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-
-GROUP_READINGS = 8_192
-"""Readings, cached and new, of the records that go through the network together: past it, larger matrices gain nothing,
-and what attention gathers falls out of the processor's cache."""
-
-PADDING, SMALL_READINGS = 1.25, 512
-"""Records with unequal numbers of readings share a pass if padding adds at most a quarter, or few readings in all: a
-pass costs as much as some hundred readings whatever is in it."""
+OpenRecords = Literal["finish", "rescore"]
+"""What becomes of open records when the model changes: they finish on the model they began with, or the new one scores
+their readings again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What bounds the engine. record_timeout: microseconds without an accepted event after which a record is closed, or
-    None. open_records: most records open at once. cache_bytes: most memory for cached keys and values."""
+    None. open_records: most records open at once. cache_bytes: most memory for cached keys and values. remembered: most
+    closed ids, and most devices, that are remembered per partition."""
 
     record_timeout: int | None = None
     open_records: int = 1_000_000
     cache_bytes: int = 512 * 2**20
+    remembered: int = REMEMBERED
 
 
 def alert_id(record: str, model: str, alpha: float) -> str:
@@ -48,35 +54,134 @@ class Engine:
     """Scores readings of open records and raises at most one alert per record.
 
     model: in eval mode. calibration: of normal records in the arrival law that will be met. fingerprint: of the model,
-    part of every alert. alpha: the largest share of normal records that may ever raise an alert.
+    part of every alert. alpha: the largest share of normal records that may ever raise an alert. dropped_readings: of
+    open records, left out because a model that took them over has no such feature.
     """
 
     def __init__(
         self, model: DEformer, calibration: Calibration, fingerprint: str, alpha: float, limits: Limits | None = None
     ) -> None:
-        self.model, self.calibration, self.fingerprint, self.alpha = model.eval(), calibration, fingerprint, alpha
-        self.limits = limits or Limits()
-        self.schema = model.schema
-        self.records = Records(model.schema)
-        self.cache = KeyValueCache(model, self.limits.cache_bytes)
+        self.alpha, self.limits = alpha, limits or Limits()
+        self.records = Records(model.schema, self.limits.remembered)
+        self.dropped_readings = 0
         self.cache_rebuilds = 0
+        self._newest = 0
+        self._generations = {0: Generation(model, calibration, fingerprint)}
+        self._caches: dict[Shape, KeyValueCache] = {}
         self._next_expiry = 0
+        self._translated: set[int] = set()  # partitions whose records another vocabulary may have completed
+        self._allot()
 
-    def handle(self, batch: EventBatch, now: int) -> Effects:
-        """Score a batch in order. now: microseconds since 1970, never before that of an earlier call."""
-        expired = self._expire(now)
-        accepted, rejected = self.records.accept(batch, now)
-        self.cache.grow(self.records.capacity)
-        scored = self._score(accepted)
+    @property
+    def current(self) -> Generation:
+        """What records that open now are scored by."""
+        return self._generations[self._newest]
+
+    @property
+    def schema(self) -> Schema:
+        return self.current.schema
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the model that records that open now are scored by."""
+        return self.current.fingerprint
+
+    @property
+    def cache(self) -> KeyValueCache:
+        """Of the current model."""
+        return self._caches[shape_of(self.current.model)]
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of cached keys and values in use."""
+        return sum(cache.bytes for cache in self._caches.values())
+
+    def handle(self, batch: EventBatch, now: int, holding: Collection[int] = ()) -> Effects:
+        """Score a batch in order, then let the clock and the bound on open records close what is due.
+
+        now: microseconds since 1970, never before that of an earlier call. holding: partitions that are not restored
+        yet, whose records neither the clock nor the bound closes."""
+        accepted, rejected = self._accept(batch, now)
+        (log_likelihood, running, score, p_value), alert = self._score(accepted.slots, accepted.seq, self.alpha)
+        seq = accepted.seq.astype(np.int32)
+        scored = Scored(accepted.events, seq, log_likelihood, running, score, p_value, alert)
         alerts = self._alerts(batch, accepted, scored)
-        ended = self._close(list(accepted.ended), list(accepted.ended.values()))
+        closed = [
+            self._close(list(accepted.ended), list(accepted.ended.values())),
+            self._close(self._whole(holding), Closing.COMPLETE),
+            self._close(self._idle(now, holding), Closing.TIMEOUT),
+        ]
         excess = len(self.records) - self.limits.open_records
-        evicted = self._close(self.records.stalest(excess) if excess > 0 else [], Closing.EVICTED)
-        return Effects(batch, scored, alerts, rejected, Closed.joined([expired, ended, evicted]))
+        closed.append(self._close(self.records.stalest(excess, holding) if excess > 0 else [], Closing.EVICTED))
+        return Effects(batch, scored, alerts, rejected, Closed.joined(closed))
+
+    def replay(self, batch: EventBatch, now: int) -> None:
+        """As `handle`, of events that an earlier life has handled: what the log tells happens again, nothing is
+        decided. Records that end here are not scored, for all has been said of them."""
+        accepted, _ = self._accept(batch, now)
+        ended = list(accepted.ended)
+        lasting = ~np.isin(accepted.slots, ended)
+        self._score(accepted.slots[lasting], accepted.seq[lasting], UNDECIDED)
+        self._let_go(ended)
+
+    def apply(self, source: int, decisions: Decisions) -> None:
+        """What an earlier life decided about a partition, after the events that this life has replayed."""
+        slot_of = self.records.partition(source).slot_of
+        for record, seq in decisions.alerted.items():
+            if record in slot_of:
+                self.records.alert_seq[slot_of[record]] = seq
+        self._let_go(self.records.shut(source, decisions.closed))
+
+    def snapshot(self, source: int, now: int) -> Snapshot:
+        """What is known of a partition, as a value. now: microseconds since 1970."""
+        models = {number: generation.fingerprint for number, generation in self._generations.items()}
+        return saving.taken(self.records, source, now, models)
+
+    def restore(self, source: int, snapshot: Snapshot, now: int) -> None:
+        """Begin with what was known of a partition that has nothing here yet. Records of a model that is not here are
+        scored again by the current one, silently. Raises `InvariantViolated` for a partition that has something."""
+        if source in self.records.partitions:
+            raise InvariantViolated(f"partition {source}: restored over what is known of it; report this bug")
+        vocabulary = Vocabulary.of(self.schema)
+        numbers = {generation.fingerprint: number for number, generation in self._generations.items()}
+        if snapshot.vocabulary != vocabulary:
+            snapshot, dropped = snapshot.translated(vocabulary)
+            self.dropped_readings += dropped
+            self._translated.add(source)
+            numbers = {}
+        number = np.array([numbers.get(model, -1) for model in snapshot.models], np.int64)[snapshot.model]
+        slots = saving.put(self.records, source, snapshot, now, np.where(number < 0, self._newest, number))
+        self._make_room()
+        self._next_expiry = 0
+        self._rescore(slots[number < 0])
+
+    def change(
+        self, model: DEformer, calibration: Calibration, fingerprint: str, open_records: OpenRecords
+    ) -> OpenRecords:
+        """Records that open from now on are scored by another model. Returns what becomes of those open now: "finish"
+        where both models have one vocabulary and it was asked for; otherwise "rescore", without a second alert of a
+        record, and with the first at its next reading."""
+        finish = open_records == "finish" and Vocabulary.of(self.schema) == Vocabulary.of(model.schema)
+        saved = {} if finish else {source: self.snapshot(source, 0) for source in self.records.partitions}
+        self._newest += 1
+        self._generations[self._newest] = Generation(model, calibration, fingerprint)
+        if not finish:
+            self.records = self.records.emptied(model.schema)
+            self._generations = {self._newest: self.current}
+            self._caches.clear()  # other records have the slots now
+        self._retire()
+        self._allot()
+        for source, snapshot in saved.items():
+            self.restore(source, snapshot, 0)
+        return "finish" if finish else "rescore"
 
     def revoke(self, sources: Iterable[int]) -> Effects:
-        """Let go of the records of partitions that another consumer has now."""
-        return self._only(self._close(self.records.of_sources(sources), Closing.REVOKED))
+        """Let go of partitions that another consumer has now, with all that is known of them: it restores them."""
+        sources = list(sources)
+        effects = self._only(self._close(self.records.of_sources(sources), Closing.REVOKED))
+        self.records.forget(sources)
+        self._translated.difference_update(sources)
+        return effects
 
     def take_rebuilds(self) -> int:
         """Records whose cache was rebuilt since the last call."""
@@ -84,107 +189,101 @@ class Engine:
         return rebuilds
 
     def finish(self) -> Effects:
-        """The input ended: close every open record, the oldest slot first."""
-        return self._only(self._close(np.flatnonzero(self.records.is_open).tolist(), Closing.END))
+        """The input ended: close every open record, by partition, the one opened first at the beginning."""
+        return self._only(self._close(self.records.of_sources(), Closing.END))
 
     def _only(self, closed: Closed) -> Effects:
         return Effects(EventBatch.empty(), Scored.empty(), [], [], closed)
 
-    def _expire(self, now: int) -> Closed:
+    def _accept(self, batch: EventBatch, now: int) -> tuple[Accepted, list[Rejected]]:
+        accepted, rejected = self.records.accept(batch, now, self._newest)
+        self._make_room()
+        return accepted, rejected
+
+    def _make_room(self) -> None:
+        for cache in self._caches.values():
+            cache.grow(self.records.capacity)
+
+    def _score(self, slots: Ints, seq: Ints, alpha: float) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """`Generation.score`, each record by its own."""
+        columns, alert = np.empty((4, len(slots))), np.zeros(len(slots), bool)
+        for generation, rows in self._by_generation(slots):
+            cache = self._caches[shape_of(generation.model)]
+            scored = generation.score(self.records, cache, slots[rows], seq[rows], alpha)
+            columns[:, rows], alert[rows] = scored[:2]
+            self.cache_rebuilds += scored[2]
+        return columns, alert
+
+    def _by_generation(self, slots: Ints) -> Iterator[tuple[Generation, Ints]]:
+        """What scores these slots, and the places of those that it scores."""
+        numbers = self.records.generation[slots]
+        for number in np.unique(numbers).tolist():
+            yield self._generations[number], np.flatnonzero(numbers == number)
+
+    def _rescore(self, slots: Ints) -> None:
+        """Score the logs of these records from the beginning; what they have crossed shows at their next reading."""
+        self.records.unscore(slots)
+        record, place = ragged(self.records.count[slots])
+        self._score(slots[record], place, UNDECIDED)
+
+    def _idle(self, now: int, holding: Collection[int]) -> list[int]:
         timeout = self.limits.record_timeout
         if timeout is None or now < self._next_expiry:
-            return Closed.joined([])
-        idle, earliest = self.records.idle(now - timeout)
+            return []
+        idle, earliest = self.records.idle(now - timeout, holding)
         # Events only make records younger: nothing can expire before today's eldest, or a record opened now, does.
         self._next_expiry = (now if earliest is None else earliest) + timeout
-        return self._close(idle, Closing.TIMEOUT)
+        return idle
+
+    def _whole(self, holding: Collection[int]) -> list[int]:
+        """Records to which a change of the vocabulary has left nothing to wait for."""
+        here = self._translated.difference(holding)
+        self._translated -= here
+        settled, everything = self.records.settled, self.records.everything
+        return [slot for slot in self.records.of_sources(here) if settled[slot] == everything] if here else []
 
     def _close(self, slots: list[int], reason: Closing | list[Closing]) -> Closed:
         closed = self.records.close(slots, reason)
-        self.cache.drop(np.array(slots, np.int64))
-        self.records.release(slots)
+        self._let_go(slots)
         return closed
 
-    def _score(self, accepted: Accepted) -> Scored:
-        """Log-likelihoods, statistics and p-values of the accepted readings, in order of acceptance."""
-        M = len(accepted.events)
-        if not M:
-            return Scored.empty()
-        # Readings of one record stand together, in its order, from `first` on.
-        order = np.lexsort((accepted.seq, accepted.slots))
-        slots, first, fresh = np.unique(accepted.slots[order], return_index=True, return_counts=True)
-        before = accepted.seq[order][first]
-        self.cache.pin(slots)
-        start = self.cache.length[slots]
-        start = np.where(start == before, start, 0)
-        self.cache.drop(slots[start != before])
-        self.cache_rebuilds += int(((start == 0) & (before > 0)).sum())
-        columns = np.empty((4, M))
-        alert = np.zeros(M, bool)
-        for rows in _groups(before + fresh - start, start):
-            new, scores, raised = self._score_group(slots[rows], start[rows], before[rows], fresh[rows])
-            row, column = np.nonzero(new)
-            target = order[first[rows][row] + column - (before - start)[rows][row]]
-            columns[:, target], alert[target] = scores[:, new], raised[new]
-        log_likelihood, running, score, p_value = columns
-        return Scored(accepted.events, accepted.seq.astype(np.int32), log_likelihood, running, score, p_value, alert)
+    def _let_go(self, slots: list[int]) -> None:
+        """Give the slots of closed records to others."""
+        for cache in self._caches.values():
+            cache.drop(np.array(slots, np.int64))
+        self.records.release(slots)
+        if slots and len(self._generations) > 1:
+            self._retire()
 
-    def _score_group(
-        self, slots: Ints, start: Ints, before: Ints, fresh: Ints
-    ) -> tuple[NDArray[np.bool_], Floats, NDArray[np.bool_]]:
-        """R records with `fresh` new readings, cached up to `start` and scored up to `before`, each (R,).
+    def _retire(self) -> None:
+        """Drop the models whose last record is closed."""
+        needed = {self._newest, *np.unique(self.records.generation[self.records.is_open]).tolist()}
+        if needed != self._generations.keys():
+            self._generations = {number: self._generations[number] for number in sorted(needed)}
+            self._allot()
 
-        All readings from `start` on go through the network, L places with padding at the end. Returns which of them
-        are new, (R, L); log-likelihood, running log-likelihood, score and p-value, (4, R, L); and where alerts are
-        raised, (R, L).
-        """
-        records, length = self.records, before + fresh - start
-        column = np.arange(int(length.max()))
-        valid = column < length[:, None]
-        new = valid & (column >= (before - start)[:, None])
-        codes, raw = records.readings(slots, np.where(valid, start[:, None] + column, 0))
-        features = tensor(np.where(valid, codes, -1), self.model)
-        values = tensor(self.schema.normalise(codes, raw), self.model)
-        with torch.inference_mode():
-            extension = self.model.extend(features, values, self.cache.gather(slots))
-            self.cache.append(slots, extension, length)
-            log_likelihood = extension.conditional.log_prob(values).double().cpu().numpy()
-            log_p, excess = (t.double().cpu().numpy() for t in extension.conditional.surprise(values))
-        scored = new & ~self.schema.context[codes]
-        gain = np.where(scored, log_likelihood, 0.0)
-        running = np.cumsum(np.concatenate([records.log_likelihood[slots, None], gain], 1), 1)[:, 1:]
-        # Summed in arrival order, as the likelihood is, so that any split of the readings gives the same bits.
-        sums = np.concatenate([records.excess[slots, None], np.where(scored, excess, 0.0)], 1)
-        score, state = advance(records.state(slots), log_p, scored)
-        p_value = self.calibration.p_value(score)
-        crossed = new & (p_value <= self.alpha) & (records.alert_seq[slots] < 0)[:, None]
-        raised = crossed & (np.cumsum(crossed, 1) == 1)
-        row, place = np.nonzero(raised)
-        records.store(slots, state)
-        records.log_likelihood[slots] = running[:, -1]
-        records.excess[slots] = np.cumsum(sums, 1)[:, -1]
-        records.p_value[slots] = p_value[:, -1]
-        records.alert_seq[slots[row]] = start[row] + place
-        return new, np.stack([np.where(scored, log_likelihood, np.nan), running, score, p_value]), raised
+    def _allot(self) -> None:
+        """One cache for all models of a shape; shapes share the memory equally. What is lost is rebuilt when needed."""
+        models = {shape_of(generation.model): generation.model for generation in self._generations.values()}
+        if models.keys() != self._caches.keys():
+            self._caches.clear()
+            memory = self.limits.cache_bytes // len(models)
+            self._caches = {shape: KeyValueCache(model, memory) for shape, model in models.items()}
+            self._make_room()
 
     def _alerts(self, batch: EventBatch, accepted: Accepted, scored: Scored) -> list[AlertRaised]:
-        """The alerts of a batch, in order, explained in one pass."""
+        """The alerts of a batch, in order."""
         raising = np.flatnonzero(scored.alert)
-        if not len(raising):
-            return []
         slots, seen = accepted.slots[raising], accepted.seq[raising] + 1
-        places = np.arange(int(seen.max()))
-        codes, values = self.records.readings(slots, np.broadcast_to(places, (len(slots), len(places))))
-        codes = np.where(places < seen[:, None], codes, -1)
-        unseen = [self.records.unseen.get(slot, {}) for slot in slots.tolist()]
-        reasons = contributions(self.model, codes, values, unseen)
+        reasons = self._explained(slots, seen)
         alerts = []
         for i, slot, count, why in zip(raising.tolist(), slots.tolist(), seen.tolist(), reasons, strict=True):
             event = int(accepted.events[i])
             record = batch.records[event]
+            model = self._generations[int(self.records.generation[slot])].fingerprint
             alerts.append(
                 AlertRaised(
-                    id=alert_id(record, self.fingerprint, self.alpha),
+                    id=alert_id(record, model, self.alpha),
                     record=record,
                     raised_at=count,
                     features_seen=count,
@@ -194,33 +293,23 @@ class Engine:
                     alpha=self.alpha,
                     score=float(scored.score[i]),
                     running_log_likelihood=float(scored.running[i]),
-                    model=self.fingerprint,
+                    model=model,
                     message=int(batch.messages[event]),
                     contributions=why,
+                    partition=int(batch.sources[event]),
+                    ended=slot in accepted.ended,
                 )
             )
         return alerts
 
-
-def _groups(length: Ints, start: Ints) -> Iterator[Ints]:
-    """Rows that go through the network together: about equally many readings to process, similar pasts."""
-    order = np.argsort(length, kind="stable")
-    values, index, counts = np.unique(length[order], return_index=True, return_counts=True)
-    begin = work = 0
-    for value, at, count in zip(values.tolist(), index.tolist(), counts.tolist(), strict=True):
-        if value * (at + count - begin) > PADDING * (work + value * count) + SMALL_READINGS:
-            yield from _similar(order[begin:at], length, start)
-            begin, work = at, 0
-        work += value * count
-    yield from _similar(order[begin:], length, start)
-
-
-def _similar(rows: Ints, length: Ints, start: Ints) -> Iterator[Ints]:
-    """Cut rows into groups of bounded size, those with short pasts first."""
-    rows = rows[np.argsort(start[rows], kind="stable")]
-    longest = int(length[rows].max())
-    at = 0
-    while at < len(rows):
-        size = max(1, GROUP_READINGS // (longest + int(start[rows[at]])))
-        yield rows[at : at + size]
-        at += size
+    def _explained(self, slots: Ints, seen: Ints) -> list[tuple[Contribution, ...]]:
+        """Why each of A records raised its alert when it had so many readings, (A,); all in one pass of its model."""
+        reasons: list[tuple[Contribution, ...]] = [()] * len(slots)
+        for generation, rows in self._by_generation(slots):
+            places = np.arange(int(seen[rows].max()))
+            codes, values = self.records.readings(slots[rows], np.broadcast_to(places, (len(rows), len(places))))
+            codes = np.where(places < seen[rows, None], codes, -1)
+            unseen = [self.records.unseen.get(slot, {}) for slot in slots[rows].tolist()]
+            for row, why in zip(rows.tolist(), contributions(generation.model, codes, values, unseen), strict=True):
+                reasons[row] = why
+        return reasons

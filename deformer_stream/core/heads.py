@@ -16,11 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from deformer_stream.core.gaussians import Guide
 from deformer_stream.core.schema import Schema
 
 SCALE_FLOOR = 1e-3
 """Smallest standard deviation of a mixture component, in normalised units: a density must not grow without bound on
 repeated values."""
+
+UNGUIDED = -2.0
+"""Logit, against a guide, of all components that follow no guide, before training."""
+WIDEST = 5.0
+"""Bound on the logarithm of the factor by which a guide's scale is changed."""
 
 # Probabilists' Gauss–Hermite nodes and weights; three are exact for the first two moments of a Gaussian's surprisal.
 _NODES = (-math.sqrt(3.0), 0.0, math.sqrt(3.0))
@@ -217,15 +223,17 @@ class Head(nn.Module):
     """From hidden states to conditionals: one linear map shared by all features, 3J + K outputs.
 
     The identity token tells the network which feature is asked for, so the map needs no parameters per feature; only
-    the floor on scales (half a quantum where the sensor has one) and the number of labels differ.
+    the floor on scales (half a quantum where the sensor has one) and the number of labels differ. With a guide of G
+    Gaussians there are 3G outputs more: how to weigh each, shift it (in its own standard deviations) and widen it.
     """
 
-    def __init__(self, schema: Schema, d_model: int, mixtures: int) -> None:
+    def __init__(self, schema: Schema, d_model: int, mixtures: int, guides: int = 0) -> None:
         super().__init__()
         discrete = schema.discrete
         self.mixtures = 0 if discrete.all() else mixtures
         self.labels = int(schema.label_counts.max())
         self.project = nn.Linear(d_model, 3 * self.mixtures + self.labels)
+        self.adjust = nn.Linear(d_model, 3 * guides) if guides else None
         floor = [max(SCALE_FLOOR, (f.quantum or 0.0) / f.scale / 2) for f in schema.features]
         unseen = [f.unseen for f in schema.features]
         self.register_buffer("discrete", torch.tensor(discrete), persistent=False)
@@ -236,20 +244,35 @@ class Head(nn.Module):
         self.floor: Tensor
         self.unseen: Tensor
         self.counts: Tensor
-        with torch.no_grad():
-            self.project.weight.mul_(0.1)
-            self.project.bias.zero_()
-            if self.mixtures:
-                means = torch.linspace(-1.5, 1.5, self.mixtures) if self.mixtures > 1 else torch.zeros(1)
-                self.project.bias[2 * self.mixtures : 3 * self.mixtures] = means
+        self._init_outputs()
 
-    def forward(self, hidden: Tensor, features: Tensor) -> Conditional:
+    @torch.no_grad()
+    def _init_outputs(self) -> None:
+        """At first the components are spread evenly; a guide is trusted almost as it is."""
+        J = self.mixtures
+        self.project.weight.mul_(0.1)
+        self.project.bias.zero_()
+        if J:
+            self.project.bias[2 * J : 3 * J] = torch.linspace(-1.5, 1.5, J) if J > 1 else torch.zeros(1)
+        if self.adjust is not None:
+            self.project.bias[:J] = UNGUIDED - math.log(J)
+            self.adjust.weight.mul_(0.1)
+            self.adjust.bias.zero_()
+
+    def forward(self, hidden: Tensor, features: Tensor, guide: Guide | None = None) -> Conditional:
         """hidden: (*S, d_model), features: S codes (padding may be any valid code) → conditionals of shape S."""
         out = self.project(hidden)
         out = out if out.dtype == torch.float64 else out.float()
         J = self.mixtures
         weights, raw, means = out[..., :J], out[..., J : 2 * J], out[..., 2 * J : 3 * J]
-        scales = self.floor.to(out.dtype)[features].unsqueeze(-1) + nn.functional.softplus(raw)
+        floor = self.floor.to(out.dtype)[features].unsqueeze(-1)
+        scales = floor + nn.functional.softplus(raw)
+        if self.adjust is not None and guide is not None:
+            more, shift, widen = self.adjust(hidden).to(out.dtype).chunk(3, -1)
+            weights = torch.cat([weights, guide.log_weights.to(out.dtype) + more], -1)
+            means = torch.cat([means, guide.means + guide.scales * shift], -1)
+            widened = guide.scales * widen.clamp(-WIDEST, WIDEST).exp()
+            scales = torch.cat([scales, (widened.square() + floor.square() / 3.0).sqrt()], -1)
         return Conditional(
             self.discrete[features],
             torch.log_softmax(weights, -1) if J else weights,

@@ -7,6 +7,9 @@ z_k see z_≤k and u_<k, u_k see z_≤k and u_≤k; there are no positions. The 
 `memory` decides what later tokens may look back at: "all" earlier tokens (the paper), or only "values", the u tokens
 (every token still sees itself). The second halves the cache; an identity alone carries nothing its u token lacks.
 
+With `gaussians`, a mixture of full-covariance Gaussians, fitted before training, tells the network at each z_k what it
+expects of v_k; its shifted, widened and newly weighed components join those of the output (`core.gaussians`).
+
 Two paths, one law: `log_prob` sees whole records at once and is the reference; `extend` adds readings to records whose
 keys and values are cached (one reading is a step, several are a prefill). The sum of the second equals the first.
 """
@@ -22,11 +25,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from deformer_stream.core.gaussians import VALUE_REACH, Gaussians, Guide
 from deformer_stream.core.heads import Conditional, Head
 from deformer_stream.core.schema import Schema
-
-VALUE_REACH = 20.0
-"""Values are clipped to this many scales where others condition on them; the score of the value itself is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class ModelConfig:
     embedding: int = 20
     hidden: tuple[int, ...] = (128,)
     memory: Literal["all", "values"] = "values"
+    gaussians: int = 0
 
     def __post_init__(self) -> None:
         if self.d_model % self.heads:
@@ -52,6 +54,8 @@ class ModelConfig:
         for name in ("d_model", "layers", "heads", "feedforward", "mixtures", "embedding"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
+        if self.gaussians < 0:
+            raise ValueError("gaussians must be at least 0")
         choices = {
             "norm": ("pre", "post"),
             "activation": ("gelu", "relu"),
@@ -95,22 +99,25 @@ PRESETS: dict[str, ModelConfig] = {
 class Past:
     """Cached keys and values of R records, padded to P tokens.
 
-    keys, values: per layer (R, heads, P, d_head). lengths: (R,) tokens in use.
+    keys, values: per layer (R, heads, P, d_head). lengths: (R,) tokens in use. readings: (R, P, 2) the code and the
+    normalised value of the reading that left the token; a model without Gaussians needs none.
     """
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     lengths: Tensor
+    readings: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """What `extend` answers: conditionals of shape (R, L), and the new tokens' keys and values, to be appended to the
-    cache: per layer (R, heads, M, d_head), M = L × `DEformer.tokens_kept`."""
+    """What `extend` answers: conditionals of shape (R, L), and what is to be appended to the cache (see `Past`): the new
+    tokens' keys and values, per layer (R, heads, M, d_head), and their readings (R, M, 2), M = L × `tokens_kept`."""
 
     conditional: Conditional
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
+    readings: Tensor | None = None
 
 
 class Encoder(nn.Module):
@@ -188,7 +195,9 @@ class DEformer(nn.Module):
         self.value_encoder = Encoder(width + 1 + self.label_width, config.hidden, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
-        self.head = Head(schema, config.d_model, config.mixtures)
+        self.gaussians, self.guidance = self._init_gaussians(schema)
+        guides = self.gaussians.components if self.gaussians is not None else 0
+        self.head = Head(schema, config.d_model, config.mixtures, guides)
         self.register_buffer("context", torch.tensor(schema.context), persistent=False)
         self.context: Tensor
 
@@ -207,6 +216,12 @@ class DEformer(nn.Module):
         self.label_offsets: Tensor
         self.label_counts: Tensor
 
+    def _init_gaussians(self, schema: Schema) -> tuple[Gaussians | None, nn.Linear | None]:
+        """The guide, and the map from what it expects to what the network is told; none without numbers to expect."""
+        if not self.config.gaussians or schema.discrete.all():
+            return None, None
+        return Gaussians(schema, self.config.gaussians), nn.Linear(3 * self.config.gaussians, self.config.d_model)
+
     def _layers(self) -> Iterator[Block]:
         for block in self.blocks:
             yield cast(Block, block)
@@ -224,13 +239,15 @@ class DEformer(nn.Module):
     def device(self) -> torch.device:
         return self.head.project.weight.device
 
-    def _tokens(self, features: Tensor, values: Tensor) -> Tensor:
+    def _tokens(self, features: Tensor, values: Tensor, guide: Guide | None) -> Tensor:
         """(N, L) readings → (N, 2L, d) tokens z_1, u_1, z_2, u_2, …; identities are encoded once per feature."""
         parts = [] if self.embedding is None else [self.embedding.weight]
         if self.coordinates is not None:
             parts.append(self.coordinates.to(self.dtype))
         identity = torch.cat(parts, -1)
         z = self.identity_encoder(identity)[features]
+        if guide is not None and self.guidance is not None:
+            z = z + self.guidance(guide.told().to(self.dtype))
         discrete = self.label_counts[features] > 0
         number = values.to(self.dtype).clamp(-VALUE_REACH, VALUE_REACH).masked_fill(discrete, 0.0)
         inputs = [identity[features], number.unsqueeze(-1)]
@@ -248,10 +265,14 @@ class DEformer(nn.Module):
             mask = mask & ((index[None, :] % 2 == 1) | (index[:, None] == index[None, :]))
         return mask
 
-    def conditionals(self, features: Tensor, values: Tensor) -> Conditional:
-        """p(v_k | earlier readings) for every reading of whole records. features, values: (N, L) → shape (N, L)."""
+    def conditionals(self, features: Tensor, values: Tensor, guide: Guide | None = None) -> Conditional:
+        """p(v_k | earlier readings) for every reading of whole records. features, values: (N, L) → shape (N, L).
+
+        guide: what to tell the network in place of what the model's own Gaussians expect (training wants that)."""
         codes = features.clamp(min=0)
-        x = self._tokens(codes, values)
+        if guide is None and self.gaussians is not None:
+            guide = self.gaussians(features, values)
+        x = self._tokens(codes, values, guide)
         causal = self.config.memory == "all"
         mask = None if causal else self._mask(x.shape[1])
         for block in self._layers():
@@ -261,19 +282,22 @@ class DEformer(nn.Module):
                 q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout
             )
             x = block.finish(x, attended.transpose(1, 2).flatten(2))
-        conditional: Conditional = self.head(self.norm(x[:, ::2]), codes)
+        conditional: Conditional = self.head(self.norm(x[:, ::2]), codes, guide)
         return conditional
 
-    def log_prob(self, features: Tensor, values: Tensor) -> Tensor:
+    def log_prob(self, features: Tensor, values: Tensor, guide: Guide | None = None) -> Tensor:
         """ln p(v_k | earlier) of whole records, natural log, larger is likelier: (N, L), 0 at padding and context."""
-        out = self.conditionals(features, values).log_prob(values)
+        out = self.conditionals(features, values, guide).log_prob(values)
         return out.masked_fill((features < 0) | self.context[features.clamp(min=0)], 0.0)
 
     def prefill(self, features: Tensor, values: Tensor) -> Extension:
         """The first L readings of records without a past. features, values: (R, L), no padding but at the end."""
-        shape = (len(features), self.config.heads, 0, self.config.d_model // self.config.heads)
-        empty = [torch.zeros(shape, dtype=self.dtype, device=self.device)] * self.config.layers
-        return self.extend(features, values, Past(empty, empty, torch.zeros(len(features), device=self.device)))
+        R, d_head = len(features), self.config.d_model // self.config.heads
+        empty = [self._zeros(R, self.config.heads, 0, d_head)] * self.config.layers
+        return self.extend(features, values, Past(empty, empty, self._zeros(R), self._zeros(R, 0, 2)))
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def extend(self, features: Tensor, values: Tensor, past: Past) -> Extension:
         """The next L readings of R records with cached pasts; L = 1 is a step.
@@ -282,10 +306,11 @@ class DEformer(nn.Module):
         the caller keeps the first `lengths × tokens_kept` of each row.
         """
         codes = features.clamp(min=0)
-        x = self._tokens(codes, values)
+        ahead = torch.arange(past.keys[0].shape[2], device=self.device) >= past.lengths[:, None]
+        guide = self._guide_on(features, values, past, ahead)
+        x = self._tokens(codes, values, guide)
         T, P = x.shape[1], past.keys[0].shape[2]
-        blocked = ~self._mask(T)
-        ahead = (torch.arange(P, device=self.device) >= past.lengths[:, None])[:, None, None]
+        blocked, ahead = ~self._mask(T), ahead[:, None, None]
         keep = slice(None) if self.config.memory == "all" else slice(1, None, 2)
         scale = 1.0 / math.sqrt(self.config.d_model // self.config.heads)
         kept_keys, kept_values = [], []
@@ -303,4 +328,20 @@ class DEformer(nn.Module):
             else:
                 attended = torch.softmax(scores, -1) @ v
             x = block.finish(x, attended.transpose(1, 2).flatten(2))
-        return Extension(self.head(self.norm(x[:, ::2]), codes), kept_keys, kept_values)
+        readings = None
+        if self.gaussians is not None:
+            readings = torch.stack([features.to(self.dtype), values.to(self.dtype)], -1)
+            readings = readings.repeat_interleave(self.tokens_kept, 1)
+        return Extension(self.head(self.norm(x[:, ::2]), codes, guide), kept_keys, kept_values, readings)
+
+    def _guide_on(self, features: Tensor, values: Tensor, past: Past, ahead: Tensor) -> Guide | None:
+        """What the Gaussians expect of new readings (R, L) after the cached ones. ahead: (R, P) tokens not in use."""
+        if self.gaussians is None:
+            return None
+        if past.readings is None:
+            raise ValueError("a past without readings is of no use to a model with Gaussians")
+        step = self.tokens_kept
+        codes = past.readings[..., 0].long().masked_fill(ahead, -1)[:, ::step]
+        earlier = past.readings[:, ::step, 1].to(values.dtype)
+        guide: Guide = self.gaussians(torch.cat([codes, features], 1), torch.cat([earlier, values], 1))
+        return guide[:, codes.shape[1] :]

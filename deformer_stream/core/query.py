@@ -96,14 +96,15 @@ def _past(model: DEformer, codes: Ints, values: Floats) -> Past | None:
         normal = tensor(model.schema.normalise(codes, values), model)
         seen = model.prefill(tensor(codes, model), normal)
         lengths = torch.full((len(codes),), codes.shape[1] * model.tokens_kept, device=model.device)
-    return Past(seen.keys, seen.values, lengths)
+    return Past(seen.keys, seen.values, lengths, seen.readings)
 
 
 def _rows(past: Past | None, rows: Ints, model: DEformer) -> Past | None:
     if past is None:
         return None
     index = tensor(rows, model)
-    return Past([k[index] for k in past.keys], [v[index] for v in past.values], past.lengths[index])
+    keys, values = ([t[index] for t in part] for part in (past.keys, past.values))
+    return Past(keys, values, past.lengths[index], None if past.readings is None else past.readings[index])
 
 
 def _ask(model: DEformer, asks: Ints, past: Past | None) -> Conditional:
@@ -166,7 +167,8 @@ def _draw(model: DEformer, n: int, orders: np.random.Generator, draws: torch.Gen
             seen = model.extend(tensor(codes[:, new], model), tensor(normal[:, new], model), cache.gather(slots))
             if k:
                 keys, values = ([t[:, :, :kept] for t in part] for part in (seen.keys, seen.values))
-                cache.append(slots, Extension(seen.conditional, keys, values), np.ones(n, np.int64))
+                readings = None if seen.readings is None else seen.readings[:, :kept]
+                cache.append(slots, Extension(seen.conditional, keys, values, readings), np.ones(n, np.int64))
             draw = seen.conditional[:, -1].sample(draws).double().cpu().numpy()
         raw = on_grid(schema, codes[:, k], schema.denormalise(codes[:, k], draw))
         drawn[slots, codes[:, k]] = raw

@@ -1,27 +1,26 @@
 """Open records: id → slot, the log of accepted readings, duplicates, completion and time-outs.
 
 A record's state of truth is its log, the readings accepted so far. Everything here is bookkeeping in arrays indexed by
-slot; the time of day is passed in.
+slot; the time of day is passed in. Ids belong to a partition: the same id in two partitions is two records.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.core.batch import Closed, Closing, EventBatch, Reason, Rejected, Windowed
+from deformer_stream.core.batch import Closed, Closing, EventBatch, Reason, Rejected
 from deformer_stream.core.conformal import PrefixState
+from deformer_stream.core.partition import REMEMBERED, Partition
 from deformer_stream.core.schema import Schema
-from deformer_stream.core.windows import Watermarks
 
-REMEMBERED = 200_000
-"""Ids of closed records that are remembered, so that their late events are refused rather than opening them anew; and
-of devices whose watermarks are."""
+SAMPLE = 17
+"""Every so many openings it is looked whether the id is open in another partition; a prime, so that no regular input
+keeps step with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +38,33 @@ class Accepted:
 
 
 class Records:
-    """The open records of one consumer."""
+    """The open records of one consumer, by partition.
+
+    remembered: closed ids and devices' watermarks known per partition. misrouted: openings of an id that was open in
+    another partition too, of those that were looked at; an example is id, partition, other partition.
+    """
 
     def __init__(self, schema: Schema, remembered: int = REMEMBERED) -> None:
         self.schema = schema
         self.everything = (1 << len(schema)) - 1
         self.remembered = remembered
-        self.slot_of: dict[str, int] = {}
-        self.closed_ids: OrderedDict[str, None] = OrderedDict()
-        self.watermarks = Watermarks(remembered)
+        self.partitions: dict[int, Partition] = {}
+        self.openings = 0
+        self.misrouted = 0
+        self.misrouted_example: tuple[str, int, int] | None = None
         self.ids: list[str] = []
         self.settled: list[int] = []  # bit f is set when feature f was observed or declared as never coming
         self.free: list[int] = []
+        self.unseen: dict[int, dict[int, str]] = {}  # slot → place → text of a label the model does not know
         self._columns: dict[str, NDArray[Any]] = {}
         n = len(schema)
         self.is_open = self._column("is_open", np.zeros(0, bool))
+        self.source = self._column("source", np.zeros(0, np.int32))
+        self.opened = self._column("opened", np.zeros(0, np.int64))
+        self.generation = self._column("generation", np.zeros(0, np.int64))
+        self.last = self._column("last", np.zeros(0, np.int64))
         self.count = self._column("count", np.zeros(0, np.int64))
         self.absent = self._column("absent", np.zeros(0, np.int64))
-        self.source = self._column("source", np.zeros(0, np.int32))
-        self.last = self._column("last", np.zeros(0, np.int64))
         self.log_feature = self._column("log_feature", np.zeros((0, n), np.int16))
         self.log_value = self._column("log_value", np.zeros((0, n)))
         self.log_likelihood = self._column("log_likelihood", np.zeros(0))
@@ -68,19 +75,24 @@ class Records:
         self.excess = self._column("excess", np.zeros(0))
         self.p_value = self._column("p_value", np.zeros(0))
         self.alert_seq = self._column("alert_seq", np.zeros(0, np.int32))
-        self.unseen: dict[int, dict[int, str]] = {}
 
     def _column(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
         self._columns[name] = array
         return array
 
     def __len__(self) -> int:
-        return len(self.slot_of)
+        return sum(len(partition.slot_of) for partition in self.partitions.values())
 
     @property
     def capacity(self) -> int:
         """Slots that exist, open or free."""
         return len(self.ids)
+
+    def partition(self, source: int) -> Partition:
+        partition = self.partitions.get(source)
+        if partition is None:
+            partition = self.partitions[source] = Partition(self.remembered)
+        return partition
 
     def _grow(self) -> None:
         """Double the slots; every array gets rows of zeros."""
@@ -95,99 +107,114 @@ class Records:
         self.settled.extend([0] * (new - old))
         self.free.extend(range(new - 1, old - 1, -1))
 
-    def _open(self, record: str, source: int) -> int:
+    def take(self, record: str, source: int, partition: Partition) -> int:
+        """A slot for a new record, whose arrays are as they were until `begin`."""
         if not self.free:
             self._grow()
         slot = self.free.pop()
-        self.slot_of[record] = slot
-        self.is_open[slot] = True
         self.ids[slot] = record
         self.settled[slot] = 0
-        sums = (self.log_likelihood, self.excess, self.total, self.least, self.peak)
-        for array in (self.count, self.absent, self.scored, *sums):
-            array[slot] = 0
-        self.p_value[slot] = 1.0
-        self.alert_seq[slot] = -1
-        self.source[slot] = source
+        partition.slot_of[record] = slot
+        self.openings += 1
+        if self.openings % SAMPLE == 0 and len(self.partitions) > 1:
+            self._look_for(record, source)
         return slot
 
-    def accept(self, batch: EventBatch, now: int) -> tuple[Accepted, list[Rejected]]:
-        """Enter a batch into the logs; what is a duplicate or late is refused. now: microseconds."""
+    def _look_for(self, record: str, source: int) -> None:
+        """A record that is open in two partitions is fed by a producer that does not key its readings by record."""
+        for other, partition in self.partitions.items():
+            if other != source and record in partition.slot_of:
+                self.misrouted += 1
+                self.misrouted_example = record, source, other
+                return
+
+    def begin(self, slots: NDArray[np.int64], sources: NDArray[np.int32], generation: int | NDArray[np.int64]) -> None:
+        """These slots, taken in this order, hold records without a reading."""
+        self.is_open[slots] = True
+        self.source[slots] = sources
+        self.opened[slots] = np.arange(self.openings - len(slots), self.openings)
+        self.generation[slots] = generation
+        self.count[slots] = 0
+        self.absent[slots] = 0
+        self.alert_seq[slots] = -1
+        self.unscore(slots)
+
+    def unscore(self, slots: NDArray[np.int64]) -> None:
+        """The running numbers of these records are those before their first reading."""
+        for sums in (self.log_likelihood, self.scored, self.total, self.least, self.peak, self.excess):
+            sums[slots] = 0
+        self.p_value[slots] = 1.0
+
+    def accept(self, batch: EventBatch, now: int, generation: int = 0) -> tuple[Accepted, list[Rejected]]:
+        """Enter a batch into the logs; what is a duplicate or late is refused. now: microseconds. generation: of the
+        records that open."""
         events: list[int] = []
         slots: list[int] = []
         seq: list[int] = []
         rejected: list[Rejected] = []
         ended: dict[int, Closing] = {}
-        touched: set[int] = set()
-        counts: dict[int, int] = {}
-        slot_of, settled, everything = self.slot_of, self.settled, self.everything
-        codes, absent = batch.features.tolist(), np.isnan(batch.values).tolist()
-        windowed = batch.windowed
-        for i, record in enumerate(batch.records):
-            if windowed is not None and windowed.devices[i] and self._is_late(batch, windowed, i, ended):
-                rejected.append(self._refuse(batch, i, Reason.LATE))
-                continue
-            slot = slot_of.get(record)
-            if slot is None:
-                if record in self.closed_ids:
+        counts: dict[int, int] = {}  # slots with an accepted event → readings
+        opened: dict[int, int] = {}  # slot → event
+        absent: list[int] = []
+        settled, everything, unseen, windowed = self.settled, self.everything, batch.unseen, batch.windowed
+        codes, missing = batch.features.tolist(), np.isnan(batch.values).tolist()
+        source, partition = -1, Partition(0)
+        slot_of, closed = partition.slot_of, partition.closed
+        for i, (record, origin) in enumerate(zip(batch.records, batch.sources.tolist(), strict=True)):
+            if origin != source:
+                source, partition = origin, self.partition(origin)
+                slot_of, closed = partition.slot_of, partition.closed
+            if windowed is not None and windowed.devices[i]:
+                deadline, time = int(windowed.deadlines[i]), int(batch.times[i])
+                late, over = partition.arrive(record, windowed.devices[i], deadline, time)
+                ended |= dict.fromkeys(over, Closing.WINDOW)
+                if late:
                     rejected.append(self._refuse(batch, i, Reason.LATE))
                     continue
-                slot = self._open(record, int(batch.sources[i]))
+            slot = slot_of.get(record)
+            if slot is None:
+                if record in closed:
+                    rejected.append(self._refuse(batch, i, Reason.LATE))
+                    continue
+                slot = self.take(record, source, partition)
+                opened[slot], counts[slot] = i, 0
             code = codes[i]
             bit = 1 << code
             if settled[slot] & bit:
                 rejected.append(self._refuse(batch, i, Reason.DUPLICATE))
                 continue
             settled[slot] |= bit
-            touched.add(slot)
-            if absent[i]:
-                self.absent[slot] += 1
+            place = counts.get(slot)
+            if place is None:
+                place = int(self.count[slot])
+            if missing[i]:
+                absent.append(slot)
+                counts[slot] = place
             else:
-                place = counts.get(slot)
-                place = int(self.count[slot]) if place is None else place
                 counts[slot] = place + 1
                 events.append(i)
                 slots.append(slot)
                 seq.append(place)
-                if i in batch.unseen:
-                    self.unseen.setdefault(slot, {})[place] = batch.unseen[i]
+                if i in unseen:
+                    self.unseen.setdefault(slot, {})[place] = unseen[i]
             if settled[slot] == everything:
                 ended[slot] = Closing.COMPLETE
-                self._remember(record)
+                partition.close(record)
+        self.begin(np.array(list(opened), np.int64), batch.sources[list(opened.values())], generation)
         accepted = Accepted(np.array(events, np.int64), np.array(slots, np.int64), np.array(seq, np.int64), ended)
         self.log_feature[accepted.slots, accepted.seq] = batch.features[accepted.events]
         self.log_value[accepted.slots, accepted.seq] = batch.values[accepted.events]
-        self.count[list(counts)] = list(counts.values())
-        self.last[list(touched)] = now
+        np.add.at(self.absent, absent, 1)
+        touched = list(counts)
+        self.count[touched] = list(counts.values())
+        self.last[touched] = now
+        self.is_open[list(ended)] = False
         return accepted, rejected
-
-    def _is_late(self, batch: EventBatch, windowed: Windowed, i: int, ended: dict[int, Closing]) -> bool:
-        """Let the event's time move its device's watermark, which ends windows, and say whether its own is closed."""
-        record, device, deadline = batch.records[i], windowed.devices[i], int(windowed.deadlines[i])
-        mark, over = self.watermarks.advance(device, int(batch.times[i]))
-        for name in over:
-            ended[self.slot_of[name]] = Closing.WINDOW
-            self._remember(name)
-        late = deadline <= mark or (record not in self.slot_of and record in self.closed_ids)
-        if not late:
-            self.watermarks.open(device, record, deadline)
-        return late
 
     def _refuse(self, batch: EventBatch, i: int, reason: Reason) -> Rejected:
         name = self.schema.names[batch.features[i]]
         why = "its record is closed" if reason is Reason.LATE else "the record has this feature already"
         return Rejected(int(batch.messages[i]), reason, f"record {batch.records[i]!r}, feature {name!r}: {why}")
-
-    def _remember(self, record: str) -> None:
-        """From now on the id is closed."""
-        self._shut(record)
-        self.closed_ids[record] = None
-        if len(self.closed_ids) > self.remembered:
-            self.closed_ids.popitem(last=False)
-
-    def _shut(self, record: str) -> None:
-        self.is_open[self.slot_of.pop(record)] = False
-        self.watermarks.close(record)
 
     def state(self, slots: NDArray[np.int64]) -> PrefixState:
         return PrefixState(self.scored[slots], self.total[slots], self.least[slots], self.peak[slots])
@@ -203,39 +230,45 @@ class Records:
         rows = slots[:, None]
         return self.log_feature[rows, places].astype(np.int64), self.log_value[rows, places]
 
-    def idle(self, before: int) -> tuple[list[int], int | None]:
-        """Slots of open records whose last accepted event is at or before this time (microseconds), and the earliest
-        last event among the others."""
-        slots = np.flatnonzero(self.is_open)
-        last = self.last[slots]
-        over = last <= before
-        rest = last[~over]
-        return slots[over].tolist(), int(rest.min()) if len(rest) else None
+    def of_sources(self, sources: Iterable[int] | None = None) -> list[int]:
+        """Open slots of these partitions, or of all, in the order of their opening within each."""
+        mine = self.is_open if sources is None else self.is_open & np.isin(self.source, list(sources))
+        slots: list[int] = self._ordered(np.flatnonzero(mine)).tolist()
+        return slots
 
-    def stalest(self, excess: int) -> list[int]:
-        """The `excess` open slots that have been silent for longest."""
+    def _ordered(self, slots: NDArray[np.int64], *first_by: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Open slots in an order that does not depend on which slots records happen to have."""
+        return slots[np.lexsort((self.opened[slots], self.source[slots], *first_by))]
+
+    def idle(self, before: int, holding: Collection[int] = ()) -> tuple[list[int], int | None]:
+        """Slots of open records whose last accepted event is at or before this time (microseconds), the longest silent
+        first, but those of partitions held; and the earliest last event among the others."""
         slots = np.flatnonzero(self.is_open)
-        chosen: list[int] = slots[np.argsort(self.last[slots], kind="stable")[:excess]].tolist()
+        over = (self.last[slots] <= before) & ~np.isin(self.source[slots], list(holding))
+        rest, slots = self.last[slots[~over]], slots[over]
+        return self._ordered(slots, self.last[slots]).tolist(), int(rest.min()) if len(rest) else None
+
+    def stalest(self, excess: int, holding: Collection[int] = ()) -> list[int]:
+        """The `excess` open slots that have been silent for longest, but those of partitions held."""
+        slots = np.flatnonzero(self.is_open & ~np.isin(self.source, list(holding)))
+        chosen: list[int] = self._ordered(slots, self.last[slots])[:excess].tolist()
         return chosen
 
-    def of_sources(self, sources: Iterable[int]) -> list[int]:
-        """Open slots whose record came from one of these partitions."""
-        return np.flatnonzero(self.is_open & np.isin(self.source, list(sources))).tolist()
-
-    def close(self, slots: list[int], reason: Closing | Sequence[Closing]) -> Closed:
-        """End these records, for one reason or each for its own. A record that merely moves to another consumer
-        (REVOKED) may come back: it is not remembered as closed. The slots' arrays stay readable until `release`."""
+    def close(self, slots: Sequence[int], reason: Closing | Sequence[Closing]) -> Closed:
+        """End these records, for one reason or each for its own; their ids are remembered. The slots' arrays stay
+        readable until `release`."""
         reasons = [reason] * len(slots) if isinstance(reason, Closing) else list(reason)
-        for slot, why in zip(slots, reasons, strict=True):
-            if self.slot_of.get(self.ids[slot]) == slot:
-                if why is Closing.REVOKED:
-                    self._shut(self.ids[slot])
-                else:
-                    self._remember(self.ids[slot])
         index = np.array(slots, np.int64)
+        ids = [self.ids[slot] for slot in slots]
+        for slot, record, source in zip(slots, ids, self.source[index].tolist(), strict=True):
+            partition = self.partitions[source]
+            if partition.slot_of.get(record) == slot:  # else its id was closed when it ended
+                partition.close(record)
+        self.is_open[index] = False
         return Closed(
-            [self.ids[slot] for slot in slots],
+            ids,
             reasons,
+            self.source[index],
             self.count[index].astype(np.int32),
             np.array([self.settled[slot] == self.everything for slot in slots], bool),
             self.log_likelihood[index],
@@ -244,8 +277,26 @@ class Records:
             self.alert_seq[index],
         )
 
-    def release(self, slots: list[int]) -> None:
+    def shut(self, source: int, records: Iterable[str]) -> list[int]:
+        """These ids are closed, whether their records are open or not; the slots of those that were."""
+        partition = self.partition(source)
+        slots = [slot for record in records if (slot := partition.close(record)) is not None]
+        self.is_open[slots] = False
+        return slots
+
+    def forget(self, sources: Iterable[int]) -> None:
+        """These partitions, without an open record, are unknown from now on: closed ids and watermarks, too."""
+        for source in sources:
+            self.partitions.pop(source, None)
+
+    def emptied(self, schema: Schema) -> Records:
+        """Nothing but what was found out about the input."""
+        records = Records(schema, self.remembered)
+        records.misrouted, records.misrouted_example = self.misrouted, self.misrouted_example
+        return records
+
+    def release(self, slots: Iterable[int]) -> None:
         """Give closed slots to new records."""
         for slot in slots:
             self.unseen.pop(slot, None)
-        self.free.extend(slots)
+            self.free.append(slot)

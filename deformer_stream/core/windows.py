@@ -1,12 +1,14 @@
 """Event time, device by device: how far it has come, and which open records are windows of it.
 
 A watermark belongs to a device and is moved by that device's own events, one by one in order of arrival. So which
-events are late depends on nothing but the device's own stream: not on polls, partitions, or the clocks of others.
+events are late depends on nothing but the device's own stream, which one partition carries: not on polls, or the clocks
+of others.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 
 class Watermarks:
@@ -17,7 +19,7 @@ class Watermarks:
 
     def __init__(self, remembered: int) -> None:
         self.remembered = remembered
-        self._mark: OrderedDict[str, int] = OrderedDict()
+        self.marks: OrderedDict[str, int] = OrderedDict()
         self._deadlines: dict[str, dict[str, int]] = {}  # device → record → deadline
         self._device: dict[str, str] = {}  # record → device
 
@@ -28,12 +30,12 @@ class Watermarks:
     def advance(self, device: str, time: int) -> tuple[int, list[str]]:
         """The device's watermark after an event of this time; and the records that it closes, the earliest deadline
         first, which are open until `close`."""
-        mark = self._mark.get(device)
-        if mark is None and len(self._mark) >= self.remembered:
-            self._mark.popitem(last=False)
+        mark = self.marks.get(device)
+        if mark is None and len(self.marks) >= self.remembered:
+            self.marks.popitem(last=False)
         mark = time if mark is None else max(mark, time)
-        self._mark[device] = mark
-        self._mark.move_to_end(device)
+        self.marks[device] = mark
+        self.marks.move_to_end(device)
         over = [(deadline, record) for record, deadline in self._deadlines.get(device, {}).items() if deadline <= mark]
         return mark, [record for _, record in sorted(over)]
 
@@ -42,6 +44,16 @@ class Watermarks:
         if record not in self._device:
             self._device[record] = device
             self._deadlines.setdefault(device, {})[record] = deadline
+
+    def windows(self) -> list[tuple[str, str, int]]:
+        """The open windows: record, device, deadline."""
+        return [(record, device, self._deadlines[device][record]) for record, device in self._device.items()]
+
+    def restore(self, marks: Iterable[tuple[str, int]]) -> None:
+        """Begin with these watermarks, the device heard from last at the end."""
+        self.marks = OrderedDict(marks)
+        while len(self.marks) > self.remembered:
+            self.marks.popitem(last=False)
 
     def close(self, record: str) -> None:
         """The record has ended, of whatever cause; it need not be a window."""

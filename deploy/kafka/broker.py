@@ -18,6 +18,7 @@ import argparse
 import base64
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -45,10 +46,16 @@ from means import (
     image,
     kafka_version,
 )
+from nodes import Listener, quick, settings_of
+
+_JAVA = ["java", "-Xmx512m", "-Xms256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData"]
+_JAVA += [f"-Dlog4j2.configurationFile={HERE / 'log4j2.properties'}", "-cp", f"{LIB}/*"]
 
 STATE = STORE / "started.json"
 START_SECONDS = 90.0
 STOP_SECONDS = 20.0
+PORTS = range(20_000, 32_768)
+"""Below the ports that outgoing connections take, so that nobody takes the port of a broker while it is down."""
 
 
 # --- a cluster --------------------------------------------------------------------------------------------------------
@@ -56,67 +63,21 @@ STOP_SECONDS = 20.0
 
 def _free_ports(count: int) -> list[int]:
     """Ports that are free now. Another process may still take one: `start` then tries again with others."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
+    free: list[int] = []
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        free.append(port)
+        if len(free) == count:
+            return free
+    raise BrokerError(f"no {count} ports are free between {PORTS.start} and {PORTS.stop}: end what listens there")
 
 
-def _quick(brokers: int) -> dict[str, str]:
-    """Settings that make a small cluster start fast; internal topics are replicated as far as there are brokers."""
-    copies, agreeing = str(min(3, brokers)), str(min(2, brokers))
-    return {
-        "auto.create.topics.enable": "false",  # a mistyped topic must be an error, not a new topic
-        "num.partitions": "4",
-        "default.replication.factor": copies,
-        "min.insync.replicas": agreeing,
-        "offsets.topic.replication.factor": copies,
-        "offsets.topic.num.partitions": "4",
-        "transaction.state.log.replication.factor": copies,
-        "transaction.state.log.min.isr": agreeing,
-        "transaction.state.log.num.partitions": "2",
-        "share.coordinator.state.topic.replication.factor": copies,
-        "share.coordinator.state.topic.min.isr": agreeing,
-        "share.coordinator.state.topic.num.partitions": "1",
-        "group.initial.rebalance.delay.ms": "0",
-        "controlled.shutdown.enable": str(brokers > 1).lower(),
-    }
-
-
-def _guarded(host: str, port: int, node: dict[str, str], users: Mapping[str, str]) -> dict[str, str]:
-    """A further listener, to log in at. Who comes by the open one may do everything, these users nothing."""
-    login = "org.apache.kafka.common.security.plain.PlainLoginModule required "
-    login += " ".join(f'user_{name}="{password}"' for name, password in users.items())
-    return {
-        "listeners": f"{node['listeners']},SASL_PLAINTEXT://{host}:{port}",
-        "advertised.listeners": f"{node['advertised.listeners']},SASL_PLAINTEXT://127.0.0.1:{port}",
-        "sasl.enabled.mechanisms": "PLAIN",
-        "listener.name.sasl_plaintext.plain.sasl.jaas.config": f"{login};",
-        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
-        "super.users": "User:ANONYMOUS",
-    }
-
-
-def _node(node: int, host: str, port: int, controllers: list[int]) -> dict[str, str]:
-    voters = ",".join(f"{i}@127.0.0.1:{p}" for i, p in enumerate(controllers, 1))
-    return {
-        "process.roles": "broker,controller",
-        "node.id": str(node),
-        "controller.quorum.voters": voters,
-        "controller.listener.names": "CONTROLLER",
-        "listeners": f"PLAINTEXT://{host}:{port},CONTROLLER://{host}:{controllers[node - 1]}",
-        "advertised.listeners": f"PLAINTEXT://127.0.0.1:{port}",
-        "inter.broker.listener.name": "PLAINTEXT",
-        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,SASL_PLAINTEXT:SASL_PLAINTEXT",
-    }
-
-
-def brokers_known(address: str, timeout: float = 2.0) -> int:
-    """How many brokers the one at `address` ("host:port") says are in service; 0 where nothing answers yet.
+def brokers_known(address: str, timeout: float = 2.0) -> list[int]:
+    """Numbers of the brokers that the one at `address` ("host:port") says are in service; none where nothing answers.
 
     A Metadata request, version 1, with no topics: the smallest request that only a working broker can answer.
     """
@@ -126,43 +87,98 @@ def brokers_known(address: str, timeout: float = 2.0) -> int:
     try:
         with socket.create_connection((host, int(port)), timeout) as s, s.makefile("rb") as answer:
             s.sendall(struct.pack(">i", len(body)) + body)
-            head = answer.read(12)
-    except OSError:
-        return 0
-    if len(head) < 12:
-        return 0
-    _, correlation, count = struct.unpack(">iii", head)
-    return int(count) if correlation == 7 else 0
+            (length,) = struct.unpack(">i", answer.read(4))
+            head = answer.read(length)
+        _, count = struct.unpack_from(">ii", head)
+        numbers, at = [], 8
+        for _ in range(count):  # number, host, port, rack: null
+            number, length = struct.unpack_from(">ih", head, at)
+            numbers.append(number)
+            at += 6 + length + 6
+    except (OSError, struct.error):  # nothing there, or it hung up in the middle of a word
+        return []
+    return numbers
 
 
 @dataclass
 class Broker:
     """A running cluster. `bootstrap` is what clients are given: "host:port" of every broker, with commas.
 
-    `guarded` is the address where one has to log in, if `start` was given users.
+    `guarded` has the address of every further listener by its name. Brokers are numbered from 1, in the order of
+    `bootstrap`. One that was ended by `kill` or `stop_node` comes back with `start_node`, with its data and its port.
     """
 
     bootstrap: str
     folder: str
-    guarded: str | None = None
-    pids: list[int] = field(default_factory=list)
+    guarded: dict[str, str] = field(default_factory=dict)
+    pids: list[int | None] = field(default_factory=list)  # of broker 1, 2, …; None while it is down
     engine: str | None = None
     container: str | None = None
 
+    def kill(self, node: int) -> None:
+        """End broker `node` as a power cut would: SIGKILL."""
+        self._end([node], signal.SIGKILL)
+
+    def stop_node(self, node: int) -> None:
+        """End broker `node` in order: it hands its partitions over, where there is another broker to take them."""
+        self._end([node], signal.SIGTERM)
+
+    def start_node(self, *nodes: int) -> None:
+        """Start brokers that are down and wait until they are in service, which takes a majority of all brokers: after
+        more of them have failed, start them in one call. Raises BrokerError where they do not come up."""
+        for node in nodes:
+            if self.container is not None and self.engine is not None:
+                _engine(self.engine, "start", self.container)
+            elif self._pid(node) is None:
+                self.pids[node - 1] = _launch(Path(self.folder), node)
+        self._await(nodes)
+
     def stop(self) -> None:
-        """End every process by its id, SIGTERM first, and remove the data. Doing it twice does no harm."""
-        for pid in self.pids:
-            _signal(pid, signal.SIGTERM)
-        deadline = time.monotonic() + STOP_SECONDS
-        for pid in self.pids:
-            while _alive(pid) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            _signal(pid, signal.SIGKILL)
+        """End every process by its id and remove the data, for which nobody has to end in order. Twice does no harm."""
+        self._end(range(1, len(self.pids) + 1), signal.SIGKILL)
         self.pids.clear()
         if self.engine is not None and self.container is not None:
-            subprocess.run([self.engine, "stop", self.container], capture_output=True, check=False)
+            _engine(self.engine, "rm", "--force", "--volumes", self.container)
             self.container = None
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def running(self) -> bool:
+        """Whether every process that was started still runs; of a container nothing is known."""
+        return all(pid is not None and _alive(pid) for pid in self.pids)
+
+    def _pid(self, node: int) -> int | None:
+        if not 1 <= node <= self.bootstrap.count(",") + 1:
+            raise BrokerError(f"there is no broker {node}: they are numbered from 1, at {self.bootstrap}")
+        return self.pids[node - 1] if self.pids else None
+
+    def _end(self, nodes: Sequence[int], number: signal.Signals) -> None:
+        """Signal these brokers and wait for their end; who does not heed the signal in time is killed."""
+        pids = {node: pid for node in nodes if (pid := self._pid(node)) is not None}
+        if nodes and self.container is not None and self.engine is not None:
+            _engine(self.engine, "kill" if number is signal.SIGKILL else "stop", self.container)
+        for pid in pids.values():
+            _signal(pid, number)
+        deadline = time.monotonic() + STOP_SECONDS
+        for node, pid in pids.items():
+            while _alive(pid):
+                if time.monotonic() > deadline:
+                    _signal(pid, signal.SIGKILL)
+                time.sleep(0.02)
+            self.pids[node - 1] = None
+
+    def _await(self, nodes: Iterable[int]) -> None:
+        """Wait until each of these brokers says of itself and of the others of them that they are in service."""
+        deadline = time.monotonic() + START_SECONDS
+        addresses = self.bootstrap.split(",")
+        while any(not set(nodes) <= set(brokers_known(addresses[node - 1])) for node in nodes):
+            for node in nodes:
+                pid = self._pid(node)
+                if pid is not None and not _alive(pid):
+                    log = (Path(self.folder) / f"broker-{node}.log").read_text(errors="replace")
+                    raise BrokerError(f"broker {node} ended while starting: {_last_line(log)}")
+            if time.monotonic() > deadline:
+                raise BrokerError(f"the broker at {self.bootstrap} is not in service after {START_SECONDS:.0f} s")
+            time.sleep(0.05)
 
     def __enter__(self) -> Broker:
         return self
@@ -190,11 +206,11 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def start(brokers: int = 1, port: int | None = None, users: Mapping[str, str] | None = None) -> Broker:
+def start(brokers: int = 1, port: int | None = None, listeners: Mapping[str, Listener] | None = None) -> Broker:
     """Start a cluster on fresh data and wait until every broker is in service. The caller must `stop` it.
 
-    port: of the first broker, the others follow it; None takes free ones. users: name → password of a second listener
-    of the first broker, where one has to log in (SASL, PLAIN) and then has no rights at all: for tests of refusals.
+    port: of the first broker, the others follow it; None takes free ones. listeners: name → further listener of the
+    first broker, where clients must show who they are; names are letters and digits.
     Raises BrokerError where the means are missing (run `ensure`) or the cluster does not come up.
     """
     if brokers < 1:
@@ -206,22 +222,26 @@ def start(brokers: int = 1, port: int | None = None, users: Mapping[str, str] | 
     if engine is not None and brokers > 1:
         raise BrokerError(f"several brokers need Java {JAVA} and Maven: install them, or run one broker in {engine}")
     for attempt in range(3):
-        free = _free_ports(2 * brokers + 1)
+        free = _free_ports(2 * brokers + len(listeners or {}))
         ports = free[:brokers] if port is None else list(range(port, port + brokers))
         if port is not None and (taken := [p for p in ports if brokers_known(f"127.0.0.1:{p}")]):
             raise BrokerError(f"port {taken[0]} already has a broker: stop it or choose another --port")
         broker = Broker(",".join(f"127.0.0.1:{p}" for p in ports), tempfile.mkdtemp(prefix="deformer-kafka-"))
         host = "127.0.0.1" if engine is None else "0.0.0.0"  # noqa: S104 -- within the container
-        nodes = [_node(i, host, p, free[brokers:-1]) for i, p in enumerate(ports, 1)]
-        if users:
-            broker.guarded = f"127.0.0.1:{free[-1]}"
-            nodes[0] |= _guarded(host, free[-1], nodes[0], users)
+        doors = {
+            name: (p, door) for p, (name, door) in zip(free[2 * brokers :], (listeners or {}).items(), strict=True)
+        }
+        broker.guarded = {name: f"127.0.0.1:{p}" for name, (p, _) in doors.items()}
+        nodes = [
+            settings_of(i, host, p, free[brokers : 2 * brokers], doors if i == 1 else {})
+            for i, p in enumerate(ports, 1)
+        ]
         try:
             if engine is None:
                 _start_java(broker, nodes)
             else:
-                _start_container(broker, engine, nodes[0], [ports[0], free[-1]])
-            _await(broker, brokers)
+                _start_container(broker, engine, nodes[0], [ports[0], *(p for p, _ in doors.values())])
+            broker._await(range(1, brokers + 1))
         except BaseException as error:
             broker.stop()
             if port is None and attempt < 2 and "Address already in use" in str(error):
@@ -234,52 +254,48 @@ def start(brokers: int = 1, port: int | None = None, users: Mapping[str, str] | 
 def _start_java(broker: Broker, nodes: list[dict[str, str]]) -> None:
     folder = Path(broker.folder)
     cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=").replace("-", "A")
-    java = ["java", "-Xmx512m", "-Xms256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
-    java += [f"-Dlog4j2.configurationFile={HERE / 'log4j2.properties'}", "-cp", f"{LIB}/*"]
-    for number, node in enumerate(nodes, 1):
-        settings = {**_quick(len(nodes)), **node, "log.dirs": str(folder / f"data-{number}")}
+    for number, settings in enumerate(nodes, 1):
+        settings = {**quick(len(nodes)), **settings, "log.dirs": str(folder / f"data-{number}")}
         config = folder / f"server-{number}.properties"
         config.write_text("".join(f"{key}={value}\n" for key, value in settings.items()))
-        form = [*java, "kafka.tools.StorageTool", "format", "-t", cluster, "-c", str(config)]
+        form = [*_JAVA, "kafka.tools.StorageTool", "format", "-t", cluster, "-c", str(config)]
         done = subprocess.run(form, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise BrokerError(f"formatting the broker's storage failed: {_last_line(done.stderr or done.stdout)}")
-        with (folder / f"broker-{number}.log").open("wb") as out:
-            # A session of its own: Ctrl-C reaches this script alone, which then stops the broker in order.
-            process = subprocess.Popen(
-                [*java, "kafka.Kafka", str(config)],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
-        process.returncode = 0  # its end is watched through the process id; keeps Popen from warning about it
-        broker.pids.append(process.pid)
+        broker.pids.append(_launch(folder, number))
 
 
-def _start_container(broker: Broker, engine: str, node: dict[str, str], ports: list[int]) -> None:
-    """The image takes a property as a variable: a dot is one underscore in it, an underscore two."""
-    names = {key: key.replace("_", "__").replace(".", "_").upper() for key in (*_quick(1), *node)}
-    command = [engine, "run", "-d", "--rm"]
-    command += [part for port in ports for part in ("-p", f"127.0.0.1:{port}:{port}")]
-    command += [part for key, value in {**_quick(1), **node}.items() for part in ("-e", f"KAFKA_{names[key]}={value}")]
-    done = subprocess.run([*command, image()], capture_output=True, text=True, check=False)
+def _launch(folder: Path, number: int) -> int:
+    """Start broker `number` on what `folder` has of it; its process id."""
+    with (folder / f"broker-{number}.log").open("ab") as out:
+        # A session of its own: Ctrl-C reaches this script alone, which then stops the broker in order.
+        process = subprocess.Popen(
+            [*_JAVA, f"-Djava.io.tmpdir={folder}", "kafka.Kafka", str(folder / f"server-{number}.properties")],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    process.returncode = 0  # its end is watched through the process id; keeps Popen from warning about it
+    return process.pid
+
+
+def _start_container(broker: Broker, engine: str, settings: dict[str, str], ports: list[int]) -> None:
+    """The image takes a property as a variable: a dot is one underscore in it, an underscore two, a hyphen three."""
+    settings = {**quick(1), **settings}
+    names = {key: key.replace("_", "__").replace("-", "___").replace(".", "_").upper() for key in settings}
+    words = [part for port in ports for part in ("-p", f"127.0.0.1:{port}:{port}")]
+    words += [part for key, value in settings.items() for part in ("-e", f"KAFKA_{names[key]}={value}")]
+    broker.engine = engine
+    broker.container = _engine(engine, "run", "-d", *words, image()).splitlines()[-1]
+
+
+def _engine(engine: str, verb: str, *words: str) -> str:
+    """Let the container engine do something; what it answers."""
+    done = subprocess.run([engine, verb, *words], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise BrokerError(f"{engine} could not run {image()}: {_last_line(done.stderr)}")
-    broker.engine, broker.container = engine, done.stdout.strip().splitlines()[-1]
-
-
-def _await(broker: Broker, brokers: int) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    addresses = broker.bootstrap.split(",")
-    while any(brokers_known(address) < brokers for address in addresses):
-        for node, pid in enumerate(broker.pids, 1):
-            if not _alive(pid):
-                log = (Path(broker.folder) / f"broker-{node}.log").read_text(errors="replace")
-                raise BrokerError(f"the broker ended while starting: {_last_line(log)}")
-        if time.monotonic() > deadline:
-            raise BrokerError(f"the broker at {broker.bootstrap} is not in service after {START_SECONDS:.0f} s")
-        time.sleep(0.05)
+        raise BrokerError(f"{engine} {verb} failed: {_last_line(done.stderr)}")
+    return done.stdout.strip()
 
 
 def _last_line(log: str) -> str:
@@ -305,7 +321,7 @@ def _run(args: argparse.Namespace) -> None:
                 f"Apache Kafka {kafka_version()} at {broker.bootstrap} (Ctrl-C ends it and removes its data)",
                 flush=True,
             )
-            while broker.container is not None or all(_alive(pid) for pid in broker.pids):
+            while broker.running():
                 time.sleep(0.5)
             raise BrokerError("the broker ended by itself")
     except KeyboardInterrupt:

@@ -1,17 +1,29 @@
-"""What the tests of the Kafka connector share."""
+"""What the tests of the Kafka connector share: topics looked at from outside, and consumers of the simplest kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
-from kafka import KafkaAdminClient
+import orjson
+from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
+from kafka.admin import MemberToRemove
+from kafka.errors import KafkaError, RetriableError
+from kafka.structs import OffsetAndMetadata
 
+from connectors.kafka import Delivery, KafkaSink, KafkaSource, StateTopic, ensure_topics, topics_of
 from deformer_stream.core.batch import AlertRaised, Closed, Effects, EventBatch, Rejected, Scored
-from deformer_stream.ports import Payload
+from deformer_stream.errors import DeformerError
+from deformer_stream.ports import NOTHING, Messages, Payload, Polled, Restored, Saved
 
 PATIENCE = 30.0
+MODES = ("exactly-once", "at-least-once")
 Topic = Callable[..., str]
 
 
@@ -22,20 +34,23 @@ class Bytes:
         return b"x" * int(alert.record) if alert.record.isdigit() else f"{alert.id}:{alert.record}".encode()
 
 
-def alert(record: str) -> AlertRaised:
-    return AlertRaised("id-" + record, record, 1, 1, 8, 0, 0.001, 0.01, 9.0, -20.0, "model", 0, ())
+def alert(record: str, message: int = 0) -> AlertRaised:
+    return AlertRaised("id-" + record, record, 1, 1, 8, 0, 0.001, 0.01, 9.0, -20.0, "model", message, ())
 
 
 def effects(alerts: list[AlertRaised], rejected: list[Rejected]) -> Effects:
-    nothing = np.empty(0)
-    closed = Closed(
-        [], [], nothing.astype(np.int32), nothing.astype(bool), nothing, nothing, nothing, nothing.astype(np.int32)
-    )
-    return Effects(EventBatch.empty(), Scored.empty(), alerts, rejected, closed)
+    return Effects(EventBatch.empty(), Scored.empty(), alerts, rejected, Closed.joined([]))
 
 
 def numbered(count: int, keys: int = 10, first: int = 0) -> list[tuple[bytes, bytes, int | None]]:
     return [(b"key-%d" % (i % keys), b"%d" % i, 1_700_000_000_000 + i) for i in range(first, first + count)]
+
+
+def until(true: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
+    """Repeat `true` until it is; it waits by itself."""
+    deadline = time.monotonic() + patience
+    while not true():
+        assert time.monotonic() < deadline, f"in vain: {what}"
 
 
 def committed(kafka: SimpleNamespace, topic: str, group: str = "g") -> dict[int, int]:
@@ -43,3 +58,324 @@ def committed(kafka: SimpleNamespace, topic: str, group: str = "g") -> dict[int,
     offsets = admin.list_group_offsets([f"{group}-{topic}"])
     admin.close()
     return {tp.partition: o.offset for tp, o in offsets[f"{group}-{topic}"].items()}
+
+
+@contextmanager
+def admin_of(bootstrap: str) -> Iterator[KafkaAdminClient]:
+    admin = KafkaAdminClient(bootstrap_servers=bootstrap)
+    try:
+        yield admin
+    finally:
+        admin.close()
+
+
+def read(bootstrap: str, topic: str, isolation: str = "read_committed") -> list[Any]:
+    """What a reader of the topic sees now; one that reads committed messages waits for those that are on their way."""
+    reader = KafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest", isolation_level=isolation)
+    partitions = [TopicPartition(topic, p) for p in sorted(reader.partitions_for_topic(topic))]
+    reader.assign(partitions)
+    ends = reader.end_offsets(partitions)
+    found: list[Any] = []
+
+    def reached() -> bool:
+        for records in reader.poll(timeout_ms=100).values():
+            found.extend(records)
+        return all(reader.position(tp) >= ends[tp] for tp in partitions)
+
+    until(reached, f"the end of {topic}")
+    reader.close()
+    return found
+
+
+def settle(bootstrap: str, topic: str) -> None:
+    """Wait until no transaction is under way in the topic: its messages become visible a moment after its commit."""
+    committed, all_ = (
+        KafkaConsumer(bootstrap_servers=bootstrap, isolation_level=f"read_{level}")
+        for level in ("committed", "uncommitted")
+    )
+    partitions = [TopicPartition(topic, p) for p in sorted(all_.partitions_for_topic(topic))]
+    until(lambda: committed.end_offsets(partitions) == all_.end_offsets(partitions), f"no transaction in {topic}")
+    for reader in (committed, all_):
+        reader.close()
+
+
+class Reader:
+    """A source and everything that came out of it: `got` maps a partition to its (offset, key, payload)."""
+
+    def __init__(self, source: KafkaSource, delivery: Delivery | None = None) -> None:
+        self.source, self.delivery = source, delivery
+        self.got: dict[int, list[tuple[int, bytes | None, bytes | None]]] = defaultdict(list)
+        self.revoked: list[int] = []
+        self.restored: dict[int, Restored] = {}
+        self.live: set[int] = set()  # partitions whose history is over
+
+    def poll(self, timeout: float = 0.2) -> Polled:
+        polled = self.source.poll(timeout)
+        self.revoked += polled.revoked
+        self.restored |= {restored.partition: restored for restored in polled.restored}
+        self.live = self.live - set(polled.revoked) | set(polled.recovered)
+        if polled.data is not None:
+            assert isinstance(polled.data, Messages)
+            d = polled.data
+            for p, o, k, v in zip(d.partitions.tolist(), d.offsets.tolist(), d.keys, d.payloads, strict=True):
+                self.got[p].append((o, k, v))
+        return polled
+
+    def __len__(self) -> int:
+        return sum(map(len, self.got.values()))
+
+    def read(self, count: int) -> None:
+        def enough() -> bool:
+            self.poll()
+            return len(self) >= count
+
+        until(enough, f"{count} messages, got {len(self)}")
+
+    def settle_on(self, *partitions: int) -> None:
+        """Poll until exactly these partitions are ours and their histories are over."""
+
+        def ours() -> bool:
+            self.poll()
+            return self.live == set(partitions) == self.source.assigned
+
+        until(ours, f"partitions {partitions}, has {sorted(self.source.assigned)}")
+
+    def payloads(self) -> list[bytes | None]:
+        return [v for rows in self.got.values() for _, _, v in rows]
+
+    def close(self) -> None:
+        self.source.close()
+        if self.delivery is not None:
+            self.delivery.close()
+
+
+@contextmanager
+def following(turn: Callable[[], object]) -> Iterator[None]:
+    """Let a consumer follow its topic in a thread of its own, as another process would. What it raises is raised."""
+    stop = threading.Event()
+    failed: list[BaseException] = []
+
+    def follow() -> None:
+        try:
+            while not stop.is_set():
+                turn()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+class Member:
+    """A consumer as the program puts it together, with the simplest engine: every message is an alert.
+
+    Its state of a partition is the offsets that it has seen, which the log tells, and which of them it has decided on,
+    the multiples of three, which the log does not tell. However often a partition has changed hands, both must be
+    complete (`complete`).
+    """
+
+    def __init__(self, source: KafkaSource, delivery: Delivery, sink: KafkaSink) -> None:
+        self.source, self.delivery, self.sink = source, delivery, sink
+        self.seen: dict[int, list[int]] = {}
+        self.decided: dict[int, list[int]] = {}
+        self.handled: list[tuple[int, int]] = []  # partition and offset of the messages that had effects
+        self.restored: list[Restored] = []
+        self.revoked: list[int] = []
+        self._history: dict[int, Restored] = {}
+        self._unsaved: dict[int, list[int]] = {}  # decisions since the last commit, of the live partitions
+        self._based: set[int] = set()  # partitions that have a snapshot
+        source.hand_over = self.hand_over
+
+    def turn(self, timeout: float = 0.1) -> Polled:
+        """Poll and write the effects."""
+        polled = self.source.poll(timeout)
+        self.revoked += polled.revoked
+        for partition in polled.revoked:
+            for known in (self.seen, self.decided, self._history, self._unsaved):
+                known.pop(partition, None)
+            self._based.discard(partition)
+        for restored in polled.restored:
+            self._restore(restored)
+        live = self._replay(polled.data)
+        for partition in polled.recovered:
+            for decisions in self._history.pop(partition).decisions:
+                self.decided[partition] += orjson.loads(decisions)
+            self._unsaved[partition] = []
+        self._act(live)
+        return polled
+
+    def _restore(self, restored: Restored) -> None:
+        partition = restored.partition
+        assert partition not in self.seen, f"partition {partition} comes though it is ours"
+        self.restored.append(restored)
+        kept = {"seen": [], "decided": []} if restored.snapshot is None else orjson.loads(restored.snapshot)
+        self.seen[partition], self.decided[partition] = kept["seen"], kept["decided"]
+        self._history[partition] = restored
+        if restored.snapshot is not None:
+            self._based.add(partition)
+
+    def _replay(self, data: Payload | None) -> Messages | None:
+        """See the messages that are history; what is left."""
+        if data is None:
+            return None
+        assert isinstance(data, Messages)
+        places = list(zip(data.partitions.tolist(), data.offsets.tolist(), strict=True))
+        past = np.array([p in self._history and o < self._history[p].until for p, o in places])
+        for i in np.flatnonzero(past).tolist():
+            partition, offset = places[i]
+            self.seen[partition].append(offset)
+        return data.take(np.flatnonzero(~past))
+
+    def _act(self, data: Messages | None) -> None:
+        if data is None:
+            return
+        alerts = []
+        for i, (partition, offset) in enumerate(zip(data.partitions.tolist(), data.offsets.tolist(), strict=True)):
+            self.seen[partition].append(offset)
+            self.handled.append((partition, offset))
+            alerts.append(alert(f"{partition}-{offset}", i))
+            if offset % 3 == 0:
+                self.decided[partition].append(offset)
+                self._unsaved[partition].append(offset)
+        self.sink.write(effects(alerts, []), data)
+
+    def hand_over(self, partitions: frozenset[int]) -> dict[int, Saved]:
+        return self._saved(partitions)
+
+    def _saved(self, snapshots: Iterable[int]) -> dict[int, Saved]:
+        saved = {}
+        for partition, decisions in self._unsaved.items():
+            if partition in snapshots or partition not in self._based:
+                kept = {"seen": self.seen[partition], "decided": self.decided[partition]}
+                saved[partition] = Saved(snapshot=orjson.dumps(kept))
+            elif decisions:
+                saved[partition] = Saved(decisions=orjson.dumps(decisions))
+        return saved
+
+    def commit(self, snapshots: Iterable[int] = ()) -> None:
+        """Commit with decisions, and with snapshots of these partitions and of those that have none."""
+        saved = self._saved(frozenset(snapshots))
+        self.sink.flush()
+        self.source.commit(saved)
+        for partition, kept in saved.items():
+            if partition in self._unsaved:
+                self._unsaved[partition] = []
+                if kept.snapshot is not None:
+                    self._based.add(partition)
+
+    def read(self, count: int) -> None:
+        """Turn until so many messages have had effects in this life."""
+
+        def enough() -> bool:
+            self.turn()
+            return len(self.handled) >= count
+
+        until(enough, f"{count} messages, got {len(self.handled)}")
+
+    def settle_on(self, *partitions: int) -> None:
+        """Turn until exactly these partitions are ours and their histories are over."""
+
+        def ours() -> bool:
+            self.turn()
+            return self._unsaved.keys() == set(partitions) == self.source.assigned
+
+        until(ours, f"partitions {partitions}, has {sorted(self.source.assigned)}")
+
+    def complete(self) -> bool:
+        """Whether the state of every partition whose history is over is that of an uninterrupted life."""
+        return all(
+            self.seen[p] == list(range(len(self.seen[p])))
+            and sorted(set(self.decided[p])) == [o for o in self.seen[p] if o % 3 == 0]
+            for p in self._unsaved
+        )
+
+    def close(self) -> None:
+        self.source.close()
+        self.delivery.close()
+
+
+class Group:
+    """Consumers that share a topic, and the topics that they write. mode: how they deliver."""
+
+    def __init__(self, bootstrap: str, topic: str, partitions: int, mode: str = MODES[0], **state: str) -> None:
+        self.bootstrap, self.topic, self.mode = bootstrap, topic, mode
+        self.name = f"g-{topic}"
+        self.alerts_topic, self.letters_topic, self.state_topic = f"{topic}-a", f"{topic}-d", f"{topic}-state"
+        self.topics = topics_of(self.alerts_topic, self.letters_topic, self.state_topic, partitions)
+        self.topics[self.state_topic]["configs"] |= state
+        self.limits = ensure_topics(bootstrap, self.topics)
+        self.members: list[Member | Reader] = []
+        self._opened = 0
+
+    def delivery(self, name: str | None = None) -> Delivery:
+        self._opened += 1
+        transactional_id = f"{self.name}-{name or self._opened}" if self.mode == "exactly-once" else None
+        return Delivery(self.bootstrap, None, self.limits, transactional_id)
+
+    def state(self) -> StateTopic:
+        return StateTopic(self.bootstrap, self.state_topic, None, self.limits[self.state_topic])
+
+    def open(self, instance: str | None = None, model: str = "m", **options: Any) -> tuple[KafkaSource, Delivery]:
+        """Source and delivery as the program connects them."""
+        delivery = self.delivery(instance)
+        shared = {"delivery": delivery, "state": self.state(), "model": model, "instance": instance}
+        quick = {"session_seconds": 10.0, "patience": PATIENCE}
+        try:
+            source = KafkaSource(self.bootstrap, self.topic, self.name, **{**quick, **shared, **options})
+        except DeformerError:
+            delivery.close()
+            raise
+        return source, delivery
+
+    def join(self, instance: str | None = None, model: str = "m", **options: Any) -> Member:
+        source, delivery = self.open(instance, model, **options)
+        member = Member(source, delivery, KafkaSink(self.alerts_topic, None, Bytes(), delivery))
+        self.members.append(member)
+        return member
+
+    def reader(self, instance: str | None = None, model: str = "m", **options: Any) -> Reader:
+        reader = Reader(*self.open(instance, model, **options))
+        self.members.append(reader)
+        return reader
+
+    def abandon(self, member: Member | Reader) -> None:
+        """As if the process had been killed and its session were over: it does nothing more, and the group knows."""
+        gone = MemberToRemove(member.source._consumer.group_metadata().member_id)
+        with admin_of(self.bootstrap) as admin:
+            admin.remove_group_members(self.name, [gone])
+
+    def committed(self) -> dict[int, OffsetAndMetadata]:
+        deadline = time.monotonic() + PATIENCE
+        with admin_of(self.bootstrap) as admin:
+            while True:
+                try:
+                    offsets = admin.list_group_offsets([self.name])[self.name]
+                except RetriableError:
+                    assert time.monotonic() < deadline, "in vain: the committed offsets"
+                else:
+                    return {tp.partition: offset for tp, offset in offsets.items() if offset.offset >= 0}
+
+    def positions(self) -> dict[int, int]:
+        return {partition: offset.offset for partition, offset in self.committed().items()}
+
+    def alerts(self) -> list[bytes]:
+        """Keys of the alerts that a reader of committed messages sees, in order within each partition of events."""
+        settle(self.bootstrap, self.alerts_topic)
+        return [record.key for record in read(self.bootstrap, self.alerts_topic)]
+
+    def close(self) -> None:
+        for member in self.members:
+            with suppress(DeformerError, KafkaError):
+                member.close()
+
+
+def of_each(counts: Mapping[int, int] = NOTHING) -> list[bytes]:
+    """Keys of the alerts that so many messages of each partition lead to, sorted."""
+    return sorted(b"%d-%d" % (partition, offset) for partition, count in counts.items() for offset in range(count))

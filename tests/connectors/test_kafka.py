@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,81 +12,11 @@ from kafka import KafkaAdminClient, KafkaProducer
 from kafka import errors as refusals
 from kafka.admin import MemberToRemove
 
-from connectors.kafka import KafkaSource, produce
-from deformer_stream.ports import Messages, Polled
-from tests.connectors.kafka_world import PATIENCE, Topic, committed, numbered
+from connectors.kafka import produce
+from deformer_stream.ports import Messages
+from tests.connectors.kafka_world import PATIENCE, Topic, committed, following, numbered, until
 
 pytestmark = pytest.mark.kafka
-
-
-def until(poll: Callable[[], bool], what: str) -> None:
-    """Repeat `poll` until it is true; it waits by itself."""
-    deadline = time.monotonic() + PATIENCE
-    while not poll():
-        assert time.monotonic() < deadline, f"in vain: {what}"
-
-
-class Reader:
-    """A source and everything that came out of it: `got` maps a partition to its (offset, key, payload)."""
-
-    def __init__(self, source: KafkaSource) -> None:
-        self.source = source
-        self.got: dict[int, list[tuple[int, bytes | None, bytes | None]]] = defaultdict(list)
-        self.revoked: list[int] = []
-
-    def poll(self, timeout: float = 0.2) -> Polled:
-        polled = self.source.poll(timeout)
-        self.revoked += polled.revoked
-        if polled.data is not None:
-            assert isinstance(polled.data, Messages)
-            d = polled.data
-            for p, o, k, v in zip(d.partitions.tolist(), d.offsets.tolist(), d.keys, d.payloads, strict=True):
-                self.got[p].append((o, k, v))
-        return polled
-
-    def __len__(self) -> int:
-        return sum(map(len, self.got.values()))
-
-    def read(self, count: int) -> None:
-        def enough() -> bool:
-            self.poll()
-            return len(self) >= count
-
-        until(enough, f"{count} messages, got {len(self)}")
-
-    def payloads(self) -> list[bytes | None]:
-        return [v for rows in self.got.values() for _, _, v in rows]
-
-
-@contextmanager
-def polling(reader: Reader) -> Iterator[None]:
-    """Let a reader follow its topic in a thread of its own, as another process would."""
-    stop = threading.Event()
-
-    def follow() -> None:
-        while not stop.is_set():
-            reader.poll(0.1)
-
-    thread = threading.Thread(target=follow)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
-@pytest.fixture
-def open_reader(kafka: SimpleNamespace) -> Iterator[Callable[..., Reader]]:
-    opened: list[KafkaSource] = []
-
-    def make(topic: str, group: str = "g", **options: Any) -> Reader:
-        opened.append(KafkaSource(kafka.bootstrap, topic, f"{group}-{topic}", **options))
-        return Reader(opened[-1])
-
-    yield make
-    for source in opened:
-        source.close()
 
 
 def test_round_trip_keeps_order_keys_and_times(kafka: SimpleNamespace, topic: Topic, open_reader: Any) -> None:
@@ -199,7 +125,7 @@ def test_rebalance_hands_partitions_over_without_loss_or_repetition(
     first = open_reader(name)
     first.read(200)  # dealt with, as the next poll says, but never committed by a call
     second = open_reader(name)
-    with polling(second):
+    with following(second.poll):
         until(
             lambda: first.poll(0.1) is not None and len(first.source.assigned) == len(second.source.assigned) == 2,
             "2+2",
@@ -224,7 +150,7 @@ def test_a_commit_during_a_rebalance_ends_well(kafka: SimpleNamespace, topic: To
     first.read(60)
     before = {p: rows[-1][0] + 1 for p, rows in first.got.items()}
     second = open_reader(name)
-    with polling(second):
+    with following(second.poll):
         deadline = time.monotonic() + PATIENCE
         while len(second.source.assigned) == 0 and time.monotonic() < deadline:
             first.source.commit()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +12,9 @@ from types import SimpleNamespace
 import pytest
 from kafka import errors as refusals
 
-from connectors.kafka import KafkaSink, KafkaSource, produce
+from connectors.kafka import Delivery, KafkaSource, produce
 from connectors.kafka.client import CONNECT_SECONDS, MAPPING, translate
 from deformer_stream.errors import ConfigError, DeformerError, Unavailable
-from tests.conftest import start_broker
-from tests.connectors.kafka_world import Bytes
 
 pytestmark = pytest.mark.kafka
 
@@ -43,10 +42,10 @@ def test_unknown_topic(kafka: SimpleNamespace) -> None:
     "attempt",
     [
         lambda servers: KafkaSource(servers, "t", "g"),
-        lambda servers: KafkaSink(servers, "a", "d", Bytes()),
+        lambda servers: Delivery(servers, None, {"a": 1000}),
         lambda servers: produce(servers, "t", [(b"k", b"v", None)]),
     ],
-    ids=["source", "sink", "produce"],
+    ids=["source", "delivery", "produce"],
 )
 def test_unreachable_broker(attempt: Callable[[str], object], capfd: pytest.CaptureFixture[str]) -> None:
     threads = threading.active_count()
@@ -75,14 +74,91 @@ def mute() -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_something_that_is_no_broker(mute: str) -> None:
+@pytest.mark.parametrize("security", [{}, {"security_protocol": "SSL"}], ids=["plain", "TLS"])
+def test_something_that_does_not_answer(security: dict[str, str], mute: str) -> None:
     threads = threading.active_count()
     began = time.monotonic()
     with pytest.raises(Unavailable, match="no answer in time") as caught:
-        KafkaSource(mute, "t", "g")
+        send(mute, security)
     assert time.monotonic() - began < CONNECT_SECONDS + 2
     one_line(caught.value)
     assert threading.active_count() == threads, "a network thread goes on"
+
+
+class Impostor:
+    """Listens, gives each request the next of these answers, and hangs up when it has no more."""
+
+    def __init__(self, *answers: bytes) -> None:
+        self.visits = 0
+        self._answers = answers
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self) -> Impostor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._server.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:  # the test is over
+                return
+            self.visits += 1
+            with connection:
+                for answer in self._answers:
+                    connection.recv(1000)
+                    connection.sendall(answer)
+
+
+def kafka_says(request: int, body: bytes) -> bytes:
+    """An answer to that request, whose number our greeting has for its correlation."""
+    return struct.pack(">ii", 4 + len(body), request) + body
+
+
+def send(servers: str, security: dict[str, str]) -> None:
+    produce(servers, "t", [(b"k", b"v", None)], security=security)
+
+
+def test_a_broker_that_hangs_up_is_asked_once_more() -> None:
+    with Impostor() as broker, pytest.raises(ConfigError, match="hangs up on us: check --security-protocol") as caught:
+        send(broker.address, {})
+    assert broker.visits == 2
+    one_line(caught.value)
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", kafka_says(17, b""), b"\0" * 8])
+def test_something_that_is_no_kafka(answer: bytes) -> None:
+    with Impostor(answer) as server, pytest.raises(ConfigError, match="is no Kafka: check --boot") as caught:
+        send(server.address, {})
+    one_line(caught.value)
+
+
+SCRAM = {"sasl_mechanism": "SCRAM-SHA-512", "sasl_plain_username": "me", "sasl_plain_password": "hunter2"}
+
+
+@pytest.mark.parametrize("proof", [b"r=a,s=,i=4096", b"", b"v=="], ids=["another nonce", "nothing", "no challenge"])
+def test_a_broker_that_does_not_know_the_password_either(proof: bytes) -> None:
+    """SCRAM: each side shows the other that it knows it, without telling it."""
+    accepted = kafka_says(17, struct.pack(">hi", 0, 0))
+    challenge = kafka_says(36, struct.pack(">hhi", 0, -1, len(proof)) + proof)
+    with Impostor(kafka_says(18, b"\0\0"), accepted, challenge) as broker:
+        with pytest.raises(ConfigError, match="cannot show that it knows the password") as caught:
+            send(broker.address, {"security_protocol": "SASL_PLAINTEXT", **SCRAM})
+        assert broker.visits == 1
+    assert "hunter2" not in one_line(caught.value)
+
+
+def test_an_answer_that_is_cut_short() -> None:
+    answers = kafka_says(18, b"\0\0"), kafka_says(17, b"\0")
+    with Impostor(*answers) as broker, pytest.raises(ConfigError, match="is no Kafka"):
+        send(broker.address, {"security_protocol": "SASL_PLAINTEXT", **SCRAM})
 
 
 def test_illegal_topic_name(kafka: SimpleNamespace) -> None:
@@ -93,44 +169,6 @@ def test_illegal_topic_name(kafka: SimpleNamespace) -> None:
 def test_missing_certificate(kafka: SimpleNamespace) -> None:
     with pytest.raises(ConfigError, match=r"--ssl-cafile /nowhere/ca.pem: there is no such file"):
         KafkaSource(kafka.bootstrap, "t", "g", security={"security_protocol": "SSL", "ssl_cafile": "/nowhere/ca.pem"})
-
-
-@pytest.fixture(scope="module")
-def guarded() -> Iterator[str]:
-    """The address of a broker that wants a login, where user `weak` has no rights at all."""
-    with start_broker(users={"weak": "secret"}) as broker:
-        yield broker.guarded
-
-
-def login(password: str) -> dict[str, str]:
-    user = {"sasl_plain_username": "weak", "sasl_plain_password": password}
-    return {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": "PLAIN", **user}
-
-
-# A broker that refuses a login says why and hangs up; when the client sees the end before the word, it knows only that.
-
-
-def test_wrong_password(guarded: str) -> None:
-    with pytest.raises(ConfigError, match="--sasl") as caught:
-        KafkaSource(guarded, "t", "g", security=login("wrong-password"))
-    assert "wrong-password" not in one_line(caught.value)
-    assert caught.value.exit_code == 2
-
-
-def test_wrong_way_to_log_in(guarded: str) -> None:
-    with pytest.raises(ConfigError, match="--sasl"):
-        KafkaSource(guarded, "t", "g", security=login("secret") | {"sasl_mechanism": "SCRAM-SHA-256"})
-
-
-def test_a_login_that_is_missing(guarded: str) -> None:
-    with pytest.raises(ConfigError, match="--security-protocol"):
-        KafkaSource(guarded, "t", "g")
-
-
-def test_creation_forbidden(guarded: str) -> None:
-    with pytest.raises(ConfigError, match=r"topic 'alerts' does not exist on .* and may not be created") as caught:
-        KafkaSink(guarded, "alerts", None, Bytes(), security=login("secret"))
-    assert "grant this user the right" in one_line(caught.value)
 
 
 def _kinds(base: type[Exception]) -> Iterator[type[Exception]]:

@@ -77,6 +77,7 @@ def effects_of(first: int, records: int = 2) -> tuple[Effects, Messages]:
     closed = Closed(
         names,
         [Closing.COMPLETE] * records,
+        np.full(records, 2, np.int32),
         np.full(records, 3, np.int32),
         np.ones(records, bool),
         np.full(records, -10.5),
@@ -99,7 +100,4 @@ def effects_of(first: int, records: int = 2) -> tuple[Effects, Messages]:
 
 
 def nothing() -> Effects:
-    ints = np.empty(0, np.int32)
-    floats = np.empty(0)
-    closed = Closed([], [], ints, np.empty(0, bool), floats, floats, floats, ints)
-    return Effects(EventBatch.empty(), Scored.empty(), [], [], closed)
+    return Effects(EventBatch.empty(), Scored.empty(), [], [], Closed.joined([]))

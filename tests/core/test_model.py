@@ -26,11 +26,13 @@ def grown(model: DEformer, features: torch.Tensor, values: torch.Tensor, cuts: l
         extension = model.prefill(f, v) if past is None else model.extend(f, v, past)
         parts.append(extension.conditional.log_prob(v))
         if past is None:
-            keys, vals = list(extension.keys), list(extension.values)
+            keys, vals, readings = list(extension.keys), list(extension.values), extension.readings
         else:
             keys = [torch.cat([a, b], 2) for a, b in zip(past.keys, extension.keys, strict=True)]
             vals = [torch.cat([a, b], 2) for a, b in zip(past.values, extension.values, strict=True)]
-        past = Past(keys, vals, torch.full((len(features),), keys[0].shape[2]))
+            if readings is not None and extension.readings is not None:
+                readings = torch.cat([readings, extension.readings], 1)
+        past = Past(keys, vals, torch.full((len(features),), keys[0].shape[2]), readings)
         start = stop
     return torch.cat(parts, 1)
 

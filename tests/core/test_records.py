@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from hypothesis import settings
@@ -12,10 +14,14 @@ from deformer_stream.core.batch import NO_TIME, Closing, EventBatch, Reason
 from deformer_stream.core.cache import PAGE_TOKENS, KeyValueCache
 from deformer_stream.core.heads import Conditional
 from deformer_stream.core.model import DEformer, Extension, ModelConfig
-from deformer_stream.core.records import Records
+from deformer_stream.core.records import SAMPLE, Records
 from deformer_stream.core.schema import Feature, Schema
 
 SCHEMA = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(4)))
+
+
+Key = tuple[int, str]
+"""Partition and id: the same id in two partitions is two records."""
 
 
 class RecordsMachine(RuleBasedStateMachine):
@@ -24,109 +30,155 @@ class RecordsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.records = Records(SCHEMA, remembered=5)
-        self.open: dict[str, dict[int, float]] = {}
-        self.last: dict[str, int] = {}
-        self.source: dict[str, int] = {}
-        self.closed: list[str] = []
+        self.open: dict[Key, dict[int, float]] = {}
+        self.last: dict[Key, int] = {}
+        self.closed: dict[int, list[str]] = {source: [] for source in range(3)}
         self.now = 0
 
-    def remember(self, record: str) -> None:
-        for table in (self.open, self.last, self.source):
-            table.pop(record)
-        self.closed = [*self.closed, record][-5:]
+    def remember(self, source: int, record: str) -> None:
+        self.open.pop((source, record), None)
+        self.last.pop((source, record), None)
+        if record not in self.closed[source]:
+            self.closed[source] = [*self.closed[source], record][-5:]
+
+    def keys(self, slots: list[int]) -> list[Key]:
+        return [(int(self.records.source[slot]), self.records.ids[slot]) for slot in slots]
+
+    def end(self, slots: list[int], reason: Closing) -> None:
+        closed = self.records.close(slots, reason)
+        assert list(zip(closed.sources.tolist(), closed.records, strict=True)) == self.keys(slots)
+        self.records.release(slots)
+
+    def in_order(self, keys: Iterable[Key]) -> list[Key]:
+        """The longest silent first; of those, by partition and opening."""
+        opened = list(self.open)
+        return sorted(keys, key=lambda key: (self.last[key], key[0], opened.index(key)))
 
     @rule(
         events=st.lists(
             st.tuples(
-                st.sampled_from("abcdefgh"), st.integers(0, 3), st.one_of(st.floats(-1, 1), st.just(float("nan")))
+                st.integers(0, 2),
+                st.sampled_from("abcdefgh"),
+                st.integers(0, 3),
+                st.one_of(st.floats(-1, 1), st.just(float("nan"))),
             ),
             max_size=12,
-        ),
-        source=st.integers(0, 2),
+        )
     )
-    def arrive(self, events: list[tuple[str, int, float]], source: int) -> None:
+    def arrive(self, events: list[tuple[int, str, int, float]]) -> None:
         self.now += 1
         n = len(events)
         batch = EventBatch(
-            [r for r, _, _ in events],
-            np.array([f for _, f, _ in events], np.int32),
-            np.array([v for _, _, v in events], np.float64),
+            [r for _, r, _, _ in events],
+            np.array([f for _, _, f, _ in events], np.int32),
+            np.array([v for _, _, _, v in events], np.float64),
             np.full(n, NO_TIME, np.int64),
             np.arange(n, dtype=np.int32),
-            np.full(n, source, np.int32),
+            np.array([s for s, _, _, _ in events], np.int32),
         )
         accepted, rejected = self.records.accept(batch, self.now)
         expected, refused, complete = [], [], []
-        for i, (record, feature, value) in enumerate(events):
-            if record not in self.open and record in self.closed:
+        for i, (source, record, feature, value) in enumerate(events):
+            key = source, record
+            if key not in self.open and record in self.closed[source]:
                 refused.append((i, Reason.LATE))
                 continue
-            if record not in self.open:
-                self.open[record], self.source[record] = {}, source
-            row = self.open[record]
+            row = self.open.setdefault(key, {})
             if feature in row:
                 refused.append((i, Reason.DUPLICATE))
                 continue
             row[feature] = value
-            self.last[record] = self.now
+            self.last[key] = self.now
             if not np.isnan(value):
                 expected.append((i, sum(not np.isnan(v) for v in row.values()) - 1))
             if len(row) == 4:
-                complete.append(record)
-                self.remember(record)
+                complete.append(key)
+                self.remember(*key)
         assert list(zip(accepted.events.tolist(), accepted.seq.tolist(), strict=True)) == expected
         assert [(r.message, r.reason) for r in rejected] == refused
-        assert [self.records.ids[s] for s in accepted.ended] == complete
+        assert self.keys(list(accepted.ended)) == complete
         for event, slot, seq in zip(accepted.events, accepted.slots, accepted.seq, strict=True):
-            assert self.records.log_feature[slot, seq] == events[event][1]
-            assert self.records.log_value[slot, seq] == events[event][2]
+            assert self.records.log_feature[slot, seq] == events[event][2]
+            assert self.records.log_value[slot, seq] == events[event][3]
         closed = self.records.close(list(accepted.ended), list(accepted.ended.values()))
         assert closed.complete.all()
         self.records.release(list(accepted.ended))
 
-    @rule(age=st.integers(0, 3))
-    def expire(self, age: int) -> None:
-        slots, earliest = self.records.idle(self.now - age)
-        expected = {r for r, at in self.last.items() if at <= self.now - age}
-        assert {self.records.ids[s] for s in slots} == expected
-        rest = [at for r, at in self.last.items() if r not in expected]
+    @rule(age=st.integers(0, 3), holding=st.sets(st.integers(0, 2), max_size=1))
+    def expire(self, age: int, holding: set[int]) -> None:
+        slots, earliest = self.records.idle(self.now - age, holding)
+        expected = self.in_order(k for k, at in self.last.items() if at <= self.now - age and k[0] not in holding)
+        assert self.keys(slots) == expected
+        rest = [at for key, at in self.last.items() if key not in expected]
         assert earliest == (min(rest) if rest else None)
-        self.records.close(slots, Closing.TIMEOUT)
-        self.records.release(slots)
-        # Several records that end at once are remembered in the order of their slots.
-        for slot in slots:
-            self.remember(self.records.ids[slot])
+        self.end(slots, Closing.TIMEOUT)
+        for key in expected:
+            self.remember(*key)
 
     @rule(source=st.integers(0, 2))
     def revoke(self, source: int) -> None:
+        """Nothing remains of a partition, not even what was closed."""
         slots = self.records.of_sources([source])
-        expected = {r for r, s in self.source.items() if s == source}
-        assert {self.records.ids[s] for s in slots} == expected
-        self.records.close(slots, Closing.REVOKED)
-        self.records.release(slots)
-        for record in expected:
-            for table in (self.open, self.last, self.source):
-                table.pop(record)  # type: ignore[attr-defined]
+        assert self.keys(slots) == [key for key in self.open if key[0] == source], "in the order of their opening"
+        self.end(slots, Closing.REVOKED)
+        self.records.forget([source])
+        self.open = {key: row for key, row in self.open.items() if key[0] != source}
+        self.last = {key: at for key, at in self.last.items() if key[0] != source}
+        self.closed[source] = []
 
-    @rule(excess=st.integers(1, 3))
-    def find_stalest(self, excess: int) -> None:
-        slots = self.records.stalest(excess)
-        assert len(slots) == min(excess, len(self.open))
-        chosen = [self.last[self.records.ids[s]] for s in slots]
-        assert chosen == sorted(self.last.values())[: len(slots)]
+    @rule(source=st.integers(0, 2), ids=st.lists(st.sampled_from("abcdefgh"), max_size=3, unique=True))
+    def shut(self, source: int, ids: list[str]) -> None:
+        """Decisions of an earlier life: ids are closed whether they are open or not."""
+        slots = self.records.shut(source, ids)
+        assert self.keys(slots) == [(source, record) for record in ids if (source, record) in self.open]
+        self.records.release(slots)
+        for record in ids:
+            self.remember(source, record)
+
+    @rule(excess=st.integers(1, 3), holding=st.sets(st.integers(0, 2), max_size=1))
+    def find_stalest(self, excess: int, holding: set[int]) -> None:
+        slots = self.records.stalest(excess, holding)
+        assert self.keys(slots) == self.in_order(key for key in self.open if key[0] not in holding)[:excess]
 
     @invariant()
     def agree(self) -> None:
-        assert set(self.records.slot_of) == set(self.open)
-        assert list(self.records.closed_ids) == self.closed
+        partitions = self.records.partitions
+        assert {(p, r): s for p, it in partitions.items() for r, s in it.slot_of.items()}.keys() == self.open.keys()
+        for source, closed in self.closed.items():
+            assert list(partitions[source].closed if source in partitions else []) == closed
         assert int(self.records.is_open.sum()) == len(self.open) == len(self.records)
         assert len(self.records.free) + len(self.open) == self.records.capacity
-        for record, row in self.open.items():
-            slot = self.records.slot_of[record]
+        for (source, record), row in self.open.items():
+            slot = partitions[source].slot_of[record]
             seen = [f for f, v in row.items() if not np.isnan(v)]
             assert self.records.count[slot] == len(seen)
             assert self.records.absent[slot] == len(row) - len(seen)
             assert self.records.log_feature[slot, : len(seen)].tolist() == seen
+
+
+def one_each(names: list[str], sources: list[int]) -> EventBatch:
+    n = len(names)
+    ints = np.arange(n, dtype=np.int32)
+    times = np.full(n, NO_TIME)
+    return EventBatch(names, np.zeros(n, np.int32), np.zeros(n), times, ints, np.array(sources, np.int32))
+
+
+def test_a_record_that_is_fed_through_several_partitions_is_noticed() -> None:
+    records = Records(SCHEMA)
+    names = [f"r{i // 3}" for i in range(300)]
+    records.accept(one_each(names, [i % 3 for i in range(300)]), 0)
+    assert len(records) == 300
+    assert 0 < records.misrouted <= 300 // SAMPLE
+    assert records.misrouted_example is not None
+    name, here, there = records.misrouted_example
+    assert here != there
+    assert {here, there} <= {i % 3 for i, record in enumerate(names) if record == name}
+
+
+def test_records_with_one_partition_each_are_not_misrouted() -> None:
+    records = Records(SCHEMA)
+    records.accept(one_each([f"r{i}" for i in range(300)], [i % 3 for i in range(300)]), 0)
+    assert (records.misrouted, records.misrouted_example) == (0, None)
 
 
 class CacheMachine(RuleBasedStateMachine):

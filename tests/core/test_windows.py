@@ -99,7 +99,8 @@ def outcome(rows: list[Event], cuts: Iterable[int]) -> tuple[list[str | Reason],
         s = effects.scored
         numbers += zip(s.seq, s.log_likelihood, s.running, s.score, strict=True)
         ended += closed(effects)
-    assert len(it.records.watermarks) == sum("@" in record for record in it.records.slot_of)
+    open_now = it.records.partition(0)
+    assert len(open_now.watermarks) == sum("@" in record for record in open_now.slot_of)
     return [fates[i] for i in range(len(rows))], ended, np.array(numbers, float).reshape(-1, 4)
 
 
@@ -122,7 +123,6 @@ def test_nothing_depends_on_how_the_stream_is_cut(rows: list[Event], cuts: set[i
 @settings(max_examples=60, deadline=None)
 @given(rows=events)
 def test_a_device_does_not_depend_on_others(rows: list[Event]) -> None:
-    """So partitions, which only say whose events travel together, play no part either."""
     fates, ended, _ = outcome(rows, [])
     mine = [i for i, row in enumerate(rows) if row[0] == "a"]
     alone, alone_ended, _ = outcome([rows[i] for i in mine], [])
@@ -148,9 +148,9 @@ def test_a_window_closes_when_its_end_and_grace_are_passed() -> None:
     assert closed(effects) == [("a@10", Closing.WINDOW)]
     assert effects.closed.events.tolist() == [2]
     assert not effects.closed.complete[0]
-    assert sorted(it.records.slot_of) == ["a@20", "b@0"], "another device's clock closes nothing"
+    assert sorted(it.records.partition(0).slot_of) == ["a@20", "b@0"], "another device's clock closes nothing"
     assert sorted(closed(it.finish())) == [("a@20", Closing.END), ("b@0", Closing.END)]
-    assert len(it.records.watermarks) == 0
+    assert len(it.records.partition(0).watermarks) == 0
 
 
 def test_a_window_in_which_nothing_came_is_over_all_the_same() -> None:
@@ -163,7 +163,7 @@ def test_idle_windows_end_by_the_record_timeout() -> None:
     it = Engine(MODEL, CALIBRATION, "fp", 0.1, Limits(record_timeout=100))
     it.handle(batch_of([("a", 3, 0, 0.0)]), 0)
     assert closed(it.handle(EventBatch.empty(), 100)) == [("a@0", Closing.TIMEOUT)]
-    assert len(it.records.watermarks) == 0
+    assert len(it.records.partition(0).watermarks) == 0
     late = it.handle(batch_of([("a", 4, 1, 0.0)]), 101)
     assert [r.reason for r in late.rejected] == [Reason.LATE]
 
@@ -171,9 +171,11 @@ def test_idle_windows_end_by_the_record_timeout() -> None:
 def test_revoked_windows_may_come_back() -> None:
     it = engine()
     it.handle(batch_of([("a", 3, 0, 0.0), ("a", 13, 0, 0.0)]), 0)
+    saved = it.snapshot(0, 0)
     assert closed(it.revoke([0])) == [("a@10", Closing.REVOKED)]
-    effects = it.handle(batch_of([("a", 13, 0, 0.0), ("a", 3, 0, 0.0)]), 1)
-    assert effects.scored.seq.tolist() == [0]
+    it.restore(0, saved, 1)
+    effects = it.handle(batch_of([("a", 13, 1, 0.0), ("a", 3, 0, 0.0)]), 1)
+    assert effects.scored.seq.tolist() == [1]
     assert [r.reason for r in effects.rejected] == [Reason.LATE], "its clock is not set back"
 
 

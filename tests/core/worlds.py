@@ -44,6 +44,7 @@ configs = st.builds(
     identity=st.sampled_from(["embedding", "coordinates", "both"]),
     memory=st.sampled_from(["all", "values"]),
     hidden=st.sampled_from([(24,), (16, 24)]),
+    gaussians=st.sampled_from([0, 3]),
 )
 
 
@@ -53,6 +54,11 @@ def model_of(schema: Schema, config: ModelConfig, seed: int = 0, dtype: torch.dt
     model = DEformer(schema, config).to(dtype).eval()
     with torch.no_grad():
         model.head.project.weight.mul_(5.0)
+        if model.gaussians is not None:
+            shape = model.gaussians.covariances.shape
+            model.gaussians.means.copy_(torch.randn(shape[:-1]))
+            mixing = torch.randn(shape, dtype=torch.float64) / shape[-1] ** 0.5
+            model.gaussians.covariances.copy_(mixing @ mixing.mT + 0.2 * torch.eye(shape[-1]))
     return model
 
 

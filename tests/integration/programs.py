@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,16 +28,23 @@ def command(program: str, *words: object) -> list[str]:
     return [sys.executable, "-m", PROGRAMS[program], *map(str, words)]
 
 
-def environment() -> dict[str, str]:
+def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """Ours without what would configure the programs; one thread each, for several of them share this machine."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("DEFORMER_")}
-    return {**clean, "OMP_NUM_THREADS": "1"}
+    return {**clean, "OMP_NUM_THREADS": "1", **(variables or {})}
 
 
-def run(program: str, *words: object, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
-    """Run to the end, whatever that is."""
+def run(
+    program: str, *words: object, timeout: float = PATIENCE, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end, whatever that is. variables: further ones of the environment."""
     return subprocess.run(
-        command(program, *words), capture_output=True, text=True, timeout=timeout, env=environment(), check=False
+        command(program, *words),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment(variables),
+        check=False,
     )
 
 
@@ -64,16 +71,24 @@ def until(true: Callable[[], bool], what: str, patience: float = PATIENCE) -> No
 class Consume:
     """`deformer-stream consume` in the background; ended by its process id, at the latest with the `with` block."""
 
-    def __init__(self, log: Path, *words: object) -> None:
+    def __init__(
+        self,
+        log: Path,
+        *words: object,
+        variables: Mapping[str, str] | None = None,
+        module: Sequence[object] = (PROGRAMS["deformer-stream"],),
+    ) -> None:
+        """module: what runs the command, with words that go before it."""
         self.port = _free_port()
         self._log = log
+        program = [sys.executable, "-m", *module, "consume", "--http", f"127.0.0.1:{self.port}", *words]
         with log.open("w") as err:
             self.process = subprocess.Popen(
-                command("deformer-stream", "consume", "--http", f"127.0.0.1:{self.port}", *words),
+                [str(word) for word in program],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=err,
-                env=environment(),
+                env=environment(variables),
             )
 
     def __enter__(self) -> Consume:

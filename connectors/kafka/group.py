@@ -1,0 +1,56 @@
+"""Who may be in a consumer group: processes that score with the same model.
+
+Each member says its model's fingerprint when it joins. The member that deals out partitions gives none to a newcomer
+with another model than those that hold partitions, and tells it why. Members that hold partitions are never refused, so
+that a model can be changed under way in one process after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kafka.coordinator.assignors.cooperative_sticky import CooperativeStickyAssignor
+from kafka.protocol.consumer.metadata import ConsumerProtocolAssignment, ConsumerProtocolSubscription
+
+from deformer_stream.errors import ConfigError
+
+
+class SameModel(CooperativeStickyAssignor):  # type: ignore[misc]  # the client ships no types
+    """Cooperative sticky assignment (KIP-429) among members that agree on `model`, a fingerprint."""
+
+    name = "deformer-cooperative-sticky"
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self.model = model
+        self.refused_by: str | None = None
+        """The group's model, if it is another than ours."""
+
+    def check(self) -> None:
+        """Raise ConfigError if the group has refused us."""
+        if self.refused_by is not None:
+            raise ConfigError(
+                f"the consumer group scores with model {self.refused_by}, this process has {self.model}: give them the "
+                "same model, or choose another --group"
+            )
+
+    def metadata(self, topics: set[str]) -> ConsumerProtocolSubscription:
+        subscription = super().metadata(topics)
+        subscription.user_data = self.model.encode()
+        return subscription
+
+    def assign(self, cluster: Any, members: list[Any]) -> dict[str, ConsumerProtocolAssignment]:
+        models = {member.member_id: bytes(member.metadata.user_data or b"") for member in members}
+        holding = {m.member_id for m in members if any(tp.partitions for tp in m.metadata.owned_partitions or ())}
+        accepted = {models[member] for member in holding} or {self.model.encode()}
+        welcome = [m for m in members if m.member_id in holding or models[m.member_id] in accepted]
+        assignments: dict[str, ConsumerProtocolAssignment] = super().assign(cluster, welcome)
+        for member in members:
+            if member.member_id not in assignments:
+                why = sorted(accepted)[0]
+                assignments[member.member_id] = ConsumerProtocolAssignment(self.version, [], why)
+        return assignments
+
+    def on_assignment(self, assignment: ConsumerProtocolAssignment, generation: int) -> None:
+        super().on_assignment(assignment, generation)
+        self.refused_by = bytes(assignment.user_data).decode() if assignment.user_data else None

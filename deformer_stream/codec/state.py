@@ -1,0 +1,205 @@
+"""Snapshots and decisions ↔ bytes, as they are kept between two lives.
+
+    magic (8 bytes) | kind (1) | format version (2, big-endian) | SHA-256 of the body (32) | body
+
+The body is an Arrow IPC stream of one row in which every column is a list, its buffers compressed with zstd. Nothing of
+it is parsed before its checksum is verified, and nothing is used before it is checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from deformer_stream.core.snapshot import Decisions, Snapshot, Vocabulary, ragged
+from deformer_stream.errors import StateError
+
+MAGIC = b"deformer"
+VERSION = 1
+HEAD = struct.Struct(">8scH32s")
+SNAPSHOT, DECISIONS = b"S", b"D"
+AGES = 2**61
+"""Microseconds; no age is as large."""
+REMEDY = "restore the state from a backup, or delete it to go on without the records that were open"
+
+Columns = Mapping[str, "Sequence[str] | NDArray[Any]"]
+
+_TEXT = pa.large_string()  # all ids of a partition together may be long
+_VOCABULARY = {"names": _TEXT, "kinds": _TEXT, "label_counts": pa.int32(), "labels": _TEXT}
+_SNAPSHOT = _VOCABULARY | {
+    "models": _TEXT,
+    "ids": _TEXT,
+    "model": pa.int32(),
+    "age": pa.int64(),
+    "counts": pa.int32(),
+    "features": pa.int16(),
+    "values": pa.float64(),
+    "absent_counts": pa.int32(),
+    "absent": pa.int16(),
+    "log_likelihood": pa.float64(),
+    "scored": pa.int32(),
+    "total": pa.float64(),
+    "least": pa.float64(),
+    "peak": pa.float64(),
+    "excess": pa.float64(),
+    "p_value": pa.float64(),
+    "alert_seq": pa.int32(),
+    "unseen_record": pa.int32(),
+    "unseen_place": pa.int32(),
+    "unseen_text": _TEXT,
+    "window_record": pa.int32(),
+    "window_device": _TEXT,
+    "window_deadline": pa.int64(),
+    "closed": _TEXT,
+    "devices": _TEXT,
+    "marks": pa.int64(),
+}
+_SUMS = ("log_likelihood", "total", "least", "peak", "excess", "p_value")
+_DECISIONS = {"closed": _TEXT, "alerted": _TEXT, "alert_seq": pa.int32()}
+
+
+class _Nonsense(Exception):  # noqa: N818  (control flow: becomes a `StateError` that says where)
+    """What the bytes say cannot be."""
+
+
+def encode_snapshot(snapshot: Snapshot) -> bytes:
+    vocabulary = snapshot.vocabulary
+    columns: dict[str, Sequence[str] | NDArray[Any]] = {
+        "names": vocabulary.names,
+        "kinds": vocabulary.kinds,
+        "label_counts": np.array([len(labels) for labels in vocabulary.labels], np.int32),
+        "labels": [label for labels in vocabulary.labels for label in labels],
+    }
+    columns |= {name: getattr(snapshot, name) for name in _SNAPSHOT if name not in columns}
+    return _sealed(SNAPSHOT, columns, _SNAPSHOT)
+
+
+def decode_snapshot(data: bytes, where: str = "the saved state") -> Snapshot:
+    """Raises `StateError` for bytes that are no snapshot of this format version, whole and unaltered. where: what the
+    error calls them."""
+    try:
+        columns = _opened(SNAPSHOT, data, _SNAPSHOT)
+        vocabulary = _vocabulary(*(columns.pop(name) for name in _VOCABULARY))
+        snapshot = Snapshot(vocabulary, tuple(columns.pop("models")), **columns)
+        _check(snapshot)
+    except _Nonsense as error:
+        raise StateError(f"{where}: {error}; {REMEDY}") from error
+    return snapshot
+
+
+def encode_decisions(decisions: Decisions) -> bytes:
+    alerted = decisions.alerted
+    seq = np.fromiter(alerted.values(), np.int32, len(alerted))
+    return _sealed(DECISIONS, {"closed": decisions.closed, "alerted": list(alerted), "alert_seq": seq}, _DECISIONS)
+
+
+def decode_decisions(data: bytes, where: str = "the saved decisions") -> Decisions:
+    """Raises `StateError` for bytes that are no decisions of this format version, whole and unaltered. where: what the
+    error calls them."""
+    try:
+        columns = _opened(DECISIONS, data, _DECISIONS)
+        closed, alerted, seq = (columns[name] for name in _DECISIONS)
+        _must(len(alerted) == len(seq) == len(set(alerted)), "alerts without or with several places")
+        _must(bool((seq >= 0).all()), "an alert before the first reading")
+    except _Nonsense as error:
+        raise StateError(f"{where}: {error}; {REMEDY}") from error
+    return Decisions(tuple(closed), dict(zip(alerted, seq.tolist(), strict=True)))
+
+
+def _sealed(kind: bytes, columns: Columns, types: Mapping[str, pa.DataType]) -> bytes:
+    lists = [pa.LargeListArray.from_arrays([0, len(v)], pa.array(v, types[name])) for name, v in columns.items()]
+    batch = pa.RecordBatch.from_arrays(lists, list(columns))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_batch(batch)
+    body: bytes = sink.getvalue().to_pybytes()
+    head: bytes = HEAD.pack(MAGIC, kind, VERSION, hashlib.sha256(body).digest())
+    return head + body
+
+
+def _opened(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[str, Any]:
+    """The columns: lists of texts, arrays of numbers."""
+    _must(len(data) >= HEAD.size, f"cut short: {len(data)} bytes")
+    magic, found, version, digest = HEAD.unpack_from(data)
+    _must(magic == MAGIC, "written by another program")
+    if version != VERSION:
+        raise _Nonsense(f"its format version is {version}, and this release reads {VERSION}")
+    _must(found == kind, "of another kind than expected")
+    body = memoryview(data)[HEAD.size :]
+    _must(hashlib.sha256(body).digest() == digest, "cut short or altered, its checksum does not match")
+    try:
+        table = pa.ipc.open_stream(pa.py_buffer(body)).read_all()
+        table.validate(full=True)
+        _must(table.schema.equals(pa.schema({n: pa.large_list(t) for n, t in types.items()})), "columns are missing")
+        _must(table.num_rows == 1, f"{table.num_rows} rows where one is expected")
+        columns = {name: table.column(name).combine_chunks().flatten() for name in types}
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _Nonsense(f"not readable ({str(error).splitlines()[0]})") from error
+    _must(not any(column.null_count for column in columns.values()), "a value is missing")
+    return {n: c.to_pylist() if types[n] == _TEXT else c.to_numpy() for n, c in columns.items()}
+
+
+def _must(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise _Nonsense(otherwise)
+
+
+def _vocabulary(names: list[str], kinds: list[Any], counts: NDArray[np.int32], labels: list[str]) -> Vocabulary:
+    _must(len(names) == len(kinds) == len(counts) == len(set(names)), "features are not named once each")
+    _must(set(kinds) <= {"continuous", "discrete"}, "a feature is of an unknown kind")
+    _must(bool((counts >= 0).all()) and int(counts.sum()) == len(labels), "labels are not those of its features")
+    ends = np.cumsum(counts).tolist()
+    parts = (tuple(labels[end - count : end]) for end, count in zip(ends, counts.tolist(), strict=True))
+    return Vocabulary(tuple(names), tuple(kinds), tuple(parts))
+
+
+def _check(snapshot: Snapshot) -> None:
+    """What the engine relies on. Raises `_Nonsense`."""
+    R, F = len(snapshot), len(snapshot.vocabulary)
+    for name in ("model", "age", "counts", "absent_counts", "scored", "alert_seq", *_SUMS):
+        _must(len(getattr(snapshot, name)) == R, f"{name!r} is not given once for each record")
+    _must(len(set(snapshot.ids)) == R, "a record is there twice")
+    _must(_within(snapshot.model, len(snapshot.models)), "a record is of no model")
+    _must(_within(snapshot.counts, F + 1) and _within(snapshot.absent_counts, F + 1), "a record has too many readings")
+    T, A = int(snapshot.counts.sum()), int(snapshot.absent_counts.sum())
+    _must(len(snapshot.features) == len(snapshot.values) == T and len(snapshot.absent) == A, "readings are missing")
+    _must(_within(snapshot.features, F) and _within(snapshot.absent, F), "a reading is of no feature")
+    record, _ = snapshot.places()
+    once = np.zeros((R, F), bool)
+    once[record, snapshot.features] = True
+    once[ragged(snapshot.absent_counts)[0], snapshot.absent] = True
+    _must(int(once.sum()) == T + A, "a record has a feature twice")
+    _check_values(snapshot)
+    _must(bool((snapshot.alert_seq >= -1).all()) and bool((snapshot.scored >= 0).all()), "a place is negative")
+    U, W = len(snapshot.unseen_text), len(snapshot.window_device)
+    _must(len(snapshot.unseen_record) == len(snapshot.unseen_place) == U, "labels are missing")
+    _must(_within(snapshot.unseen_record, R), "a label is of no record")
+    _must(_within(snapshot.unseen_place, snapshot.counts[snapshot.unseen_record]), "a label is of no reading")
+    _must(len(snapshot.window_record) == len(snapshot.window_deadline) == W, "windows are missing")
+    _must(_within(snapshot.window_record, R), "a window is of no record")
+    _must(len(set(snapshot.devices)) == len(snapshot.marks) == len(snapshot.devices), "a watermark is of no device")
+
+
+def _check_values(snapshot: Snapshot) -> None:
+    """Numbers are finite, label codes those of a label or of an unseen one."""
+    labels = np.array([len(x) for x in snapshot.vocabulary.labels], np.int64)
+    discrete = np.array([kind == "discrete" for kind in snapshot.vocabulary.kinds], bool)
+    values, features = snapshot.values, snapshot.features
+    _must(bool(np.isfinite(values).all()), "a value is not finite")
+    codes = discrete[features]
+    known = (values >= 0) & (values <= labels[features]) & (values == np.floor(values))
+    _must(bool(known[codes].all()), "a label's code stands for nothing")
+    _must(_within(snapshot.age + AGES, 2 * AGES), "a record is older than time")
+    for name in _SUMS:
+        _must(bool(np.isfinite(getattr(snapshot, name)).all()), f"{name!r} is not finite")
+
+
+def _within(numbers: NDArray[Any], end: int | NDArray[Any]) -> bool:
+    """All from 0 to before the end."""
+    return bool(((numbers >= 0) & (numbers < end)).all())

@@ -1,0 +1,130 @@
+"""From readings to log-likelihoods, running statistics and p-values, by the model that a record began with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deformer_stream.core.cache import KeyValueCache, tensor
+from deformer_stream.core.conformal import Calibration, advance
+from deformer_stream.core.model import DEformer
+from deformer_stream.core.records import Records
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+GROUP_READINGS = 8_192
+"""Readings, cached and new, of the records that go through the network together: past it, larger matrices gain nothing,
+and what attention gathers falls out of the processor's cache."""
+
+PADDING, SMALL_READINGS = 1.25, 512
+"""Records with unequal numbers of readings share a pass if padding adds at most a quarter, or few readings in all: a
+pass costs as much as some hundred readings whatever is in it."""
+
+UNDECIDED = 0.0
+"""The alpha of readings that were judged before: no p-value is as small, so no alert is raised."""
+
+
+class Generation:
+    """A model with its calibration: what the records that began with it are judged by."""
+
+    def __init__(self, model: DEformer, calibration: Calibration, fingerprint: str) -> None:
+        self.model, self.calibration, self.fingerprint = model.eval(), calibration, fingerprint
+        self.schema = model.schema
+
+    def score(
+        self, records: Records, cache: KeyValueCache, slots: Ints, seq: Ints, alpha: float
+    ) -> tuple[Floats, Bools, int]:
+        """Judge M readings that are in the logs, given their slots and places in the record, each (M,); a record's come
+        in order, and those before them are judged already. Returns log-likelihood, its running sum, score and p-value,
+        (4, M); which of them raise an alert at this alpha, (M,); and how many records' cache was built again."""
+        # Readings of one record stand together, in its order, from `first` on.
+        order = np.lexsort((seq, slots))
+        slots, first, fresh = np.unique(slots[order], return_index=True, return_counts=True)
+        before = seq[order][first]
+        cache.pin(slots)
+        start = cache.length[slots]
+        start = np.where(start == before, start, 0)
+        cache.drop(slots[start != before])
+        columns = np.empty((4, len(seq)))
+        alert = np.zeros(len(seq), bool)
+        for rows in _groups(before + fresh - start, start):
+            group = slots[rows], start[rows], before[rows], fresh[rows]
+            new, scores, raised = self._group(records, cache, *group, alpha)
+            row, column = np.nonzero(new)
+            target = order[first[rows][row] + column - (before - start)[rows][row]]
+            columns[:, target], alert[target] = scores[:, new], raised[new]
+        return columns, alert, int(((start == 0) & (before > 0)).sum())
+
+    def _group(
+        self,
+        records: Records,
+        cache: KeyValueCache,
+        slots: Ints,
+        start: Ints,
+        before: Ints,
+        fresh: Ints,
+        alpha: float,
+    ) -> tuple[Bools, Floats, Bools]:
+        """R records with `fresh` new readings, cached up to `start` and scored up to `before`, each (R,).
+
+        All readings from `start` on go through the network, L places with padding at the end. Returns which of them
+        are new, (R, L); log-likelihood, running log-likelihood, score and p-value, (4, R, L); and where alerts are
+        raised, (R, L).
+        """
+        length = before + fresh - start
+        column = np.arange(int(length.max()))
+        valid = column < length[:, None]
+        new = valid & (column >= (before - start)[:, None])
+        codes, raw = records.readings(slots, np.where(valid, start[:, None] + column, 0))
+        features = tensor(np.where(valid, codes, -1), self.model)
+        values = tensor(self.schema.normalise(codes, raw), self.model)
+        with torch.inference_mode():
+            extension = self.model.extend(features, values, cache.gather(slots))
+            cache.append(slots, extension, length)
+            log_likelihood = extension.conditional.log_prob(values).double().cpu().numpy()
+            log_p, excess = (t.double().cpu().numpy() for t in extension.conditional.surprise(values))
+        scored = new & ~self.schema.context[codes]
+        gain = np.where(scored, log_likelihood, 0.0)
+        running = np.cumsum(np.concatenate([records.log_likelihood[slots, None], gain], 1), 1)[:, 1:]
+        # Summed in arrival order, as the likelihood is, so that any split of the readings gives the same bits.
+        sums = np.concatenate([records.excess[slots, None], np.where(scored, excess, 0.0)], 1)
+        score, state = advance(records.state(slots), log_p, scored)
+        p_value = self.calibration.p_value(score)
+        crossed = new & (p_value <= alpha) & (records.alert_seq[slots] < 0)[:, None]
+        raised = crossed & (np.cumsum(crossed, 1) == 1)
+        row, place = np.nonzero(raised)
+        records.store(slots, state)
+        records.log_likelihood[slots] = running[:, -1]
+        records.excess[slots] = np.cumsum(sums, 1)[:, -1]
+        records.p_value[slots] = p_value[:, -1]
+        records.alert_seq[slots[row]] = start[row] + place
+        return new, np.stack([np.where(scored, log_likelihood, np.nan), running, score, p_value]), raised
+
+
+def _groups(length: Ints, start: Ints) -> Iterator[Ints]:
+    """Rows that go through the network together: about equally many readings to process, similar pasts."""
+    order = np.argsort(length, kind="stable")
+    values, index, counts = np.unique(length[order], return_index=True, return_counts=True)
+    begin = work = 0
+    for value, at, count in zip(values.tolist(), index.tolist(), counts.tolist(), strict=True):
+        if value * (at + count - begin) > PADDING * (work + value * count) + SMALL_READINGS:
+            yield from _similar(order[begin:at], length, start)
+            begin, work = at, 0
+        work += value * count
+    yield from _similar(order[begin:], length, start)
+
+
+def _similar(rows: Ints, length: Ints, start: Ints) -> Iterator[Ints]:
+    """Cut rows into groups of bounded size, those with short pasts first."""
+    rows = rows[np.argsort(start[rows], kind="stable")]
+    longest = int(length[rows].max())
+    at = 0
+    while at < len(rows):
+        size = max(1, GROUP_READINGS // (longest + int(start[rows[at]])))
+        yield rows[at : at + size]
+        at += size

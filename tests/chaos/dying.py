@@ -1,0 +1,62 @@
+"""`deformer-stream` that kills itself, by SIGKILL, when it reaches a numbered step of the road for the n-th time.
+
+python -m tests.chaos.dying STEP N consume --topic …
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from kafka import KafkaConsumer, KafkaProducer
+
+from connectors.kafka.delivery import Delivery
+from connectors.kafka.sink import KafkaSink
+from deformer_stream import cli
+from deformer_stream.core.engine import Engine
+from deformer_stream.recovery import Recovery
+
+STEPS: dict[str, tuple[type, str, bool]] = {
+    "3-handled": (Engine, "handle", True),
+    "4-writing": (KafkaSink, "write", False),
+    "5.1-flushed": (KafkaSink, "flush", True),
+    "5.2-saved": (Recovery, "saved", True),
+    "5.3-begun": (KafkaProducer, "begin_transaction", True),
+    "5.3-transmitted": (Delivery, "transmit", True),
+    "5.3-offsets-sent": (KafkaProducer, "send_offsets_to_transaction", True),
+    "5.3-transaction-ended": (KafkaProducer, "commit_transaction", True),
+    "5.3-offsets-committed": (KafkaConsumer, "commit", True),
+    "5.3-kept": (Recovery, "keep", False),
+}
+"""Step → the method that takes it, and whether death comes after it rather than before."""
+
+TRANSACTIONS = {"5.3-begun", "5.3-offsets-sent", "5.3-transaction-ended"}
+"""Steps that only a transaction has."""
+
+
+def fatal(kind: type, name: str, after: bool, turn: int) -> None:
+    """Let the n-th call of a method be the last thing that this process does."""
+    original: Callable[..., Any] = getattr(kind, name)
+    left = turn
+
+    def replaced(self: object, *args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0 and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(self, *args, **kwargs)
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(kind, name, replaced)
+
+
+if __name__ == "__main__":
+    step, turn, *rest = sys.argv[1:]
+    fatal(*STEPS[step], int(turn))
+    sys.argv = ["deformer-stream", *rest]
+    cli.main()

@@ -1,0 +1,257 @@
+"""What is sent with a commit: all of it becomes visible with the positions, or nothing does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from kafka import TopicPartition
+from kafka import errors as refusals
+from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata
+
+from connectors.kafka import Delivery
+from connectors.kafka.delivery import Outgoing
+from deformer_stream.errors import ConfigError
+from tests.connectors.kafka_world import PATIENCE, Group, read, settle, until
+
+pytestmark = pytest.mark.kafka
+
+Open = Callable[..., Delivery]
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Delivery]]:
+    """Deliveries to be closed with the test."""
+    deliveries: list[Delivery] = []
+    yield deliveries
+    for delivery in deliveries:
+        delivery.close()
+
+
+def start(group: Group, opened: list[Delivery], name: str = "one") -> Delivery:
+    opened.append(group.delivery(name))
+    return opened[-1]
+
+
+def message(group: Group, i: int, source: int = 0) -> Outgoing:
+    return Outgoing(source, group.alerts_topic, b"key-%d" % source, b"%d" % i, [("source", b"%d" % source)])
+
+
+def kept(group: Group, i: int) -> Outgoing:
+    return Outgoing(0, group.state_topic, b"key", b"state %d" % i, [], 0)
+
+
+def values(group: Group, isolation: str = "read_committed") -> list[int]:
+    return [int(record.value) for record in read(group.bootstrap, group.alerts_topic, isolation)]
+
+
+def seal(group: Group, delivery: Delivery, position: int = 7) -> bool:
+    """Commit a position for a group of consumers that has no members, which is allowed."""
+    offsets = {TopicPartition(group.topic, 0): OffsetAndMetadata(position, "as said", -1)}
+    return delivery.seal(offsets, ConsumerGroupMetadata(group.name, -1, "", None))
+
+
+def deliver(group: Group, delivery: Delivery) -> None:
+    delivery.transmit([])
+    seal(group, delivery)
+    delivery.settled()
+    settle(group.bootstrap, group.alerts_topic)
+
+
+def test_a_transaction_shows_nothing_before_its_seal_and_everything_after(
+    group: Callable[..., Group], opened: list[Delivery]
+) -> None:
+    world = group()
+    delivery = start(world, opened)
+    for i in range(3):
+        delivery.put(message(world, i))
+    offsets = delivery.transmit([kept(world, 0), kept(world, 1)])
+    assert offsets == [0, 1]
+    assert values(world, "read_uncommitted") == [0, 1, 2], "it is there"
+    assert values(world) == [], "and cannot be seen"
+    assert world.positions() == {}
+    assert seal(world, delivery)
+    delivery.settled()
+    settle(world.bootstrap, world.alerts_topic)
+    assert values(world) == [0, 1, 2]
+    assert [(r.offset, r.value) for r in read(world.bootstrap, world.state_topic)] == [(0, b"state 0"), (1, b"state 1")]
+    committed = world.committed()[0]
+    assert (committed.offset, committed.metadata) == (7, "as said")
+
+
+def test_without_transactions_what_is_transmitted_is_there(group: Callable[..., Group], opened: list[Delivery]) -> None:
+    world = group(mode="at-least-once")
+    delivery = start(world, opened)
+    delivery.put(message(world, 0))
+    assert delivery.transmit([kept(world, 0)]) == [0]
+    assert values(world) == [0]
+    assert delivery.transmit([kept(world, 1)]) == [1]
+    assert values(world) == [0, 0], "what is not settled goes again"
+    assert not seal(world, delivery), "the positions are still to be committed"
+    delivery.settled()
+    assert delivery.transmit([]) == []
+    assert values(world) == [0, 0]
+
+
+def test_nothing_to_send_opens_no_transaction(either: Callable[..., Group], opened: list[Delivery]) -> None:
+    world = either()
+    delivery = start(world, opened)
+    assert delivery.transmit([]) == []
+    assert not seal(world, delivery)
+    assert world.positions() == {}
+
+
+def test_what_is_put_after_the_transmission_is_not_settled_with_it(
+    either: Callable[..., Group], opened: list[Delivery]
+) -> None:
+    """The answer to a commit may come, or be found out, when there is more to send already."""
+    world = either()
+    delivery = start(world, opened)
+    delivery.put(message(world, 0))
+    delivery.transmit([])
+    seal(world, delivery)
+    delivery.put(message(world, 1))
+    delivery.settled()
+    deliver(world, delivery)
+    assert values(world) == [0, 1]
+
+
+def stale_group(world: Group, delivery: Delivery, opened: list[Delivery]) -> None:
+    delivery.transmit([kept(world, 0)])
+    stranger = ConsumerGroupMetadata(world.name, 999, "nobody", None)
+    delivery.seal({TopicPartition(world.topic, 0): OffsetAndMetadata(1, "", -1)}, stranger)
+
+
+def closed_producer(world: Group, delivery: Delivery, opened: list[Delivery]) -> None:
+    assert delivery._producer is not None
+    delivery._producer.close()
+    delivery.transmit([kept(world, 0)])
+
+
+def fenced(world: Group, delivery: Delivery, opened: list[Delivery]) -> None:
+    delivery.transmit([kept(world, 0)])
+    other = start(world, opened)  # the same name: a successor of this process, or a misconfigured neighbour
+    other.put(message(world, 100))
+    deliver(world, other)
+    seal(world, delivery)
+
+
+@pytest.mark.parametrize("fail", [stale_group, closed_producer, fenced])
+def test_a_failed_transaction_shows_nothing_and_is_sent_once_after_renewal(
+    group: Callable[..., Group], opened: list[Delivery], fail: Callable[[Group, Delivery, list[Delivery]], None]
+) -> None:
+    world = group()
+    delivery = start(world, opened)
+    for i in range(3):
+        delivery.put(message(world, i))
+    with pytest.raises(refusals.KafkaError):
+        fail(world, delivery, opened)
+    assert delivery.failed
+    with pytest.raises(refusals.KafkaError):  # a producer that has failed is not used again
+        delivery.transmit([])
+    delivery.renew()
+    assert not delivery.failed
+    settle(world.bootstrap, world.alerts_topic)
+    others = [value for value in values(world) if value == 100]
+    assert values(world) == others, "of the failed transaction nothing can be seen"
+    assert read(world.bootstrap, world.state_topic) == []
+    delivery.put(message(world, 3))
+    deliver(world, delivery)
+    assert values(world) == [*others, 0, 1, 2, 3]
+    deliver(world, delivery)
+    assert values(world) == [*others, 0, 1, 2, 3]
+
+
+def test_a_call_that_does_not_come_back_is_a_failure(
+    group: Callable[..., Group], opened: list[Delivery], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client's transactions wait for ever: here for the network thread of a producer that has ended."""
+    world = group()
+    delivery = start(world, opened)
+    delivery.put(message(world, 0))
+    delivery.transmit([])
+    assert delivery._producer is not None
+    delivery._producer.close(timeout=0)
+    monkeypatch.setattr("connectors.kafka.delivery.FLUSH_SECONDS", 1.0)
+    monkeypatch.setattr("connectors.kafka.delivery.DELIVERY_SECONDS", 1.0)
+    with pytest.raises(refusals.KafkaTimeoutError):
+        seal(world, delivery)
+    monkeypatch.undo()
+    delivery.renew()
+    deliver(world, delivery)
+    assert values(world) == [0]
+
+
+def test_producers_that_failed_leave_no_threads(either: Callable[..., Group], opened: list[Delivery]) -> None:
+    world = either()
+    before = threading.active_count()
+    delivery = start(world, opened)
+    with_one = threading.active_count()
+    for i in range(3):
+        delivery.put(message(world, i))
+        delivery.transmit([])
+        delivery.renew()
+
+    def ended() -> bool:
+        time.sleep(0.05)
+        return threading.active_count() <= with_one
+
+    until(ended, "the end of the producers that were renewed")
+    delivery.close()
+    delivery.close()
+    until(lambda: threading.active_count() <= before, "the end of the last producer", PATIENCE)
+
+
+def test_messages_of_partitions_that_moved_are_forgotten(either: Callable[..., Group], opened: list[Delivery]) -> None:
+    world = either(3)
+    delivery = start(world, opened)
+    for i in range(6):
+        delivery.put(message(world, i, source=i % 3))
+    delivery.drop([1, 7])
+    deliver(world, delivery)
+    assert sorted(values(world)) == [0, 2, 3, 5]
+
+
+def test_messages_of_a_failed_transaction_are_forgotten_too(
+    group: Callable[..., Group], opened: list[Delivery]
+) -> None:
+    """A commit fails because partitions have moved: the others' messages are sent again, theirs are not."""
+    world = group(2)
+    delivery = start(world, opened)
+    for i in range(4):
+        delivery.put(message(world, i, source=i % 2))
+    with pytest.raises(refusals.CommitFailedError):
+        stale_group(world, delivery, opened)
+    delivery.drop([0])
+    delivery.renew()
+    deliver(world, delivery)
+    assert values(world) == [1, 3]
+
+
+def test_order_is_kept(either: Callable[..., Group], opened: list[Delivery]) -> None:
+    world = either(3)
+    delivery = start(world, opened)
+    for i in range(900):
+        delivery.put(message(world, i, source=i % 5))
+        if i % 300 == 299:
+            deliver(world, delivery)
+    found: dict[bytes, list[int]] = {}
+    for record in read(world.bootstrap, world.alerts_topic):
+        found.setdefault(record.key, []).append(int(record.value))
+    assert found == {b"key-%d" % source: list(range(source, 900, 5)) for source in range(5)}
+
+
+def test_too_large_a_message_is_refused_when_it_is_put(either: Callable[..., Group], opened: list[Delivery]) -> None:
+    world = either()
+    delivery = start(world, opened)
+    delivery.put(message(world, 0))
+    limit = world.limits[world.alerts_topic]
+    with pytest.raises(ConfigError, match=r"too large for its topic: raise the topic's max.message.bytes"):
+        delivery.put(message(world, 1)._replace(value=b"x" * limit))
+    largest = message(world, 1)._replace(key=None, headers=[], value=b"1" * (limit - 200))
+    delivery.put(largest)
+    deliver(world, delivery)
+    found = [record.value for record in read(world.bootstrap, world.alerts_topic)]
+    assert found == [b"0", largest.value]

@@ -1,0 +1,15 @@
+"""One target under the coverage-guided fuzzer; `python -m tests.fuzz` runs this in a process for each."""
+
+from __future__ import annotations
+
+import sys
+
+import atheris
+
+with atheris.instrument_imports(include=["deformer_stream.codec", "deformer_stream.artifact", "deformer_stream.core"]):
+    from tests.fuzz.targets import TARGETS
+
+if __name__ == "__main__":
+    target = TARGETS[sys.argv.pop(1)]
+    atheris.Setup(sys.argv, target)
+    atheris.Fuzz()

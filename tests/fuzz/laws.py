@@ -1,0 +1,179 @@
+"""What holds whatever comes in. Each function raises AssertionError where a law is broken, and lets through what the
+code under test must not raise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from deformer_stream import artifact
+from deformer_stream.codec import MAX_TEXT, Codec, Windows, encode_alert, encode_rejected, position, rfc3339
+from deformer_stream.codec.state import decode_decisions, decode_snapshot, encode_decisions, encode_snapshot
+from deformer_stream.core.batch import NO_TIME, EventBatch, Reason, Rejected
+from deformer_stream.core.engine import Engine
+from deformer_stream.errors import ArtifactError, InputError, StateError
+from deformer_stream.ports import LongRows, Messages, Payload, WideRows
+from tests.models import SCHEMA
+
+SECOND = 1_000_000
+PLAIN = Codec(SCHEMA, max_message_bytes=16_384, max_readings=64)
+WINDOWED = Codec(
+    SCHEMA, windows=Windows(10 * SECOND, SECOND), max_ahead=3600 * SECOND, max_message_bytes=16_384, order="random"
+)
+CODECS = (PLAIN, WINDOWED)
+
+
+def is_one_line(text: str, most: int) -> None:
+    """Fit for a log line and a header."""
+    assert text.splitlines() == [text], repr(text[:200])
+    assert len(text) <= most, len(text)
+    assert text.isprintable(), repr(text[:200])
+    text.encode()
+
+
+def decoded(codec: Codec, data: Payload) -> tuple[EventBatch, list[Rejected]]:
+    """Decoding raises nothing (of a table: nothing but that it is the wrong one), accounts for every message, and lets
+    nothing pass that the engine, the sinks and the logs cannot take."""
+    batch, rejected = codec.decode(data)
+    n = len(batch)
+    assert (
+        n == len(batch.features) == len(batch.values) == len(batch.times) == len(batch.messages) == len(batch.sources)
+    )
+    assert set(batch.messages.tolist()) | {refusal.message for refusal in rejected} == set(range(len(data)))
+    assert batch.messages.tolist() == sorted(batch.messages.tolist())
+    _events_are_sound(batch)
+    _windows_are_sound(batch)
+    assert len({(refusal.message, refusal.reason) for refusal in rejected}) == len(rejected)
+    for refusal in rejected:
+        is_one_line(refusal.detail, 300)
+        assert refusal.readings >= 1
+        letter = json.loads(encode_rejected(refusal, data), parse_constant=_none)
+        topic, partition, offset = position(data, refusal.message)
+        assert letter["source"] == {"topic": topic, "partition": partition, "offset": offset}
+        assert letter["reason"] in set(Reason)
+    return batch, rejected
+
+
+def _none(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def _events_are_sound(batch: EventBatch) -> None:
+    for record in batch.records:
+        assert 0 < len(record) <= MAX_TEXT
+        record.encode()
+    assert ((batch.features >= 0) & (batch.features < len(SCHEMA))).all()
+    assert not np.isinf(batch.values).any()
+    assert all(time == NO_TIME or rfc3339(time) is not None for time in batch.times.tolist())
+    labels = SCHEMA.label_counts[batch.features]
+    codes = (labels > 0) & ~np.isnan(batch.values)
+    assert (batch.values[codes] == np.floor(batch.values[codes])).all()
+    assert ((batch.values[codes] >= 0) & (batch.values[codes] <= labels[codes])).all()
+    new = np.flatnonzero(codes & (batch.values == labels)).tolist()
+    assert sorted(batch.unseen) == new
+    for text in batch.unseen.values():
+        assert len(text) <= MAX_TEXT
+        text.encode()
+
+
+def _windows_are_sound(batch: EventBatch) -> None:
+    if batch.windowed is None:
+        return
+    assert len(batch.windowed.devices) == len(batch.windowed.deadlines) == len(batch)
+    rows = zip(
+        batch.windowed.devices, batch.windowed.deadlines.tolist(), batch.records, batch.times.tolist(), strict=True
+    )
+    for device, deadline, record, time in rows:
+        if device:
+            assert record.startswith(f"{device}@")
+            assert time != NO_TIME
+            assert time < deadline <= time + 11 * SECOND
+
+
+def messages_hold(codec: Codec, data: Messages) -> None:
+    """A message's fate is its own, and what is accepted is what the message says."""
+    batch, rejected = decoded(codec, data)
+    fates = [(m, f, repr(v)) for m, f, v in zip(batch.messages, batch.features, batch.values.tolist(), strict=True)]
+    alone: list[tuple[int, int, str]] = []
+    reasons: list[tuple[int, str]] = []
+    for i in range(len(data)):
+        events, refusals = codec.decode(data.take(np.array([i])))
+        alone += [(i, f, repr(v)) for f, v in zip(events.features.tolist(), events.values.tolist(), strict=True)]
+        reasons += [(i, refusal.reason) for refusal in refusals]
+    assert fates == alone
+    assert [(refusal.message, refusal.reason) for refusal in rejected] == reasons
+    for message, code, value in zip(
+        batch.messages.tolist(), batch.features.tolist(), batch.values.tolist(), strict=True
+    ):
+        if SCHEMA.features[code].kind == "continuous":
+            _is_said(_document(data.payloads[message] or b""), SCHEMA.names[code], value)
+
+
+def _document(payload: bytes) -> dict[str, object]:
+    """Of what is accepted, the less strict parser reads the shallow and the strict one the deep."""
+    try:
+        return orjson.loads(payload)
+    except orjson.JSONDecodeError:
+        return json.loads(payload, parse_int=float)
+
+
+def _is_said(document: dict[str, object], name: str, value: float) -> None:
+    many = document.get("values")
+    said = document["value"] if many is None else many[name]  # type: ignore[index]  # accepted, so an object
+    assert many is not None or document["feature"] == name
+    assert (said is None and np.isnan(value)) or float(said) == value  # type: ignore[arg-type]
+
+
+def table_holds(codec: Codec, data: LongRows | WideRows) -> None:
+    try:
+        decoded(codec, data)
+    except InputError as error:
+        is_one_line(str(error), 2000)
+
+
+def engine_holds(engine: Engine, codec: Codec, data: Messages, now: int) -> tuple[int, int, int]:
+    """Every reading is accepted, declared as never coming, or refused, and alerts can be written. How many of each."""
+    batch, refused = codec.decode(data)
+    effects = engine.handle(batch, now)
+    rejected = Rejected.merged([*refused, *effects.rejected])
+    for refusal in rejected:
+        encode_rejected(refusal, data)
+        refusal.detail.encode()
+        assert len(refusal.detail.splitlines()) == 1
+    for alert in effects.alerts:
+        assert json.loads(encode_alert(alert, data), parse_constant=_none)["record"] == alert.record
+    scored = effects.scored
+    assert np.isfinite(scored.running).all()
+    assert np.isfinite(scored.score).all()
+    assert ((scored.p_value > 0) & (scored.p_value <= 1)).all()
+    late = sum(refusal.readings for refusal in effects.rejected)
+    absent = len(batch) - late - len(scored)
+    assert 0 <= absent <= int(np.isnan(batch.values).sum())
+    return len(scored), absent, sum(refusal.readings for refusal in rejected)
+
+
+def directory_holds(directory: Path) -> bool:
+    """A model directory is read or refused by name, in one line. Whether it was read."""
+    try:
+        loaded = artifact.read(directory)
+    except ArtifactError as error:
+        is_one_line(str(error).removeprefix(str(directory)), 500)
+        return False
+    return len(loaded.schema.names) > 0
+
+
+def state_holds(data: bytes) -> bool:
+    """Bytes of a saved state are decoded or refused in one line; what is decoded can be written again."""
+    read = 0
+    for decode, encode in ((decode_snapshot, encode_snapshot), (decode_decisions, encode_decisions)):
+        try:
+            kept = decode(data)
+        except StateError as error:
+            is_one_line(str(error), 500)
+        else:
+            decode(encode(kept))  # type: ignore[operator]
+            read += 1
+    return read > 0

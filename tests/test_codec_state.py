@@ -1,0 +1,260 @@
+"""Saved state as bytes: what goes in comes out, and whatever is not exactly that is refused with one line."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deformer_stream.codec.state import (
+    DECISIONS,
+    HEAD,
+    MAGIC,
+    SNAPSHOT,
+    VERSION,
+    decode_decisions,
+    decode_snapshot,
+    encode_decisions,
+    encode_snapshot,
+)
+from deformer_stream.core.snapshot import Decisions, Snapshot, Vocabulary
+from deformer_stream.errors import StateError
+from tests.core.lives import same_snapshot
+
+GOLDEN = Path(__file__).parent / "golden"
+
+VOCABULARY = Vocabulary(
+    ("flow", "mode", "heat"), ("continuous", "discrete", "continuous"), ((), ("idle", "run", "ümlaut\0"), ())
+)
+
+
+def ints(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+EXAMPLE = Snapshot(
+    vocabulary=VOCABULARY,
+    models=("0123456789abcdef", "fedcba9876543210"),
+    ids=["pump-7/10:34:33", "pump-8@2020-03-09T10:34:30Z", "ümlaut \0 \U0001f4a7"],
+    model=ints(1, 0, 1),
+    age=np.array([0, 1_500_000, -3]),
+    counts=ints(2, 0, 1),
+    features=np.array([1, 0, 1], np.int16),
+    values=np.array([3.0, -0.054711, 2.0]),
+    absent_counts=ints(0, 1, 2),
+    absent=np.array([2, 0, 2], np.int16),
+    log_likelihood=np.array([-1.25, 0.0, 1e-300]),
+    scored=ints(2, 0, 1),
+    total=np.array([3.5, 0.0, 0.1]),
+    least=np.array([-2.5, 0.0, -0.1]),
+    peak=np.array([2.0, 0.0, 0.25]),
+    excess=np.array([1.0, 0.0, -0.5]),
+    p_value=np.array([0.005, 1.0, 0.75]),
+    alert_seq=ints(1, -1, -1),
+    unseen_record=ints(0),
+    unseen_place=ints(0),
+    unseen_text=["broken"],
+    window_record=ints(1),
+    window_device=["pump-8"],
+    window_deadline=np.array([1_583_750_080_000_000]),
+    closed=["b", "a", ""],
+    devices=["pump-9", "pump-8"],
+    marks=np.array([-5, 1_583_750_073_000_000]),
+)
+DECIDED = Decisions(("b", "ümlaut\0"), {"a": 3, "": 0})
+
+texts = st.text(max_size=12)
+"""Any text but lone surrogates, which no JSON that is accepted carries."""
+
+
+@st.composite
+def snapshots(draw: st.DrawFn) -> Snapshot:
+    ids = draw(st.lists(texts, unique=True, max_size=8))
+    R, F = len(ids), len(VOCABULARY)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    order = np.argsort(rng.random((R, F)), axis=1).astype(np.int16)
+    counts = rng.integers(0, F + 1, R).astype(np.int32)
+    absent = np.array([rng.integers(0, F - c + 1) for c in counts], np.int32)
+    features = [order[i, : counts[i]] for i in range(R)]
+    gone = [order[i, counts[i] : counts[i] + absent[i]] for i in range(R)]
+    codes = np.concatenate([*features, np.empty(0, np.int16)])
+    values = np.where(codes == 1, rng.integers(0, 4, len(codes)), rng.normal(size=len(codes)))
+    sums = {name: rng.normal(size=R) for name in ("log_likelihood", "total", "least", "peak", "excess", "p_value")}
+    windowed = np.flatnonzero(rng.random(R) < 0.5).astype(np.int32)
+    new = [(i, int(k)) for i in range(R) for k in np.flatnonzero(features[i] == 1)]
+    devices = draw(st.lists(texts, unique=True, max_size=4))
+    return Snapshot(
+        vocabulary=VOCABULARY,
+        models=("m", "n"),
+        ids=ids,
+        model=rng.integers(0, 2, R).astype(np.int32),
+        age=rng.integers(-(2**40), 2**40, R),
+        counts=counts,
+        features=codes,
+        values=values,
+        absent_counts=absent,
+        absent=np.concatenate([*gone, np.empty(0, np.int16)]),
+        scored=counts,
+        alert_seq=rng.integers(-1, 3, R).astype(np.int32),
+        unseen_record=ints(*(i for i, _ in new)),
+        unseen_place=ints(*(k for _, k in new)),
+        unseen_text=[draw(texts) for _ in new],
+        window_record=windowed,
+        window_device=[draw(texts) for _ in windowed],
+        window_deadline=rng.integers(-(2**60), 2**60, len(windowed)),
+        closed=draw(st.lists(texts, max_size=8)),
+        devices=devices,
+        marks=rng.integers(-(2**60), 2**60, len(devices)),
+        **sums,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(snapshot=snapshots())
+def test_a_snapshot_comes_back_as_it_was(snapshot: Snapshot) -> None:
+    same_snapshot(decode_snapshot(encode_snapshot(snapshot)), snapshot)
+
+
+@settings(max_examples=100, deadline=None)
+@given(closed=st.lists(texts), alerted=st.dictionaries(texts, st.integers(0, 2**31 - 1)))
+def test_decisions_come_back_as_they_were(closed: list[str], alerted: dict[str, int]) -> None:
+    decisions = Decisions(tuple(closed), alerted)
+    again = decode_decisions(encode_decisions(decisions))
+    assert again == decisions
+    assert list(again.alerted) == list(alerted)
+
+
+def test_format_version_1() -> None:
+    """Bytes written by the first release are read for ever, or VERSION counts up."""
+    assert VERSION == 1
+    same_snapshot(decode_snapshot((GOLDEN / "snapshot.v1").read_bytes()), EXAMPLE)
+    assert decode_decisions((GOLDEN / "decisions.v1").read_bytes()) == DECIDED
+    head = (GOLDEN / "snapshot.v1").read_bytes()[: HEAD.size]
+    assert head[:11] == b"deformerS\x00\x01"
+
+
+def refused(decode: Callable[[bytes, str], object], data: bytes, what: str) -> None:
+    with pytest.raises(StateError) as caught:
+        decode(data, "partition 3")
+    message = str(caught.value)
+    assert message.startswith("partition 3: ")
+    assert what in message
+    assert message.endswith("delete it to go on without the records that were open")
+    assert "\n" not in message
+
+
+KINDS: dict[str, tuple[Callable[[bytes, str], object], bytes]] = {
+    "snapshot": (decode_snapshot, encode_snapshot(EXAMPLE)),
+    "decisions": (decode_decisions, encode_decisions(DECIDED)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_cut_short_is_refused(kind: str) -> None:
+    decode, data = KINDS[kind]
+    for size in {*range(60), *range(60, len(data), 97), len(data) - 1}:
+        refused(decode, data[:size], "cut short")
+
+
+@settings(max_examples=200, deadline=None)
+@given(kind=st.sampled_from(sorted(KINDS)), place=st.integers(0, 10**6), flip=st.integers(1, 255))
+def test_what_is_altered_is_refused(kind: str, place: int, flip: int) -> None:
+    decode, data = KINDS[kind]
+    place %= len(data)
+    refused(decode, data[:place] + bytes([data[place] ^ flip]) + data[place + 1 :], "")
+
+
+@settings(max_examples=100, deadline=None)
+@given(kind=st.sampled_from(sorted(KINDS)), data=st.binary(max_size=300))
+def test_nonsense_is_refused(kind: str, data: bytes) -> None:
+    decode = KINDS[kind][0]
+    refused(decode, data, "")
+    refused(decode, sealed(data, SNAPSHOT if kind == "snapshot" else DECISIONS), "not readable")
+
+
+@pytest.mark.parametrize("version", [0, 2, 65535])
+def test_another_format_version_is_named(version: int) -> None:
+    data = encode_snapshot(EXAMPLE)
+    head = HEAD.pack(MAGIC, SNAPSHOT, version, data[11 : HEAD.size])
+    refused(decode_snapshot, head + data[HEAD.size :], f"version is {version}, and this release reads {VERSION}")
+
+
+def test_one_kind_is_not_the_other() -> None:
+    refused(decode_snapshot, encode_decisions(DECIDED), "of another kind")
+    refused(decode_decisions, encode_snapshot(EXAMPLE), "of another kind")
+    refused(decode_snapshot, b"PAR1" + bytes(100), "another program")
+
+
+def sealed(body: bytes, kind: bytes = SNAPSHOT) -> bytes:
+    return HEAD.pack(MAGIC, kind, VERSION, hashlib.sha256(body).digest()) + body
+
+
+def rewritten(change: Callable[[pa.Table], pa.Table]) -> bytes:
+    """The example with its table changed, under a checksum that is right."""
+    table = change(pa.ipc.open_stream(encode_snapshot(EXAMPLE)[HEAD.size :]).read_all())
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sealed(sink.getvalue().to_pybytes())
+
+
+def test_columns_and_rows_are_checked() -> None:
+    same_snapshot(decode_snapshot(rewritten(lambda table: table)), EXAMPLE)
+    refused(decode_snapshot, rewritten(lambda table: table.drop_columns(["age"])), "columns")
+    refused(decode_snapshot, rewritten(lambda table: pa.concat_tables([table, table])), "2 rows")
+    refused(decode_snapshot, rewritten(lambda table: table.slice(0, 0)), "0 rows")
+    null = pa.array([["a", None]], pa.large_list(pa.large_string()))
+    at = list(pa.ipc.open_stream(encode_snapshot(EXAMPLE)[HEAD.size :]).schema.names).index("closed")
+    refused(decode_snapshot, rewritten(lambda table: table.set_column(at, "closed", null)), "missing")
+
+
+def test_what_the_records_rely_on_is_checked() -> None:
+    faults: list[dict[str, Any]] = [
+        {"ids": ["a", "b", "a"]},
+        {"ids": ["a", "b"]},
+        {"age": EXAMPLE.age[:2]},
+        {"age": np.array([0, 2**62, 0])},
+        {"excess": EXAMPLE.excess[:2]},
+        {"model": ints(2, 0, 0)},
+        {"model": ints(-1, 0, 0)},
+        {"counts": ints(4, 0, 1)},
+        {"counts": ints(2, 1, 1)},
+        {"counts": ints(3, -1, 1)},
+        {"absent": np.array([2, 0], np.int16)},
+        {"absent": np.array([2, 0, 1], np.int16)},
+        {"features": np.array([1, 1, 1], np.int16)},
+        {"features": np.array([1, 3, 1], np.int16)},
+        {"features": np.array([1, -1, 1], np.int16)},
+        {"values": np.array([3.0, np.nan, 2.0])},
+        {"values": np.array([3.5, 0.0, 2.0])},
+        {"values": np.array([4.0, 0.0, 2.0])},
+        {"values": np.array([-1.0, 0.0, 2.0])},
+        {"values": np.array([1e300, 0.0, 2.0])},
+        {"peak": np.array([np.inf, 0.0, 0.0])},
+        {"scored": ints(-1, 0, 0)},
+        {"alert_seq": ints(-2, 0, 0)},
+        {"unseen_record": ints(3)},
+        {"unseen_place": ints(2)},
+        {"unseen_text": []},
+        {"window_record": ints(3)},
+        {"window_device": []},
+        {"devices": ["a", "a"]},
+        {"marks": EXAMPLE.marks[:1]},
+        {"vocabulary": replace(VOCABULARY, names=("flow", "mode", "mode"))},
+        {"vocabulary": replace(VOCABULARY, names=("flow", "mode"))},
+        {"vocabulary": replace(VOCABULARY, kinds=("continuous", "discrete", "vague"))},
+    ]
+    for fault in faults:
+        refused(decode_snapshot, encode_snapshot(replace(EXAMPLE, **fault)), "")
+
+
+def test_decisions_are_checked() -> None:
+    refused(decode_decisions, encode_decisions(Decisions((), {"a": -1})), "before the first reading")

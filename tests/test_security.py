@@ -1,0 +1,106 @@
+"""What holds for all our sources: nothing is unpickled, evaluated or handed to a shell. And who may ask over HTTP."""
+
+from __future__ import annotations
+
+import ast
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deformer_stream import metrics
+from tests.conftest import ROOT
+
+PLACES = ("deformer_stream", "trainer", "connectors", "deploy")
+MODULES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+CALLS = {
+    *("eval", "exec", "compile", "__import__", "os.system", "os.popen", "subprocess.getoutput"),
+    *(
+        "subprocess.getstatusoutput",
+        "torch.load",
+        "torch.jit.load",
+        "yaml.load",
+        "yaml.unsafe_load",
+        "pandas.read_pickle",
+    ),
+}
+SWITCHES = {"shell", "allow_pickle"}
+"""Keyword arguments that may be given nothing but False."""
+
+
+def dangers(source: str) -> Iterator[str]:
+    """The names of what must not be there, whatever they are called by."""
+    tree = ast.parse(source)
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                names[alias.asname or top] = alias.name if alias.asname else top
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    yield from (path for path in names.values() if path.partition(".")[0] in MODULES)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and (path := _path(node, names)) in CALLS:
+            yield path
+        if isinstance(node, ast.keyword) and node.arg in SWITCHES and not _is_false(node.value):
+            yield str(node.arg)
+
+
+def _is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
+
+
+def _path(node: ast.expr, names: dict[str, str]) -> str:
+    """`t.load` → `torch.load`, after `import torch as t`."""
+    if isinstance(node, ast.Attribute):
+        return f"{_path(node.value, names)}.{node.attr}"
+    return names.get(node.id, node.id) if isinstance(node, ast.Name) else "…"
+
+
+def test_no_pickle_no_eval_no_shell() -> None:
+    files = [path for place in PLACES for path in (ROOT / place).rglob("*.py")]
+    assert {path.relative_to(ROOT).parts[0] for path in files} == set(PLACES)
+    found = {str(path.relative_to(ROOT)): list(dangers(path.read_text())) for path in files}
+    assert {path: what for path, what in found.items() if what} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import pickle", ["pickle"]),
+        ("from joblib import load as get", ["joblib.load"]),
+        ("eval('1')", ["eval"]),
+        ("f = exec", ["exec"]),
+        ("import os\nos.system('ls')", ["os.system"]),
+        ("from os import popen as run\nrun('ls')", ["os.popen"]),
+        ("import torch as t\nt.load('x')", ["torch.load"]),
+        ("from torch import jit\njit.load('x')", ["torch.jit.load"]),
+        ("import yaml\nyaml.load('x')", ["yaml.load"]),
+        ("import subprocess\nsubprocess.run('ls', shell=True)", ["shell"]),
+        ("import numpy as np\nnp.load('x', allow_pickle=1 == 1)", ["allow_pickle"]),
+        ("import re, numpy as np\nre.compile('x')\nmodel.eval()\nnp.load('x', allow_pickle=False)", []),
+    ],
+)
+def test_the_search_finds_what_it_is_for(source: str, expected: list[str]) -> None:
+    assert list(dangers(source)) == expected
+
+
+def listening(port: int) -> set[str]:
+    """The addresses at which something listens on that port, as Linux has them: hexadecimal, in the machine's order."""
+    rows = [line.split() for kind in ("tcp", "tcp6") for line in Path("/proc/net", kind).read_text().splitlines()[1:]]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and int(row[1].partition(":")[2], 16) == port}
+
+
+@pytest.mark.parametrize(("host", "bound"), [("", "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "0.0.0.0")])  # noqa: S104
+def test_http_is_for_this_machine_alone_unless_told_otherwise(host: str, bound: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    stop = metrics.serve(f"{host}:{port}", metrics.Metrics())
+    try:
+        assert listening(port) == {f"{int.from_bytes(socket.inet_aton(bound), sys.byteorder):08X}"}
+    finally:
+        stop()
