@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 KAFKA_PORT ?= 9092
+CHAOS ?= full
+FUZZ_SECONDS ?= 60
 SHELL := /bin/bash
 
-.PHONY: help demo test check format bench bench-quality kafka kafka-jars clean
+.PHONY: help demo test check format bench bench-quality chaos fuzz kafka kafka-jars clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -27,6 +29,10 @@ $(VENV)/.dev: $(VENV)/.run
 
 $(VENV)/.bench: $(VENV)/.run
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@touch $@
+
+$(VENV)/.fuzz: $(VENV)/.dev
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	@touch $@
 
 demo: $(VENV)/.run ## a simulated fleet, a minute of training, early alerts, a report (Python only)
@@ -52,6 +58,13 @@ bench: $(VENV)/.dev ## speed, as ratios measured in one run; tables into benchma
 bench-quality: $(VENV)/.bench ## detection on public tables beside its peers (DEFORMER_DATA); tables into benchmarks/results
 	$(BIN)/python -m benchmarks.tables
 
+fuzz: $(VENV)/.fuzz ## coverage-guided fuzzing, FUZZ_SECONDS for each target (Linux); then a million hostile messages
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
+	$(BIN)/python -m tests.fuzz.million --messages 1000000
+
+chaos: $(VENV)/.dev kafka-jars ## consumers killed, moved, cut off: nothing lost, nothing doubled (CHAOS=small: two minutes)
+	$(BIN)/python -m tests.chaos --size $(CHAOS)
+
 kafka-jars: $(VENV)/.made ## fetch Apache Kafka by Maven (once)
 	@if [ -z "$$DEFORMER_TEST_BOOTSTRAP" ]; then $(BIN)/python deploy/kafka/broker.py ensure; fi
 
@@ -59,4 +72,4 @@ kafka: $(VENV)/.made ## a broker on localhost:$(KAFKA_PORT), until Ctrl-C
 	$(BIN)/python deploy/kafka/broker.py run --port $(KAFKA_PORT)
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) .kafka demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .kafka .fuzz demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

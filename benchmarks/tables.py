@@ -5,8 +5,10 @@
 The protocol of ADBench (Han et al., arXiv 2206.09426) with clean splits: rows are shuffled, half of the normals train
 (and calibrate), the others and all anomalies test. One recipe trains every table, `preset_for` chooses the size of the
 model. Each test record comes in a random order of its own through the engine; its `anomaly_score` ranks it. Beside, in
-the same run and on the same rows: Isolation Forest and the mean distance to the five nearest neighbours, on data
-standardised by the training rows. Where there are calibration records enough for α, also what the alerts were worth.
+the same run and on the same rows, standardised by the training rows: Isolation Forest, the mean distance to the five
+nearest neighbours, ECOD (Li et al., arXiv 2201.00382), the local outlier factor, and full-covariance Gaussian mixtures,
+as many components as BIC chooses from 1 to 10. Where there are calibration records enough for α, also what the alerts
+were worth.
 
 The tables (`NAME.parquet`, numbers, `label` 1 for anomalies) are looked for in `adbench/` under DEFORMER_DATA.
 """
@@ -18,6 +20,7 @@ import json
 import os
 import sys
 import tempfile
+import warnings
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,7 +47,16 @@ ALPHA = 0.01
 NEIGHBOURS = 5
 AT_ONCE = 2000
 """Records that go to the engine in one batch."""
-METHODS = {"ours": "ours", "forest": "Isolation Forest", "neighbours": f"{NEIGHBOURS}-NN"}
+METHODS = {
+    "ours": "ours",
+    "forest": "Isolation Forest",
+    "neighbours": f"{NEIGHBOURS}-NN",
+    "ecod": "ECOD",
+    "lof": "LOF",
+    "mixture": "GMM",
+}
+COMPONENTS = 10
+LOF_NEIGHBOURS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +119,47 @@ def ranking(scores: Floats, anomaly: Bools) -> dict[str, float]:
 def peers(train_rows: Floats, test_rows: Floats, seed: int) -> dict[str, Floats]:
     """Scores of test rows by each peer, larger is more anomalous."""
     from sklearn.ensemble import IsolationForest
-    from sklearn.neighbors import NearestNeighbors
+    from sklearn.neighbors import LocalOutlierFactor, NearestNeighbors
     from sklearn.preprocessing import StandardScaler
 
     scaler = StandardScaler().fit(train_rows)
     fitted, asked = scaler.transform(train_rows), scaler.transform(test_rows)
     distances, _ = NearestNeighbors(n_neighbors=NEIGHBOURS).fit(fitted).kneighbors(asked)
     forest = IsolationForest(random_state=seed).fit(fitted)
-    return {"forest": -forest.score_samples(asked), "neighbours": distances.mean(1)}
+    outlier_factor = LocalOutlierFactor(min(LOF_NEIGHBOURS, len(fitted) - 1), novelty=True).fit(fitted)
+    return {
+        "forest": -forest.score_samples(asked),
+        "neighbours": distances.mean(1),
+        "ecod": ecod(fitted, asked),
+        "lof": -outlier_factor.score_samples(asked),
+        "mixture": gaussian_mixture(fitted, asked, seed),
+    }
+
+
+def ecod(train_rows: Floats, test_rows: Floats) -> Floats:
+    """ECOD: Σ −ln of the empirical tail probability of each feature; the largest of left tails, right tails, and the
+    tails on the side to which the feature is skewed. The cdf is that of the training rows."""
+    order, n = np.sort(train_rows, 0), len(train_rows)
+    sides = []
+    for f in range(train_rows.shape[1]):
+        left = (np.searchsorted(order[:, f], test_rows[:, f], "right") + 1) / (n + 1)
+        right = (n - np.searchsorted(order[:, f], test_rows[:, f], "left") + 1) / (n + 1)
+        skewed_left = float(((train_rows[:, f] - train_rows[:, f].mean()) ** 3).mean()) < 0
+        sides.append(np.stack([-np.log(left), -np.log(right), -np.log(left if skewed_left else right)]))
+    score: Floats = np.sum(sides, 0).max(0)
+    return score
+
+
+def gaussian_mixture(train_rows: Floats, test_rows: Floats, seed: int) -> Floats:
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.mixture import GaussianMixture
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        few = [k for k in range(1, COMPONENTS + 1) if k == 1 or k * train_rows.shape[1] <= len(train_rows)]
+        fits = [GaussianMixture(k, random_state=seed, reg_covar=1e-4).fit(train_rows) for k in few]
+    best = min(fits, key=lambda fit: float(fit.bic(train_rows)))
+    return np.asarray(-best.score_samples(test_rows))
 
 
 def learn(rows: pa.Table, seed: int, max_time: str) -> tuple[Detector, Result]:
@@ -224,12 +269,16 @@ def need_peers() -> None:
         ) from None
 
 
+def seeds_of(text: str) -> list[int]:
+    try:
+        return [int(seed) for seed in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--seeds {text}: whole numbers with commas between") from None
+
+
 def run(arguments: argparse.Namespace) -> None:
     need_peers()
-    try:
-        seeds = [int(seed) for seed in arguments.seeds.split(",")]
-    except ValueError:
-        raise ConfigError(f"--seeds {arguments.seeds}: whole numbers with commas between") from None
+    seeds = seeds_of(arguments.seeds)
     lines = []
     for name, path in find_tables(arguments.tables).items():
         table = pq.read_table(path)

@@ -184,6 +184,7 @@ def _kafka_edge(
     import uuid
 
     from connectors.kafka import Delivery, KafkaSink, KafkaSource, StateTopic, ensure_topics, partitions_of, topics_of
+    from deformer_stream.codec.state import verify
     from deformer_stream.errors import ConfigError
 
     security = settings.security()
@@ -211,7 +212,7 @@ def _kafka_edge(
         max_poll_records=settings.max_poll_records,
         session_seconds=settings.session_timeout,
         delivery=delivery,
-        state=StateTopic(servers, state, security, limits[state]),
+        state=StateTopic(servers, state, security, limits[state], verify),
         lost=settings.lost_state,
         model=model,
         instance=settings.instance,

@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 
 
 class Unreadable(bytes):
-    """In place of a message's payload, and as empty as what is there of it: why the connector cannot hand it over."""
-
-    def __new__(cls, reason: Reason, detail: str) -> Unreadable:
-        new = super().__new__(cls)
-        new.reason, new.detail = reason, detail
-        return new
+    """In place of a payload, and as empty as what is there of it: why the connector cannot hand it over. messages: how
+    many, where their number is all that is known of some."""
 
     reason: Reason
     detail: str
+    messages: int
+
+    def __new__(cls, reason: Reason, detail: str, messages: int = 1) -> Unreadable:
+        new = super().__new__(cls)
+        new.reason, new.detail, new.messages = reason, detail, messages
+        return new
 
 
 @dataclass(frozen=True, slots=True)

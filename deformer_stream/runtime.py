@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from deformer_stream import log
 from deformer_stream.artifact import Artifact
 from deformer_stream.codec import Codec
-from deformer_stream.core.batch import NO_TIME, Effects, EventBatch
+from deformer_stream.core.batch import NO_TIME, Effects, EventBatch, Rejected
 from deformer_stream.core.engine import Engine, OpenRecords
 from deformer_stream.metrics import Metrics
 from deformer_stream.ports import Clock, EventSource, PartitionedSource, Payload, Polled, Saved, Sink
@@ -153,7 +153,7 @@ class Road:
             batch, refused = (EventBatch.empty(), []) if data is None else self.codec.decode(data)  # 2
             started = time.perf_counter()
             effects = self.engine.handle(batch, self.clock.at(batch.times), self.recovery.restoring)  # 3
-            effects = replace(effects, rejected=sorted([*refused, *effects.rejected], key=lambda r: r.message))
+            effects = replace(effects, rejected=Rejected.merged([*refused, *effects.rejected]))
             self._act(effects, data, time.perf_counter() - started)  # 4
             if self._pace.due(urgent=self._shared is not None and bool(effects.alerts)):
                 self._commit()  # 5
@@ -211,7 +211,21 @@ class Road:
         metrics.open.set(len(self.engine.records))
         metrics.cache.set(self.engine.cache_bytes)
         metrics.rebuilds.inc(self.engine.take_rebuilds())
+        self._report_misrouted()
         metrics.ready = (self._shared is None or bool(self._shared.assigned)) and not self.recovery.restoring
+
+    def _report_misrouted(self) -> None:
+        """Record ids that are open in two partitions at once mean that messages are keyed wrongly: say so, once."""
+        records = self.engine.records
+        if records.misrouted and records.misrouted_example is not None:
+            if not self.metrics.misrouted_so_far:
+                record, here, there = records.misrouted_example
+                log.get("runtime").warning(
+                    "one record id in two partitions counts as two records: key messages by record id",
+                    record=record,
+                    partitions=[there, here],
+                )
+            self.metrics.misrouting(records.misrouted)
 
     def _commit(self, final: bool = False) -> None:
         """Hop 5. final: snapshots of all partitions, so that whoever takes them over has no history to handle."""

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ from deformer_stream import artifact
 from deformer_stream.core.conformal import Calibration
 from deformer_stream.errors import ArtifactError, ConfigError
 from tests.core.worlds import normalised, records_of
+from tests.fuzz.forgery import signed
 from tests.models import SCHEMA, TRAINING, calibration_of, small_model, write_model
 
 Manifest = dict[str, Any]
@@ -50,12 +50,7 @@ def forge(directory: Path, change: Callable[[Manifest], object]) -> None:
     """Alter the manifest as someone would who knows how it is signed."""
     manifest = json.loads((directory / artifact.MANIFEST).read_bytes())
     change(manifest)
-    with suppress(AttributeError, KeyError, TypeError, ValueError):  # then it is not the matter
-        manifest["schema_fingerprint"] = artifact.Schema.from_json(manifest["features"]).fingerprint
-    if {"hyperparameters", "calibration", "files"} <= manifest.keys():
-        manifest["fingerprint"] = artifact._fingerprint(manifest)
-    manifest["sha256"] = artifact._digest(manifest)
-    (directory / artifact.MANIFEST).write_bytes(artifact._render(manifest))
+    (directory / artifact.MANIFEST).write_bytes(signed(manifest))
 
 
 def forge_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -257,6 +252,17 @@ CONTRADICTIONS: dict[str, Callable[[Manifest], object]] = {
     "scores nested": lambda m: m["calibration"].update(scores=[[1.0]]),
     "scores null": lambda m: m["calibration"].update(scores=None),
     "number beyond floats": lambda m: first(m).update(location=10**400),
+    # what fuzzing found
+    "size in two lines": lambda m: m["files"][artifact.WEIGHTS].update(size="a\nb"),
+    "size endless": lambda m: m["files"][artifact.WEIGHTS].update(size=10**4000),
+    "size beyond memory": lambda m: m["files"][artifact.WEIGHTS].update(size=2**62),
+    "size negative": lambda m: m["files"][artifact.WEIGHTS].update(size=-1),
+    "unknown field no unicode": lambda m: first(m).update({"\ud800": 1}),
+    "unknown hyperparameter no unicode": lambda m: m["hyperparameters"].update({"\ud800": 1}),
+    "embeddings beyond memory": lambda m: m["hyperparameters"].update(embedding=2**40),
+    "gaussians beyond memory": lambda m: m["hyperparameters"].update(gaussians=2**31),
+    "hidden layers without end": lambda m: m["hyperparameters"].update(hidden=[1] * 500_000),
+    "layers without end": lambda m: m["hyperparameters"].update(layers=10**6, d_model=1, heads=1, feedforward=1),
 }
 
 
@@ -291,6 +297,42 @@ def test_weights_that_are_no_safetensors(directory: Path) -> None:
     entry = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     forge(directory, lambda manifest: manifest["files"].update({artifact.WEIGHTS: entry}))
     refused(directory, "contradicts itself")
+
+
+@pytest.mark.parametrize("version", ["x" * 10_000, list(range(5000)), "a\nb"])
+def test_format_versions_of_any_length(directory: Path, version: object) -> None:
+    forge(directory, lambda manifest: manifest.update(format_version=version))
+    refused(directory, artifact.MANIFEST, "format version", "train again")
+
+
+@pytest.mark.parametrize("name", [artifact.WEIGHTS, artifact.MANIFEST])
+def test_what_is_no_file_is_not_read(directory: Path, name: str) -> None:
+    path = directory / name
+    for make in (
+        path.mkdir,
+        lambda: os.mkfifo(path),
+        lambda: path.symlink_to("/dev/zero"),
+        lambda: path.symlink_to(name),
+    ):
+        path.rmdir() if path.is_dir() else path.unlink()
+        make()
+        refused(directory, name)
+
+
+def test_a_manifest_without_end_is_not_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifact, "LARGEST_MANIFEST", (directory / artifact.MANIFEST).stat().st_size)
+    artifact.read(directory)
+    with (directory / artifact.MANIFEST).open("ab") as file:
+        file.truncate(2**40)  # takes no room on the disk
+    refused(directory, artifact.MANIFEST, "altered")
+    with pytest.raises(ArtifactError, match="can be read again"):
+        artifact.write(directory, small_model(), calibration_of(small_model(), 500), TRAINING, "")
+
+
+def test_weights_without_end_are_not_read(directory: Path) -> None:
+    with (directory / artifact.WEIGHTS).open("ab") as file:
+        file.truncate(2**40)
+    refused(directory, artifact.WEIGHTS, "more than")
 
 
 def test_command_line_says_it_in_one_line(directory: Path, cli: Callable[..., SimpleNamespace]) -> None:

@@ -26,6 +26,7 @@ from deformer_stream.testing import MemorySink, MemorySource
 NAMES = {
     "events_total": "counter",
     "events_rejected_total": "counter",
+    "records_misrouted_total": "counter",
     "records_open": "gauge",
     "records_closed_total": "counter",
     "alerts_total": "counter",

@@ -254,3 +254,13 @@ def test_metrics_of_snapshots_come_and_go_with_their_partition(loaded: Artifact)
     road.recovery.forget([0])
     assert size("deformer_snapshot_bytes", {"partition": "0"}) is None
     assert size("deformer_snapshot_bytes", {"partition": "1"}) > 100
+
+
+def test_wrongly_keyed_input_is_reported_once(loaded: Artifact, capsys: pytest.CaptureFixture[str]) -> None:
+    """The world's partitions use the same record ids."""
+    metrics = Metrics()
+    member = Member(world_of(loaded, 1), {0, 1, 2}, 0, 0.0, 0.0)
+    engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
+    Road(member, Codec(loaded.schema), engine, [member], ManualClock(), metrics, finite=False).run(threading.Event())
+    assert metrics.registry.get_sample_value("deformer_records_misrouted_total") == engine.records.misrouted > 1
+    assert capsys.readouterr().out.count("key messages by record id") == 1

@@ -82,6 +82,13 @@ def say(line: str) -> None:
         LOG.info(line)
 
 
+def _described(result: Result) -> str:
+    config, kept = result.model.config, result.model.config.exemplars
+    guide = f"guided by {config.gaussians} Gaussian{'s' * (config.gaussians != 1)}" if config.gaussians else "no guide"
+    ranks = f"ranks records by {kept} exemplars and the density" if kept else "ranks records by the density"
+    return f"{config.layers} layers of {config.d_model}, {guide}; {ranks}"
+
+
 def summary(result: Result) -> str:
     """The last lines: what the model is worth, where it is, what to do next."""
     rows, calibration, held = result.training["rows"], result.calibration, result.held_out
@@ -93,10 +100,11 @@ def summary(result: Result) -> str:
         [
             f"records      {rows['train']} trained on, {rows['validation']} for validation, "
             f"{rows['calibration']} for calibration ({calibration.order} order)",
+            f"model        {_described(result)}",
             f"held out     {held.mean:.3f} nats a record, {held.mean / scored:.3f} a feature "
             f"({result.fitted.steps} steps, {result.training['seconds']:.0f} s)",
             f"p-values     smallest {p:.2g}: {reach}",
-            f"model        {result.directory} ({result.fingerprint}), report {result.directory / 'report.html'}",
+            f"written      {result.directory} ({result.fingerprint}), report {result.directory / 'report.html'}",
             f"next         deformer-stream replay TABLE --model {result.directory} --records records.parquet",
         ]
     )

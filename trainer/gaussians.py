@@ -23,22 +23,22 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 FOLDS = 5
-ROWS = 4000
+ROWS = 3000
 """More records than this do not make the Gaussians better by much, only slower."""
 WIDEST_TABLE = 64
 """With more continuous features the Cholesky factors cost more than the network, so there is no guide."""
 ROWS_PER_COMPONENT = 4
-ROUNDS, REFITTED = 60, 5
+ROUNDS, REFITTED = 40, 4
 """Most rounds of expectation and maximisation; rounds without a fold, from the fit to all."""
-CONVERGED = 1e-4
+CONVERGED = 1e-3
 """Nats a record that a round must gain for another one to follow."""
 RIDGE = 1e-3
 """Standard deviation added to every feature, normalised units, so that a covariance can be inverted."""
 SHRINKAGES = ((1.0, 0.02), (1.0, 0.2), (10.0, 0.02), (10.0, 0.2))
 """To choose from: records' worth of the covariance common to all components added to each, and how far that one is
 drawn to its diagonal."""
-DRAWS = 3
-"""How often missing readings are drawn anew."""
+DRAWS_BY_ONE, DRAWS = 20, 2
+"""How often missing readings are drawn anew: from a single Gaussian first, then from the mixture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +106,16 @@ def fit(data: Prepared, most: int, seed: int) -> Guides | None:
     missing = np.isnan(x)
     x = _filled_at_random(x, missing, rng)
     folds = fold_of[rows]
+
+    def drawn(mixture: Mixture, draw: int) -> Floats:
+        known = torch.from_numpy(np.where(missing, np.nan, x))
+        return np.asarray(_module(data.schema, [mixture]).draw_missing(known, seeded(seed, 0x6A56, draw)))
+
+    for draw in range(DRAWS_BY_ONE if missing.any() else 0):
+        x = drawn(_maximised(x, np.ones((len(x), 1)), Shrinkage(*SHRINKAGES[0])), draw)
     nll, whole, parts = _best(x, folds, most, seed)
     for draw in range(DRAWS if missing.any() else 0):
-        known = torch.from_numpy(np.where(missing, np.nan, x))
-        x = _module(data.schema, [whole]).draw_missing(known, seeded(seed, 0x6A56, draw)).numpy()
+        x = drawn(whole, DRAWS_BY_ONE + draw)
         nll, whole, parts = _best(x, folds, most, seed)
     return Guides(_module(data.schema, [whole]), _module(data.schema, parts), fold_of, nll)
 

@@ -26,6 +26,7 @@ from trainer.evaluate import HeldOut, held_out
 from trainer.fit import Budget, Costs, Fit, Fitted, Recipe, Status
 from trainer.gaussians import Guides
 from trainer.options import Everything, names
+from trainer.ranking import EXEMPLARS, rank
 
 HELD_OUT_ROWS, HELD_OUT_ORDERS = 2000, 4
 TIMED_ROWS = 64
@@ -109,14 +110,15 @@ def train(
         fitted = fit.run(stop, observe, lambda model: _costs(model, data, budget, order))
         say("calibrating")
         calibration = calibrate(fitted.model, data, rows, order, settings.seed)
+        model = rank(fitted.model, data, choose_exemplars(settings), settings.seed)
         held = held_out(
             fitted.model, data, calibration_rows(rows, settings.seed, HELD_OUT_ROWS), HELD_OUT_ORDERS, settings.seed + 1
         )
         training = _summary(settings, data, recipe, fitted, held, budget, str(device))
         page = render(data, fitted, calibration, held, training)
-        fingerprint = artifact.write(settings.out, fitted.model, calibration, training, page)
+        fingerprint = artifact.write(settings.out, model, calibration, training, page)
         shutil.rmtree(folder)
-    return Result(settings.out, fingerprint, data, fitted.model, fitted, calibration, held, training)
+    return Result(settings.out, fingerprint, data, model, fitted, calibration, held, training)
 
 
 @contextmanager
@@ -164,8 +166,9 @@ def _data_options(settings: Everything) -> DataOptions:
 
 
 def model_config(settings: Everything) -> ModelConfig:
-    """The preset with what was set otherwise; how many Gaussians guide it, the table decides (`gaussians.fit`)."""
-    given = {f.name: getattr(settings, f.name, None) for f in fields(ModelConfig) if f.name != "gaussians"}
+    """The preset with what was set otherwise; the table decides about Gaussians and exemplars."""
+    chosen = {f.name for f in fields(ModelConfig)} - {"gaussians", "exemplars"}
+    given = {name: getattr(settings, name, None) for name in chosen}
     try:
         return replace(PRESETS[settings.preset], **{k: v for k, v in given.items() if v is not None})
     except ValueError as error:
@@ -207,9 +210,12 @@ def choose_recipe(settings: Everything, rows: int) -> Recipe:
     return replace(recipe, **{k: v for k, v in given.items() if v is not None})
 
 
-def _new_model(
-    data: Prepared, config: ModelConfig, guides: Guides | None, seed: int, device: torch.device
-) -> DEformer:
+def choose_exemplars(settings: Everything) -> int:
+    """The most records that the ranking of whole records may compare with, 0 for none."""
+    return EXEMPLARS if settings.exemplars is None else settings.exemplars
+
+
+def _new_model(data: Prepared, config: ModelConfig, guides: Guides | None, seed: int, device: torch.device) -> DEformer:
     torch.manual_seed(seed)
     model = DEformer(data.schema, config)
     if guides is not None:

@@ -87,6 +87,8 @@ class Everything(TrainSettings):
     memory: Literal["all", "values"] | None = None
     gaussians: int | None = Field(None, ge=0, description="Most Gaussians that may guide the network.")
 
+    exemplars: int | None = Field(None, ge=0, description="Most training records kept to rank whole records by.")
+
     batch: int | None = Field(None, ge=1)
     learning_rate: float | None = Field(None, gt=0)
     weight_decay: float | None = Field(None, ge=0)

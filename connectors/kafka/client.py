@@ -18,7 +18,7 @@ from kafka.net.compat import KafkaNetClient
 
 from connectors.kafka.greeting import HangsUp, context_of, greet
 from deformer_stream import log
-from deformer_stream.errors import ConfigError, DeformerError, Unavailable
+from deformer_stream.errors import ConfigError, DeformerError, StateError, Unavailable
 
 CONNECT_SECONDS = 5.0
 """How long a broker may take to answer at all before it counts as unreachable."""
@@ -65,9 +65,19 @@ MAPPING: tuple[_Row, ...] = (
         "the broker is too old or speaks another version: Kafka 2.4 or newer is needed",
     ),
     (
-        (errors.InconsistentGroupProtocolError, errors.FencedInstanceIdError, errors.GroupMaxSizeReachedError),
+        (errors.InconsistentGroupProtocolError, errors.GroupMaxSizeReachedError),
         ConfigError,
         "the consumer group does not take this member: choose another --group",
+    ),
+    (
+        (errors.FencedInstanceIdError,),
+        ConfigError,
+        "another process of the group has this name: give each process its own --instance",
+    ),
+    (
+        (errors.LogTruncationError,),
+        StateError,
+        "messages that were consumed are gone, the topic was replaced or lost them: run again, see --lost-state",
     ),
     (
         (errors.KafkaProtocolError,),
@@ -179,7 +189,9 @@ def connect(
     While connecting the client's log is not forwarded, for the error raised says it all; and when it fails, its network
     thread, which would go on trying, is ended. Raises Unavailable or ConfigError.
     """
-    context = context_of(security or {})
+    security = security or {}
+    context = context_of(security)
+    ours = {name: value for name, value in security.items() if not name.startswith("ssl_")}  # they are in the context
     opened: list[KafkaNetClient] = []
 
     def remember(**configuration: Any) -> KafkaNetClient:
@@ -190,15 +202,15 @@ def connect(
     _client_log.removeHandler(_forward)
     _client_log.addHandler(overhear)
     try:
-        _reach(bootstrap_servers, security or {}, context)
+        _reach(bootstrap_servers, security, context)
         with mapped(bootstrap_servers, "connecting", ValueError, TypeError):
             try:
                 return make(
                     bootstrap_servers=bootstrap_servers.split(","),
                     bootstrap_timeout_ms=int(CONNECT_SECONDS * 1000),
                     kafka_client=remember,
-                    **(security or {}),
                     ssl_context=context,
+                    **ours,
                     **options,
                 )
             except errors.KafkaTimeoutError as error:

@@ -22,6 +22,7 @@ from kafka import KafkaProducer
 from kafka.record.default_records import DefaultRecordBatchBuilder
 
 from connectors.kafka.client import CONNECT_SECONDS, DELIVERY_SECONDS, FLUSH_SECONDS, mapped, producer
+from deformer_stream.errors import DeformerError
 
 BATCH_BYTES = 16_384
 TRANSACTION_SECONDS = 30.0
@@ -154,8 +155,12 @@ class Delivery:
             self._servers, self._security, max_request_size=max(sizes), batch_size=min(BATCH_BYTES, *sizes), **extra
         )
         if self._transactional_id is not None:
-            with mapped(self._servers, f"opening transactions as {self._transactional_id!r}"):
-                made.init_transactions()
+            try:
+                with mapped(self._servers, f"opening transactions as {self._transactional_id!r}"):
+                    made.init_transactions()
+            except DeformerError:
+                made.close(timeout=0)  # or its thread would go on trying
+                raise
         self._producer, self._open, self.failed = made, False, False
 
     def close(self) -> None:

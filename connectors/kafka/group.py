@@ -34,6 +34,11 @@ class SameModel(CooperativeStickyAssignor):  # type: ignore[misc]  # the client 
                 "same model, or choose another --group"
             )
 
+    def leave(self) -> None:
+        """The group went on without us: when we come back we claim nothing, for others have our partitions. The client
+        would claim what it had, and two members would have a partition at once."""
+        self.member_assignment = None
+
     def metadata(self, topics: set[str]) -> ConsumerProtocolSubscription:
         subscription = super().metadata(topics)
         subscription.user_data = self.model.encode()

@@ -47,6 +47,13 @@ def restored(
         consumer.end_offsets([tp], timeout_ms=limit)[tp],
     )
     if committed is None:
+        written = TopicPartition("" if state is None else state.topic, tp.partition)
+        if state is not None and consumer.end_offsets([written], timeout_ms=limit)[written]:
+            log.get("kafka").warning(
+                "there is no commit of the group, though state was kept for one: the partition begins anew",
+                partition=tp.partition,
+                start=start,
+            )
         position = first if start == "earliest" else end
         return Begun(Restored(tp.partition, position), position)
     if committed.offset > end:

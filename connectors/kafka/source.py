@@ -21,7 +21,7 @@ from connectors.kafka.state import Kept, StateTopic
 from connectors.kafka.watch import Watch
 from deformer_stream import log
 from deformer_stream.core.batch import NO_TIME
-from deformer_stream.errors import ConfigError, DeformerError, Unavailable
+from deformer_stream.errors import DeformerError, Unavailable
 from deformer_stream.ports import NOTHING, HandOver, Messages, Polled, Restored, Saved
 
 
@@ -38,6 +38,7 @@ class _Rebalance(AsyncConsumerRebalanceListener):  # type: ignore[misc]  # the c
         await self._source._give_up(revoked)
 
     async def on_partitions_lost(self, lost: Iterable[TopicPartition]) -> None:
+        self._source._same_model.leave()
         self._source._lose(lost)
 
 
@@ -48,6 +49,8 @@ _REBALANCING = (
     errors.UnknownMemberIdError,
 )
 RETRY_SECONDS = 0.5
+CONFIRM_SECONDS = 10.0
+"""Positions that have not changed are committed again after so long: who lost his place to a namesake must learn it."""
 
 
 class _Attempt(NamedTuple):
@@ -110,6 +113,7 @@ class KafkaSource:
         self._revoked: list[int] = []
         self._life, self._commits = uuid.uuid4().hex[:12], 0  # these name our commits
         self._attempt: _Attempt | None = None
+        self._confirmed = time.monotonic()
         self._closed = False
         self._consumer: KafkaConsumer = connect(
             KafkaConsumer,
@@ -259,7 +263,7 @@ class KafkaSource:
                 return self._try_to_commit()
             except (errors.KafkaError, OSError, Unavailable) as error:
                 ours = error if isinstance(error, Unavailable) else translate(error, self._servers, "committing")
-                if isinstance(ours, ConfigError) or time.monotonic() > deadline:
+                if not isinstance(ours, Unavailable) or time.monotonic() > deadline:
                     raise ours from error
                 if (kind := type(error).__name__) not in said:
                     log.get("kafka").warning("commit failed, will be tried again", error=kind)
@@ -313,16 +317,19 @@ class KafkaSource:
             sent = self._delivery.transmit(messages)
             for tp, first in begins:
                 kept[tp] = replace(kept[tp], at=sent[first])
+        again = time.monotonic() - self._confirmed > CONFIRM_SECONDS
         offsets = {
             tp: OffsetAndMetadata(at, kept[tp].metadata() if tp in kept else "", -1)
             for tp, at in positions.items()
-            if self._committed.get(tp) != at or tp.partition in self._saved
+            if again or self._committed.get(tp) != at or tp.partition in self._saved
         }
         return _Attempt(offsets, kept, self._saved)
 
     def _conclude(self, attempt: _Attempt) -> None:
         """It has taken effect."""
         self._attempt = None
+        if attempt.offsets:
+            self._confirmed = time.monotonic()
         self._committed.update({tp: offset.offset for tp, offset in attempt.offsets.items()})
         self._kept.update({tp: attempt.kept[tp] for tp in attempt.offsets if tp in attempt.kept})
         if self._saved is attempt.saved:

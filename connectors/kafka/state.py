@@ -10,7 +10,7 @@ alternate between two sets from snapshot to snapshot: compaction never removes w
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,14 +81,23 @@ class Kept:
 
 class StateTopic:
     """Reads and words the messages of a state topic; a `Delivery` sends them. largest: of its messages, in bytes.
-    Raises ConfigError where that is too small for any."""
+    verify: raises `StateError` for a snapshot with its decisions that nobody could go on with. Raises ConfigError where
+    `largest` is too small for any."""
 
-    def __init__(self, bootstrap_servers: str, topic: str, security: dict[str, Any] | None, largest: int) -> None:
+    def __init__(
+        self,
+        bootstrap_servers: str,
+        topic: str,
+        security: dict[str, Any] | None,
+        largest: int,
+        verify: Callable[[bytes, tuple[bytes, ...]], None] | None = None,
+    ) -> None:
         if largest < 2 * ROOM:
             raise ConfigError(f"topic {topic!r} has max.message.bytes={largest}: set it to {2 * ROOM} or more")
         self.topic = topic
         self._servers, self._security = bootstrap_servers, security
         self._chunk = largest - ROOM
+        self._verify = verify
 
     def messages(
         self, partition: int, position: int, saved: Saved, kept: Kept | None, commit: str
@@ -111,8 +120,8 @@ class StateTopic:
         return sent, replace(kept, messages=kept.messages + len(sent), last=commit, commit=commit)
 
     def read(self, partition: int, kept: Kept) -> tuple[bytes, tuple[bytes, ...]]:
-        """The snapshot in force and the decisions since. Raises `StateError` where something of it is missing,
-        Unavailable where no broker answers."""
+        """The snapshot in force and the decisions since. Raises `StateError` where something of it is missing or
+        damaged, Unavailable where no broker answers."""
         where = TopicPartition(self.topic, partition)
         runs: dict[str, tuple[str, list[bytes]]] = {}  # commit → commit before, values
         reader: KafkaConsumer = connect(
@@ -141,6 +150,8 @@ class StateTopic:
                 f"{_count(chain)} are there, so the open records are not known"
             )
         snapshot, *decisions = map(b"".join, chain)
+        if self._verify is not None:
+            self._verify(snapshot, tuple(decisions))
         return snapshot, tuple(decisions)
 
     def _visible(self, reader: KafkaConsumer, where: TopicPartition) -> Iterator[tuple[str, str, bytes]]:

@@ -149,6 +149,8 @@ class MessageDecoder:
     ) -> list[tuple[str, int, float, str | None, int, str] | Rejected]:
         """One message's readings (record, feature code, value, text of an unseen label, time, device or "" where the
         record is no window) and its refusals, one for each reason; at least one of them."""
+        if isinstance(payload, Unreadable):
+            return [Rejected(i, payload.reason, payload.detail, payload.messages)]
         try:
             document = self._document(payload)
             if self._windows is None or document.get(self._fields.record) is not None:
@@ -174,8 +176,6 @@ class MessageDecoder:
     def _document(self, payload: bytes | None) -> dict[str, object]:
         if payload is None:
             raise Refusal(Reason.NOT_JSON, "a tombstone: the message has no value")
-        if isinstance(payload, Unreadable):
-            raise Refusal(payload.reason, payload.detail)
         if len(payload) > self._max_bytes:
             raise Refusal(Reason.TOO_LARGE, f"{len(payload)} bytes; at most {self._max_bytes} are accepted")
         try:

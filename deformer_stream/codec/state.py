@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ HEAD = struct.Struct(">8scH32s")
 SNAPSHOT, DECISIONS = b"S", b"D"
 AGES = 2**61
 """Microseconds; no age is as large."""
-REMEDY = "restore the state from a backup, or delete it to go on without the records that were open"
+REMEDY = "restore it, or say with --lost-state how to go on without it"
 
 Columns = Mapping[str, "Sequence[str] | NDArray[Any]"]
 
@@ -91,6 +91,13 @@ def decode_snapshot(data: bytes, where: str = "the saved state") -> Snapshot:
     except _Nonsense as error:
         raise StateError(f"{where}: {error}; {REMEDY}") from error
     return snapshot
+
+
+def verify(snapshot: bytes, decisions: Iterable[bytes]) -> None:
+    """Raise `StateError` if what was saved of a partition cannot be decoded."""
+    decode_snapshot(snapshot)
+    for part in decisions:
+        decode_decisions(part)
 
 
 def encode_decisions(decisions: Decisions) -> bytes:

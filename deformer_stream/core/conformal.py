@@ -15,6 +15,7 @@ model is (Laxhammar and Falkman on incomplete examples; Bates et al., arXiv 2104
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,11 @@ from deformer_stream.core.heads import log_gamma_sf
 from deformer_stream.core.model import DEformer
 
 Floats = NDArray[np.float64]
+
+BLUR = 0.3
+"""Standard deviation, in scales of a feature, of the noise with which a reading is judged: where the density has learnt
+that a reading follows from the others almost exactly, a deviation of no consequence would outweigh all else. It changes
+how surprising readings are, not the log-likelihood, and not the guarantee (`docs/experiments.md`)."""
 
 NOISE = 1e-4
 """Scores closer than this, relative to 1 + score, count as equal: float32 sums differ with the batch they are taken in,
@@ -132,13 +138,30 @@ def record_statistics(
 
     features: (N, L) codes in arrival order, −1 padding at the end; values: (N, L) normalised units.
     """
-    peaks = []
+    parts = [
+        advance(PrefixState.start(len(scored)), log_p, scored)[1].peak
+        for log_p, _, scored in _surprises(model, features, values, batch)
+    ]
+    return np.concatenate(parts) if parts else np.empty(0)
+
+
+def record_excess(
+    model: DEformer, features: NDArray[np.int64], values: Floats, batch: int = 256
+) -> NDArray[np.float64]:
+    """Σ(−ln p(v) − H) of each record, nats; arguments as of `record_statistics`."""
+    parts = [np.where(scored, excess, 0.0).sum(1) for _, excess, scored in _surprises(model, features, values, batch)]
+    return np.concatenate(parts) if parts else np.empty(0)
+
+
+def _surprises(
+    model: DEformer, features: NDArray[np.int64], values: Floats, batch: int
+) -> Iterator[tuple[Floats, Floats, NDArray[np.bool_]]]:
+    """Batch by batch: ln of p-values, excess of the surprisals, and which places are scored, each (B, L)."""
     for start in range(0, len(features), batch):
         f, v = features[start : start + batch], np.ascontiguousarray(values[start : start + batch])
         t = torch.from_numpy(np.ascontiguousarray(f)).to(model.device)
         with torch.inference_mode():
             x = tensor(v, model)
-            log_p = model.conditionals(t, x).log_p_value(x).double().cpu().numpy()
-        scored = (f >= 0) & ~model.schema.context[np.maximum(f, 0)]
-        peaks.append(advance(PrefixState.start(len(f)), log_p, scored)[1].peak)
-    return np.concatenate(peaks) if peaks else np.empty(0)
+            judged = model.conditionals(t, x).blurred(BLUR).surprise(x)
+            log_p, excess = (part.double().cpu().numpy() for part in judged)
+        yield log_p, excess, (f >= 0) & ~model.schema.context[np.maximum(f, 0)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -244,8 +244,11 @@ class Engine:
 
     def _close(self, slots: list[int], reason: Closing | list[Closing]) -> Closed:
         closed = self.records.close(slots, reason)
+        index, score = np.array(slots, np.int64), closed.anomaly_score.copy()
+        for generation, rows in self._by_generation(index):
+            score[rows] = generation.rank(self.records, index[rows])
         self._let_go(slots)
-        return closed
+        return replace(closed, anomaly_score=score)
 
     def _let_go(self, slots: list[int]) -> None:
         """Give the slots of closed records to others."""

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from deformer_stream.core.gaussians import VALUE_REACH, Gaussians, Guide
 from deformer_stream.core.heads import Conditional, Head
+from deformer_stream.core.ranking import Ranking
 from deformer_stream.core.schema import Schema
 
 
@@ -47,6 +48,7 @@ class ModelConfig:
     hidden: tuple[int, ...] = (128,)
     memory: Literal["all", "values"] = "values"
     gaussians: int = 0
+    exemplars: int = 0
 
     def __post_init__(self) -> None:
         if self.d_model % self.heads:
@@ -54,8 +56,9 @@ class ModelConfig:
         for name in ("d_model", "layers", "heads", "feedforward", "mixtures", "embedding"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
-        if self.gaussians < 0:
-            raise ValueError("gaussians must be at least 0")
+        for name in ("gaussians", "exemplars"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0")
         choices = {
             "norm": ("pre", "post"),
             "activation": ("gelu", "relu"),
@@ -111,8 +114,9 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """What `extend` answers: conditionals of shape (R, L), and what is to be appended to the cache (see `Past`): the new
-    tokens' keys and values, per layer (R, heads, M, d_head), and their readings (R, M, 2), M = L × `tokens_kept`."""
+    """What `extend` answers: conditionals of shape (R, L), and what is to be appended to the cache (see `Past`): the
+    new tokens' keys and values, per layer (R, heads, M, d_head), and their readings (R, M, 2), M = L × `tokens_kept`.
+    """
 
     conditional: Conditional
     keys: Sequence[Tensor]
@@ -198,6 +202,7 @@ class DEformer(nn.Module):
         self.gaussians, self.guidance = self._init_gaussians(schema)
         guides = self.gaussians.components if self.gaussians is not None else 0
         self.head = Head(schema, config.d_model, config.mixtures, guides)
+        self.ranking = Ranking(schema, config.exemplars) if config.exemplars else None
         self.register_buffer("context", torch.tensor(schema.context), persistent=False)
         self.context: Tensor
 
@@ -275,14 +280,17 @@ class DEformer(nn.Module):
         x = self._tokens(codes, values, guide)
         causal = self.config.memory == "all"
         mask = None if causal else self._mask(x.shape[1])
-        for block in self._layers():
+        for layer, block in enumerate(self._layers(), 1):
             q, k, v = block.project(x)
             dropout = block.dropout if self.training else 0.0
+            if layer == self.config.layers:  # from here on only identity tokens are asked for anything
+                mask, causal = self._mask(x.shape[1])[::2], False
+                q, x = q[:, :, ::2], x[:, ::2]
             attended = nn.functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout
             )
             x = block.finish(x, attended.transpose(1, 2).flatten(2))
-        conditional: Conditional = self.head(self.norm(x[:, ::2]), codes, guide)
+        conditional: Conditional = self.head(self.norm(x), codes, guide)
         return conditional
 
     def log_prob(self, features: Tensor, values: Tensor, guide: Guide | None = None) -> Tensor:
@@ -318,6 +326,8 @@ class DEformer(nn.Module):
             q, k, v = block.project(x)
             kept_keys.append(k[:, :, keep])
             kept_values.append(v[:, :, keep])
+            if layer == self.config.layers - 1:
+                q, x, blocked = q[:, :, ::2], x[:, ::2], blocked[::2]
             # A batched matrix product with softmax beats the fused kernel for the one or two queries of a step.
             q = q * scale
             scores = (q @ k.transpose(-1, -2)).masked_fill(blocked, -math.inf)
@@ -332,7 +342,7 @@ class DEformer(nn.Module):
         if self.gaussians is not None:
             readings = torch.stack([features.to(self.dtype), values.to(self.dtype)], -1)
             readings = readings.repeat_interleave(self.tokens_kept, 1)
-        return Extension(self.head(self.norm(x[:, ::2]), codes, guide), kept_keys, kept_values, readings)
+        return Extension(self.head(self.norm(x), codes, guide), kept_keys, kept_values, readings)
 
     def _guide_on(self, features: Tensor, values: Tensor, past: Past, ahead: Tensor) -> Guide | None:
         """What the Gaussians expect of new readings (R, L) after the cached ones. ahead: (R, P) tokens not in use."""

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream.core.cache import KeyValueCache, tensor
-from deformer_stream.core.conformal import Calibration, advance
+from deformer_stream.core.conformal import BLUR, Calibration, advance
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.records import Records
 
@@ -60,6 +60,17 @@ class Generation:
             columns[:, target], alert[target] = scores[:, new], raised[new]
         return columns, alert, int(((start == 0) & (before > 0)).sum())
 
+    def rank(self, records: Records, slots: Ints) -> Floats:
+        """`anomaly_score` of R records whose logs are complete as far as they will ever be, (R,)."""
+        ranking, excess = self.model.ranking, records.excess[slots]
+        if ranking is None or not len(slots):
+            return excess
+        count = records.count[slots]
+        places = np.arange(max(1, int(count.max())))
+        codes, raw = records.readings(slots, np.broadcast_to(places, (len(slots), len(places))))
+        codes = np.where(places < count[:, None], codes, -1)
+        return ranking.scores(codes, self.schema.normalise(np.maximum(codes, 0), raw), excess)
+
     def _group(
         self,
         records: Records,
@@ -87,7 +98,8 @@ class Generation:
             extension = self.model.extend(features, values, cache.gather(slots))
             cache.append(slots, extension, length)
             log_likelihood = extension.conditional.log_prob(values).double().cpu().numpy()
-            log_p, excess = (t.double().cpu().numpy() for t in extension.conditional.surprise(values))
+            judged = extension.conditional.blurred(BLUR).surprise(values)
+            log_p, excess = (t.double().cpu().numpy() for t in judged)
         scored = new & ~self.schema.context[codes]
         gain = np.where(scored, log_likelihood, 0.0)
         running = np.cumsum(np.concatenate([records.log_likelihood[slots, None], gain], 1), 1)[:, 1:]

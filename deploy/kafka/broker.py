@@ -210,7 +210,7 @@ def start(brokers: int = 1, port: int | None = None, listeners: Mapping[str, Lis
     """Start a cluster on fresh data and wait until every broker is in service. The caller must `stop` it.
 
     port: of the first broker, the others follow it; None takes free ones. listeners: name → further listener of the
-    first broker, where clients must show who they are; names are letters and digits.
+    first broker, where clients must show who they are; names are letters, and not SSL, which means more to the image.
     Raises BrokerError where the means are missing (run `ensure`) or the cluster does not come up.
     """
     if brokers < 1:

@@ -11,14 +11,15 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kafka import KafkaConsumer, TopicPartition
+from kafka import KafkaProducer
 
-from connectors.kafka import ensure_topics, produce
+from connectors.kafka import ensure_topics
 from tests.chaos.dying import STEPS, TRANSACTIONS
 from tests.conftest import load_broker_script
 from tests.integration.programs import Cluster, Consume, until
@@ -42,12 +43,14 @@ class Size:
     rebalances: int
     broker_restarts: int
     brokers: int
+    blackout: float
+    """Seconds for which, once, no broker is there."""
     snapshot_interval: str = "2s"
 
 
 SIZES = {
-    "full": Size(200_000, 700.0, 8, 3, 24, 10, 3, 3),
-    "small": Size(12_000, 250.0, 4, 2, 4, 2, 1, 1, "1s"),
+    "full": Size(200_000, 400.0, 8, 3, 24, 10, 3, 3, 60.0),
+    "small": Size(12_000, 250.0, 4, 2, 4, 2, 1, 1, 0.0, "1s"),
 }
 
 
@@ -73,7 +76,7 @@ class World:
         ]
 
 
-def events(size: Size) -> Iterator[tuple[bytes, bytes, None]]:
+def events(size: Size) -> Iterator[tuple[bytes, bytes]]:
     """Readings of interleaved records, some of them twice, some nonsense."""
     rng = np.random.default_rng(0)
     rows = rows_of(SCHEMA, size.events // 5, 1)
@@ -82,7 +85,7 @@ def events(size: Size) -> Iterator[tuple[bytes, bytes, None]]:
     for count, i in enumerate(place[: size.events].tolist()):
         record, name, value = readings[i]
         document = json.dumps({"record": record, "feature": name, "value": value}).encode()
-        yield record.encode(), b"nonsense %d" % count if rng.random() < NONSENSE else document, None
+        yield record.encode(), b"nonsense %d" % count if rng.random() < NONSENSE else document
 
 
 @dataclass
@@ -97,44 +100,28 @@ class Said:
 
 def said(world: World, group: str) -> Said:
     found = Said()
-    for message in committed(world, f"{group}-alerts"):
+    for message in world.cluster.read(f"{group}-alerts"):
         alert = json.loads(message.value)
         found.alerts[alert["id"]] += 1
         found.content[alert["id"]] = alert["record"], alert["raised_at"]
         found.order[alert["record"]].append(alert["id"])
-    for message in committed(world, f"{group}-dead"):
+    for message in world.cluster.read(f"{group}-dead"):
         headers = {name: value.decode() for name, value in message.headers}
         found.letters[headers["partition"], headers["offset"]] += 1
     return found
-
-
-def committed(world: World, topic: str) -> Iterator[Any]:
-    """All committed messages of a topic, partition by partition."""
-    reader = KafkaConsumer(
-        bootstrap_servers=world.broker.bootstrap, isolation_level="read_committed", auto_offset_reset="earliest"
-    )
-    try:
-        for p in sorted(reader.partitions_for_topic(topic)):
-            where = TopicPartition(topic, p)
-            reader.assign([where])
-            reader.seek_to_beginning(where)
-            end = reader.end_offsets([where])[where]
-            while reader.position(where) < end:
-                for messages in reader.poll(timeout_ms=1000).values():
-                    yield from messages
-    finally:
-        reader.close()
 
 
 class Fire:
     """Kills, moves and cuts off the consumers of one group until all of the quota is used up."""
 
     def __init__(self, world: World, mode: str) -> None:
-        self.world, self.group, self.delivery = world, mode, mode
+        self.world, self.group = world, mode
         self.words = world.words(topic_of(mode), mode, mode)
         self.serial = 0
         self.counts: Counter[str] = Counter()
         self.steps: Counter[str] = Counter()
+        self.left = [step for step in STEPS if mode == "exactly-once" or step not in TRANSACTIONS]
+        world.dice.shuffle(self.left)
         self.members: dict[int, Consume] = {i: self.start(i) for i in range(world.size.consumers)}
         self.guest: Consume | None = None
 
@@ -147,34 +134,31 @@ class Fire:
         return Consume(log, *self.words, *seated, module=module)
 
     def kill(self) -> None:
-        """One of the seated ones dies, at once or at a numbered step, and comes back."""
+        """One of the seated ones dies and comes back. As long as a step of the road is left at which nobody has died,
+        it comes back as one that dies there by itself, and then once more."""
         dice = self.world.dice
         seat = dice.choice(sorted(self.members))
         member = self.members[seat]
         if dice.random() < 0.8:  # the others die while they start
             member.wait_until_ready()
             time.sleep(dice.uniform(0, 3))
-        steps = [step for step in STEPS if self.delivery == "exactly-once" or step not in TRANSACTIONS]
-        if dice.random() < 0.5:
-            # It comes back as one that dies by itself.
-            step = min(steps, key=lambda s: (self.steps[s], dice.random()))
-            member.process.kill()
-            member.process.wait()
-            self.counts["kills"] += 1
-            fated = self.start(seat, (step, dice.randint(2, 30)))
+        self.slay(member)
+        if self.left:
+            step = self.left.pop()
+            fated = self.members[seat] = self.start(seat, (step, dice.randint(2, 30)))
             try:
-                assert fated.process.wait(40) == -signal.SIGKILL, fated.said()[-2000:]
+                assert fated.process.wait(60) == -signal.SIGKILL, fated.said()[-2000:]
+                self.counts["kills"] += 1
                 self.steps[step] += 1
             except subprocess.TimeoutExpired:  # it never came to that step: it dies as the others do
                 print(f"chaos: {step} not reached", file=sys.stderr, flush=True)
-                fated.process.kill()
-                fated.process.wait()
-            self.counts["kills"] += 1
-        else:
-            member.process.kill()
-            member.process.wait()
-            self.counts["kills"] += 1
+                self.slay(fated)
         self.members[seat] = self.start(seat)
+
+    def slay(self, member: Consume) -> None:
+        member.process.kill()
+        member.process.wait()
+        self.counts["kills"] += 1
 
     def move(self) -> None:
         """A guest comes, or goes in order."""
@@ -195,10 +179,25 @@ class Fire:
         self.world.broker.start_node(node)
         self.counts["broker_restarts"] += 1
 
+    def black_out(self) -> None:
+        """All brokers are away; nobody may end for it."""
+        nodes = range(1, self.world.size.brokers + 1)
+        for node in nodes:
+            self.world.broker.kill(node)
+        time.sleep(self.world.size.blackout)
+        self.settle()
+        threads = [threading.Thread(target=self.world.broker.start_node, args=(node,)) for node in nodes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.counts["blackouts"] += 1
+
     def rage(self) -> None:
+        """Until the quota is used up; an injected death follows a plain one, so kills come in ones and twos."""
         size = self.world.size
-        # Two deaths follow each other when the second is an injected one, so draw until the quota is used up.
         deeds = [self.move] * size.rebalances + [self.cut] * size.broker_restarts
+        deeds += [self.black_out] * (size.blackout > 0)
         while deeds or self.counts["kills"] < size.kills:
             killing = self.counts["kills"] < size.kills
             share = len(deeds) / (len(deeds) + max(1, size.kills - self.counts["kills"]))
@@ -264,24 +263,33 @@ def in_peace(world: World, topic: str) -> Said:
     return said(world, "calm")
 
 
+def send(world: World, topic: str) -> None:
+    """All events at the world's rate, by a sender that outlasts every outage and writes each once and in order."""
+    sender = KafkaProducer(
+        bootstrap_servers=world.broker.bootstrap.split(","),
+        acks="all",
+        enable_idempotence=True,
+        delivery_timeout_ms=900_000,
+    )
+    began = time.monotonic()
+    sent = []
+    for count, (key, value) in enumerate(events(world.size)):
+        time.sleep(max(0.0, began + count / world.size.rate - time.monotonic()))
+        sent.append(sender.send(topic, key=key, value=value))
+    sender.flush(timeout=PATIENCE)
+    assert all(future.succeeded() for future in sent)
+    sender.close()
+
+
 def under_fire(world: World, mode: str) -> dict[str, Any]:
     """Several consumers in trouble, while the events come."""
     began = time.monotonic()
     fire = Fire(world, mode)
-    failures: list[BaseException] = []
-
-    def send() -> None:
-        try:
-            produce(world.broker.bootstrap, topic_of(mode), events(world.size), world.size.rate)
-        except BaseException as error:
-            failures.append(error)
-
-    sender = threading.Thread(target=send, daemon=True)
     try:
-        sender.start()
-        fire.rage()
-        sender.join()
-        assert failures == [], failures
+        with ThreadPoolExecutor(1) as pool:
+            sending = pool.submit(send, world, topic_of(mode))
+            fire.rage()
+            sending.result()
         until(world.cluster.all_consumed(topic_of(mode), mode), "all events", PATIENCE)
         fire.end()
     finally:

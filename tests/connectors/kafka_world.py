@@ -23,6 +23,9 @@ from deformer_stream.errors import DeformerError
 from deformer_stream.ports import NOTHING, Messages, Payload, Polled, Restored, Saved
 
 PATIENCE = 30.0
+STAMP = time.time_ns() // 1_000_000
+"""Of the first of `numbered`. Of today: a topic keeps messages for a week by their own times."""
+
 MODES = ("exactly-once", "at-least-once")
 Topic = Callable[..., str]
 
@@ -43,7 +46,7 @@ def effects(alerts: list[AlertRaised], rejected: list[Rejected]) -> Effects:
 
 
 def numbered(count: int, keys: int = 10, first: int = 0) -> list[tuple[bytes, bytes, int | None]]:
-    return [(b"key-%d" % (i % keys), b"%d" % i, 1_700_000_000_000 + i) for i in range(first, first + count)]
+    return [(b"key-%d" % (i % keys), b"%d" % i, STAMP + i) for i in range(first, first + count)]
 
 
 def until(true: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:

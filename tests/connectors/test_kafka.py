@@ -14,7 +14,7 @@ from kafka.admin import MemberToRemove
 
 from connectors.kafka import produce
 from deformer_stream.ports import Messages
-from tests.connectors.kafka_world import PATIENCE, Topic, committed, following, numbered, until
+from tests.connectors.kafka_world import PATIENCE, STAMP, Topic, committed, following, numbered, until
 
 pytestmark = pytest.mark.kafka
 
@@ -36,7 +36,7 @@ def test_round_trip_keeps_order_keys_and_times(kafka: SimpleNamespace, topic: To
     assert all(b.topic == name and len(b) == len(b.keys) == len(b.times) for b in batches)
     assert all(b.times.dtype == np.int64 and b.partitions.dtype == np.int32 for b in batches)
     times = {int(v): t for b in batches for v, t in zip(b.payloads, b.times.tolist(), strict=True) if v is not None}
-    assert times == {i: (1_700_000_000_000 + i) * 1000 for i in range(1000)}
+    assert times == {i: (STAMP + i) * 1000 for i in range(1000)}
     for rows in reader.got.values():
         assert [o for o, _, _ in rows] == list(range(len(rows)))
         values = [int(v) for _, _, v in rows]

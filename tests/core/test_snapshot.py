@@ -140,6 +140,7 @@ def test_downtime_is_not_silence() -> None:
     first = engine_of(Limits(record_timeout=100))
     first.handle(batch_of([reading("r", 0)]), 0)
     second = engine_of(Limits(record_timeout=100))
+    second.handle(EventBatch.empty(), 10_000)
     second.restore(0, first.snapshot(0, 60), 10_000)
     assert second.handle(EventBatch.empty(), 10_039).closed.records == []
     assert second.handle(EventBatch.empty(), 10_040).closed.records == ["r"]
@@ -163,6 +164,20 @@ def test_decisions_join_in_order() -> None:
     assert Decisions(("a",)) + Decisions(("b",), {"c": 1}) + Decisions(("d",), {"c": 2, "e": 0}) == Decisions(
         ("a", "b", "d"), {"c": 2, "e": 0}
     )
+
+
+def test_history_decides_nothing() -> None:
+    engine = engine_of(Limits(record_timeout=100, open_records=2))
+    engine.replay(batch_of([reading(name, 0, 1e9) for name in "rst"]), 0)
+    engine.replay(EventBatch.empty(), 1000)
+    assert engine.snapshot(0, 1000).ids == ["r", "s", "t"]
+    assert engine.snapshot(0, 1000).alert_seq.tolist() == [-1, -1, -1]
+    engine.apply(0, Decisions(("s",), {"r": 0}))
+    effects = engine.handle(batch_of([reading("r", 2), reading("t", 2)]), 1000)
+    assert [(alert.record, alert.raised_at) for alert in effects.alerts] == [("t", 2)], (
+        "who was not told of is caught up"
+    )
+    assert not len(effects.closed)
 
 
 def test_decisions_close_what_is_not_open_too() -> None:

@@ -23,7 +23,7 @@ def fuzz(target: str, seconds: int, folder: Path) -> int:
     for made in (corpus, finds):
         made.mkdir(parents=True, exist_ok=True)
     for seed in range(16):
-        (corpus / f"seed-{seed}").write_bytes(random.Random(seed).randbytes(64 << seed % 4))
+        (corpus / f"seed-{seed}").write_bytes(random.Random(seed).randbytes(64 << seed % 4))  # noqa: S311
     words = [sys.executable, "-W", "ignore", "-m", "tests.fuzz.guided", target, str(corpus)]
     words += [str(SEEDS / target)] if (SEEDS / target).is_dir() else []
     words += [

@@ -65,6 +65,11 @@ KEYS = [
 FEATURES = [*SCHEMA.names, "humidity", "", "Temperature", "\\u0000", "state\\n", "x" * 80]
 
 
+def rarely(r: Random, small: list[int], large: list[int]) -> int:
+    """A large size once in sixteen times, so that what a million messages weigh stays bearable."""
+    return r.choice(small if r.randrange(16) else large)
+
+
 def literal(r: Random) -> str:
     """A fragment of JSON, or of what is none."""
     kind = r.randrange(12)
@@ -73,17 +78,17 @@ def literal(r: Random) -> str:
     if kind == 6:
         return r.choice(TIMES)
     if kind == 7:
-        return "9" * r.choice([19, 20, 309, 400, 401, 4301, 20_000])
+        return "9" * rarely(r, [19, 20, 309], [400, 401, 4301, 20_000])
     if kind == 8:
-        return "0." + "3" * r.choice([17, 400, 20_000]) + r.choice(["", "e-400", "e400", "e-9999999999"])
+        return "0." + "3" * rarely(r, [17, 40], [400, 20_000]) + r.choice(["", "e-400", "e400", "e-9999999999"])
     if kind == 9:
-        deep = r.choice([3, 250, 300, 1000, 1100, 50_000])
+        deep = rarely(r, [3, 20], [250, 300, 1000, 1100, 50_000])
         return r.choice(["[" * deep + "]" * deep, '{"a":' * deep + "1" + "}" * deep, "[" * deep])
     if kind == 10:
         return json.dumps(
             "".join(chr(r.choice([r.randrange(32), r.randrange(127, 160), r.randrange(0x3000)])) for _ in "abc")
         )
-    return json.dumps(r.choice("xé\0😀") * r.choice([1023, 1024, 1025, 5000]), ensure_ascii=r.random() < 0.5)
+    return json.dumps(r.choice("xé\0😀") * rarely(r, [1, 60], [1023, 1024, 1025, 5000]), ensure_ascii=r.random() < 0.5)
 
 
 def number(r: Random) -> str:
@@ -99,8 +104,8 @@ def value_of(r: Random, feature: str) -> str:
 
 
 def owner(r: Random) -> str:
-    """Few enough ids for duplicates, late events and full records, and now and then a new one."""
-    return f"{r.choice('abcdefgh')}{r.randrange(200)}"
+    """Ids of few records, which get duplicates, late events and all their readings, and of many, which stay open."""
+    return f"{r.choice('abcdefgh')}{r.randrange(200) if r.random() < 0.3 else r.getrandbits(16)}"
 
 
 def valid(r: Random) -> bytes:
@@ -174,7 +179,7 @@ def noise(r: Random) -> bytes | None:
     if kind == 2:
         return literal(r).encode("utf-8", "surrogatepass")
     if kind == 3:
-        return r.choice([b"[", b'{"a":', b"{", b'"', b"9", b"\\"]) * r.choice([10, 2000, 60_000])
+        return r.choice([b"[", b'{"a":', b"{", b'"', b"9", b"\\"]) * rarely(r, [10, 100], [2000, 60_000])
     return r.getrandbits(8 * 24).to_bytes(24, "little")[: r.randrange(25)]
 
 
@@ -194,7 +199,12 @@ def key(r: Random) -> bytes | None:
     kind = r.randrange(8)
     if kind < 4:
         return owner(r).encode()
-    return [None, b"", bytes([r.randrange(256), r.randrange(256)]), r.choice([b"k", b"\0", b"\n"]) * 1025][kind - 4]
+    return [
+        None,
+        b"",
+        bytes([r.randrange(256), r.randrange(256)]),
+        r.choice([b"k", b"\0", b"\n"]) * rarely(r, [1], [1025]),
+    ][kind - 4]
 
 
 def time(r: Random) -> int:

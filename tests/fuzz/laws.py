@@ -4,6 +4,7 @@ code under test must not raise."""
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -134,25 +135,39 @@ def table_holds(codec: Codec, data: LongRows | WideRows) -> None:
         is_one_line(str(error), 2000)
 
 
-def engine_holds(engine: Engine, codec: Codec, data: Messages, now: int) -> tuple[int, int, int]:
-    """Every reading is accepted, declared as never coming, or refused, and alerts can be written. How many of each."""
-    batch, refused = codec.decode(data)
+@dataclass(frozen=True, slots=True)
+class Handled:
+    """How many readings a poll had, how many were accepted, declared as never coming, and what was refused."""
+
+    readings: int
+    accepted: int
+    absent: int
+    refused: list[Rejected]
+
+
+def engine_holds(engine: Engine, codec: Codec, data: Messages, now: int) -> Handled:
+    """Every message is accepted or refused, every reading accepted, declared as never coming, or refused; and what
+    leaves can be written."""
+    batch, unread = codec.decode(data)
     effects = engine.handle(batch, now)
-    rejected = Rejected.merged([*refused, *effects.rejected])
-    for refusal in rejected:
-        encode_rejected(refusal, data)
-        refusal.detail.encode()
+    refused = Rejected.merged([*unread, *effects.rejected])
+    assert set(batch.messages.tolist()) | {refusal.message for refusal in unread} == set(range(len(data)))
+    for refusal in refused:
         assert len(refusal.detail.splitlines()) == 1
+        refusal.detail.encode()
+        encode_rejected(refusal, data)
     for alert in effects.alerts:
         assert json.loads(encode_alert(alert, data), parse_constant=_none)["record"] == alert.record
     scored = effects.scored
     assert np.isfinite(scored.running).all()
     assert np.isfinite(scored.score).all()
     assert ((scored.p_value > 0) & (scored.p_value <= 1)).all()
-    late = sum(refusal.readings for refusal in effects.rejected)
-    absent = len(batch) - late - len(scored)
+    again = {(int(batch.messages[i]), int(batch.features[i])) for i in scored.events.tolist()}
+    assert len(again) == len(scored), "a reading was scored twice"
+    readings = len(batch) + sum(refusal.readings for refusal in unread)
+    absent = len(batch) - len(effects.rejected) - len(scored)
     assert 0 <= absent <= int(np.isnan(batch.values).sum())
-    return len(scored), absent, sum(refusal.readings for refusal in rejected)
+    return Handled(readings, len(scored), absent, refused)
 
 
 def directory_holds(directory: Path) -> bool:

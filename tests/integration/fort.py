@@ -20,6 +20,7 @@ from kafka.admin import (
 
 from tests.certificates import DAY, Authority
 from tests.conftest import load_broker_script, start_broker
+from tests.integration.programs import until
 
 PASSWORD = "correct-horse-battery-staple"
 WRONG = "incorrect-donkey-battery-clip"
@@ -88,13 +89,15 @@ class Fort:
         return [*words, "--sasl-password-file", password or self.password]
 
     def grant(self) -> None:
-        """Make the users of SCRAM-SHA-512, the topic `RIGHTS`, and everyone's rights."""
+        """Make the topic `RIGHTS`, everyone's rights, and then the user of SCRAM-SHA-512: whoever finds him in force
+        finds the rest in force too."""
+        scram = UserScramCredentialUpsertion("plant", ScramMechanism.SCRAM_SHA_512, PASSWORD)
         with contextlib.closing(KafkaAdminClient(bootstrap_servers=self.broker.bootstrap)) as admin:
-            scram = UserScramCredentialUpsertion("plant", ScramMechanism.SCRAM_SHA_512, PASSWORD)
-            assert admin.alter_user_scram_credentials([scram]) == {"plant": None}
             admin.create_topics({RIGHTS: {"num_partitions": 1}, f"{RIGHTS}-alerts": {"num_partitions": 1}})
             made = admin.create_acls(list(self._rules()))
             assert made["failed"] == [], made
+            assert admin.alter_user_scram_credentials([scram]) == {"plant": None}
+            until(lambda: bool(admin.describe_user_scram_credentials()), "the user of SCRAM-SHA-512")
 
     def _rules(self) -> Iterator[ACL]:
         kinds = (ResourceType.TOPIC, ResourceType.GROUP, ResourceType.TRANSACTIONAL_ID)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -114,7 +113,7 @@ class Consume:
         return {name: float(value) for name, value in rows}
 
     def wait_until_ready(self) -> None:
-        self.wait_for(lambda: bool(self.events("partitions assigned")), "partitions")
+        self.wait_for(lambda: bool(self.events("partition restored")), "partitions")
 
     def wait_for(self, true: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
         def check() -> bool:
@@ -168,15 +167,26 @@ class Cluster:
         return ends
 
     def read(self, topic: str) -> list[Any]:
-        """All messages of a topic."""
-        ends = self.ends(topic)
+        """All committed messages of a topic, partition by partition."""
+        found: list[Any] = []
         reader = KafkaConsumer(
-            bootstrap_servers=self.bootstrap, auto_offset_reset="earliest", consumer_timeout_ms=30_000
+            bootstrap_servers=self.bootstrap,
+            auto_offset_reset="earliest",
+            isolation_level="read_committed",
+            enable_auto_commit=False,
         )
-        reader.assign([TopicPartition(topic, p) for p in ends])
-        found = list(itertools.islice(reader, sum(ends.values())))
-        reader.close()
-        assert len(found) == sum(ends.values())
+        try:
+            for p in sorted(reader.partitions_for_topic(topic)):
+                where = TopicPartition(topic, p)
+                reader.assign([where])
+                reader.seek_to_beginning(where)
+                end = reader.end_offsets([where])[where]
+                deadline = time.monotonic() + PATIENCE
+                while reader.position(where) < end:  # past transaction markers too, which are no messages
+                    assert time.monotonic() < deadline, f"{topic} cannot be read to its end"
+                    found += [message for messages in reader.poll(timeout_ms=1000).values() for message in messages]
+        finally:
+            reader.close()
         return found
 
     def all_consumed(self, topic: str, group: str) -> Callable[[], bool]:

@@ -48,7 +48,7 @@ def test_orthogonalised(shape: tuple[int, int, int]) -> None:
     y = orthogonalised(x)
     assert y.shape == x.shape
     assert ((torch.linalg.svdvals(y) > 0.6) & (torch.linalg.svdvals(y) < 1.3)).all()
-    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    u, _, v = torch.linalg.svd(x, full_matrices=False)
     inner = u.mT @ y @ v.mT
     off = inner - torch.diag_embed(inner.diagonal(dim1=1, dim2=2))
     assert off.abs().max() < 1e-3

@@ -23,7 +23,7 @@ def settings(out: Path, data: Path, **given: Any) -> ExperimentSettings:
 
 
 def corner(n: int, seed: int) -> NDArray[np.uint8]:
-    """(n, 784) images of one shape, an angle in the upper left, moved by up to two pixels, with 2% of pixels flipped."""
+    """(n, 784) images of one shape in the upper left, moved by up to two pixels, with 2% of pixels flipped."""
     rng = np.random.default_rng(seed)
     images = np.zeros((n, 28, 28), np.uint8)
     for image, (r, c) in zip(images, rng.integers(3, 6, (n, 2)), strict=True):

@@ -31,7 +31,7 @@ PRESETS = {
         _recipe(1, 1e-5, 80, weight_decay=0.0, warmup=1, clip=1e9, averaging=1e-9),
         optimizer="adam",
     ),
-    "default": Preset(_pixels(LARGE, hidden=(256,)), _recipe(64, 1e-3, 100, warmup=200), waves=WAVES),
+    "default": Preset(_pixels(LARGE, hidden=(256,)), _recipe(128, 5e-4, 100, warmup=200), waves=WAVES),
     "small": Preset(_pixels(SMALL, hidden=(128,)), _recipe(4, 2e-3, 10), waves=WAVES),
 }
 

@@ -1,0 +1,190 @@
+"""Record batches as they are unpacked: in bounded memory, and never the end of the stream.
+
+Kafka bounds what a batch takes compressed; what it holds can be a thousand times that (gzip), or ten thousand (zstd).
+kafka-python 3.0.12 inflates a batch whole, with packages that may be missing. When it cannot unpack one, its `poll`
+raises once and then never returns; for that a header whose name is no UTF-8 will do, which no broker looks at.
+
+`guard` changes that for one consumer. Where a batch, or the rest of it, cannot be handed over, one message stands for
+it, at its last offset, so that the position moves on; its payload is an `Unreadable`, which the codec refuses.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cramjam
+import kafka.errors as errors
+import numpy as np
+from kafka import KafkaConsumer
+from kafka.consumer.fetcher import Fetcher
+from kafka.record.default_records import DefaultRecord, DefaultRecordBatch
+
+from deformer_stream.core.batch import Reason
+from deformer_stream.ports import Unreadable
+
+STEP = 32
+"""Messages taken between two looks at what they weigh."""
+
+_SNAPPY_BLOCKS = b"\x82SNAPPY\0"
+_SNAPPY_HEAD = 16
+_INFLATE = {
+    DefaultRecordBatch.CODEC_GZIP: cramjam.gzip.decompress_into,
+    DefaultRecordBatch.CODEC_LZ4: cramjam.lz4.decompress_into,
+    DefaultRecordBatch.CODEC_ZSTD: cramjam.zstd.decompress_into,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a consumer takes, in bytes. batch: of a batch, inflated. message: of one, with its key and headers. poll: of
+    all that one poll returns, give or take `STEP` messages."""
+
+    batch: int = 64 * 2**20
+    message: int = 2 * 2**20
+    poll: int = 64 * 2**20
+
+
+def guard(consumer: KafkaConsumer, bounds: Bounds | None = None) -> None:
+    """From now on the consumer unpacks in bounded memory, and what it cannot unpack comes as `Unreadable`."""
+    fetcher = consumer._fetcher
+    fetcher.__class__ = _Fetcher
+    fetcher.bounds = bounds or Bounds()
+    fetcher.memory = np.empty(fetcher.bounds.batch, np.uint8).data  # pages are taken as they are written
+
+
+class _TooLarge(Exception):  # noqa: N818  (control flow)
+    """The batch inflates past the bound."""
+
+
+class _Fetcher(Fetcher):  # type: ignore[misc]  # the client ships no types
+    """bounds, memory: set by `guard`. room: bytes that this poll may still return."""
+
+    bounds: Bounds
+    memory: memoryview
+    room: int
+
+    def fetched_records(self, *args: Any, **kwargs: Any) -> Any:
+        self.room = self.bounds.poll
+        return super().fetched_records(*args, **kwargs)
+
+    def _append(self, drained: Any, part: Any, max_records: int, update_offsets: bool) -> int:
+        taken = super()._append(drained, part, max_records, update_offsets)
+        return int(taken) if self.room > 0 else max_records  # as if no more were wanted
+
+    def PartitionRecords(self, fetch_offset: int, tp: Any, records: Any, **kwargs: Any) -> Any:  # noqa: N802
+        """Stands in for the client's inner class of that name."""
+        return _PartitionRecords(self, fetch_offset, tp, _Batches(records, self), **kwargs)
+
+
+class _PartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
+    def __init__(self, fetcher: _Fetcher, *args: Any, **kwargs: Any) -> None:
+        self._fetcher = fetcher
+        super().__init__(*args, **kwargs)
+
+    def take(self, n: int) -> list[Any]:
+        taken: list[Any] = []
+        while len(taken) < n and self and self._fetcher.room > 0:
+            try:
+                more = super().take(min(STEP, n - len(taken)))
+            except errors.KafkaError as error:
+                if not taken:
+                    raise
+                self._next_inline_exception = error  # for the next call, as in the class above
+                break
+            if not more:
+                break
+            taken += more
+            sizes = (r.serialized_key_size + r.serialized_value_size + r.serialized_header_size for r in more)
+            self._fetcher.room -= sum(sizes) + 100 * len(more)
+        return taken
+
+
+class _Batches:
+    """The batches of a fetched partition, as the client's own class for them has it."""
+
+    def __init__(self, records: Any, fetcher: _Fetcher) -> None:
+        self._records, self._fetcher = records, fetcher
+
+    def next_batch(self) -> Any:
+        batch = self._records.next_batch()
+        # Only version 2 holds many messages here: brokers have converted older ones since Kafka 3.0.
+        return batch if batch is None or batch.magic < 2 else _Batch(batch, self._fetcher)
+
+
+class _Batch:
+    """A batch that can always be iterated over; in all else it is the client's."""
+
+    def __init__(self, batch: DefaultRecordBatch, fetcher: _Fetcher) -> None:
+        self._batch, self._fetcher = batch, fetcher
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batch, name)
+
+    def __next__(self) -> Any:
+        return next(self._batch)  # of control batches, which are the broker's own
+
+    def __iter__(self) -> Iterator[DefaultRecord]:
+        batch, most = self._batch, self._fetcher.bounds.message
+        given, last = 0, batch.base_offset - 1
+        try:
+            _inflate(batch, self._fetcher.memory)
+            for record in batch:
+                if record.size_in_bytes > most:
+                    detail = f"{record.size_in_bytes} bytes with key and headers; at most {most} are accepted"
+                    record = _standing(record.offset, record.timestamp, Unreadable(Reason.TOO_LARGE, detail))
+                yield record
+                given, last = given + 1, record.offset
+        except _TooLarge:
+            detail = f"compressed to {batch.size_in_bytes} bytes; at most {self._fetcher.bounds.batch} are accepted"
+            yield self._rest(given, last, Reason.TOO_LARGE, detail)
+        except (errors.KafkaError, cramjam.DecompressionError, ValueError, struct.error) as error:
+            if last < batch.last_offset:
+                detail = f"cannot be read ({repr(f'{type(error).__name__}: {error}')[1:120]})"
+                yield self._rest(given, last, Reason.NOT_JSON, detail)
+
+    def _rest(self, given: int, last: int, reason: Reason, detail: str) -> DefaultRecord:
+        """One message for all that has not come of the batch."""
+        batch = self._batch
+        count = max(1, batch.records_count - given)
+        where = f"{count} messages, offsets {last + 1} to {batch.last_offset}"
+        return _standing(batch.last_offset, batch.max_timestamp, Unreadable(reason, f"{where}: {detail}", count))
+
+
+def _standing(offset: int, timestamp: int, payload: Unreadable) -> DefaultRecord:
+    return DefaultRecord(0, offset, timestamp, 0, None, payload, [])
+
+
+def _inflate(batch: DefaultRecordBatch, memory: memoryview) -> None:
+    """Let the batch be as if it had come uncompressed. Raises `_TooLarge` or what says that it cannot be read."""
+    codec = batch.compression_type
+    if codec == DefaultRecordBatch.CODEC_NONE:
+        return
+    data = memoryview(batch._buffer)[batch._pos :]
+    try:
+        if codec == DefaultRecordBatch.CODEC_SNAPPY:
+            size = _inflate_snappy(data, memory)
+        elif codec in _INFLATE:
+            size = _INFLATE[codec](data, memory)
+        else:
+            raise errors.UnsupportedCodecError(f"compression {codec} is unknown")
+    except cramjam.DecompressionError as error:
+        if "whole buffer" in str(error) or "smaller than required" in str(error):
+            raise _TooLarge from None
+        raise
+    batch._buffer, batch._pos, batch._decompressed = bytearray(memory[:size]), 0, True
+
+
+def _inflate_snappy(data: memoryview, memory: memoryview) -> int:
+    """One block, or, as Java clients write it, a head and several blocks, each after its length."""
+    if bytes(data[: len(_SNAPPY_BLOCKS)]) != _SNAPPY_BLOCKS:
+        return int(cramjam.snappy.decompress_raw_into(data, memory))
+    at, size = _SNAPPY_HEAD, 0
+    while at < len(data):
+        (length,) = struct.unpack_from(">I", data, at)
+        block = data[at + 4 : at + 4 + length]
+        size += int(cramjam.snappy.decompress_raw_into(block, memory[size:]))
+        at += 4 + length
+    return size

@@ -1,0 +1,155 @@
+"""Processes that share a topic: who may, who has which partition, and what becomes of the rest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from connectors.kafka import produce
+from deformer_stream.errors import ConfigError, DeformerError
+from tests.connectors.kafka_world import Group, Member, following, numbered, of_each, until
+
+pytestmark = pytest.mark.kafka
+
+
+def refused(member: Member) -> str:
+    """What a member says that the group does not take."""
+    with pytest.raises(ConfigError) as caught:
+        until(lambda: bool(member.turn()) and False, "a refusal")
+    member.close()
+    return str(caught.value)
+
+
+# --- one model for all ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("a", "b"), ("b", "a")])
+def test_another_model_is_refused_with_the_reason(group: Callable[..., Group], ours: str, theirs: str) -> None:
+    world = group(2)
+    first = world.join(model=ours)
+    first.settle_on(0, 1)
+    with following(first.turn):
+        said = refused(world.join(model=theirs))
+        assert said == (
+            f"the consumer group scores with model {ours}, this process has {theirs}: give them the same model, or "
+            "choose another --group"
+        )
+        second = world.join(model=ours)
+        until(lambda: bool(second.turn()) and len(second.source.assigned) == 1, "a share for the same model")
+    assert len(first.source.assigned) == 1
+
+
+def test_of_two_models_that_start_together_one_is_refused(group: Callable[..., Group]) -> None:
+    world = group(4)
+    members = [world.join(model=model) for model in "ab"]
+    failed: dict[int, DeformerError] = {}
+    served = threading.Event()
+
+    def live(i: int) -> None:
+        try:
+            until(lambda: bool(members[i].turn()) and (served.is_set() or bool(failed)), "a refusal")
+        except DeformerError as error:
+            failed[i] = error
+            members[i].close()
+
+    threads = [threading.Thread(target=live, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(failed) == 1
+    ((loser, error),) = failed.items()
+    assert isinstance(error, ConfigError)
+    assert f"the consumer group scores with model {'ab'[1 - loser]}" in str(error)
+    members[1 - loser].settle_on(0, 1, 2, 3)
+
+
+def test_a_model_is_changed_in_one_process_after_the_other(group: Callable[..., Group]) -> None:
+    """Who holds partitions keeps them, whatever the model; newcomers may have that of any of these."""
+    world = group(6)
+    first = world.join(model="old")
+    first.settle_on(*range(6))
+    with following(first.turn):
+        second = world.join(model="old")
+        until(lambda: bool(second.turn()) and len(second.source.assigned) == 3, "3 + 3")
+        first.source.model = "new"
+        with following(second.turn):
+            third = world.join(model="new")
+            until(lambda: bool(third.turn()) and len(third.source.assigned) == 2, "2 + 2 + 2")
+            with following(third.turn):
+                assert "scores with model" in refused(world.join(model="newer"))
+            second.source.model = "new"
+            third.close()
+            assert "scores with model new, this process has old" in refused(world.join(model="old"))
+    assert len(first.source.assigned) == len(second.source.assigned) == 3
+
+
+# --- instances that keep their place ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["closed", "killed"])
+def test_an_instance_that_comes_back_has_its_partitions_and_moves_nobody(
+    either: Callable[..., Group], ending: str
+) -> None:
+    world = either(4)
+    produce(world.bootstrap, world.topic, numbered(80, keys=40))
+    first, second = world.join("one"), world.join("two")
+    with following(second.turn):
+        until(lambda: bool(first.turn()) and len(first.source.assigned) == len(second.source.assigned) == 2, "2 + 2")
+        first.read(1)
+        first.commit()
+        ours, theirs = first.source.assigned, second.source.assigned
+        moved = list(second.revoked)
+        if ending == "closed":
+            first.close()
+        again = world.join("one")
+        again.settle_on(*ours)
+        again.commit()
+        assert second.source.assigned == theirs
+        assert second.revoked == moved
+    second.commit()
+    until(lambda: again.turn().data is None and sum(again.source.lag().values()) == 0, "the rest")
+    again.commit()
+    assert again.complete()
+    assert second.complete()
+    assert sum(world.positions().values()) == 80
+    assert sorted(set(world.alerts())) == of_each(world.positions())
+    assert world.mode == "at-least-once" or len(world.alerts()) == 80
+
+
+@pytest.mark.parametrize("events", ["events", "silence"])
+def test_of_two_processes_with_one_name_the_older_is_told(
+    either: Callable[..., Group], events: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("connectors.kafka.source.CONFIRM_SECONDS", 1.0)
+    world = either(2)
+    produce(world.bootstrap, world.topic, numbered(40))
+    older = world.join("one")
+    older.read(40)
+    older.commit()
+    newer = world.join("one")
+
+    def live() -> None:
+        newer.turn()
+        newer.commit()
+
+    with following(live):
+        until(lambda: newer.source.assigned == {0, 1}, "the partitions")
+        if events == "events":
+            produce(world.bootstrap, world.topic, numbered(40, first=40))
+
+        def told() -> bool:
+            older.turn()
+            older.commit()
+            return False
+
+        with pytest.raises(ConfigError, match="another process of the group has this name: give each process its own"):
+            until(told, "that there is another process")
+        older.close()
+        produce(world.bootstrap, world.topic, numbered(40, first=80))
+        until(lambda: sum(world.positions().values()) == (120 if events == "events" else 80), "everything consumed")
+    assert newer.complete()
+    assert sorted(set(world.alerts())) == of_each(world.positions())
+    assert world.mode == "at-least-once" or sorted(world.alerts()) == of_each(world.positions())

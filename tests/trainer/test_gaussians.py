@@ -1,0 +1,141 @@
+"""The Gaussians that guide training: as many as the data deserve, and none that has seen the record it speaks about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deformer_stream.core.model import DEformer, ModelConfig
+from tests.trainer.tables import correlated, entropy, mixed, prepared
+from trainer import checkpoint, gaussians
+from trainer.data import CALIBRATION, TRAIN, Prepared
+from trainer.evaluate import held_out
+from trainer.fit import Budget, Fit, Interrupted, Recipe
+
+CONFIG = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,))
+
+
+def numbers(folder: Path, x: np.ndarray, **columns: Any) -> Prepared:  # type: ignore[type-arg]
+    return prepared(folder, {f"x{i}": column for i, column in enumerate(x.T)} | columns)
+
+
+def untrained(data: Prepared, guides: gaussians.Guides) -> DEformer:
+    torch.manual_seed(0)
+    model = DEformer(data.schema, ModelConfig(**{**CONFIG.to_json(), "gaussians": guides.components}))
+    model.gaussians = guides.whole
+    return model.eval()
+
+
+def test_one_gaussian_for_a_gaussian_and_its_covariance(tmp_path: Path) -> None:
+    x, covariance = correlated(np.random.default_rng(0), 4000)
+    data = numbers(tmp_path, x)
+    guides = gaussians.fit(data, most=8, seed=0)
+    assert guides is not None
+    scales = np.array([f.scale for f in data.schema.features])
+    assert guides.components == 1
+    np.testing.assert_allclose(guides.whole.covariances[0, 0], covariance / np.outer(scales, scales), atol=0.08)
+    assert guides.nll == pytest.approx(entropy(covariance, scales), abs=0.1)
+
+
+def test_clusters_get_components_of_their_own(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    centres = np.array([[-6.0, 0.0], [6.0, 0.0], [0.0, 9.0]])
+    x = centres[rng.integers(0, 3, 1500)] + rng.normal(size=(1500, 2))
+    guides = gaussians.fit(numbers(tmp_path, x), most=8, seed=0)
+    assert guides is not None
+    assert guides.components in (4, 8)
+    assert gaussians.fit(numbers(tmp_path, x), most=2, seed=0).components == 2  # type: ignore[union-attr]
+
+
+def test_no_guide_where_there_is_nothing_to_guide(tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    for name, data in (
+        ("labels", prepared(tmp_path, {"a": rng.choice(["x", "y"], 100).tolist()})),
+        ("wide", numbers(tmp_path, rng.normal(size=(100, gaussians.WIDEST_TABLE + 1)))),
+    ):
+        assert gaussians.fit(data, most=4, seed=0) is None, name
+    assert gaussians.fit(numbers(tmp_path, rng.normal(size=(100, 2))), most=0, seed=0) is None
+
+
+def test_a_variant_has_not_seen_the_records_of_its_fold(tmp_path: Path) -> None:
+    """With few records in many dimensions the whole fit flatters its own records; the variants do not."""
+    data = numbers(tmp_path, np.random.default_rng(3).normal(size=(90, 20)))
+    guides = gaussians.fit(data, most=1, seed=0)
+    assert guides is not None
+    rows = data.rows(TRAIN)
+    values = torch.from_numpy(np.asarray(data.values[rows])).double()
+    features = torch.arange(20).repeat(len(rows), 1)
+
+    def nats(guide: Any) -> float:
+        z = (values.unsqueeze(-1) - guide.means) / guide.scales
+        return float((0.5 * z * z + guide.scales.log()).sum((1, 2)).mean())
+
+    flattered = nats(guides.whole(features, values))
+    honest = nats(guides.without_own_fold(features, values, rows))
+    held = data.rows(CALIBRATION)
+    values = torch.from_numpy(np.asarray(data.values[held])).double()
+    fresh = nats(guides.whole(torch.arange(20).repeat(len(held), 1), values))
+    assert flattered < honest - 2.0
+    assert abs(honest - fresh) < 0.6 * (fresh - flattered)
+
+
+def test_missing_readings_do_not_flatten_the_covariance(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    x = rng.multivariate_normal([0, 0], [[1, 0.9], [0.9, 1]], 3000)
+    x[rng.random(x.shape) < 0.4] = np.nan
+    guides = gaussians.fit(numbers(tmp_path, x), most=1, seed=0)
+    assert guides is not None
+    covariance = guides.whole.covariances[0, 0]
+    correlation = float(covariance[0, 1] / (covariance[0, 0] * covariance[1, 1]).sqrt())
+    assert correlation == pytest.approx(0.9, abs=0.05)
+
+
+def test_equal_seeds_give_equal_guides(tmp_path: Path) -> None:
+    data = prepared(tmp_path, mixed(np.random.default_rng(5), 300))
+    first, again, other = (gaussians.fit(data, 4, seed) for seed in (0, 0, 1))
+    assert first is not None
+    assert again is not None
+    assert other is not None
+    assert torch.equal(first.whole.covariances, again.whole.covariances)
+    assert torch.equal(first.folds.means, again.folds.means)
+    assert not np.array_equal(first.fold_of, other.fold_of)
+
+
+def test_a_guided_network_knows_a_gaussian_before_training(tmp_path: Path) -> None:
+    x, covariance = correlated(np.random.default_rng(6), 3000)
+    data = numbers(tmp_path, x)
+    guides = gaussians.fit(data, 4, seed=0)
+    assert guides is not None
+    truth = entropy(covariance, np.array([f.scale for f in data.schema.features]))
+    nll = held_out(untrained(data, guides), data, data.rows(CALIBRATION), 2, 0).mean
+    assert nll < truth + 0.9
+    assert held_out(DEformer(data.schema, CONFIG), data, data.rows(CALIBRATION), 2, 0).mean > truth + 2.0
+
+
+def test_guided_training_resumes_to_the_bit_and_learns(tmp_path: Path) -> None:
+    data = prepared(tmp_path, mixed(np.random.default_rng(7), 300))
+    guides = gaussians.fit(data, 4, seed=0)
+    assert guides is not None
+    recipe = Recipe(batch=32, learning_rate=3e-3, epochs=4)
+
+    def start(name: str) -> Fit:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return Fit(data, untrained(data, guides), recipe, 0, tmp_path / name, Budget(), {}, guides)
+
+    before = held_out(untrained(data, guides), data, data.rows(CALIBRATION), 4, 0).mean
+    whole = start("whole").run()
+    assert held_out(whole.model, data, data.rows(CALIBRATION), 4, 0).mean < before
+    first = start("parts")
+    with pytest.raises(Interrupted):
+        first.run(lambda: first.step >= 5)
+    second = start("parts")
+    state = checkpoint.load_state(tmp_path / "parts")
+    assert state is not None
+    second.restore(state)
+    resumed = second.run()
+    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
