@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 
 from deformer_stream.codec import MAX_TEXT, Codec, Windows, encode_alert, encode_rejected, payload_of
+from deformer_stream.codec.outward import LONGEST_ALERT
 from deformer_stream.core.batch import NO_TIME, AlertRaised, Contribution, Expected, Reason, Rejected
 from deformer_stream.errors import InputError
 from deformer_stream.ports import LongRows, Messages, Unreadable, WideRows
@@ -143,6 +144,17 @@ def test_odd_text_stays_what_it_is_and_breaks_no_line(text: str) -> None:
     for refusal in rejected:
         assert refusal.detail.isprintable()
         assert len(refusal.detail.encode()) < 800
+
+
+def test_an_alert_with_ever_so_many_long_labels_fits_its_topic() -> None:
+    long_label = "\U0001f4a7" * MAX_TEXT
+    parts = tuple(Contribution(str(i), long_label, 300.0 - i, Expected(None, long_label, None)) for i in range(300))
+    alert = AlertRaised("id", long_label, 1, 1, 3, NO_TIME, 0.01, 0.01, 1.0, -1.0, "m", 0, parts)
+    line = encode_alert(alert, None)
+    assert len(line) <= LONGEST_ALERT
+    kept = json.loads(line)["contributions"]
+    assert [c["feature"] for c in kept] == [str(i) for i in range(len(kept))]
+    assert len(kept) > 30
 
 
 @pytest.mark.parametrize(

@@ -80,5 +80,9 @@ def _letter(topic: str, rejected: Rejected, data: Payload, limit: int) -> Outgoi
     tombstone = isinstance(data, Messages) and data.payloads[rejected.message] is None and key is not None
     letter = Outgoing(partition, topic, key, None if tombstone else value, headers)
     if size_of(letter) > limit:
-        return letter._replace(value=b"", headers=[*headers, ("payload_bytes", b"%d" % len(value))])
+        headers += [("payload_bytes", b"%d" % len(value))]
+        letter = letter._replace(value=b"", headers=headers)
+    if key is not None and size_of(letter) > limit:
+        headers += [("key_bytes", b"%d" % len(key))]
+        letter = letter._replace(key=None, headers=headers)
     return letter

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import kafka.errors as errors
 import numpy as np
@@ -17,7 +17,8 @@ from connectors.kafka.client import CONNECT_SECONDS, DELIVERY_SECONDS, connect, 
 from connectors.kafka.delivery import Delivery, Outgoing
 from connectors.kafka.group import SameModel
 from connectors.kafka.restore import LostState, restored
-from connectors.kafka.state import Kept, StateTopic
+from connectors.kafka.state import Attempt, Kept, StateTopic
+from connectors.kafka.unpacking import guard
 from connectors.kafka.watch import Watch
 from deformer_stream import log
 from deformer_stream.core.batch import NO_TIME
@@ -51,14 +52,6 @@ _REBALANCING = (
 RETRY_SECONDS = 0.5
 CONFIRM_SECONDS = 10.0
 """Positions that have not changed are committed again after so long: who lost his place to a namesake must learn it."""
-
-
-class _Attempt(NamedTuple):
-    """A commit that may have taken effect. kept: what is in force if it has; saved: what of that was new."""
-
-    offsets: dict[TopicPartition, OffsetAndMetadata]
-    kept: dict[TopicPartition, Kept]
-    saved: dict[int, Saved]
 
 
 def _keep_nothing(partitions: frozenset[int]) -> Mapping[int, Saved]:
@@ -112,7 +105,7 @@ class KafkaSource:
         self._recovering: dict[TopicPartition, int] = {}  # partition → where its history ends
         self._revoked: list[int] = []
         self._life, self._commits = uuid.uuid4().hex[:12], 0  # these name our commits
-        self._attempt: _Attempt | None = None
+        self._attempt: Attempt | None = None
         self._confirmed = time.monotonic()
         self._closed = False
         self._consumer: KafkaConsumer = connect(
@@ -130,6 +123,7 @@ class KafkaSource:
             session_timeout_ms=int(session_seconds * 1000),
             heartbeat_interval_ms=1000,  # how soon a member hears that partitions are to move
         )
+        guard(self._consumer)
         self._watch = Watch(self._consumer, bootstrap_servers, patience)
         try:
             with mapped(bootstrap_servers, f"looking for topic {topic!r}", ValueError, TypeError):
@@ -238,7 +232,7 @@ class KafkaSource:
             topic=self.topic,
             keys=[r.key for r in records],
             payloads=[r.value for r in records],
-            times=np.where(millis < 0, NO_TIME, millis * 1000),
+            times=np.where((millis < 0) | (millis >= 2**53), NO_TIME, millis * 1000),  # senders may state any
             partitions=np.fromiter((r.partition for r in records), np.int32, n),
             offsets=np.fromiter((r.offset for r in records), np.int64, n),
         )
@@ -286,7 +280,7 @@ class KafkaSource:
             self._consumer.commit(attempt.offsets, timeout_ms=DELIVERY_SECONDS * 1000)
         self._conclude(attempt)
 
-    def _learn_outcome(self, attempt: _Attempt) -> None:
+    def _learn_outcome(self, attempt: Attempt) -> None:
         """Whether the commit whose answer got lost took effect, as the broker tells now that nothing is open."""
         for tp in attempt.offsets.keys() & attempt.kept.keys():
             found = self._consumer.committed(tp, metadata=True, timeout_ms=DELIVERY_SECONDS * 1000)
@@ -298,7 +292,7 @@ class KafkaSource:
         live = [tp for tp in self._consumer.assignment() if tp not in self._recovering and tp not in self._gained]
         return {tp: at for tp in live if (at := self._position(tp)) >= 0}
 
-    def _prepare(self, positions: dict[TopicPartition, int]) -> _Attempt:
+    def _prepare(self, positions: dict[TopicPartition, int]) -> Attempt:
         """Transmit what goes with these positions; what is to be committed then."""
         self._commits += 1
         commit = f"{self._life}-{self._commits}"
@@ -323,9 +317,9 @@ class KafkaSource:
             for tp, at in positions.items()
             if again or self._committed.get(tp) != at or tp.partition in self._saved
         }
-        return _Attempt(offsets, kept, self._saved)
+        return Attempt(offsets, kept, self._saved)
 
-    def _conclude(self, attempt: _Attempt) -> None:
+    def _conclude(self, attempt: Attempt) -> None:
         """It has taken effect."""
         self._attempt = None
         if attempt.offsets:

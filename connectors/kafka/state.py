@@ -12,10 +12,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from kafka import KafkaConsumer, TopicPartition
+from kafka.structs import OffsetAndMetadata
 
 from connectors.kafka.client import CONNECT_SECONDS, connect, mapped
 from connectors.kafka.delivery import TRANSACTION_SECONDS, Outgoing
@@ -77,6 +78,14 @@ class Kept:
         if not (all(type(n) is int and n >= 0 for n in numbers) and all(isinstance(name, str) for name in names)):
             raise StateError("the commit's metadata is damaged")
         return Kept(position, bool(even), at, messages, last, commit)
+
+
+class Attempt(NamedTuple):
+    """A commit that may have taken effect. kept: what is in force if it has; saved: what of that was new."""
+
+    offsets: dict[TopicPartition, OffsetAndMetadata]
+    kept: dict[TopicPartition, Kept]
+    saved: dict[int, Saved]
 
 
 class StateTopic:

@@ -15,42 +15,45 @@ from deformer_stream.codec.times import rfc3339
 from deformer_stream.core.batch import AlertRaised, Rejected
 from deformer_stream.ports import LongRows, Messages, Payload, WideRows
 
+LONGEST_ALERT = 2**19
+"""Bytes of an alert, half of what a topic takes by default: labels come from outside and may be long and many."""
+
 
 def encode_alert(alert: AlertRaised, data: Payload | None) -> bytes:
     """The alert as JSON, its keys in the order of the public format. A number that is not finite is null, as is an
-    unknown time.
+    unknown time. Of contributions that would make it longer than `LONGEST_ALERT` the most surprising are kept.
 
     `data` is the poll that `alert.message` points into; without it (or with a negative message) `source` is null.
     """
     source = None
     if data is not None and alert.message >= 0:
         source = dict(zip(("topic", "partition", "offset"), position(data, alert.message), strict=True))
-    return orjson.dumps(
-        {
-            "id": alert.id,
-            "record": alert.record,
-            "raised_at": alert.raised_at,
-            "features_seen": alert.features_seen,
-            "features_expected": alert.features_expected,
-            "time": rfc3339(alert.time),
-            "p_value": alert.p_value,
-            "alpha": alert.alpha,
-            "score": alert.score,
-            "running_log_likelihood": alert.running_log_likelihood,
-            "model": alert.model,
-            "source": source,
-            "contributions": [
-                {
-                    "feature": c.feature,
-                    "value": c.value,
-                    "surprise": c.surprise,
-                    "expected": {"low": c.expected.low, "median": c.expected.median, "high": c.expected.high},
-                }
-                for c in alert.contributions
-            ],
-        },
-        option=orjson.OPT_SERIALIZE_NUMPY,
-    )
+    document: dict[str, Any] = {
+        "id": alert.id,
+        "record": alert.record,
+        "raised_at": alert.raised_at,
+        "features_seen": alert.features_seen,
+        "features_expected": alert.features_expected,
+        "time": rfc3339(alert.time),
+        "p_value": alert.p_value,
+        "alpha": alert.alpha,
+        "score": alert.score,
+        "running_log_likelihood": alert.running_log_likelihood,
+        "model": alert.model,
+        "source": source,
+        "contributions": [
+            {
+                "feature": c.feature,
+                "value": c.value,
+                "surprise": c.surprise,
+                "expected": {"low": c.expected.low, "median": c.expected.median, "high": c.expected.high},
+            }
+            for c in alert.contributions
+        ],
+    }
+    while len(line := orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)) > LONGEST_ALERT:
+        document["contributions"] = document["contributions"][: len(document["contributions"]) // 2]
+    return line
 
 
 def encode_rejected(rejected: Rejected, data: Payload) -> bytes:

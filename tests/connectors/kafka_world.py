@@ -17,7 +17,7 @@ from kafka.admin import MemberToRemove
 from kafka.errors import KafkaError, RetriableError
 from kafka.structs import OffsetAndMetadata
 
-from connectors.kafka import Delivery, KafkaSink, KafkaSource, StateTopic, ensure_topics, topics_of
+from connectors.kafka import Delivery, KafkaSink, KafkaSource, StateTopic, ensure_topics, produce, topics_of
 from deformer_stream.core.batch import AlertRaised, Closed, Effects, EventBatch, Rejected, Scored
 from deformer_stream.errors import DeformerError
 from deformer_stream.ports import NOTHING, Messages, Payload, Polled, Restored, Saved
@@ -287,9 +287,14 @@ class Member:
 
         def ours() -> bool:
             self.turn()
-            return self._unsaved.keys() == set(partitions) == self.source.assigned
+            return self.live == set(partitions) == self.source.assigned
 
         until(ours, f"partitions {partitions}, has {sorted(self.source.assigned)}")
+
+    @property
+    def live(self) -> set[int]:
+        """The partitions whose history is over."""
+        return set(self._unsaved)
 
     def complete(self) -> bool:
         """Whether the state of every partition whose history is over is that of an uninterrupted life."""
@@ -315,7 +320,11 @@ class Group:
         self.topics[self.state_topic]["configs"] |= state
         self.limits = ensure_topics(bootstrap, self.topics)
         self.members: list[Member | Reader] = []
-        self._opened = 0
+        self._opened = self.sent = 0
+
+    def produce(self, count: int) -> None:
+        """Events, numbered on."""
+        self.sent += produce(self.bootstrap, self.topic, numbered(count, keys=40, first=self.sent))
 
     def delivery(self, name: str | None = None) -> Delivery:
         self._opened += 1

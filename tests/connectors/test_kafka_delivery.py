@@ -5,16 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from kafka import TopicPartition
+from kafka import KafkaConsumer, KafkaProducer, TopicPartition
 from kafka import errors as refusals
 from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata
 
-from connectors.kafka import Delivery
+from connectors.kafka import Delivery, produce
 from connectors.kafka.delivery import Outgoing
 from deformer_stream.errors import ConfigError
-from tests.connectors.kafka_world import PATIENCE, Group, read, settle, until
+from tests.connectors.kafka_world import PATIENCE, Group, Member, following, numbered, of_each, read, settle, until
 
 pytestmark = pytest.mark.kafka
 
@@ -255,3 +256,83 @@ def test_too_large_a_message_is_refused_when_it_is_put(either: Callable[..., Gro
     deliver(world, delivery)
     found = [record.value for record in read(world.bootstrap, world.alerts_topic)]
     assert found == [b"0", largest.value]
+
+
+# --- a commit whose answer got lost -----------------------------------------------------------------------------------
+
+
+class LostAnswer:
+    """The last step of a member's commit, in its mode, fails the next time; it takes effect before that or not."""
+
+    def __init__(self, member: Member, patch: pytest.MonkeyPatch, takes_effect: bool) -> None:
+        self.times = 1
+        last = "commit_transaction" if member.delivery.exactly_once else "commit"
+        client: Any = KafkaProducer if member.delivery.exactly_once else KafkaConsumer
+        really = getattr(client, last)
+
+        def act(*args: Any, **options: Any) -> None:
+            lost = self.times > 0
+            self.times -= 1
+            if takes_effect or not lost:
+                really(*args, **options)
+            if lost:
+                raise refusals.KafkaTimeoutError()
+
+        patch.setattr(client, last, act)
+
+
+@pytest.mark.parametrize("takes_effect", [True, False], ids=["committed", "not-committed"])
+def test_a_commit_without_an_answer(
+    either: Callable[..., Group], takes_effect: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next attempt finds out whether it took effect, and sends again only what did not."""
+    world = either(2)
+    produce(world.bootstrap, world.topic, numbered(40, keys=20))
+    member = world.join()
+    member.read(40)
+    member.commit()
+    produce(world.bootstrap, world.topic, numbered(40, keys=20, first=40))
+    member.read(80)
+    answers = LostAnswer(member, monkeypatch, takes_effect)
+    member.commit()
+    assert answers.times <= 0
+    once = world.mode == "exactly-once"
+    assert sum(world.positions().values()) == 80
+    if takes_effect or once:
+        assert sorted(world.alerts()) == of_each(world.positions())
+    else:
+        assert set(world.alerts()) == set(of_each(world.positions())), "with equal ids"
+    member.close()
+    successor = world.join()
+    successor.settle_on(0, 1)
+    assert successor.complete()
+    assert successor.handled == []
+
+
+@pytest.mark.parametrize("takes_effect", [True, False], ids=["committed", "not-committed"])
+def test_handing_over_without_an_answer(
+    group: Callable[..., Group], takes_effect: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for an answer while the group rebalances. It is found out with the next commit, and what was written
+    since then goes out as well."""
+    world = group(2)
+    produce(world.bootstrap, world.topic, numbered(40, keys=20))
+    first = world.join()
+    first.read(40)
+    answers = LostAnswer(first, monkeypatch, takes_effect)
+    second = world.join()
+    with following(second.turn):
+        until(lambda: bool(first.turn()) and len(first.source.assigned) == len(second.source.assigned) == 1, "1 + 1")
+        assert answers.times == 0
+        assert first.delivery.failed
+        produce(world.bootstrap, world.topic, numbered(40, keys=20, first=40))
+        until(lambda: bool(first.turn()) and sum(first.source.lag().values()) == 0, "the new messages")
+        first.commit()
+        until(lambda: sum(second.source.lag().values()) == 0 and len(second.handled) > 0, "the others")
+    second.commit()
+    first.turn()
+    first.commit()
+    assert first.complete()
+    assert second.complete()
+    assert sum(world.positions().values()) == 80
+    assert sorted(world.alerts()) == of_each(world.positions())

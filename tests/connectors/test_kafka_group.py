@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from kafka import errors as refusals
 
-from connectors.kafka import produce
+from connectors.kafka import KafkaSource, produce
 from deformer_stream.errors import ConfigError, DeformerError
 from tests.connectors.kafka_world import Group, Member, following, numbered, of_each, until
 
@@ -153,3 +154,159 @@ def test_of_two_processes_with_one_name_the_older_is_told(
     assert newer.complete()
     assert sorted(set(world.alerts())) == of_each(world.positions())
     assert world.mode == "at-least-once" or sorted(world.alerts()) == of_each(world.positions())
+
+
+# --- partitions that move ---------------------------------------------------------------------------------------------
+
+
+def everything(world: Group, *members: Member) -> None:
+    """All that there is was consumed, kept, and alerted on: once, or at least once."""
+    for member in members:
+        member.turn()
+        member.commit()
+        assert member.complete()
+    ends = world.positions()
+    assert sum(ends.values()) == world.sent
+    assert sorted(set(world.alerts())) == of_each(ends)
+    assert world.mode == "at-least-once" or len(world.alerts()) == world.sent
+
+
+def consumed(*members: Member) -> bool:
+    """Whether the members have no messages before them; they turn elsewhere."""
+    assigned = [p for member in members for p in member.source.assigned]
+    return len(assigned) == len(set(assigned)) and all(
+        member.live == member.source.assigned and sum(member.source.lag().values()) == 0 for member in members
+    )
+
+
+def test_a_partition_is_handed_over_with_its_state(either: Callable[..., Group]) -> None:
+    """What the first has handled and never committed by itself is committed as it gives the partition up."""
+    world = either(2)
+    world.produce(40)
+    first = world.join()
+    first.read(40)
+    second = world.join()
+    with following(second.turn):
+        until(lambda: bool(first.turn()) and len(second.live) == 1, "a share")
+    (moved,) = second.live
+    assert first.revoked == [moved]
+    assert second.handled == []
+    (begun,) = second.restored
+    assert begun.snapshot is not None
+    assert begun.until == world.positions()[moved] == len(second.seen[moved])
+    everything(world, first, second)
+
+
+def test_a_partition_moves_while_a_commit_is_tried_again(
+    either: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker refuses the commit because the group rebalances; what stays is committed afterwards, what went as it
+    went."""
+    world = either(2)
+    world.produce(40)
+    first = world.join()
+    first.read(40)
+    second = world.join()
+    attempts: list[frozenset[int]] = []
+    really = KafkaSource._try_to_commit
+
+    def refuse(source: KafkaSource) -> None:
+        if source is first.source and len(source.assigned) == 2:
+            attempts.append(source.assigned)
+            raise refusals.RebalanceInProgressError()
+        really(source)
+
+    monkeypatch.setattr(KafkaSource, "_try_to_commit", refuse)
+    with following(second.turn):
+        first.commit()
+        assert attempts
+        assert len(first.source.assigned) == 1
+        until(lambda: bool(first.turn()) and len(second.live) == 1, "a share")
+        assert len(first.revoked) == 1
+        world.produce(40)
+        until(lambda: bool(first.turn()) and consumed(first, second), "the rest")
+    everything(world, first, second)
+
+
+def test_what_is_lost_is_neither_committed_nor_sent(either: Callable[..., Group]) -> None:
+    """A process that was away for too long finds that others have done its work."""
+    world = either(4)
+    world.produce(40)
+    first, second = world.join(), world.join()
+    with following(second.turn):
+        until(lambda: bool(first.turn()) and len(first.live) == len(second.live) == 2, "2 + 2")
+        first.commit()
+        world.produce(40)
+        until(lambda: bool(first.turn()) and consumed(first, second), "the rest")
+        ours = first.source.assigned
+        world.abandon(first)  # it has handled messages that were never committed
+        until(lambda: second.live == {0, 1, 2, 3} and consumed(second), "everything")
+        first.commit()
+        until(lambda: bool(first.turn()) and set(first.revoked) >= ours, "the loss reported")
+        until(lambda: bool(first.turn()) and len(first.live) == len(second.live) == 2, "2 + 2 again")
+        world.produce(40)
+        until(lambda: bool(first.turn()) and consumed(first, second), "the rest")
+    everything(world, first, second)
+
+
+def test_who_comes_back_claims_nothing(either: Callable[..., Group]) -> None:
+    """Or two members would have a partition at once: the leader believes what members say they have."""
+    world = either(4)
+    member = world.join()
+    member.settle_on(0, 1, 2, 3)
+    claims = member.source._same_model.metadata({world.topic}).owned_partitions
+    assert [sorted(claim.partitions) for claim in claims] == [[0, 1, 2, 3]]
+    world.abandon(member)
+    until(lambda: bool(member.turn()) and sorted(member.revoked) == [0, 1, 2, 3], "the loss reported")
+    member.settle_on(0, 1, 2, 3)
+
+
+def test_from_one_to_four_and_back_while_events_flow(either: Callable[..., Group]) -> None:
+    world = either(8)
+    world.produce(400)
+    stops = [threading.Event() for _ in range(4)]
+    members: list[Member] = []
+    failed: list[BaseException] = []
+
+    def live(member: Member, stop: threading.Event, killed: bool) -> None:
+        turns = 0
+        try:
+            while not stop.is_set():
+                member.turn(0.05)
+                assert member.complete()
+                turns += 1
+                member.commit(snapshots=[turns % 8])
+            if killed:
+                member.turn()
+                world.abandon(member)
+            else:
+                member.commit(snapshots=range(8))
+                member.close()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = []
+    for i, stop in enumerate(stops):
+        members.append(world.join(max_poll_records=50))
+        threads.append(threading.Thread(target=live, args=(members[-1], stop, i == 2)))
+        threads[-1].start()
+        world.produce(200)
+        share = 8 // (i + 1)
+        until(lambda share=share: all(len(m.live) >= share for m in members) or bool(failed), f"{share} each")
+        assert not failed
+    for stop, thread in list(zip(stops, threads, strict=True))[:0:-1]:
+        world.produce(200)
+        stop.set()
+        thread.join()
+        until(
+            lambda: sum(len(m.live) for m in members if not stops[members.index(m)].is_set()) == 8 or bool(failed), "8"
+        )
+        assert not failed
+    until(lambda: consumed(members[0]) or bool(failed), "the rest")
+    stops[0].set()
+    threads[0].join()
+    assert failed == []
+    last = world.join()
+    last.settle_on(*range(8))
+    assert last.handled == []
+    everything(world, last)

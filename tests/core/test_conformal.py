@@ -6,11 +6,17 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deformer_stream.core.conformal import Calibration, PrefixState, advance
+from deformer_stream.core.conformal import BLUR, Calibration, PrefixState, advance, record_excess
+from deformer_stream.core.model import ModelConfig
+from deformer_stream.core.schema import Feature, Schema
+from tests.core.worlds import model_of, normalised, records_of
 from tests.statistics import beta_binomial_upper
+
+NUMBERS = Schema(tuple(Feature(f"f{i}", "continuous", context=i == 1) for i in range(4)))
 
 
 def g_of(p: list[float]) -> list[float]:
@@ -118,3 +124,15 @@ def test_false_alarms_of_a_wrong_model_stay_within_alpha() -> None:
     alarms = int((calibration.p_value(peaks(m)) <= alpha).sum())
     assert alarms <= beta_binomial_upper(n, m, alpha, 0.99)
     assert alarms > 0
+
+
+def test_the_excess_of_a_record_adds_up_what_its_readings_exceed() -> None:
+    model = model_of(NUMBERS, ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=3, hidden=(16,)))
+    codes, values = records_of(NUMBERS, 5, 3, missing=0.3)
+    values = normalised(NUMBERS, codes, values)
+    whole = record_excess(model, codes, values, batch=2)
+    features, numbers = torch.from_numpy(codes), torch.from_numpy(values)
+    with torch.inference_mode():
+        excess = model.conditionals(features, numbers).blurred(BLUR).surprise(numbers)[1].numpy()
+    counted = (codes >= 0) & (codes != 1)  # feature 1 is context
+    np.testing.assert_allclose(whole, np.where(counted, excess, 0.0).sum(1), atol=1e-9)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deformer_stream.core.gaussians import Guide
 from deformer_stream.core.heads import Conditional, Head, log_gamma_sf
 from deformer_stream.core.model import ModelConfig
 from deformer_stream.core.schema import Feature, Schema
@@ -181,3 +182,29 @@ def test_surprisal_exceeds_its_mean_by_nothing_on_average() -> None:
     mass = [0.6, 0.3, 0.1]
     excess = categorical(mass, 3).surprise(torch.arange(3.0, dtype=torch.float64))[1]
     assert (torch.tensor(mass, dtype=torch.float64) * excess).sum().item() == pytest.approx(0.0, abs=1e-12)
+
+
+def test_blur_is_noise_on_numbers_and_none_on_labels() -> None:
+    x = torch.linspace(-9, 9, 1801, dtype=torch.float64)
+    sharp = mixture([0.3, 0.7], [-2.0, 1.0], [0.01, 0.4], len(x)).blurred(0.3)
+    expected = 0.3 * torch.exp(gaussian(len(x), -2.0, math.hypot(0.01, 0.3)).log_prob(x))
+    expected += 0.7 * torch.exp(gaussian(len(x), 1.0, math.hypot(0.4, 0.3)).log_prob(x))
+    torch.testing.assert_close(sharp.log_prob(x).exp(), expected)
+    labels = categorical([0.6, 0.3, 0.1], 3)
+    codes = torch.arange(3.0, dtype=torch.float64)
+    assert torch.equal(labels.blurred(0.3).log_prob(codes), labels.log_prob(codes))
+
+
+def test_a_guide_is_trusted_before_training_and_bounded_by_the_sensor() -> None:
+    schema = Schema((Feature("fine", "continuous"), Feature("coarse", "continuous", quantum=0.6)))
+    torch.manual_seed(0)
+    head = Head(schema, 8, 4, guides=2)
+    weights = torch.tensor([[0.25, 0.75]] * 2).log()
+    guide = Guide(weights, torch.tensor([[-3.0, 3.0]] * 2), torch.full((2, 2), 1e-6), torch.ones(2, dtype=torch.bool))
+    out = head(torch.zeros(2, 8), torch.tensor([0, 1]), guide)
+    assert out.means[:, 4:].tolist() == [[-3.0, 3.0]] * 2
+    followed = out.log_weights.exp()[:, 4:]
+    assert followed.sum(1).min() > 0.85
+    assert (followed[:, 1] / followed[:, 0]).tolist() == pytest.approx([3.0, 3.0], rel=1e-5)
+    assert out.scales[0, 4:].tolist() == pytest.approx([1e-3 / math.sqrt(3.0)] * 2, rel=1e-3)
+    assert out.scales[1, 4:].tolist() == pytest.approx([0.6 / math.sqrt(12.0)] * 2, rel=1e-3)

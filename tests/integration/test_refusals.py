@@ -52,6 +52,12 @@ REFUSED: dict[str, tuple[str, str, list[Event], Event]] = {
     ),
     "late": ("late", "closed", CLOSED, event("closed", "pressure", 1.0)),
     "too large": ("too_large", str(LIMIT), [], event("bad", "state", "x" * LIMIT)),
+    "ahead of time": (
+        "future",
+        "3600 s ahead",
+        [],
+        (b"bad", b'{"record": "bad", "feature": "pressure", "value": 1, "time": "2999-12-31T00:00:00Z"}'),
+    ),
 }
 
 
@@ -70,7 +76,7 @@ def test_each_refused_event_becomes_a_dead_letter_and_the_stream_goes_on(
     produce(cluster.bootstrap, name, [(key, value, None) for key, value in sent])
 
     options = ["--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap]
-    options += ["--model", model_dir, "--max-message-bytes", LIMIT, "--record-timeout", "1h"]
+    options += ["--model", model_dir, "--max-message-bytes", LIMIT, "--record-timeout", "1h", "--max-ahead", "1h"]
     with Consume(tmp_path / "consume.log", *options) as consumer:
         consumer.wait_for(cluster.all_consumed(name, name), "all events consumed")
         metrics = consumer.metrics()

@@ -1,91 +1,27 @@
-"""Deployment choices: one typed home for every option of every command.
-
-Precedence: flag, `DEFORMER_…` environment variable, TOML file, default. The classes below make the command-line options
-(`options`), the configuration print-out and the README's table, so an option exists once. Hyperparameters are not
-settings: they live in the model's manifest.
-"""
+"""A class per command: every option with its type, default and help, and what goes together."""
 
 from __future__ import annotations
 
 import re
-import tomllib
-import types
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, Self
 
-import click
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import Field, SecretStr, model_validator
 
 from deformer_stream.errors import ConfigError
-
-PREFIX = "DEFORMER_"
-TRAINING = "train"
-"""The table of `deformer-train` in a configuration file that all commands share."""
-_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_SIZES = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-
-
-def _seconds(value: Any) -> Any:
-    """`250ms`, `30s`, `10m`, `2h`, `1d` or plain seconds → seconds."""
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*", value, re.ASCII)
-        if not match:
-            raise ValueError("a duration is a number with ms, s, m, h or d, like 30s")
-        value = float(match[1]) * _UNITS[match[2] or "s"]
-    return value
-
-
-def _bytes(value: Any) -> Any:
-    """`512MiB`, `1GB` or plain bytes → bytes."""
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower(), re.ASCII)
-        if not match or match[2] not in _SIZES:
-            raise ValueError("a size is a number with KiB, MiB or GiB, like 512MiB")
-        value = float(match[1]) * _SIZES[match[2]]
-        if value >= 2**63:
-            raise ValueError("a size below 8 EiB is expected")
-        value = int(value)
-    return value
-
-
-Duration = Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=1e9, allow_inf_nan=False)]
-Timeout = Annotated[float, BeforeValidator(_seconds), Field(gt=0, le=1e9, allow_inf_nan=False)]
-Size = Annotated[int, BeforeValidator(_bytes), Field(ge=0, lt=2**63)]
-Width = Annotated[float, BeforeValidator(_seconds), Field(ge=1e-3, le=1e9, allow_inf_nan=False)]
-Share = Annotated[float, Field(gt=0, lt=1)]
-
-
-def _written(default: str, description: str) -> Any:
-    """A field whose default reads as a person would write it."""
-    return Field(default, description=description)
-
-
-class Settings(BaseSettings):
-    """What all commands share. A field's description is its help text."""
-
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", validate_default=True, protected_namespaces=())
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, then the environment, then the file's values, which `load` passes under one reserved name."""
-        flags = dict(getattr(init_settings, "init_kwargs", {}))
-        file = flags.pop("_file", {})
-        return InitSettingsSource(settings_cls, flags), env_settings, InitSettingsSource(settings_cls, file)
-
-
-SettingsType = TypeVar("SettingsType", bound=Settings)
-Device = Literal["auto", "cpu", "cuda"]
-Layout = Literal["wide", "long"]
+from deformer_stream.settings.base import (
+    Device,
+    Duration,
+    Layout,
+    Settings,
+    SettingsType,
+    Share,
+    Size,
+    Timeout,
+    Width,
+    flag_of,
+    written,
+)
 
 
 class _Model(Settings):
@@ -99,11 +35,11 @@ class _Scoring(_Model):
     """The alert rule, its bounds, and what the fields of an event are called."""
 
     alpha: Share = Field(0.01, description="Largest share of normal records that may ever raise an alert.")
-    cache_memory: Size = _written("512MiB", description="Most memory for cached keys and values of open records.")
+    cache_memory: Size = written("512MiB", description="Most memory for cached keys and values of open records.")
     max_open_records: int = Field(
         1_000_000, ge=1, description="Most records open at once; past it, the one silent for longest is closed."
     )
-    max_message_bytes: Size = _written("1MiB", description="A larger message is refused.")
+    max_message_bytes: Size = written("1MiB", description="A larger message is refused.")
     record_field: str = Field("record", description="JSON field of the record id.")
     feature_field: str = Field("feature", description="JSON field of the feature's name.")
     value_field: str = Field("value", description="JSON field of the value.")
@@ -113,14 +49,13 @@ class _Scoring(_Model):
     window: Width | None = Field(
         None, description="An event without a record belongs to its device's window of this length in event time."
     )
-    grace: Duration = _written(
-        "0s", description="How long past its end, in event time, a window takes what comes late."
-    )
+    grace: Duration = written("0s", description="How long past its end, in event time, a window takes what comes late.")
 
     max_ahead: Duration | None = Field(
         None,
         description="An event whose own time lies further ahead of the broker's time of its message (the wall clock's "
-        "where there is none) is refused as future: with --window a clock that leaps ahead closes its device's windows.",
+        "where there is none) is refused as future: with --window a clock that leaps ahead closes its device's "
+        "windows.",
     )
 
     @model_validator(mode="after")
@@ -231,8 +166,8 @@ class ConsumeSettings(_Scoring, _Kafka):
         None, description="Topic of refused events; by default the events' topic with -dead-letter."
     )
     alerts: str = Field("-", description='Write alerts as JSON lines to this file, - is standard output, "" nothing.')
-    record_timeout: Timeout = _written("30s", description="A record is closed when no event of it came for this long.")
-    max_wait: Timeout = _written("200ms", description="Longest wait for events in one poll.")
+    record_timeout: Timeout = written("30s", description="A record is closed when no event of it came for this long.")
+    max_wait: Timeout = written("200ms", description="Longest wait for events in one poll.")
     max_poll_records: int = Field(8192, ge=1, description="Most messages taken in one poll.")
     delivery: Literal["exactly-once", "at-least-once"] = Field(
         "exactly-once",
@@ -244,13 +179,13 @@ class ConsumeSettings(_Scoring, _Kafka):
         description="When the model changes under way (SIGHUP, or a changed directory), open records finish on the one "
         "they began with, or the new one scores their readings again.",
     )
-    commit_interval: Duration = _written(
+    commit_interval: Duration = written(
         "100ms", description="Least time between two commits; an alert is visible once it is committed."
     )
     state_topic: str | None = Field(
         None, description="Compacted topic of snapshots of open records; by default GROUP-TOPIC-state."
     )
-    snapshot_interval: Duration = _written("5s", description="Time between two snapshots of a partition.")
+    snapshot_interval: Duration = written("5s", description="Time between two snapshots of a partition.")
     lost_state: Literal["refuse", "rebuild", "forget"] = Field(
         "refuse",
         description="Where snapshots, or messages they need, are gone: end with the reason; read what is left again "
@@ -264,10 +199,10 @@ class ConsumeSettings(_Scoring, _Kafka):
         description="Name of this process in the group that stays the same over restarts, each process its own: it "
         "comes back to its partitions at once.",
     )
-    session_timeout: Timeout = _written(
+    session_timeout: Timeout = written(
         "45s", description="A process that is silent for so long loses its partitions to the others."
     )
-    patience: Timeout = _written(
+    patience: Timeout = written(
         "2m", description="The brokers may be away, or a partition silent, for so long before the command ends (4)."
     )
     http: str | None = Field(
@@ -316,7 +251,7 @@ class ProduceSettings(_Kafka):
     rate: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="Events per second; by default as fast as possible."
     )
-    shuffle_within: Duration = _written(
+    shuffle_within: Duration = written(
         "0s", description="Delay each reading by up to this long, so that records interleave."
     )
     seed: int = Field(0, ge=0, description="Of the delays.")
@@ -362,101 +297,3 @@ COMMANDS: dict[str, type[Settings]] = {
     "impute": ImputeSettings,
     "sample": SampleSettings,
 }
-
-
-def flag_of(field: str) -> str:
-    """`record_timeout` → `--record-timeout`."""
-    return "--" + field.rstrip("_").replace("_", "-")
-
-
-def variable_of(field: str) -> str:
-    """`record_timeout` → `DEFORMER_RECORD_TIMEOUT`."""
-    return PREFIX + field.rstrip("_").upper()
-
-
-def load(cls: type[SettingsType], flags: dict[str, Any], config: Path | None = None, section: str = "") -> SettingsType:
-    """The settings in force. flags: by field name, None where not given. config: a TOML file with the options' names as
-    keys, at the top or in a table named like the command (`section`). Raises `ConfigError` in one line."""
-    given = {input_name(cls, k): v for k, v in flags.items() if v is not None}
-    given["_file"] = read_file(cls, config, section)
-    try:
-        return cls(**given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = str(first["loc"][0]).removeprefix(PREFIX).lower() if first["loc"] else ""
-        message = "it is required" if first["type"] == "missing" else first["msg"].removeprefix("Value error, ")
-        if not field:
-            raise ConfigError(f"{section}: {message}; see --help".removeprefix(": ")) from None
-        where = f"{variable_of(field)} in the environment, {flag_of(field)[2:]} in the file"
-        raise ConfigError(f"{flag_of(field)} ({where}): {message}; see --help") from None
-
-
-def input_name(cls: type[Settings], field: str) -> str:
-    """The name that a value of this field is given under."""
-    alias = cls.model_fields[field].validation_alias if field in cls.model_fields else None
-    return alias if isinstance(alias, str) else field
-
-
-def read_file(cls: type[Settings], config: Path | None, section: str) -> dict[str, Any]:
-    """The file's values for this command; a key that no command knows is an error that names it."""
-    if config is None:
-        return {}
-    try:
-        data = tomllib.loads(config.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"--config {config} cannot be read ({error}): check the path and the TOML") from None
-    own = data.get(section, {})
-    common = {k: v for k, v in data.items() if not isinstance(v, dict)}
-    known = {name.rstrip("_") for c in (*COMMANDS.values(), cls) for name in c.model_fields}
-    fields = {name.rstrip("_"): name for name in cls.model_fields}
-    for name in data.keys() - common.keys() - COMMANDS.keys() - {section, TRAINING}:
-        raise ConfigError(f"--config {config}: unknown table [{name}]; tables are named like the commands")
-    if not isinstance(own, dict):
-        raise ConfigError(f"--config {config}: {section!r} names a command; write its options into a table [{section}]")
-    values: dict[str, Any] = {}
-    for table, allowed in ((common, known), (own, set(fields))):
-        for key, value in table.items():
-            name = key.replace("-", "_")
-            if name not in allowed:
-                raise ConfigError(
-                    f"--config {config}: unknown key {key!r}; the keys are the options' names, see --help"
-                )
-            if name in fields:
-                values[input_name(cls, fields[name])] = value
-    return values
-
-
-def _click_type(annotation: Any) -> tuple[Any, bool]:
-    """The click type of a field and whether it is a switch; pydantic does the validation proper."""
-    origin = get_origin(annotation)
-    if origin in (Union, types.UnionType):
-        return _click_type(next(a for a in get_args(annotation) if a is not type(None)))
-    if origin is Annotated:
-        return _click_type(get_args(annotation)[0])
-    if origin is Literal:
-        return click.Choice([str(a) for a in get_args(annotation)]), False
-    return click.STRING, annotation is bool
-
-
-def shown_default(info: FieldInfo) -> str | None:
-    """The default as a person would write it; None where there is none worth a word."""
-    if info.is_required() or info.default in (None, ""):
-        return None
-    return str(info.default)
-
-
-def options(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that gives a click command one option per field, and `--config`."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for name, info in reversed(list(cls.model_fields.items())):
-            kind, switch = _click_type(info.annotation)
-            default = shown_default(info)
-            text = (info.description or "") + (f"  [default: {default}]" if default else "")
-            extra: dict[str, Any] = {"is_flag": True, "default": None} if switch else {"type": kind, "default": None}
-            function = click.option(flag_of(name), name, help=text, **extra)(function)
-        path = click.Path(path_type=Path)
-        config = click.option("--config", type=path, envvar=PREFIX + "CONFIG", help="TOML file with options.")
-        return config(function)
-
-    return decorate

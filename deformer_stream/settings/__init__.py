@@ -1,0 +1,55 @@
+"""Deployment choices: one typed home for every option of every command.
+
+Precedence: flag, `DEFORMER_…` environment variable, TOML file, default. The classes below make the command-line options
+(`options`), the configuration print-out and the README's table, so an option exists once. Hyperparameters are not
+settings: they live in the model's manifest.
+"""
+
+from __future__ import annotations
+
+from deformer_stream.settings.base import (
+    PREFIX,
+    Device,
+    Duration,
+    Settings,
+    SettingsType,
+    Share,
+    Size,
+    Timeout,
+    flag_of,
+    variable_of,
+)
+from deformer_stream.settings.commands import (
+    COMMANDS,
+    ConsumeSettings,
+    ImputeSettings,
+    ProduceSettings,
+    ReplaySettings,
+    SampleSettings,
+)
+from deformer_stream.settings.loading import TRAINING, input_name, load, options, read_file, shown_default
+
+__all__ = [
+    "COMMANDS",
+    "PREFIX",
+    "TRAINING",
+    "ConsumeSettings",
+    "Device",
+    "Duration",
+    "ImputeSettings",
+    "ProduceSettings",
+    "ReplaySettings",
+    "SampleSettings",
+    "Settings",
+    "SettingsType",
+    "Share",
+    "Size",
+    "Timeout",
+    "flag_of",
+    "input_name",
+    "load",
+    "options",
+    "read_file",
+    "shown_default",
+    "variable_of",
+]
