@@ -1,7 +1,7 @@
 """How long a consumer takes, after kill -9, to be ready again with its open records: `python -m benchmarks.recovery`.
 
-A real Kafka and the real program as a process. Ready is what `/readyz` says: partitions assigned, snapshots read, the log
-since then handled again. The start of the program without any open record, in the same run, is what to compare with.
+A real Kafka and the real program as a process. Ready is what `/readyz` says: partitions assigned, snapshots read, the
+log since then handled again. The program's start without any open record, in the same run, is what to compare with.
 """
 
 from __future__ import annotations

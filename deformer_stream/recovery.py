@@ -83,6 +83,7 @@ class Recovery:
             self._due[partition] = self._now()
             self._changed.add(partition)
         else:
+            self._metrics.saved(partition, len(restored.snapshot))
             # Spread over the interval, so that not all partitions are saved in one commit.
             self._due[partition] = self._now() + self._interval * (0.5 + partition % 8 / 16)
         log.get("recovery").info(

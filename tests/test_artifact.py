@@ -299,42 +299,6 @@ def test_weights_that_are_no_safetensors(directory: Path) -> None:
     refused(directory, "contradicts itself")
 
 
-@pytest.mark.parametrize("version", ["x" * 10_000, list(range(5000)), "a\nb"])
-def test_format_versions_of_any_length(directory: Path, version: object) -> None:
-    forge(directory, lambda manifest: manifest.update(format_version=version))
-    refused(directory, artifact.MANIFEST, "format version", "train again")
-
-
-@pytest.mark.parametrize("name", [artifact.WEIGHTS, artifact.MANIFEST])
-def test_what_is_no_file_is_not_read(directory: Path, name: str) -> None:
-    path = directory / name
-    for make in (
-        path.mkdir,
-        lambda: os.mkfifo(path),
-        lambda: path.symlink_to("/dev/zero"),
-        lambda: path.symlink_to(name),
-    ):
-        path.rmdir() if path.is_dir() else path.unlink()
-        make()
-        refused(directory, name)
-
-
-def test_a_manifest_without_end_is_not_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(artifact, "LARGEST_MANIFEST", (directory / artifact.MANIFEST).stat().st_size)
-    artifact.read(directory)
-    with (directory / artifact.MANIFEST).open("ab") as file:
-        file.truncate(2**40)  # takes no room on the disk
-    refused(directory, artifact.MANIFEST, "altered")
-    with pytest.raises(ArtifactError, match="can be read again"):
-        artifact.write(directory, small_model(), calibration_of(small_model(), 500), TRAINING, "")
-
-
-def test_weights_without_end_are_not_read(directory: Path) -> None:
-    with (directory / artifact.WEIGHTS).open("ab") as file:
-        file.truncate(2**40)
-    refused(directory, artifact.WEIGHTS, "more than")
-
-
 def test_command_line_says_it_in_one_line(directory: Path, cli: Callable[..., SimpleNamespace]) -> None:
     (directory / artifact.WEIGHTS).write_bytes(b"short")
     ended = cli("inspect", directory)

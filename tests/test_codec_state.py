@@ -147,7 +147,7 @@ def refused(decode: Callable[[bytes, str], object], data: bytes, what: str) -> N
     message = str(caught.value)
     assert message.startswith("partition 3: ")
     assert what in message
-    assert message.endswith("delete it to go on without the records that were open")
+    assert message.endswith("how to go on without it")
     assert "\n" not in message
 
 

@@ -47,7 +47,7 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_quick_start_and_example(workplace: Path) -> None:
-    """Train, replay, then the Python example, as they stand there; only the ten minutes of training become one epoch."""
+    """Train, replay, then the Python example, as they stand there; only, ten minutes of training become one epoch."""
     lines = [shlex.split(line, comments=True) for block in blocks("sh") for line in block.splitlines()]
     mine = [words for words in lines if words[:1] == ["deformer-train"] or words[:2] == ["deformer-stream", "replay"]]
     assert [words[0] for words in mine] == ["deformer-train", "deformer-stream"]

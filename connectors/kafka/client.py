@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import kafka.errors as errors
@@ -25,6 +27,9 @@ CONNECT_SECONDS = 5.0
 
 REFUSAL_SECONDS = 0.5
 """A broker that hangs up is asked again after so long: it may have been about to stop."""
+
+REPEAT_SECONDS = 10.0
+"""What the client's log says again and again, ours says every so often."""
 
 DELIVERY_SECONDS = 30.0
 """How long a message may stay unacknowledged, or a commit unanswered, before the command ends with exit code 4."""
@@ -122,18 +127,21 @@ def mapped(bootstrap_servers: str, doing: str, *also: type[Exception]) -> Iterat
 
 class _Forward(logging.Handler):
     """Warnings of the client become lines of our log; it has no other voice. What its event loop says of its own pace
-    is left out: on a busy machine that is no news. That logging in goes unencrypted it says once, not every time."""
+    is left out: on a busy machine that is no news. What it repeats ten times a second while it waits for a transaction
+    to end comes every `REPEAT_SECONDS`; that logging in goes unencrypted it says once."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._said: set[str] = set()
+        self._said: dict[str, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if record.name != "kafka.net.selector" and text not in self._said:
-            log.get("kafka").warning(text)
-            if record.name.startswith("kafka.net.sasl"):
-                self._said.add(text)
+        text, now = record.getMessage(), time.monotonic()
+        if record.name == "kafka.net.selector" or now - self._said.get(text, -math.inf) < REPEAT_SECONDS:
+            return
+        if len(self._said) >= 1000:
+            self._said.clear()
+        self._said[text] = math.inf if record.name.startswith("kafka.net.sasl") else now
+        log.get("kafka").warning(text)
 
 
 class _Overhear(logging.Handler):
@@ -153,6 +161,7 @@ _client_log = logging.getLogger("kafka")
 _forward = _Forward()
 
 Client = TypeVar("Client")
+Result = TypeVar("Result")
 
 
 def _reach(bootstrap_servers: str, security: dict[str, Any], context: ssl.SSLContext | None) -> None:
@@ -244,13 +253,27 @@ def producer(bootstrap_servers: str, security: dict[str, Any] | None, **options:
     )
 
 
+def _asked(call: Callable[[], Result]) -> Result:
+    """The broker's answer. While a broker restarts others lead its partitions only after a while: ask again, for as
+    long as a message may take. Raises the client's errors."""
+    deadline = time.monotonic() + DELIVERY_SECONDS
+    while True:
+        try:
+            return call()
+        except errors.RetriableError as error:
+            unknown = isinstance(error, errors.UnknownTopicOrPartitionError | errors.UnknownTopicIdError)
+            if unknown or time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+
+
 def partitions_of(bootstrap_servers: str, topic: str, security: dict[str, Any] | None = None) -> int:
     """How many partitions a topic has that we may read. Raises Unavailable where it does not exist or no broker
     answers, ConfigError where reading it is not allowed."""
     admin: KafkaAdminClient = connect(KafkaAdminClient, bootstrap_servers, security)
     try:
         with mapped(bootstrap_servers, f"looking for topic {topic!r}", ValueError, TypeError):
-            (found,) = admin.describe_topics([topic])
+            (found,) = _asked(lambda: admin.describe_topics([topic]))
     finally:
         admin.close()
     _check_right(bootstrap_servers, found, "READ")
@@ -277,7 +300,7 @@ def ensure_topics(
     admin: KafkaAdminClient = connect(KafkaAdminClient, bootstrap_servers, security)
     try:
         with mapped(bootstrap_servers, "listing topics"):
-            there = set(admin.list_topics())
+            there = set(_asked(admin.list_topics))
         missing = sorted(topics.keys() - there)
         if missing and not create:
             raise ConfigError(
@@ -286,15 +309,15 @@ def ensure_topics(
             )
         for name in missing:
             with mapped(bootstrap_servers, f"creating topic {name!r}"):
-                _create(admin, bootstrap_servers, name, topics[name])
+                _asked(partial(_create, admin, bootstrap_servers, name, topics[name]))
         with mapped(bootstrap_servers, "asking for the topics' rights"):
-            for found in admin.describe_topics(list(topics)):
+            for found in _asked(lambda: admin.describe_topics(list(topics))):
                 _check_right(bootstrap_servers, found, "WRITE")
         with mapped(bootstrap_servers, "reading the topics' settings"):
-            settings = _settings(admin, topics)
+            settings = _asked(lambda: _settings(admin, topics))
             for name in topics.keys() & there:
                 if "cleanup.policy" in topics[name].get("configs", {}):
-                    partitions = admin.describe_topics([name])[0]["partitions"]
+                    partitions = _asked(partial(admin.describe_topics, [name]))[0]["partitions"]
                     _check_compacted(name, settings[name], len(partitions), topics[name]["num_partitions"])
         return {name: int(found.get("max.message.bytes", DEFAULT_LIMIT)) for name, found in settings.items()}
     finally:

@@ -9,21 +9,20 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import kafka.errors as errors
-import numpy as np
 from kafka import AsyncConsumerRebalanceListener, KafkaConsumer
 from kafka.structs import MemberState, OffsetAndMetadata, TopicPartition
 
 from connectors.kafka.client import CONNECT_SECONDS, DELIVERY_SECONDS, connect, mapped, translate
 from connectors.kafka.delivery import Delivery, Outgoing
 from connectors.kafka.group import SameModel
+from connectors.kafka.incoming import messages_of
 from connectors.kafka.restore import LostState, restored
 from connectors.kafka.state import Attempt, Kept, StateTopic
 from connectors.kafka.unpacking import guard
 from connectors.kafka.watch import Watch
 from deformer_stream import log
-from deformer_stream.core.batch import NO_TIME
 from deformer_stream.errors import DeformerError, Unavailable
-from deformer_stream.ports import NOTHING, HandOver, Messages, Polled, Restored, Saved
+from deformer_stream.ports import NOTHING, HandOver, Polled, Restored, Saved
 
 
 class _Rebalance(AsyncConsumerRebalanceListener):  # type: ignore[misc]  # the client ships no types
@@ -121,10 +120,12 @@ class KafkaSource:
             partition_assignment_strategy=[self._same_model],
             max_poll_records=max_poll_records,
             session_timeout_ms=int(session_seconds * 1000),
+            # A process that hangs loses its place in half the time that the others' commits wait for it.
+            max_poll_interval_ms=int(max(session_seconds, patience / 2) * 1000),
             heartbeat_interval_ms=1000,  # how soon a member hears that partitions are to move
         )
         guard(self._consumer)
-        self._watch = Watch(self._consumer, bootstrap_servers, patience)
+        self._watch = Watch(self._consumer, bootstrap_servers, topic, patience)
         try:
             with mapped(bootstrap_servers, f"looking for topic {topic!r}", ValueError, TypeError):
                 self._consumer.subscribe([topic], listener=_Rebalance(self))
@@ -162,8 +163,7 @@ class KafkaSource:
         works with another model, `StateError` where what is kept of a partition cannot be had.
         """
         self._settled = dict(self._polled)
-        with mapped(self._servers, f"reading topic {self.topic!r}"):
-            fetched = self._fetch(timeout)
+        fetched = self._fetch(timeout)
         self._same_model.check()
         for partition, records in fetched.items():
             self._polled[partition] = records[-1].offset + 1
@@ -172,11 +172,13 @@ class KafkaSource:
         with mapped(self._servers, f"reading topic {self.topic!r}"):
             self._watch.look()
             recovered = self._take_recovered()
-        return Polled(self._messages([r for records in fetched.values() for r in records]), revoked, begun, recovered)
+        return Polled(messages_of(self.topic, fetched), revoked, begun, recovered)
 
     def _fetch(self, timeout: float) -> dict[TopicPartition, list[Any]]:
         try:
-            return dict(self._consumer.poll(timeout_ms=timeout * 1000))
+            fetched: dict[TopicPartition, list[Any]] = self._consumer.poll(timeout_ms=timeout * 1000)
+            self._watch.worked()
+            return fetched
         except errors.OffsetOutOfRangeError as error:
             # Messages have expired before we came to them, or the topic has been replaced: those partitions begin anew.
             (gone,) = error.args
@@ -185,7 +187,10 @@ class KafkaSource:
             )
             self._lose(gone)
             self._gain(gone)
-            return {}
+        except (errors.KafkaError, OSError) as error:
+            self._watch.failed(error)
+            time.sleep(min(timeout, RETRY_SECONDS))
+        return {}
 
     def _take_recovered(self) -> tuple[int, ...]:
         """The partitions whose history is over; what follows it may be transaction markers, which are never polled."""
@@ -223,20 +228,6 @@ class KafkaSource:
         position = self._consumer.position(tp, timeout_ms=0)
         return -1 if position is None else int(position)
 
-    def _messages(self, records: list[Any]) -> Messages | None:
-        if not records:
-            return None
-        n = len(records)
-        millis = np.fromiter((r.timestamp for r in records), np.int64, n)
-        return Messages(
-            topic=self.topic,
-            keys=[r.key for r in records],
-            payloads=[r.value for r in records],
-            times=np.where((millis < 0) | (millis >= 2**53), NO_TIME, millis * 1000),  # senders may state any
-            partitions=np.fromiter((r.partition for r in records), np.int32, n),
-            offsets=np.fromiter((r.offset for r in records), np.int64, n),
-        )
-
     def commit(self, saved: Mapping[int, Saved] = NOTHING) -> None:
         """Commit the positions of all partitions that are ours, with what is kept of them and what sinks have put into
         the delivery. Blocks until the broker has it.
@@ -249,10 +240,10 @@ class KafkaSource:
         self._saved = dict(saved)
         deadline = time.monotonic() + self._patience
         said: set[str] = set()
-        rebalancing = False
+        again = False
         while True:
             try:
-                if rebalancing:
+                if again:
                     self._finish_rebalance()
                 return self._try_to_commit()
             except (errors.KafkaError, OSError, Unavailable) as error:
@@ -262,9 +253,9 @@ class KafkaSource:
                 if (kind := type(error).__name__) not in said:
                     log.get("kafka").warning("commit failed, will be tried again", error=kind)
                     said.add(kind)
-                rebalancing = isinstance(error, _REBALANCING)
-                if not rebalancing:
+                if not isinstance(error, _REBALANCING):
                     time.sleep(RETRY_SECONDS)
+                again = True
 
     def _try_to_commit(self) -> None:
         """One attempt. Raises the client's errors and ours."""

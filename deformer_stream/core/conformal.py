@@ -29,11 +29,6 @@ from deformer_stream.core.model import DEformer
 
 Floats = NDArray[np.float64]
 
-BLUR = 0.3
-"""Standard deviation, in scales of a feature, of the noise with which a reading is judged: where the density has learnt
-that a reading follows from the others almost exactly, a deviation of no consequence would outweigh all else. It changes
-how surprising readings are, not the log-likelihood, and not the guarantee (`docs/experiments.md`)."""
-
 NOISE = 1e-4
 """Scores closer than this, relative to 1 + score, count as equal: float32 sums differ with the batch they are taken in,
 and a tie must count against the record in each of them. It only ever raises a p-value, so the guarantee stays."""
@@ -162,6 +157,5 @@ def _surprises(
         t = torch.from_numpy(np.ascontiguousarray(f)).to(model.device)
         with torch.inference_mode():
             x = tensor(v, model)
-            judged = model.conditionals(t, x).blurred(BLUR).surprise(x)
-            log_p, excess = (part.double().cpu().numpy() for part in judged)
+            log_p, excess = (part.double().cpu().numpy() for part in model.conditionals(t, x).surprise(x))
         yield log_p, excess, (f >= 0) & ~model.schema.context[np.maximum(f, 0)]

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from deformer_stream.core.batch import Contribution, Expected
 from deformer_stream.core.cache import tensor
-from deformer_stream.core.conformal import BLUR
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.schema import Feature
 
@@ -46,7 +45,7 @@ def _explained(
     x = tensor(schema.normalise(known, values), model)
     with torch.inference_mode():
         conditional = model.conditionals(tensor(codes, model), x)
-        surprise = -conditional.blurred(BLUR).log_p_value(x).double().cpu().numpy()
+        surprise = -conditional.log_p_value(x).double().cpu().numpy()
         quantiles = schema.denormalise(known, conditional.quantiles(EXPECTED).double().cpu().numpy())
         modes = conditional.mode_code().long().cpu().numpy()
     out = []

@@ -185,11 +185,6 @@ class Conditional:
             excess_label = -own - entropy
         return self._choose(log_p, log_p_label), self._choose(excess, excess_label)
 
-    def blurred(self, width: float) -> Conditional:
-        """These conditionals after Gaussian noise of that standard deviation, normalised units, on numbers."""
-        scales = (self.scales.square() + width * width).sqrt()
-        return Conditional(self.discrete, self.log_weights, self.means, scales, self.log_mass)
-
     def log_p_value(self, values: Tensor) -> Tensor:
         """ln of the highest-density p-value (see `surprise`). values: S → S."""
         return self.surprise(values)[0]

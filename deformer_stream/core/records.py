@@ -22,6 +22,9 @@ SAMPLE = 17
 """Every so many openings it is looked whether the id is open in another partition; a prime, so that no regular input
 keeps step with it."""
 
+LONGEST_SHOWN = 100
+"""Characters of an id in the detail of a refusal."""
+
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
@@ -214,7 +217,8 @@ class Records:
     def _refuse(self, batch: EventBatch, i: int, reason: Reason) -> Rejected:
         name = self.schema.names[batch.features[i]]
         why = "its record is closed" if reason is Reason.LATE else "the record has this feature already"
-        return Rejected(int(batch.messages[i]), reason, f"record {batch.records[i]!r}, feature {name!r}: {why}")
+        record = batch.records[i] if len(batch.records[i]) <= LONGEST_SHOWN else batch.records[i][:LONGEST_SHOWN] + "…"
+        return Rejected(int(batch.messages[i]), reason, f"record {record!r}, feature {name!r}: {why}")
 
     def state(self, slots: NDArray[np.int64]) -> PrefixState:
         return PrefixState(self.scored[slots], self.total[slots], self.least[slots], self.peak[slots])

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream.core.cache import KeyValueCache, tensor
-from deformer_stream.core.conformal import BLUR, Calibration, advance
+from deformer_stream.core.conformal import Calibration, advance
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.records import Records
 
@@ -98,8 +98,7 @@ class Generation:
             extension = self.model.extend(features, values, cache.gather(slots))
             cache.append(slots, extension, length)
             log_likelihood = extension.conditional.log_prob(values).double().cpu().numpy()
-            judged = extension.conditional.blurred(BLUR).surprise(values)
-            log_p, excess = (t.double().cpu().numpy() for t in judged)
+            log_p, excess = (t.double().cpu().numpy() for t in extension.conditional.surprise(values))
         scored = new & ~self.schema.context[codes]
         gain = np.where(scored, log_likelihood, 0.0)
         running = np.cumsum(np.concatenate([records.log_likelihood[slots, None], gain], 1), 1)[:, 1:]

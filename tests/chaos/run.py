@@ -212,10 +212,21 @@ class Fire:
             time.sleep(self.world.dice.uniform(0.5, 4))
 
     def settle(self) -> None:
-        """Whoever ended by itself must not have: a fault of its own is a finding."""
-        for member in [*self.members.values(), *([self.guest] if self.guest else [])]:
-            code = member.process.poll()
-            assert code is None, f"ended with {code}: {member.said()[-2000:]}"
+        """Whoever ended by itself must not have: a fault of its own is a finding. Only one that could not reach the
+        brokers when it started is started again, as its supervisor would."""
+        for seat, member in list(self.members.items()):
+            if self._ended(member):
+                self.members[seat] = self.start(seat)
+        if self.guest is not None and self._ended(self.guest):
+            self.guest = self.start(None)
+
+    def _ended(self, member: Consume) -> bool:
+        code = member.process.poll()
+        if code == 4 and not member.events("ready"):
+            self.counts["started_again"] += 1
+            return True
+        assert code is None, f"ended with {code}: {member.said()[-2000:]}"
+        return False
 
     def end(self) -> None:
         """In order, so that what is left open is committed."""

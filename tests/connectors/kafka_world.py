@@ -6,7 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +35,23 @@ class Bytes:
 
     def encode_alert(self, alert: AlertRaised, data: Payload | None) -> bytes:
         return b"x" * int(alert.record) if alert.record.isdigit() else f"{alert.id}:{alert.record}".encode()
+
+
+class SentAtFlush(KafkaSink):
+    """A sink without a source: its flush stands for the commit that sends what was written."""
+
+    def flush(self) -> None:
+        self._delivery.transmit([])
+        self._delivery.settled()
+
+
+def sink_of(
+    bootstrap: str, alerts: str | None, letters: str | None, encoder: Any, partitions: int = 1
+) -> SentAtFlush:
+    """A sink with its topics made as `consume` makes them."""
+    specs = topics_of(alerts or "no alerts", letters or "no letters", "no state", partitions)
+    limits = ensure_topics(bootstrap, {name: specs[name] for name in (alerts, letters) if name is not None})
+    return SentAtFlush(alerts, letters, encoder, Delivery(bootstrap, None, limits))
 
 
 def alert(record: str, message: int = 0) -> AlertRaised:
@@ -334,13 +351,15 @@ class Group:
     def state(self) -> StateTopic:
         return StateTopic(self.bootstrap, self.state_topic, None, self.limits[self.state_topic])
 
-    def open(self, instance: str | None = None, model: str = "m", **options: Any) -> tuple[KafkaSource, Delivery]:
+    def open(
+        self, instance: str | None = None, model: str = "m", group: str | None = None, **options: Any
+    ) -> tuple[KafkaSource, Delivery]:
         """Source and delivery as the program connects them."""
         delivery = self.delivery(instance)
         shared = {"delivery": delivery, "state": self.state(), "model": model, "instance": instance}
         quick = {"session_seconds": 10.0, "patience": PATIENCE}
         try:
-            source = KafkaSource(self.bootstrap, self.topic, self.name, **{**quick, **shared, **options})
+            source = KafkaSource(self.bootstrap, self.topic, group or self.name, **{**quick, **shared, **options})
         except DeformerError:
             delivery.close()
             raise
@@ -381,6 +400,25 @@ class Group:
         """Keys of the alerts that a reader of committed messages sees, in order within each partition of events."""
         settle(self.bootstrap, self.alerts_topic)
         return [record.key for record in read(self.bootstrap, self.alerts_topic)]
+
+    def consumed(self, *members: Member) -> bool:
+        """Whether these members together have seen every event, each partition in one of them."""
+        return sum(len(member.seen[p]) for member in members for p in member.live) == self.sent
+
+    def check(self, *members: Member) -> None:
+        """Every event was consumed, is kept, and was alerted on: once, or at least once. Lets the members commit."""
+        for member in members:
+            with ExitStack() as others:
+                for other in members:
+                    if other is not member:  # a commit waits for all members while partitions move
+                        others.enter_context(following(other.turn))
+                member.turn()
+                member.commit()
+            assert member.complete()
+        ends = self.positions()
+        assert sum(ends.values()) == self.sent
+        assert sorted(set(self.alerts())) == of_each(ends)
+        assert self.mode == "at-least-once" or len(self.alerts()) == self.sent
 
     def close(self) -> None:
         for member in self.members:

@@ -12,10 +12,10 @@ from kafka import KafkaConsumer, KafkaProducer, TopicPartition
 from kafka import errors as refusals
 from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata
 
-from connectors.kafka import Delivery, produce
+from connectors.kafka import Delivery
 from connectors.kafka.delivery import Outgoing
 from deformer_stream.errors import ConfigError
-from tests.connectors.kafka_world import PATIENCE, Group, Member, following, numbered, of_each, read, settle, until
+from tests.connectors.kafka_world import PATIENCE, Group, Member, following, of_each, read, settle, until
 
 pytestmark = pytest.mark.kafka
 
@@ -287,11 +287,11 @@ def test_a_commit_without_an_answer(
 ) -> None:
     """The next attempt finds out whether it took effect, and sends again only what did not."""
     world = either(2)
-    produce(world.bootstrap, world.topic, numbered(40, keys=20))
+    world.produce(40)
     member = world.join()
     member.read(40)
     member.commit()
-    produce(world.bootstrap, world.topic, numbered(40, keys=20, first=40))
+    world.produce(40)
     member.read(80)
     answers = LostAnswer(member, monkeypatch, takes_effect)
     member.commit()
@@ -316,23 +316,17 @@ def test_handing_over_without_an_answer(
     """Nobody waits for an answer while the group rebalances. It is found out with the next commit, and what was written
     since then goes out as well."""
     world = group(2)
-    produce(world.bootstrap, world.topic, numbered(40, keys=20))
+    world.produce(40)
     first = world.join()
     first.read(40)
     answers = LostAnswer(first, monkeypatch, takes_effect)
     second = world.join()
     with following(second.turn):
-        until(lambda: bool(first.turn()) and len(first.source.assigned) == len(second.source.assigned) == 1, "1 + 1")
+        until(lambda: bool(first.turn()) and first.delivery.failed, "the hand-over")
         assert answers.times == 0
-        assert first.delivery.failed
-        produce(world.bootstrap, world.topic, numbered(40, keys=20, first=40))
-        until(lambda: bool(first.turn()) and sum(first.source.lag().values()) == 0, "the new messages")
+        world.produce(40)
+        handled = len(first.handled)
+        first.read(handled + 1)
         first.commit()
-        until(lambda: sum(second.source.lag().values()) == 0 and len(second.handled) > 0, "the others")
-    second.commit()
-    first.turn()
-    first.commit()
-    assert first.complete()
-    assert second.complete()
-    assert sum(world.positions().values()) == 80
-    assert sorted(world.alerts()) == of_each(world.positions())
+        until(lambda: bool(first.turn()) and world.consumed(first, second), "all messages")
+    world.check(first, second)

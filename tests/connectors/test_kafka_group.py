@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import pytest
 from kafka import errors as refusals
+from kafka.protocol.consumer.metadata import ConsumerProtocolSubscription
 
 from connectors.kafka import KafkaSource, produce
+from connectors.kafka.group import SameModel
 from deformer_stream.errors import ConfigError, DeformerError
 from tests.connectors.kafka_world import Group, Member, following, numbered, of_each, until
 
@@ -159,26 +161,6 @@ def test_of_two_processes_with_one_name_the_older_is_told(
 # --- partitions that move ---------------------------------------------------------------------------------------------
 
 
-def everything(world: Group, *members: Member) -> None:
-    """All that there is was consumed, kept, and alerted on: once, or at least once."""
-    for member in members:
-        member.turn()
-        member.commit()
-        assert member.complete()
-    ends = world.positions()
-    assert sum(ends.values()) == world.sent
-    assert sorted(set(world.alerts())) == of_each(ends)
-    assert world.mode == "at-least-once" or len(world.alerts()) == world.sent
-
-
-def consumed(*members: Member) -> bool:
-    """Whether the members have no messages before them; they turn elsewhere."""
-    assigned = [p for member in members for p in member.source.assigned]
-    return len(assigned) == len(set(assigned)) and all(
-        member.live == member.source.assigned and sum(member.source.lag().values()) == 0 for member in members
-    )
-
-
 def test_a_partition_is_handed_over_with_its_state(either: Callable[..., Group]) -> None:
     """What the first has handled and never committed by itself is committed as it gives the partition up."""
     world = either(2)
@@ -194,7 +176,7 @@ def test_a_partition_is_handed_over_with_its_state(either: Callable[..., Group])
     (begun,) = second.restored
     assert begun.snapshot is not None
     assert begun.until == world.positions()[moved] == len(second.seen[moved])
-    everything(world, first, second)
+    world.check(first, second)
 
 
 def test_a_partition_moves_while_a_commit_is_tried_again(
@@ -224,8 +206,8 @@ def test_a_partition_moves_while_a_commit_is_tried_again(
         until(lambda: bool(first.turn()) and len(second.live) == 1, "a share")
         assert len(first.revoked) == 1
         world.produce(40)
-        until(lambda: bool(first.turn()) and consumed(first, second), "the rest")
-    everything(world, first, second)
+        until(lambda: bool(first.turn()) and world.consumed(first, second), "the rest")
+    world.check(first, second)
 
 
 def test_what_is_lost_is_neither_committed_nor_sent(either: Callable[..., Group]) -> None:
@@ -237,32 +219,41 @@ def test_what_is_lost_is_neither_committed_nor_sent(either: Callable[..., Group]
         until(lambda: bool(first.turn()) and len(first.live) == len(second.live) == 2, "2 + 2")
         first.commit()
         world.produce(40)
-        until(lambda: bool(first.turn()) and consumed(first, second), "the rest")
+        until(lambda: bool(first.turn()) and world.consumed(first, second), "the rest")
         ours = first.source.assigned
         world.abandon(first)  # it has handled messages that were never committed
-        until(lambda: second.live == {0, 1, 2, 3} and consumed(second), "everything")
+        until(lambda: second.live == {0, 1, 2, 3} and world.consumed(second), "everything")
         first.commit()
         until(lambda: bool(first.turn()) and set(first.revoked) >= ours, "the loss reported")
         until(lambda: bool(first.turn()) and len(first.live) == len(second.live) == 2, "2 + 2 again")
         world.produce(40)
-        until(lambda: bool(first.turn()) and consumed(first, second), "the rest")
-    everything(world, first, second)
+        until(lambda: bool(first.turn()) and world.consumed(first, second), "the rest")
+    world.check(first, second)
 
 
-def test_who_comes_back_claims_nothing(either: Callable[..., Group]) -> None:
-    """Or two members would have a partition at once: the leader believes what members say they have."""
-    world = either(4)
+def test_who_comes_back_claims_nothing(group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or two members would have a partition at once: who deals out partitions believes what members say they have."""
+    world = group(4)
     member = world.join()
     member.settle_on(0, 1, 2, 3)
-    claims = member.source._same_model.metadata({world.topic}).owned_partitions
-    assert [sorted(claim.partitions) for claim in claims] == [[0, 1, 2, 3]]
+    said: list[list[int]] = []
+    really = SameModel.metadata
+
+    def metadata(assignor: SameModel, topics: set[str]) -> ConsumerProtocolSubscription:
+        subscription = really(assignor, topics)
+        said.append(sorted(p for claim in subscription.owned_partitions for p in claim.partitions))
+        return subscription
+
+    monkeypatch.setattr(SameModel, "metadata", metadata)
     world.abandon(member)
     until(lambda: bool(member.turn()) and sorted(member.revoked) == [0, 1, 2, 3], "the loss reported")
     member.settle_on(0, 1, 2, 3)
+    assert said
+    assert not any(said)
 
 
-def test_from_one_to_four_and_back_while_events_flow(either: Callable[..., Group]) -> None:
-    world = either(8)
+def test_from_one_to_four_and_back_while_events_flow(group: Callable[..., Group]) -> None:
+    world = group(8)
     world.produce(400)
     stops = [threading.Event() for _ in range(4)]
     members: list[Member] = []
@@ -302,11 +293,26 @@ def test_from_one_to_four_and_back_while_events_flow(either: Callable[..., Group
             lambda: sum(len(m.live) for m in members if not stops[members.index(m)].is_set()) == 8 or bool(failed), "8"
         )
         assert not failed
-    until(lambda: consumed(members[0]) or bool(failed), "the rest")
+    until(lambda: world.consumed(members[0]) or bool(failed), "the rest")
     stops[0].set()
     threads[0].join()
     assert failed == []
     last = world.join()
     last.settle_on(*range(8))
     assert last.handled == []
-    everything(world, last)
+    world.check(last)
+
+
+def test_a_process_that_hangs_stops_nobody_for_long(group: Callable[..., Group]) -> None:
+    """It is alive, for its client answers, and does not take part when partitions are to move."""
+    world = group(2)
+    quick = {"session_seconds": 6.0, "patience": 14.0}
+    first, second = world.join(**quick), world.join(**quick)
+    with following(second.turn):
+        until(lambda: bool(first.turn()) and len(first.live) == len(second.live) == 1, "1 + 1")
+    third = world.join(**quick)
+    with following(third.turn):
+        world.produce(40)
+        until(lambda: bool(first.turn()) and len(third.live) == 1 and world.consumed(first, third), "everything")
+        first.commit()
+    world.check(first, third)

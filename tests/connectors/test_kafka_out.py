@@ -17,7 +17,7 @@ from connectors.kafka import KafkaSink, ensure_topics, produce
 from deformer_stream.core.batch import Reason, Rejected
 from deformer_stream.errors import ConfigError
 from deformer_stream.ports import Messages
-from tests.connectors.kafka_world import Bytes, Topic, alert, effects, numbered
+from tests.connectors.kafka_world import Bytes, Topic, alert, effects, numbered, sink_of
 
 pytestmark = pytest.mark.kafka
 
@@ -27,7 +27,7 @@ def open_sink(kafka: SimpleNamespace) -> Iterator[Callable[..., KafkaSink]]:
     opened: list[KafkaSink] = []
 
     def make(alerts: str | None, letters: str | None, **options: Any) -> KafkaSink:
-        opened.append(KafkaSink(kafka.bootstrap, alerts, letters, Bytes(), **options))
+        opened.append(sink_of(kafka.bootstrap, alerts, letters, Bytes(), **options))
         return opened[-1]
 
     yield make

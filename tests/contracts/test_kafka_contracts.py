@@ -12,10 +12,11 @@ import orjson
 import pytest
 from kafka import KafkaConsumer, TopicPartition
 
-from connectors.kafka import KafkaSink, KafkaSource, produce
+from connectors.kafka import KafkaSource, produce
 from deformer_stream.codec import encode_alert
 from deformer_stream.core.batch import Effects
 from deformer_stream.ports import Messages, Payload
+from tests.connectors.kafka_world import sink_of
 from tests.contracts.sinks import Drain, SinkContract
 from tests.contracts.sources import Feed, Reading, SourceContract
 
@@ -65,9 +66,10 @@ class TestKafkaAlerts(SinkContract):
             return [(alert.record.encode(), encode_alert(alert, data)) for alert in effects.alerts]
 
         return Drain(
-            lambda: KafkaSink(kafka.bootstrap, name, None, Plain()),
+            lambda: sink_of(kafka.bootstrap, name, None, Plain()),
             lambda: delivered(kafka.bootstrap, name),
             expected,
+            all_or_nothing=True,
         )
 
 
@@ -82,7 +84,8 @@ class TestKafkaDeadLetters(SinkContract):
             return [(data.keys[r.message], data.payloads[r.message] or b"") for r in effects.rejected]
 
         return Drain(
-            lambda: KafkaSink(kafka.bootstrap, None, name, Plain()),
+            lambda: sink_of(kafka.bootstrap, None, name, Plain()),
             lambda: delivered(kafka.bootstrap, name),
             expected,
+            all_or_nothing=True,
         )

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deformer_stream.core.conformal import BLUR, Calibration, PrefixState, advance, record_excess
+from deformer_stream.core.conformal import Calibration, PrefixState, advance, record_excess
 from deformer_stream.core.model import ModelConfig
 from deformer_stream.core.schema import Feature, Schema
 from tests.core.worlds import model_of, normalised, records_of
@@ -133,6 +133,6 @@ def test_the_excess_of_a_record_adds_up_what_its_readings_exceed() -> None:
     whole = record_excess(model, codes, values, batch=2)
     features, numbers = torch.from_numpy(codes), torch.from_numpy(values)
     with torch.inference_mode():
-        excess = model.conditionals(features, numbers).blurred(BLUR).surprise(numbers)[1].numpy()
+        excess = model.conditionals(features, numbers).surprise(numbers)[1].numpy()
     counted = (codes >= 0) & (codes != 1)  # feature 1 is context
     np.testing.assert_allclose(whole, np.where(counted, excess, 0.0).sum(1), atol=1e-9)

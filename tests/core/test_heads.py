@@ -184,17 +184,6 @@ def test_surprisal_exceeds_its_mean_by_nothing_on_average() -> None:
     assert (torch.tensor(mass, dtype=torch.float64) * excess).sum().item() == pytest.approx(0.0, abs=1e-12)
 
 
-def test_blur_is_noise_on_numbers_and_none_on_labels() -> None:
-    x = torch.linspace(-9, 9, 1801, dtype=torch.float64)
-    sharp = mixture([0.3, 0.7], [-2.0, 1.0], [0.01, 0.4], len(x)).blurred(0.3)
-    expected = 0.3 * torch.exp(gaussian(len(x), -2.0, math.hypot(0.01, 0.3)).log_prob(x))
-    expected += 0.7 * torch.exp(gaussian(len(x), 1.0, math.hypot(0.4, 0.3)).log_prob(x))
-    torch.testing.assert_close(sharp.log_prob(x).exp(), expected)
-    labels = categorical([0.6, 0.3, 0.1], 3)
-    codes = torch.arange(3.0, dtype=torch.float64)
-    assert torch.equal(labels.blurred(0.3).log_prob(codes), labels.log_prob(codes))
-
-
 def test_a_guide_is_trusted_before_training_and_bounded_by_the_sensor() -> None:
     schema = Schema((Feature("fine", "continuous"), Feature("coarse", "continuous", quantum=0.6)))
     torch.manual_seed(0)

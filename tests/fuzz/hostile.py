@@ -27,7 +27,7 @@ Random = random.Random
 
 
 class Fed(random.Random):
-    """Random numbers that are the bytes given, then zeros."""
+    """Random numbers that are the bytes given; after the last of them, those of a fixed seed."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(0)
@@ -37,7 +37,7 @@ class Fed(random.Random):
         n = (k + 7) // 8
         taken = self._data[self._at : self._at + n]
         self._at += n
-        return int.from_bytes(taken, "little") & ((1 << k) - 1)
+        return int.from_bytes(taken, "little") & ((1 << k) - 1) if len(taken) == n else super().getrandbits(k)
 
     def random(self) -> float:
         return self.getrandbits(32) / 2**32

@@ -153,8 +153,7 @@ def engine_holds(engine: Engine, codec: Codec, data: Messages, now: int) -> Hand
     refused = Rejected.merged([*unread, *effects.rejected])
     assert set(batch.messages.tolist()) | {refusal.message for refusal in unread} == set(range(len(data)))
     for refusal in refused:
-        assert len(refusal.detail.splitlines()) == 1
-        refusal.detail.encode()
+        is_one_line(refusal.detail, 1500)
         encode_rejected(refusal, data)
     for alert in effects.alerts:
         assert json.loads(encode_alert(alert, data), parse_constant=_none)["record"] == alert.record

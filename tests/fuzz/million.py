@@ -49,8 +49,8 @@ HOURS = 3600.0
 
 @dataclass
 class Books:
-    """accepted, absent: readings that were scored, and that were declared as never coming. refused: by reason.
-    letters: (offset, reason) of what goes to the dead-letter topic."""
+    """accepted, absent: readings that were scored, and that were declared as never coming, which `consume` does not
+    count. refused: by reason. letters: (offset, reason) of what goes to the dead-letter topic."""
 
     messages: int = 0
     accepted: int = 0
@@ -62,9 +62,10 @@ class Books:
     def shown(self) -> str:
         rate = self.messages / max(self.seconds, 1e-9)
         refused = ", ".join(f"{n} {reason}" for reason, n in self.refused.most_common())
+        absent = f"{self.absent} declared absent, " if self.absent else ""
         return (
             f"{self.messages} messages in {self.seconds:.1f} s ({rate:.0f}/s): {self.accepted} readings accepted, "
-            f"{self.absent} declared absent, {self.refused.total()} refused ({refused}) in {len(self.letters)} letters"
+            f"{absent}{self.refused.total()} refused ({refused}) in {len(self.letters)} letters"
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -64,6 +66,7 @@ def wide_tables(data: bytes) -> None:
 def _good_model() -> tuple[Path, forgery.Manifest, bytes]:
     """A folder to work in, and the files of a good model."""
     folder = Path(tempfile.mkdtemp(prefix="deformer-fuzz-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     write_model(folder / "good")
     manifest = json.loads((folder / "good" / artifact.MANIFEST).read_bytes())
     return folder, manifest, (folder / "good" / artifact.WEIGHTS).read_bytes()

@@ -39,12 +39,12 @@ def test_tables_made_of_any_bytes(data: bytes) -> None:
     TARGETS["wide_tables"](data)
 
 
-def test_numbers_fed_from_bytes_are_those_bytes_and_end() -> None:
-    r = Fed(b"\x05\x07\xff\xff\xff\xff")
-    assert [r.getrandbits(8), r.getrandbits(4)] == [5, 7]
-    assert r.random() == pytest.approx(1, abs=1e-9)
-    assert [r.randrange(10) for _ in range(5)] == [0] * 5
-    assert r.choice("abc") == "a"
+def test_numbers_fed_from_bytes_are_those_bytes_and_then_of_one_seed() -> None:
+    one, other = Fed(b"\x05\x07\xff\xff\xff\xff"), Fed(b"")
+    assert [one.getrandbits(8), one.getrandbits(4)] == [5, 7]
+    assert one.random() == pytest.approx(1, abs=1e-9)
+    assert [one.randrange(10) for _ in range(9)] == [other.randrange(10) for _ in range(9)]
+    assert Fed(b"\0" * 64).sample(range(100), 3) != [0, 0, 0]
 
 
 def test_the_command_knows_every_target() -> None:

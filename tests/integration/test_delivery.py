@@ -197,3 +197,26 @@ def test_open_records_survive_a_restart_and_say_so_where_they_cannot(
         consumer.stop()
     again = [a["id"] for a in alerts_of(cluster, names[1]) if a["record"] in rows]
     assert sorted(again) == sorted(whole)  # the history was read again without effects
+
+
+def test_time_outs_fire_on_a_silent_topic_and_survive_restarts(
+    cluster: Cluster, topic: Callable[..., str], tmp_path: Path
+) -> None:
+    """Records are opened in one life, fall silent, time out in the next, and are still known to be closed in a third."""
+    name, model, rows = topic(2), write_model(tmp_path / "model"), records(0, 20)
+    words = [*options(cluster, name, model), "--record-timeout", "5s"]
+    timed_out, late = 'deformer_records_closed_total{reason="timeout"}', 'deformer_events_rejected_total{reason="late"}'
+    send(cluster, name, rows, HALF)
+    with Consume(tmp_path / "first.log", *words) as consumer:
+        consumer.wait_for(cluster.all_consumed(name, name), "the first halves")
+        first = consumer.stop()
+    assert first["closed"] + first["open"] == 20
+    with Consume(tmp_path / "second.log", *words) as consumer:
+        consumer.wait_until_ready()
+        consumer.wait_for(lambda: consumer.metrics()[timed_out] == first["open"], "the time-outs")
+        consumer.stop()
+    with Consume(tmp_path / "third.log", *words) as consumer:
+        consumer.wait_until_ready()
+        sent = send(cluster, name, rows, REST)
+        consumer.wait_for(lambda: consumer.metrics()[late] == sent, "the second halves, all too late")
+        assert consumer.stop()["events"] == 0

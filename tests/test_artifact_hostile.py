@@ -1,0 +1,51 @@
+"""What stands in a model directory's place need be no file, nor have an end; and what it quotes may be anything."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from deformer_stream import artifact
+from deformer_stream.errors import ArtifactError
+from tests.models import TRAINING, calibration_of, small_model
+from tests.test_artifact import directory, forge, refused
+
+__all__ = ["directory"]
+
+
+@pytest.mark.parametrize("version", ["x" * 10_000, list(range(5000)), "a\nb"])
+def test_format_versions_of_any_length(directory: Path, version: object) -> None:
+    forge(directory, lambda manifest: manifest.update(format_version=version))
+    refused(directory, artifact.MANIFEST, "format version", "train again")
+
+
+@pytest.mark.parametrize("name", [artifact.WEIGHTS, artifact.MANIFEST])
+def test_what_is_no_file_is_not_read(directory: Path, name: str) -> None:
+    path = directory / name
+    for make in (
+        path.mkdir,
+        lambda: os.mkfifo(path),
+        lambda: path.symlink_to("/dev/zero"),
+        lambda: path.symlink_to(name),
+    ):
+        path.rmdir() if path.is_dir() else path.unlink()
+        make()
+        refused(directory, name)
+
+
+def test_a_manifest_without_end_is_not_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifact, "LARGEST_MANIFEST", (directory / artifact.MANIFEST).stat().st_size)
+    artifact.read(directory)
+    with (directory / artifact.MANIFEST).open("ab") as file:
+        file.truncate(2**40)  # takes no room on the disk
+    refused(directory, artifact.MANIFEST, "altered")
+    with pytest.raises(ArtifactError, match="can be read again"):
+        artifact.write(directory, small_model(), calibration_of(small_model(), 500), TRAINING, "")
+
+
+def test_weights_without_end_are_not_read(directory: Path) -> None:
+    with (directory / artifact.WEIGHTS).open("ab") as file:
+        file.truncate(2**40)
+    refused(directory, artifact.WEIGHTS, "more than")
