@@ -46,6 +46,7 @@ class Recovery:
         self._decided: dict[int, Decisions] = {}  # of the partitions that are live, since the last commit
         self._due: dict[int, float] = {}
         self._changed: set[int] = set()  # since their last snapshot
+        self._based: set[int] = set()  # these have a snapshot, which decisions can follow
 
     @property
     def restoring(self) -> frozenset[int]:
@@ -84,6 +85,7 @@ class Recovery:
             self._changed.add(partition)
         else:
             self._metrics.saved(partition, len(restored.snapshot))
+            self._based.add(partition)
             # Spread over the interval, so that not all partitions are saved in one commit.
             self._due[partition] = self._now() + self._interval * (0.5 + partition % 8 / 16)
         log.get("recovery").info(
@@ -99,6 +101,7 @@ class Recovery:
             for kept in (self._history, self._decided, self._due):
                 kept.pop(partition, None)
             self._changed.discard(partition)
+            self._based.discard(partition)
             self._metrics.unsaved(partition)
 
     def note(self, effects: Effects) -> None:
@@ -118,7 +121,7 @@ class Recovery:
         final = set(finally_of)
         saved: dict[int, Saved] = {}
         for partition, decided in self._decided.items():
-            due = partition in final or self._now() >= self._due[partition]
+            due = partition in final or partition not in self._based or self._now() >= self._due[partition]
             if due and partition in self._changed:
                 saved[partition] = Saved(snapshot=self._snapshot(partition, at))
             elif decided:
@@ -145,5 +148,6 @@ class Recovery:
             if partition in self._decided:
                 self._decided[partition] = Decisions()
                 if kept.snapshot is not None:
+                    self._based.add(partition)
                     self._changed.discard(partition)
                     self._metrics.saved(partition, len(kept.snapshot))

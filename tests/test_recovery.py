@@ -24,6 +24,7 @@ from deformer_stream.core.engine import Engine, Limits
 from deformer_stream.errors import StateError
 from deformer_stream.metrics import Metrics
 from deformer_stream.ports import NOTHING, HandOver, Messages, Payload, Polled, Restored, Saved
+from deformer_stream.recovery import Recovery
 from deformer_stream.runtime import Road
 from deformer_stream.testing import ManualClock
 from tests.models import rows_of
@@ -264,3 +265,25 @@ def test_wrongly_keyed_input_is_reported_once(loaded: Artifact, capsys: pytest.C
     Road(member, Codec(loaded.schema), engine, [member], ManualClock(), metrics, finite=False).run(threading.Event())
     assert metrics.registry.get_sample_value("deformer_records_misrouted_total") == engine.records.misrouted > 1
     assert capsys.readouterr().out.count("key messages by record id") == 1
+
+
+def test_decisions_follow_a_snapshot_that_was_committed(loaded: Artifact) -> None:
+    """The first one may come to nothing, because partitions move just then."""
+    lines = world_of(loaded, 1).events[0]
+    engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
+    recovery = Recovery(engine, Metrics(), interval=100.0)
+    recovery.restore(Restored(0, 0), 0)
+    recovery.go_live(0)
+
+    def handle(some: list[bytes]) -> None:
+        n = len(some)
+        data = Messages("t", [None] * n, list(some), np.full(n, NO_TIME), np.zeros(n, np.int32), np.arange(n))
+        recovery.note(engine.handle(Codec(loaded.schema).decode(data)[0], 0))
+
+    handle(lines[: len(lines) // 2])
+    assert recovery.saved(0)[0].snapshot is not None
+    saved = recovery.saved(0)
+    assert saved[0].snapshot is not None, "decisions would follow nothing"
+    recovery.keep(saved)
+    handle(lines[len(lines) // 2 :])
+    assert recovery.saved(0)[0].decisions is not None

@@ -89,10 +89,10 @@ class Delivery:
         for messages in (self._under_way, self._pending):
             messages[:] = [message for message in messages if message.source not in gone]
 
-    def transmit(self, state: Sequence[Outgoing]) -> list[int]:
+    def transmit(self, state: Sequence[Outgoing], within: float | None = None) -> list[int]:
         """Send everything put and then `state`; offsets of the latter. With transactions they are not visible yet.
 
-        Raises the client's errors."""
+        within: seconds. Raises the client's errors."""
         self._under_way += self._pending
         self._pending.clear()
         messages = [*self._under_way, *state]
@@ -113,14 +113,14 @@ class Delivery:
                     raise future.exception
             return [int(future.value.offset) for future in sent[len(messages) - len(state) :]]
 
-        offsets = self._attempt(send)
+        offsets = self._attempt(send, within)
         self._open = self.exactly_once
         return offsets
 
-    def seal(self, offsets: dict[Any, Any], group: Any) -> bool:
+    def seal(self, offsets: dict[Any, Any], group: Any, within: float | None = None) -> bool:
         """Commit the open transaction together with these offsets of the consumer `group`; false where there is none,
-        then the offsets are still to be committed. Raises the client's errors, CommitFailedError if the group has
-        rebalanced."""
+        then the offsets are still to be committed. within: seconds. Raises the client's errors, CommitFailedError if
+        the group has rebalanced."""
         if not self._open:
             return False
         sender = self._sender()
@@ -129,7 +129,7 @@ class Delivery:
             sender.send_offsets_to_transaction(offsets, group)
             sender.commit_transaction()
 
-        self._attempt(commit)
+        self._attempt(commit, within)
         self._open = False
         return True
 
@@ -175,9 +175,9 @@ class Delivery:
             raise errors.KafkaConnectionError("the producer is being renewed")
         return self._producer
 
-    def _attempt(self, call: Callable[[], Result]) -> Result:
+    def _attempt(self, call: Callable[[], Result], within: float | None) -> Result:
         self.failed = True
-        result = _bounded(call)
+        result = _bounded(call, FLUSH_SECONDS + DELIVERY_SECONDS if within is None else max(0.0, within))
         self.failed = False
         return result
 
@@ -188,9 +188,9 @@ def _abandon(sender: KafkaProducer) -> None:
         sender.close(timeout=FLUSH_SECONDS)
 
 
-def _bounded(call: Callable[[], Result]) -> Result:
-    """The call's result, within a time: the client's transactions wait for the broker for ever. A call that does not
-    come back is left behind in its thread. Raises what it raises, or KafkaTimeoutError."""
+def _bounded(call: Callable[[], Result], within: float) -> Result:
+    """The call's result, within so many seconds: the client's transactions wait for the broker for ever. A call that
+    does not come back is left behind in its thread. Raises what it raises, or KafkaTimeoutError."""
     done: list[Result] = []
     failed: list[BaseException] = []
 
@@ -202,7 +202,7 @@ def _bounded(call: Callable[[], Result]) -> Result:
 
     thread = threading.Thread(target=run, name="delivery", daemon=True)
     thread.start()
-    thread.join(FLUSH_SECONDS + DELIVERY_SECONDS)
+    thread.join(within)
     if failed:
         raise failed[0]
     if not done:

@@ -93,7 +93,8 @@ class KafkaSource:
         self.topic = topic
         self.hand_over: HandOver = _keep_nothing
         self._servers, self._start = bootstrap_servers, start
-        self._delivery, self._state, self._lost, self._patience = delivery, state, lost, patience
+        self._delivery, self._state, self._lost = delivery, state, lost
+        self._session, self._patience = session_seconds, patience
         self._same_model = SameModel(model)
         self._polled: dict[TopicPartition, int] = {}  # next positions of what was polled
         self._settled: dict[TopicPartition, int] = {}  # next positions of what was polled and dealt with
@@ -283,8 +284,8 @@ class KafkaSource:
         live = [tp for tp in self._consumer.assignment() if tp not in self._recovering and tp not in self._gained]
         return {tp: at for tp in live if (at := self._position(tp)) >= 0}
 
-    def _prepare(self, positions: dict[TopicPartition, int]) -> Attempt:
-        """Transmit what goes with these positions; what is to be committed then."""
+    def _prepare(self, positions: dict[TopicPartition, int], within: float | None = None) -> Attempt:
+        """Transmit what goes with these positions, within so many seconds; what is to be committed then."""
         self._commits += 1
         commit = f"{self._life}-{self._commits}"
         kept = dict(self._kept)
@@ -299,7 +300,7 @@ class KafkaSource:
                 messages += more
         kept = {tp: replace(k, commit=commit) for tp, k in kept.items()}
         if self._delivery is not None:
-            sent = self._delivery.transmit(messages)
+            sent = self._delivery.transmit(messages, within)
             for tp, first in begins:
                 kept[tp] = replace(kept[tp], at=sent[first])
         again = time.monotonic() - self._confirmed > CONFIRM_SECONDS
@@ -364,13 +365,15 @@ class KafkaSource:
         `close` commits nothing."""
         leaving = {tp: self._settled[tp] for tp in partitions if tp in self._settled and tp not in self._recovering}
         if leaving and not self._closed:
+            deadline = time.monotonic() + self._session / 2  # while we wait here, no heartbeat goes out
             self._saved = dict(self.hand_over(frozenset(tp.partition for tp in leaving)))
             settled = {tp: at for tp, at in self._settled.items() if tp not in self._recovering}
             try:
                 if self._delivery is not None and self._delivery.failed:
                     raise errors.KafkaConnectionError("an earlier commit has not ended")
-                self._attempt = attempt = self._prepare(settled)
-                if self._delivery is None or not self._delivery.seal(attempt.offsets, self._consumer.group_metadata()):
+                self._attempt = attempt = self._prepare(settled, deadline - time.monotonic())
+                group, left = self._consumer.group_metadata(), deadline - time.monotonic()
+                if self._delivery is None or not self._delivery.seal(attempt.offsets, group, left):
                     await self._consumer.commit_async(attempt.offsets)
                 self._conclude(attempt)
             except (errors.KafkaError, DeformerError) as error:

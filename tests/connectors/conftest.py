@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from connectors.kafka import KafkaSource
-from tests.connectors.kafka_world import MODES, Group, Reader, Topic
+from tests.connectors.kafka_members import MODES, Group, Reader
+from tests.connectors.kafka_world import Topic
 
 
 @pytest.fixture

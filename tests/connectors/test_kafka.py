@@ -14,7 +14,8 @@ from kafka.admin import MemberToRemove
 
 from connectors.kafka import produce
 from deformer_stream.ports import Messages
-from tests.connectors.kafka_world import PATIENCE, STAMP, Topic, committed, following, numbered, until
+from tests.connectors.kafka_members import following
+from tests.connectors.kafka_world import PATIENCE, STAMP, Topic, committed, numbered, until
 
 pytestmark = pytest.mark.kafka
 

@@ -15,7 +15,8 @@ from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata
 from connectors.kafka import Delivery
 from connectors.kafka.delivery import Outgoing
 from deformer_stream.errors import ConfigError
-from tests.connectors.kafka_world import PATIENCE, Group, Member, following, of_each, read, settle, until
+from tests.connectors.kafka_members import Group, Member, following, of_each
+from tests.connectors.kafka_world import PATIENCE, read, settle, until
 
 pytestmark = pytest.mark.kafka
 

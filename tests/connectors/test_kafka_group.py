@@ -12,7 +12,8 @@ from kafka.protocol.consumer.metadata import ConsumerProtocolSubscription
 from connectors.kafka import KafkaSource, produce
 from connectors.kafka.group import SameModel
 from deformer_stream.errors import ConfigError, DeformerError
-from tests.connectors.kafka_world import Group, Member, following, numbered, of_each, until
+from tests.connectors.kafka_members import Group, Member, following, of_each
+from tests.connectors.kafka_world import numbered, until
 
 pytestmark = pytest.mark.kafka
 
@@ -207,6 +208,28 @@ def test_a_partition_moves_while_a_commit_is_tried_again(
         assert len(first.revoked) == 1
         world.produce(40)
         until(lambda: bool(first.turn()) and world.consumed(first, second), "the rest")
+    world.check(first, second)
+
+
+def test_handing_over_has_a_deadline(group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broker that does not answer must not cost a process its place: no heartbeat goes out while it waits."""
+    world = group(2)
+    world.produce(40)
+    first, second = world.join(session_seconds=6.0), world.join(session_seconds=6.0)
+    first.read(40)
+    hanging = threading.Event()
+    monkeypatch.setattr(first.delivery._producer, "commit_transaction", lambda: hanging.wait(30.0) or None)
+
+    def live() -> None:
+        first.turn()
+        if first.revoked:
+            first.commit()
+
+    with following(second.turn):
+        until(lambda: live() is None and len(second.live) == 1, "a share")
+        hanging.set()
+        assert len(first.revoked) == len(first.source.assigned) == 1, "it has kept the other"
+        assert second.handled, "they are repeated, for they were never committed"
     world.check(first, second)
 
 

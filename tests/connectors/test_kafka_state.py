@@ -19,7 +19,8 @@ from connectors.kafka import produce
 from connectors.kafka.state import Kept
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.ports import Restored, Saved
-from tests.connectors.kafka_world import Group, Reader, admin_of, numbered, of_each, read, until
+from tests.connectors.kafka_members import Group, Reader, of_each
+from tests.connectors.kafka_world import admin_of, numbered, read, until
 
 pytestmark = pytest.mark.kafka
 
@@ -87,9 +88,8 @@ def test_what_was_saved_comes_back(either: Callable[..., Group], end: End) -> No
     assert restored(world)[1] == Restored(0, 30, b"small", (b"fourth",))
 
 
-@ENDINGS
 def test_what_was_not_committed_does_not_come_back(
-    either: Callable[..., Group], end: End, monkeypatch: pytest.MonkeyPatch
+    either: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A life that ends between sending and committing leaves no trace in the next one, nor in the one after that."""
     world = either()
@@ -108,14 +108,49 @@ def test_what_was_not_committed_does_not_come_back(
                 reader.source.commit({0: saved})
         assert reader.delivery is not None
         reader.delivery.renew()  # as a successor does: what is open is aborted
-    end(world, reader)
+    world.abandon(reader)
 
     reader, begun = restored(world)
     assert begun == Restored(0, 10, b"in force", (b"one",))
     reader.read(10)
     reader.source.commit({0: Saved(decisions=b"two")})
-    end(world, reader)
+    world.abandon(reader)
     assert restored(world)[1] == Restored(0, 20, b"in force", (b"one", b"two"))
+
+
+class Killed(Exception):  # noqa: N818
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("instance", [None, "one"], ids=["another", "same-name"])
+def test_a_life_that_ended_within_a_transaction(
+    group: Callable[..., Group], instance: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one waits for the transaction's end: the broker aborts it after a while, or a successor with the same
+    name does so at once."""
+    monkeypatch.setattr("connectors.kafka.delivery.TRANSACTION_SECONDS", 1.0)
+    monkeypatch.setattr("connectors.kafka.restore.DELIVERY_SECONDS", 2.0)
+    world = group()
+    world.produce(20)
+    reader, _ = restored(world, instance=instance, max_poll_records=10)
+    reader.read(10)
+    reader.source.commit({0: Saved(snapshot=b"in force")})
+    reader.read(20)
+
+    def die(producer: KafkaProducer) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KafkaProducer, "commit_transaction", die)
+        with pytest.raises(Killed):
+            reader.source.commit({0: Saved(snapshot=b"never")})
+    if instance is None:
+        world.abandon(reader)
+    successor, begun = restored(world, instance=instance)
+    assert begun == Restored(0, 10, b"in force")
+    successor.read(10)
+    successor.source.commit({0: Saved(decisions=b"one")})
+    assert world.positions() == {0: 20}
 
 
 def test_partitions_are_kept_apart(either: Callable[..., Group]) -> None:

@@ -18,7 +18,8 @@ from connectors.kafka import ensure_topics, produce
 from connectors.kafka.watch import Watch
 from deformer_stream.errors import Unavailable
 from tests.conftest import start_broker
-from tests.connectors.kafka_world import MODES, Group, Topic, following, numbered, until
+from tests.connectors.kafka_members import MODES, Group, following
+from tests.connectors.kafka_world import Topic, numbered, until
 
 # The client leaves the sockets with which it could not connect to the garbage collector.
 pytestmark = [pytest.mark.kafka, pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")]
@@ -115,9 +116,10 @@ def own() -> Iterator[Any]:
 
 @pytest.fixture
 def worlds(own: Any) -> Iterator[list[Group]]:
-    """A group for each mode, with events."""
-    ensure_topics(own.bootstrap, {mode: {"num_partitions": 2} for mode in MODES})
-    groups = [Group(own.bootstrap, mode, 2, mode) for mode in MODES]
+    """A group for each mode, with events, and one more."""
+    modes = [*MODES, MODES[0]]
+    ensure_topics(own.bootstrap, {f"events-{i}": {"num_partitions": 2} for i in range(3)})
+    groups = [Group(own.bootstrap, f"events-{i}", 2, mode) for i, mode in enumerate(modes)]
     for group in groups:
         group.produce(40)
     yield groups
@@ -131,14 +133,14 @@ def test_a_broker_that_is_away(own: Any, worlds: list[Group], monkeypatch: pytes
     for module in ("client", "delivery", "source", "restore"):
         monkeypatch.setattr(f"connectors.kafka.{module}.DELIVERY_SECONDS", 3.0)
     monkeypatch.setattr("connectors.kafka.delivery.FLUSH_SECONDS", 5.0)
+    *worlds, other = worlds
     patient = [world.join(patience=60.0, max_poll_records=20) for world in worlds]
     for member in patient:
         member.read(20)
         member.commit()
         member.read(40)
-    impatient = [worlds[0].join(patience=1.0, group="another") for _ in range(2)]
-    with following(impatient[1].turn):
-        until(lambda: bool(impatient[0].turn()) and len(impatient[0].handled) > 0, "messages")
+    impatient = [other.join(patience=1.0) for _ in range(3)]  # one of them has no partition
+    until(lambda: all(m.turn() for m in impatient) and sorted(len(m.live) for m in impatient) == [0, 1, 1], "0 + 1 + 1")
     newcomers = [world.join(patience=60.0) for world in worlds]
     own.kill(1)
     with ThreadPoolExecutor() as pool, capture_logs() as lines:
@@ -150,7 +152,7 @@ def test_a_broker_that_is_away(own: Any, worlds: list[Group], monkeypatch: pytes
             ):
                 until(lambda member=member: bool(member.turn()) and False, "an end")
         with pytest.raises(Unavailable, match=f"Kafka at {own.bootstrap}"):
-            impatient[0].commit()
+            impatient[0].commit(snapshots=range(2))
         assert [commit.exception() for commit in commits if commit.done()] == [], "they wait"
         own.start_node(1)
         for future in (*commits, *waiting):

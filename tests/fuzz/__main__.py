@@ -14,7 +14,7 @@ from pathlib import Path
 
 SEEDS = Path(__file__).parent / "corpus"
 TARGETS = ("one_message", "messages", "long_tables", "wide_tables", "model_directories", "saved_states")
-MEMORY_MIB, SLOW_SECONDS = 3000, 20
+MEMORY_MIB, SLOW_SECONDS = 3000, 120
 
 
 def fuzz(target: str, seconds: int, folder: Path) -> int:
