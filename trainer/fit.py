@@ -39,8 +39,8 @@ class Recipe:
     """How to train.
 
     batch: records a step. warmup: steps of rising learning rate. smoothing: Gaussian noise on continuous readings, in
-    scales: little, as held-out likelihood wants it. forget: chance that a label is shown as unseen. arrival_share: share
-    of samples in the logged order of arrival, where the table has one (training on the law that scoring will meet: Shih
+    scales: little, as held-out likelihood wants it. forget: chance that a label is shown as unseen. arrival_share: what
+    share of samples is in the logged order of arrival, where the table has one (training on the law that scoring will meet: Shih
     et al. 2022). averaging: the average of weights reaches back over about this share of the steps so far. patience:
     validations without progress before training stops.
     """

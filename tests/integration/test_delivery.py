@@ -202,10 +202,11 @@ def test_open_records_survive_a_restart_and_say_so_where_they_cannot(
 def test_time_outs_fire_on_a_silent_topic_and_survive_restarts(
     cluster: Cluster, topic: Callable[..., str], tmp_path: Path
 ) -> None:
-    """Records are opened in one life, fall silent, time out in the next, and are still known to be closed in a third."""
+    """Records are opened in one life, fall silent, time out in the next, and are known to be closed in a third."""
     name, model, rows = topic(2), write_model(tmp_path / "model"), records(0, 20)
     words = [*options(cluster, name, model), "--record-timeout", "5s"]
-    timed_out, late = 'deformer_records_closed_total{reason="timeout"}', 'deformer_events_rejected_total{reason="late"}'
+    timed_out = 'deformer_records_closed_total{reason="timeout"}'
+    late = 'deformer_events_rejected_total{reason="late"}'
     send(cluster, name, rows, HALF)
     with Consume(tmp_path / "first.log", *words) as consumer:
         consumer.wait_for(cluster.all_consumed(name, name), "the first halves")
