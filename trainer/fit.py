@@ -40,9 +40,9 @@ class Recipe:
 
     batch: records a step. warmup: steps of rising learning rate. smoothing: Gaussian noise on continuous readings, in
     scales: little, as held-out likelihood wants it. forget: chance that a label is shown as unseen. arrival_share: what
-    share of samples is in the logged order of arrival, where the table has one (training on the law that scoring will meet: Shih
-    et al. 2022). averaging: the average of weights reaches back over about this share of the steps so far. patience:
-    validations without progress before training stops.
+    share of samples is in the logged order of arrival, where the table has one (training on the law that scoring will
+    meet: Shih et al. 2022). averaging: the average of weights reaches back over about this share of the steps so far.
+    patience: validations without progress before training stops.
     """
 
     batch: int
