@@ -183,7 +183,16 @@ def _kafka_edge(
     """Events from a topic; alerts and dead letters to others, delivered together with the positions."""
     import uuid
 
-    from connectors.kafka import Delivery, KafkaSink, KafkaSource, StateTopic, ensure_topics, partitions_of, topics_of
+    from connectors.kafka import (
+        Bounds,
+        Delivery,
+        KafkaSink,
+        KafkaSource,
+        StateTopic,
+        ensure_topics,
+        partitions_of,
+        topics_of,
+    )
     from deformer_stream.codec.state import verify
     from deformer_stream.errors import ConfigError
 
@@ -217,6 +226,7 @@ def _kafka_edge(
         model=model,
         instance=settings.instance,
         patience=settings.patience,
+        bounds=Bounds.of(settings.max_message_bytes),
     )
     ends.callback(source.close)
     return source, sink

@@ -1,8 +1,9 @@
 """Kafka: events from a topic, alerts and dead letters to topics, and a load generator.
 
 `client` connects and turns the client's errors into ours. `source` reads and commits; `group` says who may share its
-partitions, `restore` where one begins, `watch` that none falls silent. `sink` words alerts and dead letters, `state`
-what is kept of open records; `delivery` sends both with the commit, in one transaction. `produce` generates load.
+partitions, `restore` where one begins, `watch` that none falls silent, `unpacking` that no batch bursts. `sink` words
+alerts and dead letters, `state` what is kept of open records; `delivery` sends both with the commit, all or nothing.
+`produce` generates load.
 
 The client is kafka-python. Three things about it shape these files: a consumer belongs to one thread; its rebalance
 listener runs on the client's own thread while ours waits inside `poll`, `commit` or `close`, so what they share needs
@@ -15,9 +16,11 @@ from connectors.kafka.produce import produce
 from connectors.kafka.sink import AlertEncoder, KafkaSink, topics_of
 from connectors.kafka.source import KafkaSource
 from connectors.kafka.state import StateTopic
+from connectors.kafka.unpacking import Bounds
 
 __all__ = [
     "AlertEncoder",
+    "Bounds",
     "Delivery",
     "KafkaSink",
     "KafkaSource",

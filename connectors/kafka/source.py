@@ -18,7 +18,7 @@ from connectors.kafka.group import SameModel
 from connectors.kafka.incoming import messages_of
 from connectors.kafka.restore import LostState, restored
 from connectors.kafka.state import Attempt, Kept, StateTopic
-from connectors.kafka.unpacking import guard
+from connectors.kafka.unpacking import Bounds, guard
 from connectors.kafka.watch import Watch
 from deformer_stream import log
 from deformer_stream.errors import DeformerError, Unavailable
@@ -68,9 +68,9 @@ class KafkaSource:
     client (security_protocol, ssl_cafile, sasl_mechanism, …), never logged. delivery: what sends messages with a
     commit; state: where what is kept goes, both or neither. lost: what to do where what is needed is gone. model: its
     fingerprint; members of one group must agree on it. instance: a name that stays the same over restarts, so that
-    they move no partitions. patience: seconds without an answer after which the broker counts as gone. Belongs to the
-    thread that made it. Raises Unavailable where no broker answers or the topic does not exist, ConfigError where the
-    broker refuses us.
+    they move no partitions. patience: seconds without an answer after which the broker counts as gone. bounds: what a
+    batch may unpack to. Belongs to the thread that made it. Raises Unavailable where no broker answers or the topic
+    does not exist, ConfigError where the broker refuses us.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class KafkaSource:
         model: str = "",
         instance: str | None = None,
         patience: float = 120.0,
+        bounds: Bounds | None = None,
     ) -> None:
         self.topic = topic
         self.hand_over: HandOver = _keep_nothing
@@ -125,7 +126,7 @@ class KafkaSource:
             max_poll_interval_ms=int(max(session_seconds, patience / 2) * 1000),
             heartbeat_interval_ms=1000,  # how soon a member hears that partitions are to move
         )
-        guard(self._consumer)
+        guard(self._consumer, bounds)
         self._watch = Watch(self._consumer, bootstrap_servers, topic, patience)
         try:
             with mapped(bootstrap_servers, f"looking for topic {topic!r}", ValueError, TypeError):

@@ -46,6 +46,12 @@ class Bounds:
     message: int = 2 * 2**20
     poll: int = 64 * 2**20
 
+    @staticmethod
+    def of(message: int) -> Bounds:
+        """Wide enough for messages of so many bytes, with their keys and headers."""
+        least = Bounds()
+        return Bounds(max(least.batch, 2 * message), max(least.message, 2 * message), max(least.poll, 2 * message))
+
 
 def guard(consumer: KafkaConsumer, bounds: Bounds | None = None) -> None:
     """From now on the consumer unpacks in bounded memory, and what it cannot unpack comes as `Unreadable`."""

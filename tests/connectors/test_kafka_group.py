@@ -12,7 +12,7 @@ from kafka.protocol.consumer.metadata import ConsumerProtocolSubscription
 from connectors.kafka import KafkaSource, produce
 from connectors.kafka.group import SameModel
 from deformer_stream.errors import ConfigError, DeformerError
-from tests.connectors.kafka_members import Group, Member, following, of_each
+from tests.connectors.kafka_members import MODES, Group, Member, following, of_each
 from tests.connectors.kafka_world import numbered, until
 
 pytestmark = pytest.mark.kafka
@@ -29,9 +29,8 @@ def refused(member: Member) -> str:
 # --- one model for all ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [("a", "b"), ("b", "a")])
-def test_another_model_is_refused_with_the_reason(group: Callable[..., Group], ours: str, theirs: str) -> None:
-    world = group(2)
+def test_another_model_is_refused_with_the_reason(group: Callable[..., Group]) -> None:
+    world, ours, theirs = group(2), "b", "a"
     first = world.join(model=ours)
     first.settle_on(0, 1)
     with following(first.turn):
@@ -93,11 +92,11 @@ def test_a_model_is_changed_in_one_process_after_the_other(group: Callable[..., 
 # --- instances that keep their place ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ending", ["closed", "killed"])
+@pytest.mark.parametrize(("mode", "ending"), [(MODES[0], "closed"), (MODES[0], "killed"), (MODES[1], "killed")])
 def test_an_instance_that_comes_back_has_its_partitions_and_moves_nobody(
-    either: Callable[..., Group], ending: str
+    group: Callable[..., Group], mode: str, ending: str
 ) -> None:
-    world = either(4)
+    world = group(4, mode)
     produce(world.bootstrap, world.topic, numbered(80, keys=40))
     first, second = world.join("one"), world.join("two")
     with following(second.turn):
@@ -123,12 +122,12 @@ def test_an_instance_that_comes_back_has_its_partitions_and_moves_nobody(
     assert world.mode == "at-least-once" or len(world.alerts()) == 80
 
 
-@pytest.mark.parametrize("events", ["events", "silence"])
+@pytest.mark.parametrize(("mode", "events"), [(MODES[0], "events"), (MODES[0], "silence"), (MODES[1], "silence")])
 def test_of_two_processes_with_one_name_the_older_is_told(
-    either: Callable[..., Group], events: str, monkeypatch: pytest.MonkeyPatch
+    group: Callable[..., Group], mode: str, events: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("connectors.kafka.source.CONFIRM_SECONDS", 1.0)
-    world = either(2)
+    world = group(2, mode)
     produce(world.bootstrap, world.topic, numbered(40))
     older = world.join("one")
     older.read(40)
@@ -181,11 +180,11 @@ def test_a_partition_is_handed_over_with_its_state(either: Callable[..., Group])
 
 
 def test_a_partition_moves_while_a_commit_is_tried_again(
-    either: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The broker refuses the commit because the group rebalances; what stays is committed afterwards, what went as it
     went."""
-    world = either(2)
+    world = group(2)
     world.produce(40)
     first = world.join()
     first.read(40)
@@ -277,7 +276,7 @@ def test_who_comes_back_claims_nothing(group: Callable[..., Group], monkeypatch:
 
 def test_from_one_to_four_and_back_while_events_flow(group: Callable[..., Group]) -> None:
     world = group(8)
-    world.produce(400)
+    world.produce(200)
     stops = [threading.Event() for _ in range(4)]
     members: list[Member] = []
     failed: list[BaseException] = []
@@ -304,12 +303,12 @@ def test_from_one_to_four_and_back_while_events_flow(group: Callable[..., Group]
         members.append(world.join(max_poll_records=50))
         threads.append(threading.Thread(target=live, args=(members[-1], stop, i == 2)))
         threads[-1].start()
-        world.produce(200)
+        world.produce(100)
         share = 8 // (i + 1)
         until(lambda share=share: all(len(m.live) >= share for m in members) or bool(failed), f"{share} each")
         assert not failed
     for stop, thread in list(zip(stops, threads, strict=True))[:0:-1]:
-        world.produce(200)
+        world.produce(100)
         stop.set()
         thread.join()
         until(

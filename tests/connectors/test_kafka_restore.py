@@ -199,17 +199,25 @@ def test_what_is_gone_is_said_and_dealt_with_as_told(world: Group, case: Case) -
     world.close()
     assert world.committed() == committed, "a life that ends so leaves everything as it is"
 
-    for lost, (restored, read) in (("forget", case.forgotten), ("rebuild", case.rebuilt)):
+    told: list[tuple[Lost, tuple[Restored, range]]] = [("forget", case.forgotten), ("rebuild", case.rebuilt)]
+    for lost, (restored, read) in told:
         reader, warnings = begin(world, lost)
         assert any(case.says in line for line in warnings), warnings
         assert reader.restored == {0: restored}
         assert offsets(reader) == list(read)
         if lost == "rebuild":
             reader.source.commit({0: Saved(snapshot=b"new")})
+            assert world.positions() == {0: read.stop}
         reader.close()
 
+
+def test_what_was_rebuilt_is_kept_again(world: Group) -> None:
+    empty_state(world)
+    reader, _ = begin(world, "rebuild")
+    reader.source.commit({0: Saved(snapshot=b"new")})
+    reader.close()
     reader, warnings = begin(world, "refuse")
-    assert reader.restored == {0: Restored(0, read.stop, b"new")}
+    assert reader.restored == {0: Restored(0, 30, b"new")}
     assert warnings == []
 
 
