@@ -194,7 +194,9 @@ class Closed:
     """R records that ended, as parallel lists.
 
     sources: (R,) int32 partitions. complete: nothing more was awaited. anomaly_score: ranks whole records, larger is
-    more anomalous: Σ(−ln p(v) − H), the surprisal of all scored readings beyond its mean under the model, nats.
+    more anomalous: the distance to the nearest exemplars and Σ(−ln p(v) − H), the surprisal of all scored readings
+    beyond its mean under the model, in units of normal records (`core.ranking`); the latter alone, in nats, without
+    exemplars.
     alert_seq: place of the event that raised the alert, −1 where none did.
     """
 

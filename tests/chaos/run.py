@@ -145,9 +145,9 @@ class Fire:
         self.slay(member)
         if self.left:
             step = self.left.pop()
-            fated = self.members[seat] = self.start(seat, (step, dice.randint(2, 30)))
+            fated = self.members[seat] = self.start(seat, (step, dice.randint(1, 10)))
             try:
-                assert fated.process.wait(60) == -signal.SIGKILL, fated.said()[-2000:]
+                assert fated.process.wait(120) == -signal.SIGKILL, fated.said()[-2000:]
                 self.counts["kills"] += 1
                 self.steps[step] += 1
             except subprocess.TimeoutExpired:  # it never came to that step: it dies as the others do

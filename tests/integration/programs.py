@@ -155,6 +155,9 @@ class Cluster:
         try:
             offsets = self._admin.list_group_offsets([group])[group]
         except RetriableError:
+            # A client that has lived through an outage may go on asking a broker that no longer leads the group.
+            self.close()
+            self._admin = KafkaAdminClient(bootstrap_servers=self.bootstrap)
             return {}
         return {tp.partition: offset.offset for tp, offset in offsets.items() if offset.offset >= 0}
 
