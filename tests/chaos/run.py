@@ -172,6 +172,7 @@ class Fire:
 
     def cut(self) -> None:
         """A broker stops, in order or not, and comes back."""
+        self.gather()
         node = self.world.dice.randint(1, self.world.size.brokers)
         stop = self.world.dice.choice([self.world.broker.stop_node, self.world.broker.kill])
         stop(node)
@@ -181,6 +182,7 @@ class Fire:
 
     def black_out(self) -> None:
         """All brokers are away; nobody may end for it."""
+        self.gather()
         nodes = range(1, self.world.size.brokers + 1)
         for node in nodes:
             self.world.broker.kill(node)
@@ -210,6 +212,12 @@ class Fire:
             print(f"chaos: {self.group} {dict(self.counts)}", file=sys.stderr, flush=True)
             self.settle()
             time.sleep(self.world.dice.uniform(0.5, 4))
+
+    def gather(self) -> None:
+        """Wait until everybody is ready: a program that starts while no broker is there ends, as it should."""
+        self.settle()
+        for member in [*self.members.values(), *([self.guest] if self.guest else [])]:
+            member.wait_until_ready()
 
     def settle(self) -> None:
         """Whoever ended by itself must not have: a fault of its own is a finding. Only one that could not reach the
