@@ -28,6 +28,9 @@ CONNECT_SECONDS = 5.0
 REFUSAL_SECONDS = 0.5
 """A broker that hangs up is asked again after so long: it may have been about to stop."""
 
+RECONNECT_SECONDS = 1.0
+"""A broker that was away is found again so long after it came back; the client alone would take half a minute."""
+
 REPEAT_SECONDS = 10.0
 """What the client's log says again and again, ours says every so often."""
 
@@ -217,6 +220,7 @@ def connect(
                 return make(
                     bootstrap_servers=bootstrap_servers.split(","),
                     bootstrap_timeout_ms=int(CONNECT_SECONDS * 1000),
+                    reconnect_backoff_max_ms=int(RECONNECT_SECONDS * 1000),
                     kafka_client=remember,
                     ssl_context=context,
                     **ours,

@@ -140,9 +140,7 @@ class Delivery:
     def renew(self) -> None:
         """A fresh producer, at the beginning and after a failure. When this returns, the broker has completed or
         aborted what was open. Raises Unavailable or ConfigError."""
-        if self._producer is not None:
-            threading.Thread(target=_abandon, args=(self._producer,), daemon=True).start()
-            self._producer = None
+        self._abandon()
         extra: dict[str, Any] = {}
         if self._transactional_id is not None:
             extra = {
@@ -166,9 +164,19 @@ class Delivery:
     def close(self) -> None:
         """Let go of the producer; what was not sent is not sent any more."""
         if self._producer is not None:
+            if self.failed:
+                return self._abandon()
             with mapped(self._servers, "closing the producer"):
                 self._producer.close(timeout=CONNECT_SECONDS)
                 self._producer = None
+
+    def _abandon(self) -> None:
+        """End a producer that has failed, without waiting for what it still holds: the client would wait for that, and
+        leave its thread running if it waits in vain."""
+        if self._producer is not None:
+            self._producer._sender.force_close()
+            threading.Thread(target=_close, args=(self._producer,), daemon=True).start()
+            self._producer = None
 
     def _sender(self) -> KafkaProducer:
         if self._producer is None or self.failed:
@@ -182,8 +190,8 @@ class Delivery:
         return result
 
 
-def _abandon(sender: KafkaProducer) -> None:
-    """Close a producer that has failed, when it has given up what it still holds."""
+def _close(sender: KafkaProducer) -> None:
+    """What the producer held has failed already, or is about to."""
     with suppress(errors.KafkaError):
         sender.close(timeout=FLUSH_SECONDS)
 
