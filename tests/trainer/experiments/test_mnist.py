@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     folder = tmp_path_factory.mktemp("images")
     data = write_images(folder / "data", 500, 300, 40)
-    given = {"preset": "small", "override": f"{TINY},batch=4,epochs=2", "orders": 2, "test_records": 30}
+    given = {"preset": "small", "override": f"{TINY},batch=4,epochs=4", "orders": 2, "test_records": 30}
     return runner.run(EXPERIMENT, settings(folder / "out", data, **given))
 
 
