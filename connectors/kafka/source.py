@@ -48,6 +48,9 @@ _REBALANCING = (
     errors.IllegalGenerationError,
     errors.UnknownMemberIdError,
 )
+HEARTBEAT_SECONDS = 1.0
+"""How soon a member hears that partitions are to move."""
+
 RETRY_SECONDS = 0.5
 CONFIRM_SECONDS = 10.0
 """Positions that have not changed are committed again after so long: who lost his place to a namesake must learn it."""
@@ -124,7 +127,7 @@ class KafkaSource:
             session_timeout_ms=int(session_seconds * 1000),
             # A process that hangs loses its place in half the time that the others' commits wait for it.
             max_poll_interval_ms=int(max(session_seconds, patience / 2) * 1000),
-            heartbeat_interval_ms=1000,  # how soon a member hears that partitions are to move
+            heartbeat_interval_ms=int(HEARTBEAT_SECONDS * 1000),
         )
         guard(self._consumer, bounds)
         self._watch = Watch(self._consumer, bootstrap_servers, topic, patience)

@@ -326,6 +326,7 @@ class Group:
         for member in self.members:
             with suppress(DeformerError, KafkaError):
                 member.close()
+        self.members.clear()
 
 
 def of_each(counts: Mapping[int, int] = NOTHING) -> list[bytes]:
