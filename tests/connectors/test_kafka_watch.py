@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -100,8 +101,10 @@ def test_a_partition_that_was_elsewhere_is_not_late(
 
 
 @pytest.fixture
-def own() -> Iterator[Any]:
-    """A broker of our own, to be stopped and started."""
+def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A broker of our own, to be stopped and started. Afterwards nothing is left of clients that could not connect;
+    what pytest keeps of the client's log would hold their sockets."""
+    monkeypatch.setattr(logging.getLogger("kafka"), "propagate", False)
     threads = threading.active_count()
     with start_broker() as broker:
         yield broker
@@ -112,6 +115,7 @@ def own() -> Iterator[Any]:
         return threading.active_count() <= threads
 
     until(ended, "the end of all clients")
+    gc.collect()
 
 
 @pytest.fixture
@@ -132,7 +136,7 @@ def test_a_broker_that_is_away(own: Any, worlds: list[Group], monkeypatch: pytes
     partition was about to move; who has none ends with the reason."""
     for module in ("client", "delivery", "source", "restore"):
         monkeypatch.setattr(f"connectors.kafka.{module}.DELIVERY_SECONDS", 3.0)
-    monkeypatch.setattr("connectors.kafka.delivery.FLUSH_SECONDS", 5.0)
+    monkeypatch.setattr("connectors.kafka.delivery.FLUSH_SECONDS", 2.0)
     *worlds, other = worlds
     patient = [world.join(patience=60.0, max_poll_records=20) for world in worlds]
     for member in patient:
