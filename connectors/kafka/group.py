@@ -7,12 +7,16 @@ that a model can be changed under way in one process after the other.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+from kafka import AsyncConsumerRebalanceListener, TopicPartition
 from kafka.coordinator.assignors.cooperative_sticky import CooperativeStickyAssignor
 from kafka.protocol.consumer.metadata import ConsumerProtocolAssignment, ConsumerProtocolSubscription
 
 from deformer_stream.errors import ConfigError
+
+Partitions = Iterable[TopicPartition]
 
 
 class SameModel(CooperativeStickyAssignor):  # type: ignore[misc]  # the client ships no types
@@ -59,3 +63,24 @@ class SameModel(CooperativeStickyAssignor):  # type: ignore[misc]  # the client 
     def on_assignment(self, assignment: ConsumerProtocolAssignment, generation: int) -> None:
         super().on_assignment(assignment, generation)
         self.refused_by = bytes(assignment.user_data).decode() if assignment.user_data else None
+
+
+class Rebalance(AsyncConsumerRebalanceListener):  # type: ignore[misc]  # the client ships no types
+    """Tells a source what it gains, gives up and has lost. Awaited on the client's thread, so that it can commit."""
+
+    def __init__(
+        self,
+        gain: Callable[[Partitions], None],
+        give_up: Callable[[Partitions], Awaitable[None]],
+        lose: Callable[[Partitions], None],
+    ) -> None:
+        self._gain, self._give_up, self._lose = gain, give_up, lose
+
+    async def on_partitions_assigned(self, assigned: Partitions) -> None:
+        self._gain(assigned)
+
+    async def on_partitions_revoked(self, revoked: Partitions) -> None:
+        await self._give_up(revoked)
+
+    async def on_partitions_lost(self, lost: Partitions) -> None:
+        self._lose(lost)

@@ -19,7 +19,7 @@ def topics_of(alerts: str, dead_letters: str, state: str, partitions: int) -> di
     return {
         alerts: {"num_partitions": partitions},
         dead_letters: {"num_partitions": partitions, "configs": {"max.message.bytes": str(LETTER_BYTES)}},
-        state: {"num_partitions": partitions, "configs": SETTINGS},
+        state: {"num_partitions": partitions, "configs": dict(SETTINGS)},
     }
 
 

@@ -9,38 +9,20 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import kafka.errors as errors
-from kafka import AsyncConsumerRebalanceListener, KafkaConsumer
+from kafka import KafkaConsumer
 from kafka.structs import MemberState, OffsetAndMetadata, TopicPartition
 
 from connectors.kafka.client import CONNECT_SECONDS, DELIVERY_SECONDS, connect, mapped, translate
 from connectors.kafka.delivery import Delivery, Outgoing
-from connectors.kafka.group import SameModel
+from connectors.kafka.group import Rebalance, SameModel
 from connectors.kafka.incoming import messages_of
 from connectors.kafka.restore import LostState, restored
 from connectors.kafka.state import Attempt, Kept, StateTopic
 from connectors.kafka.unpacking import Bounds, guard
 from connectors.kafka.watch import Watch
 from deformer_stream import log
-from deformer_stream.errors import DeformerError, Unavailable
+from deformer_stream.errors import DeformerError, InvariantViolated, Unavailable
 from deformer_stream.ports import NOTHING, HandOver, Polled, Restored, Saved
-
-
-class _Rebalance(AsyncConsumerRebalanceListener):  # type: ignore[misc]  # the client ships no types
-    """Tells the source what it gains and gives up. Awaited on the client's thread, so that it can commit."""
-
-    def __init__(self, source: KafkaSource) -> None:
-        self._source = source
-
-    async def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
-        self._source._gain(assigned)
-
-    async def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
-        await self._source._give_up(revoked)
-
-    async def on_partitions_lost(self, lost: Iterable[TopicPartition]) -> None:
-        self._source._same_model.leave()
-        self._source._lose(lost)
-
 
 _REBALANCING = (
     errors.RebalanceInProgressError,
@@ -106,6 +88,7 @@ class KafkaSource:
         self._kept: dict[TopicPartition, Kept] = {}  # what is in force
         self._saved: dict[int, Saved] = {}  # what is to go with the next commit
         self._gained: dict[TopicPartition, float] = {}  # partition that has not begun → since when
+        self._unrestored = ""  # why not, as it was said last
         self._recovering: dict[TopicPartition, int] = {}  # partition → where its history ends
         self._revoked: list[int] = []
         self._life, self._commits = uuid.uuid4().hex[:12], 0  # these name our commits
@@ -133,7 +116,7 @@ class KafkaSource:
         self._watch = Watch(self._consumer, bootstrap_servers, topic, patience)
         try:
             with mapped(bootstrap_servers, f"looking for topic {topic!r}", ValueError, TypeError):
-                self._consumer.subscribe([topic], listener=_Rebalance(self))
+                self._consumer.subscribe([topic], listener=Rebalance(self._gain, self._give_up, self._leave))
                 self.partitions = len(self._consumer.partitions_for_topic(topic))
             if not self.partitions:
                 raise Unavailable(f"topic {topic!r} does not exist on {bootstrap_servers}: create it or check --topic")
@@ -179,9 +162,17 @@ class KafkaSource:
             recovered = self._take_recovered()
         return Polled(messages_of(self.topic, fetched), revoked, begun, recovered)
 
+    def _poll(self, timeout: float) -> dict[TopicPartition, list[Any]]:
+        try:
+            return dict(self._consumer.poll(timeout_ms=timeout * 1000))
+        except errors.KafkaError as error:
+            if type(error) is errors.KafkaError and error.__cause__ is not None:
+                raise error.__cause__ from None  # it came from our own `Rebalance`, so it is no fault of Kafka's
+            raise
+
     def _fetch(self, timeout: float) -> dict[TopicPartition, list[Any]]:
         try:
-            fetched: dict[TopicPartition, list[Any]] = self._consumer.poll(timeout_ms=timeout * 1000)
+            fetched = self._poll(timeout)
             self._watch.worked()
             return fetched
         except errors.OffsetOutOfRangeError as error:
@@ -214,9 +205,14 @@ class KafkaSource:
             except Unavailable as error:
                 if time.monotonic() - self._gained[tp] > self._patience:
                     raise
-                log.get("kafka").warning("not restored, will be tried again", partition=tp.partition, error=str(error))
+                if str(error) != self._unrestored:
+                    self._unrestored = str(error)
+                    log.get("kafka").warning(
+                        "not restored, will be tried again", partition=tp.partition, why=str(error)
+                    )
                 return
             del self._gained[tp]
+            self._unrestored = ""
 
     def _begin(self, tp: TopicPartition) -> Restored:
         """Place the reader where the partition's history, or else its new messages, begin."""
@@ -332,7 +328,8 @@ class KafkaSource:
         paused = [tp for tp in self._consumer.assignment() if tp not in self._consumer.paused()]
         self._consumer.pause(*paused)
         try:
-            self._consumer.poll(timeout_ms=100)
+            if self._poll(0.1):
+                raise InvariantViolated("a paused partition has delivered messages; report this")
         finally:
             ours = self._consumer.assignment() - self._gained.keys()  # those wait for `_begin`
             self._consumer.resume(*[tp for tp in paused if tp in ours])
@@ -353,7 +350,7 @@ class KafkaSource:
         with mapped(self._servers, "closing the consumer"):
             self._consumer.close(autocommit=False, timeout_ms=CONNECT_SECONDS * 1000)
 
-    # Called by `_Rebalance` on the client's thread, while ours waits.
+    # Called by `Rebalance` on the client's thread, while ours waits.
 
     def _gain(self, partitions: Iterable[TopicPartition]) -> None:
         """Nothing is delivered of them before `_begin`."""
@@ -383,6 +380,10 @@ class KafkaSource:
             except (errors.KafkaError, DeformerError) as error:
                 # The next owner repeats these messages. To raise here would end the group's rebalance instead.
                 log.get("kafka").warning("revoked partitions not committed", error=type(error).__name__)
+        self._lose(partitions)
+
+    def _leave(self, partitions: Iterable[TopicPartition]) -> None:
+        self._same_model.leave()
         self._lose(partitions)
 
     def _lose(self, partitions: Iterable[TopicPartition]) -> None:

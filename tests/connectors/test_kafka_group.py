@@ -12,6 +12,7 @@ from kafka.protocol.consumer.metadata import ConsumerProtocolSubscription
 from connectors.kafka import KafkaSource, produce
 from connectors.kafka.group import SameModel
 from deformer_stream.errors import ConfigError, DeformerError
+from deformer_stream.ports import Saved
 from tests.connectors.kafka_members import MODES, Group, Member, following, of_each
 from tests.connectors.kafka_world import numbered, until
 
@@ -230,6 +231,21 @@ def test_handing_over_has_a_deadline(group: Callable[..., Group], monkeypatch: p
         assert len(first.revoked) == len(first.source.assigned) == 1, "it has kept the other"
         assert second.handled, "they are repeated, for they were never committed"
     world.check(first, second)
+
+
+def test_a_fault_of_ours_in_handing_over_is_no_fault_of_the_broker(group: Callable[..., Group]) -> None:
+    """The client wraps what its listener raises; it must not be tried again until the patience is over."""
+    world = group(2)
+    world.produce(40)
+    first, second = world.join(), world.join()
+    first.read(40)
+
+    def fail(partitions: frozenset[int]) -> dict[int, Saved]:
+        raise ZeroDivisionError
+
+    first.source.hand_over = fail
+    with following(second.turn), pytest.raises(ZeroDivisionError):
+        until(lambda: bool(first.turn()) and False, "the end")
 
 
 def test_what_is_lost_is_neither_committed_nor_sent(either: Callable[..., Group]) -> None:
