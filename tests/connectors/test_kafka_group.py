@@ -98,10 +98,11 @@ def test_an_instance_that_comes_back_has_its_partitions_and_moves_nobody(
     group: Callable[..., Group], mode: str, ending: str
 ) -> None:
     world = group(4, mode)
-    produce(world.bootstrap, world.topic, numbered(80, keys=40))
+    world.produce(40)
     first, second = world.join("one"), world.join("two")
     with following(second.turn):
         until(lambda: bool(first.turn()) and len(first.source.assigned) == len(second.source.assigned) == 2, "2 + 2")
+        world.produce(40)  # whoever had all partitions for a while may have read those before
         first.read(1)
         first.commit()
         ours, theirs = first.source.assigned, second.source.assigned
@@ -113,14 +114,14 @@ def test_an_instance_that_comes_back_has_its_partitions_and_moves_nobody(
         again.commit()
         assert second.source.assigned == theirs
         assert second.revoked == moved
+    until(lambda: bool(second.turn() and again.turn()) and world.consumed(second, again), "the rest")
     second.commit()
-    until(lambda: again.turn().data is None and sum(again.source.lag().values()) == 0, "the rest")
     again.commit()
     assert again.complete()
     assert second.complete()
-    assert sum(world.positions().values()) == 80
+    assert sum(world.positions().values()) == world.sent
     assert sorted(set(world.alerts())) == of_each(world.positions())
-    assert world.mode == "at-least-once" or len(world.alerts()) == 80
+    assert world.mode == "at-least-once" or len(world.alerts()) == world.sent
 
 
 @pytest.mark.parametrize(("mode", "events"), [(MODES[0], "events"), (MODES[0], "silence"), (MODES[1], "silence")])
