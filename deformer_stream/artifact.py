@@ -32,7 +32,8 @@ from deformer_stream.core.model import DEformer, ModelConfig
 from deformer_stream.core.schema import Schema
 from deformer_stream.errors import ArtifactError, ConfigError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION, GROUPED_VERSION = 1, 2
+"""The latter with calibrations of groups, which a release that does not know of them would pass over."""
 WEIGHTS, MANIFEST, REPORT = "model.safetensors", "manifest.json", "report.html"
 LONGEST_NAME = 1024
 """Characters in a feature's name or label; longer ones could never arrive as events."""
@@ -92,6 +93,7 @@ def write(directory: Path, model: DEformer, calibration: Calibration, training: 
         "training": _finite(training),
         "files": {WEIGHTS: {"size": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}},
     }
+    manifest["format_version"] = _version(manifest)
     manifest["fingerprint"] = _fingerprint(manifest)
     manifest["sha256"] = _digest(manifest)
     rendered = _render(manifest)
@@ -161,6 +163,12 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _version(manifest: dict[str, Any]) -> int:
+    """The format version of what is in a manifest."""
+    calibration = manifest.get("calibration")
+    return GROUPED_VERSION if isinstance(calibration, dict) and "groups" in calibration else FORMAT_VERSION
+
+
 def _fingerprint(manifest: dict[str, Any]) -> str:
     """16 hex digits over everything that decides a score or a p-value."""
     parts = [manifest[k] for k in ("schema_fingerprint", "hyperparameters", "calibration", "files")]
@@ -187,8 +195,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path} is not JSON ({error}): it was cut short or altered; {_REMEDY}") from None
     version = manifest.get("format_version") if isinstance(manifest, dict) else None
-    if version != FORMAT_VERSION:
-        found = f"{path} has format version {_short(version)}, this package reads {FORMAT_VERSION}"
+    if not isinstance(manifest, dict) or version != _version(manifest):
+        found = (
+            f"{path} has format version {_short(version)}, this package reads {FORMAT_VERSION} and {GROUPED_VERSION}"
+        )
         raise ArtifactError(f"{found}: train again")
     if not genuine:
         raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {_REMEDY}")

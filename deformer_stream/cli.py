@@ -6,81 +6,22 @@ inside the command that needs it.
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from deformer_stream import tools
+from deformer_stream import opening, tools
 from deformer_stream.command import HELP, LazyGroup, asked_by_hangup, debug_option, debugging, run, stop_on_signals
 
 if TYPE_CHECKING:
     from connectors.files import AlertLines, RecordsParquet, RejectedLines, ScoresParquet
-    from deformer_stream.artifact import Artifact
-    from deformer_stream.codec import Codec, Fields, Windows
-    from deformer_stream.core.engine import Engine
+    from deformer_stream.codec import Codec
     from deformer_stream.ports import EventSource, Sink
-    from deformer_stream.settings import ConsumeSettings, ReplaySettings
+    from deformer_stream.settings import ConsumeSettings
 
     FileSink = TypeVar("FileSink", ScoresParquet, RecordsParquet, AlertLines, RejectedLines)
-
-
-def _open_model(settings: ConsumeSettings | ReplaySettings) -> tuple[Artifact, Engine]:
-    """The model and an engine; says so when alpha is out of reach."""
-    from deformer_stream import artifact, log
-    from deformer_stream.core.engine import Engine, Limits
-    from deformer_stream.errors import ConfigError
-
-    loaded = artifact.read(settings.model, settings.device)
-    if settings.alpha < loaded.calibration.smallest_p:
-        n = len(loaded.calibration.scores)
-        log.get("model").warning(
-            f"alpha {settings.alpha:g} is out of reach: with {n} calibration records the smallest p-value is "
-            f"{loaded.calibration.smallest_p:.2g}, so no alert can be raised; calibrate on at least "
-            f"{math.ceil(1 / settings.alpha) - 1} records or raise --alpha"
-        )
-    timeout = settings.record_timeout
-    limits = Limits(None if timeout is None else round(timeout * 1e6), settings.max_open_records, settings.cache_memory)
-    try:
-        return loaded, Engine(loaded.model, loaded.calibration, loaded.fingerprint, settings.alpha, limits)
-    except (RuntimeError, MemoryError):  # what torch and NumPy say when memory cannot be had
-        raise ConfigError(f"--cache-memory {settings.cache_memory} bytes cannot be had: give less") from None
-
-
-def _fields(settings: ConsumeSettings | ReplaySettings) -> Fields:
-    from deformer_stream.codec import Fields
-
-    return Fields(
-        record=settings.record_field,
-        feature=settings.feature_field,
-        value=settings.value_field,
-        values=settings.values_field,
-        time=settings.time_field,
-        device=settings.device_field,
-    )
-
-
-def _windows(settings: ConsumeSettings | ReplaySettings) -> Windows | None:
-    from deformer_stream.codec import Windows
-
-    return None if settings.window is None else Windows(round(settings.window * 1e6), round(settings.grace * 1e6))
-
-
-def _codec(loaded: Artifact, settings: ConsumeSettings | ReplaySettings, **extra: Any) -> Codec:
-    from deformer_stream.codec import Codec
-
-    most = max(4096, len(loaded.schema))
-    return Codec(
-        loaded.schema,
-        _fields(settings),
-        max_message_bytes=settings.max_message_bytes,
-        max_readings=most,
-        windows=_windows(settings),
-        max_ahead=None if settings.max_ahead is None else round(settings.max_ahead * 1e6),
-        **extra,
-    )
 
 
 def _consume() -> click.Command:
@@ -103,15 +44,18 @@ def _consume() -> click.Command:
         log.configure(debugging())
         logger = log.get("consume")
         stop, asked = stop_on_signals(), asked_by_hangup()
-        loaded, engine = _open_model(settings)
-        codec = _codec(loaded, settings, order="arrival")
+        loaded, engine = opening.model(settings)
+        codec = opening.codec(loaded, settings, order="arrival")
         measures = metrics.Metrics()
         with ExitStack() as ends:
             source, sinks, finite = _live_edge(settings, codec, loaded.fingerprint, ends)
             if settings.http:
                 ends.callback(metrics.serve(settings.http, measures))
             logger.info(
-                "ready", model=loaded.fingerprint, alpha=settings.alpha, source=settings.topic or settings.source
+                "ready",
+                model=loaded.fingerprint,
+                alpha=opening.shown(settings.alpha),
+                source=settings.topic or settings.source,
             )
             road = Road(
                 source,
@@ -126,7 +70,7 @@ def _consume() -> click.Command:
                 settings.snapshot_interval,
                 settings.open_records,
                 ModelWatch(loaded, settings.device, asked).take,
-                lambda found: _codec(found, settings, order="arrival"),
+                lambda found: opening.codec(found, settings, order="arrival"),
             )
             totals = road.run(stop)
         logger.info("stopped", **totals.shown(), open=len(engine.records))
@@ -147,10 +91,10 @@ def _live_edge(
         source = open_source(
             [str(settings.source)],
             codec.schema,
-            fields=_fields(settings),
+            fields=opening.fields(settings),
             batch_events=settings.max_poll_records,
             max_message_bytes=settings.max_message_bytes,
-            windows=_windows(settings),
+            windows=opening.windows(settings),
         )
         ends.callback(source.close)
     else:
@@ -251,25 +195,10 @@ def _replay() -> click.Command:
         settings = load(ReplaySettings, flags, config, "replay")
         log.configure(debugging())
         stop = stop_on_signals()
-        loaded, engine = _open_model(settings)
-        from connectors.files import AlertLines, RecordsParquet, RejectedLines, ScoresParquet, open_source
+        loaded, engine = opening.model(settings)
+        from connectors.files import AlertLines, RecordsParquet, RejectedLines, ScoresParquet
 
-        # Readings of a wide row have no order of arrival; the one that the model was calibrated in keeps the guarantee.
-        calibrated = loaded.calibration.order
-        codec_order = settings.order or (calibrated if calibrated in ("random", "schema") else "arrival")
-        codec = _codec(loaded, settings, order=codec_order, seed=settings.seed)
-        source = open_source(
-            list(inputs),
-            loaded.schema,
-            layout=settings.layout,
-            order=settings.order or "arrival",
-            seed=settings.seed,
-            fields=_fields(settings),
-            record_column=settings.record_column,
-            time_column=settings.time_column,
-            max_message_bytes=settings.max_message_bytes,
-            windows=_windows(settings),
-        )
+        codec, source = opening.tables(inputs, loaded, settings)
         with ExitStack() as ends:
             sinks: list[Sink] = []
             if settings.output:
@@ -292,13 +221,60 @@ def _replay() -> click.Command:
         refused = ", ".join(f"{n} {reason}" for reason, n in totals.rejected.most_common())
         click.echo(
             f"{totals.events} events accepted, {totals.rejected.total()} refused{f' ({refused})' if refused else ''}, "
-            f"{totals.closed} records, {totals.alerts} alerts at alpha {settings.alpha:g}"
+            f"{totals.closed} records, {totals.alerts} alerts at alpha {opening.shown(settings.alpha)}"
             + (", interrupted" if stop.is_set() else ""),
             err=True,
         )
         return 130 if stop.is_set() else 0
 
     return replay
+
+
+def _calibrate() -> click.Command:
+    from deformer_stream.settings import CalibrateSettings, load, options
+
+    @click.command("calibrate", context_settings=HELP)
+    @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
+    @options(CalibrateSettings)
+    @debug_option
+    def calibrate(inputs: tuple[str, ...], config: Path | None, **flags: Any) -> int:
+        """Calibrate a model anew on normal records, without training.
+
+        INPUT is as for replay: tables or logs of records that are normal, and that training has not seen.
+        """
+        from deformer_stream import artifact, log, metrics, recalibration
+        from deformer_stream.printout import aligned
+        from deformer_stream.progress import Progress
+        from deformer_stream.runtime import EventClock, Road
+
+        settings = load(CalibrateSettings, flags, config, "calibrate")
+        log.configure(debugging())
+        target = settings.out or settings.model
+        artifact.check_target(target)
+        stop = stop_on_signals()
+        loaded = artifact.read(settings.model, settings.device)
+        engine = opening.engine(loaded, settings, (), settings.record_timeout)
+        codec, source = opening.tables(inputs, loaded, settings)
+        peaks, clock = recalibration.Peaks(), EventClock()
+        with Progress("calibrate", source.total, "rows") as progress:
+            road = Road(source, codec, engine, [peaks], clock, metrics.Metrics(), True, progress=progress.advance)
+            totals = road.run(stop)
+        source.close()
+        if stop.is_set():
+            return 130
+        order = peaks.order(opening.order_of_rows(loaded, settings), settings.order)
+        found = recalibration.recalibrated(
+            loaded.calibration, peaks, order, settings.alpha, settings.group_by, settings.seed
+        )
+        fingerprint = recalibration.written(found, loaded, target, settings.alpha)
+        click.echo(aligned([("alpha", "before", "now", "in reach?"), *found.rows(settings.alpha)]))
+        for line in found.groups():
+            click.echo(line)
+        refused = f", {totals.rejected.total()} readings refused" if totals.rejected else ""
+        click.echo(f"{found.records} records in {order} order{refused}: {target} ({fingerprint})", err=True)
+        return 0
+
+    return calibrate
 
 
 def _kept(sink: FileSink, ends: ExitStack) -> FileSink:
@@ -310,6 +286,7 @@ def _kept(sink: FileSink, ends: ExitStack) -> FileSink:
 SUMMARIES = {
     "consume": "Score a live stream and raise alerts while records are open.",
     "replay": "Score historical logs through the same road.",
+    "calibrate": "Calibrate a model anew on normal records, without training.",
     "produce": "Turn a table into an asynchronous stream of readings.",
     "impute": "Fill the gaps of a table, with intervals.",
     "sample": "Draw records that the model holds for normal.",
@@ -320,6 +297,7 @@ SUMMARIES = {
 BUILDERS = {
     "consume": _consume,
     "replay": _replay,
+    "calibrate": _calibrate,
     "produce": tools.produce,
     "impute": tools.impute,
     "sample": tools.sample,

@@ -97,6 +97,12 @@ def page(title: str, *blocks: str, lead: str = "") -> str:
     )
 
 
+def extended(document: str, title: str, *blocks: str) -> str:
+    """A document of `page` with more pieces at its end; a new one of this title where it is none."""
+    head, end, tail = document.rpartition("\n</main>")
+    return head + "\n" + "\n".join(blocks) + end + tail if end else page(title, *blocks)
+
+
 def heading(words: str) -> str:
     """The title of a section."""
     return f"<h2>{text(words)}</h2>"

@@ -7,9 +7,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from deformer_stream.artifact import Artifact
+from deformer_stream.core.conformal import ALPHAS
 from deformer_stream.core.schema import Feature
 
-ALPHAS = (0.05, 0.01, 0.001)
 LABELS = 6
 """Labels of a feature that are shown."""
 
@@ -31,6 +31,8 @@ def describe(loaded: Artifact, console: Console | None = None) -> None:
             shown = f"{value:.4g}" if isinstance(value, float) else str(value)
             table.add_row(_plain(key.replace("_", " ")), _plain(shown))
     console.print(table)
+    for name, own in calibration.groups.items():
+        console.print(f"records {_plain(name + calibration.separator)}… are judged by {len(own.scores)} of their own")
     if loaded.schema.context.any():
         console.print("A context feature conditions the others and is never scored.")
     if calibration.order == "random":
@@ -51,7 +53,7 @@ def _calibration(loaded: Artifact) -> Table:
     title = f"Calibration: {len(calibration.scores)} normal records, {_plain(calibration.order)} order"
     table = Table("alpha", "alert when the score is above", title=title, title_justify="left")
     for alpha in ALPHAS:
-        out = alpha < calibration.smallest_p
+        out = calibration.beyond([alpha])
         text = "out of reach: too few calibration records" if out else f"{calibration.threshold(alpha):.3f}"
         table.add_row(f"{alpha:g}", text)
     return table

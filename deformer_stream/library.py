@@ -39,16 +39,21 @@ class Update:
     log_likelihood: ln p(value | earlier readings), normalised units, a mass for discrete features; NaN for context.
     running_log_likelihood: the record's sum so far. score: running statistic, larger is more anomalous. p_value:
     anytime-valid, never rises within a record. All four are NaN if the reading was refused or says that the feature
-    will not be observed. alert: set on the reading that raised it. rejected: why the reading was refused, None where it
-    was accepted.
+    will not be observed. alerts: those that the reading raised, at most one for each alpha, the mildest first.
+    rejected: why the reading was refused, None where it was accepted.
     """
 
     log_likelihood: float
     running_log_likelihood: float
     score: float
     p_value: float
-    alert: AlertRaised | None = None
+    alerts: tuple[AlertRaised, ...] = ()
     rejected: Rejected | None = None
+
+    @property
+    def alert(self) -> AlertRaised | None:
+        """The most severe of the alerts."""
+        return self.alerts[-1] if self.alerts else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ class RecordScores:
     """Whole records in the order given, each (N,).
 
     log_likelihood: ln p of the record. anomaly_score: ranks, larger is more anomalous. p_value: anytime-valid.
-    alert_seq: place of the reading that raised the alert, −1 where none did.
+    alert_seq: place of the reading that raised the first alert, −1 where none did.
     """
 
     log_likelihood: NDArray[np.float64]
@@ -77,7 +82,7 @@ class Imputed:
 class Scorer:
     """Scores readings as they come, many records interleaved. Not safe for use from several threads at once."""
 
-    def __init__(self, detector: Detector, alpha: float, record_timeout: float | None) -> None:
+    def __init__(self, detector: Detector, alpha: float | Sequence[float], record_timeout: float | None) -> None:
         if record_timeout is not None and not 0 < record_timeout < 1e12:
             raise ValueError("record_timeout is a positive number of seconds, or None for never")
         self._codec = detector.codec
@@ -100,8 +105,8 @@ class Scorer:
             nan = float("nan")
             return Update(nan, nan, nan, nan, rejected=next(iter([*refused, *effects.rejected]), None))
         s = effects.scored
-        alert = effects.alerts[0] if effects.alerts else None
-        return Update(float(s.log_likelihood[0]), float(s.running[0]), float(s.score[0]), float(s.p_value[0]), alert)
+        alerts = tuple(effects.alerts)
+        return Update(float(s.log_likelihood[0]), float(s.running[0]), float(s.score[0]), float(s.p_value[0]), alerts)
 
     def finish(self) -> None:
         """Close all open records."""
@@ -124,14 +129,17 @@ class Detector:
         """Names the model in alerts."""
         return self.artifact.fingerprint
 
-    def scorer(self, alpha: float = 0.01, record_timeout: float | None = None) -> Scorer:
-        """A fresh event-by-event scorer. alpha: largest share of normal records that may ever raise an alert.
+    def scorer(self, alpha: float | Sequence[float] = 0.01, record_timeout: float | None = None) -> Scorer:
+        """A fresh event-by-event scorer.
+
+        alpha: largest share of normal records that may ever raise an alert, or several, each with alerts of its own.
         record_timeout: seconds without a reading after which a record is closed, None for never."""
         return Scorer(self, alpha, record_timeout)
 
-    def engine(self, alpha: float, limits: Limits | None = None) -> Engine:
-        """A fresh engine. Raises ValueError unless alpha lies between 0 and 1."""
-        if not 0 < alpha < 1:
+    def engine(self, alpha: float | Sequence[float], limits: Limits | None = None) -> Engine:
+        """A fresh engine. Raises ValueError unless every alpha lies between 0 and 1."""
+        alphas = np.atleast_1d(np.asarray(alpha, np.float64))
+        if not len(alphas) or not ((alphas > 0) & (alphas < 1)).all():
             raise ValueError("alpha lies between 0 and 1")
         return Engine(self.artifact.model, self.artifact.calibration, self.fingerprint, alpha, limits)
 

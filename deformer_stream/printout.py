@@ -1,10 +1,11 @@
-"""The options in force, and the table of all options: for people, from the classes of `settings`."""
+"""What people read on a terminal: the options in force, the table of all options, columns of text."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -62,3 +63,10 @@ def as_markdown() -> str:
     lines = ["| option | default | meaning | commands |", "|---|---|---|---|"]
     lines += [f"| `{flag}` | {default} | {text} | {', '.join(of)} |" for (flag, default, text), of in rows.items()]
     return "\n".join(lines)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as lines, their cells in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

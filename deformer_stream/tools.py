@@ -15,7 +15,7 @@ import click
 
 from deformer_stream.command import HELP, debug_option, debugging, stop_on_signals
 
-SECTIONS = ["consume", "replay", "produce", "impute", "sample"]
+SECTIONS = ["consume", "replay", "calibrate", "produce", "impute", "sample"]
 """The commands with options of `settings`; named here too, since importing them takes time."""
 
 

@@ -25,7 +25,7 @@ from deformer_stream.codec.state import (
     encode_decisions,
     encode_snapshot,
 )
-from deformer_stream.core.snapshot import Decisions, Snapshot, Vocabulary
+from deformer_stream.core.snapshot import Alerted, Decisions, Snapshot, Vocabulary
 from deformer_stream.errors import StateError
 from tests.core.lives import same_snapshot
 
@@ -58,7 +58,8 @@ EXAMPLE = Snapshot(
     peak=np.array([2.0, 0.0, 0.25]),
     excess=np.array([1.0, 0.0, -0.5]),
     p_value=np.array([0.005, 1.0, 0.75]),
-    alert_seq=ints(1, -1, -1),
+    alert_seq=ints(1, -1, 0),
+    alert_alpha=np.array([0.01, 1.0, 0.0]),
     unseen_record=ints(0),
     unseen_place=ints(0),
     unseen_text=["broken"],
@@ -69,7 +70,7 @@ EXAMPLE = Snapshot(
     devices=["pump-9", "pump-8"],
     marks=np.array([-5, 1_583_750_073_000_000]),
 )
-DECIDED = Decisions(("b", "ümlaut\0"), {"a": 3, "": 0})
+DECIDED = Decisions(("b", "ümlaut\0"), {"a": Alerted(3, 0.001), "": Alerted(0, 0.05)})
 
 texts = st.text(max_size=12)
 """Any text but lone surrogates, which no JSON that is accepted carries."""
@@ -91,6 +92,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
     windowed = np.flatnonzero(rng.random(R) < 0.5).astype(np.int32)
     new = [(i, int(k)) for i in range(R) for k in np.flatnonzero(features[i] == 1)]
     devices = draw(st.lists(texts, unique=True, max_size=4))
+    seq = rng.integers(-1, 3, R).astype(np.int32)
     return Snapshot(
         vocabulary=VOCABULARY,
         models=("m", "n"),
@@ -103,7 +105,8 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         absent_counts=absent,
         absent=np.concatenate([*gone, np.empty(0, np.int16)]),
         scored=counts,
-        alert_seq=rng.integers(-1, 3, R).astype(np.int32),
+        alert_seq=seq,
+        alert_alpha=np.where(seq < 0, 1.0, rng.uniform(0, 0.5, R)),
         unseen_record=ints(*(i for i, _ in new)),
         unseen_place=ints(*(k for _, k in new)),
         unseen_text=[draw(texts) for _ in new],
@@ -124,21 +127,33 @@ def test_a_snapshot_comes_back_as_it_was(snapshot: Snapshot) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(closed=st.lists(texts), alerted=st.dictionaries(texts, st.integers(0, 2**31 - 1)))
-def test_decisions_come_back_as_they_were(closed: list[str], alerted: dict[str, int]) -> None:
+@given(
+    closed=st.lists(texts),
+    alerted=st.dictionaries(texts, st.builds(Alerted, st.integers(0, 2**31 - 1), st.floats(0, 0.999))),
+)
+def test_decisions_come_back_as_they_were(closed: list[str], alerted: dict[str, Alerted]) -> None:
     decisions = Decisions(tuple(closed), alerted)
     again = decode_decisions(encode_decisions(decisions))
     assert again == decisions
     assert list(again.alerted) == list(alerted)
 
 
-def test_format_version_1() -> None:
-    """Bytes written by the first release are read for ever, or VERSION counts up."""
-    assert VERSION == 1
-    same_snapshot(decode_snapshot((GOLDEN / "snapshot.v1").read_bytes()), EXAMPLE)
-    assert decode_decisions((GOLDEN / "decisions.v1").read_bytes()) == DECIDED
-    head = (GOLDEN / "snapshot.v1").read_bytes()[: HEAD.size]
-    assert head[:11] == b"deformerS\x00\x01"
+def test_format_version_2() -> None:
+    """Bytes written by a release are read for ever, or VERSION counts up."""
+    assert VERSION == 2
+    same_snapshot(decode_snapshot((GOLDEN / "snapshot.v2").read_bytes()), EXAMPLE)
+    assert decode_decisions((GOLDEN / "decisions.v2").read_bytes()) == DECIDED
+    head = (GOLDEN / "snapshot.v2").read_bytes()[: HEAD.size]
+    assert head[:11] == b"deformerS\x00\x02"
+
+
+def test_format_version_1_knows_a_single_alpha() -> None:
+    """Records that had alerted, at whatever alpha it was, alert no more."""
+    assert (GOLDEN / "snapshot.v1").read_bytes()[9:11] == b"\x00\x01"
+    old = replace(EXAMPLE, alert_seq=ints(1, -1, -1), alert_alpha=np.array([0.0, 1.0, 1.0]))
+    same_snapshot(decode_snapshot((GOLDEN / "snapshot.v1").read_bytes()), old)
+    told = {"a": Alerted(3, 0.0), "": Alerted(0, 0.0)}
+    assert decode_decisions((GOLDEN / "decisions.v1").read_bytes()) == Decisions(DECIDED.closed, told)
 
 
 def refused(decode: Callable[[bytes, str], object], data: bytes, what: str) -> None:
@@ -180,7 +195,7 @@ def test_nonsense_is_refused(kind: str, data: bytes) -> None:
     refused(decode, sealed(data, SNAPSHOT if kind == "snapshot" else DECISIONS), "not readable")
 
 
-@pytest.mark.parametrize("version", [0, 2, 65535])
+@pytest.mark.parametrize("version", [0, 3, 65535])
 def test_another_format_version_is_named(version: int) -> None:
     data = encode_snapshot(EXAMPLE)
     head = HEAD.pack(MAGIC, SNAPSHOT, version, data[11 : HEAD.size])
@@ -241,6 +256,11 @@ def test_what_the_records_rely_on_is_checked() -> None:
         {"peak": np.array([np.inf, 0.0, 0.0])},
         {"scored": ints(-1, 0, 0)},
         {"alert_seq": ints(-2, 0, 0)},
+        {"alert_seq": ints(-1, -1, 0)},
+        {"alert_alpha": np.array([0.01, 0.01, 0.01])},
+        {"alert_alpha": np.array([-0.01, 1.0, 0.01])},
+        {"alert_alpha": np.array([np.nan, 1.0, 0.01])},
+        {"alert_alpha": EXAMPLE.alert_alpha[:2]},
         {"unseen_record": ints(3)},
         {"unseen_place": ints(2)},
         {"unseen_text": []},
@@ -257,4 +277,5 @@ def test_what_the_records_rely_on_is_checked() -> None:
 
 
 def test_decisions_are_checked() -> None:
-    refused(decode_decisions, encode_decisions(Decisions((), {"a": -1})), "before the first reading")
+    refused(decode_decisions, encode_decisions(Decisions((), {"a": Alerted(-1)})), "before the first reading")
+    refused(decode_decisions, encode_decisions(Decisions((), {"a": Alerted(1, 1.0)})), "at no alpha")

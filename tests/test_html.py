@@ -244,3 +244,9 @@ def test_lengths_must_agree() -> None:
         html.line_chart({"a": ([1, 2], [1])}, "x", "y", "t")
     with pytest.raises(ValueError, match="1 labels"):
         html.bar_chart(["a"], [1, 2], "t")
+
+
+def test_a_page_can_go_on() -> None:
+    longer = html.extended(html.page("Report", html.paragraph("first")), "Other", html.paragraph("<second>"))
+    assert longer == html.page("Report", html.paragraph("first"), html.paragraph("<second>"))
+    assert html.extended("<p>foreign</p>", "Other", html.paragraph("x")) == html.page("Other", html.paragraph("x"))

@@ -29,7 +29,7 @@ from deformer_stream.runtime import Road
 from deformer_stream.testing import ManualClock
 from tests.models import rows_of
 
-ALPHA = 0.3
+ALPHA = (0.3, 0.1, 0.02)
 PARTITIONS = 3
 
 

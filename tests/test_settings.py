@@ -33,6 +33,7 @@ SECRET = "hunter2-äöü"
 REQUIRED: dict[str, dict[str, str]] = {
     "consume": {"model": "m", "topic": "t"},
     "replay": {"model": "m"},
+    "calibrate": {"model": "m"},
     "produce": {"topic": "t"},
     "impute": {"model": "m", "output": "o.parquet"},
     "sample": {"model": "m", "output": "o.parquet"},
@@ -131,11 +132,11 @@ def test_every_option_is_a_flag(command: str) -> None:
 
 def test_defaults_are_those_of_the_contract(bare: pytest.MonkeyPatch) -> None:
     consume = load(ConsumeSettings, REQUIRED["consume"], None, "consume")
-    assert (consume.bootstrap_servers, consume.alpha, consume.from_) == ("localhost:9092", 0.01, "earliest")
+    assert (consume.bootstrap_servers, consume.alpha, consume.from_) == ("localhost:9092", (0.01,), "earliest")
     assert (consume.record_timeout, consume.alerts, consume.http) == (30.0, "-", None)
     assert (consume.window, consume.grace, consume.device_field) == (None, 0.0, "device")
     assert (consume.cache_memory, consume.max_message_bytes) == (512 * 2**20, 2**20)
-    assert load(ReplaySettings, {"model": "m"}, None, "replay").alpha == 0.01
+    assert load(ReplaySettings, {"model": "m"}, None, "replay").alpha == (0.01,)
     assert load(ImputeSettings, REQUIRED["impute"], None, "impute").interval == 0.9
     assert load(SampleSettings, REQUIRED["sample"], None, "sample").seed == 0
 
@@ -172,6 +173,9 @@ def test_bad_sizes(bare: pytest.MonkeyPatch, text: str) -> None:
         ({"alpha": "1"}, "--alpha"),
         ({"alpha": "nan"}, "--alpha"),
         ({"alpha": "much"}, "--alpha"),
+        ({"alpha": "0.01,"}, "--alpha"),
+        ({"alpha": "0.01,2"}, "--alpha"),
+        ({"alpha": "0.01,0.01"}, "--alpha"),
         ({"from_": "middle"}, "--from"),
         ({"max_poll_records": "0"}, "--max-poll-records"),
         ({"max_open_records": "1.5"}, "--max-open-records"),
@@ -261,8 +265,8 @@ def test_file_that_is_not_there(bare: pytest.MonkeyPatch, tmp_path: Path) -> Non
 def test_one_file_for_all_commands(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text('model = "m"\nalpha = 0.2\nrate = 5\n[consume]\nalpha = 0.3\ntopic = "t"\n[train]\nepochs = 3\n')
-    assert load(ConsumeSettings, {}, config, "consume").alpha == 0.3
-    assert load(ReplaySettings, {}, config, "replay").alpha == 0.2
+    assert load(ConsumeSettings, {}, config, "consume").alpha == (0.3,)
+    assert load(ReplaySettings, {}, config, "replay").alpha == (0.2,)
     assert load(ProduceSettings, {"topic": "t"}, config, "produce").rate == 5.0
 
 
@@ -360,6 +364,7 @@ def test_table_of_all_options(cli: Callable[..., SimpleNamespace]) -> None:
     for command, field in EVERY:
         assert any(line.startswith(f"| `{flag_of(field)}` |") and command in line.split("|")[4] for line in lines)
     assert (
-        "| `--alpha` | `0.01` | Largest share of normal records that may ever raise an alert. | consume, replay |"
+        "| `--alpha` | `0.01` | Largest share of normal records that may ever raise an alert; or several, "
+        "comma-separated, each with alerts of its own: the stricter the more severe. | consume, replay, calibrate |"
         in lines
     )

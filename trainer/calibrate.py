@@ -8,15 +8,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream.core.conformal import Calibration, record_statistics
+from deformer_stream.core.conformal import MOST, Calibration, record_statistics
 from deformer_stream.core.model import DEformer
 from deformer_stream.errors import ConfigError
 from trainer.data import Prepared
 from trainer.sampling import arrange, random_keys, read_rows, seeded, take
 
 Order = Literal["arrival", "random", "schema"]
-MOST = 20_000
-"""More records sharpen the threshold at α = 0.1% by less than its own error."""
 BATCH = 256
 
 

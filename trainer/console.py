@@ -11,10 +11,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from deformer_stream import log
+from deformer_stream.core.conformal import ALPHAS
 from trainer.data import Prepared
 from trainer.fit import Status
 from trainer.job import Result
-from trainer.report import ALPHAS, describe
+from trainer.report import describe
 
 LINE_SECONDS = 5.0
 LOG = log.get("train")
@@ -94,7 +95,7 @@ def summary(result: Result) -> str:
     rows, calibration, held = result.training["rows"], result.calibration, result.held_out
     scored = int((~result.data.schema.context).sum())
     p = calibration.smallest_p
-    beyond = [f"{alpha:.3g}" for alpha in ALPHAS if alpha < p]
+    beyond = [f"{alpha:.3g}" for alpha in calibration.beyond(ALPHAS)]
     reach = f"alpha {' and '.join(beyond)} out of reach" if beyond else f"alpha {ALPHAS[-1]:g} is in reach"
     return "\n".join(
         [

@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 
 from deformer_stream import html
-from deformer_stream.core.conformal import Calibration
+from deformer_stream.core.conformal import ALPHAS, Calibration
 from deformer_stream.core.schema import Feature
 from trainer.data import Prepared
 from trainer.evaluate import HeldOut
 from trainer.fit import Fitted
-
-ALPHAS = (0.05, 0.01, 0.001)
 
 
 def render(data: Prepared, fitted: Fitted, calibration: Calibration, held: HeldOut, training: dict[str, Any]) -> str:
@@ -102,17 +100,11 @@ def _calibration(calibration: Calibration) -> list[str]:
         html.table(
             ["α, largest share of normal records alerted", "statistic that alerts", "in reach?"],
             [
-                [html.percent(alpha), f"{t:.2f}" if np.isfinite(t) else "—", _reach(alpha, calibration)]
+                [html.percent(alpha), f"{t:.2f}" if np.isfinite(t) else "—", calibration.reach(alpha)]
                 for alpha, t in thresholds.items()
             ],
         ),
     ]
-
-
-def _reach(alpha: float, calibration: Calibration) -> str:
-    if alpha >= calibration.smallest_p:
-        return "yes"
-    return f"no: it takes {int(np.ceil(1 / alpha)) - 1:,} calibration records, there are {len(calibration.scores):,}"
 
 
 def describe(feature: Feature) -> tuple[str, str, str]:

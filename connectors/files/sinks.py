@@ -54,6 +54,7 @@ RECORDS = pa.schema(
         ("p_value", pa.float64()),
         ("alerted", pa.bool_()),
         ("alert_seq", pa.int32()),
+        ("alert_alpha", pa.float64()),
     ]
 )
 """The columns of `replay --records`."""
@@ -183,6 +184,7 @@ class RecordsParquet(_ParquetSink):
             pa.array(closed.p_value),
             pa.array(alerted),
             pa.array(closed.alert_seq, pa.int32(), mask=~alerted),
+            _nullable(closed.alert_alpha, ~alerted),
         ]
         self._add(pa.RecordBatch.from_arrays(columns, schema=RECORDS))
 

@@ -37,6 +37,7 @@ def encode_alert(alert: AlertRaised, data: Payload | None) -> bytes:
         "time": rfc3339(alert.time),
         "p_value": alert.p_value,
         "alpha": alert.alpha,
+        "severity": alert.severity,
         "score": alert.score,
         "running_log_likelihood": alert.running_log_likelihood,
         "model": alert.model,

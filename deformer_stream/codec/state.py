@@ -3,7 +3,8 @@
     magic (8 bytes) | kind (1) | format version (2, big-endian) | SHA-256 of the body (32) | body
 
 The body is an Arrow IPC stream of one row in which every column is a list, its buffers compressed with zstd. Nothing of
-it is parsed before its checksum is verified, and nothing is used before it is checked.
+it is parsed before its checksum is verified, and nothing is used before it is checked. Version 1, of a single alpha, is
+read too: it does not say at which alpha a record had alerted, so that such a record alerts no more.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from deformer_stream.core.snapshot import Decisions, Snapshot, Vocabulary, ragged
+from deformer_stream.core.snapshot import ALL_TOLD, QUIET, Alerted, Decisions, Snapshot, Vocabulary, ragged
 from deformer_stream.errors import StateError
 
 MAGIC = b"deformer"
-VERSION = 1
+VERSION = 2
 HEAD = struct.Struct(">8scH32s")
 SNAPSHOT, DECISIONS = b"S", b"D"
 AGES = 2**61
@@ -50,6 +51,7 @@ _SNAPSHOT = _VOCABULARY | {
     "excess": pa.float64(),
     "p_value": pa.float64(),
     "alert_seq": pa.int32(),
+    "alert_alpha": pa.float64(),
     "unseen_record": pa.int32(),
     "unseen_place": pa.int32(),
     "unseen_text": _TEXT,
@@ -61,7 +63,8 @@ _SNAPSHOT = _VOCABULARY | {
     "marks": pa.int64(),
 }
 _SUMS = ("log_likelihood", "total", "least", "peak", "excess", "p_value")
-_DECISIONS = {"closed": _TEXT, "alerted": _TEXT, "alert_seq": pa.int32()}
+_DECISIONS = {"closed": _TEXT, "alerted": _TEXT, "alert_seq": pa.int32(), "alert_alpha": pa.float64()}
+_SINCE_2 = {"alert_alpha"}
 
 
 class _Nonsense(Exception):  # noqa: N818  (control flow: becomes a `StateError` that says where)
@@ -85,6 +88,7 @@ def decode_snapshot(data: bytes, where: str = "the saved state") -> Snapshot:
     error calls them."""
     try:
         columns = _opened(SNAPSHOT, data, _SNAPSHOT)
+        columns.setdefault("alert_alpha", np.where(columns["alert_seq"] < 0, QUIET, ALL_TOLD))
         vocabulary = _vocabulary(*(columns.pop(name) for name in _VOCABULARY))
         snapshot = Snapshot(vocabulary, tuple(columns.pop("models")), **columns)
         _check(snapshot)
@@ -102,8 +106,13 @@ def verify(snapshot: bytes, decisions: Iterable[bytes]) -> None:
 
 def encode_decisions(decisions: Decisions) -> bytes:
     alerted = decisions.alerted
-    seq = np.fromiter(alerted.values(), np.int32, len(alerted))
-    return _sealed(DECISIONS, {"closed": decisions.closed, "alerted": list(alerted), "alert_seq": seq}, _DECISIONS)
+    columns: dict[str, Sequence[str] | NDArray[Any]] = {
+        "closed": decisions.closed,
+        "alerted": list(alerted),
+        "alert_seq": np.array([told.seq for told in alerted.values()], np.int32),
+        "alert_alpha": np.array([told.alpha for told in alerted.values()], np.float64),
+    }
+    return _sealed(DECISIONS, columns, _DECISIONS)
 
 
 def decode_decisions(data: bytes, where: str = "the saved decisions") -> Decisions:
@@ -111,12 +120,14 @@ def decode_decisions(data: bytes, where: str = "the saved decisions") -> Decisio
     error calls them."""
     try:
         columns = _opened(DECISIONS, data, _DECISIONS)
-        closed, alerted, seq = (columns[name] for name in _DECISIONS)
-        _must(len(alerted) == len(seq) == len(set(alerted)), "alerts without or with several places")
+        closed, alerted, seq = columns["closed"], columns["alerted"], columns["alert_seq"]
+        alpha = columns.get("alert_alpha", np.full(len(seq), ALL_TOLD))
+        _must(len(alerted) == len(seq) == len(alpha) == len(set(alerted)), "alerts without or with several places")
         _must(bool((seq >= 0).all()), "an alert before the first reading")
+        _must(bool(((alpha >= 0) & (alpha < 1)).all()), "an alert at no alpha")
     except _Nonsense as error:
         raise StateError(f"{where}: {error}; {REMEDY}") from error
-    return Decisions(tuple(closed), dict(zip(alerted, seq.tolist(), strict=True)))
+    return Decisions(tuple(closed), dict(zip(alerted, map(Alerted, seq.tolist(), alpha.tolist()), strict=True)))
 
 
 def _sealed(kind: bytes, columns: Columns, types: Mapping[str, pa.DataType]) -> bytes:
@@ -135,8 +146,9 @@ def _opened(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[
     _must(len(data) >= HEAD.size, f"cut short: {len(data)} bytes")
     magic, found, version, digest = HEAD.unpack_from(data)
     _must(magic == MAGIC, "written by another program")
-    if version != VERSION:
+    if not 1 <= version <= VERSION:
         raise _Nonsense(f"its format version is {version}, and this release reads {VERSION}")
+    types = {name: kind for name, kind in types.items() if version > 1 or name not in _SINCE_2}
     _must(found == kind, "of another kind than expected")
     body = memoryview(data)[HEAD.size :]
     _must(hashlib.sha256(body).digest() == digest, "cut short or altered, its checksum does not match")
@@ -169,7 +181,7 @@ def _vocabulary(names: list[str], kinds: list[Any], counts: NDArray[np.int32], l
 def _check(snapshot: Snapshot) -> None:
     """What the engine relies on. Raises `_Nonsense`."""
     R, F = len(snapshot), len(snapshot.vocabulary)
-    for name in ("model", "age", "counts", "absent_counts", "scored", "alert_seq", *_SUMS):
+    for name in ("model", "age", "counts", "absent_counts", "scored", "alert_seq", "alert_alpha", *_SUMS):
         _must(len(getattr(snapshot, name)) == R, f"{name!r} is not given once for each record")
     _must(len(set(snapshot.ids)) == R, "a record is there twice")
     _must(_within(snapshot.model, len(snapshot.models)), "a record is of no model")
@@ -184,6 +196,10 @@ def _check(snapshot: Snapshot) -> None:
     _must(int(once.sum()) == T + A, "a record has a feature twice")
     _check_values(snapshot)
     _must(bool((snapshot.alert_seq >= -1).all()) and bool((snapshot.scored >= 0).all()), "a place is negative")
+    _must(bool(((snapshot.alert_alpha >= 0) & (snapshot.alert_alpha <= QUIET)).all()), "an alpha is no share")
+    _must(
+        bool(((snapshot.alert_seq < 0) == (snapshot.alert_alpha == QUIET)).all()), "an alert is without alpha or place"
+    )
     U, W = len(snapshot.unseen_text), len(snapshot.window_device)
     _must(len(snapshot.unseen_record) == len(snapshot.unseen_place) == U, "labels are missing")
     _must(_within(snapshot.unseen_record, R), "a label is of no record")

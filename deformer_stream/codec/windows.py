@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.codec.times import rfc3339
 from deformer_stream.core.batch import Windowed
+from deformer_stream.core.windows import MARK
 from deformer_stream.errors import ConfigError
 
 _start_text = lru_cache(maxsize=4096)(rfc3339)  # neighbours in a stream share their window
@@ -36,7 +37,7 @@ class Windows:
         """The id of the device's window around this time (microseconds), `DEVICE@START`; None where it began before
         the year 1."""
         start = _start_text(time // self.width * self.width)
-        return None if start is None else f"{device}@{start}"
+        return None if start is None else f"{device}{MARK}{start}"
 
     def of(self, devices: list[str], times: NDArray[np.int64]) -> Windowed:
         """What the engine has to know of N events. devices: "" where an event is in no window."""

@@ -13,7 +13,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.core.snapshot import Decisions
+from deformer_stream.core.snapshot import Alerted, Decisions
 
 NO_TIME = int(np.iinfo(np.int64).min)
 """The time of an event that carries none (times are microseconds since 1970, UTC)."""
@@ -128,7 +128,7 @@ class Scored:
     events: (M,) index into the batch. seq: (M,) int32 place in the record, from 0. log_likelihood: (M,) natural log of
     p(value | earlier values of the record) in normalised units, a mass for discrete features, NaN for context.
     running: (M,) its sum so far. score: (M,) running statistic, larger is more anomalous. p_value: (M,) anytime-valid.
-    alert: (M,) bool, true on the event that raised the record's alert.
+    alert: (M,) bool, true on the events that raised an alert of the record.
     """
 
     events: NDArray[np.int64]
@@ -170,7 +170,8 @@ class Contribution:
 @dataclass(frozen=True, slots=True)
 class AlertRaised:
     """A record became improbable. raised_at: number of readings accepted when it did. message: index into the poll.
-    partition: the record's. ended: the batch closed it, for a reason that the log tells."""
+    partition: the record's. ended: the batch closed it, for a reason that the log tells. severity: 1 for the largest
+    alpha that was asked for, 2 for the next, …"""
 
     id: str
     record: str
@@ -187,6 +188,7 @@ class AlertRaised:
     contributions: tuple[Contribution, ...]
     partition: int = 0
     ended: bool = False
+    severity: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,8 @@ class Closed:
     more anomalous: the distance to the nearest exemplars and Σ(−ln p(v) − H), the surprisal of all scored readings
     beyond its mean under the model, in units of normal records (`core.ranking`); the latter alone, in nats, without
     exemplars.
-    alert_seq: place of the event that raised the alert, −1 where none did.
+    alert_seq: place of the event that raised the first alert, −1 where none did. alert_alpha: the strictest alpha that
+    raised one, `QUIET` where none did. score: the running statistic in the end, larger is more anomalous.
     """
 
     records: list[str]
@@ -209,6 +212,8 @@ class Closed:
     anomaly_score: NDArray[np.float64]
     p_value: NDArray[np.float64]
     alert_seq: NDArray[np.int32]
+    alert_alpha: NDArray[np.float64]
+    score: NDArray[np.float64]
 
     def __len__(self) -> int:
         return len(self.records)
@@ -221,7 +226,7 @@ class Closed:
             return parts[0]
         if not parts:
             f, i = np.empty(0), np.empty(0, np.int32)
-            return Closed([], [], i, i, np.empty(0, np.bool_), f, f, f, i)
+            return Closed([], [], i, i, np.empty(0, np.bool_), f, f, f, i, f, f)
         return Closed(
             [record for part in parts for record in part.records],
             [reason for part in parts for reason in part.reasons],
@@ -232,6 +237,8 @@ class Closed:
             np.concatenate([part.anomaly_score for part in parts]),
             np.concatenate([part.p_value for part in parts]),
             np.concatenate([part.alert_seq for part in parts]),
+            np.concatenate([part.alert_alpha for part in parts]),
+            np.concatenate([part.score for part in parts]),
         )
 
 
@@ -248,10 +255,11 @@ class Effects:
     def decisions(self) -> dict[int, Decisions]:
         """By partition, what was decided here that the partition's log cannot tell."""
         closed: dict[int, list[str]] = {}
-        alerted: dict[int, dict[str, int]] = {}
+        alerted: dict[int, dict[str, Alerted]] = {}
         for alert in self.alerts:
             if not alert.ended:
-                alerted.setdefault(alert.partition, {})[alert.record] = alert.raised_at - 1
+                mine, told = alerted.setdefault(alert.partition, {}), Alerted(alert.raised_at - 1, alert.alpha)
+                mine[alert.record] = mine[alert.record] + told if alert.record in mine else told
         rows = zip(self.closed.records, self.closed.reasons, self.closed.sources.tolist(), strict=True)
         for record, reason, partition in rows:
             if reason in (Closing.TIMEOUT, Closing.EVICTED):

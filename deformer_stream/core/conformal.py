@@ -15,8 +15,8 @@ model is (Laxhammar and Falkman on incomplete examples; Bates et al., arXiv 2104
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,9 @@ from deformer_stream.core.heads import log_gamma_sf
 from deformer_stream.core.model import DEformer
 
 Floats = NDArray[np.float64]
+
+ALPHAS = (0.05, 0.01, 0.001)
+"""Those that are shown where nobody has asked for any."""
 
 NOISE = 1e-4
 """Scores closer than this, relative to 1 + score, count as equal: float32 sums differ with the batch they are taken in,
@@ -81,20 +84,62 @@ def _sidak(count: NDArray[np.int64], least: Floats) -> Floats:
     return result
 
 
+MOST = 20_000
+"""Calibration records that are kept: more sharpen the threshold at α = 0.1% by less than its own error."""
+
+
+def group_of(record: str, separator: str) -> str:
+    """The group of sources that a record belongs to: its id up to the last separator; "" where there is none."""
+    return record.rpartition(separator)[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The statistics M of n held-out normal records, ascending, and the arrival law (`order`) they were taken in."""
+    """The statistics M of n held-out normal records, ascending, and the arrival law (`order`) they were taken in.
+
+    groups: sources with a calibration of their own, by name (`group_of` with `separator`); their records are judged by
+    it, all others by `scores`, which are those of all sources. A group is part of the record's id, so it is known from
+    the first reading on and needs no memory.
+    """
 
     scores: Floats
     order: str
+    separator: str = ""
+    groups: Mapping[str, Calibration] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.scores.ndim != 1 or not np.isfinite(self.scores).all() or (np.diff(self.scores) < 0).any():
             raise ValueError("calibration scores must be finite and ascending")
+        if bool(self.groups) != bool(self.separator):
+            raise ValueError("calibration groups need a separator, and a separator groups")
+        if any(not name or own.groups or own.order != self.order for name, own in self.groups.items()):
+            raise ValueError("a calibration group has no name, groups of its own, or another order")
 
     @staticmethod
     def of(statistics: Floats, order: str) -> Calibration:
         return Calibration(np.sort(np.asarray(statistics, np.float64)), order)
+
+    def grouped(self, statistics: Mapping[str, Floats], separator: str, least: int) -> Calibration:
+        """With the groups of which there are at least so many records. statistics: M by group."""
+        enough = {name: Calibration.of(m, self.order) for name, m in statistics.items() if name and len(m) >= least}
+        return Calibration(self.scores, self.order, separator if enough else "", enough)
+
+    def beyond(self, alphas: Iterable[float]) -> dict[float, int]:
+        """The alphas that are out of reach, and how many calibration records each of them takes."""
+        return {alpha: self.needed(alpha) for alpha in alphas if alpha < self.smallest_p}
+
+    @staticmethod
+    def needed(alpha: float) -> int:
+        """The fewest calibration records that bring an alpha within reach."""
+        n = math.ceil(1.0 / alpha) - 1
+        return n if 1.0 / (n + 1) <= alpha else n + 1
+
+    def reach(self, alpha: float) -> str:
+        """Whether alerts at this alpha can be raised, in words."""
+        needed = self.beyond([alpha]).get(alpha)
+        return (
+            "yes" if needed is None else f"no: it takes {needed:,} calibration records, there are {len(self.scores):,}"
+        )
 
     @property
     def smallest_p(self) -> float:
@@ -105,6 +150,17 @@ class Calibration:
         """Anytime-valid p-values of running statistics, elementwise; a tie within `NOISE` counts against the record."""
         at_least = len(self.scores) - np.searchsorted(self.scores, score - NOISE * (1.0 + score), "left")
         p: Floats = ((1.0 + at_least) / (len(self.scores) + 1.0)).astype(np.float64)
+        return p
+
+    def judge(self, score: Floats, records: Callable[[], Sequence[str]]) -> Floats:
+        """P-values of R records' running statistics, (R, L), each by its group. records: says their ids."""
+        p = self.p_value(score)
+        if self.groups:
+            rows: dict[str, list[int]] = {}
+            for row, record in enumerate(records()):
+                rows.setdefault(group_of(record, self.separator), []).append(row)
+            for name in rows.keys() & self.groups.keys():
+                p[rows[name]] = self.groups[name].p_value(score[rows[name]])
         return p
 
     def threshold(self, alpha: float) -> float:
@@ -119,11 +175,17 @@ class Calibration:
         return (float(self.scores[len(self.scores) - 1 - allowed]) + NOISE) / (1.0 - NOISE)
 
     def to_json(self) -> dict[str, Any]:
-        return {"order": self.order, "records": len(self.scores), "scores": self.scores.tolist()}
+        row = {"order": self.order, "records": len(self.scores), "scores": self.scores.tolist()}
+        if self.groups:
+            groups = {name: own.scores.tolist() for name, own in self.groups.items()}
+            row |= {"separator": self.separator, "groups": groups}
+        return row
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> Calibration:
-        return Calibration(np.asarray(row["scores"], np.float64), str(row["order"]))
+        order = str(row["order"])
+        groups = {n: Calibration(np.asarray(m, np.float64), order) for n, m in row.get("groups", {}).items()}
+        return Calibration(np.asarray(row["scores"], np.float64), order, str(row.get("separator", "")), groups)
 
 
 def record_statistics(

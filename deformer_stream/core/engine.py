@@ -7,7 +7,7 @@ life can go on where another ended: `restore` a snapshot, `replay` the log after
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,6 +28,7 @@ from deformer_stream.core.snapshot import Decisions, Snapshot, Vocabulary, ragge
 from deformer_stream.errors import InvariantViolated
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 OpenRecords = Literal["finish", "rescore"]
 """What becomes of open records when the model changes: they finish on the model they began with, or the new one scores
 their readings again."""
@@ -51,17 +52,25 @@ def alert_id(record: str, model: str, alpha: float) -> str:
 
 
 class Engine:
-    """Scores readings of open records and raises at most one alert per record.
+    """Scores readings of open records and raises at most one alert per record and alpha.
 
     model: in eval mode. calibration: of normal records in the arrival law that will be met. fingerprint: of the model,
-    part of every alert. alpha: the largest share of normal records that may ever raise an alert. dropped_readings: of
-    open records, left out because a model that took them over has no such feature.
+    part of every alert. alpha: the largest share of normal records that may ever raise an alert; or several, each with
+    alerts of its own, the stricter the more severe. A record that has alerted at one alpha does so at stricter ones
+    only, whatever alphas an earlier life had. dropped_readings: of open records, left out because a model that took
+    them over has no such feature.
     """
 
     def __init__(
-        self, model: DEformer, calibration: Calibration, fingerprint: str, alpha: float, limits: Limits | None = None
+        self,
+        model: DEformer,
+        calibration: Calibration,
+        fingerprint: str,
+        alpha: float | Sequence[float],
+        limits: Limits | None = None,
     ) -> None:
-        self.alpha, self.limits = alpha, limits or Limits()
+        self.alphas = np.unique(np.atleast_1d(np.asarray(alpha, np.float64)))[::-1]
+        self.limits = limits or Limits()
         self.records = Records(model.schema, self.limits.remembered)
         self.dropped_readings = 0
         self.cache_rebuilds = 0
@@ -102,10 +111,10 @@ class Engine:
         now: microseconds since 1970, never before that of an earlier call. holding: partitions that are not restored
         yet, whose records neither the clock nor the bound closes."""
         accepted, rejected = self._accept(batch, now)
-        (log_likelihood, running, score, p_value), alert = self._score(accepted.slots, accepted.seq, self.alpha)
+        (log_likelihood, running, score, p_value), passed = self._score(accepted.slots, accepted.seq, self.alphas)
         seq = accepted.seq.astype(np.int32)
-        scored = Scored(accepted.events, seq, log_likelihood, running, score, p_value, alert)
-        alerts = self._alerts(batch, accepted, scored)
+        scored = Scored(accepted.events, seq, log_likelihood, running, score, p_value, passed > 0)
+        alerts = self._alerts(batch, accepted, scored, passed)
         closed = [
             self._close(list(accepted.ended), list(accepted.ended.values())),
             self._close(self._whole(holding), Closing.COMPLETE),
@@ -127,9 +136,9 @@ class Engine:
     def apply(self, source: int, decisions: Decisions) -> None:
         """What an earlier life decided about a partition, after the events that this life has replayed."""
         slot_of = self.records.partition(source).slot_of
-        for record, seq in decisions.alerted.items():
+        for record, told in decisions.alerted.items():
             if record in slot_of:
-                self.records.alert_seq[slot_of[record]] = seq
+                self.records.tell(slot_of[record], told)
         self._let_go(self.records.shut(source, decisions.closed))
 
     def snapshot(self, source: int, now: int) -> Snapshot:
@@ -160,7 +169,7 @@ class Engine:
     ) -> OpenRecords:
         """Records that open from now on are scored by another model. Returns what becomes of those open now: "finish"
         where both models have one vocabulary and it was asked for; otherwise "rescore", without a second alert of a
-        record, and with the first at its next reading."""
+        record at one alpha, and with those that are due at its next reading."""
         finish = open_records == "finish" and Vocabulary.of(self.schema) == Vocabulary.of(model.schema)
         saved = {} if finish else {source: self.snapshot(source, 0) for source in self.records.partitions}
         self._newest += 1
@@ -204,15 +213,15 @@ class Engine:
         for cache in self._caches.values():
             cache.grow(self.records.capacity)
 
-    def _score(self, slots: Ints, seq: Ints, alpha: float) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    def _score(self, slots: Ints, seq: Ints, alphas: Floats) -> tuple[Floats, Ints]:
         """`Generation.score`, each record by its own."""
-        columns, alert = np.empty((4, len(slots))), np.zeros(len(slots), bool)
+        columns, passed = np.empty((4, len(slots))), np.zeros(len(slots), np.int64)
         for generation, rows in self._by_generation(slots):
             cache = self._caches[shape_of(generation.model)]
-            scored = generation.score(self.records, cache, slots[rows], seq[rows], alpha)
-            columns[:, rows], alert[rows] = scored[:2]
+            scored = generation.score(self.records, cache, slots[rows], seq[rows], alphas)
+            columns[:, rows], passed[rows] = scored[:2]
             self.cache_rebuilds += scored[2]
-        return columns, alert
+        return columns, passed
 
     def _by_generation(self, slots: Ints) -> Iterator[tuple[Generation, Ints]]:
         """What scores these slots, and the places of those that it scores."""
@@ -274,8 +283,8 @@ class Engine:
             self._caches = {shape: KeyValueCache(model, memory) for shape, model in models.items()}
             self._make_room()
 
-    def _alerts(self, batch: EventBatch, accepted: Accepted, scored: Scored) -> list[AlertRaised]:
-        """The alerts of a batch, in order."""
+    def _alerts(self, batch: EventBatch, accepted: Accepted, scored: Scored, passed: Ints) -> list[AlertRaised]:
+        """The alerts of a batch, in order, at one reading the mildest first. passed: (M,) from `Generation.score`."""
         raising = np.flatnonzero(scored.alert)
         slots, seen = accepted.slots[raising], accepted.seq[raising] + 1
         reasons = self._explained(slots, seen)
@@ -284,25 +293,29 @@ class Engine:
             event = int(accepted.events[i])
             record = batch.records[event]
             model = self._generations[int(self.records.generation[slot])].fingerprint
-            alerts.append(
-                AlertRaised(
-                    id=alert_id(record, model, self.alpha),
-                    record=record,
-                    raised_at=count,
-                    features_seen=count,
-                    features_expected=len(self.schema) - int(self.records.absent[slot]),
-                    time=int(batch.times[event]),
-                    p_value=float(scored.p_value[i]),
-                    alpha=self.alpha,
-                    score=float(scored.score[i]),
-                    running_log_likelihood=float(scored.running[i]),
-                    model=model,
-                    message=int(batch.messages[event]),
-                    contributions=why,
-                    partition=int(batch.sources[event]),
-                    ended=slot in accepted.ended,
+            reached = int((scored.p_value[i] <= self.alphas).sum())
+            for level in range(reached - int(passed[i]), reached):
+                alpha = float(self.alphas[level])
+                alerts.append(
+                    AlertRaised(
+                        id=alert_id(record, model, alpha),
+                        record=record,
+                        raised_at=count,
+                        features_seen=count,
+                        features_expected=len(self.schema) - int(self.records.absent[slot]),
+                        time=int(batch.times[event]),
+                        p_value=float(scored.p_value[i]),
+                        alpha=alpha,
+                        score=float(scored.score[i]),
+                        running_log_likelihood=float(scored.running[i]),
+                        model=model,
+                        message=int(batch.messages[event]),
+                        contributions=why,
+                        partition=int(batch.sources[event]),
+                        ended=slot in accepted.ended,
+                        severity=level + 1,
+                    )
                 )
-            )
         return alerts
 
     def _explained(self, slots: Ints, seen: Ints) -> list[tuple[Contribution, ...]]:

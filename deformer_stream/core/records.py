@@ -17,6 +17,7 @@ from deformer_stream.core.batch import Closed, Closing, EventBatch, Reason, Reje
 from deformer_stream.core.conformal import PrefixState
 from deformer_stream.core.partition import REMEMBERED, Partition
 from deformer_stream.core.schema import Schema
+from deformer_stream.core.snapshot import QUIET, Alerted
 
 SAMPLE = 17
 """Every so many openings it is looked whether the id is open in another partition; a prime, so that no regular input
@@ -78,6 +79,7 @@ class Records:
         self.excess = self._column("excess", np.zeros(0))
         self.p_value = self._column("p_value", np.zeros(0))
         self.alert_seq = self._column("alert_seq", np.zeros(0, np.int32))
+        self.alert_alpha = self._column("alert_alpha", np.zeros(0))
 
     def _column(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
         self._columns[name] = array
@@ -139,7 +141,7 @@ class Records:
         self.generation[slots] = generation
         self.count[slots] = 0
         self.absent[slots] = 0
-        self.alert_seq[slots] = -1
+        self.alert_seq[slots], self.alert_alpha[slots] = -1, QUIET
         self.unscore(slots)
 
     def unscore(self, slots: NDArray[np.int64]) -> None:
@@ -220,6 +222,12 @@ class Records:
         record = batch.records[i] if len(batch.records[i]) <= LONGEST_SHOWN else batch.records[i][:LONGEST_SHOWN] + "…"
         return Rejected(int(batch.messages[i]), reason, f"record {record!r}, feature {name!r}: {why}")
 
+    def tell(self, slot: int, told: Alerted) -> None:
+        """An earlier life has raised these alerts of a record."""
+        if self.alert_seq[slot] < 0:
+            self.alert_seq[slot] = told.seq
+        self.alert_alpha[slot] = min(self.alert_alpha[slot], told.alpha)
+
     def state(self, slots: NDArray[np.int64]) -> PrefixState:
         return PrefixState(self.scored[slots], self.total[slots], self.least[slots], self.peak[slots])
 
@@ -279,6 +287,8 @@ class Records:
             self.excess[index],
             self.p_value[index],
             self.alert_seq[index],
+            self.alert_alpha[index],
+            self.peak[index],
         )
 
     def shut(self, source: int, records: Iterable[str]) -> list[int]:

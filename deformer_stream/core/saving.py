@@ -47,6 +47,7 @@ def taken(records: Records, source: int, now: int, models: Mapping[int, str]) ->
         excess=records.excess[slots],
         p_value=records.p_value[slots],
         alert_seq=records.alert_seq[slots],
+        alert_alpha=records.alert_alpha[slots],
         unseen_record=np.array([i for i, _, _ in unseen], np.int32),
         unseen_place=np.array([k for _, k, _ in unseen], np.int32),
         unseen_text=[text for _, _, text in unseen],
@@ -102,7 +103,7 @@ def put(records: Records, source: int, snapshot: Snapshot, now: int, generation:
     records.log_likelihood[slots], records.scored[slots] = snapshot.log_likelihood, snapshot.scored
     records.total[slots], records.least[slots], records.peak[slots] = snapshot.total, snapshot.least, snapshot.peak
     records.excess[slots], records.p_value[slots] = snapshot.excess, snapshot.p_value
-    records.alert_seq[slots] = snapshot.alert_seq
+    records.alert_seq[slots], records.alert_alpha[slots] = snapshot.alert_seq, snapshot.alert_alpha
     rows, places = snapshot.unseen_record, snapshot.unseen_place
     for slot, at, text in zip(slots[rows].tolist(), places.tolist(), snapshot.unseen_text, strict=True):
         records.unseen.setdefault(slot, {})[at] = text

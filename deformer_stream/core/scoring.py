@@ -25,8 +25,8 @@ PADDING, SMALL_READINGS = 1.25, 512
 """Records with unequal numbers of readings share a pass if padding adds at most a quarter, or few readings in all: a
 pass costs as much as some hundred readings whatever is in it."""
 
-UNDECIDED = 0.0
-"""The alpha of readings that were judged before: no p-value is as small, so no alert is raised."""
+UNDECIDED = np.empty(0)
+"""The alphas of readings that were judged before: none, so no alert is raised."""
 
 
 class Generation:
@@ -37,11 +37,12 @@ class Generation:
         self.schema = model.schema
 
     def score(
-        self, records: Records, cache: KeyValueCache, slots: Ints, seq: Ints, alpha: float
-    ) -> tuple[Floats, Bools, int]:
+        self, records: Records, cache: KeyValueCache, slots: Ints, seq: Ints, alphas: Floats
+    ) -> tuple[Floats, Ints, int]:
         """Judge M readings that are in the logs, given their slots and places in the record, each (M,); a record's come
         in order, and those before them are judged already. Returns log-likelihood, its running sum, score and p-value,
-        (4, M); which of them raise an alert at this alpha, (M,); and how many records' cache was built again."""
+        (4, M); how many of the alphas, given the largest first, each of them is the first to pass, (M,); and how many
+        records' cache was built again."""
         # Readings of one record stand together, in its order, from `first` on.
         order = np.lexsort((seq, slots))
         slots, first, fresh = np.unique(slots[order], return_index=True, return_counts=True)
@@ -51,14 +52,14 @@ class Generation:
         start = np.where(start == before, start, 0)
         cache.drop(slots[start != before])
         columns = np.empty((4, len(seq)))
-        alert = np.zeros(len(seq), bool)
+        passed = np.zeros(len(seq), np.int64)
         for rows in _groups(before + fresh - start, start):
             group = slots[rows], start[rows], before[rows], fresh[rows]
-            new, scores, raised = self._group(records, cache, *group, alpha)
+            new, scores, newly = self._group(records, cache, *group, alphas)
             row, column = np.nonzero(new)
             target = order[first[rows][row] + column - (before - start)[rows][row]]
-            columns[:, target], alert[target] = scores[:, new], raised[new]
-        return columns, alert, int(((start == 0) & (before > 0)).sum())
+            columns[:, target], passed[target] = scores[:, new], newly[new]
+        return columns, passed, int(((start == 0) & (before > 0)).sum())
 
     def rank(self, records: Records, slots: Ints) -> Floats:
         """`anomaly_score` of R records whose logs are complete as far as they will ever be, (R,)."""
@@ -79,13 +80,13 @@ class Generation:
         start: Ints,
         before: Ints,
         fresh: Ints,
-        alpha: float,
-    ) -> tuple[Bools, Floats, Bools]:
+        alphas: Floats,
+    ) -> tuple[Bools, Floats, Ints]:
         """R records with `fresh` new readings, cached up to `start` and scored up to `before`, each (R,).
 
         All readings from `start` on go through the network, L places with padding at the end. Returns which of them
-        are new, (R, L); log-likelihood, running log-likelihood, score and p-value, (4, R, L); and where alerts are
-        raised, (R, L).
+        are new, (R, L); log-likelihood, running log-likelihood, score and p-value, (4, R, L); and how many alphas are
+        passed there for the first time, (R, L).
         """
         length = before + fresh - start
         column = np.arange(int(length.max()))
@@ -105,16 +106,28 @@ class Generation:
         # Summed in arrival order, as the likelihood is, so that any split of the readings gives the same bits.
         sums = np.concatenate([records.excess[slots, None], np.where(scored, excess, 0.0)], 1)
         score, state = advance(records.state(slots), log_p, scored)
-        p_value = self.calibration.p_value(score)
-        crossed = new & (p_value <= alpha) & (records.alert_seq[slots] < 0)[:, None]
-        raised = crossed & (np.cumsum(crossed, 1) == 1)
-        row, place = np.nonzero(raised)
+        p_value = self.calibration.judge(score, lambda: [records.ids[slot] for slot in slots.tolist()])
+        newly = self._passed(records, slots, np.where(new, p_value, 1.0), start, alphas)
         records.store(slots, state)
         records.log_likelihood[slots] = running[:, -1]
         records.excess[slots] = np.cumsum(sums, 1)[:, -1]
         records.p_value[slots] = p_value[:, -1]
-        records.alert_seq[slots[row]] = start[row] + place
-        return new, np.stack([np.where(scored, log_likelihood, np.nan), running, score, p_value]), raised
+        return new, np.stack([np.where(scored, log_likelihood, np.nan), running, score, p_value]), newly
+
+    @staticmethod
+    def _passed(records: Records, slots: Ints, p_value: Floats, start: Ints, alphas: Floats) -> Ints:
+        """How many of the alphas, the largest first, R records pass at each place for the first time, (R, L), which the
+        records remember. p_value: (R, L), 1 where nothing is decided; never rises from there on. start: (R,), of the
+        first place."""
+        told = (alphas >= records.alert_alpha[slots, None]).sum(1)
+        passed = np.maximum.accumulate((p_value[..., None] <= alphas).sum(-1), 1)
+        passed = np.maximum(np.concatenate([told[:, None], passed], 1), told[:, None])
+        newly: Ints = np.diff(passed, axis=1)
+        rows = np.flatnonzero(passed[:, -1] > told)
+        records.alert_alpha[slots[rows]] = alphas[passed[rows, -1] - 1]
+        first = rows[records.alert_seq[slots[rows]] < 0]
+        records.alert_seq[slots[first]] = start[first] + np.argmax(newly[first] > 0, 1)
+        return newly
 
 
 def _groups(length: Ints, start: Ints) -> Iterator[Ints]:

@@ -14,23 +14,42 @@ from numpy.typing import NDArray
 
 from deformer_stream.core.schema import Kind, Schema
 
+QUIET = 1.0
+"""In place of the strictest alpha that has raised an alert of a record, where none has: every alpha is stricter."""
+
+ALL_TOLD = 0.0
+"""In its place where it is not known: no alpha is stricter, so the record alerts no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alerted:
+    """A record has alerted. seq: place of the reading that raised the first alert. alpha: the strictest so far."""
+
+    seq: int
+    alpha: float = ALL_TOLD
+
+    def __add__(self, later: Alerted) -> Alerted:
+        return Alerted(self.seq, min(self.alpha, later.alpha))
+
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
     """What was decided about one partition that its log cannot tell.
 
-    closed: records closed by the clock or for want of room, in order. alerted: record → place of the reading that
-    raised its alert, of records that the log has left open.
+    closed: records closed by the clock or for want of room, in order. alerted: of records that the log has left open.
     """
 
     closed: tuple[str, ...] = ()
-    alerted: Mapping[str, int] = field(default_factory=dict)
+    alerted: Mapping[str, Alerted] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.closed or self.alerted)
 
     def __add__(self, later: Decisions) -> Decisions:
-        return Decisions(self.closed + later.closed, {**self.alerted, **later.alerted})
+        alerted = dict(self.alerted)
+        for record, told in later.alerted.items():
+            alerted[record] = alerted[record] + told if record in alerted else told
+        return Decisions(self.closed + later.closed, alerted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +77,7 @@ class Snapshot:
     int32 into models. age: (R,) int64 microseconds since the last accepted event. counts: (R,) int32 readings of each
     record, which stand one after the other in arrival order in features, (T,) int16 codes, and values, (T,) float64 as
     in `EventBatch`. absent_counts, absent: likewise the features declared as never coming. log_likelihood, scored,
-    total, least, peak, excess, p_value, alert_seq: (R,) the records' running numbers, as in `Records`.
+    total, least, peak, excess, p_value, alert_seq, alert_alpha: (R,) the records' running numbers, as in `Records`.
     unseen_record, unseen_place, unseen_text: U labels that the model does not know, by index and place in the record.
     window_record, window_device, window_deadline: the W records that are windows of a device's time.
     closed: ids of closed records, the earliest first. devices, marks: D devices and their latest event times,
@@ -83,6 +102,7 @@ class Snapshot:
     excess: NDArray[np.float64]
     p_value: NDArray[np.float64]
     alert_seq: NDArray[np.int32]
+    alert_alpha: NDArray[np.float64]
     unseen_record: NDArray[np.int32]
     unseen_place: NDArray[np.int32]
     unseen_text: list[str]

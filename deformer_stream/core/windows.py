@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
+MARK = "@"
+"""Stands between the device and the beginning of the window in the id of a record that is a window."""
+
 
 class Watermarks:
     """The latest event time of each device, and the deadlines of its open windows. Times are microseconds.

@@ -21,11 +21,14 @@ from deformer_stream.settings.base import (
 )
 from deformer_stream.settings.commands import (
     COMMANDS,
+    CalibrateSettings,
     ConsumeSettings,
     ImputeSettings,
     ProduceSettings,
     ReplaySettings,
     SampleSettings,
+    ScoringSettings,
+    TableSettings,
 )
 from deformer_stream.settings.loading import TRAINING, input_name, load, options, read_file, shown_default
 
@@ -33,6 +36,7 @@ __all__ = [
     "COMMANDS",
     "PREFIX",
     "TRAINING",
+    "CalibrateSettings",
     "ConsumeSettings",
     "Device",
     "Duration",
@@ -40,10 +44,12 @@ __all__ = [
     "ProduceSettings",
     "ReplaySettings",
     "SampleSettings",
+    "ScoringSettings",
     "Settings",
     "SettingsType",
     "Share",
     "Size",
+    "TableSettings",
     "Timeout",
     "flag_of",
     "input_name",

@@ -5,8 +5,14 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 PREFIX = "DEFORMER_"
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -43,7 +49,28 @@ Width = Annotated[float, BeforeValidator(_seconds), Field(ge=1e-3, le=1e9, allow
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 
-def written(default: str, description: str) -> Any:
+def _listed(value: Any) -> Any:
+    """`0.05,0.01` or one number → a tuple."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(","))
+    if isinstance(value, list):
+        raise ValueError('several shares are one text, like "0.05,0.01"')
+    return (value,) if isinstance(value, int | float) else value
+
+
+def _descending(shares: tuple[float, ...]) -> tuple[float, ...]:
+    if len(set(shares)) < len(shares):
+        raise ValueError("each share is given once")
+    return tuple(sorted(shares, reverse=True))
+
+
+Shares = Annotated[
+    tuple[Share, ...], NoDecode, Field(min_length=1), BeforeValidator(_listed), AfterValidator(_descending)
+]
+"""One or several, comma-separated; the largest first."""
+
+
+def written(default: str | float, description: str) -> Any:
     """A field whose default reads as a person would write it."""
     return Field(default, description=description)
 

@@ -16,6 +16,7 @@ from deformer_stream.settings.base import (
     Settings,
     SettingsType,
     Share,
+    Shares,
     Size,
     Timeout,
     Width,
@@ -31,10 +32,14 @@ class _Model(Settings):
     device: Device = Field("auto", description="Where the network runs; auto takes a GPU if there is one.")
 
 
-class _Scoring(_Model):
+class ScoringSettings(_Model):
     """The alert rule, its bounds, and what the fields of an event are called."""
 
-    alpha: Share = Field(0.01, description="Largest share of normal records that may ever raise an alert.")
+    alpha: Shares = written(
+        0.01,
+        "Largest share of normal records that may ever raise an alert; or several, comma-separated, each with alerts "
+        "of its own: the stricter the more severe.",
+    )
     cache_memory: Size = written("512MiB", description="Most memory for cached keys and values of open records.")
     max_open_records: int = Field(
         1_000_000, ge=1, description="Most records open at once; past it, the one silent for longest is closed."
@@ -150,7 +155,7 @@ def _secret(flag: str, path: Path) -> str:
     return secret
 
 
-class ConsumeSettings(_Scoring, _Kafka):
+class ConsumeSettings(ScoringSettings, _Kafka):
     """`deformer-stream consume`"""
 
     topic: str | None = Field(None, description="Topic of events.")
@@ -217,13 +222,9 @@ class ConsumeSettings(_Scoring, _Kafka):
         return self
 
 
-class ReplaySettings(_Scoring):
-    """`deformer-stream replay`"""
+class TableSettings(ScoringSettings):
+    """How files become events."""
 
-    output: Path | None = Field(None, description="Scores, one row per accepted event (Parquet).")
-    records: Path | None = Field(None, description="Scores of whole records, one row per record (Parquet).")
-    alerts: str = Field("", description="Alerts as JSON lines to this file, or - for standard output.")
-    rejected: Path | None = Field(None, description="Refused events with their reasons (JSON lines).")
     layout: Layout | None = Field(
         None,
         description="Of tables; by default long if columns record (or device, with --window), feature and value are "
@@ -239,6 +240,29 @@ class ReplaySettings(_Scoring):
     time_column: str | None = Field(None, description="Times of wide tables; by default the first timestamp.")
     record_timeout: Timeout | None = Field(
         None, description="Close a record when no event of it came for this long, in event time."
+    )
+
+
+class ReplaySettings(TableSettings):
+    """`deformer-stream replay`"""
+
+    output: Path | None = Field(None, description="Scores, one row per accepted event (Parquet).")
+    records: Path | None = Field(None, description="Scores of whole records, one row per record (Parquet).")
+    alerts: str = Field("", description="Alerts as JSON lines to this file, or - for standard output.")
+    rejected: Path | None = Field(None, description="Refused events with their reasons (JSON lines).")
+
+
+class CalibrateSettings(TableSettings):
+    """`deformer-stream calibrate`"""
+
+    out: Path | None = Field(
+        None, description="Where the model goes with its new calibration; by default in its place."
+    )
+    group_by: str | None = Field(
+        None,
+        min_length=1,
+        description="Groups of sources get calibrations of their own where their records bring all alphas within "
+        "reach. A record's group is its id up to the last occurrence of this text; device means the @ of windows.",
     )
 
 
@@ -293,6 +317,7 @@ def _one_of(settings: SettingsType, *names: str) -> SettingsType:
 COMMANDS: dict[str, type[Settings]] = {
     "consume": ConsumeSettings,
     "replay": ReplaySettings,
+    "calibrate": CalibrateSettings,
     "produce": ProduceSettings,
     "impute": ImputeSettings,
     "sample": SampleSettings,

@@ -84,6 +84,8 @@ def effects_of(first: int, records: int = 2) -> tuple[Effects, Messages]:
         np.full(records, 9.3),
         np.full(records, 0.001),
         np.where(np.arange(records) % 2 == 0, 2, -1).astype(np.int32),
+        np.where(np.arange(records) % 2 == 0, 0.01, 1.0),
+        np.full(records, 9.3),
     )
     alerts = [alert_of(name, 4 * i + 2) for i, name in enumerate(names)]
     rejected = [Rejected(4 * i + 3, Reason.NOT_JSON, "no JSON") for i in range(records)]

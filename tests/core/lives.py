@@ -29,7 +29,7 @@ SCHEMA = Schema(
 CONFIG = ModelConfig(d_model=16, layers=1, heads=2, feedforward=16, mixtures=2, hidden=(8,))
 WIDTH, GRACE = 10, 2
 SOURCES = 3
-ALPHA = 0.3
+ALPHA = (0.3, 0.1, 0.02)
 
 
 @cache

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ class Watched:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.readings: dict[Key, list[tuple[int, float]]] = {}
-        self.alerts: dict[Key, AlertRaised] = {}
+        self.alerts: dict[tuple[Key, float], AlertRaised] = {}
         self.closed: dict[Key, Numbers] = {}
 
     def add(self, effects: Effects) -> None:
@@ -41,8 +42,8 @@ class Watched:
             row = int(batch.features[event]), float(batch.values[event])
             self.readings.setdefault((int(batch.sources[event]), batch.records[event]), []).append(row)
         for alert in effects.alerts:
-            key = alert.partition, alert.record
-            assert key not in self.alerts, "one alert a record"
+            key = (alert.partition, alert.record), alert.alpha
+            assert key not in self.alerts, "one alert a record and alpha"
             self.alerts[key] = alert
         numbers = zip(closed.log_likelihood, closed.anomaly_score, closed.p_value, strict=True)
         self.closed |= dict(zip(zip(closed.sources.tolist(), closed.records, strict=True), numbers, strict=True))
@@ -52,8 +53,10 @@ class Watched:
         return {(source, record) for source, it in partitions.items() for record in it.slot_of}
 
 
-def judged(seed: int, readings: dict[Key, list[tuple[int, float]]]) -> tuple[dict[Key, Numbers], dict[Key, int]]:
-    """Whole records by one model in a fresh engine: their numbers, and the places of those that alert."""
+def judged(
+    seed: int, readings: dict[Key, list[tuple[int, float]]]
+) -> tuple[dict[Key, Numbers], dict[tuple[Key, float], int]]:
+    """Whole records by one model in a fresh engine: their numbers, and where they alert at which alpha."""
     rows = [(key, feature, value) for key, log in readings.items() for feature, value in log]
     n = len(rows)
     batch = EventBatch(
@@ -89,16 +92,17 @@ def test_a_record_is_judged_by_one_model_alone(steps: list[Step], at: int, how: 
     for seed in (0, 1):
         mine = {key: log for key, log in it.readings.items() if (key in old) == (seed == 0)}
         numbers, places = judged(seed, mine)
-        for key, log in mine.items():
+        for key in mine:
             np.testing.assert_allclose(it.closed[key], numbers[key], rtol=1e-9, atol=1e-9)
-            place = places.get(key)
+        for (key, log), alpha in product(mine.items(), ALPHA):
+            place = places.get((key, alpha))
             if how == "rescore" and key in before:
-                if key in alerted:
+                if (key, alpha) in alerted:
                     continue  # by the old model, and not again: `Watched` looks at that
                 if place is not None:
                     place = max(place, seen.get(key, 0))  # at its next reading, if one came
                     place = place if place < len(log) else None
-            alert = it.alerts.get(key)
+            alert = it.alerts.get((key, alpha))
             assert (None if alert is None else alert.raised_at - 1) == place
             assert alert is None or alert.model == f"model-{seed}"
 
@@ -114,7 +118,7 @@ def test_two_models_share_a_batch() -> None:
     wild = [reading(name, f, 1e9) for f in (0, 2) for name in ("new", "old")]
     alerts = engine.handle(batch_of(wild), 1).alerts
     assert {alert.record: alert.model for alert in alerts} == {"old": "model-0", "new": "model-1"}
-    assert len({alert.id for alert in alerts}) == 2
+    assert len({alert.id for alert in alerts}) == 2 * len(ALPHA)
 
 
 def test_the_clock_and_the_order_of_records_go_on() -> None:
@@ -232,7 +236,7 @@ def test_a_snapshot_names_the_model_of_each_record() -> None:
     assert again.models == ("model-1",)
     fresh = engine_of(seed=1)
     fresh.handle(readings_of(["a", "b", "c"], [0, 2]), 0)
-    same_snapshot(again, replace(fresh.snapshot(0, 0), alert_seq=again.alert_seq), 1e-9)
+    same_snapshot(again, replace(fresh.snapshot(0, 0), alert_seq=again.alert_seq, alert_alpha=again.alert_alpha), 1e-9)
 
 
 def test_a_model_that_is_still_here_keeps_its_records() -> None:

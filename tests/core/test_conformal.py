@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,6 +97,80 @@ def test_threshold_is_where_alerts_begin(statistics: list[float], alpha: float) 
     assert calibration.p_value(np.array([above]))[0] <= alpha
     if threshold > -math.inf:
         assert calibration.p_value(np.array([threshold - 1e-9]))[0] > alpha
+
+
+def peaks_of(shift: float, count: int, rng: np.random.Generator, k: int = 8) -> np.ndarray:
+    """M of records whose readings are all as surprising as this shift makes them."""
+    log_p = -rng.exponential(size=(count, k)) * (1.0 + shift)
+    return advance(PrefixState.start(count), log_p, np.ones((count, k), bool))[1].peak
+
+
+GROUPS = {"calm": 0.0, "hot": 0.6}
+
+
+def grouped(rng: np.random.Generator, n: int = 999) -> Calibration:
+    peaks = {name: peaks_of(shift, n, rng) for name, shift in GROUPS.items()}
+    return Calibration.of(np.concatenate(list(peaks.values())), "arrival").grouped(peaks, "/", 99)
+
+
+@pytest.mark.parametrize("alpha", [0.01, 0.05])
+def test_each_group_keeps_its_alpha_where_all_together_do_not(alpha: float) -> None:
+    """Two groups, one of which is noisier: within 99% beta-binomial bounds each by its own calibration."""
+    rng, m = np.random.default_rng(8), 5_000
+    calibration = grouped(rng)
+    for name, shift in GROUPS.items():
+        score = peaks_of(shift, m, rng)[:, None]
+        ids = [f"{name}/{i}" for i in range(m)]
+        own = int((calibration.judge(score, lambda ids=ids: ids) <= alpha).sum())
+        pooled = int((calibration.judge(score, lambda: ["no group"] * m) <= alpha).sum())
+        low = beta_binomial_upper(999, m, alpha, 0.005)
+        assert low <= own <= beta_binomial_upper(999, m, alpha, 0.995)
+        if name == "hot":
+            assert pooled > beta_binomial_upper(2 * 999, m, alpha, 0.999), "the noisier group alarms too often"
+        else:
+            assert pooled < low, "at the expense of the other one"
+
+
+def test_groups_are_those_with_enough_records() -> None:
+    rng = np.random.default_rng(1)
+    peaks = {"many": peaks_of(0.0, 99, rng), "few": peaks_of(9.0, 98, rng), "": peaks_of(0.0, 200, rng)}
+    calibration = Calibration.of(np.concatenate(list(peaks.values())), "random").grouped(peaks, "@", 99)
+    assert list(calibration.groups) == ["many"]
+    score = np.array([[3.0]] * 5)
+    ids = ["many@1", "few@1", "many", "a@many@1", "x/many@1"]
+    p = calibration.judge(score, lambda: ids)[:, 0]
+    pooled, own = calibration.p_value(score)[0, 0], calibration.groups["many"].p_value(score)[0, 0]
+    assert p.tolist() == [own, pooled, pooled, pooled, pooled]
+    assert own != pooled
+    assert Calibration.of(peaks["few"], "random").grouped({"few": peaks["few"]}, "@", 99).separator == ""
+
+
+def test_groups_survive_being_stored() -> None:
+    calibration = grouped(np.random.default_rng(2), 120)
+    again = Calibration.from_json(json.loads(json.dumps(calibration.to_json())))
+    assert (again.order, again.separator, list(again.groups)) == ("arrival", "/", list(GROUPS))
+    for name, own in calibration.groups.items():
+        assert np.array_equal(again.groups[name].scores, own.scores)
+    assert "groups" not in Calibration.of(np.arange(3.0), "random").to_json()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"separator": ""}, {"groups": {}}, {"groups": {"": [1.0]}}, {"groups": {"a": [2.0, 1.0]}}, {"groups": [[1.0]]}],
+)
+def test_groups_that_are_none(change: dict[str, Any]) -> None:
+    row = Calibration.of(np.arange(9.0), "random").grouped({"a": np.arange(9.0)}, "/", 9).to_json()
+    with pytest.raises((ValueError, AttributeError), match=r"calibration|items"):
+        Calibration.from_json(row | change)
+
+
+def test_alphas_out_of_reach_are_told_with_what_they_take() -> None:
+    calibration = Calibration.of(np.arange(99.0), "random")
+    assert calibration.beyond((0.05, 0.01, 0.009, 0.001)) == {0.009: 111, 0.001: 999}
+    assert calibration.reach(0.01) == "yes"
+    assert calibration.reach(0.001) == "no: it takes 999 calibration records, there are 99"
+    for alpha, needed in calibration.beyond((0.009, 0.001)).items():
+        assert Calibration.of(np.arange(float(needed)), "random").reach(alpha) == "yes"
 
 
 @pytest.mark.parametrize("bad", [[2.0, 1.0], [math.nan], [math.inf]])

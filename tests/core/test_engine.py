@@ -1,4 +1,4 @@
-"""The engine: laws 1 and 2 through records, cache and batches; one alert a record; closing."""
+"""The engine: laws 1 and 2 through records, cache and batches; one alert a record and alpha; closing."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ class Collected:
 
     readings: dict[str, list[tuple[float, ...]]] = field(default_factory=dict)
     alerts: dict[str, AlertRaised] = field(default_factory=dict)
+    levels: dict[tuple[str, float], AlertRaised] = field(default_factory=dict)
     closed: dict[str, tuple[Closing, int, bool, float, float, float, int]] = field(default_factory=dict)
 
     def add(self, effects: Effects) -> None:
@@ -61,8 +62,9 @@ class Collected:
             row = (s.seq[i], s.log_likelihood[i], s.running[i], s.score[i], s.p_value[i], float(s.alert[i]))
             self.readings.setdefault(effects.batch.records[event], []).append(tuple(float(x) for x in row))
         for alert in effects.alerts:
-            assert alert.record not in self.alerts, "one alert a record"
-            self.alerts[alert.record] = alert
+            assert (alert.record, alert.alpha) not in self.levels, "one alert a record and alpha"
+            self.levels[alert.record, alert.alpha] = alert
+            self.alerts.setdefault(alert.record, alert)
         for i, record in enumerate(c.records):
             values = (c.events[i], c.complete[i], c.log_likelihood[i], c.anomaly_score[i], c.p_value[i], c.alert_seq[i])
             self.closed[record] = (c.reasons[i], *values)  # type: ignore[assignment]
@@ -227,6 +229,51 @@ def test_alerts_say_what_and_why() -> None:
     label = next(c for c in alert.contributions if c.feature == "mode")
     assert label.value == "run"
     assert label.expected.median in ("idle", "run", "boost")
+
+
+@pytest.mark.parametrize("most", [1, 40, 5000])
+def test_several_alphas_alert_as_each_would_alone(most: int) -> None:
+    """But for the severity, which counts from the largest."""
+    model, calibration = make()
+    codes, raw = records_of(SCHEMA, N, seed=1, missing=0.2)
+    raw[::6] = np.where(SCHEMA.discrete[codes[::6]], raw[::6], 3 * raw[::6])
+    alphas = (0.01, 0.2, 0.05)
+    together = stream(codes, raw, Engine(model, calibration, "fp", alphas), seed=2, most=most)
+    alone = [stream(codes, raw, Engine(model, calibration, "fp", alpha), seed=2, most=most) for alpha in alphas]
+    assert {(record, alpha) for record, alpha in together.levels} == {key for one in alone for key in one.levels}
+    for key, alert in together.levels.items():
+        expected = next(one.levels[key] for one in alone if key in one.levels)
+        assert alert.severity == 1 + sorted(alphas, reverse=True).index(alert.alpha)
+        assert expected.severity == 1
+        assert (alert.id, alert.raised_at) == (expected.id, expected.raised_at)
+    seen = [sum(key[1] == alpha for key in together.levels) for alpha in sorted(alphas)]
+    assert 0 < seen[0] < seen[1] < seen[2], "a law about levels needs some of each"
+    later = [a for a in together.levels.values() if a.raised_at > together.alerts[a.record].raised_at]
+    assert later, "and some that come later than the first"
+    for record, closing in together.closed.items():
+        first = together.alerts.get(record)
+        assert closing[-1] == (-1 if first is None else first.raised_at - 1)
+
+
+def test_the_strictest_alpha_of_a_record_is_reported_when_it_ends() -> None:
+    model, calibration = make()
+    engine = Engine(model, calibration, "fp", (0.3, 0.2, 1e-9))
+    engine.handle(batch_of([("wild", 0, 1e9), ("quiet", 0, 0.0)]), 0)
+    closed = engine.finish().closed
+    assert dict(zip(closed.records, closed.alert_alpha.tolist(), strict=True)) == {"wild": 0.2, "quiet": 1.0}
+
+
+def test_alphas_that_were_added_do_not_alert_for_what_was_told() -> None:
+    """A life at 5% is followed by one at 20%, 5% and 1%: milder alerts of the same record say nothing new."""
+    model, calibration = make()
+    first = Engine(model, calibration, "fp", 0.05)
+    (told,) = first.handle(batch_of([("a", 0, 1e9)]), 0).alerts
+    second = Engine(model, calibration, "fp", (0.2, 0.05, 0.01))
+    second.restore(0, first.snapshot(0, 0), 0)
+    alerts = second.handle(batch_of([("a", 1, 0.0)]), 0).alerts
+    assert told.alpha == 0.05
+    assert [(alert.alpha, alert.severity, alert.raised_at) for alert in alerts] == [(0.01, 3, 2)]
+    assert not second.handle(batch_of([("a", 2, 1e9)]), 0).alerts
 
 
 def test_context_is_never_scored() -> None:

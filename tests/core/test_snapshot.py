@@ -15,7 +15,7 @@ from deformer_stream.codec.state import decode_decisions, decode_snapshot, encod
 from deformer_stream.core.batch import Closing, EventBatch, Reason
 from deformer_stream.core.engine import Engine, Limits
 from deformer_stream.core.schema import Feature, Schema
-from deformer_stream.core.snapshot import Decisions, Snapshot, Vocabulary
+from deformer_stream.core.snapshot import Alerted, Decisions, Snapshot, Vocabulary
 from deformer_stream.errors import InvariantViolated
 from tests.core.lives import (
     ALPHA,
@@ -153,7 +153,7 @@ def test_decisions_are_what_the_log_cannot_tell() -> None:
     assert {a.record for a in effects.alerts} == {"ended", "open"}
     assert effects.closed.reasons == [Closing.COMPLETE, Closing.EVICTED]
     raised = next(a.raised_at for a in effects.alerts if a.record == "open")
-    assert effects.decisions() == {0: Decisions(("e0",)), 2: Decisions((), {"open": raised - 1})}
+    assert effects.decisions() == {0: Decisions(("e0",)), 2: Decisions((), {"open": Alerted(raised - 1, ALPHA[-1])})}
     effects = engine.handle(EventBatch.empty(), 100)
     assert effects.decisions() == {0: Decisions(("e1", "e2")), 2: Decisions(("open",))}
     assert engine.handle(EventBatch.empty(), 101).decisions() == {}
@@ -161,9 +161,11 @@ def test_decisions_are_what_the_log_cannot_tell() -> None:
 
 def test_decisions_join_in_order() -> None:
     assert not Decisions()
-    assert Decisions(("a",)) + Decisions(("b",), {"c": 1}) + Decisions(("d",), {"c": 2, "e": 0}) == Decisions(
-        ("a", "b", "d"), {"c": 2, "e": 0}
+    first, second = (
+        Decisions(("b",), {"c": Alerted(1, 0.1)}),
+        Decisions(("d",), {"c": Alerted(2, 0.01), "e": Alerted(0)}),
     )
+    assert Decisions(("a",)) + first + second == Decisions(("a", "b", "d"), {"c": Alerted(1, 0.01), "e": Alerted(0)})
 
 
 def test_history_decides_nothing() -> None:
@@ -172,9 +174,9 @@ def test_history_decides_nothing() -> None:
     engine.replay(EventBatch.empty(), 1000)
     assert engine.snapshot(0, 1000).ids == ["r", "s", "t"]
     assert engine.snapshot(0, 1000).alert_seq.tolist() == [-1, -1, -1]
-    engine.apply(0, Decisions(("s",), {"r": 0}))
+    engine.apply(0, Decisions(("s",), {"r": Alerted(0)}))
     effects = engine.handle(batch_of([reading("r", 2), reading("t", 2)]), 1000)
-    assert [(alert.record, alert.raised_at) for alert in effects.alerts] == [("t", 2)], (
+    assert [(alert.record, alert.raised_at) for alert in effects.alerts] == [("t", 2)] * len(ALPHA), (
         "who was not told of is caught up"
     )
     assert not len(effects.closed)
@@ -182,7 +184,7 @@ def test_history_decides_nothing() -> None:
 
 def test_decisions_close_what_is_not_open_too() -> None:
     engine = engine_of()
-    engine.apply(0, Decisions(("r", "s"), {"gone": 3}))
+    engine.apply(0, Decisions(("r", "s"), {"gone": Alerted(3)}))
     effects = engine.handle(batch_of([reading("r", 0), reading("r", 0, source=1), reading("gone", 0)]), 0)
     assert [(r.message, r.reason) for r in effects.rejected] == [(0, Reason.LATE)]
 
@@ -294,15 +296,17 @@ def unrolled(snapshot: Snapshot, source: int) -> EventBatch:
 
 def test_what_another_model_finds_improbable_alerts_at_the_next_reading() -> None:
     first = engine_of()
-    first.alpha = 1e-9  # raises nothing
+    first.alphas = np.array([1e-9])  # raises nothing
     assert not first.handle(batch_of([reading("r", 0, 1e9)]), 0).alerts
     second = engine_of(seed=1)
     second.restore(0, stored(first.snapshot(0, 0)), 0)
     assert not second.handle(EventBatch.empty(), 0).alerts
-    (alert,) = second.handle(batch_of([reading("r", 2, -3.0)]), 0).alerts
-    assert (alert.model, alert.raised_at) == ("model-1", 2)
+    alerts = second.handle(batch_of([reading("r", 2, -3.0)]), 0).alerts
+    assert [(a.model, a.raised_at, a.alpha, a.severity) for a in alerts] == [
+        ("model-1", 2, alpha, level) for level, alpha in enumerate(ALPHA, 1)
+    ]
 
 
 def test_decisions_survive_being_stored() -> None:
-    decisions = Decisions(("b", "a", "ümlaut\0"), {"x": 0, "": 7})
+    decisions = Decisions(("b", "a", "ümlaut\0"), {"x": Alerted(0, 0.01), "": Alerted(7)})
     assert decode_decisions(encode_decisions(decisions)) == decisions

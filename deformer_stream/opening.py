@@ -1,0 +1,109 @@
+"""What the settings of a command that takes the road say, built: model and engine, codec, source of files.
+
+Part of the composition root. Everything heavy is imported where it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from connectors.files import FileSource, StandardInput
+    from deformer_stream.artifact import Artifact
+    from deformer_stream.codec import Codec, Fields, Order, Windows
+    from deformer_stream.core.engine import Engine
+    from deformer_stream.settings import ConsumeSettings, ReplaySettings, ScoringSettings, TableSettings
+
+
+def model(settings: ConsumeSettings | ReplaySettings) -> tuple[Artifact, Engine]:
+    """The model and an engine; says so when alpha is out of reach."""
+    from deformer_stream import artifact, log
+
+    loaded = artifact.read(settings.model, settings.device)
+    for alpha, needed in loaded.calibration.beyond(settings.alpha).items():
+        log.get("model").warning(
+            f"alpha {alpha:g} is out of reach: with {len(loaded.calibration.scores)} calibration records the smallest "
+            f"p-value is {loaded.calibration.smallest_p:.2g}, so no alert can be raised; calibrate on at least "
+            f"{needed} records or raise --alpha"
+        )
+    return loaded, engine(loaded, settings, settings.alpha, settings.record_timeout)
+
+
+def engine(loaded: Artifact, settings: ScoringSettings, alphas: Sequence[float], timeout: float | None) -> Engine:
+    """timeout: seconds of silence that end a record. Raises `ConfigError` where its memory cannot be had."""
+    from deformer_stream.core.engine import Engine, Limits
+    from deformer_stream.errors import ConfigError
+
+    limits = Limits(None if timeout is None else round(timeout * 1e6), settings.max_open_records, settings.cache_memory)
+    try:
+        return Engine(loaded.model, loaded.calibration, loaded.fingerprint, alphas, limits)
+    except (RuntimeError, MemoryError):  # what torch and NumPy say when memory cannot be had
+        raise ConfigError(f"--cache-memory {settings.cache_memory} bytes cannot be had: give less") from None
+
+
+def shown(alphas: Sequence[float]) -> str:
+    """For a person."""
+    return ", ".join(f"{alpha:g}" for alpha in alphas)
+
+
+def fields(settings: ScoringSettings) -> Fields:
+    from deformer_stream.codec import Fields
+
+    return Fields(
+        record=settings.record_field,
+        feature=settings.feature_field,
+        value=settings.value_field,
+        values=settings.values_field,
+        time=settings.time_field,
+        device=settings.device_field,
+    )
+
+
+def windows(settings: ScoringSettings) -> Windows | None:
+    from deformer_stream.codec import Windows
+
+    return None if settings.window is None else Windows(round(settings.window * 1e6), round(settings.grace * 1e6))
+
+
+def codec(loaded: Artifact, settings: ScoringSettings, **extra: Any) -> Codec:
+    from deformer_stream.codec import Codec
+
+    most = max(4096, len(loaded.schema))
+    return Codec(
+        loaded.schema,
+        fields(settings),
+        max_message_bytes=settings.max_message_bytes,
+        max_readings=most,
+        windows=windows(settings),
+        max_ahead=None if settings.max_ahead is None else round(settings.max_ahead * 1e6),
+        **extra,
+    )
+
+
+def tables(
+    inputs: Sequence[str], loaded: Artifact, settings: TableSettings
+) -> tuple[Codec, FileSource | StandardInput]:
+    """Files and how they are decoded. Readings of a wide row have no order of arrival; the one that the model was
+    calibrated in keeps the guarantee."""
+    from connectors.files import open_source
+
+    source = open_source(
+        list(inputs),
+        loaded.schema,
+        layout=settings.layout,
+        order=settings.order or "arrival",
+        seed=settings.seed,
+        fields=fields(settings),
+        record_column=settings.record_column,
+        time_column=settings.time_column,
+        max_message_bytes=settings.max_message_bytes,
+        windows=windows(settings),
+    )
+    return codec(loaded, settings, order=order_of_rows(loaded, settings), seed=settings.seed), source
+
+
+def order_of_rows(loaded: Artifact, settings: TableSettings) -> Order:
+    """Of the readings of a wide row."""
+    calibrated = loaded.calibration.order
+    return settings.order or ("random" if calibrated == "random" else "schema" if calibrated == "schema" else "arrival")

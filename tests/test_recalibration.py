@@ -1,0 +1,158 @@
+"""`deformer-stream calibrate`: a model's alerts follow new normal records, its weights stay as they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import deformer_stream
+from deformer_stream import artifact
+from deformer_stream.core.conformal import Calibration
+from tests.models import SCHEMA, rows_of, write_model
+
+Run = Callable[..., SimpleNamespace]
+
+
+def lines_of(path: Path, rows: dict[str, dict[str, float | str]]) -> Path:
+    """Records as JSON lines, reading by reading, one record after the other."""
+    readings = ({"record": r, "feature": f, "value": v} for r, row in rows.items() for f, v in row.items())
+    path.write_text("".join(json.dumps(reading) + "\n" for reading in readings))
+    return path
+
+
+def normals(count: int, seed: int, name: str = "r{}") -> dict[str, dict[str, float | str]]:
+    return {name.format(i): row for i, row in enumerate(rows_of(SCHEMA, count, seed))}
+
+
+def wide(path: Path, count: int, seed: int) -> Path:
+    rows = rows_of(SCHEMA, count, seed, missing=0.0)
+    pq.write_table(pa.table({f.name: [row[f.name] for row in rows] for f in SCHEMA.features}), path)
+    return path
+
+
+def test_the_new_calibration_is_what_replay_finds(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    """The largest score of each record, in its own order of arrival; weights, schema and ranking stay."""
+    lines, out, scores = lines_of(tmp_path / "new.jsonl", normals(150, 21)), tmp_path / "again", tmp_path / "s.parquet"
+    assert cli("replay", lines, "--model", model_dir, "--output", scores).code == 0
+    ended = cli("calibrate", lines, "--model", model_dir, "--out", out)
+    assert (ended.code, len(ended.lines)) == (0, 1), ended.err
+    before, after = artifact.read(model_dir), artifact.read(out)
+    table = pq.read_table(scores).to_pydict()
+    peak: dict[str, float] = {}
+    for record, score in zip(table["record"], table["score"], strict=True):
+        peak[record] = max(score, peak.get(record, 0.0))
+    np.testing.assert_allclose(after.calibration.scores, sorted(peak.values()), rtol=1e-5)
+    assert after.calibration.order == "arrival"
+    assert after.fingerprint != before.fingerprint
+    assert after.fingerprint in ended.lines[0]
+    for name, tensor in before.model.state_dict().items():
+        assert (after.model.state_dict()[name] == tensor).all()
+    assert after.manifest["files"] == before.manifest["files"]
+    note = after.manifest["training"].pop("recalibrated")
+    assert (note["from"], note["records"]) == (before.fingerprint, 150)
+    assert after.manifest["training"] == before.manifest["training"]
+
+
+def test_what_changed_is_said(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "again"
+    ended = cli("calibrate", wide(tmp_path / "new.parquet", 99, 3), "--model", model_dir, "--out", out, "--alpha", 0.3)
+    before, after = artifact.read(model_dir).calibration, artifact.read(out).calibration
+    assert after.order == before.order == "random"
+    rows = {line.split()[0]: line.split()[1:] for line in ended.out.splitlines()}
+    assert rows["alpha"] == ["before", "now", "in", "reach?"]
+    for alpha in (0.3, 0.05, 0.01):
+        assert rows[f"{alpha:g}"] == [f"{before.threshold(alpha):.3f}", f"{after.threshold(alpha):.3f}", "yes"]
+    assert rows["0.001"][:2] == ["—", "—"]
+    assert "it takes 999 calibration records, there are 99" in ended.out
+    assert rows["smallest"] == ["p", "0.005", "0.01"]
+    report = (out / "report.html").read_text()
+    assert "Calibrated again" in report
+    assert f"{after.threshold(0.01):.3f}" in report
+
+
+def test_it_takes_the_place_of_the_old_one(cli: Run, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    before = artifact.read(model)
+    assert cli("calibrate", lines_of(tmp_path / "new.jsonl", normals(60, 4)), "--model", model).code == 0
+    assert len(artifact.read(model).calibration.scores) == 60 != len(before.calibration.scores)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "new.jsonl"]
+
+
+def test_groups_get_their_own(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    rows = normals(60, 5, "north/a/{}") | normals(50, 6, "north/b/{}") | normals(10, 7, "south/{}") | normals(3, 8)
+    out = tmp_path / "again"
+    words = ["--model", model_dir, "--out", out, "--group-by", "/", "--alpha", "0.05,0.02"]
+    ended = cli("calibrate", lines_of(tmp_path / "new.jsonl", rows), *words)
+    assert ended.code == 0, ended.err
+    assert "2 groups have calibrations of their own: north/a (60), north/b (50)" in ended.out
+    assert "1 groups with fewer than 49 records are judged with all records together: south (10)" in ended.out
+    assert "3 records name no group" in ended.out
+    calibration = artifact.read(out).calibration
+    assert {name: len(own.scores) for name, own in calibration.groups.items()} == {"north/a": 60, "north/b": 50}
+    assert len(calibration.scores) == 123
+    assert artifact.read_manifest(out)["format_version"] == 2
+    assert "north/a" in cli("inspect", out).out
+
+
+def test_a_stream_is_judged_by_its_group(model_dir: Path, tmp_path: Path) -> None:
+    """A group whose normal records are far more surprising than the others' still keeps alpha."""
+    loaded = artifact.read(model_dir)
+    groups = {"loud": loaded.calibration.scores + 1e6, "calm": loaded.calibration.scores}
+    pooled = Calibration.of(np.concatenate(list(groups.values())), "random")
+    artifact.write(tmp_path / "m", loaded.model, pooled.grouped(groups, "@", 99), {}, "")
+    detector = deformer_stream.load(tmp_path / "m")
+    found = {}
+    for record in ("loud@1", "calm@1", "other@1"):
+        scorer = detector.scorer(alpha=0.02)
+        updates = [scorer.update(record, f, v) for f, v in (("vibration", 60.0), ("pressure", -3.0))]
+        found[record] = updates[-1].p_value
+        expected = detector.artifact.calibration.judge(np.array([[updates[-1].score]]), lambda r=record: [r])
+        assert updates[-1].p_value == expected[0, 0]
+    assert found["calm@1"] < found["other@1"] < found["loud@1"]
+
+
+def test_windows_are_groups_by_device(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    rows = [
+        {"device": f"pump-{i % 2}", "time": 10 * (i // 2) + k, "feature": f, "value": v}
+        for i, row in enumerate(rows_of(SCHEMA, 80, 9))
+        for k, (f, v) in enumerate(row.items())
+    ]
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--model", model_dir, "--out", tmp_path / "again", "--window", "10s", "--group-by", "device"]
+    ended = cli("calibrate", tmp_path / "new.jsonl", *words, "--alpha", 0.05)
+    assert ended.code == 0, ended.err
+    calibration = artifact.read(tmp_path / "again").calibration
+    assert {name: len(own.scores) for name, own in calibration.groups.items()} == {"pump-0": 40, "pump-1": 40}
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "word"),
+    [
+        (normals(5, 1), ["--group-by", "device"], "--group-by device"),
+        ({"r": {"unheard of": 1.0}}, [], "no record"),
+    ],
+)
+def test_what_cannot_be_calibrated_on_changes_nothing(
+    cli: Run, model_dir: Path, tmp_path: Path, rows: dict[str, dict[str, float | str]], more: list[str], word: str
+) -> None:
+    ended = cli(
+        "calibrate", lines_of(tmp_path / "new.jsonl", rows), "--model", model_dir, "--out", tmp_path / "m", *more
+    )
+    assert ended.code == 3
+    assert word in ended.lines[-1]
+    assert not (tmp_path / "m").exists()
+
+
+def test_two_arrival_laws_are_refused(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    files = wide(tmp_path / "w.parquet", 5, 1), lines_of(tmp_path / "l.jsonl", normals(5, 2))
+    words = [*files, "--model", model_dir, "--out", tmp_path / "m"]
+    assert cli("calibrate", *words).code == 2
+    assert cli("calibrate", *words, "--order", "schema").code == 0
+    assert artifact.read(tmp_path / "m").calibration.order == "schema"
