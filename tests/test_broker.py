@@ -46,7 +46,7 @@ def test_run_serves_until_interrupted_and_leaves_nothing(tmp_path: Path) -> None
         assert again.returncode == 4
         assert b"already has a broker" in again.stderr
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     finally:
         process.kill()
         process.wait()
