@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from kafka import TopicPartition
 
+from connectors.kafka.runs import Run
 from deformer_stream.core.batch import NO_TIME
 from deformer_stream.ports import Messages
 
 
-def messages_of(topic: str, fetched: Mapping[TopicPartition, list[Any]]) -> Messages | None:
-    """The records of a poll as they came, partition by partition; None if there are none."""
-    records = [record for partition in fetched.values() for record in partition]
-    if not records:
+def messages_of(topic: str, fetched: Mapping[TopicPartition, list[Run]]) -> Messages | None:
+    """The runs of a poll as they came, partition by partition; None if there are none."""
+    pairs = [(tp.partition, run) for tp, runs in fetched.items() for run in runs]
+    if not pairs:
         return None
-    n = len(records)
-    millis = np.fromiter((r.timestamp for r in records), np.int64, n)
+    millis = np.concatenate([run.times for _, run in pairs])
+    numbers, sizes = [partition for partition, _ in pairs], [len(run) for _, run in pairs]
     return Messages(
         topic=topic,
-        keys=[r.key for r in records],
-        payloads=[r.value for r in records],
+        keys=[key for _, run in pairs for key in run.keys],
+        payloads=[value for _, run in pairs for value in run.values],
         times=np.where((millis < 0) | (millis >= 2**53), NO_TIME, millis * 1000),  # senders may state any
-        partitions=np.fromiter((r.partition for r in records), np.int32, n),
-        offsets=np.fromiter((r.offset for r in records), np.int64, n),
+        partitions=np.repeat(np.array(numbers, np.int32), sizes),
+        offsets=np.concatenate([run.offsets for _, run in pairs]),
     )

@@ -17,6 +17,7 @@ from connectors.kafka.delivery import Delivery, Outgoing
 from connectors.kafka.group import Rebalance, SameModel
 from connectors.kafka.incoming import messages_of
 from connectors.kafka.restore import LostState, restored
+from connectors.kafka.runs import Run
 from connectors.kafka.state import Attempt, Kept, StateTopic
 from connectors.kafka.unpacking import Bounds, guard
 from connectors.kafka.watch import Watch
@@ -153,8 +154,8 @@ class KafkaSource:
         self._settled = dict(self._polled)
         fetched = self._fetch(timeout)
         self._same_model.check()
-        for partition, records in fetched.items():
-            self._polled[partition] = records[-1].offset + 1
+        for partition, runs in fetched.items():
+            self._polled[partition] = int(runs[-1].offsets[-1]) + 1
         revoked, self._revoked = tuple(sorted(self._revoked)), []
         begun = tuple(self._begin_gained())
         with mapped(self._servers, f"reading topic {self.topic!r}"):
@@ -162,7 +163,7 @@ class KafkaSource:
             recovered = self._take_recovered()
         return Polled(messages_of(self.topic, fetched), revoked, begun, recovered)
 
-    def _poll(self, timeout: float) -> dict[TopicPartition, list[Any]]:
+    def _poll(self, timeout: float) -> dict[TopicPartition, list[Run]]:
         try:
             return dict(self._consumer.poll(timeout_ms=timeout * 1000))
         except errors.KafkaError as error:
@@ -170,7 +171,7 @@ class KafkaSource:
                 raise error.__cause__ from None  # it came from our own `Rebalance`, so it is no fault of Kafka's
             raise
 
-    def _fetch(self, timeout: float) -> dict[TopicPartition, list[Any]]:
+    def _fetch(self, timeout: float) -> dict[TopicPartition, list[Run]]:
         try:
             fetched = self._poll(timeout)
             self._watch.worked()

@@ -6,6 +6,9 @@ raises once and then never returns; for that a header whose name is no UTF-8 wil
 
 `guard` changes that for one consumer. Where a batch, or the rest of it, cannot be handed over, one message stands for
 it, at its last offset, so that the position moves on; its payload is an `Unreadable`, which the codec refuses.
+
+A guarded consumer's `poll` returns runs (`runs.Run`), many messages each, in place of an object for every message: what
+the client spends on those would be most of what a message costs.
 """
 
 from __future__ import annotations
@@ -22,11 +25,12 @@ from kafka import KafkaConsumer
 from kafka.consumer.fetcher import Fetcher
 from kafka.record.default_records import DefaultRecord, DefaultRecordBatch
 
+from connectors.kafka.runs import UNPARSABLE, Run, runs_of
 from deformer_stream.core.batch import Reason
 from deformer_stream.ports import Unreadable
 
-STEP = 32
-"""Messages taken between two looks at what they weigh."""
+OVERHEAD = 100
+"""Bytes that a message takes beside its own."""
 
 _SNAPPY_BLOCKS = b"\x82SNAPPY\0"
 _SNAPPY_HEAD = 16
@@ -40,11 +44,11 @@ _INFLATE = {
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """What a consumer takes, in bytes. batch: of a batch, inflated. message: of one, with its key and headers. poll: of
-    all that one poll returns, give or take `STEP` messages."""
+    all that one poll returns, give or take a message."""
 
     batch: int = 64 * 2**20
     message: int = 2 * 2**20
-    poll: int = 64 * 2**20
+    poll: int = 2 * 2**20
 
     @staticmethod
     def of(message: int) -> Bounds:
@@ -54,7 +58,8 @@ class Bounds:
 
 
 def guard(consumer: KafkaConsumer, bounds: Bounds | None = None) -> None:
-    """From now on the consumer unpacks in bounded memory, and what it cannot unpack comes as `Unreadable`."""
+    """From now on the consumer unpacks in bounded memory, its `poll` returns runs, and what it cannot unpack comes as
+    `Unreadable`."""
     fetcher = consumer._fetcher
     fetcher.__class__ = _Fetcher
     fetcher.bounds = bounds or Bounds()
@@ -86,26 +91,52 @@ class _Fetcher(Fetcher):  # type: ignore[misc]  # the client ships no types
 
 
 class _PartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
+    """What the class above iterates over as a record is here a run, as its value."""
+
     def __init__(self, fetcher: _Fetcher, *args: Any, **kwargs: Any) -> None:
         self._fetcher = fetcher
+        self._rest: Run | None = None
         super().__init__(*args, **kwargs)
 
-    def take(self, n: int) -> list[Any]:
-        taken: list[Any] = []
-        while len(taken) < n and self and self._fetcher.room > 0:
-            try:
-                more = super().take(min(STEP, n - len(taken)))
-            except errors.KafkaError as error:
-                if not taken:
-                    raise
-                self._next_inline_exception = error  # for the next call, as in the class above
-                break
-            if not more:
-                break
-            taken += more
-            sizes = (r.serialized_key_size + r.serialized_value_size + r.serialized_header_size for r in more)
-            self._fetcher.room -= sum(sizes) + 100 * len(more)
-        return taken
+    def take(self, n: int) -> _Taken | tuple[()]:
+        """At most `n` messages, of one run; none where nothing is left, or room."""
+        if self._fetcher.room <= 0 or (run := self._rest or self._next_run()) is None:
+            return ()
+        weights = np.cumsum(run.sizes + OVERHEAD)
+        count = min(n, len(run), int(np.searchsorted(weights, self._fetcher.room)) + 1)
+        self._fetcher.room -= int(weights[count - 1])
+        self._rest = run.part(count, len(run)) if count < len(run) else None
+        taken = run.part(0, count)
+        self.next_fetch_offset = int(taken.offsets[-1]) + 1
+        return _Taken(taken)
+
+    def _next_run(self) -> Run | None:
+        try:
+            record = next(self.record_iterator, None)
+        except errors.KafkaError:
+            self.drain()  # or the client would ask an iterator that has ended for ever
+            raise
+        if record is None:
+            return None
+        run = record.value if isinstance(record.value, Run) else Run.of([_legacy(record)])
+        return run.part(int(np.argmax(run.offsets >= self.fetch_offset)), len(run))
+
+    def drain(self) -> None:
+        self._rest = None
+        super().drain()
+
+
+class _Taken:
+    """A run where the client expects a list of messages: it counts as many, and is put into its list as one."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __len__(self) -> int:
+        return len(self._run)
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter((self._run,))
 
 
 class _Batches:
@@ -133,34 +164,47 @@ class _Batch:
         return next(self._batch)  # of control batches, which are the broker's own
 
     def __iter__(self) -> Iterator[DefaultRecord]:
-        batch, most = self._batch, self._fetcher.bounds.message
+        batch = self._batch
         given, last = 0, batch.base_offset - 1
         try:
             _inflate(batch, self._fetcher.memory)
-            for record in batch:
-                if record.size_in_bytes > most:
-                    detail = f"{record.size_in_bytes} bytes with key and headers; at most {most} are accepted"
-                    record = _standing(record.offset, record.timestamp, Unreadable(Reason.TOO_LARGE, detail))
-                yield record
-                given, last = given + 1, record.offset
+            for run in runs_of(batch):
+                given, last = given + len(run), int(run.offsets[-1])
+                yield _parcel(self._bounded(run))
         except _TooLarge:
             detail = f"compressed to {batch.size_in_bytes} bytes; at most {self._fetcher.bounds.batch} are accepted"
             yield self._rest(given, last, Reason.TOO_LARGE, detail)
-        except (errors.KafkaError, cramjam.DecompressionError, ValueError, struct.error) as error:
+        except (*UNPARSABLE, cramjam.DecompressionError) as error:
             if last < batch.last_offset:
                 detail = f"cannot be read ({repr(f'{type(error).__name__}: {error}')[1:120]})"
                 yield self._rest(given, last, Reason.NOT_JSON, detail)
+
+    def _bounded(self, run: Run) -> Run:
+        """The run, with `Unreadable` for the messages that are too large."""
+        most = self._fetcher.bounds.message
+        for i in np.flatnonzero(run.sizes > most).tolist():
+            detail = f"{run.sizes[i]} bytes with key and headers; at most {most} are accepted"
+            run.keys[i], run.values[i], run.sizes[i] = None, Unreadable(Reason.TOO_LARGE, detail), 0
+        return run
 
     def _rest(self, given: int, last: int, reason: Reason, detail: str) -> DefaultRecord:
         """One message for all that has not come of the batch."""
         batch = self._batch
         count = max(1, batch.records_count - given)
         where = f"{count} messages, offsets {last + 1} to {batch.last_offset}"
-        return _standing(batch.last_offset, batch.max_timestamp, Unreadable(reason, f"{where}: {detail}", count))
+        payload = Unreadable(reason, f"{where}: {detail}", count)
+        return _parcel(Run.of([DefaultRecord(0, batch.last_offset, batch.max_timestamp, 0, None, payload, [])]))
 
 
-def _standing(offset: int, timestamp: int, payload: Unreadable) -> DefaultRecord:
-    return DefaultRecord(0, offset, timestamp, 0, None, payload, [])
+def _parcel(run: Run) -> DefaultRecord:
+    """A run as the record that the client's own class takes it for."""
+    return DefaultRecord(int(run.sizes.sum()), int(run.offsets[-1]), 0, 0, None, run, [])
+
+
+def _legacy(record: Any) -> DefaultRecord:
+    """A message of a batch of an older version."""
+    size = max(0, record.serialized_key_size) + max(0, record.serialized_value_size)
+    return DefaultRecord(size, record.offset, record.timestamp, 0, record.key, record.value, [])
 
 
 def _inflate(batch: DefaultRecordBatch, memory: memoryview) -> None:
@@ -180,7 +224,7 @@ def _inflate(batch: DefaultRecordBatch, memory: memoryview) -> None:
         if "whole buffer" in str(error) or "smaller than required" in str(error):
             raise _TooLarge from None
         raise
-    batch._buffer, batch._pos, batch._decompressed = bytearray(memory[:size]), 0, True
+    batch._buffer, batch._pos, batch._decompressed = bytes(memory[:size]), 0, True
 
 
 def _inflate_snappy(data: memoryview, memory: memoryview) -> int:

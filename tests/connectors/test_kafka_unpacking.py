@@ -11,7 +11,7 @@ import pytest
 from kafka import KafkaConsumer, TopicPartition
 from kafka.errors import CorruptRecordError
 
-from connectors.kafka.unpacking import STEP, Bounds, guard
+from connectors.kafka.unpacking import Bounds, guard
 from deformer_stream.core.batch import Reason
 from deformer_stream.ports import Unreadable
 from tests.connectors.raw import GZIP, LZ4, SNAPPY, ZSTD, batch, bomb, compressed, java_snappy, record, send
@@ -42,24 +42,25 @@ def reader(kafka: SimpleNamespace) -> Iterator[Callable[..., KafkaConsumer]]:
         consumer.close()
 
 
-def polls(consumer: KafkaConsumer) -> list[list[Any]]:
-    """All messages up to the end, poll by poll."""
+def polls(consumer: KafkaConsumer) -> list[list[tuple[int, Any]]]:
+    """Offsets and values of all messages up to the end, poll by poll."""
     (where,) = consumer.assignment()
     end = consumer.end_offsets([where])[where]
     found = []
     deadline = time.monotonic() + 60
     while consumer.position(where) < end:
         assert time.monotonic() < deadline, f"stuck at {consumer.position(where)} of {end}"
-        found += [[m for messages in consumer.poll(timeout_ms=1000).values() for m in messages]]
+        runs = [run for runs in consumer.poll(timeout_ms=1000).values() for run in runs]
+        found += [[pair for run in runs for pair in zip(run.offsets.tolist(), run.values, strict=True)]]
     return [messages for messages in found if messages]
 
 
 def rows(consumer: KafkaConsumer) -> list[tuple[int, Any]]:
     """Offsets with the values, or with reason and number of messages of what stands for them."""
     return [
-        (m.offset, (m.value.reason, m.value.messages) if isinstance(m.value, Unreadable) else m.value)
+        (offset, (value.reason, value.messages) if isinstance(value, Unreadable) else value)
         for messages in polls(consumer)
-        for m in messages
+        for offset, value in messages
     ]
 
 
@@ -87,7 +88,7 @@ def test_a_batch_that_inflates_past_the_bound_is_skipped(
     consumer = reader(name)
     found = rows(consumer)
     assert found == [(0, b"0"), (1, b"1"), (2, b"2"), (3, (Reason.TOO_LARGE, 1)), (4, b"0"), (5, b"1"), (6, b"2")]
-    (skipped,) = [m.value for poll in polls(reader(name, at=3)) for m in poll if isinstance(m.value, Unreadable)]
+    (skipped,) = [v for poll in polls(reader(name, at=3)) for _, v in poll if isinstance(v, Unreadable)]
     assert "1 messages, offsets 3 to 3: compressed to" in skipped.detail
     assert f"at most {64 * MIB} are accepted" in skipped.detail
     assert skipped.detail.isprintable()
@@ -129,7 +130,7 @@ def test_what_cannot_be_unpacked_is_refused_from_there_on(
     consumer = reader(name)
     assert rows(consumer) == [(0, b"a"), (2, (Reason.NOT_JSON, 2)), (3, b"0"), (4, b"1"), (5, b"2")]
     assert rows(reader(name, at=1)) == rows(reader(name))[1:], "where a consumer begins again after a crash"
-    (skipped,) = [m.value for poll in polls(reader(name, at=1)) for m in poll if isinstance(m.value, Unreadable)]
+    (skipped,) = [v for poll in polls(reader(name, at=1)) for _, v in poll if isinstance(v, Unreadable)]
     assert "2 messages, offsets 1 to 2: cannot be read" in skipped.detail
     assert skipped.detail.isprintable()
 
@@ -142,10 +143,10 @@ def test_a_poll_takes_no_more_than_its_bytes(
         many = b"".join(record(i, None, b"%06d" % i + b"x" * 2**19) for i in range(40))
         send(kafka.bootstrap, name, batch(compressed(ZSTD, many), 40, ZSTD))
     found = polls(reader(name, Bounds(poll=8 * MIB)))
-    assert [m.offset for poll in found for m in poll] == list(range(800))
-    assert max(len(poll) for poll in found) <= 16 + STEP
+    assert [offset for poll in found for offset, _ in poll] == list(range(800))
+    assert max(len(poll) for poll in found) <= 16
     limited = polls(reader(name, max_poll_records=7))
-    assert [m.offset for poll in limited for m in poll] == list(range(800))
+    assert [offset for poll in limited for offset, _ in poll] == list(range(800))
     assert max(len(poll) for poll in limited) <= 7
 
 

@@ -1,0 +1,288 @@
+"""The road from end to end: a real Kafka, and the real program as a process. See `benchmarks.stream`."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import resource
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import orjson
+from kafka import KafkaConsumer, TopicPartition
+
+from benchmarks.feed import BATCH, WILD, Events, Wire, calm_calibration, model_of, records_of
+from connectors.kafka import ensure_topics
+from deformer_stream import artifact
+from tests.conftest import load_broker_script
+from tests.integration.programs import Consume
+
+Rows = Iterator[dict[str, Any]]
+
+PARTITIONS = 4
+OPEN = 1024
+"""Records open at once in each partition."""
+PATIENCE = 120.0
+SMALL = 20
+"""Messages of a batch where latency is measured: what a producer gathers in a few milliseconds."""
+READINGS = {"json": 1, "many": 4, "arrow": 1000}
+"""Readings of a message."""
+
+
+@contextmanager
+def _consuming(options: argparse.Namespace, folder: Path, bootstrap: str, topic: str, *words: str) -> Iterator[Consume]:
+    model = folder / f"{options.preset}-{options.features}-{options.gaussians}"
+    if not model.exists():
+        artifact.write(model, model_of(options.preset, options.features, options.gaussians), calm_calibration(), {}, "")
+    given = [word for setting in options.set for word in ("--" + setting).split("=", 1)]
+    where = ["--topic", topic, "--group", topic, "--bootstrap-servers", bootstrap, "--model", model, "--alerts", ""]
+    log = folder / f"{topic}.log"
+    with Consume(log, *where, *given, *words, variables={"OMP_NUM_THREADS": str(options.threads)}) as consumer:
+        yield consumer
+
+
+def _topic(bootstrap: str) -> str:
+    name = f"events-{uuid.uuid4().hex[:8]}"
+    ensure_topics(bootstrap, {name: {"num_partitions": PARTITIONS}})
+    return name
+
+
+def _messages(options: argparse.Namespace, payload: str, wild: int = 0) -> list[Iterator[tuple[bytes | None, bytes]]]:
+    """For each partition, without end."""
+    feeds = [Events(options.features, OPEN, partition, wild=wild) for partition in range(PARTITIONS)]
+    if payload == "arrow":
+        return [feed.arrow(READINGS["arrow"]) for feed in feeds]
+    return [feed.singles() if payload == "json" else feed.many(READINGS["many"]) for feed in feeds]
+
+
+def _fill(options: argparse.Namespace, bootstrap: str, topic: str, payload: str) -> int:
+    """Readings that the topic has now, at least `--events`."""
+    wire, feeds = Wire(bootstrap, topic), _messages(options, payload)
+    each = max(1, BATCH // READINGS[payload])
+    sent = 0
+    for partition in itertools.cycle(range(PARTITIONS)):
+        wire.send(partition, records_of(list(itertools.islice(feeds[partition], each))), each)
+        wire.settle(at_most=8)
+        sent += each * READINGS[payload]
+        if sent >= options.events and partition == PARTITIONS - 1:
+            break
+    wire.settle()
+    wire.close()
+    return sent
+
+
+def throughput(options: argparse.Namespace, folder: Path) -> Rows:
+    """From the first tenth of the events on, by what the program says that it has accepted."""
+    with load_broker_script().start() as broker:
+        for payload in options.payloads.split(","):
+            topic = _topic(broker.bootstrap)
+            sent = _fill(options, broker.bootstrap, topic, payload)
+            with _consuming(options, folder, broker.bootstrap, topic) as consumer:
+                seen = _watched(consumer, sent)
+                cpu = _cpu_of(consumer.process.pid)
+                consumer.stop()
+            rated = [(at, n) for at, n in seen if 0.1 * sent <= n <= sent]
+            (began, first), (ended, last) = rated[0], next(point for point in rated if point[1] == rated[-1][1])
+            yield {
+                "preset": options.preset,
+                "features": options.features,
+                "guide": options.gaussians,
+                "payload": payload,
+                "readings_a_message": READINGS[payload],
+                "events": sent,
+                "events_/s": round((last - first) / (ended - began)),
+                "cores_used": round(cpu / (ended - seen[0][0]), 2),
+            }
+
+
+def _watched(consumer: Consume, events: int) -> list[tuple[float, int]]:
+    """Time and events accepted, until there are so many."""
+    seen: list[tuple[float, int]] = []
+    while not seen or seen[-1][1] < events:
+        assert consumer.process.poll() is None, consumer.said()
+        try:
+            accepted = int(consumer.metrics()["deformer_events_total"])
+        except (urllib.error.URLError, OSError):
+            accepted = 0
+        seen.append((time.monotonic(), accepted))
+        stuck = next(at for at, n in seen if n == accepted)
+        assert time.monotonic() - stuck < PATIENCE, f"stuck at {accepted} of {events}: {consumer.said()}"
+        time.sleep(0.1)
+    return seen
+
+
+def _cpu_of(process: int) -> float:
+    """Seconds of processor time so far."""
+    with Path(f"/proc/{process}/stat").open() as file:
+        fields = file.read().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / 100
+
+
+def _resident_of(process: int) -> int:
+    with Path(f"/proc/{process}/statm").open() as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+class _Producer(threading.Thread):
+    """Sends at a steady rate, in small batches, each partition in its turn; and remembers when the wild ones went."""
+
+    def __init__(self, options: argparse.Namespace, bootstrap: str, topic: str, wild: int) -> None:
+        super().__init__(daemon=True)
+        self._rate, self._seconds = options.rate, options.seconds
+        self._wire, self._feeds = Wire(bootstrap, topic), _messages(options, "json", wild)
+        self.sent = 0
+        self.late = 0.0
+        self.went: dict[str, float] = {}
+
+    def run(self) -> None:
+        mark = b"%r" % WILD
+        began = time.monotonic()
+        for partition in itertools.cycle(range(PARTITIONS)):
+            messages = list(itertools.islice(self._feeds[partition], SMALL))
+            records = records_of(messages)  # type: ignore[arg-type]
+            due = began + self.sent / self._rate
+            if due > began + self._seconds:
+                break
+            now = time.monotonic()
+            if due > now:
+                time.sleep(due - now)
+            self.late = max(self.late, now - due)
+            at = self._wire.send(partition, records, SMALL)
+            self._wire.settle(at_most=16)
+            self.sent += SMALL
+            self.went |= {key.decode(): at for key, value in messages if key is not None and mark in value}
+        self._wire.settle()
+        self._wire.close()
+
+
+class _Alerts(threading.Thread):
+    """Reads the alerts as a client of committed messages does."""
+
+    def __init__(self, bootstrap: str, topic: str) -> None:
+        super().__init__(daemon=True)
+        self._reader = KafkaConsumer(
+            bootstrap_servers=bootstrap, isolation_level="read_committed", enable_auto_commit=False
+        )
+        self._reader.assign([TopicPartition(topic, p) for p in self._reader.partitions_for_topic(topic)])
+        self._reader.seek_to_end()
+        for where in self._reader.assignment():
+            self._reader.position(where)
+        self.over = threading.Event()
+        self.came: dict[str, float] = {}
+
+    def run(self) -> None:
+        while not self.over.is_set():
+            found = self._reader.poll(timeout_ms=100)
+            now = time.time()
+            for messages in found.values():
+                for message in messages:
+                    self.came.setdefault(orjson.loads(message.value)["record"], now)
+        self._reader.close()
+
+
+def _lag(consumer: Consume) -> int:
+    return int(sum(value for name, value in consumer.metrics().items() if name.startswith("deformer_consumer_lag")))
+
+
+def sustained(options: argparse.Namespace, folder: Path) -> Rows:
+    """The lag second by second while messages come at the rate."""
+    with load_broker_script().start() as broker:
+        topic = _topic(broker.bootstrap)
+        with _consuming(options, folder, broker.bootstrap, topic) as consumer:
+            consumer.wait_until_ready()
+            producer = _Producer(options, broker.bootstrap, topic, 0)
+            producer.start()
+            lags, memory = [], []
+            began = time.monotonic()
+            while producer.is_alive():
+                time.sleep(1)
+                lags.append(_lag(consumer))
+                memory.append(_resident_of(consumer.process.pid))
+            took = time.monotonic() - began
+            accepted = int(consumer.metrics()["deformer_events_total"])
+            consumer.stop()
+        third = len(lags) // 3
+        yield {
+            "preset": options.preset,
+            "features": options.features,
+            "produced_/s": round(producer.sent / took),
+            "accepted_/s": round(accepted / took),
+            "seconds": round(took),
+            "lag_first_third": round(median(lags[:third])),
+            "lag_last_third": round(median(lags[-third:])),
+            "largest_lag": max(lags),
+            "resident_MiB_first_third": round(median(memory[:third]) / 2**20),
+            "resident_MiB_last": round(memory[-1] / 2**20),
+        }
+
+
+def latency(options: argparse.Namespace, folder: Path) -> Rows:
+    """From handing a reading to the broker's connection until its alert is read, by one clock."""
+    with load_broker_script().start() as broker:
+        topic = _topic(broker.bootstrap)
+        with _consuming(options, folder, broker.bootstrap, topic) as consumer:
+            consumer.wait_until_ready()
+            alerts = _Alerts(broker.bootstrap, f"{topic}-alerts")
+            alerts.start()
+            producer = _Producer(options, broker.bootstrap, topic, options.rate // 5 // PARTITIONS + 1)
+            producer.start()
+            producer.join()
+            time.sleep(2)
+            alerts.over.set()
+            alerts.join()
+            consumer.stop()
+        warm = sorted(producer.went, key=lambda record: producer.went[record])[10:]
+        missing = [record for record in warm if record not in alerts.came]
+        millis = sorted(
+            1000 * (alerts.came[record] - producer.went[record]) for record in warm if record in alerts.came
+        )
+        cuts = quantiles(millis, n=100)
+        yield {
+            "preset": options.preset,
+            "features": options.features,
+            "events_/s": round(producer.sent / options.seconds),
+            "alerts": len(millis),
+            "without_an_alert": len(missing),
+            "median_ms": round(cuts[49], 1),
+            "p90_ms": round(cuts[89], 1),
+            "p99_ms": round(cuts[98], 1),
+            "producer_late_ms": round(1000 * producer.late),
+        }
+
+
+def start(options: argparse.Namespace, folder: Path, times: int = 5) -> Rows:
+    """Until `/readyz` says so: partitions assigned and restored."""
+    options = argparse.Namespace(**{**vars(options), "preset": "small", "features": 40})
+    took = []
+    with load_broker_script().start() as broker:
+        for _ in range(times):
+            topic = _topic(broker.bootstrap)
+            began = time.monotonic()
+            with _consuming(options, folder, broker.bootstrap, topic) as consumer:
+                took.append(_ready_after(consumer, began))
+                consumer.stop()
+    yield {
+        "preset": "small",
+        "features": 40,
+        "ready_after_s": str([round(s, 1) for s in took]),
+        "median_s": round(median(took), 2),
+    }
+
+
+def _ready_after(consumer: Consume, began: float) -> float:
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{consumer.port}/readyz", timeout=1):
+                return time.monotonic() - began
+        except (urllib.error.URLError, OSError):
+            assert consumer.process.poll() is None, consumer.said()
+            assert time.monotonic() - began < PATIENCE, consumer.said()
+            time.sleep(0.02)

@@ -1,0 +1,214 @@
+"""What of the road can be measured in one process: its stages, its memory, and replay. See `benchmarks.stream`."""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from kafka.record.default_records import DefaultRecordBatch
+
+from benchmarks.feed import BATCH, Events, calm_calibration, model_of, records_of
+from connectors.files import ScoresParquet
+from connectors.kafka.incoming import messages_of
+from connectors.kafka.runs import runs_of
+from deformer_stream import artifact
+from deformer_stream.codec import Codec
+from deformer_stream.core.batch import NO_TIME, EventBatch
+from deformer_stream.core.engine import Engine, Limits
+from deformer_stream.core.model import DEformer
+from deformer_stream.core.records import Records
+from tests.connectors.raw import batch
+from tests.integration.programs import command, environment
+
+Rows = Iterator[dict[str, Any]]
+
+POLL = 8192
+OPEN = 4096
+GUIDE = 4
+"""Components of the guide in the rows with one."""
+
+
+def stages(options: argparse.Namespace, folder: Path) -> Rows:
+    """Every hop by itself, over the same messages of one reading each."""
+    for gaussians in (0, GUIDE):
+        model = model_of(options.preset, options.features, gaussians)
+        rates = _stages(model, options.features, folder)
+        yield {"preset": options.preset, "features": options.features, "guide": gaussians, **rates}
+
+
+def _stages(model: DEformer, features: int, folder: Path, polls: int = 9) -> dict[str, int]:
+    messages = Events(features, OPEN).singles()
+    codec, engine = Codec(model.schema), Engine(model, calm_calibration(), "benchmark", 0.01)
+    records, sink = Records(model.schema), ScoresParquet(folder / "stages.parquet", model.schema)
+    took: dict[str, list[float]] = {name: [] for name in ("unpack", "decode", "accept", "handle", "encode")}
+
+    def timed(name: str, began: float) -> None:
+        took[name].append(time.perf_counter() - began)
+
+    for _ in range(polls):
+        some = list(islice(messages, POLL))
+        sent = [batch(records_of(some[i : i + BATCH]), len(some[i : i + BATCH])) for i in range(0, POLL, BATCH)]
+        began = time.perf_counter()
+        runs = [run for data in sent for run in runs_of(DefaultRecordBatch(data))]
+        data = messages_of("topic", {_Partition(): runs})  # type: ignore[dict-item]
+        timed("unpack", began)
+        assert data is not None
+        began = time.perf_counter()
+        events, _ = codec.decode(data)
+        timed("decode", began)
+        began = time.perf_counter()
+        accepted, _ = records.accept(events, 0)
+        records.release(accepted.ended)
+        timed("accept", began)
+        began = time.perf_counter()
+        effects = engine.handle(events, 0)
+        timed("handle", began)
+        began = time.perf_counter()
+        sink.write(effects, data)
+        timed("encode", began)
+    sink.discard()
+    handled = [h - a for h, a in zip(took["handle"], took["accept"], strict=True)]
+    named = {"unpack": took["unpack"], "decode": took["decode"], "accept": took["accept"]}
+    named |= {"score_and_effects": handled, "encode": took["encode"]}
+    named["all"] = [sum(parts) for parts in zip(*named.values(), strict=True)]
+    return {f"{name}_/s": round(POLL / median(seconds[1:])) for name, seconds in named.items()}
+
+
+class _Partition:
+    partition = 0
+
+
+def resident() -> int:
+    """Bytes of this process in memory now."""
+    with Path("/proc/self/statm").open() as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def memory(options: argparse.Namespace, folder: Path) -> Rows:
+    """Open records that stay open, and the rate at which they, or few others, are scored."""
+    features = max(options.features, 40)
+    model = model_of("small", features, 0)
+    before = resident()
+    for open_records in (OPEN, options.records):
+        engine = Engine(model, calm_calibration(), "benchmark", 0.01, Limits(open_records=2 * open_records))
+        _fill(engine, features, open_records, 20)
+        filled = resident() - before
+        recent, anywhere = (_rate(engine, features, open_records, among) for among in (OPEN, open_records))
+        yield {
+            "preset": "small",
+            "features": features,
+            "open_records": open_records,
+            "readings_each": 20,
+            "resident_MiB": round(filled / 2**20),
+            "after_scoring_MiB": round((resident() - before) / 2**20),
+            "cache_MiB": round(engine.cache_bytes / 2**20),
+            "events_of_recent_records_/s": recent,
+            "events_of_any_record_/s": anywhere,
+        }
+        del engine
+
+
+def _events(rows: np.ndarray, codes: np.ndarray) -> EventBatch:
+    n = len(rows)
+    index = np.arange(n, dtype=np.int32)
+    values = np.sin(rows * 0.37 + codes)
+    names = [f"device-{row % 997}/{row}" for row in rows.tolist()]
+    return EventBatch(names, codes.astype(np.int32), values, np.full(n, NO_TIME), index, np.zeros(n, np.int32))
+
+
+def _fill(engine: Engine, features: int, records: int, readings: int) -> None:
+    """As a restored snapshot leaves them: with their readings and without anything cached."""
+    for start in range(0, records, 4096):
+        rows = np.repeat(np.arange(start, min(records, start + 4096)), readings)
+        codes = np.tile(np.arange(readings), len(rows) // readings)
+        engine.records.accept(_events(rows, codes), 0)
+
+
+def _rate(engine: Engine, features: int, records: int, among: int) -> int:
+    """Events a second of records drawn from the last `among`, half of them warmed up before."""
+    rng = np.random.default_rng(0)
+    rates = []
+    for place in range(20, min(features, 26)):
+        rows = records - 1 - rng.permutation(among)[: min(among, OPEN)]
+        codes = np.full(len(rows), place + (0 if among == OPEN else 6))
+        began = time.perf_counter()
+        engine.handle(_events(rows, codes), 0)
+        rates.append(len(rows) / (time.perf_counter() - began))
+    return round(median(rates[1:]))
+
+
+def replay(options: argparse.Namespace, folder: Path) -> Rows:
+    """The command as a process, over whole records in a wide table; and the engine alone over as many."""
+    model = model_of(options.preset, options.features, options.gaussians)
+    artifact.write(folder / "replayed", model, calm_calibration(), {}, "")
+    for events in (options.events // 10, options.events):
+        path = folder / f"{events}.parquet"
+        _table(path, events // options.features, options.features)
+        words = ("replay", path, "--model", folder / "replayed", "--output", folder / "scores.parquet")
+        began = time.monotonic()
+        process = subprocess.Popen(
+            command("deformer-stream", *words),
+            env=environment({"OMP_NUM_THREADS": str(options.threads)}),
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        peak = 0
+        while process.poll() is None:
+            peak = max(peak, _peak_of(process.pid))
+            time.sleep(0.05)
+        took = time.monotonic() - began
+        assert process.returncode == 0, process.returncode
+        yield {
+            "preset": options.preset,
+            "features": options.features,
+            "events": events,
+            "seconds": round(took, 1),
+            "events_/s": round(events / took),
+            "model_alone_/s": _alone(model, options.features),
+            "peak_MiB": round(peak / 2**20),
+        }
+
+
+def _peak_of(process: int) -> int:
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+
+
+def _table(path: Path, records: int, features: int) -> None:
+    rng = np.random.default_rng(0)
+    columns = {f"f{i}": pa.array(np.empty(0)) for i in range(features)}
+    with pq.ParquetWriter(path, pa.table(columns).schema) as writer:
+        for start in range(0, records, 100_000):
+            n = min(100_000, records - start)
+            writer.write_table(pa.table({name: rng.normal(size=n).round(5) for name in columns}))
+
+
+def _alone(model: DEformer, features: int) -> int:
+    """Events a second of `Engine.handle` over whole records."""
+    rates = []
+    engine = Engine(model, calm_calibration(), "benchmark", 0.01)
+    for turn in range(6):
+        rows = np.repeat(np.arange(POLL // features) + turn * POLL, features)
+        events = _events(rows, np.tile(np.arange(features), POLL // features))
+        began = time.perf_counter()
+        engine.handle(events, 0)
+        rates.append(len(rows) / (time.perf_counter() - began))
+    return round(median(rates[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit("python -m benchmarks.stream")

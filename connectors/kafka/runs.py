@@ -1,0 +1,182 @@
+"""The records of a batch as columns: no object for each of them.
+
+A batch is unpacked a run at a time. In a run of the common form (no headers, numbers of the usual size) only the places
+of its records are found one by one, for each begins where the one before ends; all else is read for all of them at
+once. A run with anything else in it is left to the client's own parser, record by record, which also says what is wrong
+with it. Format: https://kafka.apache.org/documentation/#recordbatch
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import kafka.errors as errors
+import numpy as np
+from kafka.record.default_records import DefaultRecord, DefaultRecordBatch
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+RECORDS = 1024
+"""Most records of a run: enough for the work on columns to count, few enough to hold twice."""
+LONGEST_NUMBER = 5
+"""Bytes of a number in the common form; a longer one would mean more than 4 GiB, or seven weeks of one batch."""
+UNPARSABLE = (errors.KafkaError, ValueError, struct.error)
+"""What the client's parser raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """N messages of one partition, in order.
+
+    offsets, times: (N,) int64; times are milliseconds since 1970 as the sender or the broker states them, any number.
+    sizes: (N,) bytes with key and headers. keys, values: N byte strings or None.
+    """
+
+    offsets: Ints
+    times: Ints
+    sizes: Ints
+    keys: list[bytes | None]
+    values: list[bytes | None]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def part(self, start: int, stop: int) -> Run:
+        """The messages from `start` to before `stop`."""
+        if start == 0 and stop >= len(self):
+            return self
+        cut = slice(start, stop)
+        return Run(self.offsets[cut], self.times[cut], self.sizes[cut], self.keys[cut], self.values[cut])
+
+    @staticmethod
+    def of(records: Sequence[DefaultRecord]) -> Run:
+        """What the client's parser has made, as a run."""
+        bound = np.iinfo(np.int64)
+        times = (min(max(r.timestamp, bound.min), bound.max) for r in records)
+        n = len(records)
+        return Run(
+            np.fromiter((r.offset for r in records), np.int64, n),
+            np.fromiter(times, np.int64, n),
+            np.fromiter((r.size_in_bytes for r in records), np.int64, n),
+            [r.key for r in records],
+            [r.value for r in records],
+        )
+
+
+def runs_of(batch: DefaultRecordBatch) -> Iterator[Run]:
+    """All records of a batch that is not compressed any more. Raises `UNPARSABLE`, after what comes before it."""
+    batch._buffer = bytes(batch._buffer)
+    while (rest := batch._num_records - batch._next_record_index) > 0:
+        count = min(rest, RECORDS)
+        found = _common(batch, count)
+        if found is None:
+            yield from _one_by_one(batch, count)
+        else:
+            run, batch._pos = found
+            batch._next_record_index += count
+            yield run
+    next(batch, None)  # raises where bytes are left over
+
+
+def _one_by_one(batch: DefaultRecordBatch, count: int) -> Iterator[Run]:
+    records: list[DefaultRecord] = []
+    failure: Exception | None = None
+    try:
+        records.extend(next(batch) for _ in range(count))
+    except UNPARSABLE as error:
+        failure = error
+    if records:
+        yield Run.of(records)
+    if failure is not None:
+        raise failure
+
+
+def _common(batch: DefaultRecordBatch, count: int) -> tuple[Run, int] | None:
+    """The next records and the place after them; None where one is not of the common form."""
+    buffer: bytes = batch._buffer
+    places = _places(buffer, batch._pos, count)
+    if places is None:
+        return None
+    starts, ends = np.array(places[0]), np.array(places[1])
+    raw = np.frombuffer(buffer, np.uint8)
+    try:
+        plain = raw[starts] < 128  # attributes, which mean nothing
+        at = starts + 1
+        numbers: list[Ints] = []
+        spans: list[tuple[Ints, Ints]] = []
+        for is_length in (False, False, True, True):  # time, offset, key, value
+            number, at, short = _numbers(raw, at)
+            plain &= short & (number >= -1) if is_length else short
+            numbers.append(number)
+            if is_length:
+                spans.append((at, at + np.maximum(number, 0)))
+                at = spans[-1][1]
+        plain &= (raw[at] == 0) & (at + 1 == ends)  # no headers
+    except IndexError:
+        return None
+    if not plain.all():
+        return None
+    millis, offset, *lengths = numbers
+    by_broker = batch.timestamp_type == DefaultRecordBatch.LOG_APPEND_TIME
+    times = np.full(count, batch.max_timestamp) if by_broker else batch.first_timestamp + millis
+    keys, values = (_slices(buffer, *span, size) for span, size in zip(spans, lengths, strict=True))
+    return Run(batch.base_offset + offset, times, ends - starts, keys, values), int(ends[-1])
+
+
+def _places(buffer: bytes, at: int, count: int) -> tuple[list[int], list[int]] | None:
+    """Where so many records begin, after their length, and end."""
+    starts: list[int] = []
+    ends: list[int] = []
+    begin, end = starts.append, ends.append
+    try:
+        for _ in range(count):
+            length = buffer[at]
+            at += 1
+            if length >= 128:
+                second = buffer[at]
+                length += (second - 1) << 7
+                at += 1
+                if second >= 128:
+                    third, fourth = buffer[at], buffer[at + 1]
+                    length += (third - 1) << 14
+                    at += 1
+                    if third >= 128:
+                        if fourth >= 128:
+                            return None
+                        length += (fourth - 1) << 21
+                        at += 1
+            if length & 1:
+                return None
+            begin(at)
+            at += length >> 1
+            end(at)
+    except IndexError:
+        return None
+    return None if at > len(buffer) else (starts, ends)
+
+
+def _numbers(raw: NDArray[np.uint8], at: Ints) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+    """(N,) numbers at these places (zigzag, seven bits a byte, the lowest first), the places after them, and whether
+    each is of the usual size. Raises IndexError past the end."""
+    byte = raw[at].astype(np.int64)
+    at = at + 1
+    number, more = byte & 127, byte >= 128
+    for place in range(1, LONGEST_NUMBER):
+        if not more.any():
+            break
+        byte = np.where(more, raw[at], 0).astype(np.int64)
+        at = at + more
+        number |= (byte & 127) << 7 * place
+        more &= byte >= 128
+    return (number >> 1) ^ -(number & 1), at, ~more
+
+
+def _slices(buffer: bytes, starts: Ints, ends: Ints, lengths: Ints) -> list[bytes | None]:
+    spans = zip(starts.tolist(), ends.tolist(), strict=True)
+    if (lengths >= 0).all():
+        return [buffer[start:end] for start, end in spans]
+    there = (lengths >= 0).tolist()
+    return [buffer[start:end] if given else None for (start, end), given in zip(spans, there, strict=True)]
