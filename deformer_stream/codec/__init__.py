@@ -4,14 +4,15 @@
     {"record": "pump-7/10:34:33", "time": "2020-03-09T10:34:33Z", "values": {"Pressure": 0.054711, "Current": 1.30128}}
     {"device": "pump-7", "feature": "Pressure", "value": 0.054711, "time": 1583750073.0}        with windows
 
-`messages` decodes JSON (Kafka, JSON lines), `tables` decodes rows of Parquet and CSV, `windows` names the records of
-events that name a device, `outward` writes alerts and dead letters. Of a key that an object has twice the last counts,
-as everywhere in JSON."""
+`messages` decodes JSON (Kafka, JSON lines) and, by `arrow`, messages that are tables; `tables` decodes rows of Parquet
+and CSV, `windows` names the records of events that name a device, `outward` writes alerts and dead letters. Of a key
+that an object has twice the last counts, as everywhere in JSON."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+from deformer_stream.codec.arrow import ArrowDecoder
 from deformer_stream.codec.messages import MAX_TEXT, Fields, MessageDecoder
 from deformer_stream.codec.outward import encode_alert, encode_rejected, payload_of, position
 from deformer_stream.codec.tables import ROW_FILE, ROW_NUMBER, LongDecoder, WideDecoder, record_hashes, shuffle_keys
@@ -72,7 +73,8 @@ class Codec:
         self.schema = schema
         self.fields = fields
         ahead = None if max_ahead is None else MaxAhead(max_ahead)
-        self._messages = MessageDecoder(schema, fields, max_message_bytes, max_readings, windows, ahead)
+        tables = ArrowDecoder(schema, fields, max_message_bytes, windows, ahead).decode
+        self._messages = MessageDecoder(schema, fields, max_message_bytes, max_readings, windows, ahead, tables)
         self._long = LongDecoder(schema, fields, windows, ahead)
         self._wide = WideDecoder(schema, order, seed, ahead)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from math import inf, isfinite, nan
 from typing import cast
 
@@ -21,6 +21,9 @@ from deformer_stream.ports import Messages, Unreadable
 
 MAX_TEXT = 1024
 """Longest record id and longest label, in characters."""
+
+TABLE = b"\xff\xff\xff\xff"
+"""What an Arrow IPC stream begins with, and no JSON."""
 
 _WORDS = {dict: "an object", list: "a list", str: "text", bool: "a boolean", int: "a number", float: "a number"}
 
@@ -45,9 +48,14 @@ class Fields:
         return self.record, self.feature, self.value
 
 
+Tables = Callable[[bytes, bytes | None, int], tuple[list[EventBatch], list[Rejected]]]
+"""Decodes a message that is a table, given its key and the broker's time; see `arrow.ArrowDecoder.decode`."""
+
+
 class MessageDecoder:
     """Decodes `Messages`. `decode` is one tight loop over the common form, a number of a known feature in a message of
-    its own; every other form, good or bad, goes through `_readings_of`, which is written to be read.
+    its own; every other form, good or bad, goes through `_readings_of`, which is written to be read; tables go through
+    `tables`.
 
     windows: the record of an event that names none is a window of its device. max_ahead: an event whose own time lies
     further ahead is refused."""
@@ -60,7 +68,9 @@ class MessageDecoder:
         max_readings: int,
         windows: Windows | None = None,
         max_ahead: MaxAhead | None = None,
+        tables: Tables | None = None,
     ) -> None:
+        self._tables = tables
         self._schema = schema
         self._fields = fields
         self._max_bytes = max_bytes
@@ -106,6 +116,20 @@ class MessageDecoder:
                         continue
             except (ValueError, KeyError, TypeError, AttributeError):
                 pass  # not the common form: `_readings_of` says what it is
+            if self._tables is not None and payload is not None and payload[:4] == TABLE:
+                parts, refused = self._tables(payload, data.keys[i], broker[i])
+                rejected += [replace(one, message=i) for one in refused]
+                for part in parts:
+                    first = len(records)
+                    unseen |= {first + at: text for at, text in part.unseen.items()}
+                    if part.windowed is not None:
+                        devices |= {first + at: name for at, name in enumerate(part.windowed.devices) if name}
+                    records += part.records
+                    features += part.features.tolist()
+                    values += part.values.tolist()
+                    times += part.times.tolist()
+                    messages += [i] * len(part)
+                continue
             for reading in self._readings_of(i, payload, data.keys[i], broker[i]):
                 if isinstance(reading, Rejected):
                     rejected.append(reading)

@@ -33,7 +33,7 @@ from deformer_stream.codec.messages import MAX_TEXT, Fields, window_of
 from deformer_stream.codec.refusal import Refusal, brief, is_unicode
 from deformer_stream.codec.times import MaxAhead
 from deformer_stream.codec.windows import Windows
-from deformer_stream.core.batch import NO_TIME, EventBatch, Reason, Rejected
+from deformer_stream.core.batch import NO_TIME, EventBatch, Reason, Rejected, Windowed
 from deformer_stream.core.schema import Schema
 from deformer_stream.errors import InputError
 from deformer_stream.ports import LongRows, WideRows
@@ -194,12 +194,12 @@ def faults_of_ids(ids: Iterable[str | None], name: str) -> dict[int, Refusal]:
     return faults
 
 
-def too_early(max_ahead: MaxAhead | None, times: NDArray[np.int64]) -> dict[int, Refusal]:
-    """By row, what is wrong with a time that lies too far ahead of the wall clock."""
+def too_early(max_ahead: MaxAhead | None, times: NDArray[np.int64], broker: int = NO_TIME) -> dict[int, Refusal]:
+    """By row, what is wrong with a time that lies too far ahead of the broker's, or of the wall clock."""
     faults: dict[int, Refusal] = {}
     if max_ahead is None:
         return faults
-    references = max_ahead.references(np.full(len(times), NO_TIME))
+    references = max_ahead.references(np.full(len(times), broker))
     for row in np.flatnonzero(times > references + max_ahead.micros).tolist():
         try:
             max_ahead.check(int(times[row]), int(references[row]))
@@ -223,33 +223,26 @@ class LongDecoder:
         self._windows = windows
         self._max_ahead = max_ahead
 
-    def decode(self, data: LongRows) -> tuple[EventBatch, list[Rejected]]:
-        """See `Codec.decode`."""
+    def decode(self, data: LongRows, broker: int = NO_TIME) -> tuple[EventBatch, list[Rejected]]:
+        """See `Codec.decode`. broker: the time of rows that state none, microseconds."""
         n = len(data)
         columns = dict(zip(data.table.schema.names, data.table.columns, strict=True))
         for name in self._fields.needed(columns, self._windows is not None):
-            if name not in columns:
+            if name not in columns and (name != self._fields.time or broker == NO_TIME):
                 raise InputError(
                     f"{data.topic}: a long table needs a column {name!r}; rename the column or use --layout wide"
                 )
 
-        time = columns.get(self._fields.time)
-        times, refusals = np.full(n, NO_TIME), dict[int, Refusal]()
-        if time is not None:
-            times, refusals = micros_of_column(time, f"{data.topic}: column {self._fields.time!r}")
-            refusals |= too_early(self._max_ahead, times)
+        times, refusals = self.times(data, columns, broker)
         codes, bad_features = self._features(data, columns[self._fields.feature])
         values, unseen, bad_values = self._values(data, columns, codes)
-        ids, devices, bad_records = self._owners(data, columns, times, refusals)
+        ids, devices, bad_records = self.owners(data, columns, times, refusals)
         refusals |= bad_values | bad_features | bad_records  # one reason per row: the leftmost fault
 
         keep = np.ones(n, bool)
         keep[list(refusals)] = False
         rows = np.flatnonzero(keep)
         index = np.cumsum(keep) - 1
-        windowed = None
-        if self._windows is not None and devices is not None:
-            windowed = self._windows.of([devices[row] for row in rows.tolist()], times[rows])
         batch = EventBatch(
             ids[rows].tolist(),
             codes[rows],
@@ -258,11 +251,28 @@ class LongDecoder:
             rows.astype(np.int32),
             np.zeros(len(rows), np.int32),
             {int(index[row]): text for row, text in unseen.items() if keep[row]},
-            windowed,
+            self.windowed(devices, times, rows),
         )
         return batch, [Rejected(row, refusals[row].reason, refusals[row].detail) for row in sorted(refusals)]
 
-    def _owners(
+    def times(
+        self, data: LongRows, columns: dict[str, pa.Array], broker: int = NO_TIME
+    ) -> tuple[NDArray[np.int64], dict[int, Refusal]]:
+        """(N,) microseconds of the rows, and refusals by row. broker: of rows that state none."""
+        time = columns.get(self._fields.time)
+        if time is None:
+            return np.full(len(data), broker), {}
+        times, refusals = micros_of_column(time, f"{data.topic}: column {self._fields.time!r}")
+        refusals |= too_early(self._max_ahead, times, broker)
+        return np.where(times == NO_TIME, broker, times), refusals
+
+    def windowed(self, devices: list[str] | None, times: NDArray[np.int64], rows: NDArray[np.intp]) -> Windowed | None:
+        """Which events are in a window, given the row of each."""
+        if self._windows is None or devices is None:
+            return None
+        return self._windows.of([devices[row] for row in rows.tolist()], times[rows])
+
+    def owners(
         self, data: LongRows, columns: dict[str, pa.Array], times: NDArray[np.int64], bad_times: dict[int, Refusal]
     ) -> tuple[NDArray[np.object_], list[str] | None, dict[int, Refusal]]:
         """(N,) record ids; N devices, "" where the row names its record, or None without windows; refusals by row."""
