@@ -55,9 +55,11 @@ format: $(VENV)/.dev ## format the code
 bench: $(VENV)/.dev ## speed, as ratios measured in one run; tables into benchmarks/results
 	$(BIN)/python -m benchmarks.speed
 
-bench-quality: $(VENV)/.bench ## detection and density on public tables beside their peers (DEFORMER_DATA); tables into benchmarks/results
+bench-quality: $(VENV)/.bench ## detection, early alerts and density on public data beside their peers (DEFORMER_DATA); tables into benchmarks/results
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.density
+	$(BIN)/python -m benchmarks.early
+	$(BIN)/python -m benchmarks.skab
 
 fuzz: $(VENV)/.fuzz ## coverage-guided fuzzing, FUZZ_SECONDS for each target (Linux); then a million hostile messages
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)

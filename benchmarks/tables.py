@@ -212,34 +212,40 @@ def summary(name: str, table: pa.Table, runs: list[dict[str, Any]]) -> dict[str,
     return line | {"runs": runs}
 
 
-def _cells(cells: list[str]) -> str:
+def markdown_row(cells: list[str]) -> str:
+    """A row of a table in Markdown."""
     return "| " + " | ".join(cells) + " |"
 
 
-def _head(cells: list[str]) -> list[str]:
-    return [_cells(cells), "|" + "---|" * len(cells)]
+def markdown_head(cells: list[str]) -> list[str]:
+    """The names of its columns, and the line under them."""
+    return [markdown_row(cells), "|" + "---|" * len(cells)]
 
 
 def ranking_table(lines: list[dict[str, Any]]) -> str:
-    text = _head(["table", "features", "preset", *(f"{k} {m}" for k in ("AUROC", "AUPR") for m in METHODS.values())])
+    text = markdown_head(
+        ["table", "features", "preset", *(f"{k} {m}" for k in ("AUROC", "AUPR") for m in METHODS.values())]
+    )
     for line in lines:
         figures = [f"{line[m][k]:.3f}" for k in ("auroc", "aupr") for m in METHODS]
-        text.append(_cells([line["table"], str(line["features"]), line["runs"][0]["preset"], *figures]))
+        text.append(markdown_row([line["table"], str(line["features"]), line["runs"][0]["preset"], *figures]))
     means = [f"{np.mean([line[m][k] for line in lines]):.3f}" for k in ("auroc", "aupr") for m in METHODS]
-    return "\n".join([*text, _cells(["**mean**", "", "", *means])])
+    return "\n".join([*text, markdown_row(["**mean**", "", "", *means])])
 
 
 def early_table(lines: list[dict[str, Any]]) -> str:
-    text = _head(["table", "seed", "calibrated", "normals alerted", "99% bound", "anomalies alerted", "features seen"])
+    text = markdown_head(
+        ["table", "seed", "calibrated", "normals alerted", "99% bound", "anomalies alerted", "features seen"]
+    )
     for line in lines:
         for run in line["runs"]:
             e, first = run["early"], [line["table"], str(run["seed"]), str(run["calibrated"])]
             if e is None:
-                text.append(_cells([*first, "out of reach", "", "", ""]))
+                text.append(markdown_row([*first, "out of reach", "", "", ""]))
                 continue
             share = f"{e['alarms']} of {e['normals']} ({100 * e['alarms'] / e['normals']:.1f}%)"
             seen = "" if e["seen"] is None else f"{100 * e['seen']:.0f}%"
-            text.append(_cells([*first, share, str(e["bound"]), f"{100 * e['detected']:.0f}%", seen]))
+            text.append(markdown_row([*first, share, str(e["bound"]), f"{100 * e['detected']:.0f}%", seen]))
     return "\n".join(text)
 
 
