@@ -52,8 +52,9 @@ format: $(VENV)/.dev ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.dev ## speed, as ratios measured in one run; tables into benchmarks/results
+bench: $(VENV)/.dev kafka-jars ## speed, as ratios measured in one run, and the whole road; tables into benchmarks/results
 	$(BIN)/python -m benchmarks.speed
+	$(BIN)/python -m benchmarks.stream
 
 bench-quality: $(VENV)/.bench ## detection, early alerts and density on public data beside their peers (DEFORMER_DATA); tables into benchmarks/results
 	$(BIN)/python -m benchmarks.tables

@@ -95,6 +95,7 @@ def throughput(options: argparse.Namespace, folder: Path) -> Rows:
                 "preset": options.preset,
                 "features": options.features,
                 "guide": options.gaussians,
+                "threads": options.threads,
                 "payload": payload,
                 "readings_a_message": READINGS[payload],
                 "events": sent,
@@ -213,6 +214,7 @@ def sustained(options: argparse.Namespace, folder: Path) -> Rows:
         yield {
             "preset": options.preset,
             "features": options.features,
+            "threads": options.threads,
             "produced_/s": round(producer.sent / took),
             "accepted_/s": round(accepted / took),
             "seconds": round(took),
@@ -238,6 +240,7 @@ def latency(options: argparse.Namespace, folder: Path) -> Rows:
             time.sleep(2)
             alerts.over.set()
             alerts.join()
+            means = _means(consumer.metrics())
             consumer.stop()
         warm = sorted(producer.went, key=lambda record: producer.went[record])[10:]
         missing = [record for record in warm if record not in alerts.came]
@@ -248,14 +251,29 @@ def latency(options: argparse.Namespace, folder: Path) -> Rows:
         yield {
             "preset": options.preset,
             "features": options.features,
+            "threads": options.threads,
             "events_/s": round(producer.sent / options.seconds),
             "alerts": len(millis),
             "without_an_alert": len(missing),
             "median_ms": round(cuts[49], 1),
             "p90_ms": round(cuts[89], 1),
             "p99_ms": round(cuts[98], 1),
+            **means,
             "producer_late_ms": round(1000 * producer.late),
         }
+
+
+def _means(metrics: dict[str, float]) -> dict[str, float]:
+    """What batches and commits were like in the mean."""
+
+    def mean(name: str) -> float:
+        return metrics[f"deformer_{name}_sum"] / max(1.0, metrics[f"deformer_{name}_count"])
+
+    return {
+        "batch_events": round(mean("batch_events")),
+        "scoring_ms": round(1000 * mean("scoring_seconds"), 1),
+        "commit_ms": round(1000 * mean("commit_seconds"), 1),
+    }
 
 
 def start(options: argparse.Namespace, folder: Path, times: int = 5) -> Rows:

@@ -29,7 +29,8 @@ class Progress:
             bar.update(task, advance=more, rate=f"{self.rate:,.0f} {self.unit}/s")
         elif time.monotonic() - self._said > LINE_SECONDS:
             self._said = time.monotonic()
-            log.get(self.title).info("progress", done=self.done, total=self.total, rate=round(self.rate))
+            left = {} if self.total is None else {"seconds_left": round((self.total - self.done) / self.rate)}
+            log.get(self.title).info("progress", done=self.done, total=self.total, rate=round(self.rate), **left)
 
     def reach(self, done: int) -> None:
         """Say how many are done in all."""

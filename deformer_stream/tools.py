@@ -9,11 +9,14 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from deformer_stream.command import HELP, debug_option, debugging, stop_on_signals
+
+if TYPE_CHECKING:
+    from deformer_stream.codec.packing import Packing
 
 SECTIONS = ["consume", "replay", "calibrate", "produce", "impute", "sample"]
 """The commands with options of `settings`; named here too, since importing them takes time."""
@@ -27,7 +30,7 @@ def produce() -> click.Command:
     @options(ProduceSettings)
     @debug_option
     def command(inputs: tuple[str, ...], config: Path | None, **flags: Any) -> int:
-        """Turn a table into an asynchronous stream of single readings."""
+        """Turn a table into an asynchronous stream of readings."""
         from connectors.files import events_of
         from deformer_stream import artifact, log
         from deformer_stream.progress import Progress
@@ -52,14 +55,22 @@ def produce() -> click.Command:
         going = itertools.takewhile(lambda _: not stop.is_set(), events)
         with Progress("produce", None, "events") as progress:
             if settings.topic is None:
-                sent = _write_lines(str(settings.output), going, settings.rate, progress.advance)
+                sent = _write_lines(str(settings.output), going, settings.rate, progress.advance, settings.payload)
             else:
                 from connectors.kafka import produce as send
 
                 # Readings keep their own time in the message; the broker's timestamp is that of sending.
                 keyed = ((key or None, value, None) for key, value, _ in going)
-                servers, parts = settings.bootstrap_servers, settings.partitions
-                sent = send(servers, settings.topic, keyed, settings.rate, parts, settings.security(), progress.reach)
+                sent = send(
+                    settings.bootstrap_servers,
+                    settings.topic,
+                    keyed,
+                    settings.rate,
+                    settings.partitions,
+                    settings.security(),
+                    progress.reach,
+                    settings.payload,
+                )
         click.echo(f"{sent} events sent to {settings.topic or settings.output}", err=True)
         return 130 if stop.is_set() else 0
 
@@ -67,21 +78,26 @@ def produce() -> click.Command:
 
 
 def _write_lines(
-    path: str, events: Iterable[tuple[bytes, bytes, int]], rate: float | None, advance: Callable[[int], None]
+    path: str,
+    events: Iterable[tuple[bytes, bytes, int]],
+    rate: float | None,
+    advance: Callable[[int], None],
+    packing: Packing,
 ) -> int:
     """Events as lines of a file, or of standard output for "-"; returns how many. rate: per second."""
     from connectors.files import LinesSink
+    from deformer_stream.codec.packing import packed
 
     lines = LinesSink(path)
     began, sent = time.monotonic(), 0
     try:
-        for _, value, _ in events:
+        for message in packed(((key or None, value) for key, value, _ in events), packing):
             if rate is not None and (early := began + sent / rate - time.monotonic()) > 0:
                 lines.flush()
                 time.sleep(early)
-            lines.lines([value])
-            sent += 1
-            advance(1)
+            lines.lines([message.value])
+            sent += message.readings
+            advance(message.readings)
     finally:
         lines.close()
     return sent

@@ -43,6 +43,7 @@ def test_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[0]["room"] == "replay"
     assert lines[0]["total"] == 100
     assert lines[0]["rate"] == 2
+    assert [line["seconds_left"] for line in lines] == [39, 28]
 
 
 def test_short_work_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -275,6 +275,11 @@ class ProduceSettings(_Kafka):
     rate: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="Events per second; by default as fast as possible."
     )
+    payload: Literal["json", "json-many", "arrow"] = Field(
+        "json",
+        description="What a message holds: one reading; readings of a record that go out together; or readings of "
+        "many records, as an Arrow stream.",
+    )
     shuffle_within: Duration = written(
         "0s", description="Delay each reading by up to this long, so that records interleave."
     )
@@ -288,6 +293,8 @@ class ProduceSettings(_Kafka):
 
     @model_validator(mode="after")
     def _one_target(self) -> Self:
+        if self.output is not None and self.payload == "arrow":
+            raise ValueError("--payload arrow is for messages: lines are JSON, so give --topic, or another --payload")
         return _one_of(self, "topic", "output")
 
 

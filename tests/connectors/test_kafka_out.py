@@ -14,10 +14,13 @@ import pytest
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 
 from connectors.kafka import KafkaSink, ensure_topics, produce
+from deformer_stream.codec import Codec
+from deformer_stream.codec.packing import Packing
 from deformer_stream.core.batch import Reason, Rejected
 from deformer_stream.errors import ConfigError
 from deformer_stream.ports import Messages
 from tests.connectors.kafka_world import Bytes, Topic, alert, effects, numbered, sink_of
+from tests.test_codec_arrow import SCHEMA
 
 pytestmark = pytest.mark.kafka
 
@@ -166,3 +169,26 @@ def test_topics_are_made_once_even_by_many(kafka: SimpleNamespace, topic: Topic)
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+@pytest.mark.parametrize("packing", ["json-many", "arrow"])
+def test_gathered_readings_stay_in_the_partition_of_their_record(
+    kafka: SimpleNamespace, topic: Topic, packing: Packing
+) -> None:
+    apart, together = topic(3), topic(3)
+    names = [f"r{i}" for i in range(40)]
+    lines = [
+        (name.encode(), b'{"record":"%b","feature":"%b","value":%d}' % (name.encode(), feature, i), None)
+        for i, name in enumerate(names)
+        for feature in (b"Pressure", b"Current")
+    ]
+    assert produce(kafka.bootstrap, apart, lines) == 80
+    assert produce(kafka.bootstrap, together, lines, packing=packing) == 80
+    where = {message.key.decode(): message.partition for message in records_of(kafka, apart, 80)}
+    found = records_of(kafka, together, 40 if packing == "json-many" else len(set(where.values())))
+    ints = np.zeros(len(found), np.int64)
+    data = Messages("t", [m.key for m in found], [m.value for m in found], ints, ints.astype(np.int32), ints)
+    batch, rejected = Codec(SCHEMA).decode(data)
+    assert (len(batch), rejected) == (80, [])
+    at = [found[message].partition for message in batch.messages.tolist()]
+    assert dict(zip(batch.records, at, strict=True)) == where

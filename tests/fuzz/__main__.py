@@ -13,7 +13,10 @@ import sys
 from pathlib import Path
 
 SEEDS = Path(__file__).parent / "corpus"
-TARGETS = ("one_message", "messages", "long_tables", "wide_tables", "model_directories", "saved_states")
+TARGETS = (
+    *("one_message", "messages", "arrow_messages", "long_tables", "wide_tables"),
+    *("model_directories", "saved_states"),
+)
 MEMORY_MIB, SLOW_SECONDS = 3000, 120
 
 

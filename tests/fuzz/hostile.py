@@ -322,6 +322,19 @@ def table(r: Random, n: int, names: list[str]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(list(columns.values()), list(columns))
 
 
+def arrow(r: Random) -> bytes:
+    """A table as an Arrow stream, one in two as its sender meant it."""
+    names = r.choice([["record", "feature", "value", "time", "device", "label"], ["record", "time", *SCHEMA.names]])
+    batch = table(r, r.randrange(6), names)
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression=r.choice([None, None, None, "zstd", "lz4"]))
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
+        for _ in range(1 + r.randrange(2)):
+            writer.write_batch(batch)
+    stream: bytes = sink.getvalue().to_pybytes()
+    return stream if r.randrange(2) else stream[:4] + mutated(r, stream[4:])
+
+
 # --- files -----------------------------------------------------------------------------------------------------------
 
 SCALARS: list[Any] = [None, True, False, 0, 1, -1, 2, 3, 16, 2**31, 2**62, 2**63, 10**30, 0.5, 1e308, float("nan")]

@@ -62,6 +62,13 @@ def wide_tables(data: bytes) -> None:
         laws.table_holds(codec, WideRows("fuzz.parquet", table, ids, 3, time))
 
 
+def arrow_messages(data: bytes) -> None:
+    """Tables as messages, readings in rows or in columns, some of them damaged or compressed."""
+    r = hostile.Fed(data)
+    codec = r.choice(laws.CODECS)
+    laws.decoded(codec, hostile.messages(r, 1 + r.randrange(3), hostile.arrow))
+
+
 @cache
 def _good_model() -> tuple[Path, forgery.Manifest, bytes]:
     """A folder to work in, and the files of a good model."""
@@ -86,5 +93,5 @@ def saved_states(data: bytes) -> None:
 
 TARGETS: dict[str, Target] = {
     target.__name__: target
-    for target in (one_message, messages, long_tables, wide_tables, model_directories, saved_states)
+    for target in (one_message, messages, arrow_messages, long_tables, wide_tables, model_directories, saved_states)
 }
