@@ -21,6 +21,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -172,14 +173,19 @@ def learn(rows: pa.Table, seed: int, max_time: str) -> tuple[Detector, Result]:
         return load(model), result
 
 
-def stream(detector: Detector, rows: pa.Table, seed: int) -> tuple[Floats, Ints]:
-    """`anomaly_score` (M,) and the place of the alert (M,), −1 for none, of records in a random order each."""
+def in_random_orders(detector: Detector, rows: pa.Table, seed: int) -> Iterator[list[dict[str, Any]]]:
+    """The rows as records, each in an order of its own, batch by batch."""
     rng = np.random.default_rng([seed, 0x0DE5])
     known = [name for name in rows.column_names if name in detector.schema.names]  # constant columns are no features
-    scores, places = [], []
     for start in range(0, len(rows), AT_ONCE):
         some = rows.slice(start, AT_ONCE).select(known).to_pylist()
-        records = [{known[k]: row[known[k]] for k in rng.permutation(len(known)).tolist()} for row in some]
+        yield [{known[k]: row[known[k]] for k in rng.permutation(len(known)).tolist()} for row in some]
+
+
+def stream(detector: Detector, rows: pa.Table, seed: int) -> tuple[Floats, Ints]:
+    """`anomaly_score` (M,) and the place of the alert (M,), −1 for none, of records in a random order each."""
+    scores, places = [], []
+    for records in in_random_orders(detector, rows, seed):
         found = detector.score(records, ALPHA)
         scores.append(found.anomaly_score)
         places.append(found.alert_seq.astype(np.int64))

@@ -6,6 +6,7 @@ inside the command that needs it.
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,7 +45,7 @@ def _consume() -> click.Command:
         log.configure(debugging())
         logger = log.get("consume")
         stop, asked = stop_on_signals(), asked_by_hangup()
-        loaded, engine = opening.model(settings)
+        loaded, engine = opening.model(settings, settings.drift or math.inf)
         codec = opening.codec(loaded, settings, order="arrival")
         measures = metrics.Metrics()
         with ExitStack() as ends:
@@ -195,7 +196,7 @@ def _replay() -> click.Command:
         settings = load(ReplaySettings, flags, config, "replay")
         log.configure(debugging())
         stop = stop_on_signals()
-        loaded, engine = opening.model(settings)
+        loaded, engine = opening.model(settings, settings.drift)
         from connectors.files import AlertLines, RecordsParquet, RejectedLines, ScoresParquet
 
         codec, source = opening.tables(inputs, loaded, settings)
@@ -263,9 +264,7 @@ def _calibrate() -> click.Command:
         if stop.is_set():
             return 130
         order = peaks.order(opening.order_of_rows(loaded, settings), settings.order)
-        found = recalibration.recalibrated(
-            loaded.calibration, peaks, order, settings.alpha, settings.group_by, settings.seed
-        )
+        found = recalibration.recalibrated(loaded, peaks, order, settings.alpha, settings.group_by, settings.seed)
         fingerprint = recalibration.written(found, loaded, target, settings.alpha)
         click.echo(aligned([("alpha", "before", "now", "in reach?"), *found.rows(settings.alpha)]))
         for line in found.groups():

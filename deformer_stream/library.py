@@ -60,7 +60,8 @@ class Update:
 class RecordScores:
     """Whole records in the order given, each (N,).
 
-    log_likelihood: ln p of the record. anomaly_score: ranks, larger is more anomalous. p_value: anytime-valid.
+    log_likelihood: ln p of the record. anomaly_score: ranks, larger is more anomalous. score: the running statistic of
+    alerts in the end, likewise; p_value: of that, anytime-valid.
     alert_seq: place of the reading that raised the first alert, −1 where none did.
     """
 
@@ -68,6 +69,7 @@ class RecordScores:
     anomaly_score: NDArray[np.float64]
     p_value: NDArray[np.float64]
     alert_seq: NDArray[np.int32]
+    score: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,7 @@ class Detector:
             column("anomaly_score", 0.0),
             column("p_value", 1.0),
             column("alert_seq", -1).astype(np.int32),
+            column("score", 0.0),
         )
 
     def explain(self, record: Mapping[str, Value]) -> tuple[Contribution, ...]:

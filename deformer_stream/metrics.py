@@ -64,6 +64,8 @@ class Metrics:
         age = "Seconds since the partition's latest snapshot was committed"
         self.snapshot_age = named(Gauge, "snapshot_age_seconds", age, ["partition"])
         self.model = named(Gauge, "model_info", "1; the label names the model in force", ["fingerprint"])
+        exchangeable = "log10 of the evidence that the partition's records are unlike those of the calibration"
+        self.drift = named(Gauge, "drift_martingale", exchangeable, ["partition"])
         for reason in Reason:  # a series that starts at 0 shows its first increase
             self.rejected.labels(reason.value)
         for closing in Closing:
@@ -71,6 +73,7 @@ class Metrics:
         self.progress = now()
         self.ready = False
         self._lagging: set[tuple[str, int]] = set()
+        self._drifting: set[int] = set()
 
     def observe(self, effects: Effects, seconds: float) -> None:
         """Count what one batch led to. seconds: what it took to score."""
@@ -99,6 +102,14 @@ class Metrics:
         self._lagging = set(lag)
         for (topic, partition), messages in lag.items():
             self.lag.labels(topic, str(partition)).set(messages)
+
+    def drifting(self, log10: Mapping[int, float]) -> None:
+        """Set the evidence of the partitions that are ours; the series of others disappear."""
+        for partition in self._drifting - set(log10):
+            self.drift.remove(str(partition))
+        self._drifting = set(log10)
+        for partition, evidence in log10.items():
+            self.drift.labels(str(partition)).set(evidence)
 
     def misrouting(self, records: int) -> None:
         """So many were seen since the beginning."""

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from deformer_stream.settings import ConsumeSettings, ReplaySettings, ScoringSettings, TableSettings
 
 
-def model(settings: ConsumeSettings | ReplaySettings) -> tuple[Artifact, Engine]:
-    """The model and an engine; says so when alpha is out of reach."""
+def model(settings: ConsumeSettings | ReplaySettings, drift: float | None = None) -> tuple[Artifact, Engine]:
+    """The model and an engine; says so when alpha is out of reach. drift: as of the engine."""
     from deformer_stream import artifact, log
 
     loaded = artifact.read(settings.model, settings.device)
@@ -27,17 +27,23 @@ def model(settings: ConsumeSettings | ReplaySettings) -> tuple[Artifact, Engine]
             f"p-value is {loaded.calibration.smallest_p:.2g}, so no alert can be raised; calibrate on at least "
             f"{needed} records or raise --alpha"
         )
-    return loaded, engine(loaded, settings, settings.alpha, settings.record_timeout)
+    return loaded, engine(loaded, settings, settings.alpha, settings.record_timeout, drift)
 
 
-def engine(loaded: Artifact, settings: ScoringSettings, alphas: Sequence[float], timeout: float | None) -> Engine:
+def engine(
+    loaded: Artifact,
+    settings: ScoringSettings,
+    alphas: Sequence[float],
+    timeout: float | None,
+    drift: float | None = None,
+) -> Engine:
     """timeout: seconds of silence that end a record. Raises `ConfigError` where its memory cannot be had."""
     from deformer_stream.core.engine import Engine, Limits
     from deformer_stream.errors import ConfigError
 
     limits = Limits(None if timeout is None else round(timeout * 1e6), settings.max_open_records, settings.cache_memory)
     try:
-        return Engine(loaded.model, loaded.calibration, loaded.fingerprint, alphas, limits)
+        return Engine(loaded.model, loaded.calibration, loaded.fingerprint, alphas, limits, drift)
     except (RuntimeError, MemoryError):  # what torch and NumPy say when memory cannot be had
         raise ConfigError(f"--cache-memory {settings.cache_memory} bytes cannot be had: give less") from None
 

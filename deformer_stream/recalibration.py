@@ -17,9 +17,14 @@ from deformer_stream import artifact, html
 from deformer_stream.artifact import Artifact
 from deformer_stream.core.batch import Effects
 from deformer_stream.core.conformal import ALPHAS, MOST, Calibration, group_of
+from deformer_stream.core.drift import surprise_of
+from deformer_stream.core.model import DEformer
 from deformer_stream.core.windows import MARK
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.ports import Payload, WideRows
+
+LOGGED = 2_000
+"""Records by which the usual surprise of each feature is told."""
 
 DEVICE = "device"
 """The separator that this stands for is the one of windows: DEVICE@START."""
@@ -31,6 +36,7 @@ class Peaks:
 
     def __init__(self) -> None:
         self.records: list[str] = []
+        self.logs: dict[str, list[tuple[int, float]]] = {}  # of the first `LOGGED` records
         self.wide = self.arrivals = False
         self._scores: list[NDArray[np.float64]] = []
 
@@ -41,10 +47,24 @@ class Peaks:
     def write(self, effects: Effects, data: Payload | None) -> None:
         self.wide |= isinstance(data, WideRows)
         self.arrivals |= data is not None and not isinstance(data, WideRows)
+        self._log(effects)
         closed = effects.closed
         some = np.flatnonzero(closed.events > 0)
         self.records += [closed.records[i] for i in some.tolist()]
         self._scores.append(closed.score[some])
+
+    def _log(self, effects: Effects) -> None:
+        batch, events = effects.batch, effects.scored.events
+        rows = zip(events.tolist(), batch.features[events].tolist(), batch.values[events].tolist(), strict=True)
+        for event, code, value in rows:
+            record = batch.records[event]
+            if record in self.logs or len(self.logs) < LOGGED:
+                self.logs.setdefault(record, []).append((code, value))
+
+    def surprise(self, model: DEformer) -> dict[str, float]:
+        """Mean −ln p by feature, nats."""
+        pairs = (tuple(zip(*log, strict=True)) for log in self.logs.values())
+        return surprise_of(model, [(np.array(codes, np.int64), np.array(values)) for codes, values in pairs])
 
     def order(self, of_rows: str, asked: str | None) -> str:
         """The arrival law of what was collected. of_rows: of the readings of a wide row. asked: for all. Raises
@@ -97,16 +117,16 @@ class Recalibrated:
 
 
 def recalibrated(
-    before: Calibration, peaks: Peaks, order: str, alphas: Sequence[float], group_by: str | None, seed: int
+    loaded: Artifact, peaks: Peaks, order: str, alphas: Sequence[float], group_by: str | None, seed: int
 ) -> Recalibrated:
     """Calibrate on what was collected. order: the arrival law of it. alphas: a group is on its own where all of these
     are in reach with its records. group_by: `DEVICE`, or the separator behind the group in a record's id. Raises
     `InputError` without any record, or without any that names a group."""
-    scores = peaks.scores
+    before, scores = loaded.calibration, peaks.scores
     if not len(scores):
         raise InputError("no record to calibrate on: the input holds no reading that the model knows")
     rng = np.random.default_rng([seed, 0xCA1B])
-    pool = Calibration.of(_thinned(scores, rng), order)
+    pool = Calibration.of(_thinned(scores, rng), order, peaks.surprise(loaded.model))
     least = max(1, *(Calibration.needed(alpha) for alpha in alphas))
     if group_by is None:
         return Recalibrated(before, pool, len(scores), {}, least, 0)

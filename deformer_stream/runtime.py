@@ -155,7 +155,7 @@ class Road:
             effects = self.engine.handle(batch, self.clock.at(batch.times), self.recovery.restoring)  # 3
             effects = replace(effects, rejected=Rejected.merged([*refused, *effects.rejected]))
             self._act(effects, data, time.perf_counter() - started)  # 4
-            if self._pace.due(urgent=self._shared is not None and bool(effects.alerts)):
+            if self._pace.due(urgent=self._shared is not None and bool(effects.alerts or effects.drifts)):
                 self._commit()  # 5
             if time.monotonic() - summed >= SUMMARY_SECONDS:
                 log.get("runtime").info("summary", **self.totals.shown(), open=len(self.engine.records))
@@ -203,6 +203,14 @@ class Road:
             log.get("runtime").info(
                 "alert", id=alert.id, record=alert.record, raised_at=alert.raised_at, p_value=alert.p_value
             )
+        for notice in effects.drifts:
+            log.get("runtime").warning(
+                "drift: the records are no longer like those of the calibration",
+                id=notice.id,
+                partition=notice.partition,
+                log10_martingale=round(notice.log10, 2),
+                features=[one.feature for one in notice.moved],
+            )
         self.recovery.note(effects)
         self.totals.add(effects)
         metrics = self.metrics
@@ -211,6 +219,7 @@ class Road:
         metrics.open.set(len(self.engine.records))
         metrics.cache.set(self.engine.cache_bytes)
         metrics.rebuilds.inc(self.engine.take_rebuilds())
+        metrics.drifting(self.engine.drift())
         self._report_misrouted()
         metrics.ready = (self._shared is None or bool(self._shared.assigned)) and not self.recovery.restoring
 

@@ -156,6 +156,26 @@ def test_alerts_to_standard_output(cli: Run, model_dir: Path, lines: Path) -> No
     assert len(ended.out.splitlines()) == int(ended.lines[0].split(" alerts")[0].split()[-1]) > 0
 
 
+def test_drift_is_told_where_it_is_asked_for(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    """From the 100th record on the vibration is another; alerts are the same with and without."""
+    rows = rows_of(SCHEMA, 160, 31, missing=0.0)
+    for row in rows[100:]:
+        row["vibration"] = 40.0
+    events = [{"record": f"r{i}", "values": row} for i, row in enumerate(rows)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    words = ["replay", tmp_path / "events.jsonl", "--model", model_dir, "--alerts", tmp_path / "alerts.jsonl"]
+    assert cli(*words).code == 0
+    alerts = documents(tmp_path / "alerts.jsonl")
+    assert cli(*words, "--drift", "1000").code == 0
+    told = documents(tmp_path / "alerts.jsonl")
+    (notice,) = [document for document in told if document.get("kind") == "drift"]
+    assert [document for document in told if document != notice] == alerts
+    assert 100 <= int(notice["record"][1:]) < 140
+    assert notice["features"][0]["feature"] == "vibration"
+    assert notice["log10_martingale"] >= 3
+    assert len(notice["id"]) == 32
+
+
 def test_alpha_out_of_reach_is_said(cli: Run, model_dir: Path, lines: Path) -> None:
     ended = cli("replay", lines, "--model", model_dir, "--alpha", "0.004")
     assert ended.code == 0

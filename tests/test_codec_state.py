@@ -25,7 +25,7 @@ from deformer_stream.codec.state import (
     encode_decisions,
     encode_snapshot,
 )
-from deformer_stream.core.snapshot import Alerted, Decisions, Snapshot, Vocabulary
+from deformer_stream.core.snapshot import Alerted, Decisions, Drift, Snapshot, Vocabulary
 from deformer_stream.errors import StateError
 from tests.core.lives import same_snapshot
 
@@ -69,11 +69,22 @@ EXAMPLE = Snapshot(
     closed=["b", "a", ""],
     devices=["pump-9", "pump-8"],
     marks=np.array([-5, 1_583_750_073_000_000]),
+    drift=Drift("fedcba9876543210", 7, (0.5, 1e-9, 12.25), True, {"": (1, 0, 2), "pump-7": (4,)}),
 )
-DECIDED = Decisions(("b", "ümlaut\0"), {"a": Alerted(3, 0.001), "": Alerted(0, 0.05)})
+DECIDED = Decisions(("b", "ümlaut\0"), {"a": Alerted(3, 0.001), "": Alerted(0, 0.05)}, EXAMPLE.drift)
 
 texts = st.text(max_size=12)
 """Any text but lone surrogates, which no JSON that is accepted carries."""
+
+
+counted = st.dictionaries(texts, st.lists(st.integers(0, 2**40), max_size=9).map(tuple), max_size=3)
+drifts = st.none() | st.builds(
+    lambda model, counts, capital, alarmed: Drift(model, sum(map(sum, counts.values())), capital, alarmed, counts),
+    texts,
+    counted,
+    st.tuples(*[st.floats(0, 1e12)] * 3),
+    st.booleans(),
+)
 
 
 @st.composite
@@ -116,6 +127,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         closed=draw(st.lists(texts, max_size=8)),
         devices=devices,
         marks=rng.integers(-(2**60), 2**60, len(devices)),
+        drift=draw(drifts),
         **sums,
     )
 
@@ -130,9 +142,10 @@ def test_a_snapshot_comes_back_as_it_was(snapshot: Snapshot) -> None:
 @given(
     closed=st.lists(texts),
     alerted=st.dictionaries(texts, st.builds(Alerted, st.integers(0, 2**31 - 1), st.floats(0, 0.999))),
+    drift=drifts,
 )
-def test_decisions_come_back_as_they_were(closed: list[str], alerted: dict[str, Alerted]) -> None:
-    decisions = Decisions(tuple(closed), alerted)
+def test_decisions_come_back_as_they_were(closed: list[str], alerted: dict[str, Alerted], drift: Drift | None) -> None:
+    decisions = Decisions(tuple(closed), alerted, drift)
     again = decode_decisions(encode_decisions(decisions))
     assert again == decisions
     assert list(again.alerted) == list(alerted)
@@ -150,7 +163,7 @@ def test_format_version_2() -> None:
 def test_format_version_1_knows_a_single_alpha() -> None:
     """Records that had alerted, at whatever alpha it was, alert no more."""
     assert (GOLDEN / "snapshot.v1").read_bytes()[9:11] == b"\x00\x01"
-    old = replace(EXAMPLE, alert_seq=ints(1, -1, -1), alert_alpha=np.array([0.0, 1.0, 1.0]))
+    old = replace(EXAMPLE, drift=None, alert_seq=ints(1, -1, -1), alert_alpha=np.array([0.0, 1.0, 1.0]))
     same_snapshot(decode_snapshot((GOLDEN / "snapshot.v1").read_bytes()), old)
     told = {"a": Alerted(3, 0.0), "": Alerted(0, 0.0)}
     assert decode_decisions((GOLDEN / "decisions.v1").read_bytes()) == Decisions(DECIDED.closed, told)
@@ -267,6 +280,11 @@ def test_what_the_records_rely_on_is_checked() -> None:
         {"window_record": ints(3)},
         {"window_device": []},
         {"devices": ["a", "a"]},
+        {"drift": replace(EXAMPLE.drift, records=8)},
+        {"drift": replace(EXAMPLE.drift, capital=(1.0, 1.0))},
+        {"drift": replace(EXAMPLE.drift, capital=(1.0, 1.0, np.nan))},
+        {"drift": replace(EXAMPLE.drift, capital=(1.0, 1.0, -1.0))},
+        {"drift": replace(EXAMPLE.drift, counts={"": (8, -1)})},
         {"marks": EXAMPLE.marks[:1]},
         {"vocabulary": replace(VOCABULARY, names=("flow", "mode", "mode"))},
         {"vocabulary": replace(VOCABULARY, names=("flow", "mode"))},

@@ -40,6 +40,7 @@ NAMES = {
     "snapshot_bytes": "gauge",
     "snapshot_age_seconds": "gauge",
     "model_info": "gauge",
+    "drift_martingale": "gauge",
 }
 LABELS = {
     "events_rejected_total": {"reason"},
@@ -48,6 +49,7 @@ LABELS = {
     "snapshot_bytes": {"partition"},
     "snapshot_age_seconds": {"partition"},
     "model_info": {"fingerprint"},
+    "drift_martingale": {"partition"},
 }
 
 
@@ -86,7 +88,7 @@ def effects() -> Effects:
     ints = np.zeros(1, np.int32)
     batch = EventBatch(["r"], ints, one, np.zeros(1, np.int64), ints, ints)
     alert = AlertRaised("id", "r", 1, 1, 6, 1_000_000, 0.001, 0.01, 9.0, -3.0, "m", 0, ())
-    closed = ClosedRecords(["r"], [Closing.TIMEOUT], ints, ints, np.ones(1, bool), one, one, one, ints)
+    closed = ClosedRecords(["r"], [Closing.TIMEOUT], ints, ints, np.ones(1, bool), one, one, one, ints, one, one)
     refused = [Rejected(0, Reason.LATE, "late"), Rejected(0, Reason.LATE, "late"), Rejected(0, Reason.NOT_JSON, "no")]
     return Effects(batch, scored, [alert], refused, closed)
 
@@ -96,6 +98,7 @@ def test_names_are_those_of_the_contract(port: int) -> None:
     measures.lags({("t", 0): 1})
     measures.saved(0, 100)
     measures.model.labels("abc").set(1)
+    measures.drifting({0: -0.5})
     with served(port, measures):
         status, text = get(port, "/metrics")
     assert status == 200
@@ -108,6 +111,15 @@ def test_names_are_those_of_the_contract(port: int) -> None:
     assert found == NAMES
     assert {name: keys for name, keys in labels.items() if keys} == LABELS
     assert "_created" not in text
+
+
+def test_evidence_of_partitions_that_went_disappears() -> None:
+    measures = metrics.Metrics()
+    measures.drifting({0: -0.5, 3: 4.25})
+    assert value(measures, "drift_martingale", partition="3") == 4.25
+    measures.drifting({0: 1.0})
+    assert value(measures, "drift_martingale", partition="0") == 1.0
+    assert value(measures, "drift_martingale", partition="3") is None
 
 
 def test_observations() -> None:

@@ -31,6 +31,8 @@ from tests.models import rows_of
 
 ALPHA = (0.3, 0.1, 0.02)
 PARTITIONS = 3
+DRIFT = 1.5
+"""A level that some partitions get to, by chance."""
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +62,7 @@ class World:
     kept: dict[int, Kept]
     alerts: list[tuple[str, str, int]] = field(default_factory=list)
     letters: list[tuple[int, int, str]] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
@@ -149,6 +152,7 @@ class Member:
         for effects, data in self._pending:
             for alert in effects.alerts:
                 self.world.alerts.append((alert.id, alert.record, alert.raised_at))
+            self.world.notices += [notice.id for notice in effects.drifts]
             for refusal in effects.rejected:
                 assert isinstance(data, Messages)
                 place = int(data.partitions[refusal.message]), int(data.offsets[refusal.message])
@@ -186,7 +190,7 @@ def live(
 ) -> None:
     """One life, to whatever end. every: seconds between snapshots."""
     member = Member(world, assigned, seed, crash, move)
-    engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
+    engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits(), DRIFT)
     road = Road(
         member,
         Codec(loaded.schema),
@@ -217,8 +221,10 @@ def test_many_lives_commit_what_one_does(loaded: Artifact, seed: int, every: flo
         lives += 1
         assert lives < 500
     assert len(whole.alerts) > 10
+    assert whole.notices
     assert Counter(cut.alerts) == Counter(whole.alerts)
     assert Counter(cut.letters) == Counter(whole.letters)
+    assert Counter(cut.notices) == Counter(whole.notices)
 
 
 def test_what_was_saved_comes_back_without_effects(loaded: Artifact) -> None:

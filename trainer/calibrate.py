@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream.core.conformal import MOST, Calibration, record_statistics
+from deformer_stream.core.conformal import MOST, Calibration, Survey, survey
 from deformer_stream.core.model import DEformer
 from deformer_stream.errors import ConfigError
 from trainer.data import Prepared
@@ -32,12 +32,10 @@ def calibration_rows(rows: NDArray[np.int64], seed: int, most: int = MOST) -> ND
     return np.sort(np.random.default_rng([seed, 0xCA11]).choice(rows, most, replace=False))
 
 
-def statistics(
-    model: DEformer, data: Prepared, rows: NDArray[np.int64], order: Order, seed: int
-) -> NDArray[np.float64]:
-    """(N,) M of each row in one order drawn from the law, larger is more anomalous. Readings are taken as they are."""
+def surveyed(model: DEformer, data: Prepared, rows: NDArray[np.int64], order: Order, seed: int) -> Survey:
+    """Each row in one order drawn from the law. Readings are taken as they are."""
     generator = seeded(seed, 0xCA1B)
-    result = []
+    found = survey(model, np.empty((0, 1), np.int64), np.empty((0, 1)))
     for start in range(0, len(rows), BATCH):
         values, ranks = read_rows(data, rows[start : start + BATCH])
         if order == "arrival" and ranks is not None:
@@ -47,14 +45,21 @@ def statistics(
         else:
             keys = torch.arange(values.shape[1], dtype=torch.float64).expand(values.shape)
         features, places = arrange(values, keys)
-        result.append(record_statistics(model, features.numpy(), take(values, places).double().numpy(), BATCH))
-    return np.concatenate(result) if result else np.empty(0)
+        found += survey(model, features.numpy(), take(values, places).double().numpy(), BATCH)
+    return found
+
+
+def statistics(
+    model: DEformer, data: Prepared, rows: NDArray[np.int64], order: Order, seed: int
+) -> NDArray[np.float64]:
+    """(N,) M of each row, larger is more anomalous."""
+    return surveyed(model, data, rows, order, seed).statistics
 
 
 def calibrate(model: DEformer, data: Prepared, rows: NDArray[np.int64], order: Order, seed: int) -> Calibration:
     """Calibrate on the rows, which must have been used neither for training nor for early stopping."""
     was_training = model.training
     model.eval()
-    scores = statistics(model, data, calibration_rows(rows, seed), order, seed)
+    found = surveyed(model, data, calibration_rows(rows, seed), order, seed)
     model.train(was_training)
-    return Calibration.of(scores, order)
+    return Calibration.of(found.statistics, order, found.by_feature(data.schema.names))

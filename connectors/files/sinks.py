@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from deformer_stream.codec import encode_alert, encode_rejected
+from deformer_stream.codec import encode_alert, encode_drift, encode_rejected
 from deformer_stream.core.batch import NO_TIME, Closed, Effects
 from deformer_stream.core.schema import Schema
 from deformer_stream.errors import ConfigError, Unavailable
@@ -238,10 +238,11 @@ def _ends_within_a_line(path: Path) -> bool:
 
 
 class AlertLines(LinesSink):
-    """Alerts as JSON, one per line, in the order in which they were raised."""
+    """Alerts as JSON, one per line, in the order in which they were raised; among them notices of drift."""
 
     def write(self, effects: Effects, data: Payload | None) -> None:
         self.lines([encode_alert(alert, data) for alert in effects.alerts])
+        self.lines([encode_drift(notice) for notice in effects.drifts])
 
 
 class RejectedLines(LinesSink):

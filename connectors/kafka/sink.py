@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from connectors.kafka.delivery import Delivery, Header, Outgoing, size_of
 from connectors.kafka.state import SETTINGS
-from deformer_stream.codec import payload_of, position
+from deformer_stream.codec import encode_drift, payload_of, position
 from deformer_stream.core.batch import AlertRaised, Effects, Rejected
 from deformer_stream.ports import Messages, Payload
 
@@ -30,7 +30,8 @@ class AlertEncoder(Protocol):
 
 
 class KafkaSink:
-    """Alerts to one topic, keyed by record; refused events to another, as they came, with the reason in headers.
+    """Alerts and notices of drift to one topic, keyed by record; refused events to another, as they came, with the
+    reason in headers.
 
     The dead letter's headers, UTF-8: reason, detail, and the source position as topic, partition, offset. A letter too
     large for its topic is sent without its payload, with the header payload_bytes: bad input never stops the stream.
@@ -56,6 +57,9 @@ class KafkaSink:
                 value = self._codec.encode_alert(alert, data)
                 source = 0 if data is None else position(data, alert.message)[1]
                 self._delivery.put(Outgoing(source, self.alerts_topic, alert.record.encode(), value, []))
+            for notice in effects.drifts:
+                key, value = notice.record.encode(), encode_drift(notice)
+                self._delivery.put(Outgoing(notice.partition, self.alerts_topic, key, value, []))
         if self.dead_letter_topic is not None and data is not None:
             for rejected in effects.rejected:
                 limit = self._delivery.limits[self.dead_letter_topic]

@@ -14,7 +14,7 @@ from typing import Literal
 
 from deformer_stream.codec.arrow import ArrowDecoder
 from deformer_stream.codec.messages import MAX_TEXT, Fields, MessageDecoder
-from deformer_stream.codec.outward import encode_alert, encode_rejected, payload_of, position
+from deformer_stream.codec.outward import encode_alert, encode_drift, encode_rejected, payload_of, position
 from deformer_stream.codec.tables import ROW_FILE, ROW_NUMBER, LongDecoder, WideDecoder, record_hashes, shuffle_keys
 from deformer_stream.codec.times import MaxAhead, rfc3339
 from deformer_stream.codec.windows import Windows
@@ -36,6 +36,7 @@ __all__ = [
     "Order",
     "Windows",
     "encode_alert",
+    "encode_drift",
     "encode_rejected",
     "payload_of",
     "position",

@@ -12,7 +12,7 @@ import pyarrow as pa
 from deformer_stream.codec.columns import cells, plain, textual
 from deformer_stream.codec.tables import ROW_FILE, ROW_NUMBER
 from deformer_stream.codec.times import rfc3339
-from deformer_stream.core.batch import AlertRaised, Rejected
+from deformer_stream.core.batch import AlertRaised, DriftNotice, Rejected
 from deformer_stream.ports import LongRows, Messages, Payload, WideRows
 
 LONGEST_ALERT = 2**19
@@ -55,6 +55,26 @@ def encode_alert(alert: AlertRaised, data: Payload | None) -> bytes:
     while len(line := orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)) > LONGEST_ALERT:
         document["contributions"] = document["contributions"][: len(document["contributions"]) // 2]
     return line
+
+
+def encode_drift(notice: DriftNotice) -> bytes:
+    """The notice as JSON. `kind` tells it from alerts, which have none."""
+    return orjson.dumps(
+        {
+            "kind": "drift",
+            "id": notice.id,
+            "record": notice.record,
+            "partition": notice.partition,
+            "time": rfc3339(notice.time),
+            "model": notice.model,
+            "level": notice.level,
+            "log10_martingale": notice.log10,
+            "records": notice.records,
+            "features": [
+                {"feature": one.feature, "surprise": one.surprise, "expected": one.expected} for one in notice.moved
+            ],
+        }
+    )
 
 
 def encode_rejected(rejected: Rejected, data: Payload) -> bytes:

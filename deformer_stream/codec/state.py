@@ -18,7 +18,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from deformer_stream.core.snapshot import ALL_TOLD, QUIET, Alerted, Decisions, Snapshot, Vocabulary, ragged
+from deformer_stream.core.drift import BETS, MOST
+from deformer_stream.core.snapshot import ALL_TOLD, QUIET, Alerted, Decisions, Drift, Snapshot, Vocabulary, ragged
 from deformer_stream.errors import StateError
 
 MAGIC = b"deformer"
@@ -62,9 +63,17 @@ _SNAPSHOT = _VOCABULARY | {
     "devices": _TEXT,
     "marks": pa.int64(),
 }
+_DRIFT = {
+    "drift_model": _TEXT,
+    "drift": pa.float64(),
+    "drift_groups": _TEXT,
+    "drift_bins": pa.int32(),
+    "drift_counts": pa.int64(),
+}
+"""At most one model; its records, 1 where a notice was given, the capital by bet; bins and counts of each group."""
 _SUMS = ("log_likelihood", "total", "least", "peak", "excess", "p_value")
-_DECISIONS = {"closed": _TEXT, "alerted": _TEXT, "alert_seq": pa.int32(), "alert_alpha": pa.float64()}
-_SINCE_2 = {"alert_alpha"}
+_DECISIONS = {"closed": _TEXT, "alerted": _TEXT, "alert_seq": pa.int32(), "alert_alpha": pa.float64()} | _DRIFT
+_SINCE_2 = {"alert_alpha", *_DRIFT}
 
 
 class _Nonsense(Exception):  # noqa: N818  (control flow: becomes a `StateError` that says where)
@@ -80,17 +89,18 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
         "labels": [label for labels in vocabulary.labels for label in labels],
     }
     columns |= {name: getattr(snapshot, name) for name in _SNAPSHOT if name not in columns}
-    return _sealed(SNAPSHOT, columns, _SNAPSHOT)
+    return _sealed(SNAPSHOT, columns | _drift_columns(snapshot.drift), _SNAPSHOT | _DRIFT)
 
 
 def decode_snapshot(data: bytes, where: str = "the saved state") -> Snapshot:
     """Raises `StateError` for bytes that are no snapshot of this format version, whole and unaltered. where: what the
     error calls them."""
     try:
-        columns = _opened(SNAPSHOT, data, _SNAPSHOT)
+        columns = _opened(SNAPSHOT, data, _SNAPSHOT | _DRIFT)
         columns.setdefault("alert_alpha", np.where(columns["alert_seq"] < 0, QUIET, ALL_TOLD))
         vocabulary = _vocabulary(*(columns.pop(name) for name in _VOCABULARY))
-        snapshot = Snapshot(vocabulary, tuple(columns.pop("models")), **columns)
+        drift = _drift(columns)
+        snapshot = Snapshot(vocabulary, tuple(columns.pop("models")), **columns, drift=drift)
         _check(snapshot)
     except _Nonsense as error:
         raise StateError(f"{where}: {error}; {REMEDY}") from error
@@ -111,6 +121,7 @@ def encode_decisions(decisions: Decisions) -> bytes:
         "alerted": list(alerted),
         "alert_seq": np.array([told.seq for told in alerted.values()], np.int32),
         "alert_alpha": np.array([told.alpha for told in alerted.values()], np.float64),
+        **_drift_columns(decisions.drift),
     }
     return _sealed(DECISIONS, columns, _DECISIONS)
 
@@ -125,9 +136,38 @@ def decode_decisions(data: bytes, where: str = "the saved decisions") -> Decisio
         _must(len(alerted) == len(seq) == len(alpha) == len(set(alerted)), "alerts without or with several places")
         _must(bool((seq >= 0).all()), "an alert before the first reading")
         _must(bool(((alpha >= 0) & (alpha < 1)).all()), "an alert at no alpha")
+        drift = _drift(columns)
     except _Nonsense as error:
         raise StateError(f"{where}: {error}; {REMEDY}") from error
-    return Decisions(tuple(closed), dict(zip(alerted, map(Alerted, seq.tolist(), alpha.tolist()), strict=True)))
+    told = dict(zip(alerted, map(Alerted, seq.tolist(), alpha.tolist()), strict=True))
+    return Decisions(tuple(closed), told, drift)
+
+
+def _drift_columns(drift: Drift | None) -> dict[str, Sequence[str] | NDArray[Any]]:
+    counts = [] if drift is None else list(drift.counts.values())
+    return {
+        "drift_model": [] if drift is None else [drift.model],
+        "drift": np.array([] if drift is None else [drift.records, drift.alarmed, *drift.capital], np.float64),
+        "drift_groups": [] if drift is None else list(drift.counts),
+        "drift_bins": np.array([len(bins) for bins in counts], np.int32),
+        "drift_counts": np.array([count for bins in counts for count in bins], np.int64),
+    }
+
+
+def _drift(columns: dict[str, Any]) -> Drift | None:
+    """Taken out of the columns; None where there is none, as in version 1."""
+    model, state, groups, bins, counts = (columns.pop(name, ()) for name in _DRIFT)
+    if not len(model):
+        return None
+    _must(len(model) == 1 and len(state) == 2 + len(BETS), "the evidence of drift is none")
+    _must(len(groups) == len(bins) == len(set(groups)), "the evidence of drift is not given once for each group")
+    _must(bool((bins >= 0).all()) and int(bins.sum()) == len(counts), "the evidence of drift is cut short")
+    _must(bool((counts >= 0).all()) and state[0] == counts.sum(), "the evidence of drift is of other records")
+    _must(bool(((state[2:] >= 0) & (state[2:] <= MOST)).all()) and state[1] in (0, 1), "the evidence of drift is none")
+    ends = np.cumsum(bins).tolist()
+    parts = (tuple(counts[end - size : end].tolist()) for end, size in zip(ends, bins.tolist(), strict=True))
+    capital = tuple(state[2:].tolist())
+    return Drift(model[0], int(state[0]), capital, bool(state[1]), dict(zip(groups, parts, strict=True)))
 
 
 def _sealed(kind: bytes, columns: Columns, types: Mapping[str, pa.DataType]) -> bytes:

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.core.snapshot import Alerted, Decisions
+from deformer_stream.core.snapshot import Alerted, Decisions, Drift
 
 NO_TIME = int(np.iinfo(np.int64).min)
 """The time of an event that carries none (times are microseconds since 1970, UTC)."""
@@ -192,6 +192,34 @@ class AlertRaised:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """A feature whose readings have become more surprising: mean −ln p in recent records and in calibration, nats."""
+
+    feature: str
+    surprise: float
+    expected: float
+
+
+@dataclass(frozen=True, slots=True)
+class DriftNotice:
+    """The records of a partition are no longer like those of the calibration.
+
+    record: whose end brought the evidence to the level. log10: of the martingale. records: that were seen since the
+    model is in force. time: when, microseconds. moved: the features, the most first.
+    """
+
+    id: str
+    record: str
+    partition: int
+    model: str
+    level: float
+    log10: float
+    records: int
+    time: int
+    moved: tuple[Moved, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """R records that ended, as parallel lists.
 
@@ -244,13 +272,16 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """What the engine decided about one batch. `batch` is the input that `scored.events` points into."""
+    """What the engine decided about one batch. `batch` is the input that `scored.events` points into. evidence: of
+    drift, by partition where there is more of it and notices go by it."""
 
     batch: EventBatch
     scored: Scored
     alerts: list[AlertRaised]
     rejected: list[Rejected]
     closed: Closed
+    drifts: list[DriftNotice] = field(default_factory=list)
+    evidence: Mapping[int, Drift] = field(default_factory=dict)
 
     def decisions(self) -> dict[int, Decisions]:
         """By partition, what was decided here that the partition's log cannot tell."""
@@ -264,4 +295,7 @@ class Effects:
         for record, reason, partition in rows:
             if reason in (Closing.TIMEOUT, Closing.EVICTED):
                 closed.setdefault(partition, []).append(record)
-        return {p: Decisions(tuple(closed.get(p, ())), alerted.get(p, {})) for p in sorted({*closed, *alerted})}
+        return {
+            p: Decisions(tuple(closed.get(p, ())), alerted.get(p, {}), self.evidence.get(p))
+            for p in sorted({*closed, *alerted, *self.evidence})
+        }

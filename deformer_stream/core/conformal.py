@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -99,30 +99,44 @@ class Calibration:
 
     groups: sources with a calibration of their own, by name (`group_of` with `separator`); their records are judged by
     it, all others by `scores`, which are those of all sources. A group is part of the record's id, so it is known from
-    the first reading on and needs no memory.
+    the first reading on and needs no memory. surprise: mean −ln p by feature, by which a notice of drift tells what has
+    moved; features may be missing.
     """
 
     scores: Floats
     order: str
     separator: str = ""
     groups: Mapping[str, Calibration] = field(default_factory=dict)
+    surprise: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.scores.ndim != 1 or not np.isfinite(self.scores).all() or (np.diff(self.scores) < 0).any():
             raise ValueError("calibration scores must be finite and ascending")
         if bool(self.groups) != bool(self.separator):
             raise ValueError("calibration groups need a separator, and a separator groups")
+        if not all(math.isfinite(mean) for mean in self.surprise.values()):
+            raise ValueError("the mean surprise of a feature in calibration is not finite")
         if any(not name or own.groups or own.order != self.order for name, own in self.groups.items()):
             raise ValueError("a calibration group has no name, groups of its own, or another order")
 
     @staticmethod
-    def of(statistics: Floats, order: str) -> Calibration:
-        return Calibration(np.sort(np.asarray(statistics, np.float64)), order)
+    def of(statistics: Floats, order: str, surprise: Mapping[str, float] | None = None) -> Calibration:
+        return Calibration(np.sort(np.asarray(statistics, np.float64)), order, surprise=surprise or {})
+
+    def trimmed(self, share: float) -> Calibration:
+        """Without this share of the largest statistics, of each group too, rounded: for records that may hold as many
+        anomalies. Where they hold none, up to this share of normal records alerts beside α."""
+
+        def kept(scores: Floats) -> Floats:
+            return scores[: len(scores) - round(share * len(scores))]
+
+        groups = {name: replace(own, scores=kept(own.scores)) for name, own in self.groups.items()}
+        return replace(self, scores=kept(self.scores), groups=groups)
 
     def grouped(self, statistics: Mapping[str, Floats], separator: str, least: int) -> Calibration:
         """With the groups of which there are at least so many records. statistics: M by group."""
         enough = {name: Calibration.of(m, self.order) for name, m in statistics.items() if name and len(m) >= least}
-        return Calibration(self.scores, self.order, separator if enough else "", enough)
+        return replace(self, separator=separator if enough else "", groups=enough)
 
     def beyond(self, alphas: Iterable[float]) -> dict[float, int]:
         """The alphas that are out of reach, and how many calibration records each of them takes."""
@@ -175,7 +189,9 @@ class Calibration:
         return (float(self.scores[len(self.scores) - 1 - allowed]) + NOISE) / (1.0 - NOISE)
 
     def to_json(self) -> dict[str, Any]:
-        row = {"order": self.order, "records": len(self.scores), "scores": self.scores.tolist()}
+        row: dict[str, Any] = {"order": self.order, "records": len(self.scores), "scores": self.scores.tolist()}
+        if self.surprise:
+            row["surprise"] = dict(self.surprise)
         if self.groups:
             groups = {name: own.scores.tolist() for name, own in self.groups.items()}
             row |= {"separator": self.separator, "groups": groups}
@@ -185,21 +201,42 @@ class Calibration:
     def from_json(row: dict[str, Any]) -> Calibration:
         order = str(row["order"])
         groups = {n: Calibration(np.asarray(m, np.float64), order) for n, m in row.get("groups", {}).items()}
-        return Calibration(np.asarray(row["scores"], np.float64), order, str(row.get("separator", "")), groups)
+        surprise = {str(name): float(mean) for name, mean in row.get("surprise", {}).items()}
+        return Calibration(np.asarray(row["scores"], np.float64), order, row.get("separator", ""), groups, surprise)
 
 
-def record_statistics(
-    model: DEformer, features: NDArray[np.int64], values: Floats, batch: int = 256
-) -> NDArray[np.float64]:
-    """M of each record: the largest prefix statistic over its life.
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What normal records tell about a model. statistics: (N,) M of each record, the largest prefix statistic over its
+    life. surprise, readings: (F,) by feature, the sum of −ln p and the readings that it is the sum of."""
 
-    features: (N, L) codes in arrival order, −1 padding at the end; values: (N, L) normalised units.
-    """
-    parts = [
-        advance(PrefixState.start(len(scored)), log_p, scored)[1].peak
-        for log_p, _, scored in _surprises(model, features, values, batch)
-    ]
-    return np.concatenate(parts) if parts else np.empty(0)
+    statistics: Floats
+    surprise: Floats
+    readings: NDArray[np.int64]
+
+    def __add__(self, more: Survey) -> Survey:
+        statistics = np.concatenate([self.statistics, more.statistics])
+        return Survey(statistics, self.surprise + more.surprise, self.readings + more.readings)
+
+    def by_feature(self, names: Sequence[str]) -> dict[str, float]:
+        """Mean −ln p of the features with readings, nats; 1 where the model is right."""
+        return {names[f]: float(self.surprise[f] / self.readings[f]) for f in np.flatnonzero(self.readings).tolist()}
+
+
+def survey(model: DEformer, features: NDArray[np.int64], values: Floats, batch: int = 256) -> Survey:
+    """features: (N, L) codes in arrival order, −1 padding at the end; values: (N, L) normalised units."""
+    n = len(model.schema)
+    found = Survey(np.empty(0), np.zeros(n), np.zeros(n, np.int64))
+    for part, (log_p, _, scored) in enumerate(_surprises(model, features, values, batch)):
+        codes = features[part * batch : (part + 1) * batch][scored]
+        peak = advance(PrefixState.start(len(scored)), log_p, scored)[1].peak
+        found += Survey(peak, np.bincount(codes, -log_p[scored], n).astype(np.float64), np.bincount(codes, minlength=n))
+    return found
+
+
+def record_statistics(model: DEformer, features: NDArray[np.int64], values: Floats, batch: int = 256) -> Floats:
+    """(N,) M of each record; arguments as of `survey`."""
+    return survey(model, features, values, batch).statistics
 
 
 def record_excess(

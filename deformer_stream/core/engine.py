@@ -15,9 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.core import saving
-from deformer_stream.core.batch import AlertRaised, Closed, Closing, Contribution, Effects, EventBatch, Rejected, Scored
+from deformer_stream.core.batch import (
+    AlertRaised,
+    Closed,
+    Closing,
+    Contribution,
+    Effects,
+    EventBatch,
+    Rejected,
+    Scored,
+)
 from deformer_stream.core.cache import KeyValueCache, Shape, shape_of
 from deformer_stream.core.conformal import Calibration
+from deformer_stream.core.drift import RECENT, Watch
 from deformer_stream.core.explain import contributions
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.partition import REMEMBERED
@@ -29,6 +39,8 @@ from deformer_stream.errors import InvariantViolated
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+NATURAL = frozenset((Closing.COMPLETE, Closing.WINDOW, Closing.TIMEOUT))
+"""How records end whose statistics tell of drift; others were cut short by us."""
 OpenRecords = Literal["finish", "rescore"]
 """What becomes of open records when the model changes: they finish on the model they began with, or the new one scores
 their readings again."""
@@ -58,7 +70,8 @@ class Engine:
     part of every alert. alpha: the largest share of normal records that may ever raise an alert; or several, each with
     alerts of its own, the stricter the more severe. A record that has alerted at one alpha does so at stricter ones
     only, whatever alphas an earlier life had. dropped_readings: of open records, left out because a model that took
-    them over has no such feature.
+    them over has no such feature. drift: the level at which a partition whose records are no longer like those of the
+    calibration is told of (`core.drift`); infinite to follow the evidence only, None for neither.
     """
 
     def __init__(
@@ -68,6 +81,7 @@ class Engine:
         fingerprint: str,
         alpha: float | Sequence[float],
         limits: Limits | None = None,
+        drift: float | None = None,
     ) -> None:
         self.alphas = np.unique(np.atleast_1d(np.asarray(alpha, np.float64)))[::-1]
         self.limits = limits or Limits()
@@ -79,6 +93,7 @@ class Engine:
         self._caches: dict[Shape, KeyValueCache] = {}
         self._next_expiry = 0
         self._translated: set[int] = set()  # partitions whose records another vocabulary may have completed
+        self._watch = None if drift is None else Watch(calibration, fingerprint, drift)
         self._allot()
 
     @property
@@ -122,7 +137,8 @@ class Engine:
         ]
         excess = len(self.records) - self.limits.open_records
         closed.append(self._close(self.records.stalest(excess, holding) if excess > 0 else [], Closing.EVICTED))
-        return Effects(batch, scored, alerts, rejected, Closed.joined(closed))
+        drifts, evidence = ([], {}) if self._watch is None else self._watch.told(self.current.model, now)
+        return Effects(batch, scored, alerts, rejected, Closed.joined(closed), drifts, evidence)
 
     def replay(self, batch: EventBatch, now: int) -> None:
         """As `handle`, of events that an earlier life has handled: what the log tells happens again, nothing is
@@ -140,11 +156,14 @@ class Engine:
             if record in slot_of:
                 self.records.tell(slot_of[record], told)
         self._let_go(self.records.shut(source, decisions.closed))
+        if self._watch is not None:
+            self._watch.restore(source, decisions.drift)
 
     def snapshot(self, source: int, now: int) -> Snapshot:
         """What is known of a partition, as a value. now: microseconds since 1970."""
         models = {number: generation.fingerprint for number, generation in self._generations.items()}
-        return saving.taken(self.records, source, now, models)
+        drift = None if self._watch is None else self._watch.of(source)
+        return saving.taken(self.records, source, now, models, drift)
 
     def restore(self, source: int, snapshot: Snapshot, now: int) -> None:
         """Begin with what was known of a partition that has nothing here yet. Records of a model that is not here are
@@ -159,6 +178,8 @@ class Engine:
             self._translated.add(source)
             numbers = {}
         number = np.array([numbers.get(model, -1) for model in snapshot.models], np.int64)[snapshot.model]
+        if self._watch is not None:
+            self._watch.restore(source, snapshot.drift)
         slots = saving.put(self.records, source, snapshot, now, np.where(number < 0, self._newest, number))
         self._make_room()
         self._next_expiry = 0
@@ -174,6 +195,8 @@ class Engine:
         saved = {} if finish else {source: self.snapshot(source, 0) for source in self.records.partitions}
         self._newest += 1
         self._generations[self._newest] = Generation(model, calibration, fingerprint)
+        if self._watch is not None:
+            self._watch = Watch(calibration, fingerprint, self._watch.level)
         if not finish:
             self.records = self.records.emptied(model.schema)
             self._generations = {self._newest: self.current}
@@ -189,6 +212,8 @@ class Engine:
         sources = list(sources)
         effects = self._only(self._close(self.records.of_sources(sources), Closing.REVOKED))
         self.records.forget(sources)
+        if self._watch is not None:
+            self._watch.forget(sources)
         self._translated.difference_update(sources)
         return effects
 
@@ -196,6 +221,10 @@ class Engine:
         """Records whose cache was rebuilt since the last call."""
         rebuilds, self.cache_rebuilds = self.cache_rebuilds, 0
         return rebuilds
+
+    def drift(self) -> dict[int, float]:
+        """By partition, log10 of the evidence that its records are other than those of the calibration."""
+        return {} if self._watch is None else self._watch.log10()
 
     def finish(self) -> Effects:
         """The input ended: close every open record, by partition, the one opened first at the beginning."""
@@ -256,8 +285,19 @@ class Engine:
         index, score = np.array(slots, np.int64), closed.anomaly_score.copy()
         for generation, rows in self._by_generation(index):
             score[rows] = generation.rank(self.records, index[rows])
+        if self._watch is not None:
+            self._observe(self._watch, closed, index)
         self._let_go(slots)
         return replace(closed, anomaly_score=score)
+
+    def _observe(self, watch: Watch, closed: Closed, slots: Ints) -> None:
+        """Records that ended by themselves, judged by the current model, go into the evidence of drift."""
+        ended = np.array([reason in NATURAL for reason in closed.reasons], bool)
+        ended &= (closed.events > 0) & (self.records.generation[slots] == self._newest)
+        for source in np.unique(closed.sources[ended]).tolist():
+            rows = np.flatnonzero(ended & (closed.sources == source))
+            logs = map(self.records.log, slots[rows[-RECENT:]].tolist())
+            watch.observe(source, [closed.records[row] for row in rows.tolist()], closed.score[rows], logs)
 
     def _let_go(self, slots: list[int]) -> None:
         """Give the slots of closed records to others."""

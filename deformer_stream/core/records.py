@@ -242,6 +242,11 @@ class Records:
         rows = slots[:, None]
         return self.log_feature[rows, places].astype(np.int64), self.log_value[rows, places]
 
+    def log(self, slot: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Feature codes and raw values of one record, each (L,), that stay when the slot goes to another."""
+        n = int(self.count[slot])
+        return self.log_feature[slot, :n].astype(np.int64), self.log_value[slot, :n].copy()
+
     def of_sources(self, sources: Iterable[int] | None = None) -> list[int]:
         """Open slots of these partitions, or of all, in the order of their opening within each."""
         mine = self.is_open if sources is None else self.is_open & np.isin(self.source, list(sources))

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from deformer_stream.core.partition import Partition
 from deformer_stream.core.records import Records
-from deformer_stream.core.snapshot import Snapshot, Vocabulary, ragged
+from deformer_stream.core.snapshot import Drift, Snapshot, Vocabulary, ragged
 
 Ints = NDArray[np.int64]
 
 
-def taken(records: Records, source: int, now: int, models: Mapping[int, str]) -> Snapshot:
+def taken(records: Records, source: int, now: int, models: Mapping[int, str], drift: Drift | None = None) -> Snapshot:
     """What is known of a partition. now: microseconds. models: generation → fingerprint."""
     partition = records.partitions.get(source) or Partition(records.remembered)
     ids = list(partition.slot_of)
@@ -57,6 +57,7 @@ def taken(records: Records, source: int, now: int, models: Mapping[int, str]) ->
         closed=list(partition.closed),
         devices=list(marks),
         marks=np.fromiter(marks.values(), np.int64, len(marks)),
+        drift=drift,
     )
 
 

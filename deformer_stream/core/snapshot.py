@@ -33,23 +33,41 @@ class Alerted:
 
 
 @dataclass(frozen=True, slots=True)
+class Drift:
+    """The evidence that a partition's records are other than those of the calibration (`core.drift`), as a value.
+
+    model: fingerprint of the model whose calibration it is about. records: how many were seen. capital: by bet.
+    alarmed: a notice was given, and the evidence has not gone since. counts: group → records by bin; "" has those that
+    are judged by all calibration records.
+    """
+
+    model: str
+    records: int
+    capital: tuple[float, ...]
+    alarmed: bool = False
+    counts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Decisions:
     """What was decided about one partition that its log cannot tell.
 
     closed: records closed by the clock or for want of room, in order. alerted: of records that the log has left open.
+    drift: the evidence that notices go by, None where it is as it was.
     """
 
     closed: tuple[str, ...] = ()
     alerted: Mapping[str, Alerted] = field(default_factory=dict)
+    drift: Drift | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.closed or self.alerted)
+        return bool(self.closed or self.alerted or self.drift)
 
     def __add__(self, later: Decisions) -> Decisions:
         alerted = dict(self.alerted)
         for record, told in later.alerted.items():
             alerted[record] = alerted[record] + told if record in alerted else told
-        return Decisions(self.closed + later.closed, alerted)
+        return Decisions(self.closed + later.closed, alerted, later.drift or self.drift)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +99,7 @@ class Snapshot:
     unseen_record, unseen_place, unseen_text: U labels that the model does not know, by index and place in the record.
     window_record, window_device, window_deadline: the W records that are windows of a device's time.
     closed: ids of closed records, the earliest first. devices, marks: D devices and their latest event times,
-    microseconds, the one heard from last at the end.
+    microseconds, the one heard from last at the end. drift: None where nothing is known.
     """
 
     vocabulary: Vocabulary
@@ -112,6 +130,7 @@ class Snapshot:
     closed: list[str]
     devices: list[str]
     marks: NDArray[np.int64]
+    drift: Drift | None = None
 
     def __len__(self) -> int:
         """Open records."""

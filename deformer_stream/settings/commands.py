@@ -13,6 +13,7 @@ from deformer_stream.settings.base import (
     Device,
     Duration,
     Layout,
+    Odds,
     Settings,
     SettingsType,
     Share,
@@ -170,6 +171,11 @@ class ConsumeSettings(ScoringSettings, _Kafka):
     dead_letter_topic: str | None = Field(
         None, description="Topic of refused events; by default the events' topic with -dead-letter."
     )
+    drift: Odds | None = Field(
+        None,
+        description="Say in the alert stream when there is so much evidence, 1000 for odds of 1000 to 1, that a "
+        "partition's records are no longer like those of the calibration.",
+    )
     alerts: str = Field("-", description='Write alerts as JSON lines to this file, - is standard output, "" nothing.')
     record_timeout: Timeout = written("30s", description="A record is closed when no event of it came for this long.")
     max_wait: Timeout = written("200ms", description="Longest wait for events in one poll.")
@@ -248,6 +254,11 @@ class ReplaySettings(TableSettings):
 
     output: Path | None = Field(None, description="Scores, one row per accepted event (Parquet).")
     records: Path | None = Field(None, description="Scores of whole records, one row per record (Parquet).")
+    drift: Odds | None = Field(
+        None,
+        description="Say in the alert stream when there is so much evidence, 1000 for odds of 1000 to 1, that a "
+        "partition's records are no longer like those of the calibration.",
+    )
     alerts: str = Field("", description="Alerts as JSON lines to this file, or - for standard output.")
     rejected: Path | None = Field(None, description="Refused events with their reasons (JSON lines).")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,7 @@ from deformer_stream.core.batch import Reason, Rejected
 from deformer_stream.errors import ConfigError
 from deformer_stream.ports import Messages
 from tests.connectors.kafka_world import Bytes, Topic, alert, effects, numbered, sink_of
+from tests.contracts.effects import notice_of
 from tests.test_codec_arrow import SCHEMA
 
 pytestmark = pytest.mark.kafka
@@ -55,6 +58,17 @@ def test_alerts_are_keyed_by_record(kafka: SimpleNamespace, topic: Topic, open_s
     sink.flush()
     found = {r.key: r.value for r in records_of(kafka, name, 2)}
     assert found == {b"pump-1": b"id-pump-1:pump-1", "pumpe-ä".encode(): "id-pumpe-ä:pumpe-ä".encode()}
+
+
+def test_a_notice_of_drift_goes_among_the_alerts(kafka: SimpleNamespace, topic: Topic, open_sink: Any) -> None:
+    name = topic(1, "alerts")
+    sink = open_sink(name, None)
+    sink.write(replace(effects([alert("pump-1")], []), drifts=[notice_of(0)]), None)
+    sink.flush()
+    first, second = records_of(kafka, name, 2)
+    assert (first.key, second.key) == (b"pump-1", b"r7")
+    document = json.loads(second.value)
+    assert (document["kind"], document["id"], document["partition"]) == ("drift", "id-of-it", 0)
 
 
 def test_missing_topics_are_created(kafka: SimpleNamespace, topic: Topic, open_sink: Any) -> None:

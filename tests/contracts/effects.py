@@ -10,9 +10,11 @@ from deformer_stream.core.batch import (
     Closed,
     Closing,
     Contribution,
+    DriftNotice,
     Effects,
     EventBatch,
     Expected,
+    Moved,
     Reason,
     Rejected,
     Scored,
@@ -99,6 +101,11 @@ def effects_of(first: int, records: int = 2) -> tuple[Effects, Messages]:
         np.arange(size, dtype=np.int64) + 1000 * first,
     )
     return Effects(batch, scored, alerts, rejected, closed), data
+
+
+def notice_of(partition: int = 2) -> DriftNotice:
+    time, features = 1_583_750_075_000_000, (Moved("Pressure", 2.5, 0.98), Moved("state", 1.25, 1.0))
+    return DriftNotice("id-of-it", "r7", partition, "0123456789abcdef", 1000.0, 3.125, 412, time, features)
 
 
 def nothing() -> Effects:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 
 import numpy as np
@@ -15,7 +15,7 @@ from deformer_stream.core.conformal import Calibration, record_statistics
 from deformer_stream.core.engine import Engine, Limits
 from deformer_stream.core.model import DEformer, ModelConfig
 from deformer_stream.core.schema import Feature, Schema
-from deformer_stream.core.snapshot import Decisions, Snapshot
+from deformer_stream.core.snapshot import Decisions, Drift, Snapshot
 from tests.core.worlds import model_of, normalised, records_of
 
 SCHEMA = Schema(
@@ -40,8 +40,10 @@ def judge(seed: int = 0, dtype: torch.dtype = torch.float64, schema: Schema = SC
     return model, Calibration.of(record_statistics(model, codes, normalised(schema, codes, raw)), "random")
 
 
-def engine_of(limits: Limits | None = None, seed: int = 0, dtype: torch.dtype = torch.float64) -> Engine:
-    return Engine(*judge(seed, dtype), f"model-{seed}", ALPHA, limits)
+def engine_of(
+    limits: Limits | None = None, seed: int = 0, dtype: torch.dtype = torch.float64, drift: float | None = None
+) -> Engine:
+    return Engine(*judge(seed, dtype), f"model-{seed}", ALPHA, limits, drift)
 
 
 @dataclass(frozen=True)
@@ -175,9 +177,21 @@ def same_effects(a: Effects, b: Effects, tolerance: float) -> None:
                 np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True, err_msg=f.name)
             else:
                 assert np.array_equal(x, y), f.name
+    assert [n.id for n in a.drifts] == [n.id for n in b.drifts]
+    assert a.evidence.keys() == b.evidence.keys()
+    for source, drift in a.evidence.items():
+        same_drift(drift, b.evidence[source])
     assert len(a.alerts) == len(b.alerts)
     for left, right in zip(a.alerts, b.alerts, strict=True):
         same_alert(left, right, tolerance)
+
+
+def same_drift(a: Drift | None, b: Drift | None) -> None:
+    """Its capital is a product of many numbers."""
+    assert (a is None) == (b is None)
+    if a is not None and b is not None:
+        assert replace(a, capital=()) == replace(b, capital=())
+        np.testing.assert_allclose(a.capital, b.capital, rtol=1e-9)
 
 
 def same_alert(a: AlertRaised, b: AlertRaised, tolerance: float) -> None:
@@ -196,6 +210,8 @@ def same_snapshot(a: Snapshot, b: Snapshot, tolerance: float = 0.0) -> None:
         x, y = getattr(a, f.name), getattr(b, f.name)
         if isinstance(x, np.ndarray) and x.dtype == np.float64:
             np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=f.name)
+        elif f.name == "drift":
+            same_drift(x, y)
         else:
             assert np.array_equal(x, y), f.name
             assert type(x) is type(y), f.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -10,7 +11,7 @@ import pyarrow.parquet as pq
 from connectors.files import AlertLines, RecordsParquet, RejectedLines, ScoresParquet
 from deformer_stream.codec import encode_alert
 from deformer_stream.core.batch import NO_TIME
-from tests.contracts.effects import SCHEMA, alert_of, effects_of
+from tests.contracts.effects import SCHEMA, alert_of, effects_of, notice_of
 
 GOLDEN = Path(__file__).parent
 
@@ -35,6 +36,17 @@ def test_an_alert_without_time_or_source_has_nulls() -> None:
     document = json.loads(encode_alert(alert_of("r", -1, NO_TIME), effects_of(1)[1]))
     assert (document["time"], document["source"]) == (None, None)
     assert json.loads(encode_alert(alert_of("r", 0), None))["source"] is None
+
+
+def test_a_notice_of_drift_follows_the_alerts(tmp_path: Path) -> None:
+    effects, data = effects_of(1)
+    sink = AlertLines(tmp_path / "alerts.jsonl")
+    sink.write(replace(effects, drifts=[notice_of()]), data)
+    sink.close()
+    lines = (tmp_path / "alerts.jsonl").read_text().splitlines(keepends=True)
+    assert "".join(lines[:-1]) == (GOLDEN / "alerts.jsonl").read_text()
+    assert lines[-1] == (GOLDEN / "drift.jsonl").read_text()
+    assert all("kind" not in json.loads(line) for line in lines[:-1]), "what tells them apart"
 
 
 def test_rejected(tmp_path: Path) -> None:
