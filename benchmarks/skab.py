@@ -8,8 +8,9 @@ missed-alarm rate (MAR) of all test rows together. One recipe for all of them:
 - A record is what six sensors said in the last WINDOW seconds, on the mean. Temperature and thermocouple are left out:
   they follow the room and the motor for longer than an experiment lasts, so that every row is new in them.
 - The windows within the first 200 rows train a `tiny` model; those within the next 200, none of which shares a row with
-  them, calibrate the rule. A row is called anomalous when the p-value of its window is at most α = 1/201, that is, when
-  its largest prefix statistic exceeds those of all calibration windows. Nothing is smoothed beyond the window.
+  them, calibrate the rule. The sensors of a row come at once, so nothing is decided earlier than on all of them: a
+  row is called anomalous when the excess of its window's surprisal, Σ(−ln p − H) (`anomaly_score` without exemplars),
+  exceeds that of all calibration windows. Nothing is smoothed beyond the window.
 
 Beside, on the same windows by the same rule: Hotelling's T², the squared Mahalanobis distance. Windows overlap and the
 bed drifts, so records are not exchangeable and the rate of false alarms is measured, not promised.
@@ -34,7 +35,7 @@ from numpy.typing import NDArray
 
 from benchmarks.speed import RESULTS, machine
 from benchmarks.tables import markdown_head, markdown_row, tables_folder
-from deformer_stream.core.conformal import Calibration, record_statistics
+from deformer_stream.core.conformal import Calibration, record_excess
 from deformer_stream.errors import DeformerError, InputError
 from trainer.job import train
 from trainer.options import Everything
@@ -114,7 +115,7 @@ def windows(values: Floats, width: int) -> Floats:
 
 
 def density(records: Floats, width: int, seed: int, epochs: int) -> Floats:
-    """(N,) the largest prefix statistic of each window by a model of the first `FITTED_ROWS`."""
+    """(N,) Σ(−ln p − H) of each window, nats, by a model of the windows within the first `FITTED_ROWS`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         columns = dict(zip(SENSORS, records[width - 1 : FITTED_ROWS].T, strict=True))
@@ -131,7 +132,7 @@ def density(records: Floats, width: int, seed: int, epochs: int) -> Floats:
         model = train([folder / "windows.parquet"], settings).model
     known = [SENSORS.index(feature) for feature in model.schema.names]  # a sensor that never moved is no feature
     codes = np.tile(np.arange(len(known)), (len(records), 1))
-    return record_statistics(model, codes, model.schema.normalise(codes, records[:, known]))
+    return record_excess(model, codes, model.schema.normalise(codes, records[:, known]))
 
 
 def hotelling(records: Floats, width: int) -> Floats:

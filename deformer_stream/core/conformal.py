@@ -6,10 +6,11 @@ between short and long prefixes:
     G_k = −ln sf_χ²(2k)(−2 Σ ln p_i)        many mild surprises (Fisher's combination)
     B_k = −ln(1 − (1 − min p_i)^k)          one wild surprise (Šidák's correction)
 
-and g_k = max(G_k, B_k). On n held-out normal records, in their real arrival orders, M_i is the largest g over all
-prefixes of record i. A record's p-value after k readings is p_k = (1 + #{i: M_i ≥ max_{j≤k} g_j}) / (n + 1). It never
-rises, and P(p_k ≤ α at any k) ≤ α for a normal record exchangeable with the calibration records, however wrong the
-model is (Laxhammar and Falkman on incomplete examples; Bates et al., arXiv 2104.08279).
+with p_i to the power `TEMPER` in both, and g_k = max(G_k, B_k). On n held-out normal records, in their real arrival
+orders, M_i is the largest g over all prefixes of record i. A record's p-value after k readings is
+p_k = (1 + #{i: M_i ≥ max_{j≤k} g_j}) / (n + 1). It never rises, and P(p_k ≤ α at any k) ≤ α for a normal record
+exchangeable with the calibration records, however wrong the model is (Laxhammar and Falkman on incomplete examples;
+Bates et al., arXiv 2104.08279).
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ Floats = NDArray[np.float64]
 ALPHAS = (0.05, 0.01, 0.001)
 """Those that are shown where nobody has asked for any."""
 
+TEMPER = 0.8
+"""Power of the p-values before they are combined. The surprises of a normal record lean on each other, so that Σ ln p
+spreads more than that of independent ones, the more the longer the prefix (Brown 1975 corrects Fisher's combination for
+it). Tempered, long prefixes do not set the bar for short ones: alerts fall earlier (docs/experiments.md, section 5)."""
+
 NOISE = 1e-4
 """Scores closer than this, relative to 1 + score, count as equal: float32 sums differ with the batch they are taken in,
 and a tie must count against the record in each of them. It only ever raises a p-value, so the guarantee stays."""
@@ -39,7 +45,8 @@ and a tie must count against the record in each of them. It only ever raises a p
 
 @dataclass(frozen=True, slots=True)
 class PrefixState:
-    """What R records carry from reading to reading: scored readings, −Σ ln p, min ln p and max g so far, each (R,)."""
+    """What R records carry from reading to reading: scored readings, −Σ ln p and min ln p, tempered, and max g so far,
+    each (R,)."""
 
     count: NDArray[np.int64]
     total: Floats
@@ -59,7 +66,7 @@ def advance(state: PrefixState, log_p: Floats, scored: NDArray[np.bool_]) -> tup
     nothing. Returns the running statistic max_{j≤k} g_j after each reading, (R, L), larger is more anomalous, and the
     state after the last. Sums run in arrival order, so that any split of the readings gives the same bits.
     """
-    log_p = np.where(scored, np.minimum(log_p, 0.0), 0.0)
+    log_p = np.where(scored, TEMPER * np.minimum(log_p, 0.0), 0.0)
     count = state.count[:, None] + np.cumsum(scored, 1)
     total = np.cumsum(np.concatenate([state.total[:, None], -log_p], 1), 1)[:, 1:]
     least = np.minimum.accumulate(np.concatenate([state.least[:, None], log_p], 1), 1)[:, 1:]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deformer_stream.core.conformal import Calibration, PrefixState, advance, record_excess
+from deformer_stream.core.conformal import TEMPER, Calibration, PrefixState, advance, record_excess
 from deformer_stream.core.model import ModelConfig
 from deformer_stream.core.schema import Feature, Schema
 from tests.core.worlds import model_of, normalised, records_of
@@ -23,7 +23,7 @@ NUMBERS = Schema(tuple(Feature(f"f{i}", "continuous", context=i == 1) for i in r
 
 def g_of(p: list[float]) -> list[float]:
     """The definition, reading by reading, in plain arithmetic."""
-    out, best = [], 0.0
+    out, best, p = [], 0.0, [x**TEMPER for x in p]
     for k in range(1, len(p) + 1):
         t = -sum(math.log(x) for x in p[:k])
         fisher = -math.log(sum(t**i / math.factorial(i) for i in range(k))) + t
