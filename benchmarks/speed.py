@@ -2,10 +2,12 @@
 
     python -m benchmarks.speed            (make bench)
 
-Rows: `steps` (one new event for each of many open records of mixed lengths) and `replay` (whole records through the
-engine), for several numbers of features and presets. The baseline scores each new event as the published code would:
-one forward pass of the same weights over all readings so far, batch 1. The ceiling is the rate of float32 matrix
-products measured in the same run divided by the products of an event (two tokens through every matrix of the layers).
+Rows: `steps` (one new event for each of many open records of mixed lengths), `prefill` (their readings so far at once)
+and `replay` (whole records), through the engine; with and without compiled code, in both precisions, with and without
+the Gaussians that guide the network. The baseline scores each new event as the published code would: one forward pass
+of the same weights over all readings so far, batch 1. The ceiling is the rate of the layers' matrix products, in the
+precision of the row, measured in the same run, divided by the products of an event (two tokens through every matrix of
+the layers). "in model" counts what `Generation.score` takes, without the engine's bookkeeping.
 """
 
 from __future__ import annotations
@@ -15,27 +17,65 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
+from deformer_stream import native
 from deformer_stream.core.batch import NO_TIME, EventBatch
+from deformer_stream.core.cache import KeyValueCache
+from deformer_stream.core.compiled import Compiled
 from deformer_stream.core.conformal import Calibration
 from deformer_stream.core.engine import Engine, Limits
-from deformer_stream.core.model import PRESETS, DEformer
+from deformer_stream.core.heads import Conditional, Head
+from deformer_stream.core.model import PRESETS, DEformer, ModelConfig
+from deformer_stream.core.records import Records
 from deformer_stream.core.schema import Feature, Schema
+from deformer_stream.core.scoring import Generation
 
 RESULTS = Path(__file__).parent / "results"
 ROUNDS = 5
+REPLAYED = 20_000
+"""Readings of a round of replay, about."""
 
 
-def schema_of(features: int) -> Schema:
-    return Schema(tuple(Feature(f"f{i}", "continuous") for i in range(features)))
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A row of the table. compiled: whether compiled code may score."""
+
+    preset: str
+    features: int
+    records: int
+    precision: str = "bfloat16"
+    gaussians: int = 0
+    compiled: bool = True
+
+    @property
+    def config(self) -> ModelConfig:
+        return replace(PRESETS[self.preset], precision=self.precision, gaussians=self.gaussians)  # type: ignore[arg-type]
+
+
+CASES = (
+    Case("small", 40, 4096),
+    Case("small", 40, 4096, gaussians=16),
+    Case("small", 40, 4096, "float32"),
+    Case("small", 40, 4096, "float32", gaussians=16),
+    Case("small", 40, 4096, "float32", compiled=False),
+    Case("tiny", 8, 4096),
+    Case("tiny", 8, 4096, gaussians=16),
+    Case("tiny", 40, 4096, gaussians=16),
+    Case("small", 8, 4096),
+    Case("small", 100, 2048),
+    Case("small", 500, 512),
+)
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -44,9 +84,9 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def product_rate(d: int, rows: int = 2048) -> float:
-    """FLOP/s of the float32 matrix products a layer consists of."""
-    x, up, down = torch.randn(rows, d), torch.randn(4 * d, d), torch.randn(d, 4 * d)
+def product_rate(d: int, dtype: torch.dtype, rows: int = 2048) -> float:
+    """FLOP/s of the matrix products a layer consists of."""
+    x, up, down = (torch.randn(shape).to(dtype) for shape in ((rows, d), (4 * d, d), (d, 4 * d)))
 
     def work() -> None:
         for _ in range(10):
@@ -62,16 +102,71 @@ def flops_per_event(model: DEformer) -> float:
     return 2.0 * 2.0 * weights
 
 
+class Profile:
+    """Seconds of each stage, its own without those of the stages inside it."""
+
+    STAGES = (
+        (Engine, "_accept", "accept"),
+        (Generation, "_judge", "statistics"),
+        (Records, "log", "readings"),
+        (Records, "readings", "readings"),
+        (KeyValueCache, "gather", "cache"),
+        (KeyValueCache, "append", "cache"),
+        (Compiled, "_guide", "guide"),
+        (DEformer, "_guide_on", "guide"),
+        (DEformer, "tokens", "tokens"),
+        (Compiled, "_layers", "layers"),
+        (DEformer, "extend", "layers"),
+        (Head, "forward", "head"),
+        (Compiled, "surprisal", "surprise"),
+        (Conditional, "surprisal", "surprise"),
+        (Conditional, "judge", "surprise"),
+        (Generation, "score", "rest of scoring"),
+        (Engine, "handle", "rest of the engine"),
+    )
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.model = 0.0
+        self._inside: list[float] = []
+
+    def _watched(self, function: Callable[..., Any], stage: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._inside.append(0.0)
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent = time.perf_counter() - start
+                own = spent - self._inside.pop()
+                self.seconds[stage] = self.seconds.get(stage, 0.0) + own
+                self.model += spent if stage == "rest of scoring" else 0.0
+                if self._inside:
+                    self._inside[-1] += spent
+
+        return call
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for owner, name, stage in self.STAGES:
+                stack.enter_context(patch.object(owner, name, self._watched(getattr(owner, name), stage)))
+            yield
+
+
 class World:
     """Open records of mixed lengths, and the events that come next."""
 
-    def __init__(self, preset: str, features: int, records: int) -> None:
+    def __init__(self, case: Case) -> None:
         torch.manual_seed(0)
         self.rng = np.random.default_rng(0)
-        self.model = DEformer(schema_of(features), PRESETS[preset]).eval()
-        self.calibration = Calibration.of(
-            1e6 + np.arange(100.0), "random"
-        )  # nothing alerts: explanations are timed apart
+        features, records = case.features, case.records
+        schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(features)))
+        self.model = DEformer(schema, case.config).eval()
+        if case.compiled:
+            self.model.library = native.library(case.precision == "bfloat16")
+        # Nothing alerts: explanations are timed apart.
+        self.calibration = Calibration.of(1e6 + np.arange(100.0), "random")
         self.features, self.records = features, records
         self.orders = np.argsort(self.rng.random((records, features)), 1)
         self.values = self.rng.normal(size=(records, features))
@@ -87,21 +182,25 @@ class World:
         ids = [self.ids[r] for r in rows.tolist()]
         return EventBatch(ids, codes, self.values[rows, places], np.full(n, NO_TIME), index, np.zeros(n, np.int32))
 
-    def steps(self) -> tuple[float, float]:
-        """Events a second of live steps, and of a full forward pass per event, alternating."""
+    def live(self) -> dict[str, Any]:
+        """Events a second: of live steps, of a full forward pass per event, alternating; and of the prefill before."""
         engine = self.engine()
-        lengths = self.rng.integers(0, max(1, self.features - 2 * ROUNDS), self.records)
+        steps = min(2 * ROUNDS, self.features - 1)
+        lengths = self.rng.integers(0, self.features - steps, self.records)
         rows = np.repeat(np.arange(self.records), lengths)
-        engine.handle(self.batch(rows, np.concatenate([np.arange(n) for n in lengths])), 0)
-        live, full = [], []
-        everyone = np.arange(self.records)
-        for step in range(min(2 * ROUNDS, self.features)):
+        history = self.batch(rows, np.concatenate([np.arange(n) for n in lengths]))
+        prefill = len(rows) / timed(lambda: engine.handle(history, 0))
+        everyone, live, full, profile = np.arange(self.records), [], [], Profile()
+        for step in range(steps):
             batch = self.batch(everyone, lengths + step)
-            live.append(self.records / timed(lambda batch=batch: engine.handle(batch, 0)))  # type: ignore[misc]
+            with profile.watching():
+                live.append(self.records / timed(lambda batch=batch: engine.handle(batch, 0)))  # type: ignore[misc]
             full.append(self.one_by_one(lengths + step))
-        return median(live[1:]), median(full[1:])
+        events = self.records * steps
+        rates = {"full_forward": median(full[1:]), "steps": median(live[1:]), "steps_in_model": events / profile.model}
+        return rates | {"prefill": prefill, "steps_profile": shares(profile)}
 
-    def one_by_one(self, lengths: np.ndarray, count: int = 40) -> float:
+    def one_by_one(self, lengths: np.ndarray, count: int = 20) -> float:
         codes, values = torch.from_numpy(self.orders), torch.from_numpy(self.values).float()
 
         def work() -> None:
@@ -112,35 +211,44 @@ class World:
 
         return count / timed(work)
 
-    def replay(self) -> float:
-        """Events a second of whole records, 1,024 to a batch."""
-        rates = []
-        for _ in range(ROUNDS):
+    def replay(self) -> dict[str, Any]:
+        """Events a second of whole records."""
+        rates, profile, events = [], Profile(), 0
+        n = min(self.records, max(1, REPLAYED // self.features))
+        batch = self.batch(np.repeat(np.arange(n), self.features), np.tile(np.arange(self.features), n))
+        for turn in range(ROUNDS + 1):
             engine = self.engine()
-            n = min(self.records, max(64, 40_000 // self.features))
-            rows = np.repeat(np.arange(n), self.features)
-            batch = self.batch(rows, np.tile(np.arange(self.features), n))
-            rates.append(len(rows) / timed(lambda engine=engine, batch=batch: engine.handle(batch, 0)))  # type: ignore[misc]
-        return median(rates)
+            profile = Profile() if turn == 1 else profile
+            events = 0 if turn == 1 else events
+            with profile.watching():
+                rates.append(len(batch.features) / timed(lambda engine=engine: engine.handle(batch, 0)))  # type: ignore[misc]
+            events += len(batch.features)
+        rate = {"replay": median(rates[1:]), "replay_in_model": events / profile.model}
+        return rate | {"replay_profile": shares(profile)}
 
 
-def measure(preset: str, features: int, records: int) -> dict[str, Any]:
-    world = World(preset, features, records)
-    ceiling = product_rate(PRESETS[preset].d_model) / flops_per_event(world.model)
-    steps, full = world.steps()
-    replay = world.replay()
-    return {
-        "preset": preset,
-        "features": features,
-        "open_records": records,
-        "ceiling": round(ceiling),
-        "full_forward": round(full),
-        "steps": round(steps),
-        "steps_vs_full_forward": round(steps / full, 1),
-        "steps_vs_ceiling": round(steps / ceiling, 3),
-        "replay": round(replay),
-        "replay_vs_ceiling": round(replay / ceiling, 3),
+def shares(profile: Profile) -> dict[str, float]:
+    total = sum(profile.seconds.values())
+    return {stage: round(100 * s / total, 1) for stage, s in profile.seconds.items()}
+
+
+def measure(case: Case) -> dict[str, Any]:
+    world = World(case)
+    rate = product_rate(case.config.d_model, torch.bfloat16 if case.precision == "bfloat16" else torch.float32)
+    row: dict[str, Any] = {
+        "preset": case.preset,
+        "features": case.features,
+        "open_records": case.records,
+        "precision": case.precision,
+        "gaussians": case.gaussians,
+        "compiled": world.model.library is not None,
+        "ceiling": rate / flops_per_event(world.model),
     }
+    row |= world.live() | world.replay()
+    row["steps_vs_full_forward"] = round(row["steps"] / row["full_forward"], 1)
+    for kind in ("steps", "steps_in_model", "replay", "replay_in_model", "prefill"):
+        row[f"{kind}_vs_ceiling"] = round(row[kind] / row["ceiling"], 3)
+    return {k: round(v) if isinstance(v, float) and v > 1000 else v for k, v in row.items()}
 
 
 def machine() -> str:
@@ -157,40 +265,60 @@ def machine() -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = ["preset", "features", "full forward /s", "steps /s", "× full", "% of ceiling", "replay /s", "% of ceiling"]
+    head = [
+        "preset",
+        "features",
+        "products",
+        "Gaussians",
+        "code",
+        "ceiling /s",
+        "full forward /s",
+        "steps /s",
+        "× full",
+    ]
+    head += ["% of ceiling (in model)", "prefill /s", "replay /s", "% of ceiling (in model)"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for r in rows:
-        cells = [
-            r["preset"],
-            r["features"],
-            f"{r['full_forward']:,}",
-            f"{r['steps']:,}",
-            f"{r['steps_vs_full_forward']:.0f}",
-            f"{100 * r['steps_vs_ceiling']:.0f}",
-            f"{r['replay']:,}",
-            f"{100 * r['replay_vs_ceiling']:.0f}",
-        ]
+        kinds = ("steps", "replay")
+        steps, replay = (
+            f"{100 * r[f'{kind}_vs_ceiling']:.0f} ({100 * r[f'{kind}_in_model_vs_ceiling']:.0f})" for kind in kinds
+        )
+        code = "compiled" if r["compiled"] else "plain"
+        cells = [r["preset"], r["features"], r["precision"], r["gaussians"] or "–", code, f"{r['ceiling']:,.0f}"]
+        cells += [f"{r['full_forward']:,.0f}", f"{r['steps']:,.0f}", f"{r['steps_vs_full_forward']:.0f}", steps]
+        cells += [f"{r['prefill']:,.0f}", f"{r['replay']:,.0f}", replay]
         lines.append("| " + " | ".join(str(c) for c in cells) + " |")
+    return "\n".join(lines)
+
+
+def stages(rows: list[dict[str, Any]]) -> str:
+    """Where the time of steps and of replay goes, in percent."""
+    names = list(dict.fromkeys(stage for r in rows for kind in ("steps", "replay") for stage in r[f"{kind}_profile"]))
+    lines = ["| row | " + " | ".join(names) + " |", "|" + "---|" * (len(names) + 1)]
+    for r in rows:
+        guide = f", {r['gaussians']} Gaussians" if r["gaussians"] else ""
+        title = f"{r['preset']} {r['features']}, {r['precision']}{guide}{'' if r['compiled'] else ', plain'}"
+        for kind in ("steps", "replay"):
+            cells = [f"{r[f'{kind}_profile'].get(name, 0):.0f}" for name in names]
+            lines.append(f"| {title}: {kind} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one small row, to see that it runs")
+    parser.add_argument("--rows", type=int, nargs="*", help="these rows only, by number from 0; nothing is written")
     arguments = parser.parse_args()
-    worlds = (
-        [("tiny", 8, 256)]
-        if arguments.quick
-        else [("tiny", 8, 4096), ("tiny", 40, 4096), ("small", 8, 4096), ("small", 40, 4096), ("small", 100, 1024)]
-    )
+    cases = [Case("tiny", 8, 256)] if arguments.quick else list(CASES)
+    cases = cases if arguments.rows is None else [CASES[i] for i in arguments.rows]
     rows = []
-    for world in worlds:
-        rows.append(measure(*world))
+    for case in cases:
+        rows.append(measure(case))
         print(json.dumps(rows[-1]), flush=True)
     when = f"{machine()}, {datetime.now(UTC):%Y-%m-%d}; medians of {ROUNDS} or more rounds, events a second."
-    text = f"# Speed\n\n{when}\n\n{table(rows)}\n"
+    text = f"# Speed\n\n{when}\n\n{table(rows)}\n\nWhere the time goes, percent:\n\n{stages(rows)}\n"
     print("\n" + text)
-    if not arguments.quick:
+    if not arguments.quick and arguments.rows is None:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "speed.md").write_text(text)
         (RESULTS / "speed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -26,7 +26,8 @@ import torch
 from safetensors import SafetensorError
 from torch.overrides import TorchFunctionMode
 
-from deformer_stream import __version__
+from deformer_stream import __version__, native
+from deformer_stream.core.compiled import fits
 from deformer_stream.core.conformal import Calibration
 from deformer_stream.core.model import DEformer, ModelConfig
 from deformer_stream.core.schema import Schema
@@ -238,8 +239,8 @@ def device_named(name: str) -> torch.device:
     return torch.device(name)
 
 
-def read(directory: Path, device: str = "cpu") -> Artifact:
-    """Load and verify a model directory onto a device (`device_named`).
+def read(directory: Path, device: str = "cpu", compiled: bool = True) -> Artifact:
+    """Load and verify a model directory onto a device (`device_named`), with compiled code to score by where it fits.
 
     Raises `ArtifactError` that names the file and the remedy."""
     place = device_named(device)
@@ -247,7 +248,10 @@ def read(directory: Path, device: str = "cpu") -> Artifact:
     manifest = read_manifest(directory)
     weights = _contents(directory / WEIGHTS, _size_of_weights(manifest, directory))
     model, calibration = _build(manifest, weights, directory)
-    return Artifact(model.to(place).eval(), calibration, manifest["fingerprint"], manifest, directory)
+    model = model.to(place).eval()
+    if compiled and fits(model):
+        model.library = native.library(model.config.precision == "bfloat16")
+    return Artifact(model, calibration, manifest["fingerprint"], manifest, directory)
 
 
 def _size_of_weights(manifest: dict[str, Any], directory: Path) -> int:

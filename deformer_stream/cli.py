@@ -70,7 +70,7 @@ def _consume() -> click.Command:
                 settings.commit_interval,
                 settings.snapshot_interval,
                 settings.open_records,
-                ModelWatch(loaded, settings.device, asked).take,
+                ModelWatch(loaded, settings.device, asked, settings.compiled == "auto").take,
                 lambda found: opening.codec(found, settings, order="arrival"),
             )
             totals = road.run(stop)
@@ -253,7 +253,7 @@ def _calibrate() -> click.Command:
         target = settings.out or settings.model
         artifact.check_target(target)
         stop = stop_on_signals()
-        loaded = artifact.read(settings.model, settings.device)
+        loaded = artifact.read(settings.model, settings.device, settings.compiled == "auto")
         engine = opening.engine(loaded, settings, (), settings.record_timeout)
         codec, source = opening.tables(inputs, loaded, settings)
         peaks, clock = recalibration.Peaks(), EventClock()

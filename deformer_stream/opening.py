@@ -20,7 +20,7 @@ def model(settings: ConsumeSettings | ReplaySettings, drift: float | None = None
     """The model and an engine; says so when alpha is out of reach. drift: as of the engine."""
     from deformer_stream import artifact, log
 
-    loaded = artifact.read(settings.model, settings.device)
+    loaded = artifact.read(settings.model, settings.device, settings.compiled == "auto")
     for alpha, needed in loaded.calibration.beyond(settings.alpha).items():
         log.get("model").warning(
             f"alpha {alpha:g} is out of reach: with {len(loaded.calibration.scores)} calibration records the smallest "

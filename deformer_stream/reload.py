@@ -22,9 +22,15 @@ class ModelWatch:
     """
 
     def __init__(
-        self, loaded: Artifact, device: str, asked: threading.Event, now: Callable[[], float] = time.monotonic
+        self,
+        loaded: Artifact,
+        device: str,
+        asked: threading.Event,
+        compiled: bool = True,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory, self._device, self._asked, self._now = loaded.directory, device, asked, now
+        self._compiled = compiled
         self._fingerprint = loaded.fingerprint
         self._seen = _mark(loaded.directory)
         self._looked = now()
@@ -54,7 +60,7 @@ class ModelWatch:
 
     def _read(self, mark: tuple[int, ...] | None) -> None:
         try:
-            self._found = artifact.read(self._directory, self._device)
+            self._found = artifact.read(self._directory, self._device, self._compiled)
         except DeformerError as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)

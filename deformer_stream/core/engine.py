@@ -25,7 +25,7 @@ from deformer_stream.core.batch import (
     Rejected,
     Scored,
 )
-from deformer_stream.core.cache import KeyValueCache, Shape, shape_of
+from deformer_stream.core.cache import Shape
 from deformer_stream.core.conformal import Calibration
 from deformer_stream.core.drift import RECENT, Watch
 from deformer_stream.core.explain import contributions
@@ -33,7 +33,7 @@ from deformer_stream.core.model import DEformer
 from deformer_stream.core.partition import REMEMBERED
 from deformer_stream.core.records import Accepted, Records
 from deformer_stream.core.schema import Schema
-from deformer_stream.core.scoring import UNDECIDED, Generation
+from deformer_stream.core.scoring import UNDECIDED, Cache, Generation
 from deformer_stream.core.snapshot import Decisions, Snapshot, Vocabulary, ragged
 from deformer_stream.errors import InvariantViolated
 
@@ -90,7 +90,7 @@ class Engine:
         self.cache_rebuilds = 0
         self._newest = 0
         self._generations = {0: Generation(model, calibration, fingerprint)}
-        self._caches: dict[Shape, KeyValueCache] = {}
+        self._caches: dict[Shape, Cache] = {}
         self._next_expiry = 0
         self._translated: set[int] = set()  # partitions whose records another vocabulary may have completed
         self._watch = None if drift is None else Watch(calibration, fingerprint, drift)
@@ -111,9 +111,9 @@ class Engine:
         return self.current.fingerprint
 
     @property
-    def cache(self) -> KeyValueCache:
+    def cache(self) -> Cache:
         """Of the current model."""
-        return self._caches[shape_of(self.current.model)]
+        return self._caches[self.current.shape]
 
     @property
     def cache_bytes(self) -> int:
@@ -246,7 +246,7 @@ class Engine:
         """`Generation.score`, each record by its own."""
         columns, passed = np.empty((4, len(slots))), np.zeros(len(slots), np.int64)
         for generation, rows in self._by_generation(slots):
-            cache = self._caches[shape_of(generation.model)]
+            cache = self._caches[generation.shape]
             scored = generation.score(self.records, cache, slots[rows], seq[rows], alphas)
             columns[:, rows], passed[rows] = scored[:2]
             self.cache_rebuilds += scored[2]
@@ -316,11 +316,11 @@ class Engine:
 
     def _allot(self) -> None:
         """One cache for all models of a shape; shapes share the memory equally. What is lost is rebuilt when needed."""
-        models = {shape_of(generation.model): generation.model for generation in self._generations.values()}
-        if models.keys() != self._caches.keys():
+        shapes = {generation.shape: generation for generation in self._generations.values()}
+        if shapes.keys() != self._caches.keys():
             self._caches.clear()
-            memory = self.limits.cache_bytes // len(models)
-            self._caches = {shape: KeyValueCache(model, memory) for shape, model in models.items()}
+            memory = self.limits.cache_bytes // len(shapes)
+            self._caches = {shape: generation.cache(memory) for shape, generation in shapes.items()}
             self._make_room()
 
     def _alerts(self, batch: EventBatch, accepted: Accepted, scored: Scored, passed: Ints) -> list[AlertRaised]:

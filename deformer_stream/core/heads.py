@@ -28,10 +28,34 @@ UNGUIDED = -2.0
 WIDEST = 5.0
 """Bound on the logarithm of the factor by which a guide's scale is changed."""
 
+MOST_NUMBERS = 2**20
+"""Densities of single components computed at once: 3J² a reading for its surprisal, which shall stay in the cache."""
+
 # Probabilists' Gauss–Hermite nodes and weights; three are exact for the first two moments of a Gaussian's surprisal.
 _NODES = (-math.sqrt(3.0), 0.0, math.sqrt(3.0))
 _WEIGHTS = (1 / 6, 2 / 3, 1 / 6)
 _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
+
+
+@dataclass(frozen=True, slots=True)
+class Surprisal:
+    """−ln p of values under their mixtures, and least value, mean (the entropy) and variance of −ln p(V) under each
+    mixture itself; nats, each of the values' shape."""
+
+    value: Tensor
+    least: Tensor
+    mean: Tensor
+    variance: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """ln p(v); ln of the highest-density p-value, in (−inf, 0]; and the excess of the surprisal over its mean,
+    −ln p(v) − H. Nats, each of the values' shape."""
+
+    log_prob: Tensor
+    log_p_value: Tensor
+    excess: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +80,11 @@ class Conditional:
 
     def _density(self, x: Tensor) -> Tensor:
         """ln of the mixture's density at x: (*S, ...) given as (*S, M) → (*S, M)."""
-        x = x.unsqueeze(-1)
         mean, scale, weight = (t.unsqueeze(-2) for t in (self.means, self.scales, self.log_weights))
-        z = (x - mean) / scale
-        return torch.logsumexp(weight - 0.5 * z * z - torch.log(scale) - _LOG_SQRT_2PI, -1)
+        height = weight - torch.log(scale) - _LOG_SQRT_2PI
+        parts = torch.split(x, max(1, MOST_NUMBERS // max(1, mean.numel())), -1)
+        out = [torch.logsumexp(height - 0.5 * ((part.unsqueeze(-1) - mean) / scale).square(), -1) for part in parts]
+        return out[0] if len(out) == 1 else torch.cat(out, -1)
 
     def _mass(self, codes: Tensor) -> Tensor:
         """ln of the mass of label codes (*S,), unseen for any code past the feature's labels."""
@@ -159,31 +184,44 @@ class Conditional:
         variance = (w * (surprisal - mean.unsqueeze(-1)) ** 2).sum(-1)
         return surprisal.amin(-1), mean, variance
 
-    def surprise(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """ln of the highest-density p-value, in (−inf, 0], and the excess of the surprisal over its mean, −ln p(v) − H.
+    def surprisal(self, values: Tensor) -> Surprisal | None:
+        """Of the values under the mixtures, and of the mixtures themselves; None without continuous features."""
+        if not self._has_continuous:
+            return None
+        return Surprisal(-self._density(values.unsqueeze(-1)).squeeze(-1), *self.surprisal_moments())
 
-        values: S → S, S; nats. The p-value is the mass of values at most as likely as v. Discrete: exact. Continuous:
-        the surprisal above its least value, −ln p(V) − s₀, is fitted by a Gamma law with the same mean and variance;
-        for a single Gaussian that is exact (½χ²₁), for a mixture it has a smooth tail and sees the gaps between modes.
+    def judge(self, values: Tensor, surprisal: Surprisal | None) -> Judgement:
+        """What scoring asks of readings. values: S; surprisal: of the same, see there.
+
+        The p-value is the mass of values at most as likely as v. Discrete: exact. Continuous: the surprisal above its
+        least value, −ln p(V) − s₀, is fitted by a Gamma law with the same mean and variance; for a single Gaussian that
+        is exact (½χ²₁), for a mixture it has a smooth tail and sees the gaps between modes.
         """
-        log_p = excess = log_p_label = excess_label = None
-        if self._has_continuous:
-            least, mean, variance = self.surprisal_moments()
-            surprisal = -self._density(values.unsqueeze(-1)).squeeze(-1)
-            least = torch.minimum(least, surprisal)
+        log_prob = log_p = excess = own = log_p_label = excess_label = None
+        if surprisal is not None:
+            least, log_prob = torch.minimum(surprisal.least, surprisal.value), -surprisal.value
             # θ = 1 is the tail of a Gaussian, and every mixture's outer tail is one; below 1 (a flat top) the fit would
             # be ill-conditioned and exaggerate what lies just outside.
-            gap = (mean - least).clamp(min=0.1)
-            theta = (variance / gap).clamp(1.0, 100.0)
+            gap = (surprisal.mean - least).clamp(min=0.1)
+            theta = (surprisal.variance / gap).clamp(1.0, 100.0)
             shape = (gap / theta).clamp(0.01, 50.0)
-            log_p, excess = log_gamma_sf(shape, (surprisal - least) / theta), surprisal - mean
+            log_p = log_gamma_sf(shape, (surprisal.value - least) / theta)
+            excess = surprisal.value - surprisal.mean
         if self._has_discrete:
             own = self._mass(values)
             mass = self.log_mass.masked_fill(self.log_mass > own.unsqueeze(-1) + 1e-6, -math.inf)
             log_p_label = torch.logsumexp(mass, -1).clamp(max=0.0)
             entropy = -(self.log_mass.exp() * self.log_mass.masked_fill(self.log_mass.isinf(), 0.0)).sum(-1)
             excess_label = -own - entropy
-        return self._choose(log_p, log_p_label), self._choose(excess, excess_label)
+        pairs = (log_prob, own), (log_p, log_p_label), (excess, excess_label)
+        return Judgement(*(self._choose(*pair) for pair in pairs))
+
+    def surprise(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """ln of the highest-density p-value, in (−inf, 0], and the excess of the surprisal over its mean, −ln p(v) − H.
+
+        values: S → S, S; nats."""
+        judged = self.judge(values, self.surprisal(values))
+        return judged.log_p_value, judged.excess
 
     def log_p_value(self, values: Tensor) -> Tensor:
         """ln of the highest-density p-value (see `surprise`). values: S → S."""

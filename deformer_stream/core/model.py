@@ -4,6 +4,9 @@ Chain rule in any order o: p(x) = Π_k p(x_{o_k} | x_{o_<k}) (Alcorn and Nguyen,
 tokens a reading: z_k says which feature comes next, u_k says that feature with its value. A lower-triangular mask lets
 z_k see z_≤k and u_<k, u_k see z_≤k and u_≤k; there are no positions. The output at z_k parametrises p(v_k | earlier).
 
+`precision` "bfloat16": outside training, factors of the layers' products (weights, and what they and attention are
+multiplied by) are rounded to bfloat16, on every machine alike; sums, and all outside the layers, are float32.
+
 `memory` decides what later tokens may look back at: "all" earlier tokens (the paper), or only "values", the u tokens
 (every token still sees itself). The second halves the cache; an identity alone carries nothing its u token lacks.
 
@@ -16,6 +19,7 @@ keys and values are cached (one reading is a step, several are a prefill). The s
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -49,6 +53,7 @@ class ModelConfig:
     memory: Literal["all", "values"] = "values"
     gaussians: int = 0
     exemplars: int = 0
+    precision: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         if self.d_model % self.heads:
@@ -64,6 +69,7 @@ class ModelConfig:
             "activation": ("gelu", "relu"),
             "identity": ("embedding", "coordinates", "both"),
             "memory": ("all", "values"),
+            "precision": ("float32", "bfloat16"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -146,28 +152,39 @@ class Block(nn.Module):
         d = config.d_model
         self.pre = config.norm == "pre"
         self.heads, self.dropout = config.heads, config.dropout
+        self.scale = 1.0 / math.sqrt(d // config.heads)
+        self.rounds = config.precision == "bfloat16"
         self.activation = nn.functional.gelu if config.activation == "gelu" else nn.functional.relu
         self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
         self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
         self.up, self.down = nn.Linear(d, config.feedforward), nn.Linear(config.feedforward, d)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: (N, T, d) → queries, keys, values: (N, H, T, d_head)."""
-        qkv = self.qkv(self.norm1(x) if self.pre else x)
-        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
-        return q, k, v
+        """x: (N, T, d) → queries, divided by √d_head already, keys, values: (N, H, T, d_head)."""
+        qkv = self._map(self.qkv, self.norm1(x) if self.pre else x)
+        q, k, v = torch.unflatten(qkv, -1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+        return self._factor(q * self.scale), self._factor(k), self._factor(v)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The residual branches after attention. x, attended: (N, T, d) → (N, T, d)."""
-        x = x + nn.functional.dropout(self.out(attended), self.dropout, self.training)
+        x = x + nn.functional.dropout(self._map(self.out, attended), self.dropout, self.training)
         x = x if self.pre else self.norm1(x)
-        y = self.down(
-            nn.functional.dropout(
-                self.activation(self.up(self.norm2(x) if self.pre else x)), self.dropout, self.training
-            )
-        )
+        hidden = self.activation(self._map(self.up, self.norm2(x) if self.pre else x))
+        y = self._map(self.down, nn.functional.dropout(hidden, self.dropout, self.training))
         x = x + nn.functional.dropout(y, self.dropout, self.training)
         return x if self.pre else self.norm2(x)
+
+    def _map(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        return nn.functional.linear(self._factor(x), self._factor(linear.weight), linear.bias)
+
+    def _factor(self, t: Tensor) -> Tensor:
+        """What goes into a product. Training sees it whole."""
+        return rounded(t) if self.rounds and not self.training else t
+
+
+def rounded(t: Tensor) -> Tensor:
+    """To the nearest bfloat16, in its own dtype."""
+    return t.to(torch.bfloat16).to(t.dtype)
 
 
 class DEformer(nn.Module):
@@ -205,6 +222,7 @@ class DEformer(nn.Module):
         self.ranking = Ranking(schema, config.exemplars) if config.exemplars else None
         self.register_buffer("context", torch.tensor(schema.context), persistent=False)
         self.context: Tensor
+        self.library: ctypes.CDLL | None = None  # compiled code that may score for this model (`core.compiled`)
 
     def _init_labels(self, schema: Schema, shared: bool) -> None:
         """A row per label and one for "unseen" per feature; row 0 is the zero vector of continuous values.
@@ -244,7 +262,7 @@ class DEformer(nn.Module):
     def device(self) -> torch.device:
         return self.head.project.weight.device
 
-    def _tokens(self, features: Tensor, values: Tensor, guide: Guide | None) -> Tensor:
+    def tokens(self, features: Tensor, values: Tensor, guide: Guide | None) -> Tensor:
         """(N, L) readings → (N, 2L, d) tokens z_1, u_1, z_2, u_2, …; identities are encoded once per feature."""
         parts = [] if self.embedding is None else [self.embedding.weight]
         if self.coordinates is not None:
@@ -277,7 +295,7 @@ class DEformer(nn.Module):
         codes = features.clamp(min=0)
         if guide is None and self.gaussians is not None:
             guide = self.gaussians(features, values)
-        x = self._tokens(codes, values, guide)
+        x = self.tokens(codes, values, guide)
         causal = self.config.memory == "all"
         mask = None if causal else self._mask(x.shape[1])
         for layer, block in enumerate(self._layers(), 1):
@@ -287,7 +305,7 @@ class DEformer(nn.Module):
                 mask, causal = self._mask(x.shape[1])[::2], False
                 q, x = q[:, :, ::2], x[:, ::2]
             attended = nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout
+                q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, scale=1.0
             )
             x = block.finish(x, attended.transpose(1, 2).flatten(2))
         conditional: Conditional = self.head(self.norm(x), codes, guide)
@@ -316,11 +334,10 @@ class DEformer(nn.Module):
         codes = features.clamp(min=0)
         ahead = torch.arange(past.keys[0].shape[2], device=self.device) >= past.lengths[:, None]
         guide = self._guide_on(features, values, past, ahead)
-        x = self._tokens(codes, values, guide)
+        x = self.tokens(codes, values, guide)
         T, P = x.shape[1], past.keys[0].shape[2]
         blocked, ahead = ~self._mask(T), ahead[:, None, None]
         keep = slice(None) if self.config.memory == "all" else slice(1, None, 2)
-        scale = 1.0 / math.sqrt(self.config.d_model // self.config.heads)
         kept_keys, kept_values = [], []
         for layer, block in enumerate(self._layers()):
             q, k, v = block.project(x)
@@ -329,7 +346,6 @@ class DEformer(nn.Module):
             if layer == self.config.layers - 1:
                 q, x, blocked = q[:, :, ::2], x[:, ::2], blocked[::2]
             # A batched matrix product with softmax beats the fused kernel for the one or two queries of a step.
-            q = q * scale
             scores = (q @ k.transpose(-1, -2)).masked_fill(blocked, -math.inf)
             if P:
                 old = (q @ past.keys[layer].transpose(-1, -2)).masked_fill(ahead, -math.inf)

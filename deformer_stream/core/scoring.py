@@ -8,18 +8,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream.core.cache import KeyValueCache, tensor
+from deformer_stream.core.cache import KeyValueCache, Shape, shape_of, tensor
+from deformer_stream.core.compiled import Compiled, CompiledCache, Ragged, fits
 from deformer_stream.core.conformal import Calibration, advance
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.records import Records
+from deformer_stream.core.snapshot import ragged
 
+Cache = KeyValueCache | CompiledCache
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 GROUP_READINGS = 8_192
-"""Readings, cached and new, of the records that go through the network together: past it, larger matrices gain nothing,
-and what attention gathers falls out of the processor's cache."""
+"""Readings of the records that go through the network together, cached ones included where attention gathers copies:
+past it, larger matrices gain nothing, and what is computed of them falls out of the processor's cache."""
 
 PADDING, SMALL_READINGS = 1.25, 512
 """Records with unequal numbers of readings share a pass if padding adds at most a quarter, or few readings in all: a
@@ -35,10 +38,19 @@ class Generation:
     def __init__(self, model: DEformer, calibration: Calibration, fingerprint: str) -> None:
         self.model, self.calibration, self.fingerprint = model.eval(), calibration, fingerprint
         self.schema = model.schema
+        library = model.library if fits(model) else None
+        self.compiled = None if library is None else Compiled(model, library)
 
-    def score(
-        self, records: Records, cache: KeyValueCache, slots: Ints, seq: Ints, alphas: Floats
-    ) -> tuple[Floats, Ints, int]:
+    @property
+    def shape(self) -> Shape:
+        """What two generations must have in common to share a cache."""
+        return *shape_of(self.model), None if self.compiled is None else self.model.config.precision
+
+    def cache(self, memory: int) -> Cache:
+        """An empty one of at most so many bytes."""
+        return KeyValueCache(self.model, memory) if self.compiled is None else self.compiled.cache(memory)
+
+    def score(self, records: Records, cache: Cache, slots: Ints, seq: Ints, alphas: Floats) -> tuple[Floats, Ints, int]:
         """Judge M readings that are in the logs, given their slots and places in the record, each (M,); a record's come
         in order, and those before them are judged already. Returns log-likelihood, its running sum, score and p-value,
         (4, M); how many of the alphas, given the largest first, each of them is the first to pass, (M,); and how many
@@ -47,19 +59,17 @@ class Generation:
         order = np.lexsort((seq, slots))
         slots, first, fresh = np.unique(slots[order], return_index=True, return_counts=True)
         before = seq[order][first]
-        cache.pin(slots)
-        start = cache.length[slots]
-        start = np.where(start == before, start, 0)
-        cache.drop(slots[start != before])
+        surprises, rebuilt = self._surprises(records, cache, slots, before, fresh)
         columns = np.empty((4, len(seq)))
         passed = np.zeros(len(seq), np.int64)
-        for rows in _groups(before + fresh - start, start):
-            group = slots[rows], start[rows], before[rows], fresh[rows]
-            new, scores, newly = self._group(records, cache, *group, alphas)
-            row, column = np.nonzero(new)
-            target = order[first[rows][row] + column - (before - start)[rows][row]]
+        for rows in _groups(fresh, np.zeros_like(fresh)):
+            place = np.arange(int(fresh[rows].max()))
+            new = place < fresh[rows, None]
+            source = np.where(new, first[rows, None] + place, 0)
+            scores, newly = self._judge(records, slots[rows], before[rows], new, surprises[:, source], alphas)
+            target = order[source[new]]
             columns[:, target], passed[target] = scores[:, new], newly[new]
-        return columns, passed, int(((start == 0) & (before > 0)).sum())
+        return columns, passed, rebuilt
 
     def rank(self, records: Records, slots: Ints) -> Floats:
         """`anomaly_score` of R records whose logs are complete as far as they will ever be, (R,)."""
@@ -72,34 +82,91 @@ class Generation:
         codes = np.where(places < count[:, None], codes, -1)
         return ranking.scores(codes, self.schema.normalise(np.maximum(codes, 0), raw), excess)
 
-    def _group(
+    def _surprises(self, records: Records, cache: Cache, slots: Ints, before: Ints, fresh: Ints) -> tuple[Floats, int]:
+        """What the network says of `fresh` readings of R records after the first `before` ones, one record after the
+        other: ln p, ln of the p-value and excess, (3, M). And how many records' cache was built again."""
+        out = np.empty((3, int(fresh.sum())))
+        offset = np.cumsum(fresh) - fresh
+        rebuilt = 0
+        for part in _passes(cache, slots, before, fresh):
+            some, seen = slots[part], before[part]
+            cache.pin(some)
+            start = cache.length[some]
+            cache.drop(some[start != seen])
+            start = np.where(start == seen, start, 0)
+            rebuilt += int(((start == 0) & (seen > 0)).sum())
+            if self.compiled is not None and isinstance(cache, CompiledCache):
+                self._ragged(
+                    self.compiled, records, cache, some, start, seen, fresh[part], out[:, offset[part.start] :]
+                )
+            elif isinstance(cache, KeyValueCache):
+                for rows in _groups(seen + fresh[part] - start, start):
+                    group = some[rows], start[rows], seen[rows], fresh[part][rows]
+                    new, found = self._padded(records, cache, *group)
+                    row, place = np.nonzero(new)
+                    out[:, offset[part][rows][row] + place - (seen - start)[rows][row]] = found[:, new]
+        return out, rebuilt
+
+    def _ragged(
         self,
+        compiled: Compiled,
         records: Records,
-        cache: KeyValueCache,
+        cache: CompiledCache,
         slots: Ints,
         start: Ints,
         before: Ints,
         fresh: Ints,
-        alphas: Floats,
-    ) -> tuple[Bools, Floats, Ints]:
+        out: Floats,
+    ) -> None:
+        """All of R records at once, without padding, into the first columns of `out`."""
+        length = before + fresh - start
+        cache.reserve(slots, length)
+        row, place = ragged(length)
+        codes, raw = records.readings(slots[row], (start[row] + place)[:, None])
+        features = tensor(codes[:, 0], self.model)
+        values = tensor(self.schema.normalise(codes, raw)[:, 0], self.model)
+        first = np.concatenate([[0], np.cumsum(length)])
+        with torch.inference_mode():
+            conditional = compiled.conditionals(cache, Ragged(features, values, first, start, cache.table[slots]))
+            cache.length[slots] += length
+            new = place >= (before - start)[row]
+            if not new.all():
+                kept = torch.from_numpy(new)
+                conditional, values = conditional[kept], values[kept]
+            judged = conditional.judge(values, compiled.surprisal(conditional, values))
+        for target, found in zip(out, (judged.log_prob, judged.log_p_value, judged.excess), strict=True):
+            target[: len(values)] = found.numpy()
+
+    def _padded(
+        self, records: Records, cache: KeyValueCache, slots: Ints, start: Ints, before: Ints, fresh: Ints
+    ) -> tuple[Bools, Floats]:
         """R records with `fresh` new readings, cached up to `start` and scored up to `before`, each (R,).
 
-        All readings from `start` on go through the network, L places with padding at the end. Returns which of them
-        are new, (R, L); log-likelihood, running log-likelihood, score and p-value, (4, R, L); and how many alphas are
-        passed there for the first time, (R, L).
-        """
+        All readings from `start` on go through the network, L places with padding at the end. Returns which of them are
+        new, (R, L); and ln p, ln of the p-value and excess, (3, R, L)."""
         length = before + fresh - start
         column = np.arange(int(length.max()))
         valid = column < length[:, None]
-        new = valid & (column >= (before - start)[:, None])
         codes, raw = records.readings(slots, np.where(valid, start[:, None] + column, 0))
         features = tensor(np.where(valid, codes, -1), self.model)
         values = tensor(self.schema.normalise(codes, raw), self.model)
         with torch.inference_mode():
             extension = self.model.extend(features, values, cache.gather(slots))
             cache.append(slots, extension, length)
-            log_likelihood = extension.conditional.log_prob(values).double().cpu().numpy()
-            log_p, excess = (t.double().cpu().numpy() for t in extension.conditional.surprise(values))
+            conditional = extension.conditional
+            judged = conditional.judge(values, conditional.surprisal(values))
+        found = [t.double().cpu().numpy() for t in (judged.log_prob, judged.log_p_value, judged.excess)]
+        return valid & (column >= (before - start)[:, None]), np.stack(found)
+
+    def _judge(
+        self, records: Records, slots: Ints, before: Ints, new: Bools, surprises: Floats, alphas: Floats
+    ) -> tuple[Floats, Ints]:
+        """Go on with R records by new readings, (R, L) with padding at the end, after the first `before`, (R,).
+
+        surprises: (3, R, L), see `_surprises`. Returns log-likelihood, running log-likelihood, score and p-value,
+        (4, R, L); and how many alphas are passed there for the first time, (R, L)."""
+        log_likelihood, log_p, excess = surprises
+        codes, _ = records.readings(slots, np.where(new, before[:, None] + np.arange(new.shape[1]), 0))
         scored = new & ~self.schema.context[codes]
         gain = np.where(scored, log_likelihood, 0.0)
         running = np.cumsum(np.concatenate([records.log_likelihood[slots, None], gain], 1), 1)[:, 1:]
@@ -107,12 +174,12 @@ class Generation:
         sums = np.concatenate([records.excess[slots, None], np.where(scored, excess, 0.0)], 1)
         score, state = advance(records.state(slots), log_p, scored)
         p_value = self.calibration.judge(score, lambda: [records.ids[slot] for slot in slots.tolist()])
-        newly = self._passed(records, slots, np.where(new, p_value, 1.0), start, alphas)
+        newly = self._passed(records, slots, np.where(new, p_value, 1.0), before, alphas)
         records.store(slots, state)
         records.log_likelihood[slots] = running[:, -1]
         records.excess[slots] = np.cumsum(sums, 1)[:, -1]
         records.p_value[slots] = p_value[:, -1]
-        return new, np.stack([np.where(scored, log_likelihood, np.nan), running, score, p_value]), newly
+        return np.stack([np.where(scored, log_likelihood, np.nan), running, score, p_value]), newly
 
     @staticmethod
     def _passed(records: Records, slots: Ints, p_value: Floats, start: Ints, alphas: Floats) -> Ints:
@@ -128,6 +195,18 @@ class Generation:
         first = rows[records.alert_seq[slots[rows]] < 0]
         records.alert_seq[slots[first]] = start[first] + np.argmax(newly[first] > 0, 1)
         return newly
+
+
+def _passes(cache: Cache, slots: Ints, before: Ints, fresh: Ints) -> Iterator[slice]:
+    """Which of R records go through the network together: `GROUP_READINGS` to process, or one record; all pages fit."""
+    pages, at = np.cumsum(cache.held(before + fresh)), 0
+    readings = np.cumsum(np.where(cache.length[slots] == before, fresh, before + fresh))
+    while at < len(slots):
+        bound = int(pages[at - 1]) + cache.pages if at else cache.pages
+        most = int(readings[at - 1]) + GROUP_READINGS if at else GROUP_READINGS
+        end = min(int(np.searchsorted(pages, bound, "right")), int(np.searchsorted(readings, most, "right")))
+        yield slice(at, max(at + 1, end))
+        at = max(at + 1, end)
 
 
 def _groups(length: Ints, start: Ints) -> Iterator[Ints]:

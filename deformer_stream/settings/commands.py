@@ -41,6 +41,9 @@ class ScoringSettings(_Model):
         "Largest share of normal records that may ever raise an alert; or several, comma-separated, each with alerts "
         "of its own: the stricter the more severe.",
     )
+    compiled: Literal["auto", "off"] = Field(
+        "auto", description="Score by code compiled for this processor, if a C compiler is there; off is slower."
+    )
     cache_memory: Size = written("512MiB", description="Most memory for cached keys and values of open records.")
     max_open_records: int = Field(
         1_000_000, ge=1, description="Most records open at once; past it, the one silent for longest is closed."

@@ -233,7 +233,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def agree(self) -> None:
         used = self.cache.pages - self.cache.free_count
-        held = [self.cache.table[s, : self.cache._held(self.cache.length[[s]])[0]] for s in range(self.SLOTS)]
+        held = [self.cache.table[s, : self.cache.held(self.cache.length[[s]])[0]] for s in range(self.SLOTS)]
         pages = np.concatenate([*held, self.cache.free[: self.cache.free_count]])
         assert sorted(pages.tolist()) == list(range(self.cache.pages)), "every page is in one place"
         assert self.cache.bytes == used * self.cache.page_bytes

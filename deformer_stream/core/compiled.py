@@ -1,0 +1,259 @@
+"""The network's layers, its guide and its surprise by compiled code: ragged, straight from the pages of open records.
+
+What it computes is what `DEformer.extend` computes; that one stays the reference, and does the work where there is no
+compiler, on a GPU, and for widths that the code is not made for. A reading's numbers are the same bits however its
+record is cut into pieces and whatever goes through the layers beside it, for the order of every sum is fixed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from deformer_stream.core.gaussians import VALUE_REACH, Gaussians, Guide
+from deformer_stream.core.heads import Conditional, Surprisal
+from deformer_stream.core.model import Block, DEformer, rounded
+from deformer_stream.core.pages import Pages, zeroed
+
+Ints = NDArray[np.int64]
+
+PAGE_TOKENS = 16
+"""Tokens a page holds: a vector of the processor has a lane for each."""
+COLUMNS = 32
+"""Columns of weights that lie together."""
+UNIT_ROWS = 192
+"""Tokens that go through a layer together: a weight is read once for them, and they stay in the processor's cache."""
+LANES = 8
+"""Gaussians side by side."""
+ENTRIES = 4
+"""Vectors that a reading leaves for the guide besides its row of the Cholesky factor."""
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_void_p)
+        for name in (
+            *("norm1", "norm1_bias", "norm2", "norm2_bias", "qkv_bias", "out_bias", "up_bias", "down_bias"),
+            *("qkv", "out", "up", "down"),
+        )
+    )
+
+
+def _fields(numbers: str, spec: str) -> Any:
+    """Fields of a structure by their names: pointers but those in `numbers`."""
+    return tuple((n, ctypes.c_int64 if n in numbers.split() else ctypes.c_void_p) for n in spec.split())
+
+
+class _Network(ctypes.Structure):
+    _fields_ = _fields("d heads feedforward layers kept pre relu", "d heads feedforward layers kept pre relu layer")
+
+
+class _Work(ctypes.Structure):
+    _fields_ = _fields("columns page_bytes units", "x hidden first start pages columns pool page_bytes unit units next")
+
+
+class _Expectation(ctypes.Structure):
+    _fields_ = _fields(
+        "components features columns page_bytes units",
+        "components features log_weights means covariances page_of place_in feature value log_weight mean scale "
+        "first start pages columns pool page_bytes unit units next",
+    )
+
+
+class _Surprise(ctypes.Structure):
+    _fields_ = _fields(
+        "readings components",
+        "log_weights means scales values surprisal least mean variance readings components next",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """The new readings of R records, one record after the other: M in all.
+
+    features, values: (M,), normalised units. first: (R + 1,) where each record's begin. start: (R,) readings that
+    its pages hold. pages: (R, columns), rows of the cache's table.
+    """
+
+    features: Tensor
+    values: Tensor
+    first: Ints
+    start: Ints
+    pages: Ints
+
+
+def fits(model: DEformer) -> bool:
+    """Whether the compiled code is made for a model of these widths."""
+    c = model.config
+    widths = c.d_model % 64 == 0 and c.d_model // c.heads % 16 == 0 and c.heads <= 64 and c.feedforward % COLUMNS == 0
+    return widths and model.device.type == "cpu" and model.dtype == torch.float32
+
+
+class CompiledCache(Pages):
+    """Pages that compiled code reads and writes: keys and values of all layers, and the guide's Cholesky factors."""
+
+    def __init__(self, model: DEformer, itemsize: int, memory: int) -> None:
+        config, kept, readings = model.config, model.tokens_kept, len(model.schema)
+        page_bytes = 2 * config.layers * config.d_model * PAGE_TOKENS * itemsize
+        takes: list[Callable[[Ints], Ints]] = [lambda n: -(-n * kept // PAGE_TOKENS)]
+        if model.gaussians is not None:
+            vector = 8 * padded(model.gaussians.components)
+            page_bytes = -(-max(page_bytes, (readings + ENTRIES) * vector) // 64) * 64
+            self.page_of, self.place_in = _rows(readings, page_bytes // vector)
+            ends = np.concatenate([[0], self.page_of + 1])  # columns of the table, less those of the tokens
+            takes.append(lambda n: ends[n])
+        super().__init__(readings, takes, page_bytes, memory)
+        if len(takes) > 1:
+            self.page_of += self.begins[1]
+        self.pool = zeroed(self.pages * page_bytes)
+
+
+def _rows(readings: int, vectors: int) -> tuple[Ints, Ints]:
+    """(readings,) in which page of a record the guide's row of its k-th reading lies, and at which vector; no row
+    straddles two. vectors: of a page."""
+    page, place, places = 0, 0, []
+    for k in range(readings):
+        if place + k + ENTRIES > vectors:
+            page, place = page + 1, 0
+        places.append((page, place))
+        place += k + ENTRIES
+    columns = np.array(places, np.int64).reshape(-1, 2).T
+    return np.ascontiguousarray(columns[0]), np.ascontiguousarray(columns[1])
+
+
+def padded(components: int) -> int:
+    return -(-components // LANES) * LANES
+
+
+class Compiled:
+    """A model's weights, laid out for compiled code. library: what `blocks.c` and `density.c` became."""
+
+    def __init__(self, model: DEformer, library: ctypes.CDLL) -> None:
+        self.model, self.library = model, library
+        for name in ("run_layers", "expect_readings", "measure_surprise", "pair"):
+            getattr(library, name).restype = ctypes.c_int64
+        self.pair = int(library.pair())
+        self._held: list[Any] = []  # what the structures point to
+        config = model.config
+        layers = (_Layer * config.layers)(*(self._layer(cast(Block, block)) for block in model.blocks))
+        numbers = config.d_model, config.heads, config.feedforward, config.layers, model.tokens_kept
+        choices = config.norm == "pre", config.activation == "relu"
+        self.network = _Network(*numbers, *choices, ctypes.addressof(layers))
+        self._held.append(layers)
+        self.mixture = None if model.gaussians is None else self._mixture(model.gaussians)
+
+    def cache(self, memory: int) -> CompiledCache:
+        return CompiledCache(self.model, 4 // self.pair, memory)
+
+    def conditionals(self, cache: CompiledCache, ragged: Ragged) -> Conditional:
+        """p(v | earlier) of the new readings, (M,). Their places in the pages must be reserved, and are filled."""
+        model, features = self.model, ragged.features.unsqueeze(1)
+        units = _units(ragged.first)
+        guide = self._guide(cache, ragged, units)
+        x = model.tokens(features, ragged.values.unsqueeze(1), None if guide is None else guide[:, None]).contiguous()
+        hidden = self._layers(cache, ragged, units, x)
+        conditional: Conditional = model.head(model.norm(hidden), ragged.features, guide)
+        return conditional
+
+    def _layers(self, cache: CompiledCache, ragged: Ragged, units: Ints, x: Tensor) -> Tensor:
+        """(M, d) what comes out at identity tokens. x: (M, 2, d) tokens; overwritten."""
+        hidden = torch.empty(len(x), x.shape[-1])
+        given = x, hidden, ragged.first, ragged.start, ragged.pages
+        work = partial(_Work, *map(_pointer, given), *self._place(cache, ragged, units))
+        self._run(self.library.run_layers, work, len(units) - 1, ctypes.byref(self.network))
+        return hidden
+
+    def surprisal(self, conditional: Conditional, values: Tensor) -> Surprisal | None:
+        """`Conditional.surprisal` of readings (M,)."""
+        if not conditional.means.shape[-1]:
+            return None
+        out = torch.empty(4, len(values))
+        parts = conditional.log_weights, conditional.means, conditional.scales, values
+        given = [t.float().contiguous() for t in parts]
+        work = partial(_Surprise, *map(_pointer, (*given, *out)), *conditional.means.shape)
+        self._run(self.library.measure_surprise, work, -(-len(values) // 32))
+        return Surprisal(*out)
+
+    def _guide(self, cache: CompiledCache, ragged: Ragged, units: Ints) -> Guide | None:
+        if self.mixture is None or self.model.gaussians is None:
+            return None
+        K = self.model.gaussians.components
+        feature = self.model.gaussians.places[ragged.features]
+        values = ragged.values.double().clamp(-VALUE_REACH, VALUE_REACH)
+        out = torch.empty(3, len(feature), padded(K))
+        given = cache.page_of, cache.place_in, feature, values, *out, ragged.first, ragged.start, ragged.pages
+        work = partial(_Expectation, *self.mixture, *map(_pointer, given), *self._place(cache, ragged, units))
+        self._run(self.library.expect_readings, work, len(units) - 1)
+        weights, means, scales = out[..., :K]
+        return Guide(torch.log_softmax(weights, -1), means, scales, feature >= 0)
+
+    def _place(self, cache: CompiledCache, ragged: Ragged, units: Ints) -> tuple[int | None, ...]:
+        columns = ragged.pages.shape[1]
+        return columns, _pointer(cache.pool), cache.page_bytes, _pointer(units), len(units) - 1
+
+    def _run(
+        self, function: Callable[..., int], work: Callable[[int], ctypes.Structure], units: int, *first: Any
+    ) -> None:
+        """On all threads, which take units from a common counter. Raises MemoryError."""
+        counter = np.zeros(1, np.int64)
+        job = work(_pointer(counter))
+        call = partial(function, *first, ctypes.byref(job))
+        more = min(torch.get_num_threads(), units) - 1
+        others = [_pool().submit(call) for _ in range(more)]
+        if min([call(), *(other.result() for other in others)]) < 0:
+            raise MemoryError("the network's scratch does not fit into memory")
+
+    def _layer(self, block: Block) -> _Layer:
+        norms = [t for norm in (block.norm1, block.norm2) for t in (norm.weight, norm.bias)]
+        maps = block.qkv, block.out, block.up, block.down
+        given = [*norms, *(linear.bias for linear in maps), *(self._packed(linear) for linear in maps)]
+        return _Layer(*(_pointer(self._kept(t.detach().contiguous())) for t in given))
+
+    def _kept(self, t: Any) -> Any:
+        self._held.append(t)
+        return t
+
+    def _packed(self, linear: nn.Linear) -> Tensor:
+        """(columns / 32, inputs / pair, 32, pair)"""
+        weight = linear.weight.detach()
+        weight = rounded(weight) if self.model.config.precision == "bfloat16" else weight
+        weight = weight.to(torch.bfloat16 if self.pair == 2 else torch.float32)
+        n, k = weight.shape
+        return weight.view(n // COLUMNS, COLUMNS, k // self.pair, self.pair).transpose(1, 2).contiguous()
+
+    def _mixture(self, gaussians: Gaussians) -> tuple[int | None, ...]:
+        """The first variant with its components last, beside some that weigh nothing."""
+        more = padded(gaussians.components) - gaussians.components
+        parts = gaussians.log_weights[0], gaussians.means[0].T, gaussians.covariances[0].permute(1, 2, 0)
+        fills = -math.inf, 0.0, 1.0
+        given = [
+            self._kept(nn.functional.pad(t.double(), (0, more), value=fill).contiguous())
+            for t, fill in zip(parts, fills, strict=True)
+        ]
+        return padded(gaussians.components), gaussians.means.shape[-1], *map(_pointer, given)
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "scoring")
+
+
+def _pointer(array: Any) -> int:
+    return int(array.data_ptr() if isinstance(array, Tensor) else array.ctypes.data)
+
+
+def _units(first: Ints) -> Ints:
+    """(units + 1,) where units of whole records begin, each but the last of `UNIT_ROWS` tokens or one record more."""
+    readings = UNIT_ROWS // 2
+    number = first[:-1] // readings
+    return np.append(np.flatnonzero(np.diff(number, prepend=-1)), len(first) - 1)

@@ -1,0 +1,121 @@
+"""What is kept of open records to score their next reading fast, in pages, within a bound.
+
+The cache is an accelerator and nothing else: a record's log of readings is the truth, and whatever is missing here is
+rebuilt by prefill. So it may drop any record at any time, and drops the least recently used ones when it is full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+ALIGNED = 64
+"""Bytes of a cache line, where pages begin."""
+
+
+class Pages:
+    """A pool of equal pages, a page table and a length per slot. A slot is a record's place in the engine.
+
+    readings: most of a record. takes: for each thing that is kept, how many pages it takes for so many readings, never
+    fewer for more; a row of the table holds the pages of the first, then those of the second, and so on. page_bytes:
+    size of a page; memory: bytes all pages may take together (at least one record always fits).
+    """
+
+    def __init__(self, readings: int, takes: Sequence[Callable[[Ints], Ints]], page_bytes: int, memory: int) -> None:
+        widths = [int(take(np.array([readings]))[0]) for take in takes]
+        self.takes = takes
+        self.begins = np.cumsum([0, *widths])
+        self.pages_per_record = sum(widths)
+        self.page_bytes = page_bytes
+        self.pages = max(self.pages_per_record, memory // page_bytes)
+        self.free = np.arange(self.pages - 1, -1, -1)
+        self.free_count = self.pages
+        self.table = np.zeros((0, self.pages_per_record), np.int64)
+        self.length = np.zeros(0, np.int64)
+        self.used = np.zeros(0, np.int64)
+        self.clock = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the pages in use."""
+        return int(self.pages - self.free_count) * self.page_bytes
+
+    def grow(self, slots: int) -> None:
+        """Make room for slot numbers below `slots`."""
+        more = slots - len(self.length)
+        if more > 0:
+            self.table = np.concatenate([self.table, np.zeros((more, self.pages_per_record), np.int64)])
+            self.length = np.concatenate([self.length, np.zeros(more, np.int64)])
+            self.used = np.concatenate([self.used, np.zeros(more, np.int64)])
+
+    def held(self, readings: Ints) -> Ints:
+        """Pages that so many readings take."""
+        total = np.zeros_like(readings)
+        for take in self.takes:
+            total += take(readings)
+        return total
+
+    def pin(self, slots: Ints) -> None:
+        """Say that these slots, and only these, are in use: they are not evicted until the next call."""
+        self.clock += 1
+        self.used[slots] = self.clock
+
+    def reserve(self, slots: Ints, counts: Ints) -> NDArray[np.bool_]:
+        """Give each slot the pages for so many more readings, evicting others; (R,) bool, whether it got them."""
+        have, want = self.length[slots], self.length[slots] + counts
+        need = self.held(want) - self.held(have)
+        short = int(need.sum()) - self.free_count
+        if short > 0:
+            self._evict(short)
+        fits = np.cumsum(need) <= self.free_count
+        row, column = self._places(np.where(fits, have, want), want)
+        self.free_count -= len(row)
+        self.table[slots[row], column] = self.free[self.free_count : self.free_count + len(row)]
+        return fits
+
+    def _places(self, have: Ints, want: Ints) -> tuple[Ints, Ints]:
+        """Rows and columns of the table that R records need for `want` readings and not for `have`."""
+        rows, columns = [], []
+        for take, begin in zip(self.takes, self.begins.tolist(), strict=False):
+            before = take(have)
+            need = take(want) - before
+            rows.append(np.repeat(np.arange(len(need)), need))
+            columns.append(np.arange(need.sum()) - np.repeat(np.cumsum(need) - need - before - begin, need))
+        return np.concatenate(rows), np.concatenate(columns)
+
+    def _evict(self, pages: int) -> None:
+        """Drop the least recently used slots until at least `pages` pages came free, or only pinned ones are left."""
+        slots = np.flatnonzero((self.length > 0) & (self.used < self.clock))
+        slots = slots[np.argsort(self.used[slots], kind="stable")]
+        enough = int(np.searchsorted(np.cumsum(self.held(self.length[slots])), pages)) + 1
+        self.drop(slots[:enough])
+
+    def drop(self, slots: Ints) -> None:
+        """Forget these slots; their readings will be prefilled again if they are asked for."""
+        row, column = self._places(np.zeros(len(slots), np.int64), self.length[slots])
+        self.free[self.free_count : self.free_count + len(row)] = self.table[slots[row], column]
+        self.free_count += len(row)
+        self.length[slots] = 0
+
+
+def zeroed(size: int) -> NDArray[np.uint8]:
+    """So many bytes, aligned, not resident until they are touched, so that all of a bound can be asked for at once; in
+    large pages of memory where the system has them, since the places of many records are looked up. Raises MemoryError.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        raw = np.zeros(size + ALIGNED, np.uint8)
+        first = -raw.ctypes.data % ALIGNED
+        return raw[first : first + size]
+    try:
+        area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes cannot be had") from error
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        area.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(area, np.uint8)

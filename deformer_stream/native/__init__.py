@@ -1,0 +1,97 @@
+"""Code compiled on the machine it runs on, at first use; scoring works without, several times slower.
+
+The C compiler (`cc`, or what CC names) makes a library of the sources beside this file for the processor at hand. It is
+kept under the user's cache directory, by the digest of all that went into it, in a directory that only the user can
+write; what is found there was made by the same user from the same sources. No compiler, or an attempt that fails, means
+no library and a line in the log: `core.model` then does the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from deformer_stream import log
+
+SOURCES = Path(__file__).parent
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi")
+LONGEST = 120
+"""Seconds the compiler may take."""
+
+
+@cache
+def library(rounded: bool) -> ctypes.CDLL | None:
+    """`blocks.c` and `density.c`, factors of products rounded to bfloat16 or not; None where they cannot be had."""
+    compiler = shutil.which(os.environ.get("CC") or "cc")
+    if compiler is None:
+        log.get("native").info("no C compiler: scoring runs without compiled code, several times slower")
+        return None
+    flags = (*FLAGS, *(["-DROUNDED"] if rounded else []))
+    try:
+        place = _directory() / f"{_digest(compiler, flags)}.so"
+        if not place.exists():
+            _compile(compiler, flags, place)
+        return ctypes.CDLL(str(place))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.get("native").warning("scoring runs without compiled code, several times slower", why=_why(error))
+        return None
+
+
+def _why(error: Exception) -> str:
+    said = getattr(error, "stderr", None)
+    return said.strip()[-500:] if said else str(error)
+
+
+def _directory() -> Path:
+    """Raises OSError for one that others could write what we load into."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = home / "deformer-stream"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = directory.stat()
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{directory} belongs to others or they can write there: remove it, or chmod 700")
+    return directory
+
+
+def _digest(compiler: str, flags: tuple[str, ...]) -> str:
+    """Of the sources, the way to compile them, and the processor they are compiled for."""
+    version = _run([compiler, "--version"])
+    digest = hashlib.sha256(repr((version, compiler, flags, platform.machine(), _processor())).encode())
+    for source in sorted(SOURCES.glob("*.[ch]")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _run(command: list[str]) -> str:
+    """What it prints. Raises OSError or SubprocessError."""
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LONGEST, check=True)  # noqa: S603
+    return done.stdout
+
+
+def _processor() -> str:
+    """What it can do: a library kept in a home that several machines share must not be loaded by a lesser one."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _compile(compiler: str, flags: tuple[str, ...], place: Path) -> None:
+    """Beside its final name, then renamed: two processes that start at once make the same file."""
+    handle, partial = tempfile.mkstemp(suffix=".so", dir=place.parent)
+    os.close(handle)
+    try:
+        sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
+        _run([compiler, *flags, "-o", partial, *sources, "-lm"])
+        os.replace(partial, place)
+    finally:
+        Path(partial).unlink(missing_ok=True)

@@ -1,0 +1,396 @@
+/* The Transformer's layers over a ragged list of readings, keys and values in the pages of their records.
+ *
+ * A unit of work is some whole records: each layer takes all their tokens, so units need nothing of each other, and a
+ * thread takes the next one when it is done. Sums run in an order that does not depend on what else is in the unit, so
+ * a reading's numbers are the same bits however its record is cut and whatever stands beside it.
+ *
+ * ROUNDED: factors of products are rounded to bfloat16, sums are float32. Where the processor multiplies pairs of
+ * bfloat16 they are stored so; elsewhere the rounded numbers are kept as floats. */
+#include "lanes.h"
+
+#if defined(ROUNDED) && defined(__AVX512BF16__)
+#define PAIR 2
+typedef uint16_t num;
+#else
+#define PAIR 1
+typedef float num;
+#endif
+
+#ifdef __AVX512F__
+#define ROWS 12 /* 24 sums, 2 columns of weights: most of the 32 registers */
+#else
+#define ROWS 3
+#endif
+#define COLUMNS 32
+#define PAGE 16
+#define CHUNK 96 /* rows whose hidden layer stays in the second cache */
+#define BLOCK 4  /* vectors of attended values summed side by side */
+
+typedef struct {
+    const float *norm1, *norm1_bias, *norm2, *norm2_bias, *qkv_bias, *out_bias, *up_bias, *down_bias;
+    const num *qkv, *out, *up, *down; /* (columns / 32, inputs / PAIR, 32, PAIR) */
+} Layer;
+
+typedef struct {
+    int64_t d, heads, feedforward, layers, kept, pre, relu;
+    const Layer *layer;
+} Network;
+
+typedef struct {
+    float *x;                /* (2M, d) tokens z, u of M readings; overwritten */
+    float *hidden;           /* (M, d) what comes out at z */
+    const int64_t *first;    /* (R + 1) where a record's readings begin */
+    const int64_t *start;    /* (R) readings that were there before */
+    const int64_t *pages;    /* (R, columns) */
+    int64_t columns;
+    char *pool;
+    int64_t page_bytes;
+    const int64_t *unit;     /* (units + 1) where a unit's records begin */
+    int64_t units;
+    int64_t *next;           /* the unit to be taken next */
+} Work;
+
+int64_t pair(void) { return PAIR; }
+
+INLINE float as_bfloat(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+INLINE void put(num *p, v16 v) {
+#if PAIR == 2
+    __m256bh h = _mm512_cvtneps_pbh((__m512)v);
+    memcpy(p, &h, sizeof h);
+#else
+#ifdef ROUNDED
+    i16 bits = (i16)v;
+    v = (v16)((bits + 0x7fff + ((bits >> 16) & 1)) & (int32_t)0xffff0000);
+#endif
+    store(p, v);
+#endif
+}
+INLINE v16 get(const num *p) {
+#if PAIR == 2
+    h16 h;
+    memcpy(&h, p, sizeof h);
+    return (v16)(__builtin_convertvector(h, i16) << 16);
+#else
+    return load(p);
+#endif
+}
+/* sum + a * b, or that of two factors each: a is one number (pair) for all lanes. */
+INLINE v16 dot(v16 total, const num *a, const num *b) {
+#if PAIR == 2
+    int32_t both;
+    __m512i factors;
+    memcpy(&both, a, 4);
+    memcpy(&factors, b, 64);
+    return (v16)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_set1_epi32(both), (__m512bh)factors);
+#else
+    return total + *a * load(b);
+#endif
+}
+
+/* sums[r] = row r of a times 32 columns of weights. a: (ROWS, inputs), b: (inputs / PAIR, 32, PAIR). */
+INLINE void product(const num *a, size_t inputs, const num *b, v16 sums[ROWS][2]) {
+    v16 c[ROWS][2];
+    for (int r = 0; r < ROWS; r++) c[r][0] = c[r][1] = all(0);
+    for (size_t k = 0; k < inputs; k += PAIR, b += COLUMNS * PAIR) {
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++) {
+            c[r][0] = dot(c[r][0], a + r * inputs + k, b);
+            c[r][1] = dot(c[r][1], a + r * inputs + k, b + LANES * PAIR);
+        }
+    }
+    for (int r = 0; r < ROWS; r++) sums[r][0] = c[r][0], sums[r][1] = c[r][1];
+}
+
+/* x Φ(x), erf by Abramowitz and Stegun 7.1.26 (error 1.5e-7). */
+INLINE v16 gelu(v16 x) {
+    v16 y = x * 0.70710678f, z = (v16)((i16)y & 0x7fffffff);
+    v16 t = 1.0f / (1.0f + 0.3275911f * z);
+    v16 p = all(1.061405429f) * t - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    v16 tail = 0.5f * p * t * exponential(-z * z);
+    return x * chosen(x > 0, 1.0f - tail, tail);
+}
+
+enum { LINEAR, ADD, GELU, RELU };
+
+/* out = a weights + bias (float), out += that (float), or its activation (num). a: (rows up to a multiple of ROWS). */
+INLINE void linear(int kind, const num *a, size_t rows, size_t inputs, const num *weights, const float *bias,
+                   size_t columns, void *out) {
+    for (size_t n = 0; n < columns; n += COLUMNS, weights += COLUMNS * inputs)
+        for (size_t m = 0; m < rows; m += ROWS) {
+            v16 sums[ROWS][2];
+            product(a + m * inputs, inputs, weights, sums);
+            size_t end = rows - m < ROWS ? rows - m : ROWS;
+            for (size_t r = 0; r < end; r++)
+                for (int half = 0; half < 2; half++) {
+                    size_t column = n + half * LANES, place = (m + r) * columns + column;
+                    v16 v = sums[r][half] + load(bias + column);
+                    if (kind == LINEAR) store((float *)out + place, v);
+                    if (kind == ADD) store((float *)out + place, load((float *)out + place) + v);
+                    if (kind == GELU) put((num *)out + place, gelu(v));
+                    if (kind == RELU) put((num *)out + place, larger(v, all(0)));
+                }
+        }
+}
+static void project(const num *a, size_t rows, size_t inputs, const num *w, const float *b, size_t n, float *out) {
+    linear(LINEAR, a, rows, inputs, w, b, n, out);
+}
+static void add(const num *a, size_t rows, size_t inputs, const num *w, const float *b, size_t n, float *out) {
+    linear(ADD, a, rows, inputs, w, b, n, out);
+}
+static void activate(int relu, const num *a, size_t rows, size_t inputs, const num *w, const float *b, size_t n,
+                     num *out) {
+    if (relu) linear(RELU, a, rows, inputs, w, b, n, out);
+    else linear(GELU, a, rows, inputs, w, b, n, out);
+}
+
+/* Layer normalisation of a row, into float and num where given. */
+static void normalise(const float *x, size_t d, const float *weight, const float *bias, float *out, num *rounded) {
+    v16 total = all(0), squares = all(0);
+    for (size_t i = 0; i < d; i += LANES) total += load(x + i);
+    float mean = sum(total) / d;
+    for (size_t i = 0; i < d; i += LANES) {
+        v16 y = load(x + i) - mean;
+        squares += y * y;
+    }
+    float scale = 1.0f / sqrtf(sum(squares) / d + 1e-5f);
+    for (size_t i = 0; i < d; i += LANES) {
+        v16 y = (load(x + i) - mean) * scale * load(weight + i) + load(bias + i);
+        if (out) store(out + i, y);
+        if (rounded) put(rounded + i, y);
+    }
+}
+static void copied(const float *x, size_t n, num *out) {
+    for (size_t i = 0; i < n; i += LANES) put(out + i, load(x + i));
+}
+
+typedef struct {
+    num *a, *hidden, *query; /* (rows, d), (CHUNK, feedforward), (2, d) */
+    float *qkv, *weights;    /* (rows, 3 d), (2, heads, most tokens + PAGE) */
+    size_t most;
+} Scratch;
+
+/* Keys go into a page column by column, (d / PAIR, PAGE, PAIR); values row by row, (PAGE, d). */
+static void keep(const float *qkv, size_t d, num *page, size_t place) {
+    num key[LANES];
+    for (size_t i = 0; i < d; i += LANES) {
+        put(key, load(qkv + d + i));
+        for (size_t j = 0; j < LANES; j += PAIR)
+            memcpy(page + ((i + j) / PAIR * PAGE + place) * PAIR, key + j, sizeof(num) * PAIR);
+        put(page + PAGE * d + place * d + i, load(qkv + 2 * d + i));
+    }
+}
+
+/* Weighted sums of values for BLOCK vectors of the output from vector `from` on; weight(q, vector) is w[q][head]. */
+INLINE void gather(int queries, int blocks, const num *const *page, const size_t *seen, size_t d, size_t d_head,
+                   size_t from, const float *weights, size_t stride, size_t heads, v16 out[2][BLOCK]) {
+    const float *w[2][BLOCK];
+    v16 c[2][BLOCK];
+    for (int q = 0; q < queries; q++)
+        for (int v = 0; v < blocks; v++) {
+            c[q][v] = all(0);
+            w[q][v] = weights + (q * heads + (from + v * LANES) / d_head) * stride;
+        }
+    size_t most = seen[queries - 1];
+    for (size_t t = 0; t < most; t++) {
+        const num *row = page[t / PAGE] + PAGE * d + t % PAGE * d + from;
+        for (int v = 0; v < blocks; v++) {
+            v16 value = get(row + v * LANES);
+            for (int q = 0; q < queries; q++) c[q][v] += w[q][v][t] * value;
+        }
+    }
+    for (int q = 0; q < queries; q++)
+        for (int v = 0; v < blocks; v++) out[q][v] = c[q][v];
+}
+
+/* One reading's queries (z, or z and u) over the first seen[q] tokens of its pages; with `own` the identity token z
+ * sees itself besides. qkv: (2, 3 d) rows of z and u; out: (queries, d). */
+INLINE void attend(int queries, const Network *net, const float *qkv, const num *const *page, const size_t *seen,
+                   int own, Scratch *s, num *out) {
+    size_t d = net->d, heads = net->heads, d_head = d / heads;
+    size_t most = seen[queries - 1], pages = (most + PAGE - 1) / PAGE, stride = s->most;
+    float scale = 1.0f / sqrtf((float)d_head), self[2][64], norm[2][64];
+    v16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int q = 0; q < queries; q++)
+        for (size_t i = 0; i < d; i += LANES) put(s->query + q * d + i, load(qkv + q * 3 * d + i) * scale);
+    for (size_t h = 0; h < heads; h++) {
+        v16 top[2] = {all(-INFINITY), all(-INFINITY)};
+        for (size_t p = 0; p < pages; p++) {
+            v16 c[2][4];
+            for (int q = 0; q < queries; q++)
+                for (int j = 0; j < 4; j++) c[q][j] = all(0);
+            const num *keys = page[p] + h * d_head * PAGE, *query = s->query + h * d_head;
+            for (size_t i = 0; i < d_head; i += 4 * PAIR)
+                for (int j = 0; j < 4; j++)
+                    for (int q = 0; q < queries; q++)
+                        c[q][j] = dot(c[q][j], query + q * d + i + j * PAIR, keys + (i + j * PAIR) * PAGE);
+            for (int q = 0; q < queries; q++) {
+                v16 score = (c[q][0] + c[q][1]) + (c[q][2] + c[q][3]);
+                score = chosen(lanes + (float)(p * PAGE) < (float)seen[q], score, all(-INFINITY));
+                top[q] = larger(top[q], score);
+                store(s->weights + (q * heads + h) * stride + p * PAGE, score);
+            }
+        }
+        for (int q = 0; q < queries; q++) {
+            float *w = s->weights + (q * heads + h) * stride, peak = largest(top[q]);
+            self[q][h] = 0;
+            if (own && q == 0) { /* the key in the precision of those in pages */
+                num key[LANES];
+                v16 product = all(0);
+                for (size_t i = 0; i < d_head; i += LANES) {
+                    put(key, load(qkv + d + h * d_head + i));
+                    product += get(s->query + h * d_head + i) * get(key);
+                }
+                self[q][h] = sum(product);
+                peak = self[q][h] > peak ? self[q][h] : peak;
+            }
+            v16 total = all(0);
+            for (size_t p = 0; p < pages; p++) {
+                v16 e = exponential(load(w + p * PAGE) - peak);
+                e = chosen(lanes + (float)(p * PAGE) < (float)seen[q], e, all(0));
+                total += e;
+                store(w + p * PAGE, e);
+            }
+            float rest = sum(total);
+            if (own && q == 0) {
+                self[q][h] = exponential(all(self[q][h] - peak))[0];
+                rest += self[q][h];
+            }
+            norm[q][h] = 1.0f / rest;
+        }
+    }
+    for (size_t from = 0; from < d; from += BLOCK * LANES) {
+        v16 c[2][BLOCK];
+        gather(queries, BLOCK, page, seen, d, d_head, from, s->weights, stride, heads, c);
+        for (int v = 0; v < BLOCK; v++) {
+            size_t i = from + v * LANES, h = i / d_head;
+            for (int q = 0; q < queries; q++) {
+                if (own && q == 0) {
+                    num value[LANES];
+                    put(value, load(qkv + 2 * d + i));
+                    c[q][v] += self[q][h] * get(value);
+                }
+                put(out + q * d + i, c[q][v] * norm[q][h]);
+            }
+        }
+    }
+}
+static void attend_both(const Network *net, const float *qkv, const num *const *page, const size_t *seen, int own,
+                        Scratch *s, num *out) {
+    attend(2, net, qkv, page, seen, own, s, out);
+}
+static void attend_identity(const Network *net, const float *qkv, const num *const *page, const size_t *seen, int own,
+                            Scratch *s, num *out) {
+    attend(1, net, qkv, page, seen, own, s, out);
+}
+
+/* The residual branches after attention. x: (rows, d) floats, attended: (rows, d). */
+static void finish(const Network *net, const Layer *layer, float *x, num *attended, size_t rows, Scratch *s) {
+    size_t d = net->d, wide = net->feedforward;
+    for (size_t from = 0; from < rows; from += CHUNK) {
+        size_t n = rows - from < CHUNK ? rows - from : CHUNK;
+        float *part = x + from * d;
+        num *a = attended + from * d;
+        add(a, n, d, layer->out, layer->out_bias, d, part);
+        for (size_t r = 0; r < n; r++)
+            if (net->pre) normalise(part + r * d, d, layer->norm2, layer->norm2_bias, NULL, a + r * d);
+            else normalise(part + r * d, d, layer->norm1, layer->norm1_bias, part + r * d, a + r * d);
+        activate(net->relu, a, n, d, layer->up, layer->up_bias, wide, s->hidden);
+        add(s->hidden, n, wide, layer->down, layer->down_bias, d, part);
+        for (size_t r = 0; r < n && !net->pre; r++)
+            normalise(part + r * d, d, layer->norm2, layer->norm2_bias, part + r * d, NULL);
+    }
+}
+
+static void attend_record(const Network *net, const Work *work, int64_t record, size_t l, const float *qkv, Scratch *s,
+                          num *out, const num **page) {
+    size_t d = net->d, count = work->first[record + 1] - work->first[record], start = work->start[record];
+    int last = l + 1 == (size_t)net->layers, both = net->kept == 2;
+    for (int64_t p = 0; p < (int64_t)((start + count) * net->kept + PAGE - 1) / PAGE; p++)
+        page[p] = (num *)(work->pool + work->pages[record * work->columns + p] * work->page_bytes) + l * 2 * PAGE * d;
+    for (size_t r = 0; r < 2 * count; r++)
+        if (both || r % 2) {
+            size_t t = both ? 2 * start + r : start + r / 2;
+            keep(qkv + r * 3 * d, d, (num *)page[t / PAGE], t % PAGE);
+        }
+    for (size_t r = 0; r < count; r++) {
+        size_t before = start + r, seen[2] = {both ? 2 * before + 1 : before, both ? 2 * before + 2 : before + 1};
+        if (last) attend_identity(net, qkv + 2 * r * 3 * d, page, seen, !both, s, out + r * d);
+        else attend_both(net, qkv + 2 * r * 3 * d, page, seen, !both, s, out + 2 * r * d);
+    }
+}
+
+/* Ask for a record's keys and values of a layer: the next record's come from memory while this one is worked on. */
+static void fetch(const Network *net, const Work *work, int64_t record, size_t l) {
+    size_t bytes = 2 * PAGE * net->d * sizeof(num), tokens = work->start[record] * net->kept;
+    for (int64_t p = 0; p < (int64_t)(tokens + PAGE - 1) / PAGE; p++) {
+        const char *page = work->pool + work->pages[record * work->columns + p] * work->page_bytes + l * bytes;
+        for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(page + i, 0, 2);
+    }
+}
+
+static void run_unit(const Network *net, const Work *work, int64_t unit, Scratch *s, const num **page) {
+    int64_t from = work->unit[unit], to = work->unit[unit + 1], begin = work->first[from];
+    size_t d = net->d, count = work->first[to] - begin, rows = 2 * count;
+    float *x = work->x + 2 * begin * d;
+    for (size_t l = 0; l < (size_t)net->layers; l++) {
+        const Layer *layer = net->layer + l;
+        int last = l + 1 == (size_t)net->layers;
+        for (size_t r = 0; r < rows; r++)
+            if (net->pre) normalise(x + r * d, d, layer->norm1, layer->norm1_bias, NULL, s->a + r * d);
+            else copied(x + r * d, d, s->a + r * d);
+        project(s->a, rows, d, layer->qkv, layer->qkv_bias, 3 * d, s->qkv);
+        for (int64_t i = from; i < to; i++) {
+            size_t place = work->first[i] - begin;
+            if (i + 1 < to) fetch(net, work, i + 1, l);
+            attend_record(net, work, i, l, s->qkv + 2 * place * 3 * d, s, s->a + (last ? 1 : 2) * place * d, page);
+        }
+        if (last) {
+            for (size_t r = 0; r < count; r++) memcpy(work->hidden + (begin + r) * d, x + 2 * r * d, 4 * d);
+            x = work->hidden + begin * d;
+        }
+        finish(net, layer, x, s->a, last ? count : rows, s);
+    }
+}
+
+INLINE size_t whole(size_t n) { return (n + ROWS - 1) / ROWS * ROWS; }
+static void *aligned(size_t bytes) {
+    void *p = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    if (p) memset(p, 0, bytes);
+    return p;
+}
+
+/* Take units until none is left; several threads may. Returns 0, or -1 where memory is short. */
+int64_t run_layers(const Network *net, const Work *work) {
+    size_t rows = 0, tokens = 0, d = net->d;
+    for (int64_t u = 0; u < work->units; u++) {
+        size_t n = 2 * (work->first[work->unit[u + 1]] - work->first[work->unit[u]]);
+        rows = n > rows ? n : rows;
+    }
+    for (int64_t i = 0; i < work->unit[work->units]; i++) {
+        size_t n = (work->start[i] + work->first[i + 1] - work->first[i]) * net->kept;
+        tokens = n > tokens ? n : tokens;
+    }
+    rows = whole(rows);
+    Scratch s = {.most = (tokens + PAGE) / PAGE * PAGE};
+    s.a = aligned(rows * d * sizeof(num));
+    s.hidden = aligned(whole(CHUNK) * net->feedforward * sizeof(num));
+    s.query = aligned(2 * d * sizeof(num));
+    s.qkv = aligned(rows * 3 * d * sizeof(float));
+    s.weights = aligned(2 * net->heads * s.most * sizeof(float));
+    const num **page = aligned((s.most / PAGE + 1) * sizeof *page);
+    int fine = s.a && s.hidden && s.query && s.qkv && s.weights && page;
+    if (fine)
+        for (int64_t u; (u = __atomic_fetch_add(work->next, 1, __ATOMIC_RELAXED)) < work->units;)
+            run_unit(net, work, u, &s, page);
+    free(s.a), free(s.hidden), free(s.query), free(s.qkv), free(s.weights), free(page);
+    return fine ? 0 : -1;
+}

@@ -1,0 +1,138 @@
+"""Compiled code says what the plain network says, and the same bits however records are cut and mixed."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from deformer_stream import native
+from deformer_stream.core.compiled import Compiled, fits
+from deformer_stream.core.conformal import Calibration
+from deformer_stream.core.engine import Engine, Limits
+from deformer_stream.core.heads import Conditional
+from deformer_stream.core.model import PRESETS, DEformer, ModelConfig
+from deformer_stream.core.schema import Feature, Schema
+from tests.core.test_engine import RUN, Collected, stream
+from tests.core.worlds import model_of, normalised, records_of, schemas
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Precision = Literal["float32", "bfloat16"]
+PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16")
+CONFIG = ModelConfig(d_model=64, layers=2, heads=4, feedforward=96, mixtures=3, hidden=(24,))
+SHAPES = st.builds(
+    ModelConfig,
+    d_model=st.sampled_from([64, 128]),
+    layers=st.integers(1, 3),
+    heads=st.sampled_from([1, 2, 4]),
+    feedforward=st.sampled_from([32, 96]),
+    mixtures=st.integers(1, 20),
+    norm=st.sampled_from(["pre", "post"]),
+    activation=st.sampled_from(["gelu", "relu"]),
+    memory=st.sampled_from(["all", "values"]),
+    hidden=st.just((24,)),
+    gaussians=st.sampled_from([0, 1, 11]),
+)
+# Of ln p, the score and the record's excess. The larger one allows for sums that round to another bfloat16 in one order
+# than in another, at some places of a record.
+TOLERANCE: dict[Precision, float] = {"float32": 2e-3, "bfloat16": 5e-2}
+
+
+def compiled(model: DEformer) -> DEformer:
+    model.library = native.library(model.config.precision == "bfloat16")
+    assert model.library is not None, "the tests of compiled code need a C compiler"
+    return model
+
+
+def scored(model: DEformer, codes: Ints, raw: Floats, seed: int, most: int = 40, cache: int = RUN) -> Collected:
+    """The records' readings, interleaved and cut at random, through an engine."""
+    calibration = Calibration.of(np.arange(100.0), "random")
+    return stream(codes, raw, Engine(model, calibration, "fp", 0.05, Limits(cache_bytes=cache)), seed, most)
+
+
+def numbers(found: Collected, records: int) -> Floats:
+    """(M, 3) ln p, 0 for context, its running sum and the score of each reading, record after record."""
+    rows = [np.array(found.readings[str(r)])[:, 1:4] for r in range(records)]
+    return np.nan_to_num(np.concatenate(rows))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@settings(max_examples=25)
+@given(schema=schemas(most=24, context=True), shape=SHAPES, seed=st.integers(0, 2**16), most=st.integers(1, 60))
+def test_what_compiled_code_says_is_what_the_network_says(
+    precision: Precision, schema: Schema, shape: ModelConfig, seed: int, most: int
+) -> None:
+    """Laws 1 and 2, for records that arrive in pieces, beside others."""
+    model = compiled(model_of(schema, replace(shape, precision=precision), seed, torch.float32))
+    codes, raw = records_of(schema, 9, seed, missing=0.2)
+    features, values = torch.from_numpy(codes), torch.from_numpy(normalised(schema, codes, raw)).float()
+    with torch.inference_mode():
+        expected = model.log_prob(features, values).double().numpy()
+        excess = model.conditionals(features, values).surprise(values)[1].double().numpy()
+    found = scored(model, codes, raw, seed, most)
+    tolerance = TOLERANCE[precision]
+    np.testing.assert_allclose(numbers(found, 9)[:, 0], expected[codes >= 0], atol=tolerance)
+    excess = np.where((codes >= 0) & ~schema.context[codes], excess, 0.0).sum(1)
+    np.testing.assert_allclose([found.closed[str(r)][4] for r in range(9)], excess, atol=5 * tolerance)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("gaussians", [0, 5])
+@pytest.mark.parametrize("memory", ["all", "values"])
+def test_scores_do_not_depend_on_cuts_nor_on_eviction(
+    precision: Precision, gaussians: int, memory: Literal["all", "values"]
+) -> None:
+    config = replace(CONFIG, precision=precision, gaussians=gaussians, memory=memory)
+    schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(21)))
+    model = compiled(model_of(schema, config, dtype=torch.float32))
+    codes, raw = records_of(schema, 60, 1, missing=0.2)
+    whole = numbers(scored(model, codes, raw, 2, 5000), 60)
+    for most, cache in ((40, RUN), (1, RUN), (40, 1_000_000), (300, 0)):
+        again = numbers(scored(model, codes, raw, 2, most, cache), 60)
+        np.testing.assert_allclose(again, whole, atol=TOLERANCE[precision])
+
+
+def test_rounding_moves_scores_by_little_and_does_something() -> None:
+    schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(12)))
+    codes, raw = records_of(schema, 50, 3)
+    features, values = torch.from_numpy(codes), torch.from_numpy(normalised(schema, codes, raw)).float()
+    exact, near = (
+        model_of(schema, replace(PRESETS["tiny"], precision=precision), dtype=torch.float32).log_prob(features, values)
+        for precision in PRECISIONS
+    )
+    assert 0 < float((exact - near).abs().max().detach()) < 2e-2
+    training = model_of(schema, replace(PRESETS["tiny"], precision="bfloat16"), dtype=torch.float32).train()
+    assert torch.equal(training.log_prob(features, values), exact), "training sees all digits"
+
+
+@pytest.mark.parametrize("change", [{"d_model": 96, "heads": 6}, {"heads": 8}, {"feedforward": 40}])
+def test_other_widths_are_left_to_the_plain_network(change: dict[str, int]) -> None:
+    model = model_of(Schema((Feature("a", "continuous"),)), replace(CONFIG, **change), dtype=torch.float32)  # type: ignore[arg-type]
+    assert not fits(model)
+    assert fits(model_of(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
+
+
+def test_surprise_of_large_and_of_lopsided_mixtures() -> None:
+    """Narrow components, far ones, and some that weigh next to nothing."""
+    model = compiled(model_of(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
+    assert model.library is not None
+    code = Compiled(model, model.library)
+    generator = torch.Generator().manual_seed(0)
+    for J in (1, 16, 150):
+        weights, means, scales = (torch.randn((40, J), generator=generator) for _ in range(3))
+        none = torch.zeros((40, 1))
+        log_weights = torch.log_softmax(30 * weights, -1)
+        mixture = Conditional(none[:, 0] > 0, log_weights, 5 * means, (2 * scales).exp(), none)
+        values = 10 * torch.randn(40, generator=generator)
+        expected, got = mixture.surprisal(values), code.surprisal(mixture, values)
+        assert expected is not None
+        assert got is not None
+        for a, b in zip(astuple(got), astuple(expected), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
