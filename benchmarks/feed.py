@@ -74,17 +74,10 @@ class Events:
             generation += 1
 
     def singles(self) -> Iterator[tuple[bytes, bytes]]:
-        """Key and JSON of one reading each."""
+        """Key and JSON of one reading each, whose time is the broker's."""
         for record, feature, value in self.readings():
-            yield (
-                record.encode(),
-                b'{"record":"%b","feature":"%b","value":%r,"time":1583750073.5}'
-                % (
-                    record.encode(),
-                    feature.encode(),
-                    value,
-                ),
-            )
+            owner = record.encode()
+            yield owner, b'{"record":"%b","feature":"%b","value":%r}' % (owner, feature.encode(), value)
 
     def many(self, readings: int) -> Iterator[tuple[bytes, bytes]]:
         """Key and JSON of so many readings of a record each; a divisor of the number of features."""

@@ -82,7 +82,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--rate", type=int, default=20_000, help="sustained, latency: events a second")
     parser.add_argument("--seconds", type=int, default=20, help="sustained, latency: how long")
     parser.add_argument("--records", type=int, default=1_000_000, help="memory: open at once")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the program; by default one a core")
+    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="of consume")
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="of consume, many times")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args(words)

@@ -271,6 +271,7 @@ def _means(metrics: dict[str, float]) -> dict[str, float]:
 
     return {
         "batch_events": round(mean("batch_events")),
+        "alert_raised_after_ms": round(1000 * mean("event_to_alert_seconds"), 1),
         "scoring_ms": round(1000 * mean("scoring_seconds"), 1),
         "commit_ms": round(1000 * mean("commit_seconds"), 1),
     }

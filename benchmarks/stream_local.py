@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import subprocess
 import sys
@@ -102,9 +103,10 @@ def memory(options: argparse.Namespace, folder: Path) -> Rows:
     before = resident()
     for open_records in (OPEN, options.records):
         engine = Engine(model, calm_calibration(), "benchmark", 0.01, Limits(open_records=2 * open_records))
-        _fill(engine, features, open_records, 20)
+        _fill(engine, open_records, 20)
         filled = resident() - before
-        recent, anywhere = (_rate(engine, features, open_records, among) for among in (OPEN, open_records))
+        recent = _rate(engine, range(20, 26), open_records, OPEN)
+        anywhere = _rate(engine, range(26, 32), open_records, open_records)
         yield {
             "preset": "small",
             "features": features,
@@ -127,7 +129,7 @@ def _events(rows: np.ndarray, codes: np.ndarray) -> EventBatch:
     return EventBatch(names, codes.astype(np.int32), values, np.full(n, NO_TIME), index, np.zeros(n, np.int32))
 
 
-def _fill(engine: Engine, features: int, records: int, readings: int) -> None:
+def _fill(engine: Engine, records: int, readings: int) -> None:
     """As a restored snapshot leaves them: with their readings and without anything cached."""
     for start in range(0, records, 4096):
         rows = np.repeat(np.arange(start, min(records, start + 4096)), readings)
@@ -135,15 +137,15 @@ def _fill(engine: Engine, features: int, records: int, readings: int) -> None:
         engine.records.accept(_events(rows, codes), 0)
 
 
-def _rate(engine: Engine, features: int, records: int, among: int) -> int:
-    """Events a second of records drawn from the last `among`, half of them warmed up before."""
+def _rate(engine: Engine, places: range, records: int, among: int) -> int:
+    """Events a second of records drawn from the last `among`, one of each at every place in the record."""
     rng = np.random.default_rng(0)
     rates = []
-    for place in range(20, min(features, 26)):
-        rows = records - 1 - rng.permutation(among)[: min(among, OPEN)]
-        codes = np.full(len(rows), place + (0 if among == OPEN else 6))
+    for place in places:
+        rows = records - 1 - rng.permutation(among)[:OPEN]
+        events = _events(rows, np.full(len(rows), place))
         began = time.perf_counter()
-        engine.handle(_events(rows, codes), 0)
+        engine.handle(events, 0)
         rates.append(len(rows) / (time.perf_counter() - began))
     return round(median(rates[1:]))
 
@@ -159,7 +161,7 @@ def replay(options: argparse.Namespace, folder: Path) -> Rows:
         began = time.monotonic()
         process = subprocess.Popen(
             command("deformer-stream", *words),
-            env=environment({"OMP_NUM_THREADS": str(options.threads)}),
+            env=environment({"OMP_NUM_THREADS": str(os.cpu_count())}),
             stderr=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from deformer_stream import opening, tools
-from deformer_stream.command import HELP, LazyGroup, asked_by_hangup, debug_option, debugging, run, stop_on_signals
+from deformer_stream.command import (
+    HELP,
+    LazyGroup,
+    asked_by_hangup,
+    debug_option,
+    debugging,
+    leave_a_core,
+    run,
+    stop_on_signals,
+)
 
 if TYPE_CHECKING:
     from connectors.files import AlertLines, RecordsParquet, RejectedLines, ScoresParquet
@@ -37,6 +46,7 @@ def _consume() -> click.Command:
         Alerts go to the alerts topic and to standard output, refused events to the dead-letter topic; offsets are
         committed after both are safe. SIGINT and SIGTERM end it gracefully.
         """
+        leave_a_core()
         from deformer_stream import log, metrics
         from deformer_stream.reload import ModelWatch
         from deformer_stream.runtime import Road, WallClock

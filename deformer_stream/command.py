@@ -79,6 +79,16 @@ def calm_threads() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
+def leave_a_core() -> None:
+    """Score with a thread less than there are cores; takes effect before torch is first imported.
+
+    The client's own thread wants one, and so does, on a small machine, the broker. A pass over the readings of a poll
+    is a hundred short pieces of work, and where another process has the last core, each of them waits for it.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores - 1)))
+
+
 def run(command: click.Command, name: str) -> None:
     """Run a command with the process's arguments and end the process with the exit code of what happened.
 

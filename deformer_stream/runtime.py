@@ -37,6 +37,8 @@ from deformer_stream.ports import Clock, EventSource, PartitionedSource, Payload
 from deformer_stream.recovery import Recovery
 
 SUMMARY_SECONDS = 60.0
+BEHIND = 8192
+"""Messages that wait to be read, about what a poll brings: with more, the stream is not keeping up."""
 
 
 class WallClock:
@@ -64,24 +66,27 @@ class EventClock:
 
 
 class Pace:
-    """When to commit: every `interval` seconds; at once for an alert, which nobody sees before, as long as committing
-    takes no more than a fifth of the time."""
+    """When to commit: every `interval` seconds; at once for an alert, which nobody sees before. While more waits to be
+    read than a poll brings, throughput comes first: then committing takes no more than a fifth of the time."""
 
-    def __init__(self, interval: float) -> None:
-        self._interval = interval
-        self._ended, self._took, self._urgent = time.monotonic(), 0.0, False
+    def __init__(self, interval: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._interval, self._now = interval, now
+        self._ended, self._took, self._urgent = now(), 0.0, False
 
-    def due(self, urgent: bool) -> bool:
+    def due(self, urgent: bool, behind: Callable[[], bool]) -> bool:
+        """urgent: an alert was raised since the last call. behind: asked only where it matters."""
         self._urgent = urgent or self._urgent
-        wait = min(self._interval, 4 * self._took) if self._urgent else self._interval
-        return time.monotonic() - self._ended >= wait
+        since = self._now() - self._ended
+        if since >= self._interval:
+            return True
+        return self._urgent and (since >= 4 * self._took or not behind())
 
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Around a commit."""
-        began = time.monotonic()
+        began = self._now()
         yield
-        self._ended = time.monotonic()
+        self._ended = self._now()
         self._took, self._urgent = self._ended - began, False
 
 
@@ -155,7 +160,8 @@ class Road:
             effects = self.engine.handle(batch, self.clock.at(batch.times), self.recovery.restoring)  # 3
             effects = replace(effects, rejected=Rejected.merged([*refused, *effects.rejected]))
             self._act(effects, data, time.perf_counter() - started)  # 4
-            if self._pace.due(urgent=self._shared is not None and bool(effects.alerts or effects.drifts)):
+            urgent = self._shared is not None and bool(effects.alerts or effects.drifts)
+            if self._pace.due(urgent, self._behind):
                 self._commit()  # 5
             if time.monotonic() - summed >= SUMMARY_SECONDS:
                 log.get("runtime").info("summary", **self.totals.shown(), open=len(self.engine.records))
@@ -166,6 +172,9 @@ class Road:
             self._act(self.engine.finish(), None, 0.0)
         self._commit(final=True)
         return self.totals
+
+    def _behind(self) -> bool:
+        return self._shared is not None and sum(self._shared.lag().values()) > BEHIND
 
     def _renew_model(self) -> None:
         """Between two batches another model may take over; what a record has been scored with so far says `change`."""

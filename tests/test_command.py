@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -163,3 +164,17 @@ def test_reader_that_goes_away(model_dir: Path) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(timeout=60) == 0
+
+
+def test_a_core_is_left_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    command.leave_a_core()
+    assert os.environ["OMP_NUM_THREADS"] == "7", "who has said so gets it"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    command.leave_a_core()
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    command.leave_a_core()
+    assert os.environ["OMP_NUM_THREADS"] == "1"

@@ -20,7 +20,7 @@ from deformer_stream.core.batch import NO_TIME, Closing, Effects, EventBatch, Re
 from deformer_stream.core.engine import Engine, Limits
 from deformer_stream.metrics import Metrics
 from deformer_stream.ports import Messages, Payload, Polled
-from deformer_stream.runtime import EventClock, Road, WallClock
+from deformer_stream.runtime import EventClock, Pace, Road, WallClock
 from deformer_stream.testing import ManualClock, MemorySink, MemorySource
 from tests.models import rows_of
 
@@ -365,3 +365,20 @@ def test_event_clock_follows_the_latest_event() -> None:
     clock = EventClock()
     batches = ([], [NO_TIME], [5, 3], [4, NO_TIME], [7])
     assert [clock.at(np.array(times, np.int64)) for times in batches] == [0, 0, 5, 5, 7]
+
+
+def test_an_alert_is_committed_at_once_unless_the_stream_lags() -> None:
+    now = [0.0]
+    pace = Pace(1.0, lambda: now[0])
+    with pace.timed():
+        now[0] += 0.02
+    assert not pace.due(False, lambda: False)
+    assert pace.due(True, lambda: False)
+    assert not pace.due(True, lambda: True)
+    now[0] += 0.09
+    assert pace.due(False, lambda: True), "the alert still waits, and committing would take less than a fifth"
+    with pace.timed():
+        pass
+    assert not pace.due(False, lambda: False)
+    now[0] += 1.0
+    assert pace.due(False, lambda: True)

@@ -28,6 +28,9 @@ BATCH_BYTES = 16_384
 TRANSACTION_SECONDS = 30.0
 """The broker aborts a transaction whose process has been silent for so long; readers of the topics wait for it."""
 
+AGAIN_SECONDS = 0.02
+"""Between two attempts to begin a transaction, as Java clients have it; kafka-python sleeps for 0.1 s by itself."""
+
 Header = tuple[str, bytes]
 Result = TypeVar("Result")
 
@@ -147,6 +150,8 @@ class Delivery:
                 "transactional_id": self._transactional_id,
                 "transaction_timeout_ms": int(TRANSACTION_SECONDS * 1000),
                 "max_block_ms": int(DELIVERY_SECONDS * 1000),
+                # Where the broker is still at work on the transaction before, an alert waits for this.
+                "retry_backoff_ms": int(AGAIN_SECONDS * 1000),
             }
         sizes = self.limits.values()
         made = producer(
