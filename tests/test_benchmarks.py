@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from benchmarks import tables
+from benchmarks import speed, tables
 from deformer_stream.demo_report import false_alarm_bound
 from deformer_stream.errors import ConfigError, InputError
 
@@ -105,3 +105,15 @@ def test_errors_name_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert list(tables.find_tables("Two")) == ["Two"]
     with pytest.raises(ConfigError, match=r"--tables three: .*one, Two"):
         tables.find_tables("three")
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_speed_is_measured_by_stage(compiled: bool) -> None:
+    row = speed.measure(speed.Case("tiny", 8, 32, gaussians=3, compiled=compiled))
+    assert row["compiled"] == compiled
+    for kind in ("steps", "replay"):
+        assert sum(row[f"{kind}_profile"].values()) == pytest.approx(100, abs=1)
+        assert {"guide", "tokens", "layers", "head", "surprise"} <= row[f"{kind}_profile"].keys()
+        assert min(row[kind], row[f"{kind}_in_model"]) > 0
+    assert "tiny 8, bfloat16, 3 Gaussians" in speed.stages([row])
+    assert speed.table([row]).count("\n") == 2

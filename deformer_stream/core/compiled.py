@@ -31,7 +31,7 @@ PAGE_TOKENS = 16
 """Tokens a page holds: a vector of the processor has a lane for each."""
 COLUMNS = 32
 """Columns of weights that lie together."""
-UNIT_ROWS = 192
+UNIT_ROWS = 96
 """Tokens that go through a layer together: a weight is read once for them, and they stay in the processor's cache."""
 LANES = 8
 """Gaussians side by side."""

@@ -278,7 +278,7 @@ class DEformer(nn.Module):
             code = torch.minimum(values.long().clamp(min=0), self.label_counts[features])
             inputs.append(self.label_embedding(torch.where(discrete, self.label_offsets[features] + code, 0)))
         u = self.value_encoder(torch.cat(inputs, -1))
-        return torch.stack([z, u], -2).flatten(1, 2) * math.sqrt(self.config.d_model)
+        return torch.stack([z, u], -2).flatten(1, 2).mul_(math.sqrt(self.config.d_model))
 
     def _mask(self, tokens: int) -> Tensor:
         """(T, T) bool over interleaved tokens, true where a row may look at a column."""

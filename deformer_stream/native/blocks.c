@@ -2,26 +2,9 @@
  *
  * A unit of work is some whole records: each layer takes all their tokens, so units need nothing of each other, and a
  * thread takes the next one when it is done. Sums run in an order that does not depend on what else is in the unit, so
- * a reading's numbers are the same bits however its record is cut and whatever stands beside it.
- *
- * ROUNDED: factors of products are rounded to bfloat16, sums are float32. Where the processor multiplies pairs of
- * bfloat16 they are stored so; elsewhere the rounded numbers are kept as floats. */
-#include "lanes.h"
+ * a reading's numbers are the same bits however its record is cut and whatever stands beside it. */
+#include "products.h"
 
-#if defined(ROUNDED) && defined(__AVX512BF16__)
-#define PAIR 2
-typedef uint16_t num;
-#else
-#define PAIR 1
-typedef float num;
-#endif
-
-#ifdef __AVX512F__
-#define ROWS 12 /* 24 sums, 2 columns of weights: most of the 32 registers */
-#else
-#define ROWS 3
-#endif
-#define COLUMNS 32
 #define PAGE 16
 #define CHUNK 96 /* rows whose hidden layer stays in the second cache */
 #define BLOCK 4  /* vectors of attended values summed side by side */
@@ -52,106 +35,6 @@ typedef struct {
 
 int64_t pair(void) { return PAIR; }
 
-INLINE float as_bfloat(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-INLINE void put(num *p, v16 v) {
-#if PAIR == 2
-    __m256bh h = _mm512_cvtneps_pbh((__m512)v);
-    memcpy(p, &h, sizeof h);
-#else
-#ifdef ROUNDED
-    i16 bits = (i16)v;
-    v = (v16)((bits + 0x7fff + ((bits >> 16) & 1)) & (int32_t)0xffff0000);
-#endif
-    store(p, v);
-#endif
-}
-INLINE v16 get(const num *p) {
-#if PAIR == 2
-    h16 h;
-    memcpy(&h, p, sizeof h);
-    return (v16)(__builtin_convertvector(h, i16) << 16);
-#else
-    return load(p);
-#endif
-}
-/* sum + a * b, or that of two factors each: a is one number (pair) for all lanes. */
-INLINE v16 dot(v16 total, const num *a, const num *b) {
-#if PAIR == 2
-    int32_t both;
-    __m512i factors;
-    memcpy(&both, a, 4);
-    memcpy(&factors, b, 64);
-    return (v16)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_set1_epi32(both), (__m512bh)factors);
-#else
-    return total + *a * load(b);
-#endif
-}
-
-/* sums[r] = row r of a times 32 columns of weights. a: (ROWS, inputs), b: (inputs / PAIR, 32, PAIR). */
-INLINE void product(const num *a, size_t inputs, const num *b, v16 sums[ROWS][2]) {
-    v16 c[ROWS][2];
-    for (int r = 0; r < ROWS; r++) c[r][0] = c[r][1] = all(0);
-    for (size_t k = 0; k < inputs; k += PAIR, b += COLUMNS * PAIR) {
-#pragma GCC unroll 12
-        for (int r = 0; r < ROWS; r++) {
-            c[r][0] = dot(c[r][0], a + r * inputs + k, b);
-            c[r][1] = dot(c[r][1], a + r * inputs + k, b + LANES * PAIR);
-        }
-    }
-    for (int r = 0; r < ROWS; r++) sums[r][0] = c[r][0], sums[r][1] = c[r][1];
-}
-
-/* x Φ(x), erf by Abramowitz and Stegun 7.1.26 (error 1.5e-7). */
-INLINE v16 gelu(v16 x) {
-    v16 y = x * 0.70710678f, z = (v16)((i16)y & 0x7fffffff);
-    v16 t = 1.0f / (1.0f + 0.3275911f * z);
-    v16 p = all(1.061405429f) * t - 1.453152027f;
-    p = p * t + 1.421413741f;
-    p = p * t - 0.284496736f;
-    p = p * t + 0.254829592f;
-    v16 tail = 0.5f * p * t * exponential(-z * z);
-    return x * chosen(x > 0, 1.0f - tail, tail);
-}
-
-enum { LINEAR, ADD, GELU, RELU };
-
-/* out = a weights + bias (float), out += that (float), or its activation (num). a: (rows up to a multiple of ROWS). */
-INLINE void linear(int kind, const num *a, size_t rows, size_t inputs, const num *weights, const float *bias,
-                   size_t columns, void *out) {
-    for (size_t n = 0; n < columns; n += COLUMNS, weights += COLUMNS * inputs)
-        for (size_t m = 0; m < rows; m += ROWS) {
-            v16 sums[ROWS][2];
-            product(a + m * inputs, inputs, weights, sums);
-            size_t end = rows - m < ROWS ? rows - m : ROWS;
-            for (size_t r = 0; r < end; r++)
-                for (int half = 0; half < 2; half++) {
-                    size_t column = n + half * LANES, place = (m + r) * columns + column;
-                    v16 v = sums[r][half] + load(bias + column);
-                    if (kind == LINEAR) store((float *)out + place, v);
-                    if (kind == ADD) store((float *)out + place, load((float *)out + place) + v);
-                    if (kind == GELU) put((num *)out + place, gelu(v));
-                    if (kind == RELU) put((num *)out + place, larger(v, all(0)));
-                }
-        }
-}
-static void project(const num *a, size_t rows, size_t inputs, const num *w, const float *b, size_t n, float *out) {
-    linear(LINEAR, a, rows, inputs, w, b, n, out);
-}
-static void add(const num *a, size_t rows, size_t inputs, const num *w, const float *b, size_t n, float *out) {
-    linear(ADD, a, rows, inputs, w, b, n, out);
-}
-static void activate(int relu, const num *a, size_t rows, size_t inputs, const num *w, const float *b, size_t n,
-                     num *out) {
-    if (relu) linear(RELU, a, rows, inputs, w, b, n, out);
-    else linear(GELU, a, rows, inputs, w, b, n, out);
-}
-
 /* Layer normalisation of a row, into float and num where given. */
 static void normalise(const float *x, size_t d, const float *weight, const float *bias, float *out, num *rounded) {
     v16 total = all(0), squares = all(0);
@@ -176,6 +59,7 @@ typedef struct {
     num *a, *hidden, *query; /* (rows, d), (CHUNK, feedforward), (2, d) */
     float *qkv, *weights;    /* (rows, 3 d), (2, heads, most tokens + PAGE) */
     size_t most;
+    Errand errand;
 } Scratch;
 
 /* Keys go into a page column by column, (d / PAIR, PAGE, PAIR); values row by row, (PAGE, d). */
@@ -299,12 +183,12 @@ static void finish(const Network *net, const Layer *layer, float *x, num *attend
         size_t n = rows - from < CHUNK ? rows - from : CHUNK;
         float *part = x + from * d;
         num *a = attended + from * d;
-        add(a, n, d, layer->out, layer->out_bias, d, part);
+        add(a, n, d, layer->out, layer->out_bias, d, part, &s->errand);
         for (size_t r = 0; r < n; r++)
             if (net->pre) normalise(part + r * d, d, layer->norm2, layer->norm2_bias, NULL, a + r * d);
             else normalise(part + r * d, d, layer->norm1, layer->norm1_bias, part + r * d, a + r * d);
-        activate(net->relu, a, n, d, layer->up, layer->up_bias, wide, s->hidden);
-        add(s->hidden, n, wide, layer->down, layer->down_bias, d, part);
+        activate(net->relu, a, n, d, layer->up, layer->up_bias, wide, s->hidden, &s->errand);
+        add(s->hidden, n, wide, layer->down, layer->down_bias, d, part, &s->errand);
         for (size_t r = 0; r < n && !net->pre; r++)
             normalise(part + r * d, d, layer->norm2, layer->norm2_bias, part + r * d, NULL);
     }
@@ -328,35 +212,43 @@ static void attend_record(const Network *net, const Work *work, int64_t record, 
     }
 }
 
-/* Ask for a record's keys and values of a layer: the next record's come from memory while this one is worked on. */
-static void fetch(const Network *net, const Work *work, int64_t record, size_t l) {
-    size_t bytes = 2 * PAGE * net->d * sizeof(num), tokens = work->start[record] * net->kept;
-    for (int64_t p = 0; p < (int64_t)(tokens + PAGE - 1) / PAGE; p++) {
-        const char *page = work->pool + work->pages[record * work->columns + p] * work->page_bytes + l * bytes;
-        for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(page + i, 0, 2);
-    }
+/* The blocks of a unit's records that attention of a layer will read, spread over so many products. */
+static void send(const Network *net, size_t l, size_t products, Errand *e) {
+    e->bytes = 2 * PAGE * net->d * sizeof(num);
+    e->offset = l * e->bytes;
+    e->at = e->line = 0;
+    e->share = l < (size_t)net->layers ? e->blocks * (e->bytes / 64) / products + 1 : 0;
+}
+static void list_blocks(const Network *net, const Work *work, int64_t from, int64_t to, Errand *e) {
+    e->blocks = 0;
+    for (int64_t i = from; i < to; i++)
+        for (int64_t p = 0; p < (work->start[i] * net->kept + PAGE - 1) / PAGE; p++)
+            e->block[e->blocks++] = work->pool + work->pages[i * work->columns + p] * work->page_bytes;
 }
 
 static void run_unit(const Network *net, const Work *work, int64_t unit, Scratch *s, const num **page) {
     int64_t from = work->unit[unit], to = work->unit[unit + 1], begin = work->first[from];
     size_t d = net->d, count = work->first[to] - begin, rows = 2 * count;
     float *x = work->x + 2 * begin * d;
+    size_t tiles = (rows + ROWS - 1) / ROWS, wide = net->feedforward;
+    list_blocks(net, work, from, to, &s->errand);
+    send(net, 0, tiles * 3 * d / COLUMNS, &s->errand);
     for (size_t l = 0; l < (size_t)net->layers; l++) {
         const Layer *layer = net->layer + l;
         int last = l + 1 == (size_t)net->layers;
         for (size_t r = 0; r < rows; r++)
             if (net->pre) normalise(x + r * d, d, layer->norm1, layer->norm1_bias, NULL, s->a + r * d);
             else copied(x + r * d, d, s->a + r * d);
-        project(s->a, rows, d, layer->qkv, layer->qkv_bias, 3 * d, s->qkv);
+        project(s->a, rows, d, layer->qkv, layer->qkv_bias, 3 * d, s->qkv, &s->errand);
         for (int64_t i = from; i < to; i++) {
             size_t place = work->first[i] - begin;
-            if (i + 1 < to) fetch(net, work, i + 1, l);
             attend_record(net, work, i, l, s->qkv + 2 * place * 3 * d, s, s->a + (last ? 1 : 2) * place * d, page);
         }
         if (last) {
             for (size_t r = 0; r < count; r++) memcpy(work->hidden + (begin + r) * d, x + 2 * r * d, 4 * d);
             x = work->hidden + begin * d;
         }
+        send(net, l + 1, tiles * (2 * d + wide) / COLUMNS, &s->errand);
         finish(net, layer, x, s->a, last ? count : rows, s);
     }
 }
@@ -370,10 +262,14 @@ static void *aligned(size_t bytes) {
 
 /* Take units until none is left; several threads may. Returns 0, or -1 where memory is short. */
 int64_t run_layers(const Network *net, const Work *work) {
-    size_t rows = 0, tokens = 0, d = net->d;
+    size_t rows = 0, tokens = 0, blocks = 0, d = net->d;
     for (int64_t u = 0; u < work->units; u++) {
         size_t n = 2 * (work->first[work->unit[u + 1]] - work->first[work->unit[u]]);
         rows = n > rows ? n : rows;
+        size_t held = 0;
+        for (int64_t i = work->unit[u]; i < work->unit[u + 1]; i++)
+            held += (work->start[i] * net->kept + PAGE - 1) / PAGE;
+        blocks = held > blocks ? held : blocks;
     }
     for (int64_t i = 0; i < work->unit[work->units]; i++) {
         size_t n = (work->start[i] + work->first[i + 1] - work->first[i]) * net->kept;
@@ -387,10 +283,12 @@ int64_t run_layers(const Network *net, const Work *work) {
     s.qkv = aligned(rows * 3 * d * sizeof(float));
     s.weights = aligned(2 * net->heads * s.most * sizeof(float));
     const num **page = aligned((s.most / PAGE + 1) * sizeof *page);
-    int fine = s.a && s.hidden && s.query && s.qkv && s.weights && page;
+    s.errand.block = aligned((blocks + 1) * sizeof *s.errand.block);
+    int fine = s.errand.block && s.a && s.hidden && s.query && s.qkv && s.weights && page;
     if (fine)
         for (int64_t u; (u = __atomic_fetch_add(work->next, 1, __ATOMIC_RELAXED)) < work->units;)
             run_unit(net, work, u, &s, page);
     free(s.a), free(s.hidden), free(s.query), free(s.qkv), free(s.weights), free(page);
+    free(s.errand.block);
     return fine ? 0 : -1;
 }

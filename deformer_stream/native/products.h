@@ -1,0 +1,133 @@
+/* Matrix products of a few rows, with weights packed column block by column block.
+ *
+ * ROUNDED: factors are rounded to bfloat16, sums are float32. Where the processor multiplies pairs of bfloat16 they are
+ * stored so; elsewhere the rounded numbers are kept as floats. */
+#ifndef PRODUCTS_H
+#define PRODUCTS_H
+#include "lanes.h"
+
+#if defined(ROUNDED) && defined(__AVX512BF16__)
+#define PAIR 2
+typedef uint16_t num;
+#else
+#define PAIR 1
+typedef float num;
+#endif
+
+#ifdef __AVX512F__
+#define ROWS 12 /* 24 sums, 2 columns of weights: most of the 32 registers */
+#else
+#define ROWS 3
+#endif
+#define COLUMNS 32
+
+INLINE void put(num *p, v16 v) {
+#if PAIR == 2
+    __m256bh h = _mm512_cvtneps_pbh((__m512)v);
+    memcpy(p, &h, sizeof h);
+#else
+#ifdef ROUNDED
+    i16 bits = (i16)v;
+    v = (v16)((bits + 0x7fff + ((bits >> 16) & 1)) & (int32_t)0xffff0000);
+#endif
+    store(p, v);
+#endif
+}
+INLINE v16 get(const num *p) {
+#if PAIR == 2
+    h16 h;
+    memcpy(&h, p, sizeof h);
+    return (v16)(__builtin_convertvector(h, i16) << 16);
+#else
+    return load(p);
+#endif
+}
+/* sum + a * b, or that of two factors each: a is one number (pair) for all lanes. */
+INLINE v16 dot(v16 total, const num *a, const num *b) {
+#if PAIR == 2
+    int32_t both;
+    __m512i factors;
+    memcpy(&both, a, 4);
+    memcpy(&factors, b, 64);
+    return (v16)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_set1_epi32(both), (__m512bh)factors);
+#else
+    return total + *a * load(b);
+#endif
+}
+
+/* sums[r] = row r of a times 32 columns of weights. a: (ROWS, inputs), b: (inputs / PAIR, 32, PAIR). */
+INLINE void product(const num *a, size_t inputs, const num *b, v16 sums[ROWS][2]) {
+    v16 c[ROWS][2];
+    for (int r = 0; r < ROWS; r++) c[r][0] = c[r][1] = all(0);
+    for (size_t k = 0; k < inputs; k += PAIR, b += COLUMNS * PAIR) {
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++) {
+            c[r][0] = dot(c[r][0], a + r * inputs + k, b);
+            c[r][1] = dot(c[r][1], a + r * inputs + k, b + LANES * PAIR);
+        }
+    }
+    for (int r = 0; r < ROWS; r++) sums[r][0] = c[r][0], sums[r][1] = c[r][1];
+}
+
+/* x Φ(x), erf by Abramowitz and Stegun 7.1.26 (error 1.5e-7). */
+INLINE v16 gelu(v16 x) {
+    v16 y = x * 0.70710678f, z = (v16)((i16)y & 0x7fffffff);
+    v16 t = 1.0f / (1.0f + 0.3275911f * z);
+    v16 p = all(1.061405429f) * t - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    v16 tail = 0.5f * p * t * exponential(-z * z);
+    return x * chosen(x > 0, 1.0f - tail, tail);
+}
+
+/* Lines of keys and values that the next attention will read, asked for a few at a time while products keep the
+ * processor busy: they come from memory meanwhile. */
+typedef struct {
+    const char **block; /* (blocks) a page's keys and values of one layer */
+    size_t blocks, bytes, offset, at, line, share;
+} Errand;
+
+INLINE void run_errand(Errand *e) {
+    for (size_t n = 0; n < e->share && e->at < e->blocks; n++) {
+        __builtin_prefetch(e->block[e->at] + e->offset + e->line, 0, 2);
+        if ((e->line += 64) >= e->bytes) e->line = 0, e->at++;
+    }
+}
+
+enum { LINEAR, ADD, GELU, RELU };
+
+/* out = a weights + bias (float), out += that (float), or its activation (num). a: (rows up to a multiple of ROWS). */
+INLINE void linear(int kind, const num *a, size_t rows, size_t inputs, const num *weights, const float *bias,
+                   size_t columns, void *out, Errand *errand) {
+    for (size_t n = 0; n < columns; n += COLUMNS, weights += COLUMNS * inputs)
+        for (size_t m = 0; m < rows; m += ROWS) {
+            v16 sums[ROWS][2];
+            run_errand(errand);
+            product(a + m * inputs, inputs, weights, sums);
+            size_t end = rows - m < ROWS ? rows - m : ROWS;
+            for (size_t r = 0; r < end; r++)
+                for (int half = 0; half < 2; half++) {
+                    size_t column = n + half * LANES, place = (m + r) * columns + column;
+                    v16 v = sums[r][half] + load(bias + column);
+                    if (kind == LINEAR) store((float *)out + place, v);
+                    if (kind == ADD) store((float *)out + place, load((float *)out + place) + v);
+                    if (kind == GELU) put((num *)out + place, gelu(v));
+                    if (kind == RELU) put((num *)out + place, larger(v, all(0)));
+                }
+        }
+}
+static void project(const num *a, size_t rows, size_t inputs, const num *w, const float *b, size_t n, float *out,
+                    Errand *e) {
+    linear(LINEAR, a, rows, inputs, w, b, n, out, e);
+}
+static void add(const num *a, size_t rows, size_t inputs, const num *w, const float *b, size_t n, float *out,
+                Errand *e) {
+    linear(ADD, a, rows, inputs, w, b, n, out, e);
+}
+static void activate(int relu, const num *a, size_t rows, size_t inputs, const num *w, const float *b, size_t n,
+                     num *out, Errand *e) {
+    if (relu) linear(RELU, a, rows, inputs, w, b, n, out, e);
+    else linear(GELU, a, rows, inputs, w, b, n, out, e);
+}
+#endif
