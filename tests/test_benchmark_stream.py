@@ -1,0 +1,59 @@
+"""The benchmark of the whole road feeds what it says, and keeps the results of parts that were not run."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kafka.record.default_records import DefaultRecordBatch
+
+from benchmarks import stream
+from benchmarks.feed import WILD, Events, calm_calibration, model_of, records_of, schema_of
+from connectors.kafka.runs import runs_of
+from deformer_stream.codec import Codec
+from deformer_stream.core.engine import Engine
+from deformer_stream.ports import Messages
+from tests.connectors.raw import batch
+
+FEATURES = 4
+
+
+@pytest.mark.parametrize("payload", ["singles", "many", "arrow"])
+def test_every_reading_is_accepted_once(payload: str) -> None:
+    events = Events(FEATURES, open=10)
+    feed = {"singles": events.singles(), "many": events.many(2), "arrow": events.arrow(40)}[payload]
+    sent = list(islice(feed, {"singles": 120, "many": 60, "arrow": 3}[payload]))
+    (run,) = runs_of(DefaultRecordBatch(batch(records_of(sent), len(sent))))
+    n = len(run)
+    data = Messages("t", run.keys, run.values, run.times * 1000, np.zeros(n, np.int32), run.offsets)
+    decoded, rejected = Codec(schema_of(FEATURES)).decode(data)
+    assert (len(decoded), rejected) == (120, [])
+    engine = Engine(model_of("tiny", FEATURES, 0), calm_calibration(), "benchmark", 0.01)
+    effects = engine.handle(decoded, 0)
+    assert (len(effects.scored), effects.rejected, effects.alerts) == (120, [], [])
+    assert len(effects.closed) == 30
+
+
+def test_a_wild_reading_alerts() -> None:
+    feed = Events(FEATURES, open=10, wild=25).singles()
+    payloads = [value for _, value in islice(feed, 100)]
+    assert sum(b"%r" % WILD in payload for payload in payloads) == 4
+    n = len(payloads)
+    data = Messages("t", [None] * n, list(payloads), np.zeros(n, np.int64), np.zeros(n, np.int32), np.arange(n))
+    engine = Engine(model_of("tiny", FEATURES, 0), calm_calibration(), "benchmark", 0.01)
+    assert len(engine.handle(Codec(schema_of(FEATURES)).decode(data)[0], 0).alerts) == 4
+
+
+def test_results_of_other_parts_are_kept(tmp_path: Path) -> None:
+    row = {"machine": "a machine", "date": "2026-01-01"}
+    stream.write([{"part": "start", **row, "median_s": 2.5}, {"part": "stages", **row, "decode_/s": 1000000}], tmp_path)
+    stream.write([{"part": "start", **row, "median_s": 1.5}], tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "stream.jsonl").read_text().splitlines()]
+    assert [(one["part"], one.get("median_s")) for one in rows] == [("stages", None), ("start", 1.5)]
+    text = (tmp_path / "stream.md").read_text()
+    assert "| decode /s |" in text
+    assert "| 1,000,000 |" in text
+    assert "2.5" not in text
