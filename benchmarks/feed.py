@@ -19,6 +19,8 @@ import orjson
 import pyarrow as pa
 import torch
 
+from deformer_stream import native
+from deformer_stream.core.compiled import fits
 from deformer_stream.core.conformal import Calibration
 from deformer_stream.core.model import PRESETS, DEformer
 from deformer_stream.core.schema import Feature, Schema
@@ -36,9 +38,13 @@ def schema_of(features: int) -> Schema:
 
 
 def model_of(preset: str, features: int, gaussians: int) -> DEformer:
-    """Random weights, for what they are changes nothing about their speed. gaussians: of the guide, 0 is none."""
+    """Random weights, for what they are changes nothing about their speed; with compiled code where it fits. gaussians:
+    of the guide, 0 is none."""
     torch.manual_seed(0)
-    return DEformer(schema_of(features), with_(PRESETS[preset], gaussians=gaussians)).eval()
+    model = DEformer(schema_of(features), with_(PRESETS[preset], gaussians=gaussians)).eval()
+    if fits(model):
+        model.library = native.library(model.config.precision == "bfloat16")
+    return model
 
 
 def calm_calibration() -> Calibration:
