@@ -110,6 +110,7 @@ def memory(options: argparse.Namespace, folder: Path) -> Rows:
         yield {
             "preset": "small",
             "features": features,
+            "compiled": model.library is not None,
             "open_records": open_records,
             "readings_each": 20,
             "resident_MiB": round(filled / 2**20),
