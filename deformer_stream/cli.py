@@ -26,12 +26,12 @@ from deformer_stream.command import (
 )
 
 if TYPE_CHECKING:
-    from connectors.files import AlertLines, RecordsParquet, RejectedLines, ScoresParquet
+    from connectors.files import AlertLines, ExplanationsParquet, RecordsParquet, RejectedLines, ScoresParquet
     from deformer_stream.codec import Codec
     from deformer_stream.ports import EventSource, Sink
     from deformer_stream.settings import ConsumeSettings
 
-    FileSink = TypeVar("FileSink", ScoresParquet, RecordsParquet, AlertLines, RejectedLines)
+    FileSink = TypeVar("FileSink", ScoresParquet, RecordsParquet, ExplanationsParquet, AlertLines, RejectedLines)
 
 
 def _consume() -> click.Command:
@@ -207,7 +207,7 @@ def _replay() -> click.Command:
         log.configure(debugging())
         stop = stop_on_signals()
         loaded, engine = opening.model(settings, settings.drift)
-        from connectors.files import AlertLines, RecordsParquet, RejectedLines, ScoresParquet
+        from connectors.files import AlertLines, ExplanationsParquet, RecordsParquet, RejectedLines, ScoresParquet
 
         codec, source = opening.tables(inputs, loaded, settings)
         with ExitStack() as ends:
@@ -218,6 +218,8 @@ def _replay() -> click.Command:
                 sinks.append(_kept(RecordsParquet(settings.records), ends))
             if settings.alerts:
                 sinks.append(_kept(AlertLines(settings.alerts), ends))
+            if settings.explain:
+                sinks.append(_kept(ExplanationsParquet(settings.explain), ends))
             if settings.rejected:
                 sinks.append(_kept(RejectedLines(settings.rejected), ends))
             if source.ignored:

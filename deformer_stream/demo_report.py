@@ -56,17 +56,22 @@ def measured(feature: str, value: float | str | None) -> str:
 
 def explained(part: Contribution) -> str:
     """One reading's share in an alert in words: what was expected, what came."""
-    name, expected = part.feature.replace("_", " "), part.expected
+    name = part.feature.replace("_", " ")
+    return f"{name}: expected {expected_of(part)}, came {measured(part.feature, part.value)}"
+
+
+def expected_of(part: Contribution) -> str:
+    """The range, or the likeliest label."""
+    expected = part.expected
     if expected.low is None or expected.high is None:
-        expected_label, label = measured(part.feature, expected.median), measured(part.feature, part.value)
-        return f"{name}: expected {expected_label}, came {label}"
+        return measured(part.feature, expected.median)
     unit = f" {SENSORS[part.feature].unit}" if part.feature in SENSORS else ""
     low, high = (measured(part.feature, end).removesuffix(unit) for end in (expected.low, expected.high))
-    return f"{name}: expected {low} … {high}, came {measured(part.feature, part.value)}"
+    return f"{low} … {high}"
 
 
 def reasons(alert: AlertRaised) -> list[str]:
-    """The most surprising reading, and up to two more that surprise clearly."""
+    """The most suspicious reading, and up to two more that surprise clearly given the trusted rest."""
     rest = [part for part in alert.contributions[1:3] if part.surprise >= CLEAR]
     return [explained(part) for part in (*alert.contributions[:1], *rest)]
 
@@ -230,6 +235,32 @@ def alert_table(outcomes: Sequence[Outcome]) -> str:
     return html.table(["record", "fault", "readings seen", "p-value", "what was expected, what came"], rows)
 
 
+def why(alert: AlertRaised) -> list[str]:
+    """What the alert says of each reading, the most suspicious first."""
+    names = [name.replace("_", " ") for name in alert.silenced_by or ()]
+    rows = [
+        (
+            part.feature.replace("_", " "),
+            measured(part.feature, part.value),
+            expected_of(part),
+            html.number(part.surprise, 2),
+            "" if part.relief is None else html.number(part.relief, 2),
+            "" if part.attribution is None else html.number(part.attribution, 2),
+            "suspect" if part.suspect else "",
+        )
+        for part in alert.contributions
+    ]
+    silence = f"Had {' and '.join(names)} shown what was expected, there would have been no alert. " if names else ""
+    return [
+        html.heading("Why this alert"),
+        html.paragraph(
+            f"{silence}Relief: by how many nats the record surprises less without the reading. Share: the reading's "
+            "part of −ln p of all of them (its Shapley value)."
+        ),
+        html.table(["sensor", "came", "expected given the others", "surprise", "relief", "share", ""], rows),
+    ]
+
+
 def story(outcome: Outcome, trace: Sequence[Reading], threshold: float) -> list[str]:
     """One record from its first reading to its last. Raises ValueError where it raised no alert."""
     alert = outcome.alert
@@ -265,4 +296,5 @@ def story(outcome: Outcome, trace: Sequence[Reading], threshold: float) -> list[
             steps=True,
         ),
         html.table(["reading", "sensor", "value", "running score", "p-value", ""], rows),
+        *why(alert),
     ]

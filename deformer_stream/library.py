@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from deformer_stream import artifact
 from deformer_stream.codec import Codec
 from deformer_stream.core.batch import NO_TIME, AlertRaised, Contribution, EventBatch, Rejected
+from deformer_stream.core.conformal import record_statistics
 from deformer_stream.core.engine import Engine, Limits
-from deformer_stream.core.explain import contributions
+from deformer_stream.core.explain import explain
 from deformer_stream.core.query import fill
 from deformer_stream.core.schema import Schema
 from deformer_stream.errors import InputError
@@ -169,13 +170,18 @@ class Detector:
             column("score", 0.0),
         )
 
-    def explain(self, record: Mapping[str, Value]) -> tuple[Contribution, ...]:
-        """Each reading's surprise given the ones before it (the mapping's order), most surprising first."""
+    def explain(self, record: Mapping[str, Value], alpha: float = 0.01) -> tuple[Contribution, ...]:
+        """What each reading has to do with an alert at this alpha, the most suspicious first; none is a suspect where
+        the record raises no alert. The mapping's order is the arrival order."""
         batch = self._batch([record])
         if not len(batch):
             return ()
-        codes = batch.features.astype(np.int64)
-        return contributions(self.artifact.model, codes[None], batch.values[None], [batch.unseen])[0]
+        model, alarming = self.artifact.model, self.artifact.calibration.alarming(alpha)
+        codes, raw = batch.features.astype(np.int64)[None], batch.values[None]
+        parts = explain(model, codes, raw, [batch.unseen], [""], alarming)[0].contributions
+        statistics = record_statistics(model, codes, self.schema.normalise(codes, raw))
+        loud = alarming(statistics[:, None], [""])[0, 0]
+        return parts if loud else tuple(replace(part, suspect=False) for part in parts)
 
     def impute(self, record: Mapping[str, Value], interval: float = 0.9) -> dict[str, Imputed]:
         """Each missing feature given all present ones: median or likeliest label, and the central interval.

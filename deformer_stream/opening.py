@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from deformer_stream.artifact import Artifact
     from deformer_stream.codec import Codec, Fields, Order, Windows
     from deformer_stream.core.engine import Engine
+    from deformer_stream.core.explain import Effort
     from deformer_stream.settings import ConsumeSettings, ReplaySettings, ScoringSettings, TableSettings
 
 
@@ -27,7 +28,8 @@ def model(settings: ConsumeSettings | ReplaySettings, drift: float | None = None
             f"p-value is {loaded.calibration.smallest_p:.2g}, so no alert can be raised; calibrate on at least "
             f"{needed} records or raise --alpha"
         )
-    return loaded, engine(loaded, settings, settings.alpha, settings.record_timeout, drift)
+    timeout, effort = settings.record_timeout, settings.explanations
+    return loaded, engine(loaded, settings, settings.alpha, timeout, drift, effort)
 
 
 def engine(
@@ -36,14 +38,17 @@ def engine(
     alphas: Sequence[float],
     timeout: float | None,
     drift: float | None = None,
+    effort: Effort = "full",
 ) -> Engine:
-    """timeout: seconds of silence that end a record. Raises `ConfigError` where its memory cannot be had."""
+    """timeout: seconds of silence that end a record. effort: spent on explaining alerts.
+
+    Raises `ConfigError` where its memory cannot be had."""
     from deformer_stream.core.engine import Engine, Limits
     from deformer_stream.errors import ConfigError
 
     limits = Limits(None if timeout is None else round(timeout * 1e6), settings.max_open_records, settings.cache_memory)
     try:
-        return Engine(loaded.model, loaded.calibration, loaded.fingerprint, alphas, limits, drift)
+        return Engine(loaded.model, loaded.calibration, loaded.fingerprint, alphas, limits, drift, effort)
     except (RuntimeError, MemoryError):  # what torch and NumPy say when memory cannot be had
         raise ConfigError(f"--cache-memory {settings.cache_memory} bytes cannot be had: give less") from None
 

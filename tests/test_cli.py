@@ -90,19 +90,22 @@ def test_replay_writes_scores_records_alerts_and_refusals(
     ]
     with lines.open("a") as file:
         file.write("\n".join(extra) + "\n")
-    out = {name: tmp_path / name for name in ("scores.parquet", "records.parquet", "alerts.jsonl", "rejected.jsonl")}
-    options = [
-        word
-        for flag, path in zip(("--output", "--records", "--alerts", "--rejected"), out.values(), strict=True)
-        for word in (flag, path)
-    ]
+    flags = {
+        "--output": "scores.parquet",
+        "--records": "records.parquet",
+        "--alerts": "alerts.jsonl",
+        "--rejected": "rejected.jsonl",
+        "--explain": "why.parquet",
+    }
+    out = {name: tmp_path / name for name in flags.values()}
+    options = [word for flag, name in flags.items() for word in (flag, out[name])]
     for program in ("deformer-stream", "deformer-replay"):
         for path in out.values():
             path.unlink(missing_ok=True)
         words = [*(["replay"] if program == "deformer-stream" else []), lines, "--model", model_dir, *options]
         ended = cli(*words, "--alpha", "0.3", program=program)
         assert (ended.code, ended.out) == (0, "")
-    scores, records, alerts, rejected = (
+    scores, records, alerts, rejected, reasons = (
         pq.read_table(path).to_pylist() if path.suffix == ".parquet" else documents(path) for path in out.values()
     )
     events = events_of(table)
@@ -112,6 +115,9 @@ def test_replay_writes_scores_records_alerts_and_refusals(
     assert [a["record"] for a in alerts] == [s["record"] for s in scores if s["alert"]]
     assert {a["record"] for a in alerts} == {r["record"] for r in records if r["alerted"]}
     assert len(alerts) >= 5
+    assert [(w["record"], w["rank"], w["feature"], w["surprise"]) for w in reasons] == [
+        (a["record"], k, c["feature"], c["surprise"]) for a in alerts for k, c in enumerate(a["contributions"])
+    ]
     assert Counter(r["reason"] for r in rejected) == {"not_json": 1, "unknown_feature": 1, "late": 1}
     assert ended.lines == [
         f"{len(events)} events accepted, 3 refused (1 not_json, 1 unknown_feature, 1 late), "
@@ -187,6 +193,19 @@ def test_alpha_out_of_reach_is_said(cli: Run, model_dir: Path, lines: Path) -> N
 def test_columns_that_are_no_features_are_said(cli: Run, model_dir: Path, wide: Path) -> None:
     ended = cli("replay", wide, "--model", model_dir)
     assert json.loads(ended.lines[0])["columns"] == ["note"]
+
+
+def test_explanations_cost_what_one_wants(cli: Run, model_dir: Path, lines: Path, tmp_path: Path) -> None:
+    words = ["replay", lines, "--model", model_dir, "--alpha", "0.3", "--alerts", tmp_path / "a.jsonl"]
+    told = {}
+    for effort in ("full", "fast", "off"):
+        assert cli(*words, "--explanations", effort).code == 0
+        told[effort] = {a["record"]: a["contributions"] for a in documents(tmp_path / "a.jsonl")}
+    assert told["full"].keys() == told["fast"].keys() == told["off"].keys()
+    assert not any(told["off"].values())
+    assert all(part["relief"] is None for parts in told["fast"].values() for part in parts)
+    assert all(part["relief"] is not None for parts in told["full"].values() for part in parts)
+    failed(cli(*words, "--explanations", "off", "--explain", tmp_path / "w.parquet"), 2, "--explain")
 
 
 def test_a_failed_replay_leaves_no_half_results(cli: Run, model_dir: Path, tmp_path: Path, wide: Path) -> None:

@@ -4,12 +4,20 @@
 table into the asynchronous event stream that its readings would have been.
 """
 
-from connectors.files.sinks import AlertLines, LinesSink, RecordsParquet, RejectedLines, ScoresParquet
+from connectors.files.sinks import (
+    AlertLines,
+    ExplanationsParquet,
+    LinesSink,
+    RecordsParquet,
+    RejectedLines,
+    ScoresParquet,
+)
 from connectors.files.sources import FileSource, StandardInput, open_source
 from connectors.files.stream import events_of
 
 __all__ = [
     "AlertLines",
+    "ExplanationsParquet",
     "FileSource",
     "LinesSink",
     "RecordsParquet",

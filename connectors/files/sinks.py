@@ -1,4 +1,4 @@
-"""What came of a run, as files: scores and records (Parquet), alerts and dead letters (JSON lines).
+"""What came of a run, as files: scores, records and explanations (Parquet), alerts and dead letters (JSON lines).
 
 The Parquet files appear under their names at `close`, whole; a run that failed calls `discard` in its place. `flush` is
 for lines: what was written before it is in the file.
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from deformer_stream.codec import encode_alert, encode_drift, encode_rejected
-from deformer_stream.core.batch import NO_TIME, Closed, Effects
+from deformer_stream.core.batch import NO_TIME, AlertRaised, Closed, Effects
 from deformer_stream.core.schema import Schema
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.ports import Payload
@@ -58,6 +58,28 @@ RECORDS = pa.schema(
     ]
 )
 """The columns of `replay --records`."""
+
+EXPLANATIONS = pa.schema(
+    [
+        ("record", pa.string()),
+        ("alpha", pa.float64()),
+        ("raised_at", pa.int32()),
+        ("rank", pa.int32()),
+        ("feature", pa.string()),
+        ("value", pa.float64()),
+        ("label", pa.string()),
+        ("suspect", pa.bool_()),
+        ("relief", pa.float64()),
+        ("surprise", pa.float64()),
+        ("leave_one_out", pa.float64()),
+        ("attribution", pa.float64()),
+        ("low", pa.float64()),
+        ("median", pa.float64()),
+        ("high", pa.float64()),
+        ("expected_label", pa.string()),
+    ]
+)
+"""The columns of `replay --explain`."""
 
 
 class _ParquetSink:
@@ -187,6 +209,42 @@ class RecordsParquet(_ParquetSink):
             _nullable(closed.alert_alpha, ~alerted),
         ]
         self._add(pa.RecordBatch.from_arrays(columns, schema=RECORDS))
+
+
+class ExplanationsParquet(_ParquetSink):
+    """One row per reading of each alert, in the order of the alerts, the most suspicious reading first (rank 0)."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path, EXPLANATIONS)
+
+    def write(self, effects: Effects, data: Payload | None) -> None:
+        rows = [_row(alert, rank) for alert in effects.alerts for rank in range(len(alert.contributions))]
+        if rows:
+            self._add(pa.RecordBatch.from_pylist(rows, schema=EXPLANATIONS))
+
+
+def _row(alert: AlertRaised, rank: int) -> dict[str, Any]:
+    """A contribution as a row of `EXPLANATIONS`; what is absent is null."""
+    part = alert.contributions[rank]
+    expected = part.expected
+    value = "label" if isinstance(part.value, str) else "value"
+    median = "expected_label" if isinstance(expected.median, str) else "median"
+    return {
+        "record": alert.record,
+        "alpha": alert.alpha,
+        "raised_at": alert.raised_at,
+        "rank": rank,
+        "feature": part.feature,
+        value: part.value,
+        "suspect": part.suspect,
+        "relief": part.relief,
+        "surprise": part.surprise,
+        "leave_one_out": part.leave_one_out,
+        "attribution": part.attribution,
+        "low": expected.low,
+        median: expected.median,
+        "high": expected.high,
+    }
 
 
 class LinesSink:

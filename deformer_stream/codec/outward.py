@@ -21,7 +21,7 @@ LONGEST_ALERT = 2**19
 
 def encode_alert(alert: AlertRaised, data: Payload | None) -> bytes:
     """The alert as JSON, its keys in the order of the public format. A number that is not finite is null, as is an
-    unknown time. Of contributions that would make it longer than `LONGEST_ALERT` the most surprising are kept.
+    unknown time. Of contributions that would make it longer than `LONGEST_ALERT` the first ones are kept.
 
     `data` is the poll that `alert.message` points into; without it (or with a negative message) `source` is null.
     """
@@ -42,12 +42,17 @@ def encode_alert(alert: AlertRaised, data: Payload | None) -> bytes:
         "running_log_likelihood": alert.running_log_likelihood,
         "model": alert.model,
         "source": source,
+        "silenced_by": alert.silenced_by,
         "contributions": [
             {
                 "feature": c.feature,
                 "value": c.value,
                 "surprise": c.surprise,
                 "expected": {"low": c.expected.low, "median": c.expected.median, "high": c.expected.high},
+                "attribution": c.attribution,
+                "leave_one_out": c.leave_one_out,
+                "relief": c.relief,
+                "suspect": c.suspect,
             }
             for c in alert.contributions
         ],

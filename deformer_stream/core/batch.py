@@ -159,12 +159,33 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """One reading's share in an alert. surprise: −ln of its highest-density p-value, nats, 0 is as expected."""
+    """One reading's share in an alert, in nats; what is None was not asked for.
+
+    surprise: −ln of its highest-density p-value, 0 is as expected; like `expected`, given the trusted rest, the other
+    readings without the suspects (with effort "fast": given the readings before). attribution: mean over orders of
+    −ln p(value | what came before), in normalised units; the sum over readings is −ln p of them all. leave_one_out:
+    −ln p(value | all others). relief: by how much the record surprises less without it. suspect: it is in the smallest
+    set found whose replacement would have kept the record silent, or, where none was, in the largest tried.
+    """
 
     feature: str
     value: float | str | None
     surprise: float
     expected: Expected
+    attribution: float | None = None
+    leave_one_out: float | None = None
+    relief: float | None = None
+    suspect: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a record is what it is. contributions: the most suspicious first. silenced_by: the smallest set of features
+    found whose values, replaced by what is expected given all others, would have kept the record silent; None where
+    none was found or none was looked for."""
+
+    contributions: tuple[Contribution, ...]
+    silenced_by: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +210,7 @@ class AlertRaised:
     partition: int = 0
     ended: bool = False
     severity: int = 1
+    silenced_by: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

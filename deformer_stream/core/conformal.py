@@ -184,6 +184,10 @@ class Calibration:
                 p[rows[name]] = self.groups[name].p_value(score[rows[name]])
         return p
 
+    def alarming(self, alpha: float) -> Callable[[Floats, Sequence[str]], NDArray[np.bool_]]:
+        """Which running statistics of R records, (R, C), raise an alert at this alpha, given the records' ids."""
+        return lambda score, records: self.judge(score, lambda: records) <= alpha
+
     def threshold(self, alpha: float) -> float:
         """The running statistic above which an alert goes out at this alpha; infinite where alpha is out of reach."""
         allowed = (

@@ -19,16 +19,16 @@ from deformer_stream.core.batch import (
     AlertRaised,
     Closed,
     Closing,
-    Contribution,
     Effects,
     EventBatch,
+    Explanation,
     Rejected,
     Scored,
 )
 from deformer_stream.core.cache import Shape
 from deformer_stream.core.conformal import Calibration
 from deformer_stream.core.drift import RECENT, Watch
-from deformer_stream.core.explain import contributions
+from deformer_stream.core.explain import Effort, explain
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.partition import REMEMBERED
 from deformer_stream.core.records import Accepted, Records
@@ -72,6 +72,7 @@ class Engine:
     only, whatever alphas an earlier life had. dropped_readings: of open records, left out because a model that took
     them over has no such feature. drift: the level at which a partition whose records are no longer like those of the
     calibration is told of (`core.drift`); infinite to follow the evidence only, None for neither.
+    effort: spent on explaining alerts.
     """
 
     def __init__(
@@ -82,9 +83,10 @@ class Engine:
         alpha: float | Sequence[float],
         limits: Limits | None = None,
         drift: float | None = None,
+        effort: Effort = "full",
     ) -> None:
         self.alphas = np.unique(np.atleast_1d(np.asarray(alpha, np.float64)))[::-1]
-        self.limits = limits or Limits()
+        self.limits, self.effort = limits or Limits(), effort
         self.records = Records(model.schema, self.limits.remembered)
         self.dropped_readings = 0
         self.cache_rebuilds = 0
@@ -327,7 +329,8 @@ class Engine:
         """The alerts of a batch, in order, at one reading the mildest first. passed: (M,) from `Generation.score`."""
         raising = np.flatnonzero(scored.alert)
         slots, seen = accepted.slots[raising], accepted.seq[raising] + 1
-        reasons = self._explained(slots, seen)
+        names = [batch.records[event] for event in accepted.events[raising].tolist()]
+        reasons = self._explained(slots, seen, names)
         alerts = []
         for i, slot, count, why in zip(raising.tolist(), slots.tolist(), seen.tolist(), reasons, strict=True):
             event = int(accepted.events[i])
@@ -350,22 +353,26 @@ class Engine:
                         running_log_likelihood=float(scored.running[i]),
                         model=model,
                         message=int(batch.messages[event]),
-                        contributions=why,
+                        contributions=why.contributions,
                         partition=int(batch.sources[event]),
                         ended=slot in accepted.ended,
                         severity=level + 1,
+                        silenced_by=why.silenced_by,
                     )
                 )
         return alerts
 
-    def _explained(self, slots: Ints, seen: Ints) -> list[tuple[Contribution, ...]]:
-        """Why each of A records raised its alert when it had so many readings, (A,); all in one pass of its model."""
-        reasons: list[tuple[Contribution, ...]] = [()] * len(slots)
+    def _explained(self, slots: Ints, seen: Ints, names: list[str]) -> list[Explanation]:
+        """Why each of A records raised its alert when it had so many readings, (A,); together by model."""
+        reasons = [Explanation(())] * len(slots)
         for generation, rows in self._by_generation(slots):
             places = np.arange(int(seen[rows].max()))
             codes, values = self.records.readings(slots[rows], np.broadcast_to(places, (len(rows), len(places))))
             codes = np.where(places < seen[rows, None], codes, -1)
             unseen = [self.records.unseen.get(slot, {}) for slot in slots[rows].tolist()]
-            for row, why in zip(rows.tolist(), contributions(generation.model, codes, values, unseen), strict=True):
+            records = [names[row] for row in rows.tolist()]
+            alarming = generation.calibration.alarming(float(self.alphas[0]))
+            found = explain(generation.model, codes, values, unseen, records, alarming, self.effort)
+            for row, why in zip(rows.tolist(), found, strict=True):
                 reasons[row] = why
         return reasons

@@ -280,29 +280,37 @@ class DEformer(nn.Module):
         u = self.value_encoder(torch.cat(inputs, -1))
         return torch.stack([z, u], -2).flatten(1, 2).mul_(math.sqrt(self.config.d_model))
 
-    def _mask(self, tokens: int) -> Tensor:
-        """(T, T) bool over interleaved tokens, true where a row may look at a column."""
+    def _mask(self, tokens: int, before: Tensor | None = None) -> Tensor:
+        """(T, T) bool over interleaved tokens, true where a row may look at a column. before: see `conditionals`."""
         index = torch.arange(tokens, device=self.device)
         mask = index[:, None] >= index[None, :]
+        if before is not None:
+            own = index[:, None] // 2 == index[None, :] // 2
+            mask = (mask & own) | before.repeat_interleave(2, 0).repeat_interleave(2, 1)
         if self.config.memory == "values":
             mask = mask & ((index[None, :] % 2 == 1) | (index[:, None] == index[None, :]))
         return mask
 
-    def conditionals(self, features: Tensor, values: Tensor, guide: Guide | None = None) -> Conditional:
+    def conditionals(
+        self, features: Tensor, values: Tensor, guide: Guide | None = None, before: Tensor | None = None
+    ) -> Conditional:
         """p(v_k | earlier readings) for every reading of whole records. features, values: (N, L) → shape (N, L).
 
-        guide: what to tell the network in place of what the model's own Gaussians expect (training wants that)."""
+        guide: what to tell the network in place of what the model's own Gaussians expect (training wants that).
+        before: (L, L) bool, before[k, j] where reading j counts as earlier than reading k; by default where j < k. So
+        one pass holds several orders of a record (`core.orders`); a model with Gaussians needs the guide then, too."""
         codes = features.clamp(min=0)
         if guide is None and self.gaussians is not None:
             guide = self.gaussians(features, values)
         x = self.tokens(codes, values, guide)
-        causal = self.config.memory == "all"
-        mask = None if causal else self._mask(x.shape[1])
+        visible = self._mask(x.shape[1], before)
+        causal = self.config.memory == "all" and before is None
+        mask = None if causal else visible
         for layer, block in enumerate(self._layers(), 1):
             q, k, v = block.project(x)
             dropout = block.dropout if self.training else 0.0
             if layer == self.config.layers:  # from here on only identity tokens are asked for anything
-                mask, causal = self._mask(x.shape[1])[::2], False
+                mask, causal = visible[::2], False
                 q, x = q[:, :, ::2], x[:, ::2]
             attended = nn.functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, scale=1.0

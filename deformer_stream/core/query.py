@@ -117,14 +117,14 @@ def _ask(model: DEformer, asks: Ints, past: Past | None) -> Conditional:
 
 
 def likeliest(schema: Schema, codes: Ints, conditional: Conditional) -> Ints:
-    """(M,) the code of the likeliest label that training saw, 0 for continuous features."""
+    """S, the code of the likeliest label that training saw, 0 for continuous features. codes: S."""
     mass = conditional.log_mass.double().cpu().numpy()
-    own = np.arange(mass.shape[-1]) < np.maximum(schema.label_counts[codes], 1)[:, None]
+    own = np.arange(mass.shape[-1]) < np.maximum(schema.label_counts[codes], 1)[..., None]
     return np.asarray(np.where(own, mass, -np.inf).argmax(-1), np.int64)
 
 
 def on_grid(schema: Schema, codes: Ints, values: Floats) -> Floats:
-    """Raw values moved to the nearest one that their sensor can give; others stay. codes, values: (M,)."""
+    """Raw values moved to the nearest one that their sensor can give; others stay. codes, values: S."""
     step = np.array([f.quantum or np.nan for f in schema.features])
     origin = np.array([f.low or 0.0 for f in schema.features])
     rest = origin - step * np.round(origin / step)

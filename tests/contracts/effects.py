@@ -46,9 +46,10 @@ def alert_of(record: str, message: int, time: int = 1_583_750_073_000_000) -> Al
         model="0123456789abcdef",
         message=message,
         contributions=(
-            Contribution("Pressure", 9.1, 11.2, Expected(-0.27, 0.05, 0.38)),
+            Contribution("Pressure", 9.1, 11.2, Expected(-0.27, 0.05, 0.38), 10.5, 12.25, 11.75, True),
             Contribution("state", "broken", 4.0, Expected(None, "on", None)),
         ),
+        silenced_by=("Pressure",),
     )
 
 

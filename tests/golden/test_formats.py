@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from connectors.files import AlertLines, RecordsParquet, RejectedLines, ScoresParquet
+from connectors.files import AlertLines, ExplanationsParquet, RecordsParquet, RejectedLines, ScoresParquet
 from deformer_stream.codec import encode_alert
 from deformer_stream.core.batch import NO_TIME
 from tests.contracts.effects import SCHEMA, alert_of, effects_of, notice_of
@@ -69,3 +69,10 @@ def test_records(tmp_path: Path) -> None:
     sink.write(*effects_of(1))
     sink.close()
     assert table_text(tmp_path / "records.parquet") == (GOLDEN / "records.txt").read_text()
+
+
+def test_explanations(tmp_path: Path) -> None:
+    sink = ExplanationsParquet(tmp_path / "why.parquet")
+    sink.write(*effects_of(1))
+    sink.close()
+    assert table_text(tmp_path / "why.parquet") == (GOLDEN / "explanations.txt").read_text()
