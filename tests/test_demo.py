@@ -4,6 +4,7 @@ import io
 import math
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +114,16 @@ def test_the_median_detection_is_told() -> None:
     assert demo_report.example([o for o in outcomes() if not o.fault]) is None
     with pytest.raises(ValueError, match="no alert"):
         demo_report.story(outcomes()[0], [], 5.0)
+
+
+def test_an_alert_says_why() -> None:
+    blamed = replace(FLOW, attribution=3.5, leave_one_out=9.0, relief=8.5, suspect=True)
+    told = replace(alert("pump-03/000000", parts=(blamed, MODE)), silenced_by=("flow",))
+    text = "".join(demo_report.why(told))
+    assert "Had flow shown what was expected, there would have been no alert." in text
+    assert text.index("61.2 m³/h") < text.index("75.1 … 81.9") < text.index("8.5") < text.index("3.5")
+    assert text.count("suspect") == 1
+    assert "there would have been" not in "".join(demo_report.why(alert("pump-03/000000", parts=(FLOW, MODE))))
 
 
 def test_the_sink_remembers_readings_and_prints_alerts() -> None:
