@@ -170,7 +170,7 @@ class Compiled:
         hidden = torch.empty(len(x), x.shape[-1])
         given = x, hidden, ragged.first, ragged.start, ragged.pages
         work = partial(_Work, *map(_pointer, given), *self._place(cache, ragged, units))
-        self._run(self.library.run_layers, work, len(units) - 1, ctypes.byref(self.network))
+        self._run(self.library.run_layers, work, (given, cache, units), len(units) - 1, ctypes.byref(self.network))
         return hidden
 
     def surprisal(self, conditional: Conditional, values: Tensor) -> Surprisal | None:
@@ -181,7 +181,7 @@ class Compiled:
         parts = conditional.log_weights, conditional.means, conditional.scales, values
         given = [t.float().contiguous() for t in parts]
         work = partial(_Surprise, *map(_pointer, (*given, *out)), *conditional.means.shape)
-        self._run(self.library.measure_surprise, work, -(-len(values) // 32))
+        self._run(self.library.measure_surprise, work, (given, out), -(-len(values) // 32))
         return Surprisal(*out)
 
     def _guide(self, cache: CompiledCache, ragged: Ragged, units: Ints) -> Guide | None:
@@ -193,7 +193,7 @@ class Compiled:
         out = torch.empty(3, len(feature), padded(K))
         given = cache.page_of, cache.place_in, feature, values, *out, ragged.first, ragged.start, ragged.pages
         work = partial(_Expectation, *self.mixture, *map(_pointer, given), *self._place(cache, ragged, units))
-        self._run(self.library.expect_readings, work, len(units) - 1)
+        self._run(self.library.expect_readings, work, (given, cache, units), len(units) - 1)
         weights, means, scales = out[..., :K]
         return Guide(torch.log_softmax(weights, -1), means, scales, feature >= 0)
 
@@ -202,12 +202,16 @@ class Compiled:
         return columns, _pointer(cache.pool), cache.page_bytes, _pointer(units), len(units) - 1
 
     def _run(
-        self, function: Callable[..., int], work: Callable[[int], ctypes.Structure], units: int, *first: Any
+        self, function: Callable[..., int], work: Callable[[int], ctypes.Structure], held: Any, units: int, *first: Any
     ) -> None:
-        """On all threads, which take units from a common counter. Raises MemoryError."""
+        """On all threads, which take units from a common counter. held: what the work points to; a thread keeps it even
+        when the caller is interrupted. Raises MemoryError."""
         counter = np.zeros(1, np.int64)
         job = work(_pointer(counter))
-        call = partial(function, *first, ctypes.byref(job))
+
+        def call(held: Any = (self, held, counter)) -> int:
+            return function(*first, ctypes.byref(job))
+
         more = min(torch.get_num_threads(), units) - 1
         others = [_pool().submit(call) for _ in range(more)]
         if min([call(), *(other.result() for other in others)]) < 0:
