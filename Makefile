@@ -55,6 +55,7 @@ format: $(VENV)/.dev ## format the code
 bench: $(VENV)/.dev kafka-jars ## speed, as ratios measured in one run, and the whole road; tables into benchmarks/results
 	$(BIN)/python -m benchmarks.speed
 	$(BIN)/python -m benchmarks.stream
+	$(BIN)/python -m benchmarks.training
 
 bench-quality: $(VENV)/.bench ## detection, early alerts, density and blame on public data beside their peers (DEFORMER_DATA); tables into benchmarks/results
 	$(BIN)/python -m benchmarks.tables

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import numpy as np
@@ -69,3 +70,30 @@ def test_wins_and_the_least_in_bold() -> None:
     rows = density.table_of(lines).splitlines()
     assert rows[2] == "| one | 3 | 50 | 1.00 | 2.00 | **0.50** | 4, 4 | 2, 2 |"
     assert rows[3].startswith("| two | 3 | 50 | **1.00** |")
+
+
+def test_a_run_goes_on_with_the_tables_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def measure(train: pa.Table, held: pa.Table, seed: int, max_time: str) -> dict[str, object]:
+        measured.append(train.column_names)
+        return {"seed": seed, "ours": 1.0, "mixture": 2.0, "paper": 3.0, "gaussians": 1, "components": 1}
+
+    for name in ("one", "two"):
+        pq.write_table(pa.table({name: np.arange(40.0), "label": [0] * 40}), tmp_path / f"{name}.parquet")
+    found = {name: tmp_path / f"{name}.parquet" for name in ("one", "two")}
+    monkeypatch.setattr(density, "measure", measure)
+    monkeypatch.setattr(density, "need_peers", lambda: None)
+    monkeypatch.setattr(density, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(density, "sources", lambda wanted: {n: p for n, p in found.items() if wanted in ("", n)})
+
+    def run(tables: str = "", max_time: str = "60s", again: bool = False) -> None:
+        density.run(argparse.Namespace(tables=tables, seeds="0", max_time=max_time, again=again))
+
+    run("one")
+    run()
+    assert measured == [["one"], ["two"]]
+    assert "on 2 and than the paper's recipe on 2 of 2 tables" in (tmp_path / "results" / "density.md").read_text()
+    run(max_time="5s")
+    run(again=True)
+    assert len(measured) == 6

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
-from benchmarks import speed, tables
+from benchmarks import speed, tables, training
+from benchmarks.feed import schema_of
+from deformer_stream.core.model import PRESETS, DEformer
 from deformer_stream.demo_report import false_alarm_bound
 from deformer_stream.errors import ConfigError, InputError
 
@@ -117,3 +121,13 @@ def test_speed_is_measured_by_stage(compiled: bool) -> None:
         assert min(row[kind], row[f"{kind}_in_model"]) > 0
     assert "tiny 8, bfloat16, 3 Gaussians" in speed.stages([row])
     assert speed.table([row]).count("\n") == 2
+
+
+@pytest.mark.parametrize("preset", ["tiny", "paper"])
+def test_the_plain_model_computes_the_same_density(preset: str) -> None:
+    config = replace(PRESETS[preset], d_model=16, heads=2, feedforward=32, layers=2, dropout=0.0)
+    torch.manual_seed(0)
+    ours, plain = DEformer(schema_of(5), config), training.Plain(5, config)
+    plain.copy(ours)
+    order, values = torch.rand(7, 5).argsort(1), torch.randn(7, 5)
+    torch.testing.assert_close(plain(order, values), ours.log_prob(order, values))

@@ -30,14 +30,26 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
 
     log.configure(debugging())
     from trainer import console
-    from trainer.fit import Budget, Interrupted
-    from trainer.job import StopSignals, train
+    from trainer.budget import Budget
+    from trainer.fit import Interrupted
+    from trainer.job import StopSignals, assist, train
+    from trainer.peers import joined
 
-    budget = Budget(settings.max_time, spent=time.monotonic() - began)
-    with StopSignals() as stop, console.Watch() as watch:
+    with joined() as peers, StopSignals() as stop, console.Watch() as watch:
+        budget = Budget(settings.max_time, peers.clock, spent=peers.agree(time.monotonic() - began))
         try:
+            if not peers.first:
+                assist(tables, settings, stop, budget, peers)
+                return 0
             result = train(
-                tables, settings, show=console.show_kinds, observe=watch, say=console.say, stop=stop, budget=budget
+                tables,
+                settings,
+                show=console.show_kinds,
+                observe=watch,
+                say=console.say,
+                stop=stop,
+                budget=budget,
+                peers=peers,
             )
         except Interrupted:
             click.echo(f"deformer-train: stopped, progress is kept; add --resume to continue {settings.out}", err=True)

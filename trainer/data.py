@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from deformer_stream.core.batch import NO_TIME
 from deformer_stream.core.schema import Feature, Kind, Schema, label_of
 from deformer_stream.errors import ConfigError, InputError
-from trainer.kinds import ColumnStatistics, Excluded, infer
+from trainer.kinds import ColumnStatistics, Excluded, adoptable, infer
 from trainer.tables import (
     FEATURE,
     RECORD,
@@ -44,7 +44,8 @@ CHUNK = 16_384
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """How the tables are to be read; column names as tuples. layout None: seen from the columns."""
+    """How the tables are to be read; column names as tuples. layout None: seen from the columns. base: of
+    the model that is adapted; its features come first, as they were."""
 
     layout: Layout | None = None
     label: str | None = None
@@ -55,6 +56,7 @@ class DataOptions:
     continuous: tuple[str, ...] = ()
     calibration_share: float = 0.2
     seed: int = 0
+    base: Schema | None = None
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,8 @@ def prepare(tables: Sequence[Path], options: DataOptions, folder: Path) -> Prepa
         split=split,
         layout=source.layout,
         time=source.time,
-        missing={f.name: statistics[f.name].missing for f in schema.features if statistics[f.name].missing},
-        refused={f.name: statistics[f.name].infinite for f in schema.features if statistics[f.name].infinite},
+        missing={name: s.missing for name, s in statistics.items() if s.missing and name in schema.codes},
+        refused={name: s.infinite for name, s in statistics.items() if s.infinite and name in schema.codes},
         skipped=source.skipped,
         fingerprint=fingerprint(schema, values, ranks, split),
     )
@@ -203,8 +205,11 @@ def choose_kinds(statistics: list[ColumnStatistics], options: DataOptions) -> tu
     for name in (*wanted, *options.context):
         if name not in known:
             raise ConfigError(f"no feature is called {name}; there are {_some(sorted(known))}")
-    decided = [infer(s, wanted.get(s.name), s.name in options.context) for s in statistics]
-    features = tuple(d for d in decided if isinstance(d, Feature))
+    old = {f.name: f for f in options.base.features} if options.base is not None else {}
+    columns = {s.name: s for s in statistics}
+    kept = tuple(adoptable(f, columns[f.name]) if f.name in columns else f for f in old.values())
+    decided = [infer(s, wanted.get(s.name), s.name in options.context) for s in statistics if s.name not in old]
+    features = kept + tuple(d for d in decided if isinstance(d, Feature))
     excluded = [d for d in decided if isinstance(d, Excluded)]
     if all(f.context for f in features):
         reasons = "; ".join(f"{e.name}: {e.reason}" for e in excluded[:5]) or "all features are --context"

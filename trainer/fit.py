@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,20 @@ from torch import Tensor
 from deformer_stream.core.model import DEformer
 from deformer_stream.errors import ConfigError
 from trainer import checkpoint
+from trainer.budget import Budget, Costs
 from trainer.data import TRAIN, VALIDATION, Prepared
 from trainer.evaluate import held_out
 from trainer.gaussians import Guides
-from trainer.sampling import Noise, arrange, random_keys, read_rows, seeded, take
+from trainer.options import Precision
+from trainer.peers import Peers
+from trainer.sampling import Noise, Samples, arrange, draw, seeded, take
 
 EVALUATIONS = 30
 """How often a whole run is validated."""
 VALIDATION_ROWS, VALIDATION_ORDERS = 1000, 4
 CHECKPOINT_SECONDS = 30.0
+
+ALONE = Peers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,9 @@ class Recipe:
     scales: little, as held-out likelihood wants it. forget: chance that a label is shown as unseen. arrival_share: what
     share of samples is in the logged order of arrival, where the table has one (training on the law that scoring will
     meet: Shih et al. 2022). averaging: the average of weights reaches back over about this share of the steps so far.
-    patience: validations without progress before training stops.
+    patience: validations without progress before training stops. accumulate: batches whose gradients are added up for
+    one step, which is that of one batch so many times as large. training_precision: of the layers' matrix products;
+    auto is bfloat16 where the processor multiplies it natively.
     """
 
     batch: int
@@ -56,40 +62,8 @@ class Recipe:
     arrival_share: float = 0.5
     averaging: float = 0.1
     patience: int = 10
-
-
-@dataclass
-class Budget:
-    """The time a run may take. limit: seconds, None for any. reserve: seconds kept for what comes after training."""
-
-    limit: float | None = None
-    clock: Callable[[], float] = time.monotonic
-    reserve: float = 0.0
-    spent: float = 0.0
-    started: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.started = self.clock()
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the run began, over all its lives."""
-        return self.spent + self.clock() - self.started
-
-    def used(self) -> float:
-        """Share of the time for training that is gone, 0 without a limit."""
-        if self.limit is None:
-            return 0.0
-        return self.elapsed / max(self.limit - self.reserve, 0.3 * self.limit, 1e-9)
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Measured under a time limit. after: seconds that the work after training takes. record: seconds to score one
-    record in one order."""
-
-    after: float
-    record: float
+    accumulate: int = 1
+    training_precision: Precision = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +106,16 @@ class Fit:
         budget: Budget,
         identity: dict[str, Any],
         guides: Guides | None = None,
+        peers: Peers = ALONE,
     ) -> None:
         """folder: where checkpoints go. identity: options and data fingerprint that a checkpoint must share. guides:
-        where the model has Gaussians, the variants that training is guided by."""
+        where the model has Gaussians, the variants that training is guided by. peers: who takes part."""
         self.data, self.model, self.recipe, self.seed = data, model, recipe, seed
         self.folder, self.budget, self.identity = folder, budget, identity
-        self.guides = guides
+        self.guides, self.peers = guides, peers
         self.rows = data.rows(TRAIN)
         self.validation_rows = np.random.default_rng([seed, 0x7A1]).permutation(data.rows(VALIDATION))[:VALIDATION_ROWS]
-        self.batch = min(recipe.batch, len(self.rows))
+        self.batch = min(recipe.batch * recipe.accumulate * peers.size, len(self.rows))
         self.steps_per_epoch = len(self.rows) // self.batch
         self.steps = max(1, recipe.epochs * self.steps_per_epoch)
         self.noise = Noise.of(data.schema, recipe.smoothing, recipe.forget)
@@ -151,6 +126,7 @@ class Fit:
         others = [p for p in model.parameters() if p.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
+        self.low_precision = _low_precision(recipe.training_precision, model.device)
         self.step = 0
         self.since_best = 0
         self.best_validation = math.inf
@@ -186,7 +162,7 @@ class Fit:
                     self._evaluate()
                     exhausted = self.since_best >= self.recipe.patience
                 observe(self.status())
-                if stop():
+                if self.peers.any(stop()):
                     self.save()
                     raise Interrupted
                 if self.budget.elapsed - saved > CHECKPOINT_SECONDS:
@@ -207,7 +183,7 @@ class Fit:
     def _fit_into(self, costs: Costs, limit: float) -> None:
         """Keep time for what comes after, and validate on so few records that all of it takes about a tenth."""
         self.measured = True
-        self.budget.reserve = costs.after
+        self.budget.reserve, self.budget.share = costs.after, costs.share
         affordable = 0.1 * limit / EVALUATIONS / VALIDATION_ORDERS / max(costs.record, 1e-9)
         self.validation_rows = self.validation_rows[: max(32, int(affordable))]
 
@@ -224,27 +200,18 @@ class Fit:
         return np.sort(self._permutation[1][place * self.batch : (place + 1) * self.batch])
 
     def _train_step(self) -> None:
-        generator = seeded(self.seed, 0x57E9, self.step)
-        torch.manual_seed(generator.initial_seed())  # dropout draws from the global generator
         rows = self._batch_rows()
-        values, ranks = read_rows(self.data, rows)
-        values, hidden = self.noise.apply(values, generator)
-        keys = random_keys(values.shape, generator)
-        if ranks is not None:
-            logged = torch.rand((len(values), 1), generator=generator) < self.recipe.arrival_share
-            keys = torch.where(logged, ranks, keys)
-        features, order = arrange(values, keys)
-        device = self.model.device
-        features, taken = features.to(device), take(values, order).to(device)
-        guide = None if self.guides is None else self.guides.without_own_fold(features, taken, rows)
+        samples = draw(self.data, rows, self.noise, self.recipe.arrival_share, seeded(self.seed, 0x57E9, self.step))
         self.model.train()
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            log_p = self.model.log_prob(features, taken, guide)
-        log_p = log_p.masked_fill(hidden.gather(1, order).to(device), 0.0)
-        loss = -log_p.sum() / len(values) / self.scored
         self.optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        total = torch.zeros((), device=self.model.device)
+        for part in self.peers.parts(len(rows), self.recipe.accumulate):
+            dropout = seeded(self.seed, 0x57E9, self.step, part.start)
+            torch.manual_seed(dropout.initial_seed())  # of the global generator, from which it draws
+            total += self._backward(samples[part], rows[part], len(rows))
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        self.peers.add_up([total, *(p.grad for p in parameters if p.grad is not None)])
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.recipe.clip)
         if not bool(torch.isfinite(norm)):
             raise ConfigError(
                 f"training diverged at step {self.step}: the gradient is not finite; lower learning_rate in --config"
@@ -255,7 +222,20 @@ class Fit:
         self.optimizer.step()
         self.step += 1
         self._update_average()
-        self.losses.append(float(loss.detach()) * self.scored)
+        self.losses.append(float(total) * self.scored)
+
+    def _backward(self, samples: Samples, rows: Any, records: int) -> Tensor:
+        """Add the gradient of a part of a step of so many records; the part's share of the loss."""
+        features, order = arrange(samples.values, samples.keys)
+        device = self.model.device
+        features, taken = features.to(device), take(samples.values, order).to(device)
+        guide = None if self.guides is None else self.guides.without_own_fold(features, taken, rows)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.low_precision):
+            log_p = self.model.log_prob(features, taken, guide)
+        log_p = log_p.masked_fill(samples.hidden.gather(1, order).to(device), 0.0)
+        loss = -log_p.sum() / records / self.scored
+        torch.autograd.backward(loss)
+        return loss.detach()
 
     def _learning_rate(self) -> float:
         """Linear warm-up, over by 8% of the schedule at the latest, then half a cosine down to 1% of the peak."""
@@ -279,7 +259,9 @@ class Fit:
 
     def _evaluate(self) -> None:
         began = self.budget.clock()
-        nll = held_out(self.average, self.data, self.validation_rows, VALIDATION_ORDERS, self.seed).mean
+        if math.isinf(self.best_validation):
+            self.best_validation = self._validation_at_first()
+        nll = self._validation()
         self._evaluated_at = self.budget.clock()
         self._evaluation_seconds = self._evaluated_at - began
         self.next_mark = (math.floor(self.progress * EVALUATIONS + 1e-9) + 1) / EVALUATIONS
@@ -299,8 +281,26 @@ class Fit:
         )
         self.losses = []
 
+    def _validation(self) -> float:
+        """Nats per record of the averaged weights."""
+        held = held_out(self.average, self.data, self.validation_rows, VALIDATION_ORDERS, self.seed)
+        return self.peers.agree(held.mean)
+
+    def _validation_at_first(self) -> float:
+        """Of the weights that training began with, which say what the guide says, or the model that is adapted: no run
+        ends with worse ones."""
+        now = [p.clone() for p in self.average.parameters()]
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.average.parameters()), list(self.best.values()))
+            nll = self._validation()
+            torch._foreach_copy_(list(self.average.parameters()), now)
+        return nll
+
     def save(self) -> None:
-        """Write the checkpoint."""
+        """Write the checkpoint, where this process is the one that writes."""
+        elapsed = self.budget.elapsed
+        if not self.peers.first:
+            return
         tensors: dict[str, Tensor] = {f"model.{k}": p for k, p in self.model.named_parameters()}
         tensors |= {f"average.{k}": p for k, p in self.average.named_parameters()}
         tensors |= {f"best.{k}": p for k, p in self.best.items()}
@@ -315,8 +315,9 @@ class Fit:
             "history": self.history,
             "next_mark": self.next_mark,
             "losses": self.losses,
-            "elapsed": self.budget.elapsed,
+            "elapsed": elapsed,
             "reserve": self.budget.reserve,
+            "share": self.budget.share,
             "measured": self.measured,
             "validation_rows": len(self.validation_rows),
         }
@@ -335,7 +336,8 @@ class Fit:
         self.best_validation, self.history = state["best_validation"], state["history"]
         self.next_mark, self.losses = state["next_mark"], state["losses"]
         self.budget.spent += state["elapsed"]
-        self.budget.reserve, self.measured = state["reserve"], state["measured"]
+        self.budget.reserve, self.budget.share = state["reserve"], state["share"]
+        self.measured = state["measured"]
         self.validation_rows = self.validation_rows[: state["validation_rows"]]
         tensors = checkpoint.load_tensors(self.folder)
         device = self.model.device
@@ -353,13 +355,24 @@ class Fit:
         self.optimizer.load_state_dict({"state": moments, "param_groups": full["param_groups"]})
 
 
+def _low_precision(wanted: Precision, device: torch.device) -> bool:
+    """Whether to multiply in bfloat16: as wanted, otherwise where it is native; elsewhere it is slower than float32."""
+    if wanted != "auto" or device.type == "cuda":
+        return wanted != "float32"
+    known = torch.cpu.get_capabilities()
+    return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
+
+
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
     """On the CPU: sums of gradients in one order, so that runs can be repeated to the bit."""
-    before = torch.are_deterministic_algorithms_enabled()
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True)
+        memory.fill_uninitialized_memory = False  # nothing of ours reads what it has not written
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before[0])
+        memory.fill_uninitialized_memory = before[1]

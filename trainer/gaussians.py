@@ -7,7 +7,8 @@ variant that was refitted without it (`Guides.folds`); scoring uses the one fitt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,20 +24,25 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 FOLDS = 5
-ROWS = 3000
+ROWS = 6000
 """More records than this do not make the Gaussians better by much, only slower."""
 WIDEST_TABLE = 64
 """With more continuous features the Cholesky factors cost more than the network, so there is no guide."""
 ROWS_PER_COMPONENT = 4
-ROUNDS, REFITTED = 40, 4
+NUMBERS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Of components, one after the other."""
+GAIN = 0.01
+"""Nats a record that more components must gain."""
+ROUNDS, REFITTED = 60, 4
 """Most rounds of expectation and maximisation; rounds without a fold, from the fit to all."""
 CONVERGED = 1e-3
 """Nats a record that a round must gain for another one to follow."""
 RIDGE = 1e-3
 """Standard deviation added to every feature, normalised units, so that a covariance can be inverted."""
-SHRINKAGES = ((1.0, 0.02), (1.0, 0.2), (10.0, 0.02), (10.0, 0.2))
-"""To choose from: records' worth of the covariance common to all components added to each, and how far that one is
-drawn to its diagonal."""
+DIAGONALS = (0.02, 0.2)
+"""How far the covariance common to all components may be drawn to its diagonal."""
+STRONGEST, WEAKEST = 10.0, 1e-5
+"""Records' worth of the common covariance that are added to each component's own."""
 DRAWS_BY_ONE, DRAWS = 20, 2
 """How often missing readings are drawn anew: from a single Gaussian first, then from the mixture."""
 
@@ -50,13 +56,12 @@ class Mixture:
     covariances: Floats
 
     def log_densities(self, x: Floats) -> Floats:
-        """x: (N, D) → (N, K) ln of weight times density."""
-        out = np.empty((len(x), len(self.means)))
-        for k, (mean, covariance) in enumerate(zip(self.means, self.covariances, strict=True)):
-            factor = np.linalg.cholesky(covariance)
-            z = np.linalg.solve(factor, (x - mean).T)
-            out[:, k] = -0.5 * (z * z).sum(0) - np.log(np.diag(factor)).sum()
-        out += self.log_weights - 0.5 * x.shape[1] * np.log(2 * np.pi)
+        """x: (N, D) → (N, K) ln of weight times density. One matrix product for all components."""
+        (K, D), factors = self.means.shape, np.linalg.cholesky(self.covariances)
+        whiten = np.linalg.inv(factors)
+        z = x @ whiten.reshape(K * D, D).T - (whiten @ self.means[:, :, None]).reshape(K * D)
+        size = np.log(np.diagonal(factors, axis1=1, axis2=2)).sum(1) + 0.5 * D * np.log(2 * np.pi)
+        out: Floats = self.log_weights - size - 0.5 * (z * z).reshape(-1, K, D).sum(2)
         return out
 
 
@@ -89,10 +94,11 @@ class Guides:
         return guide
 
 
-def fit(data: Prepared, most: int, seed: int) -> Guides | None:
+def fit(data: Prepared, most: int, seed: int, hurry: Callable[[], bool] = lambda: False) -> Guides | None:
     """Up to `most` Gaussians for the continuous features, as many as cross-validation on training records likes best.
 
-    None where there is nothing to guide: no continuous feature, or more than `WIDEST_TABLE`."""
+    hurry: asked before more Gaussians are tried, whether time is short. None where there is nothing to guide: no
+    continuous feature, or more than `WIDEST_TABLE`."""
     continuous = np.flatnonzero(~data.schema.discrete)
     rng = np.random.default_rng([seed, 0x6A55])
     fold_of = rng.integers(0, FOLDS, len(data.split))
@@ -109,15 +115,15 @@ def fit(data: Prepared, most: int, seed: int) -> Guides | None:
 
     def drawn(mixture: Mixture, draw: int) -> Floats:
         known = torch.from_numpy(np.where(missing, np.nan, x))
-        return np.asarray(_module(data.schema, [mixture]).draw_missing(known, seeded(seed, 0x6A56, draw)))
+        return np.asarray(module_of(data.schema, [mixture]).draw_missing(known, seeded(seed, 0x6A56, draw)))
 
     for draw in range(DRAWS_BY_ONE if missing.any() else 0):
-        x = drawn(_maximised(x, np.ones((len(x), 1)), Shrinkage(*SHRINKAGES[0])), draw)
-    nll, whole, parts = _best(x, folds, most, seed)
+        x = drawn(_maximised(x, np.ones((len(x), 1)), Shrinkage(1.0, DIAGONALS[0])), draw)
+    nll, whole, parts = _best(x, folds, most, seed, hurry)
     for draw in range(DRAWS if missing.any() else 0):
         x = drawn(whole, DRAWS_BY_ONE + draw)
-        nll, whole, parts = _best(x, folds, most, seed)
-    return Guides(_module(data.schema, [whole]), _module(data.schema, parts), fold_of, nll)
+        nll, whole, parts = _best(x, folds, most, seed, hurry)
+    return Guides(module_of(data.schema, [whole]), module_of(data.schema, parts), fold_of, nll)
 
 
 def _filled_at_random(x: Floats, missing: NDArray[np.bool_], rng: np.random.Generator) -> Floats:
@@ -129,23 +135,37 @@ def _filled_at_random(x: Floats, missing: NDArray[np.bool_], rng: np.random.Gene
     return x
 
 
-def _best(x: Floats, folds: Ints, most: int, seed: int) -> tuple[float, Mixture, list[Mixture]]:
-    """The mixture with the least cross-validated −ln p; numbers of components are doubled until that no longer pays."""
-    best: tuple[float, Mixture, list[Mixture]] | None = None
-    components = 1
-    while components == 1 or (components <= most and components * ROWS_PER_COMPONENT <= len(x)):
-        found = []
-        for shrinkage in (Shrinkage(*s) for s in SHRINKAGES):
-            whole = _expectation_maximisation(x, _start(x, components, seed), shrinkage, ROUNDS)
-            parts = [_refitted(x[folds != f], whole, shrinkage) for f in range(FOLDS)]
-            inside = [np.logaddexp.reduce(part.log_densities(x[folds == f]), 1) for f, part in enumerate(parts)]
-            found.append((-float(np.concatenate(inside).mean()), whole, parts))
-        least = min(found, key=lambda one: one[0])
-        if best is not None and least[0] >= best[0]:
+def _best(
+    x: Floats, folds: Ints, most: int, seed: int, hurry: Callable[[], bool]
+) -> tuple[float, Mixture, list[Mixture]]:
+    """The mixture with the least cross-validated −ln p. How far the common covariance is drawn to its diagonal is seen
+    with one component; then their number grows until that has failed to pay twice, with the strength of shrinkage
+    that is best so far and with a tenth of it: a narrow cluster bears but little of what is common to all."""
+    best = min((_fitted(x, folds, 1, Shrinkage(STRONGEST, d), seed) for d in DIAGONALS), key=lambda one: one.nll)
+    failures = 0
+    for components in NUMBERS:
+        if failures == 2 or components > most or components * ROWS_PER_COMPONENT > len(x) or hurry():
             break
-        best, components = least, 2 * components
-    assert best is not None  # noqa: S101 - one component is always tried
-    return best
+        tried = (best.shrinkage, replace(best.shrinkage, strength=max(best.shrinkage.strength / 10.0, WEAKEST)))
+        found = min((_fitted(x, folds, components, s, seed) for s in set(tried)), key=lambda one: one.nll)
+        better = found.nll < best.nll - GAIN
+        best, failures = (found, 0) if better else (best, failures + 1)
+    return best.nll, best.whole, best.parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Fitted:
+    nll: float
+    shrinkage: Shrinkage
+    whole: Mixture
+    parts: list[Mixture]
+
+
+def _fitted(x: Floats, folds: Ints, components: int, shrinkage: Shrinkage, seed: int) -> _Fitted:
+    whole = _expectation_maximisation(x, _start(x, components, seed), shrinkage, ROUNDS)
+    parts = [_refitted(x[folds != f], whole, shrinkage) for f in range(FOLDS)]
+    inside = [np.logaddexp.reduce(part.log_densities(x[folds == f]), 1) for f, part in enumerate(parts)]
+    return _Fitted(-float(np.concatenate(inside).mean()), shrinkage, whole, parts)
 
 
 def _start(x: Floats, components: int, seed: int) -> Floats:
@@ -194,7 +214,7 @@ def _maximised(x: Floats, memberships: Floats, shrinkage: Shrinkage) -> Mixture:
     (N, D), K = x.shape, memberships.shape[1]
     size = memberships.sum(0) + 1e-9
     means = memberships.T @ x / size[:, None]
-    scatter = np.stack([(x - m).T @ ((x - m) * w[:, None]) for m, w in zip(means, memberships.T, strict=True)])
+    scatter = np.stack([x.T @ (x * w[:, None]) for w in memberships.T]) - size[:, None, None] * _outer(means)
     common = (scatter.sum(0) + 0.1 * np.diag(x.var(0) + 1e-9)) / (N + 1.0)
     diagonal = np.diag(np.diag(common))
     common = common + shrinkage.diagonal * (diagonal - common)
@@ -203,7 +223,18 @@ def _maximised(x: Floats, memberships: Floats, shrinkage: Shrinkage) -> Mixture:
     return Mixture(np.log((size + 1.0) / (size.sum() + K)), means, covariances)
 
 
-def _module(schema: Schema, variants: list[Mixture]) -> Gaussians:
+def _outer(rows: Floats) -> Floats:
+    """(K, D) → (K, D, D)"""
+    return np.asarray(rows[:, :, None] * rows[:, None, :])
+
+
+def mixture_of(gaussians: Gaussians) -> Mixture:
+    """The first variant."""
+    parts = (gaussians.log_weights[0], gaussians.means[0], gaussians.covariances[0])
+    return Mixture(*(part.double().cpu().numpy() for part in parts))
+
+
+def module_of(schema: Schema, variants: list[Mixture]) -> Gaussians:
     module = Gaussians(schema, len(variants[0].means), len(variants))
     for name in ("log_weights", "means", "covariances"):
         setattr(module, name, torch.from_numpy(np.stack([getattr(mixture, name) for mixture in variants])))

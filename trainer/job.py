@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import shutil
 import signal
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -19,17 +22,24 @@ from deformer_stream import artifact
 from deformer_stream.core.conformal import Calibration
 from deformer_stream.core.model import PRESETS, DEformer, ModelConfig
 from deformer_stream.errors import ConfigError
-from trainer import checkpoint, gaussians
+from trainer import adapt, checkpoint, gaussians
+from trainer.budget import Budget, Costs
 from trainer.calibrate import Order, calibrate, calibration_rows, choose_order, statistics
 from trainer.data import CALIBRATION, TRAIN, DataOptions, Prepared, prepare
 from trainer.evaluate import HeldOut, held_out
-from trainer.fit import Budget, Costs, Fit, Fitted, Recipe, Status
+from trainer.fit import ALONE, Fit, Fitted, Recipe, Status
 from trainer.gaussians import Guides
 from trainer.options import Everything, names
-from trainer.ranking import EXEMPLARS, rank
+from trainer.peers import Peers
+from trainer.ranking import EXEMPLARS, TYPICAL, rank
 
 HELD_OUT_ROWS, HELD_OUT_ORDERS = 2000, 4
 TIMED_ROWS = 64
+SAFETY = 1.1
+AFTER_SHARE, FEWEST_AFTER = 0.4, 500
+"""Of a limited time, for calibration, ranking and evaluation; they look at so many records in any case."""
+GUIDE_SHARE = 0.15
+"""Of a limited time, when no more Gaussians are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,51 +91,97 @@ def train(
     say: Callable[[str], None] = lambda line: None,
     stop: Callable[[], bool] = lambda: False,
     budget: Budget | None = None,
+    peers: Peers = ALONE,
 ) -> Result:
-    """Run the whole of it. show: told the kinds. observe: told every step. say: told what happens, in words.
+    """Run the whole of it. show: told the kinds. observe: told every step. say: told what happens, in words. peers: of
+    which this process is the first; the others call `assist`.
 
     Raises errors of `deformer_stream.errors`, and `fit.Interrupted` when `stop` says so.
     """
     from trainer.report import render
 
     budget = budget or Budget(settings.max_time)
-    device = artifact.device_named(settings.device)
     with _working_folder(settings.out) as folder:
-        state = _earlier_run(folder, settings)
-        data = prepare(tables, _data_options(settings), folder)
-        show(data)
-        order = choose_order(settings.order, data)
-        guides = gaussians.fit(data, choose_gaussians(settings), settings.seed)
-        config = replace(model_config(settings), gaussians=guides.components if guides else 0)
-        recipe = choose_recipe(settings, int((data.split == TRAIN).sum()))
-        model = _new_model(data, config, guides, settings.seed, device)
-        identity = _identity(settings, data, config, recipe)
-        fit = Fit(data, model, recipe, settings.seed, folder, budget, identity, guides)
-        if state is not None:
-            fit.restore(state)
-            say(f"continuing at step {fit.step} of {fit.steps}")
-        elif settings.resume:
-            say(f"nothing to resume in {folder}: starting from the beginning")
-        rows = data.rows(CALIBRATION)
+        fit = _begin(tables, settings, folder, budget, peers, show, say)
+        data, order = fit.data, choose_order(settings.order, fit.data)
         fitted = fit.run(stop, observe, lambda model: _costs(model, data, budget, order))
+        if peers.size > 1:
+            budget.clock = time.monotonic  # the others have done their part
         say("calibrating")
+        rows = data.rows(CALIBRATION)
+        rows = calibration_rows(rows, settings.seed + 2, math.ceil(budget.share * len(rows)))
         calibration = calibrate(fitted.model, data, rows, order, settings.seed)
         model = rank(fitted.model, data, choose_exemplars(settings), settings.seed)
         held = held_out(
-            fitted.model, data, calibration_rows(rows, settings.seed, HELD_OUT_ROWS), HELD_OUT_ORDERS, settings.seed + 1
+            fitted.model,
+            data,
+            calibration_rows(rows, settings.seed, math.ceil(budget.share * HELD_OUT_ROWS)),
+            HELD_OUT_ORDERS,
+            settings.seed + 1,
         )
-        training = _summary(settings, data, recipe, fitted, held, budget, str(device))
+        training = _summary(settings, data, fit.recipe, fitted, held, budget, str(model.device))
         page = render(data, fitted, calibration, held, training)
         fingerprint = artifact.write(settings.out, model, calibration, training, page)
         shutil.rmtree(folder)
     return Result(settings.out, fingerprint, data, model, fitted, calibration, held, training)
 
 
+def assist(
+    tables: Sequence[Path], settings: Everything, stop: Callable[[], bool], budget: Budget, peers: Peers
+) -> None:
+    """The part of a process that is not the first of several: it trains along and writes nothing that lasts."""
+    with tempfile.TemporaryDirectory() as name:
+        fit = _begin(tables, settings, Path(name), budget, peers)
+        order = choose_order(settings.order, fit.data)
+        fit.run(stop, costs=lambda model: _costs(model, fit.data, budget, order))
+
+
+def _begin(
+    tables: Sequence[Path],
+    settings: Everything,
+    folder: Path,
+    budget: Budget,
+    peers: Peers,
+    show: Callable[[Prepared], None] = lambda data: None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Fit:
+    """The training run, new or where it was interrupted. folder: for the encoded table."""
+    device = peers.device(artifact.device_named(settings.device))
+    kept = _folder_of(settings.out)
+    state = _earlier_run(kept, settings)
+    old = _old_model(settings)
+    data = prepare(tables, _data_options(settings, old), folder)
+    show(data)
+    choose_order(settings.order, data)  # what cannot be is said before anything is trained
+    recipe = choose_recipe(settings, int((data.split == TRAIN).sum()))
+    torch.manual_seed(settings.seed)
+    if old is not None:
+        model, guides = _adapted_model(old, data, settings.seed)
+    else:
+        most, hurry = choose_gaussians(settings), lambda: budget.beyond(GUIDE_SHARE)
+        if state is not None:  # as many as before, whatever the time
+            most, hurry = state["identity"]["gaussians"], lambda: False
+        guides = gaussians.fit(data, most, settings.seed, hurry)
+        model = DEformer(data.schema, replace(model_config(settings), gaussians=guides.components if guides else 0))
+    if guides is not None:
+        model.gaussians = guides.whole
+        guides.folds.to(device)
+    model = model.to(device)
+    identity = _identity(settings, data, model.config, recipe) | {"processes": peers.size}
+    fit = Fit(data, model, recipe, settings.seed, kept, budget, identity, guides, peers)
+    if state is not None:
+        fit.restore(state)
+        say(f"continuing at step {fit.step} of {fit.steps}")
+    elif settings.resume:
+        say(f"nothing to resume in {kept}: starting from the beginning")
+    return fit
+
+
 @contextmanager
 def _working_folder(out: Path) -> Iterator[Path]:
     """`DIR.training`, held by this process alone. It stays where the run does not finish."""
     artifact.check_target(out)
-    folder = out.absolute().with_name(out.absolute().name + ".training")
+    folder = _folder_of(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("w")
@@ -141,6 +197,10 @@ def _working_folder(out: Path) -> Iterator[Path]:
         yield folder
 
 
+def _folder_of(out: Path) -> Path:
+    return out.absolute().with_name(out.absolute().name + ".training")
+
+
 def _earlier_run(folder: Path, settings: Everything) -> dict[str, Any] | None:
     state = checkpoint.load_state(folder)
     if state is not None and not settings.resume:
@@ -151,7 +211,7 @@ def _earlier_run(folder: Path, settings: Everything) -> dict[str, Any] | None:
     return state
 
 
-def _data_options(settings: Everything) -> DataOptions:
+def _data_options(settings: Everything, old: DEformer | None) -> DataOptions:
     return DataOptions(
         layout=settings.layout,
         label=settings.label,
@@ -162,13 +222,35 @@ def _data_options(settings: Everything) -> DataOptions:
         continuous=names(settings.continuous),
         calibration_share=settings.calibration_share,
         seed=settings.seed,
+        base=old.schema if old is not None else None,
     )
+
+
+def _old_model(settings: Everything) -> DEformer | None:
+    """What --init-from names. Raises ConfigError where the model is asked to be another one."""
+    if settings.init_from is None:
+        return None
+    for name in ("gaussians", *_shape()):
+        if getattr(settings, name, None) is not None:
+            raise ConfigError(f"--init-from: {name} is that of the model in {settings.init_from}; leave it out")
+    return artifact.read(settings.init_from).model.train()
+
+
+def _adapted_model(old: DEformer, data: Prepared, seed: int) -> tuple[DEformer, Guides | None]:
+    guides = adapt.guides(old.gaussians, data, len(old.schema), seed) if old.gaussians is not None else None
+    model = adapt.extended(old, data.schema)
+    model.ranking = old.ranking  # until the exemplars of this table join them
+    return model, guides
+
+
+def _shape() -> set[str]:
+    """Hyperparameters that a person may set; the table decides about Gaussians and exemplars."""
+    return {f.name for f in fields(ModelConfig)} - {"gaussians", "exemplars"}
 
 
 def model_config(settings: Everything) -> ModelConfig:
     """The preset with what was set otherwise; the table decides about Gaussians and exemplars."""
-    chosen = {f.name for f in fields(ModelConfig)} - {"gaussians", "exemplars"}
-    given = {name: getattr(settings, name, None) for name in chosen}
+    given = {name: getattr(settings, name, None) for name in _shape()}
     try:
         return replace(PRESETS[settings.preset], **{k: v for k, v in given.items() if v is not None})
     except ValueError as error:
@@ -183,7 +265,7 @@ class _Defaults:
     steps: int
     batch: int
     learning_rate: float
-    gaussians: int = 16
+    gaussians: int = 24
 
 
 _RECIPES = {
@@ -205,7 +287,8 @@ def choose_recipe(settings: Everything, rows: int) -> Recipe:
     batch = settings.batch or int(np.clip(2 ** round(np.log2(max(rows, 1) / 32)), 64, base.batch))
     steps_per_epoch = max(1, rows // min(batch, rows))
     epochs = settings.epochs or max(1, round(base.steps / steps_per_epoch))
-    recipe = Recipe(batch, base.learning_rate, epochs)
+    rate = base.learning_rate * (adapt.RATE if settings.init_from is not None else 1.0)
+    recipe = Recipe(batch, rate, epochs)
     given = {f.name: getattr(settings, f.name) for f in fields(Recipe) if f.name not in ("batch", "epochs")}
     return replace(recipe, **{k: v for k, v in given.items() if v is not None})
 
@@ -215,23 +298,17 @@ def choose_exemplars(settings: Everything) -> int:
     return EXEMPLARS if settings.exemplars is None else settings.exemplars
 
 
-def _new_model(data: Prepared, config: ModelConfig, guides: Guides | None, seed: int, device: torch.device) -> DEformer:
-    torch.manual_seed(seed)
-    model = DEformer(data.schema, config)
-    if guides is not None:
-        model.gaussians = guides.whole
-        guides.folds.to(device)
-    return model.to(device)
-
-
 def _identity(settings: Everything, data: Prepared, config: ModelConfig, recipe: Recipe) -> dict[str, Any]:
     """What a run and its continuation share."""
     identity = {"the data's fingerprint": data.fingerprint, "seed": settings.seed, "max_time": settings.max_time}
+    identity |= {"init_from": str(settings.init_from)}
     return identity | {k: list(v) if isinstance(v, tuple) else v for k, v in (asdict(config) | asdict(recipe)).items()}
 
 
 def _costs(model: DEformer, data: Prepared, budget: Budget, order: Order) -> Costs:
-    """What calibration and the held-out evaluation will take, from a few rows, and a second for the rest."""
+    """What calibration, ranking and the held-out evaluation will take, from a few rows, and a second for the rest.
+
+    Where that is more than `AFTER_SHARE` of a limited time, they look at fewer records."""
     rows = data.rows(CALIBRATION)
     few = rows[:TIMED_ROWS]
     began = budget.clock()
@@ -239,10 +316,13 @@ def _costs(model: DEformer, data: Prepared, budget: Budget, order: Order) -> Cos
     middle = budget.clock()
     held_out(model, data, few, 1, 0)
     ended = budget.clock()
-    scored = len(calibration_rows(rows, 0)) / len(few)
-    evaluated = min(len(rows), HELD_OUT_ROWS) * HELD_OUT_ORDERS / len(few)
-    after = 1.0 + 1.2 * ((middle - began) * scored + (ended - middle) * evaluated)  # a fifth for safety
-    return Costs(after, (ended - middle) / len(few))
+    scored = len(calibration_rows(rows, 0)) + min(len(rows), TYPICAL)
+    evaluated = min(len(rows), HELD_OUT_ROWS) * HELD_OUT_ORDERS
+    seconds = SAFETY * ((middle - began) * scored + (ended - middle) * evaluated) / len(few)
+    share = 1.0
+    if budget.limit is not None and seconds > AFTER_SHARE * budget.limit:
+        share = min(1.0, max(AFTER_SHARE * budget.limit / seconds, FEWEST_AFTER / len(rows)))
+    return Costs(1.0 + share * seconds, (ended - middle) / len(few), share)
 
 
 def _summary(

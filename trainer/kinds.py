@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from deformer_stream.core.schema import Feature, Kind, label_of
+from deformer_stream.core.schema import LINEAR, Feature, Kind, label_of
 from deformer_stream.errors import ConfigError
 from trainer.tables import Form, encode_labels, form_of, parse_numbers
 
@@ -25,6 +25,8 @@ OFTEN = 20
 LEVELS = 5
 """Fractions on an even grid of at least this many levels are a coarse sensor, not a code: they stay continuous."""
 ON_GRID = 0.999
+ATOM = 0.2
+"""Share of one value from which on it is said."""
 CLIP = (0.001, 0.999)
 """Location and scale are taken between these quantiles, so that a few wild readings do not flatten all others."""
 
@@ -234,6 +236,21 @@ def infer(stats: ColumnStatistics, wanted: Kind | None, context: bool) -> Featur
     return _number(stats, context)
 
 
+def adoptable(old: Feature, column: ColumnStatistics) -> Feature:
+    """The old feature, where the column can be it. Raises ConfigError otherwise."""
+    if old.kind == "continuous" and column.readings and not column.numeric:
+        raise ConfigError(f"--init-from: {old.name} is a measurement in the old model and text here; rename the column")
+    if old.kind == "discrete":
+        known = set(old.labels)
+        texts = {label_of(x) for x in column.numbers or ()} | set(column.labels or ())
+        if texts and not texts & known:
+            raise ConfigError(
+                f"--init-from: no value of {old.name} is a label the old model knows ({', '.join(old.labels[:5])}); "
+                f"rename the column"
+            )
+    return old
+
+
 def _number(stats: ColumnStatistics, context: bool) -> Feature:
     distinct = len(stats.numbers) if stats.numbers is not None else MOST_LABELS + 1
     if distinct == 1:
@@ -243,7 +260,19 @@ def _number(stats: ColumnStatistics, context: bool) -> Feature:
     if distinct <= FEW and stats.readings >= OFTEN * distinct and not sensor:
         return _discrete(stats, context, f"numbers with only {distinct} distinct values")
     grid = f"numbers on a grid of {quantum:g}" if quantum is not None else "numbers"
-    return _continuous(stats, context, grid)
+    return _continuous(stats, context, grid + _shape(stats.sample))
+
+
+def _shape(sample: NDArray[np.float64]) -> str:
+    """What is unusual about sorted readings, in words: one value that is very frequent, tails that reach far out."""
+    values, counts = np.unique(sample, return_counts=True)
+    location, scale = location_and_scale(sample)
+    words = ""
+    if counts.max() >= ATOM * len(sample):
+        words += f", {counts.max() / len(sample):.0%} of them {values[np.argmax(counts)]:g}"
+    if np.abs(sample - location).max() > LINEAR * scale:
+        words += f", tails beyond {LINEAR:g} standard deviations are logarithmic"
+    return words
 
 
 def _text(stats: ColumnStatistics, wanted: Kind | None, context: bool) -> Feature | Excluded:

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 from deformer_stream.settings import Device, Duration, Settings, Share
 
 Preset = Literal["tiny", "small", "base", "paper"]
+Precision = Literal["auto", "float32", "bfloat16"]
 
 
 def _joined(value: Any) -> Any:
@@ -62,6 +63,15 @@ class TrainSettings(Settings):
     device: Device = Field("auto", description="Where to train; auto takes a GPU if there is one.")
     seed: int = Field(0, ge=0, description="Of splits, orders, noise and initial weights.")
     resume: bool = Field(False, description="Continue an interrupted run; starts from the beginning if there is none.")
+    training_precision: Precision | None = Field(
+        None, description="Of the matrix products of training; auto takes bfloat16 where the processor has it."
+    )
+    accumulate: int | None = Field(
+        None, ge=1, description="Batches that make one step: as one batch so many times as large, in less memory."
+    )
+    init_from: Path | None = Field(
+        None, description="Begin with this model: adapt it to few records of one plant or device; columns may be added."
+    )
     calibration_share: Share = Field(
         0.2, description="Share of the records held out from the start to calibrate p-values."
     )

@@ -24,27 +24,43 @@ FEWEST_DIFFER = 0.05
 
 def rank(model: DEformer, data: Prepared, most: int, seed: int) -> DEformer:
     """The model with exemplars: at most `most` records of the table, from all parts of its split, for the ranking makes
-    no promise that needs records kept apart. With `most` 0, or where there is nothing to compare, as it was."""
+    no promise that needs records kept apart; those of a model that was adapted stay, as far as there is room. With
+    `most` 0, or where there is nothing to compare, none."""
     rng = np.random.default_rng([seed, 0x4A4C])
     rows = np.arange(len(data.split))
     rows = np.sort(rng.choice(rows, most, replace=False)) if len(rows) > most else rows
     if not most or len(rows) < 2:
+        model.ranking = None
         return model
-    ranking = Ranking(data.schema, len(rows))
     values = np.asarray(data.values[rows], np.float64)
-    known = ~np.isnan(values)
-    places = ranking.place(np.where(known, values, 0.0))
-    ranking.known = torch.from_numpy(known)
+    known = torch.from_numpy(~np.isnan(values))
+    places = Ranking(data.schema, 0).place(np.nan_to_num(values))
+    if model.ranking is not None:
+        places, known = _joined(model.ranking, places, known, most, rng)
+    ranking = Ranking(data.schema, len(places))
+    ranking.known = known
     ranking.deviations = _deviations(ranking, places)
     ranking.positions = places / ranking.deviations
-    some = torch.from_numpy(np.sort(rng.permutation(len(rows))[:TYPICAL]))
+    own = np.arange(len(places) - len(rows), len(places))
+    some = torch.from_numpy(np.sort(rng.permutation(own)[:TYPICAL]))
     far = ranking.distances(ranking.positions[some], ranking.known[some], own=some).double().numpy()
     kept = data.rows(CALIBRATION)
     excess = _excess(model, data, rng.permutation(kept)[:TYPICAL], seed)
     ranking.typical = torch.tensor([_typical(far), _typical(excess)], dtype=torch.float64)
     model.ranking = ranking.to(model.device)
-    model.config = replace(model.config, exemplars=len(rows))
+    model.config = replace(model.config, exemplars=len(places))
     return model
+
+
+def _joined(
+    earlier: Ranking, places: torch.Tensor, known: torch.Tensor, most: int, rng: np.random.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The exemplars of the model that was adapted, as far as there is room, and then this table's."""
+    kept = np.sort(rng.permutation(earlier.exemplars)[: max(0, most - len(places))])
+    wider = (0, places.shape[1] - earlier.positions.shape[1])
+    old = torch.nn.functional.pad((earlier.positions * earlier.deviations)[kept].cpu(), wider)
+    old_known = torch.nn.functional.pad(earlier.known[kept].cpu(), wider)
+    return torch.cat([old, places]), torch.cat([old_known, known])
 
 
 def _deviations(ranking: Ranking, places: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,32 @@ class Noise:
         return torch.where(hidden, self.label_counts.expand_as(values), values + spread), hidden
 
 
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What one training step looks at. values, keys: (B, F) noisy readings, NaN where missing, and what puts them in
+    order. hidden: (B, F) bool, whether a label is shown to the others as unseen and not scored."""
+
+    values: Tensor
+    keys: Tensor
+    hidden: Tensor
+
+    def __getitem__(self, part: slice) -> Samples:
+        return Samples(self.values[part], self.keys[part], self.hidden[part])
+
+
+def draw(
+    data: Prepared, rows: NDArray[np.int64], noise: Noise, arrival_share: float, generator: torch.Generator
+) -> Samples:
+    """Rows of the matrix with noise, each in a fresh random order; a share of them as logged, where the table knows."""
+    values, ranks = read_rows(data, rows)
+    values, hidden = noise.apply(values, generator)
+    keys = random_keys(values.shape, generator)
+    if ranks is not None:
+        logged = torch.rand((len(values), 1), generator=generator) < arrival_share
+        keys = torch.where(logged, ranks, keys)
+    return Samples(values, keys, hidden)
+
+
 def arrange(values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Put the readings of each record in ascending order of their keys, missing ones left out.
 

@@ -23,7 +23,7 @@ SCALE_FLOOR = 1e-3
 """Smallest standard deviation of a mixture component, in normalised units: a density must not grow without bound on
 repeated values."""
 
-UNGUIDED = -2.0
+UNGUIDED = -5.0
 """Logit, against a guide, of all components that follow no guide, before training."""
 WIDEST = 5.0
 """Bound on the logarithm of the factor by which a guide's scale is changed."""
@@ -286,7 +286,7 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def _init_outputs(self) -> None:
-        """At first the components are spread evenly; a guide is trusted almost as it is."""
+        """At first the components are spread evenly; a guide is believed, all but a little."""
         J = self.mixtures
         self.project.weight.mul_(0.1)
         self.project.bias.zero_()
@@ -294,7 +294,7 @@ class Head(nn.Module):
             self.project.bias[2 * J : 3 * J] = torch.linspace(-1.5, 1.5, J) if J > 1 else torch.zeros(1)
         if self.adjust is not None:
             self.project.bias[:J] = UNGUIDED - math.log(J)
-            self.adjust.weight.mul_(0.1)
+            self.adjust.weight.zero_()
             self.adjust.bias.zero_()
 
     def forward(self, hidden: Tensor, features: Tensor, guide: Guide | None = None) -> Conditional:

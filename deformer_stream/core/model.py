@@ -29,6 +29,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from deformer_stream.core.attention import attend
 from deformer_stream.core.gaussians import VALUE_REACH, Gaussians, Guide
 from deformer_stream.core.heads import Conditional, Head
 from deformer_stream.core.ranking import Ranking
@@ -263,7 +264,11 @@ class DEformer(nn.Module):
         return self.head.project.weight.device
 
     def tokens(self, features: Tensor, values: Tensor, guide: Guide | None) -> Tensor:
-        """(N, L) readings → (N, 2L, d) tokens z_1, u_1, z_2, u_2, …; identities are encoded once per feature."""
+        """(N, L) readings → (N, 2L, d) tokens z_1, u_1, z_2, u_2, …"""
+        return torch.stack(self._pairs(features, values, guide), -2).flatten(1, 2)
+
+    def _pairs(self, features: Tensor, values: Tensor, guide: Guide | None) -> tuple[Tensor, Tensor]:
+        """(N, L) readings → their tokens z and u, (N, L, d) each; identities are encoded once per feature."""
         parts = [] if self.embedding is None else [self.embedding.weight]
         if self.coordinates is not None:
             parts.append(self.coordinates.to(self.dtype))
@@ -278,7 +283,8 @@ class DEformer(nn.Module):
             code = torch.minimum(values.long().clamp(min=0), self.label_counts[features])
             inputs.append(self.label_embedding(torch.where(discrete, self.label_offsets[features] + code, 0)))
         u = self.value_encoder(torch.cat(inputs, -1))
-        return torch.stack([z, u], -2).flatten(1, 2).mul_(math.sqrt(self.config.d_model))
+        scale = math.sqrt(self.config.d_model)
+        return z * scale, u * scale
 
     def _mask(self, tokens: int, before: Tensor | None = None) -> Tensor:
         """(T, T) bool over interleaved tokens, true where a row may look at a column. before: see `conditionals`."""
@@ -302,21 +308,17 @@ class DEformer(nn.Module):
         codes = features.clamp(min=0)
         if guide is None and self.gaussians is not None:
             guide = self.gaussians(features, values)
-        x = self.tokens(codes, values, guide)
-        visible = self._mask(x.shape[1], before)
-        causal = self.config.memory == "all" and before is None
-        mask = None if causal else visible
+        full_precision = torch.autocast(self.device.type, enabled=False)  # readings and densities, whatever layers do
+        with full_precision:
+            x = torch.cat(self._pairs(codes, values, guide), 1)
         for layer, block in enumerate(self._layers(), 1):
             q, k, v = block.project(x)
-            dropout = block.dropout if self.training else 0.0
             if layer == self.config.layers:  # from here on only identity tokens are asked for anything
-                mask, causal = visible[::2], False
-                q, x = q[:, :, ::2], x[:, ::2]
-            attended = nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, scale=1.0
-            )
+                q, x = (t[..., : codes.shape[1], :] for t in (q, x))
+            attended = attend(q, k, v, self.config.memory, block.dropout if self.training else 0.0, before)
             x = block.finish(x, attended.transpose(1, 2).flatten(2))
-        conditional: Conditional = self.head(self.norm(x), codes, guide)
+        with full_precision:
+            conditional: Conditional = self.head(self.norm(x.to(self.dtype)), codes, guide)
         return conditional
 
     def log_prob(self, features: Tensor, values: Tensor, guide: Guide | None = None) -> Tensor:

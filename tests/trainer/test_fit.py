@@ -15,9 +15,10 @@ from deformer_stream.core.model import DEformer, ModelConfig
 from deformer_stream.errors import ConfigError, InputError
 from tests.trainer.tables import correlated, entropy, mixed, prepared
 from trainer import checkpoint
+from trainer.budget import Budget, Costs
 from trainer.data import CALIBRATION, Prepared
 from trainer.evaluate import held_out
-from trainer.fit import Budget, Costs, Fit, Fitted, Interrupted, Recipe
+from trainer.fit import Fit, Fitted, Interrupted, Recipe
 from trainer.sampling import Noise, arrange, random_keys, seeded, take
 
 SMALL = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,), dropout=0.1)

@@ -23,6 +23,7 @@ from deformer_stream import artifact
 from deformer_stream.core.model import DEformer
 from deformer_stream.errors import ConfigError
 from trainer import checkpoint
+from trainer.budget import Budget, Costs
 from trainer.calibrate import calibrate
 from trainer.data import CALIBRATION, TRAIN, VALIDATION, Prepared
 from trainer.evaluate import held_out
@@ -31,7 +32,7 @@ from trainer.experiments.muon import Muon
 from trainer.experiments.options import ExperimentSettings
 from trainer.experiments.report import page
 from trainer.experiments.score import in_orders
-from trainer.fit import Budget, Costs, Fit, Fitted, Status
+from trainer.fit import Fit, Fitted, Status
 
 MODEL, SCORING, RESULTS = "model", "scoring", "results.json"
 TIMED_RECORDS = 16
