@@ -163,12 +163,12 @@ def gaussian_mixture(train_rows: Floats, test_rows: Floats, seed: int) -> Floats
     return np.asarray(-best.score_samples(test_rows))
 
 
-def learn(rows: pa.Table, seed: int, max_time: str) -> tuple[Detector, Result]:
-    """Train on normal records as `deformer-train` would."""
+def learn(rows: pa.Table, seed: int, max_time: str, **more: Any) -> tuple[Detector, Result]:
+    """Train on normal records as `deformer-train` would. more: other options of it."""
     with tempfile.TemporaryDirectory() as folder:
         source, model = Path(folder) / "normal.parquet", Path(folder) / "model"
         pq.write_table(rows, source)
-        settings = Everything(out=model, preset=preset_for(len(rows)), max_time=max_time, seed=seed)  # type: ignore[arg-type]
+        settings = Everything(out=model, preset=preset_for(len(rows)), max_time=max_time, seed=seed, **more)  # type: ignore[arg-type]
         result = train([source], settings)
         return load(model), result
 

@@ -276,7 +276,8 @@ def _calibrate() -> click.Command:
         if stop.is_set():
             return 130
         order = peaks.order(opening.order_of_rows(loaded, settings), settings.order)
-        found = recalibration.recalibrated(loaded, peaks, order, settings.alpha, settings.group_by, settings.seed)
+        asked = settings.alpha, settings.group_by, settings.trim, settings.seed
+        found = recalibration.recalibrated(loaded, peaks, order, *asked)
         fingerprint = recalibration.written(found, loaded, target, settings.alpha)
         click.echo(aligned([("alpha", "before", "now", "in reach?"), *found.rows(settings.alpha)]))
         for line in found.groups():

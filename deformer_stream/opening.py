@@ -28,6 +28,14 @@ def model(settings: ConsumeSettings | ReplaySettings, drift: float | None = None
             f"p-value is {loaded.calibration.smallest_p:.2g}, so no alert can be raised; calibrate on at least "
             f"{needed} records or raise --alpha"
         )
+    groups = loaded.calibration.groups
+    for alpha in settings.alpha:
+        short = [name for name, own in groups.items() if own.beyond([alpha])]
+        if short:
+            named = ", ".join(short[:8]) + (", …" if len(short) > 8 else "")
+            log.get("model").warning(
+                f"alpha {alpha:g} is out of reach in {len(short)} of {len(groups)} groups: {named}"
+            )
     timeout, effort = settings.record_timeout, settings.explanations
     return loaded, engine(loaded, settings, settings.alpha, timeout, drift, effort)
 

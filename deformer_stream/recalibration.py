@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from deformer_stream import artifact, html
 from deformer_stream.artifact import Artifact
 from deformer_stream.core.batch import Effects
-from deformer_stream.core.conformal import ALPHAS, MOST, Calibration, group_of
+from deformer_stream.core.conformal import ALPHAS, MOST, Calibration, group_of, trimmed
 from deformer_stream.core.drift import surprise_of
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.windows import MARK
@@ -117,16 +117,24 @@ class Recalibrated:
 
 
 def recalibrated(
-    loaded: Artifact, peaks: Peaks, order: str, alphas: Sequence[float], group_by: str | None, seed: int
+    loaded: Artifact,
+    peaks: Peaks,
+    order: str,
+    alphas: Sequence[float],
+    group_by: str | None = None,
+    trim: float = 0.0,
+    seed: int = 0,
 ) -> Recalibrated:
-    """Calibrate on what was collected. order: the arrival law of it. alphas: a group is on its own where all of these
-    are in reach with its records. group_by: `DEVICE`, or the separator behind the group in a record's id. Raises
-    `InputError` without any record, or without any that names a group."""
+    """Calibrate on what was collected.
+
+    order: the arrival law of it. alphas: a group is on its own where all of these are in reach with its records.
+    group_by: `DEVICE`, or the separator behind the group in a record's id. trim: share of the largest statistics that
+    are left out. Raises `InputError` without any record, or without any that names a group."""
     before, scores = loaded.calibration, peaks.scores
     if not len(scores):
         raise InputError("no record to calibrate on: the input holds no reading that the model knows")
     rng = np.random.default_rng([seed, 0xCA1B])
-    pool = Calibration.of(_thinned(scores, rng), order, peaks.surprise(loaded.model))
+    pool = Calibration.of(trimmed(_thinned(scores, rng), trim), order, peaks.surprise(loaded.model))
     least = max(1, *(Calibration.needed(alpha) for alpha in alphas))
     if group_by is None:
         return Recalibrated(before, pool, len(scores), {}, least, 0)
@@ -140,8 +148,8 @@ def recalibrated(
             f"--group-by {group_by}: no record id has a group, like pump-7 in 'pump-7{separator}…' "
             f"(the first is {peaks.records[0][:40]!r}); name records so, or see --record-column and --window"
         )
-    own = {name: _thinned(scores[at], rng) for name, at in rows.items()}
-    pooled = {name: len(at) for name, at in rows.items() if len(at) < least}
+    own = {name: trimmed(_thinned(scores[at], rng), trim) for name, at in rows.items()}
+    pooled = {name: len(rows[name]) for name, statistics in own.items() if len(statistics) < least}
     return Recalibrated(before, pool.grouped(own, separator, least), len(scores), pooled, least, ungrouped)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ import pytest
 import deformer_stream
 from deformer_stream import artifact
 from deformer_stream.core.conformal import Calibration
+from deformer_stream.reload import ModelWatch
 from tests.models import SCHEMA, rows_of, write_model
 
 Run = Callable[..., SimpleNamespace]
@@ -77,11 +80,26 @@ def test_what_changed_is_said(cli: Run, model_dir: Path, tmp_path: Path) -> None
     assert f"{after.threshold(0.01):.3f}" in report
 
 
+def test_the_most_surprising_can_be_left_out(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    new, out = lines_of(tmp_path / "new.jsonl", normals(100, 11)), tmp_path / "again"
+    words = ["calibrate", new, "--model", model_dir, "--out", out]
+    assert cli(*words).code == 0
+    whole = artifact.read(out).calibration.scores
+    assert cli(*words, "--trim", "0.05").code == 0
+    np.testing.assert_allclose(artifact.read(out).calibration.scores, whole[:95], rtol=1e-6)
+
+
 def test_it_takes_the_place_of_the_old_one(cli: Run, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
-    before = artifact.read(model)
+    before, asked = artifact.read(model), threading.Event()
+    watch = ModelWatch(before, "cpu", asked)
     assert cli("calibrate", lines_of(tmp_path / "new.jsonl", normals(60, 4)), "--model", model).code == 0
-    assert len(artifact.read(model).calibration.scores) == 60 != len(before.calibration.scores)
+    after = artifact.read(model)
+    assert len(after.calibration.scores) == 60 != len(before.calibration.scores)
+    asked.set()  # as SIGHUP does
+    while (found := watch.take()) is None:
+        time.sleep(0.01)
+    assert found.fingerprint == after.fingerprint
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "new.jsonl"]
 
 
@@ -99,6 +117,8 @@ def test_groups_get_their_own(cli: Run, model_dir: Path, tmp_path: Path) -> None
     assert len(calibration.scores) == 123
     assert artifact.read_manifest(out)["format_version"] == 2
     assert "north/a" in cli("inspect", out).out
+    said = cli("replay", tmp_path / "new.jsonl", "--model", out, "--alpha", "0.018").err
+    assert "alpha 0.018 is out of reach in 1 of 2 groups: north/b" in said
 
 
 def test_a_stream_is_judged_by_its_group(model_dir: Path, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream.core.conformal import MOST, Calibration, Survey, survey
+from deformer_stream.core.conformal import MOST, Calibration, Survey, survey, trimmed
 from deformer_stream.core.model import DEformer
+from deformer_stream.core.schema import Schema
 from deformer_stream.errors import ConfigError
 from trainer.data import Prepared
 from trainer.sampling import arrange, random_keys, read_rows, seeded, take
@@ -56,10 +57,17 @@ def statistics(
     return surveyed(model, data, rows, order, seed).statistics
 
 
-def calibrate(model: DEformer, data: Prepared, rows: NDArray[np.int64], order: Order, seed: int) -> Calibration:
+def calibrate(
+    model: DEformer, data: Prepared, rows: NDArray[np.int64], order: Order, seed: int, trim: float = 0.0
+) -> Calibration:
     """Calibrate on the rows, which must have been used neither for training nor for early stopping."""
     was_training = model.training
     model.eval()
     found = surveyed(model, data, calibration_rows(rows, seed), order, seed)
     model.train(was_training)
-    return Calibration.of(found.statistics, order, found.by_feature(data.schema.names))
+    return calibrated(found, data.schema, order, trim)
+
+
+def calibrated(found: Survey, schema: Schema, order: Order, trim: float) -> Calibration:
+    """trim: share of the largest statistics that are left out."""
+    return Calibration.of(trimmed(found.statistics, trim), order, found.by_feature(schema.names))

@@ -35,7 +35,7 @@ from trainer.tables import (
     parse_numbers,
 )
 
-TRAIN, VALIDATION, CALIBRATION = 0, 1, 2
+TRAIN, VALIDATION, CALIBRATION, LEFT_OUT = 0, 1, 2, 3
 VALIDATION_SHARE = 0.1
 FEWEST = 20
 """Fewest records worth training on."""
@@ -65,8 +65,8 @@ class Prepared:
 
     values: (N, F) float32 on disk, in normalised units or label codes, NaN where missing. ranks: (N, F) int16 on disk,
     place of each reading in its record's order of arrival, −1 where missing; None for the wide layout, which knows no
-    order. split: (N,) uint8, TRAIN, VALIDATION or CALIBRATION. missing and refused: per feature, over all records;
-    refused readings are infinite. skipped: what else was left out, by reason. time: the column with the time.
+    order. split: (N,) uint8, TRAIN, VALIDATION, CALIBRATION or LEFT_OUT. missing and refused: per feature, over all
+    records; refused readings are infinite. skipped: what else was left out, by reason. time: the column with the time.
     fingerprint: hex digest of schema, matrix and order.
     """
 
@@ -95,6 +95,7 @@ class Prepared:
                 "train": int((self.split == TRAIN).sum()),
                 "validation": int((self.split == VALIDATION).sum()),
                 "calibration": int((self.split == CALIBRATION).sum()),
+                **({"left_out": int(left_out)} if (left_out := (self.split == LEFT_OUT).sum()) else {}),
             },
             "missing": self.missing,
             "refused": self.refused,

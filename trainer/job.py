@@ -24,14 +24,16 @@ from deformer_stream.core.model import PRESETS, DEformer, ModelConfig
 from deformer_stream.errors import ConfigError
 from trainer import adapt, checkpoint, gaussians
 from trainer.budget import Budget, Costs
-from trainer.calibrate import Order, calibrate, calibration_rows, choose_order, statistics
+from trainer.calibrate import calibrated, calibration_rows, choose_order, statistics, surveyed
 from trainer.data import CALIBRATION, TRAIN, DataOptions, Prepared, prepare
 from trainer.evaluate import HeldOut, held_out
 from trainer.fit import ALONE, Fit, Fitted, Recipe, Status
+from trainer.folds import siblings
 from trainer.gaussians import Guides
 from trainer.options import Everything, names
 from trainer.peers import Peers
 from trainer.ranking import EXEMPLARS, TYPICAL, rank
+from trainer.sift import sifted
 
 HELD_OUT_ROWS, HELD_OUT_ORDERS = 2000, 4
 TIMED_ROWS = 64
@@ -104,18 +106,24 @@ def train(
     with _working_folder(settings.out) as folder:
         fit = _begin(tables, settings, folder, budget, peers, show, say)
         data, order = fit.data, choose_order(settings.order, fit.data)
-        fitted = fit.run(stop, observe, lambda model: _costs(model, data, budget, order))
+        fitted = _trained(fit, stop, observe)
         if peers.size > 1:
-            budget.clock = time.monotonic  # the others have done their part
+            budget.clock = fit.budget.clock = time.monotonic  # the others have done their part
         say("calibrating")
         rows = data.rows(CALIBRATION)
-        rows = calibration_rows(rows, settings.seed + 2, math.ceil(budget.share * len(rows)))
-        calibration = calibrate(fitted.model, data, rows, order, settings.seed)
+        rows = calibration_rows(rows, settings.seed + 2, math.ceil(fit.budget.share * len(rows)))
+        found = surveyed(fitted.model, data, rows, order, settings.seed)
+        others = siblings(data, settings.folds, settings.seed) if settings.folds else ()
+        for number, fold in enumerate(others, 2):
+            say(f"fold {number} of {settings.folds}")
+            sibling = _trained(_sibling(fold, settings, number, folder, budget), stop).model
+            found += surveyed(sibling, fold, fold.rows(CALIBRATION), order, settings.seed + number)
+        calibration = calibrated(found, data.schema, order, settings.contamination)
         model = rank(fitted.model, data, choose_exemplars(settings), settings.seed)
         held = held_out(
             fitted.model,
             data,
-            calibration_rows(rows, settings.seed, math.ceil(budget.share * HELD_OUT_ROWS)),
+            calibration_rows(rows, settings.seed, math.ceil(fit.budget.share * HELD_OUT_ROWS)),
             HELD_OUT_ORDERS,
             settings.seed + 1,
         )
@@ -131,9 +139,11 @@ def assist(
 ) -> None:
     """The part of a process that is not the first of several: it trains along and writes nothing that lasts."""
     with tempfile.TemporaryDirectory() as name:
-        fit = _begin(tables, settings, Path(name), budget, peers)
-        order = choose_order(settings.order, fit.data)
-        fit.run(stop, costs=lambda model: _costs(model, fit.data, budget, order))
+        _trained(_begin(tables, settings, Path(name), budget, peers), stop)
+
+
+def _trained(fit: Fit, stop: Callable[[], bool], observe: Callable[[Status], None] = lambda status: None) -> Fitted:
+    return fit.run(stop, observe, lambda model: _costs(model, fit.data, fit.budget))
 
 
 def _begin(
@@ -146,13 +156,32 @@ def _begin(
     say: Callable[[str], None] = lambda line: None,
 ) -> Fit:
     """The training run, new or where it was interrupted. folder: for the encoded table."""
-    device = peers.device(artifact.device_named(settings.device))
     kept = _folder_of(settings.out)
     state = _earlier_run(kept, settings)
     old = _old_model(settings)
-    data = prepare(tables, _data_options(settings, old), folder)
+    data = sifted(prepare(tables, _data_options(settings, old), folder), settings.contamination, settings.seed)
     show(data)
     choose_order(settings.order, data)  # what cannot be is said before anything is trained
+    fit = _fit(data, settings, kept, _part(budget, settings.folds or 1), old, state, peers)
+    if state is not None:
+        fit.restore(state)
+        say(f"continuing at step {fit.step} of {fit.steps}")
+    elif settings.resume:
+        say(f"nothing to resume in {kept}: starting from the beginning")
+    return fit
+
+
+def _fit(
+    data: Prepared,
+    settings: Everything,
+    folder: Path,
+    budget: Budget,
+    old: DEformer | None,
+    state: dict[str, Any] | None = None,
+    peers: Peers = ALONE,
+) -> Fit:
+    """Everything that training needs, before its first step. old: a model to adapt. state: of an earlier life."""
+    device = peers.device(artifact.device_named(settings.device))
     recipe = choose_recipe(settings, int((data.split == TRAIN).sum()))
     torch.manual_seed(settings.seed)
     if old is not None:
@@ -168,13 +197,22 @@ def _begin(
         guides.folds.to(device)
     model = model.to(device)
     identity = _identity(settings, data, model.config, recipe) | {"processes": peers.size}
-    fit = Fit(data, model, recipe, settings.seed, kept, budget, identity, guides, peers)
-    if state is not None:
-        fit.restore(state)
-        say(f"continuing at step {fit.step} of {fit.steps}")
-    elif settings.resume:
-        say(f"nothing to resume in {kept}: starting from the beginning")
-    return fit
+    return Fit(data, model, recipe, settings.seed, folder, budget, identity, guides, peers)
+
+
+def _sibling(fold: Prepared, settings: Everything, number: int, folder: Path, budget: Budget) -> Fit:
+    """Training as the first model's, on the other records of a fold (`trainer.folds`). It is not resumed."""
+    own = folder / f"fold-{number}"
+    own.mkdir(exist_ok=True)
+    left = _part(budget, (settings.folds or 1) + 1 - number)
+    return _fit(fold, settings.model_copy(update={"seed": settings.seed + number}), own, left, _old_model(settings))
+
+
+def _part(budget: Budget, parts: int) -> Budget:
+    """Of the time that is left, one of so many equal parts."""
+    if parts == 1 or budget.limit is None:
+        return budget
+    return Budget(max(0.0, budget.limit - budget.elapsed) / parts, budget.clock)
 
 
 @contextmanager
@@ -220,7 +258,7 @@ def _data_options(settings: Everything, old: DEformer | None) -> DataOptions:
         context=names(settings.context),
         discrete=names(settings.discrete),
         continuous=names(settings.continuous),
-        calibration_share=settings.calibration_share,
+        calibration_share=1 / settings.folds if settings.folds else settings.calibration_share,
         seed=settings.seed,
         base=old.schema if old is not None else None,
     )
@@ -305,14 +343,14 @@ def _identity(settings: Everything, data: Prepared, config: ModelConfig, recipe:
     return identity | {k: list(v) if isinstance(v, tuple) else v for k, v in (asdict(config) | asdict(recipe)).items()}
 
 
-def _costs(model: DEformer, data: Prepared, budget: Budget, order: Order) -> Costs:
+def _costs(model: DEformer, data: Prepared, budget: Budget) -> Costs:
     """What calibration, ranking and the held-out evaluation will take, from a few rows, and a second for the rest.
 
     Where that is more than `AFTER_SHARE` of a limited time, they look at fewer records."""
     rows = data.rows(CALIBRATION)
     few = rows[:TIMED_ROWS]
     began = budget.clock()
-    statistics(model, data, few, order, 0)
+    statistics(model, data, few, "random", 0)  # any order takes as long
     middle = budget.clock()
     held_out(model, data, few, 1, 0)
     ended = budget.clock()

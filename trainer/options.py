@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from deformer_stream.settings import Device, Duration, Settings, Share
+from deformer_stream.settings import Device, Duration, Minority, Settings, Share
 
 Preset = Literal["tiny", "small", "base", "paper"]
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -74,6 +74,19 @@ class TrainSettings(Settings):
     )
     calibration_share: Share = Field(
         0.2, description="Share of the records held out from the start to calibrate p-values."
+    )
+    folds: int | None = Field(
+        None,
+        ge=2,
+        le=20,
+        description="Calibrate on all records, each judged by a model that was trained without its fold: so many "
+        "trainings in the same time, for tables too small for --calibration-share, which is then 1/folds.",
+    )
+    contamination: Minority = Field(
+        0,
+        description="Share of the records that may be anomalies: as many are left out of training, the farthest from "
+        "the others, and of calibration, the most surprising. If there are none, up to this share of normal records "
+        "alerts beside alpha.",
     )
     order: Literal["arrival", "random", "schema"] | None = Field(
         None,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from deformer_stream.core.conformal import record_excess
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.ranking import Ranking
-from trainer.data import CALIBRATION, Prepared
+from trainer.data import CALIBRATION, LEFT_OUT, TRAIN, VALIDATION, Prepared
 from trainer.sampling import arrange, random_keys, read_rows, seeded, take
 
 EXEMPLARS = 4096
@@ -24,10 +24,12 @@ FEWEST_DIFFER = 0.05
 
 def rank(model: DEformer, data: Prepared, most: int, seed: int) -> DEformer:
     """The model with exemplars: at most `most` records of the table, from all parts of its split, for the ranking makes
-    no promise that needs records kept apart; those of a model that was adapted stay, as far as there is room. With
-    `most` 0, or where there is nothing to compare, none."""
+    no promise that needs records kept apart; only those that were sifted, where some were left out. Those of a model
+    that was adapted stay, as far as there is room. With `most` 0, or where there is nothing to compare, none."""
     rng = np.random.default_rng([seed, 0x4A4C])
     rows = np.arange(len(data.split))
+    if (data.split == LEFT_OUT).any():
+        rows = np.flatnonzero((data.split == TRAIN) | (data.split == VALIDATION))
     rows = np.sort(rng.choice(rows, most, replace=False)) if len(rows) > most else rows
     if not most or len(rows) < 2:
         model.ranking = None

@@ -100,6 +100,12 @@ def group_of(record: str, separator: str) -> str:
     return record.rpartition(separator)[0]
 
 
+def trimmed(statistics: Floats, share: float) -> Floats:
+    """Ascending, without this share of the largest, rounded: of records that may hold as many anomalies. Where they
+    hold none, up to this share of normal records alerts beside α."""
+    return np.sort(statistics)[: len(statistics) - round(share * len(statistics))]
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """The statistics M of n held-out normal records, ascending, and the arrival law (`order`) they were taken in.
@@ -129,16 +135,6 @@ class Calibration:
     @staticmethod
     def of(statistics: Floats, order: str, surprise: Mapping[str, float] | None = None) -> Calibration:
         return Calibration(np.sort(np.asarray(statistics, np.float64)), order, surprise=surprise or {})
-
-    def trimmed(self, share: float) -> Calibration:
-        """Without this share of the largest statistics, of each group too, rounded: for records that may hold as many
-        anomalies. Where they hold none, up to this share of normal records alerts beside α."""
-
-        def kept(scores: Floats) -> Floats:
-            return scores[: len(scores) - round(share * len(scores))]
-
-        groups = {name: replace(own, scores=kept(own.scores)) for name, own in self.groups.items()}
-        return replace(self, scores=kept(self.scores), groups=groups)
 
     def grouped(self, statistics: Mapping[str, Floats], separator: str, least: int) -> Calibration:
         """With the groups of which there are at least so many records. statistics: M by group."""

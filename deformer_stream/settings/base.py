@@ -47,6 +47,7 @@ Timeout = Annotated[float, BeforeValidator(_seconds), Field(gt=0, le=1e9, allow_
 Size = Annotated[int, BeforeValidator(_bytes), Field(ge=0, lt=2**63)]
 Width = Annotated[float, BeforeValidator(_seconds), Field(ge=1e-3, le=1e9, allow_inf_nan=False)]
 Odds = Annotated[float, Field(gt=1, le=1e9)]
+Minority = Annotated[float, Field(ge=0, lt=0.5)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 

@@ -13,6 +13,7 @@ from deformer_stream.settings.base import (
     Device,
     Duration,
     Layout,
+    Minority,
     Odds,
     Settings,
     SettingsType,
@@ -296,6 +297,11 @@ class CalibrateSettings(TableSettings):
         min_length=1,
         description="Groups of sources get calibrations of their own where their records bring all alphas within "
         "reach. A record's group is its id up to the last occurrence of this text; device means the @ of windows.",
+    )
+    trim: Minority = written(
+        0,
+        "Share of the records, the most surprising ones, to leave out of calibration, as it may hold so many "
+        "anomalies. Where it holds none, up to this share of normal records alerts beside alpha.",
     )
 
 

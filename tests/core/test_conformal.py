@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deformer_stream.core.conformal import TEMPER, Calibration, PrefixState, advance, record_excess
+from deformer_stream.core.conformal import TEMPER, Calibration, PrefixState, advance, record_excess, trimmed
 from deformer_stream.core.model import ModelConfig
 from deformer_stream.core.schema import Feature, Schema
 from tests.core.worlds import model_of, normalised, records_of
@@ -162,6 +162,13 @@ def test_groups_that_are_none(change: dict[str, Any]) -> None:
     row = Calibration.of(np.arange(9.0), "random").grouped({"a": np.arange(9.0)}, "/", 9).to_json()
     with pytest.raises((ValueError, AttributeError), match=r"calibration|items"):
         Calibration.from_json(row | change)
+
+
+def test_trimming_leaves_out_the_largest() -> None:
+    statistics = np.array([5.0, 1.0, 9.0, 2.0, 7.0])
+    assert trimmed(statistics, 0.0).tolist() == [1, 2, 5, 7, 9]
+    assert trimmed(statistics, 0.3).tolist() == [1, 2, 5]
+    assert trimmed(statistics, 0.09).tolist() == [1, 2, 5, 7, 9], "less than half a record"
 
 
 def test_alphas_out_of_reach_are_told_with_what_they_take() -> None:

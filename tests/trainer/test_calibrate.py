@@ -83,6 +83,14 @@ def test_calibration_uses_the_rows_given(wide: Prepared) -> None:
     assert (calibration.scores > 0).all()
 
 
+def test_a_share_of_the_largest_is_left_out(wide: Prepared) -> None:
+    model, rows = model_of(wide), wide.rows(CALIBRATION)
+    whole, part = (calibrate(model, wide, rows, "random", 0, trim) for trim in (0.0, 0.1))
+    np.testing.assert_array_equal(part.scores, whole.scores[: len(rows) - round(0.1 * len(rows))])
+    assert part.surprise == whole.surprise
+    assert whole.surprise.keys() == set(wide.schema.names)
+
+
 def test_many_rows_are_thinned_at_random() -> None:
     rows = calibration_rows(np.arange(5000), 3, most=100)
     assert len(np.unique(rows)) == 100

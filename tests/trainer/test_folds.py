@@ -1,0 +1,49 @@
+"""Cross-conformal folds: every record calibrates once, under a model that has not seen it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deformer_stream import artifact
+from tests.trainer.tables import mixed, write
+from trainer.data import CALIBRATION, TRAIN, VALIDATION, DataOptions, prepare
+from trainer.folds import siblings
+from trainer.job import train
+from trainer.options import Everything
+
+SMALL = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,), "gaussians": 2}
+
+
+@pytest.mark.parametrize("folds", [2, 5])
+def test_each_record_is_held_out_once(tmp_path: Path, rng: np.random.Generator, folds: int) -> None:
+    table = write(tmp_path / "table.parquet", mixed(rng, 101))
+    (tmp_path / "work").mkdir()
+    data = prepare([table], DataOptions(calibration_share=1 / folds), tmp_path / "work")
+    parts = [data, *siblings(data, folds, seed=3)]
+    assert len(parts) == folds
+    held_out = np.stack([part.split == CALIBRATION for part in parts])
+    assert (held_out.sum(0) == 1).all()
+    assert max(held_out.sum(1)) - min(held_out.sum(1)) <= 1
+    for part in parts[1:]:
+        assert (part.split == VALIDATION).sum() == (data.split == VALIDATION).sum()
+        assert (part.split == TRAIN).sum() >= (data.split == TRAIN).sum() - 1
+
+
+def test_all_records_calibrate(tmp_path: Path, rng: np.random.Generator) -> None:
+    """The model itself is the one that is trained without folds on such a share."""
+    table = write(tmp_path / "table.parquet", mixed(rng, 90))
+    told: list[str] = []
+    options = {**SMALL, "epochs": 1, "device": "cpu", "preset": "tiny"}
+    train([table], Everything(out=tmp_path / "folds", folds=3, **options), say=told.append)
+    train([table], Everything(out=tmp_path / "split", calibration_share=1 / 3, **options))
+    many, few = (artifact.read(tmp_path / name) for name in ("folds", "split"))
+    assert [line for line in told if "fold" in line] == ["fold 2 of 3", "fold 3 of 3"]
+    assert (len(many.calibration.scores), len(few.calibration.scores)) == (90, 30)
+    assert np.isin(few.calibration.scores, many.calibration.scores).all()
+    for name, tensor in few.model.state_dict().items():
+        assert (many.model.state_dict()[name] == tensor).all()
+    assert many.manifest["training"]["rows"]["calibration"] == 30
+    assert not (tmp_path / "folds.training").exists()
