@@ -149,12 +149,12 @@ class Fit:
         observe: Callable[[Status], None] = lambda status: None,
         costs: Callable[[DEformer], Costs] = lambda model: Costs(0.0, 0.0),
     ) -> Fitted:
-        """Train to the end of the schedule. stop: asked after every step. observe: told after every step. costs: asked
-        once where there is a time limit. Raises `Interrupted` when told to stop."""
+        """Train to the end of the schedule, a step at least. stop: asked after every step. observe: told after every
+        step. costs: asked once where there is a time limit. Raises `Interrupted` when told to stop."""
         saved = self.budget.elapsed
         exhausted = self.since_best >= self.recipe.patience
         with _deterministic(self.model.device):
-            while self.progress < 1.0 and not exhausted:
+            while (self.progress < 1.0 or not self.step) and not exhausted:
                 self._train_step()
                 if not self.measured and self.budget.limit is not None and self.step >= 3:
                     self._fit_into(costs(self.average), self.budget.limit)
@@ -168,10 +168,6 @@ class Fit:
                 if self.budget.elapsed - saved > CHECKPOINT_SECONDS:
                     self.save()
                     saved = self.budget.elapsed
-            if not self.step:
-                raise ConfigError(
-                    f"--max-time: {self.budget.elapsed:.0f} s were gone before the first step; allow more time"
-                )
             if not self.history or self.history[-1]["step"] != self.step:
                 self._evaluate()
         self.save()

@@ -42,6 +42,8 @@ AFTER_SHARE, FEWEST_AFTER = 0.4, 500
 """Of a limited time, for calibration, ranking and evaluation; they look at so many records in any case."""
 GUIDE_SHARE = 0.15
 """Of a limited time, when no more Gaussians are tried."""
+FEWEST_STEPS = 20
+"""With fewer the model is little more than its Gaussians, and that is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,8 @@ def train(
         fitted = _trained(fit, stop, observe)
         if peers.size > 1:
             budget.clock = fit.budget.clock = time.monotonic  # the others have done their part
+        if fitted.steps < FEWEST_STEPS and budget.limit is not None:
+            say(f"--max-time left room for {fitted.steps} steps of training, which is next to nothing; allow more time")
         say("calibrating")
         rows = data.rows(CALIBRATION)
         rows = calibration_rows(rows, settings.seed + 2, math.ceil(fit.budget.share * len(rows)))

@@ -107,9 +107,10 @@ def test_training_ends_within_its_time(data: Prepared, tmp_path: Path) -> None:
     assert 20 <= len(fitted.history) <= 32
 
 
-def test_too_little_time_for_a_single_step_is_said(data: Prepared, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="before the first step"):
-        start(data, tmp_path, budget=Budget(limit=5.0, spent=7.0)).run()
+def test_when_the_time_is_gone_before_the_first_step_there_is_one_all_the_same(data: Prepared, tmp_path: Path) -> None:
+    fitted = start(data, tmp_path, budget=Budget(limit=5.0, spent=7.0)).run()
+    assert fitted.steps == 1
+    assert len(fitted.history) == 1
 
 
 def test_training_stops_when_validation_no_longer_improves(data: Prepared, tmp_path: Path) -> None:

@@ -47,3 +47,12 @@ def test_a_run_takes_the_time_it_was_given(
     assert (len(result.calibration.scores) == 600) is all_calibrate
     assert len(result.calibration.scores) >= 500
     assert result.fitted.steps > 50
+
+
+def test_time_that_is_gone_at_once_still_makes_a_model_and_that_is_said(tmp_path: Path) -> None:
+    table = write(tmp_path / "table.parquet", mixed(np.random.default_rng(0), 300))
+    settings = Everything(out=tmp_path / "model", max_time="5s", batch=32, epochs=1000, **SMALL)
+    said: list[str] = []
+    result = train([table], settings, budget=Budget(5.0, spent=6.0), say=said.append)
+    assert result.fitted.steps == 1
+    assert any("room for 1 steps" in line for line in said)
