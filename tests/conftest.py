@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 import uuid
@@ -11,6 +12,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -82,6 +85,29 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.models import write_model
 
     return write_model(tmp_path_factory.mktemp("models") / "small")
+
+
+@pytest.fixture(scope="module")
+def table() -> pa.Table:
+    """Whole records, a row each."""
+    from tests.commands import table_of_records
+
+    return table_of_records()
+
+
+@pytest.fixture
+def wide(table: pa.Table, tmp_path: Path) -> Path:
+    pq.write_table(table, tmp_path / "wide.parquet")
+    return tmp_path / "wide.parquet"
+
+
+@pytest.fixture
+def lines(table: pa.Table, tmp_path: Path) -> Path:
+    from tests.commands import events_of
+
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in events_of(table)))
+    return path
 
 
 @pytest.fixture
