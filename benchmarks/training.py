@@ -84,6 +84,7 @@ class Plain(nn.Module):
     def copy(self, model: DEformer) -> None:
         """Take over the weights of one of ours."""
         assert model.embedding is not None
+        assert model.identity_encoder is not None
         pairs: list[tuple[nn.Module, nn.Module]] = [(self.embedding, model.embedding), (self.head, model.head.project)]
         for own, theirs in ((self.g_z, model.identity_encoder), (self.g_u, model.value_encoder)):
             pairs += zip([m for m in own if isinstance(m, nn.Linear)], theirs.maps, strict=True)

@@ -8,9 +8,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -20,9 +21,9 @@ import torch
 from deformer_stream import artifact
 from deformer_stream.core.conformal import Calibration
 from deformer_stream.errors import ArtifactError, ConfigError
-from tests.core.worlds import normalised, records_of
+from tests.core.worlds import model_of, normalised, records_of
 from tests.fuzz.forgery import signed
-from tests.models import SCHEMA, TRAINING, calibration_of, small_model, write_model
+from tests.models import CONFIG, SCHEMA, TRAINING, calibration_of, small_model, write_model
 
 Manifest = dict[str, Any]
 
@@ -62,8 +63,9 @@ def forge_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], o
     forge(directory, lambda manifest: manifest["files"].update({artifact.WEIGHTS: entry}))
 
 
-def test_round_trip(tmp_path: Path) -> None:
-    model = small_model()
+@pytest.mark.parametrize("tokens", ["pair", "single"])
+def test_round_trip(tmp_path: Path, tokens: Literal["pair", "single"]) -> None:
+    model = model_of(SCHEMA, replace(CONFIG, tokens=tokens), 0, torch.float32)
     calibration = calibration_of(model)
     fingerprint = artifact.write(tmp_path / "deep" / "model", model, calibration, TRAINING, "<p>é</p>")
     loaded = artifact.read(tmp_path / "deep" / "model")
@@ -80,6 +82,11 @@ def test_round_trip(tmp_path: Path) -> None:
     assert loaded.manifest["training"] == TRAINING
     assert (tmp_path / "deep" / "model" / artifact.REPORT).read_text() == "<p>é</p>"
     assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["model"]
+
+
+def test_a_manifest_from_before_single_tokens(directory: Path) -> None:
+    forge(directory, lambda manifest: manifest["hyperparameters"].pop("tokens"))
+    assert artifact.read(directory).model.config.tokens == "pair"
 
 
 def test_fingerprint_names_everything_that_decides_a_score(tmp_path: Path) -> None:

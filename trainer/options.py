@@ -108,6 +108,7 @@ class Everything(TrainSettings):
     embedding: int | None = Field(None, ge=1)
     hidden: tuple[int, ...] | None = None
     memory: Literal["all", "values"] | None = None
+    tokens: Literal["pair", "single"] | None = None
     precision: Literal["float32", "bfloat16"] | None = None
     gaussians: int | None = Field(None, ge=0, description="Most Gaussians that may guide the network.")
 

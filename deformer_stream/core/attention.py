@@ -3,7 +3,7 @@
 Two tokens a reading, z_k (which feature) and u_k (that feature with its value). Under the triangular mask z_k sees u_<k
 and u_k sees u_≤k; with memory "all" both see z_≤k too, with memory "values" a z token sees no z but itself. So with
 "values" L keys serve all 2L queries, and the place on the diagonal that z_k must not see is free for its own key: half
-the scores of the masked square, and the same result.
+the scores of the masked square, and the same result. Single tokens have no kinds: each sees itself and those before.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ Memory = Literal["all", "values"]
 
 
 def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, memory: Memory, dropout: float, before: Tensor | None = None
+    queries: Tensor, keys: Tensor, values: Tensor, memory: Memory | None, dropout: float, before: Tensor | None = None
 ) -> Tensor:
-    """What tokens see of the earlier ones. keys, values: (N, H, 2L, d_head), the L tokens z before the L tokens u.
-    queries: of all tokens, or (last layer) of the z tokens alone, scaled already. before: (L, L) bool, which
-    readings (columns) come before which (rows), where that is not the order they stand in. → as queries."""
-    half = keys.shape[2] // 2
+    """What tokens see of the earlier ones. keys, values: (N, H, 2L, d_head), the L tokens z before the L tokens u; or
+    (N, H, L, d_head) single ones, whose memory is None. queries: of all tokens, or (last layer) of the z tokens alone,
+    scaled already. before: (L, L) bool, which readings (columns) come before which (rows), where that is not the order
+    they stand in. → as queries."""
+    half = keys.shape[2] // (1 if memory is None else 2)
     kinds = queries.shape[2] // half
     if queries.device.type == "cpu" and half <= LONGEST and not dropout and before is None:
         if memory == "values":
@@ -34,17 +35,20 @@ def attend(
             return seen
         scores = queries @ keys.transpose(-1, -2)
         return torch.softmax(scores + _blocked(_sees(kinds, half, memory, keys.device), scores.dtype), -1) @ values
-    mask = _sees(kinds, half, memory, queries.device, before)
+    triangle = memory is None and before is None  # for which the kernel needs no mask
+    mask = None if triangle else _sees(kinds, half, memory, queries.device, before)
     return nn.functional.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, dropout_p=dropout, scale=1.0
+        queries, keys, values, attn_mask=mask, dropout_p=dropout, is_causal=triangle, scale=1.0
     )
 
 
-def _sees(kinds: int, half: int, memory: Memory, device: torch.device, before: Tensor | None = None) -> Tensor:
-    """(kinds · L, 2L) bool, whether a query (z, then perhaps u) may look at a key (z, then u)."""
+def _sees(kinds: int, half: int, memory: Memory | None, device: torch.device, before: Tensor | None = None) -> Tensor:
+    """(kinds · L, 2L) bool, whether a query (z, then perhaps u) may look at a key (z, then u). Single: (L, L)."""
     place = torch.arange(half, device=device)
     own = place[:, None] == place
     upto = (place[:, None] > place if before is None else before) | own
+    if memory is None:
+        return upto
     z = torch.cat([upto if memory == "all" else own, upto & ~own], 1)
     u = torch.cat([upto if memory == "all" else torch.zeros_like(own), upto], 1)
     return torch.cat([z, u][:kinds])

@@ -22,7 +22,7 @@ Shape = tuple[object, ...]
 def shape_of(model: DEformer) -> Shape:
     config = model.config
     guides = 0 if model.gaussians is None else model.gaussians.components
-    network = config.layers, config.heads, config.d_model, guides
+    network = config.layers, config.heads, config.d_model, guides, model.keeps_readings
     return len(model.schema), model.tokens_kept, *network, model.dtype, model.device
 
 
@@ -33,13 +33,14 @@ class KeyValueCache(Pages):
     def __init__(self, model: DEformer, memory: int) -> None:
         config = model.config
         self.kept, self.heads, self.device = model.tokens_kept, config.heads, model.device
-        guided = model.gaussians is not None
-        page_bytes = (2 * config.layers * config.d_model + 2 * guided) * PAGE_TOKENS * model.dtype.itemsize
+        page_bytes = (
+            (2 * config.layers * config.d_model + 2 * model.keeps_readings) * PAGE_TOKENS * model.dtype.itemsize
+        )
         super().__init__(len(model.schema), (lambda n: -(-n * self.kept // PAGE_TOKENS),), page_bytes, memory)
         # Heads before tokens, so that a record's pages of one head come out of a gather as one contiguous matrix.
         shape = (self.pages, config.heads, PAGE_TOKENS, config.d_model // config.heads)
         self.keys, self.values = ([_zeros(shape, model) for _ in range(config.layers)] for _ in range(2))
-        self.readings = _zeros((self.pages, PAGE_TOKENS, 2), model) if guided else None
+        self.readings = _zeros((self.pages, PAGE_TOKENS, 2), model) if model.keeps_readings else None
 
     def gather(self, slots: NDArray[np.int64]) -> Past:
         """The pasts of R slots, padded to the longest."""

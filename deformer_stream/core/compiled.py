@@ -1,8 +1,9 @@
 """The network's layers, its guide and its surprise by compiled code: ragged, straight from the pages of open records.
 
 What it computes is what `DEformer.extend` computes; that one stays the reference, and does the work where there is no
-compiler, on a GPU, and for widths that the code is not made for. A reading's numbers are the same bits however its
-record is cut into pieces and whatever goes through the layers beside it, for the order of every sum is fixed.
+compiler, on a GPU, for single tokens, and for widths that the code is not made for. A reading's numbers are the same
+bits however its record is cut into pieces and whatever goes through the layers beside it, for the order of every sum is
+fixed.
 """
 
 from __future__ import annotations
@@ -93,10 +94,10 @@ class Ragged:
 
 
 def fits(model: DEformer) -> bool:
-    """Whether the compiled code is made for a model of these widths."""
+    """Whether the compiled code is made for a model of these widths, and of pairs of tokens."""
     c = model.config
     widths = c.d_model % 64 == 0 and c.d_model // c.heads % 16 == 0 and c.heads <= 64 and c.feedforward % COLUMNS == 0
-    return widths and model.device.type == "cpu" and model.dtype == torch.float32
+    return widths and c.tokens == "pair" and model.device.type == "cpu" and model.dtype == torch.float32
 
 
 class CompiledCache(Pages):

@@ -10,6 +10,10 @@ multiplied by) are rounded to bfloat16, on every machine alike; sums, and all ou
 `memory` decides what later tokens may look back at: "all" earlier tokens (the paper), or only "values", the u tokens
 (every token still sees itself). The second halves the cache; an identity alone carries nothing its u token lacks.
 
+With `tokens` "single" (the authors' later variant) a reading has one token, which says what comes next and what came
+last: half the tokens, and `memory` has nothing to decide. The reading that came last is in no cached token yet, so the
+readings themselves are cached beside the keys and values.
+
 With `gaussians`, a mixture of full-covariance Gaussians, fitted before training, tells the network at each z_k what it
 expects of v_k; its shifted, widened and newly weighed components join those of the output (`core.gaussians`).
 
@@ -22,87 +26,21 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from deformer_stream.core.attention import attend
+from deformer_stream.core.attention import Memory, attend
+from deformer_stream.core.config import PRESETS, ModelConfig
 from deformer_stream.core.gaussians import VALUE_REACH, Gaussians, Guide
 from deformer_stream.core.heads import Conditional, Head
 from deformer_stream.core.ranking import Ranking
 from deformer_stream.core.schema import Schema
 
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Hyperparameters; they live in the model's manifest."""
-
-    d_model: int = 128
-    layers: int = 4
-    heads: int = 4
-    feedforward: int = 512
-    mixtures: int = 16
-    dropout: float = 0.0
-    norm: Literal["pre", "post"] = "pre"
-    activation: Literal["gelu", "relu"] = "gelu"
-    identity: Literal["embedding", "coordinates", "both"] = "embedding"
-    embedding: int = 20
-    hidden: tuple[int, ...] = (128,)
-    memory: Literal["all", "values"] = "values"
-    gaussians: int = 0
-    exemplars: int = 0
-    precision: Literal["float32", "bfloat16"] = "float32"
-
-    def __post_init__(self) -> None:
-        if self.d_model % self.heads:
-            raise ValueError(f"d_model {self.d_model} is not a multiple of heads {self.heads}")
-        for name in ("d_model", "layers", "heads", "feedforward", "mixtures", "embedding"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1")
-        for name in ("gaussians", "exemplars"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0")
-        choices = {
-            "norm": ("pre", "post"),
-            "activation": ("gelu", "relu"),
-            "identity": ("embedding", "coordinates", "both"),
-            "memory": ("all", "values"),
-            "precision": ("float32", "bfloat16"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError("dropout lies in [0, 1)")
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(row: dict[str, Any]) -> ModelConfig:
-        return ModelConfig(**dict(row, hidden=tuple(row["hidden"])))
-
-
-PRESETS: dict[str, ModelConfig] = {
-    "tiny": ModelConfig(d_model=64, layers=2, heads=4, feedforward=256, mixtures=8, hidden=(64,)),
-    "small": ModelConfig(),
-    "base": ModelConfig(d_model=256, layers=6, heads=8, feedforward=1024, mixtures=24, hidden=(256,)),
-    "paper": ModelConfig(
-        d_model=512,
-        layers=6,
-        heads=8,
-        feedforward=2048,
-        mixtures=150,
-        dropout=0.2,
-        norm="post",
-        activation="relu",
-        hidden=(128, 256),
-        memory="all",
-    ),
-}
+__all__ = ["PRESETS", "DEformer", "Extension", "ModelConfig", "Past"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +48,7 @@ class Past:
     """Cached keys and values of R records, padded to P tokens.
 
     keys, values: per layer (R, heads, P, d_head). lengths: (R,) tokens in use. readings: (R, P, 2) the code and the
-    normalised value of the reading that left the token; a model without Gaussians needs none.
+    normalised value of the reading that left the token, where `DEformer.keeps_readings`.
     """
 
     keys: Sequence[Tensor]
@@ -213,8 +151,7 @@ class DEformer(nn.Module):
         self.register_buffer("coordinates", coordinates, persistent=False)
         width = (config.embedding if self.embedding is not None else 0) + (dimension if coordinates is not None else 0)
         self._init_labels(schema, shared=self.embedding is None)
-        self.identity_encoder = Encoder(width, config.hidden, config.d_model)
-        self.value_encoder = Encoder(width + 1 + self.label_width, config.hidden, config.d_model)
+        self._init_encoders(width, width + 1 + self.label_width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
         self.gaussians, self.guidance = self._init_gaussians(schema)
@@ -240,6 +177,14 @@ class DEformer(nn.Module):
         self.label_offsets: Tensor
         self.label_counts: Tensor
 
+    def _init_encoders(self, identity: int, reading: int) -> None:
+        """g_z and g_u; of single tokens one that takes what both take, and what it is told before the first reading.
+        identity, reading: widths."""
+        single, hidden, d_model = self.config.tokens == "single", self.config.hidden, self.config.d_model
+        self.identity_encoder = None if single else Encoder(identity, hidden, d_model)
+        self.value_encoder = Encoder(identity + reading if single else reading, hidden, d_model)
+        self.start = nn.Parameter(torch.randn(reading)) if single else None
+
     def _init_gaussians(self, schema: Schema) -> tuple[Gaussians | None, nn.Linear | None]:
         """The guide, and the map from what it expects to what the network is told; none without numbers to expect."""
         if not self.config.gaussians or schema.discrete.all():
@@ -251,9 +196,19 @@ class DEformer(nn.Module):
             yield cast(Block, block)
 
     @property
+    def memory(self) -> Memory | None:
+        """What tokens of pairs may look back at; None of single tokens, which may look at all."""
+        return self.config.memory if self.config.tokens == "pair" else None
+
+    @property
     def tokens_kept(self) -> int:
-        """Tokens a reading leaves in the cache: 2 with memory "all", 1 with "values"."""
-        return 2 if self.config.memory == "all" else 1
+        """Tokens a reading leaves in the cache: 2 with memory "all", otherwise 1."""
+        return 2 if self.memory == "all" else 1
+
+    @property
+    def keeps_readings(self) -> bool:
+        """Whether what is cached includes the readings themselves (`Past.readings`)."""
+        return self.start is not None or self.gaussians is not None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -263,37 +218,64 @@ class DEformer(nn.Module):
     def device(self) -> torch.device:
         return self.head.project.weight.device
 
-    def tokens(self, features: Tensor, values: Tensor, guide: Guide | None) -> Tensor:
-        """(N, L) readings → (N, 2L, d) tokens z_1, u_1, z_2, u_2, …"""
-        return torch.stack(self._pairs(features, values, guide), -2).flatten(1, 2)
+    def tokens(self, features: Tensor, values: Tensor, guide: Guide | None, past: Past | None = None) -> Tensor:
+        """(N, L) readings → (N, 2L, d) tokens z_1, u_1, z_2, u_2, …, or (N, L, d) single ones, which follow a past."""
+        kinds = self._kinds(features, values, guide, past)
+        return torch.stack(kinds, -2).flatten(1, 2)
 
-    def _pairs(self, features: Tensor, values: Tensor, guide: Guide | None) -> tuple[Tensor, Tensor]:
-        """(N, L) readings → their tokens z and u, (N, L, d) each; identities are encoded once per feature."""
+    def _kinds(
+        self,
+        features: Tensor,
+        values: Tensor,
+        guide: Guide | None,
+        past: Past | None = None,
+        before: Tensor | None = None,
+    ) -> list[Tensor]:
+        """(N, L) readings → their tokens z and u, (N, L, d) each, or the single ones. before: see `conditionals`."""
         parts = [] if self.embedding is None else [self.embedding.weight]
         if self.coordinates is not None:
             parts.append(self.coordinates.to(self.dtype))
         identity = torch.cat(parts, -1)
-        z = self.identity_encoder(identity)[features]
+        readings = self._readings(identity, features, values)
+        if self.identity_encoder is None:
+            last = self._last(identity, readings, past, before)
+            kinds = [self.value_encoder(torch.cat([identity[features], last], -1))]
+        else:  # identities are encoded once per feature
+            kinds = [self.identity_encoder(identity)[features], self.value_encoder(readings)]
         if guide is not None and self.guidance is not None:
-            z = z + self.guidance(guide.told().to(self.dtype))
+            kinds[0] = kinds[0] + self.guidance(guide.told().to(self.dtype))
+        return [t * math.sqrt(self.config.d_model) for t in kinds]
+
+    def _readings(self, identity: Tensor, features: Tensor, values: Tensor) -> Tensor:
+        """S readings → (*S, ·): identity, number (or 0) and label (or 0) of each."""
         discrete = self.label_counts[features] > 0
         number = values.to(self.dtype).clamp(-VALUE_REACH, VALUE_REACH).masked_fill(discrete, 0.0)
         inputs = [identity[features], number.unsqueeze(-1)]
         if self.label_embedding is not None:
             code = torch.minimum(values.long().clamp(min=0), self.label_counts[features])
             inputs.append(self.label_embedding(torch.where(discrete, self.label_offsets[features] + code, 0)))
-        u = self.value_encoder(torch.cat(inputs, -1))
-        scale = math.sqrt(self.config.d_model)
-        return z * scale, u * scale
+        return torch.cat(inputs, -1)
 
-    def _mask(self, tokens: int, before: Tensor | None = None) -> Tensor:
-        """(T, T) bool over interleaved tokens, true where a row may look at a column. before: see `conditionals`."""
+    def _last(self, identity: Tensor, readings: Tensor, past: Past | None, before: Tensor | None) -> Tensor:
+        """(N, L, ·) what came last before each of the readings (N, L, ·); `start` where nothing came."""
+        first = cast(Tensor, self.start).expand(len(readings), 1, -1)
+        if past is not None and past.readings is not None and past.readings.shape[1]:
+            row = torch.arange(len(readings), device=self.device)
+            code, value = past.readings[row, past.lengths.long() - 1].unbind(-1)
+            came = self._readings(identity, code.long(), value).unsqueeze(1)
+            first = torch.where((past.lengths > 0)[:, None, None], came, first)
+        if before is None:
+            return torch.cat([first, readings[:, :-1]], 1)
+        depth = before.sum(1)  # of those before a reading, the last is the one with most before it
+        last = torch.where(before, depth + 1, 0)
+        place = torch.where(depth > 0, last.argmax(1) + 1, 0)
+        return torch.cat([first, readings], 1)[:, place]
+
+    def _mask(self, tokens: int) -> Tensor:
+        """(T, T) bool over a record's tokens, true where a row may look at a column."""
         index = torch.arange(tokens, device=self.device)
         mask = index[:, None] >= index[None, :]
-        if before is not None:
-            own = index[:, None] // 2 == index[None, :] // 2
-            mask = (mask & own) | before.repeat_interleave(2, 0).repeat_interleave(2, 1)
-        if self.config.memory == "values":
+        if self.memory == "values":
             mask = mask & ((index[None, :] % 2 == 1) | (index[:, None] == index[None, :]))
         return mask
 
@@ -310,12 +292,12 @@ class DEformer(nn.Module):
             guide = self.gaussians(features, values)
         full_precision = torch.autocast(self.device.type, enabled=False)  # readings and densities, whatever layers do
         with full_precision:
-            x = torch.cat(self._pairs(codes, values, guide), 1)
+            x = torch.cat(self._kinds(codes, values, guide, None, before), 1)
         for layer, block in enumerate(self._layers(), 1):
             q, k, v = block.project(x)
             if layer == self.config.layers:  # from here on only identity tokens are asked for anything
                 q, x = (t[..., : codes.shape[1], :] for t in (q, x))
-            attended = attend(q, k, v, self.config.memory, block.dropout if self.training else 0.0, before)
+            attended = attend(q, k, v, self.memory, block.dropout if self.training else 0.0, before)
             x = block.finish(x, attended.transpose(1, 2).flatten(2))
         with full_precision:
             conditional: Conditional = self.head(self.norm(x.to(self.dtype)), codes, guide)
@@ -341,20 +323,23 @@ class DEformer(nn.Module):
         features, values: (R, L), padding (−1) only at the end of a row. Keys and values of padding are returned too;
         the caller keeps the first `lengths × tokens_kept` of each row.
         """
+        if past.readings is None and self.keeps_readings:
+            raise ValueError("a past without readings is of no use to a model with Gaussians or single tokens")
         codes = features.clamp(min=0)
         ahead = torch.arange(past.keys[0].shape[2], device=self.device) >= past.lengths[:, None]
         guide = self._guide_on(features, values, past, ahead)
-        x = self.tokens(codes, values, guide)
+        x = self.tokens(codes, values, guide, past)
         T, P = x.shape[1], past.keys[0].shape[2]
         blocked, ahead = ~self._mask(T), ahead[:, None, None]
-        keep = slice(None) if self.config.memory == "all" else slice(1, None, 2)
+        kinds = 1 if self.memory is None else 2
+        keep = slice(kinds - self.tokens_kept, None, kinds // self.tokens_kept)
         kept_keys, kept_values = [], []
         for layer, block in enumerate(self._layers()):
             q, k, v = block.project(x)
             kept_keys.append(k[:, :, keep])
             kept_values.append(v[:, :, keep])
             if layer == self.config.layers - 1:
-                q, x, blocked = q[:, :, ::2], x[:, ::2], blocked[::2]
+                q, x, blocked = q[:, :, ::kinds], x[:, ::kinds], blocked[::kinds]
             # A batched matrix product with softmax beats the fused kernel for the one or two queries of a step.
             scores = (q @ k.transpose(-1, -2)).masked_fill(blocked, -math.inf)
             if P:
@@ -365,17 +350,15 @@ class DEformer(nn.Module):
                 attended = torch.softmax(scores, -1) @ v
             x = block.finish(x, attended.transpose(1, 2).flatten(2))
         readings = None
-        if self.gaussians is not None:
+        if self.keeps_readings:
             readings = torch.stack([features.to(self.dtype), values.to(self.dtype)], -1)
             readings = readings.repeat_interleave(self.tokens_kept, 1)
         return Extension(self.head(self.norm(x), codes, guide), kept_keys, kept_values, readings)
 
     def _guide_on(self, features: Tensor, values: Tensor, past: Past, ahead: Tensor) -> Guide | None:
         """What the Gaussians expect of new readings (R, L) after the cached ones. ahead: (R, P) tokens not in use."""
-        if self.gaussians is None:
+        if self.gaussians is None or past.readings is None:
             return None
-        if past.readings is None:
-            raise ValueError("a past without readings is of no use to a model with Gaussians")
         step = self.tokens_kept
         codes = past.readings[..., 0].long().masked_fill(ahead, -1)[:, ::step]
         earlier = past.readings[:, ::step, 1].to(values.dtype)

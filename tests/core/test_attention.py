@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from deformer_stream.core.attention import Memory, attend
+from deformer_stream.core.attention import LONGEST, Memory, attend
 
 
 def by_definition(q: Tensor, k: Tensor, v: Tensor, memory: Memory) -> Tensor:
@@ -39,3 +39,15 @@ def test_values_and_gradients_are_those_of_the_mask(memory: Memory, half: int, k
     gradients = (torch.autograd.grad(out, given, weight) for out in (found, wanted))
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("length", [5, LONGEST + 1])
+def test_single_tokens_see_themselves_and_those_before(length: int) -> None:
+    """Written out, and by the fused kernel; in the order they stand in, and in another one."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, 3, length, 4, generator=generator, dtype=torch.float64) for _ in range(3)]
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    wanted = nn.functional.scaled_dot_product_attention(*given, attn_mask=seen, scale=1.0)
+    torch.testing.assert_close(attend(*given, None, 0.0), wanted)
+    turned = attend(*(t.flip(2) for t in given), None, 0.0, seen.flip(0, 1))
+    torch.testing.assert_close(turned.flip(2), wanted)

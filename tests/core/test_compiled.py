@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -112,9 +112,11 @@ def test_rounding_moves_scores_by_little_and_does_something() -> None:
     assert torch.equal(training.log_prob(features, values), exact), "training sees all digits"
 
 
-@pytest.mark.parametrize("change", [{"d_model": 96, "heads": 6}, {"heads": 8}, {"feedforward": 40}])
-def test_other_widths_are_left_to_the_plain_network(change: dict[str, int]) -> None:
-    model = model_of(Schema((Feature("a", "continuous"),)), replace(CONFIG, **change), dtype=torch.float32)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "change", [{"d_model": 96, "heads": 6}, {"heads": 8}, {"feedforward": 40}, {"tokens": "single"}]
+)
+def test_other_shapes_are_left_to_the_plain_network(change: dict[str, Any]) -> None:
+    model = model_of(Schema((Feature("a", "continuous"),)), replace(CONFIG, **change), dtype=torch.float32)
     assert not fits(model)
     assert fits(model_of(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
 

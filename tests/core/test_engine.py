@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,8 +29,10 @@ N = 120
 RUN = 200_000_000
 
 
-def make(memory: str = "values", dtype: torch.dtype = torch.float64) -> tuple[DEformer, Calibration]:
-    config = ModelConfig(d_model=32, layers=2, heads=4, feedforward=48, mixtures=3, hidden=(24,), memory=memory)  # type: ignore[arg-type]
+CONFIG = ModelConfig(d_model=32, layers=2, heads=4, feedforward=48, mixtures=3, hidden=(24,))
+
+
+def make(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float64) -> tuple[DEformer, Calibration]:
     model = model_of(SCHEMA, config, dtype=dtype)
     codes, raw = records_of(SCHEMA, 200, seed=99)
     return model, Calibration.of(record_statistics(model, codes, normalised(SCHEMA, codes, raw)), "random")
@@ -97,11 +100,11 @@ def stream(
     return out
 
 
-@pytest.mark.parametrize("memory", ["values", "all"])
+@pytest.mark.parametrize("change", [{}, {"memory": "all"}, {"tokens": "single"}])
 @pytest.mark.parametrize(("cache", "most"), [(RUN, 40), (RUN, 5000), (30_000, 40), (0, 300)])
-def test_stream_equals_whole_records(memory: str, cache: int, most: int) -> None:
+def test_stream_equals_whole_records(change: dict[str, Any], cache: int, most: int) -> None:
     """Laws 1 and 2: however the events interleave and whatever the cache forgets, scores are those of `log_prob`."""
-    model, calibration = make(memory)
+    model, calibration = make(replace(CONFIG, **change))
     codes, raw = records_of(SCHEMA, N, seed=1, missing=0.2)
     raw[::6] = np.where(SCHEMA.discrete[codes[::6]], raw[::6], 30 * raw[::6])
     values = normalised(SCHEMA, codes, raw)

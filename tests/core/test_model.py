@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import numpy as np
 import pytest
 import torch
@@ -94,11 +96,12 @@ def test_no_reading_depends_on_a_later_one(schema: Schema, config: ModelConfig, 
     assert torch.equal(again[:, :half].round(decimals=10), out[:, :half].round(decimals=10))
 
 
-@pytest.mark.parametrize("memory", ["all", "values"])
-def test_every_earlier_value_is_used(memory: str) -> None:
+@pytest.mark.parametrize(("memory", "tokens"), [("all", "pair"), ("values", "pair"), ("all", "single")])
+def test_every_earlier_value_is_used(memory: Literal["all", "values"], tokens: Literal["pair", "single"]) -> None:
     """The mask hides nothing it should not: each reading's log-likelihood depends on every earlier value."""
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(5)))
-    model = model_of(schema, ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=3, memory=memory))  # type: ignore[arg-type]
+    config = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=3, memory=memory, tokens=tokens)
+    model = model_of(schema, config)
     codes, raw = records_of(schema, 1, 3)
     values = torch.from_numpy(raw).requires_grad_()
     out = model.log_prob(torch.from_numpy(codes), values)
@@ -153,6 +156,27 @@ def test_presets_and_their_sizes() -> None:
 def test_impossible_hyperparameters(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig(**{"d_model": 32, "heads": 4, **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"), [({"memory": "values"}, 1), ({"memory": "all"}, 2), ({"tokens": "single"}, 1)]
+)
+def test_what_a_reading_leaves_behind(change: dict[str, Any], kept: int) -> None:
+    schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(3)))
+    model = model_of(schema, ModelConfig(d_model=16, layers=2, heads=2, feedforward=16, mixtures=2, **change))
+    seen = model.prefill(torch.tensor([[0, 1]]), torch.zeros((1, 2), dtype=torch.float64))
+    assert [t.shape[2] for t in (*seen.keys, *seen.values)] == [2 * kept] * 4
+    assert model.tokens_kept == kept
+
+
+@pytest.mark.parametrize("change", [{"tokens": "single"}, {"gaussians": 2}])
+def test_a_past_without_the_readings_that_are_needed(change: dict[str, Any]) -> None:
+    schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(3)))
+    model = model_of(schema, ModelConfig(d_model=16, layers=1, heads=2, feedforward=16, mixtures=2, **change))
+    codes, values = torch.tensor([[0, 1]]), torch.zeros((1, 2), dtype=torch.float64)
+    seen = model.prefill(codes[:, :1], values[:, :1])
+    with pytest.raises(ValueError, match="without readings"):
+        model.extend(codes[:, 1:], values[:, 1:], Past(seen.keys, seen.values, torch.tensor([1])))
 
 
 def test_coordinates_must_be_there() -> None:

@@ -43,6 +43,7 @@ configs = st.builds(
     activation=st.sampled_from(["gelu", "relu"]),
     identity=st.sampled_from(["embedding", "coordinates", "both"]),
     memory=st.sampled_from(["all", "values"]),
+    tokens=st.sampled_from(["pair", "single"]),
     hidden=st.sampled_from([(24,), (16, 24)]),
     gaussians=st.sampled_from([0, 3]),
 )

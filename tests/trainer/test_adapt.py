@@ -27,10 +27,11 @@ NUMBERS = tuple(Feature(f"x{i}", "continuous") for i in range(3))
 STATE = Feature("state", "discrete", labels=("a", "b"))
 
 
+@pytest.mark.parametrize("tokens", ["pair", "single"])
 @pytest.mark.parametrize("old", [NUMBERS, (*NUMBERS, STATE)])
-def test_an_extended_model_says_of_old_features_what_the_old_one_said(old: tuple[Feature, ...]) -> None:
+def test_an_extended_model_says_of_old_features_what_the_old_one_said(old: tuple[Feature, ...], tokens: str) -> None:
     torch.manual_seed(0)
-    before = DEformer(Schema(old), ModelConfig(**SMALL)).eval()
+    before = DEformer(Schema(old), ModelConfig(**SMALL | {"tokens": tokens})).eval()
     new = (Feature("mode", "discrete", labels=("1", "2", "3")), Feature("y", "continuous"))
     after = adapt.extended(before, Schema(old + new)).eval()
     order = torch.rand(9, len(old)).argsort(1)

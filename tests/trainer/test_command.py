@@ -8,11 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from html.parser import HTMLParser
+from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 from deformer_stream import artifact
 from tests.trainer.tables import mixed, write
@@ -93,6 +98,31 @@ def test_from_table_to_model_directory(tmp_path: Path, table: Path, config: Path
         "0.1",
     ):
         assert words in reader.words
+
+
+def test_single_tokens_from_table_to_scores(
+    tmp_path: Path, table: Path, config: Path, cli: Callable[..., SimpleNamespace]
+) -> None:
+    """A setting like any other: it learns, and what the stream says of a record is what the whole record says."""
+    config.write_text(TINY + '\ntokens = "single"\ngaussians = 0\nlearning_rate = 0.01\nexclude = ["quality"]\n')
+    out, scores = tmp_path / "model", tmp_path / "scores.parquet"
+    trained = cli(table, "--out", out, "--config", config, "--epochs", 3, program="deformer-train")
+    assert trained.code == 0, trained.err
+    loaded = artifact.read(out)
+    assert loaded.model.config.tokens == "single"
+    validation = [row["validation"] for row in loaded.manifest["training"]["history"]]
+    assert min(validation) < validation[0] - 0.1
+    assert cli("replay", table, "--model", out, "--output", scores).code == 0
+    rows = pq.read_table(scores).sort_by([("record", "ascending"), ("seq", "ascending")]).to_pylist()
+    records = [list(group) for _, group in groupby(rows, lambda row: row["record"])]
+    assert len(records) == 400
+    for record in records[:20]:
+        codes = np.array([[loaded.schema.names.index(row["feature"]) for row in record]])
+        labels = [loaded.schema.features[code].labels for code in codes[0]]
+        raw = [names.index(row["label"]) if names else row["value"] for names, row in zip(labels, record, strict=True)]
+        values = torch.from_numpy(loaded.schema.normalise(codes, np.array([raw], float))).float()
+        whole = loaded.model.log_prob(torch.from_numpy(codes), values)[0].tolist()
+        assert [row["log_likelihood"] for row in record] == pytest.approx(whole, abs=1e-4)
 
 
 def test_an_existing_model_is_replaced_and_other_folders_are_not(tmp_path: Path, table: Path, config: Path) -> None:

@@ -133,7 +133,12 @@ def test_another_run_is_not_overwritten(whole: Outcome, table: Path) -> None:
 def test_pauses_until_it_is_done(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--pause-after` and `--resume` until results are there, as a shell would: every life gets a step further."""
     out = tmp_path / "out"
-    given = {"preset": "small", "override": f"{TINY},batch=200,epochs=2", "orders": 2, "pause_after": 1e-3}
+    given = {
+        "preset": "small",
+        "override": f"{TINY},batch=200,epochs=2,tokens=single",
+        "orders": 2,
+        "pause_after": 1e-3,
+    }
     lives = 0
     while not (out / "results.json").exists():
         assert carry_out(lambda: EXPERIMENT, settings(out, table, **given, resume=lives > 0)) == 0
