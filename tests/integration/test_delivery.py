@@ -168,7 +168,7 @@ def test_open_records_survive_a_restart_and_say_so_where_they_cannot(
     """Half of each record in one life, half in the next: the alerts of one life. Without the state topic: a refusal,
     and then what --lost-state says."""
     names, model = [topic(2) for _ in range(2)], write_model(tmp_path / "model")
-    rows = records(0)
+    rows = records(0, 150)
     for lives, name in enumerate(names, 1):
         parts = [SCHEMA.names] if lives == 1 else [HALF, REST]
         for number, part in enumerate(parts):
