@@ -163,10 +163,10 @@ def gaussian_mixture(train_rows: Floats, test_rows: Floats, seed: int) -> Floats
     return np.asarray(-best.score_samples(test_rows))
 
 
-def learn(rows: pa.Table, seed: int, max_time: str, **more: Any) -> tuple[Detector, Result]:
-    """Train on normal records as `deformer-train` would. more: other options of it."""
+def learn(rows: pa.Table, seed: int, max_time: str, keep: Path | None = None, **more: Any) -> tuple[Detector, Result]:
+    """Train on normal records as `deformer-train` would. keep: where the model is to stay. more: further options."""
     with tempfile.TemporaryDirectory() as folder:
-        source, model = Path(folder) / "normal.parquet", Path(folder) / "model"
+        source, model = Path(folder) / "normal.parquet", keep or Path(folder) / "model"
         pq.write_table(rows, source)
         settings = Everything(out=model, preset=preset_for(len(rows)), max_time=max_time, seed=seed, **more)  # type: ignore[arg-type]
         result = train([source], settings)

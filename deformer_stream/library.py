@@ -75,11 +75,13 @@ class RecordScores:
 
 @dataclass(frozen=True, slots=True)
 class Imputed:
-    """A missing reading: conditional median and an interval (continuous), or the likeliest label (discrete)."""
+    """A missing reading: conditional median, an interval and the conditional mean (continuous), or the likeliest label
+    (discrete)."""
 
     value: float | str
     low: float | None
     high: float | None
+    mean: float | None = None
 
 
 class Scorer:
@@ -184,7 +186,7 @@ class Detector:
         return parts if loud else tuple(replace(part, suspect=False) for part in parts)
 
     def impute(self, record: Mapping[str, Value], interval: float = 0.9) -> dict[str, Imputed]:
-        """Each missing feature given all present ones: median or likeliest label, and the central interval.
+        """Each missing feature given all present ones: median and mean, or likeliest label, and the central interval.
 
         Context features have no distribution, so a missing one is left out. `deformer-stream impute` fills tables."""
         if not 0 < interval < 1:
@@ -196,9 +198,10 @@ class Detector:
         filled = fill(self.artifact.model, values, np.isnan(values), interval)
         out = {}
         for code in np.flatnonzero(~np.isnan(filled.value[0])).tolist():
-            value, low, high = (float(part[0, code]) for part in (filled.value, filled.low, filled.high))
+            parts = (filled.value, filled.low, filled.high, filled.mean)
+            value, *rest = (float(part[0, code]) for part in parts)
             labels = features[code].labels
-            out[features[code].name] = Imputed(labels[int(value)], None, None) if labels else Imputed(value, low, high)
+            out[features[code].name] = Imputed(labels[int(value)], None, None) if labels else Imputed(value, *rest)
         return out
 
     def _batch(self, records: Sequence[Mapping[str, Value]]) -> EventBatch:

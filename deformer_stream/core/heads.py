@@ -170,15 +170,18 @@ class Conditional:
             discrete = _categorical(seen, generator).to(self.log_mass.dtype)
         return self._choose(continuous, discrete)
 
-    def surprisal_moments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Least value, mean (the entropy) and variance of −ln p(V) under the mixture itself, each S.
+    def nodes(self) -> tuple[Tensor, Tensor]:
+        """Points and weights, (*S, 3J) each, for expectations of continuous readings: E f(V) ≈ Σ_m w_m f(x_m).
 
-        Gauss–Hermite quadrature per component: E f(V) ≈ Σ_j w_j Σ_m ω_m f(μ_j + σ_j ξ_m).
-        """
+        Gauss–Hermite quadrature per component: E f(V) ≈ Σ_j w_j Σ_m ω_m f(μ_j + σ_j ξ_m)."""
         nodes = torch.tensor(_NODES, dtype=self.means.dtype, device=self.means.device)
         weights = torch.tensor(_WEIGHTS, dtype=self.means.dtype, device=self.means.device)
         x = (self.means.unsqueeze(-1) + self.scales.unsqueeze(-1) * nodes).flatten(-2)
-        w = (self.log_weights.exp().unsqueeze(-1) * weights).flatten(-2)
+        return x, (self.log_weights.exp().unsqueeze(-1) * weights).flatten(-2)
+
+    def surprisal_moments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Least value, mean (the entropy) and variance of −ln p(V) under the mixture itself, each S."""
+        x, w = self.nodes()
         surprisal = -self._density(x)
         mean = (w * surprisal).sum(-1)
         variance = (w * (surprisal - mean.unsqueeze(-1)) ** 2).sum(-1)

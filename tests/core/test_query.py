@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,9 +13,9 @@ from hypothesis import strategies as st
 from deformer_stream.core import query
 from deformer_stream.core.cache import KeyValueCache
 from deformer_stream.core.model import DEformer, ModelConfig
-from deformer_stream.core.schema import Feature, Schema
+from deformer_stream.core.schema import LINEAR, Feature, Schema
 from tests.core.worlds import configs, model_of, schemas
-from tests.models import SCHEMA, linear_model, linear_records, small_model
+from tests.models import CONFIG, SCHEMA, linear_model, linear_records, small_model
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,8 @@ def test_fill_equals_the_whole_record_path(schema: Schema, config: ModelConfig, 
         feature = schema.features[f]
         wanted = asked[r, f] and not feature.context
         assert wanted == (not np.isnan(filled.value[r, f]))
-        assert (wanted and not feature.labels) == (not np.isnan(filled.low[r, f])) == (not np.isnan(filled.high[r, f]))
+        for part in (filled.low, filled.high, filled.mean):
+            assert (wanted and not feature.labels) == (not np.isnan(part[r, f]))
         if not wanted:
             continue
         known = np.flatnonzero(~np.isnan(values[r]))
@@ -59,6 +62,9 @@ def test_fill_equals_the_whole_record_path(schema: Schema, config: ModelConfig, 
                 raw = [schema.denormalise(np.array([f]), asks.quantile(q).numpy())[0] for q in (0.25, 0.5, 0.75)]
                 found = [filled.low[r, f], filled.value[r, f], filled.high[r, f]]
                 np.testing.assert_allclose(found, raw, rtol=1e-6, atol=1e-6)
+                if asks.nodes()[0].abs().max() < LINEAR:
+                    mean = schema.denormalise(np.array([f]), asks.mean().numpy())[0]
+                    assert filled.mean[r, f] == pytest.approx(mean, rel=1e-6, abs=1e-6)
 
 
 def test_fill_of_nothing(linear: DEformer) -> None:
@@ -82,6 +88,22 @@ def test_fill_knows_the_line(linear: DEformer) -> None:
     assert 0.8 < inside.mean() <= 1.0
     clear = np.isnan(values[:, 2]) & (np.abs(truth[:, 0]) > 0.3)
     assert (filled.value[clear, 2] == truth[clear, 2]).mean() > 0.95
+
+
+def test_a_wild_reading_does_not_throw_the_gap_beside_it_out_of_reach() -> None:
+    """Two features that move together: what a million suggests for the other lies beyond anything training saw."""
+    ends = {"low": -3.0, "high": 4.0}
+    schema = Schema((Feature("a", "continuous", **ends), Feature("b", "continuous", **ends)))
+    model = DEformer(schema, replace(CONFIG, gaussians=1)).eval()
+    assert model.gaussians is not None
+    model.gaussians.covariances.copy_(torch.tensor([[1.0, 0.99], [0.99, 1.0]]))
+    values = np.array([[1e6, np.nan], [1.0, np.nan], [-1e6, np.nan]])
+    filled = query.fill(model, values, np.isnan(values))
+    assert filled.value[:, 1] == pytest.approx([11.0, 0.99, -10.0], abs=0.1)
+    assert filled.mean[:, 1] == pytest.approx([11.0, 0.99, -10.0], abs=0.3)
+    assert (filled.low[:, 1] <= filled.value[:, 1]).all()
+    assert (filled.value[:, 1] <= filled.high[:, 1]).all()
+    assert filled.high[:, 1].max() == 11.0
 
 
 def test_samples_lie_on_the_line(linear: DEformer) -> None:
