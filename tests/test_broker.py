@@ -33,6 +33,8 @@ def test_run_serves_until_interrupted_and_leaves_nothing(tmp_path: Path) -> None
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
+        # As from a terminal: shells let what they start in the background ignore Ctrl-C, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
     )
     try:
         assert process.stdout is not None
