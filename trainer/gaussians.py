@@ -119,11 +119,11 @@ def fit(data: Prepared, most: int, seed: int, hurry: Callable[[], bool] = lambda
 
     for draw in range(DRAWS_BY_ONE if missing.any() else 0):
         x = drawn(_maximised(x, np.ones((len(x), 1)), Shrinkage(1.0, DIAGONALS[0])), draw)
-    nll, whole, parts = _best(x, folds, most, seed, hurry)
-    for draw in range(DRAWS if missing.any() else 0):
-        x = drawn(whole, DRAWS_BY_ONE + draw)
-        nll, whole, parts = _best(x, folds, most, seed, hurry)
-    return Guides(module_of(data.schema, [whole]), module_of(data.schema, parts), fold_of, nll)
+    best = _best(x, folds, most, seed, hurry)
+    for draw in range(DRAWS if missing.any() else 0):  # number and shrinkage are settled
+        x = drawn(best.whole, DRAWS_BY_ONE + draw)
+        best = _fitted(x, folds, len(best.whole.means), best.shrinkage, seed)
+    return Guides(module_of(data.schema, [best.whole]), module_of(data.schema, best.parts), fold_of, best.nll)
 
 
 def _filled_at_random(x: Floats, missing: NDArray[np.bool_], rng: np.random.Generator) -> Floats:
@@ -135,9 +135,7 @@ def _filled_at_random(x: Floats, missing: NDArray[np.bool_], rng: np.random.Gene
     return x
 
 
-def _best(
-    x: Floats, folds: Ints, most: int, seed: int, hurry: Callable[[], bool]
-) -> tuple[float, Mixture, list[Mixture]]:
+def _best(x: Floats, folds: Ints, most: int, seed: int, hurry: Callable[[], bool]) -> _Fitted:
     """The mixture with the least cross-validated −ln p. How far the common covariance is drawn to its diagonal is seen
     with one component; then their number grows until that has failed to pay twice, with the strength of shrinkage
     that is best so far and with a tenth of it: a narrow cluster bears but little of what is common to all."""
@@ -150,7 +148,7 @@ def _best(
         found = min((_fitted(x, folds, components, s, seed) for s in set(tried)), key=lambda one: one.nll)
         better = found.nll < best.nll - GAIN
         best, failures = (found, 0) if better else (best, failures + 1)
-    return best.nll, best.whole, best.parts
+    return best
 
 
 @dataclass(frozen=True, slots=True)
