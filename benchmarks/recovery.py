@@ -47,7 +47,7 @@ def ready_after(consumer: Consume, began: float) -> float:
         except (urllib.error.URLError, OSError):
             assert consumer.process.poll() is None, consumer.said()
             assert time.monotonic() - began < PATIENCE, consumer.said()
-            time.sleep(0.05)
+            time.sleep(0.02)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ import orjson
 from kafka import KafkaConsumer, TopicPartition
 
 from benchmarks.feed import BATCH, WILD, Events, Wire, calm_calibration, model_of, records_of
+from benchmarks.recovery import ready_after
 from connectors.kafka import ensure_topics
 from deformer_stream import artifact
 from tests.conftest import load_broker_script
@@ -286,7 +287,7 @@ def start(options: argparse.Namespace, folder: Path, times: int = 5) -> Rows:
             topic = _topic(broker.bootstrap)
             began = time.monotonic()
             with _consuming(options, folder, broker.bootstrap, topic) as consumer:
-                took.append(_ready_after(consumer, began))
+                took.append(ready_after(consumer, began))
                 consumer.stop()
     yield {
         "preset": "small",
@@ -294,14 +295,3 @@ def start(options: argparse.Namespace, folder: Path, times: int = 5) -> Rows:
         "ready_after_s": str([round(s, 1) for s in took]),
         "median_s": round(median(took), 2),
     }
-
-
-def _ready_after(consumer: Consume, began: float) -> float:
-    while True:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{consumer.port}/readyz", timeout=1):
-                return time.monotonic() - began
-        except (urllib.error.URLError, OSError):
-            assert consumer.process.poll() is None, consumer.said()
-            assert time.monotonic() - began < PATIENCE, consumer.said()
-            time.sleep(0.02)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deformer_stream import html
+from deformer_stream.core.model import PRESETS as MODELS
 from deformer_stream.core.model import ModelConfig
 from trainer.experiments.experiment import Experiment, Preset, Scored
 from trainer.experiments.power.data import load
@@ -18,18 +19,7 @@ def _recipe(batch: int, learning_rate: float, epochs: int, **rest: Any) -> Recip
 
 PRESETS = {
     "paper": Preset(
-        ModelConfig(
-            d_model=512,
-            layers=6,
-            heads=8,
-            feedforward=2048,
-            mixtures=150,
-            dropout=0.2,
-            norm="post",
-            activation="relu",
-            hidden=(128, 256),
-            memory="all",
-        ),
+        MODELS["paper"],
         _recipe(128, 1e-5, 300, weight_decay=0.0, warmup=1, clip=1e9, averaging=1e-9),
         optimizer="adam",
     ),
