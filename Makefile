@@ -57,10 +57,12 @@ bench: $(VENV)/.dev kafka-jars ## speed, as ratios measured in one run, and the 
 	$(BIN)/python -m benchmarks.stream
 	$(BIN)/python -m benchmarks.training
 
-bench-quality: $(VENV)/.bench ## detection, early alerts, density, blame and imputation on public data beside their peers (DEFORMER_DATA); tables into benchmarks/results
+bench-quality: $(VENV)/.bench ## detection, early alerts, drift, density, blame and imputation on public data beside their peers (DEFORMER_DATA); tables into benchmarks/results
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.density
 	$(BIN)/python -m benchmarks.early
+	$(BIN)/python -m benchmarks.drift
+	$(BIN)/python -m benchmarks.contamination
 	$(BIN)/python -m benchmarks.skab
 	$(BIN)/python -m benchmarks.attribution
 	$(BIN)/python -m benchmarks.imputation
