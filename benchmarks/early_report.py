@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.tables import markdown_head, markdown_row
-from deformer_stream import html
+from deformer_stream import charts, html
 
 CALIBRATED = {"random": "calibrated in random order", "group": "by group"}
 
@@ -156,7 +156,7 @@ def plots(lines: Sequence[Line], when: str, alpha: float, shares: Sequence[float
             series[name] = (list(shares), curve)
         y = "anomalies alerted"
         blocks.append(
-            html.line_chart(series, "features observed", y, title, x_unit="%", y_unit="%", y_zero=True, marks=True)
+            charts.line_chart(series, "features observed", y, title, x_unit="%", y_unit="%", y_zero=True, marks=True)
         )
     blocks += [html.heading("Reliability: normals alerted, in multiples of α")]
     blocks.append(
@@ -170,7 +170,7 @@ def plots(lines: Sequence[Line], when: str, alpha: float, shares: Sequence[float
             title = f"{line['table']}, seed {run['seed']}, {run['calibrated']} calibration records"
             promised = {"promised": 1.0}
             blocks.append(
-                html.line_chart(curves, "α", "÷ α", title, True, promised, x_unit="", y_zero=True, marks=True)
+                charts.line_chart(curves, "α", "÷ α", title, True, promised, x_unit="", y_zero=True, marks=True)
             )
     return html.page("Early detection", *blocks, lead=when)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream import html
+from deformer_stream import charts, html
 from deformer_stream.core.batch import AlertRaised, Contribution
 from deformer_stream.simulate import FAULTS, FEATURES, SENSORS
 
@@ -202,7 +202,7 @@ def earliness(summary: Summary, outcomes: Sequence[Outcome], alpha: str) -> list
         for kind, (records, detected, share) in summary.by_kind.items()
     ]
     return [
-        html.line_chart(
+        charts.line_chart(
             curves,
             "share of the record's readings seen",
             "share of records that have raised an alert",
@@ -284,7 +284,7 @@ def story(outcome: Outcome, trace: Sequence[Reading], threshold: float) -> list[
             f"Record {outcome.record}: after {alert.raised_at} of {outcome.readings} readings the running score passed "
             f"the threshold and the alert went out. What stood out: {'; '.join(reasons(alert))}."
         ),
-        html.line_chart(
+        charts.line_chart(
             {"running score": (numbers, [reading.score for reading in trace])},
             "reading, in order of arrival",
             "running score",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream import artifact, html
+from deformer_stream import artifact, charts, html
 from deformer_stream.artifact import Artifact
 from deformer_stream.core.batch import Effects
 from deformer_stream.core.conformal import ALPHAS, MOST, Calibration, group_of, trimmed
@@ -186,7 +186,7 @@ def _section(found: Recalibrated, fingerprint: str, alphas: Sequence[float]) -> 
             f"{found.records:,} normal records in {new.order} order calibrate the model that was {fingerprint} before; "
             "its weights are as they were. What is said above about when it alerts was true of the calibration before."
         ),
-        html.histogram(
+        charts.histogram(
             new.scores,
             "Largest statistic of normal records",
             "statistic, nats",

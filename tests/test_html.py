@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deformer_stream import html
+from deformer_stream import charts, html
 
 HOSTILE = "</td><script>alert('x')</script><img src=x onerror=\"alert(1)\">&amp;\x00\x0b\ud800\uffff"
 VOID = {"meta", "img", "br"}
@@ -68,11 +68,11 @@ def everything(words: str) -> str:
         html.paragraph(words),
         html.figures({words: words}),
         html.table([words, "n"], [[words, 1], [words, 2.5]], caption=words),
-        html.line_chart(
+        charts.line_chart(
             {words: (xs, ys), "b": (xs, xs)}, words, words, words, horizontal={words: 1.0}, vertical={words: 2.0}
         ),
-        html.bar_chart([words, "b"], [1.0, -2.0], words, words, unit=words),
-        html.histogram([1.0, 2.0, 2.0], words, words, x_unit=words, vertical={words: 1.5}),
+        charts.bar_chart([words, "b"], [1.0, -2.0], words, words, unit=words),
+        charts.histogram([1.0, 2.0, 2.0], words, words, x_unit=words, vertical={words: 1.5}),
         lead=words,
     )
 
@@ -118,13 +118,13 @@ def test_a_page_needs_nothing_from_outside() -> None:
     ],
 )
 def test_nice_ticks(low: float, high: float, expected: list[float]) -> None:
-    assert html.nice_ticks(low, high) == pytest.approx(expected)
+    assert charts.nice_ticks(low, high) == pytest.approx(expected)
 
 
 @given(st.floats(-1e12, 1e12), st.floats(1e-6, 1e12))
 def test_ticks_are_few_round_and_inside(low: float, span: float) -> None:
     high = low + span
-    ticks = html.nice_ticks(low, high)
+    ticks = charts.nice_ticks(low, high)
     assert 2 <= len(ticks) <= 9
     assert ticks == sorted(set(ticks))
     slack = 1e-6 * (ticks[1] - ticks[0])
@@ -143,7 +143,7 @@ def test_numbers_for_people() -> None:
 
 
 def test_curves_lie_where_the_axes_say() -> None:
-    (svg,) = drawings(html.line_chart({"a": ([0, 5, 10], [0, 50, 100])}, "x", "y", "t"))
+    (svg,) = drawings(charts.line_chart({"a": ([0, 5, 10], [0, 50, 100])}, "x", "y", "t"))
     (path,) = numbers_of_path(svg)
     x, y = path[0::2], path[1::2]
     assert x[1] - x[0] == pytest.approx(x[2] - x[1], abs=0.02)
@@ -155,7 +155,7 @@ def test_curves_lie_where_the_axes_say() -> None:
 
 
 def test_a_logarithmic_axis_spaces_decades_evenly_and_leaves_out_what_has_no_logarithm() -> None:
-    chart = html.line_chart(
+    chart = charts.line_chart(
         {"a": ([-1, 0, 1, 10, 100], [1, 1, 1, 2, 3])}, "x", "y", "t", log_x=True, vertical={"no": 0.0}
     )
     (path,) = numbers_of_path(drawings(chart)[0])
@@ -166,9 +166,9 @@ def test_a_logarithmic_axis_spaces_decades_evenly_and_leaves_out_what_has_no_log
 
 
 def test_a_gap_breaks_the_curve_and_steps_hold_the_value() -> None:
-    gap = html.line_chart({"a": ([1, 2, 3, 4, 5], [1, 2, math.inf, 4, 5])}, "x", "y", "t")
+    gap = charts.line_chart({"a": ([1, 2, 3, 4, 5], [1, 2, math.inf, 4, 5])}, "x", "y", "t")
     assert re.search(r'd="M[^M]*M[^M]*"', gap)
-    steps = html.line_chart({"a": ([1, 2], [1, 5])}, "x", "y", "t", steps=True)
+    steps = charts.line_chart({"a": ([1, 2], [1, 5])}, "x", "y", "t", steps=True)
     (path,) = numbers_of_path(drawings(steps)[0])
     assert len(path) == 6
     assert path[1] == path[3]
@@ -176,41 +176,41 @@ def test_a_gap_breaks_the_curve_and_steps_hold_the_value() -> None:
 
 
 def test_percent_units_and_rules() -> None:
-    chart = html.line_chart(
+    chart = charts.line_chart(
         {"a": ([0, 1], [0, 0.5])}, "x", "y", "t", horizontal={"alpha": 0.01}, x_unit="%", y_unit="%"
     )
     assert ">100%<" in chart
     assert ">50%<" in chart
     assert ">alpha<" in chart
-    assert "ms<" in html.line_chart({"a": ([0, 1], [0, 3])}, "x", "y", "t", y_unit="ms")
+    assert "ms<" in charts.line_chart({"a": ([0, 1], [0, 3])}, "x", "y", "t", y_unit="ms")
 
 
 @pytest.mark.parametrize("values", [[], [math.nan], [math.inf, -math.inf]])
 def test_nothing_to_draw_is_said(values: list[float]) -> None:
     labels = [str(v) for v in values]
     for chart in (
-        html.line_chart({"a": (values, values)}, "x", "y", "t"),
-        html.bar_chart(labels, values, "t"),
-        html.histogram(values, "t", "x"),
+        charts.line_chart({"a": (values, values)}, "x", "y", "t"),
+        charts.bar_chart(labels, values, "t"),
+        charts.histogram(values, "t", "x"),
     ):
         assert "no data" in chart
         assert len(drawings(chart)) == 1
-    assert "no data" in html.line_chart({}, "x", "y", "t")
+    assert "no data" in charts.line_chart({}, "x", "y", "t")
 
 
 def test_bars_are_as_long_as_their_values() -> None:
-    (svg,) = drawings(html.bar_chart(["a", "b", "c", "d"], [1.0, 3.0, -2.0, math.nan], "t"))
+    (svg,) = drawings(charts.bar_chart(["a", "b", "c", "d"], [1.0, 3.0, -2.0, math.nan], "t"))
     widths = [float(r.attrib["width"]) for r in svg.iter("{http://www.w3.org/2000/svg}rect")]
     assert len(widths) == 3
     assert widths[1] == pytest.approx(3 * widths[0], rel=0.01)
     assert widths[2] == pytest.approx(2 * widths[0], rel=0.01)
-    assert drawings(html.bar_chart(["zero"], [0.0], "t"))
+    assert drawings(charts.bar_chart(["zero"], [0.0], "t"))
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200))
 @settings(deadline=None)
 def test_a_histogram_counts_every_value_once(values: list[float]) -> None:
-    counts = re.findall(r"<title>[^<]*: (\d+)</title>", html.histogram(values, "t", "x"))
+    counts = re.findall(r"<title>[^<]*: (\d+)</title>", charts.histogram(values, "t", "x"))
     assert sum(map(int, counts)) == len(values)
 
 
@@ -225,9 +225,9 @@ def test_any_numbers_give_a_drawing_inside_its_frame(
 ) -> None:
     xs, ys = np.array([p[0] for p in points]), np.array([p[1] for p in points])
     rules = {} if rule is None or abs(rule) > 1e300 else {"rule": rule}
-    chart = html.line_chart({"a": (xs, ys)}, "x", "y", "t", log_x=log, horizontal=rules, vertical=rules)
+    chart = charts.line_chart({"a": (xs, ys)}, "x", "y", "t", log_x=log, horizontal=rules, vertical=rules)
     for path in numbers_of_path(drawings(chart)[0]):
-        assert all(-1 <= x <= html.WIDTH + 1 for x in path[0::2])
+        assert all(-1 <= x <= charts.WIDTH + 1 for x in path[0::2])
         assert all(-1 <= y <= 312 + 1 for y in path[1::2])
 
 
@@ -241,9 +241,9 @@ def test_tables_set_numbers_flush_right() -> None:
 
 def test_lengths_must_agree() -> None:
     with pytest.raises(ValueError, match="2 x values"):
-        html.line_chart({"a": ([1, 2], [1])}, "x", "y", "t")
+        charts.line_chart({"a": ([1, 2], [1])}, "x", "y", "t")
     with pytest.raises(ValueError, match="1 labels"):
-        html.bar_chart(["a"], [1, 2], "t")
+        charts.bar_chart(["a"], [1, 2], "t")
 
 
 def test_a_page_can_go_on() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from deformer_stream import html
+from deformer_stream import charts, html
 from deformer_stream.core.conformal import ALPHAS, Calibration
 from deformer_stream.core.schema import Feature
 from trainer.data import Prepared
@@ -51,7 +51,7 @@ def _curves(fitted: Fitted) -> list[str]:
             f"The weights kept are the averaged ones of step {best['step']:,.0f}. Smaller is better; a training curve "
             "far below the validation curve means that the model learns records by heart."
         ),
-        html.line_chart(
+        charts.line_chart(
             {
                 "training": (steps, [row["train"] for row in fitted.history]),
                 "validation": (steps, [row["validation"] for row in fitted.history]),
@@ -74,7 +74,7 @@ def _features(data: Prepared, held: HeldOut) -> list[str]:
             "feature's own spread: 1.42 is a bell curve without any help from the others, less is better, negative "
             "values are sharp predictions. For labels it is the −ln of a probability: 0 is certainty."
         ),
-        html.bar_chart(
+        charts.bar_chart(
             [data.schema.names[i] for i in order],
             [float(held.per_feature[i]) for i in order],
             "Held-out surprise per feature",
@@ -96,7 +96,7 @@ def _calibration(calibration: Calibration) -> list[str]:
             "order of arrival, drift or records that depend on each other (neighbouring seconds of one machine) weaken "
             "that promise."
         ),
-        html.histogram(calibration.scores, "Largest statistic of normal records", "statistic, nats", vertical=rules),
+        charts.histogram(calibration.scores, "Largest statistic of normal records", "statistic, nats", vertical=rules),
         html.table(
             ["α, largest share of normal records alerted", "statistic that alerts", "in reach?"],
             [

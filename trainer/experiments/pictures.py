@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.html import WIDTH, text
+from deformer_stream.charts import WIDTH
+from deformer_stream.html import text
 
 Bits = NDArray[np.bool_]
 PAPER, INK, HIDDEN, FRAME = "#ffffff", "#15191d", "#d9480f", "#d5dade"
@@ -60,7 +61,7 @@ def gallery(
 
 
 def outlines(groups: dict[str, NDArray[np.float64]], bins: int = 60) -> dict[str, tuple[list[float], list[float]]]:
-    """Histograms as series for `html.line_chart(log_x=True, steps=True)`: shares of each group of positive numbers,
+    """Histograms as series for `charts.line_chart(log_x=True, steps=True)`: shares of each group of positive numbers,
     over common bins of equal ratio."""
     everything = np.concatenate(list(groups.values()))
     edges = np.geomspace(everything.min() / 1.001, everything.max() * 1.001, bins + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deformer_stream import html
+from deformer_stream import charts, html
 from trainer.experiments.experiment import Experiment
 
 
@@ -60,5 +60,5 @@ def _curve(experiment: Experiment, history: Sequence[Mapping[str, float]], sizes
             "of them as a time limit allows) with averaged weights; training: the weights at work, the mean since the "
             "point before."
         ),
-        html.line_chart(series, "minutes of training", "NLL, nats", "NLL while learning", marks=len(history) < 40),
+        charts.line_chart(series, "minutes of training", "NLL, nats", "NLL while learning", marks=len(history) < 40),
     ]

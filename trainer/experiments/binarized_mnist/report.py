@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream import html
+from deformer_stream import charts, html
 from deformer_stream.core.model import DEformer
 from trainer.experiments.binarized_mnist.data import PIXELS, SIDE, gaps, shifted
 from trainer.experiments.complete import complete
@@ -116,7 +116,7 @@ def _out_of_distribution(scored: Scored) -> tuple[dict[str, Any], list[str]]:
             f"{count:,} test images and the same images rotated, inverted, and with their pixels permuted (by one "
             "permutation for all), each scored in one random order."
         ),
-        html.line_chart(
+        charts.line_chart(
             outlines(groups),
             "NLL, nats",
             "share of images",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deformer_stream import html
+from deformer_stream import charts, html
 from deformer_stream.core.model import PRESETS as MODELS
 from deformer_stream.core.model import ModelConfig
 from trainer.experiments.experiment import Experiment, Preset, Scored
@@ -54,8 +54,8 @@ def report(scored: Scored) -> tuple[list[str], dict[str, Any]]:
             "NLL in nats of a row in units of each reading's own deviation, mean over the orders; the fewer, the "
             "likelier. By reading: given the readings that came before it, mean over rows and orders."
         ),
-        html.histogram(scored.nll.mean(0), "Test rows", "NLL, nats"),
-        html.bar_chart(list(per_feature), list(per_feature.values()), "By reading", "nats"),
+        charts.histogram(scored.nll.mean(0), "Test rows", "NLL, nats"),
+        charts.bar_chart(list(per_feature), list(per_feature.values()), "By reading", "nats"),
     ]
     return blocks, {"per_feature": per_feature}
 
