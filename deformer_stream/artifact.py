@@ -33,8 +33,9 @@ from deformer_stream.core.model import DEformer, ModelConfig
 from deformer_stream.core.schema import Schema
 from deformer_stream.errors import ArtifactError, ConfigError
 
-FORMAT_VERSION, GROUPED_VERSION = 1, 2
-"""The latter with calibrations of groups, which a release that does not know of them would pass over."""
+FORMAT_VERSION, GROUPED_VERSION, HELD_VERSION = 1, 2, 3
+"""The second with calibrations of groups, the third with ties held: a release that does not know of what is new would
+pass it over."""
 WEIGHTS, MANIFEST, REPORT = "model.safetensors", "manifest.json", "report.html"
 LONGEST_NAME = 1024
 """Characters in a feature's name or label; longer ones could never arrive as events."""
@@ -167,7 +168,11 @@ def _finite(value: Any) -> Any:
 def _version(manifest: dict[str, Any]) -> int:
     """The format version of what is in a manifest."""
     calibration = manifest.get("calibration")
-    return GROUPED_VERSION if isinstance(calibration, dict) and "groups" in calibration else FORMAT_VERSION
+    if not isinstance(calibration, dict):
+        return FORMAT_VERSION
+    if "ties" in calibration:
+        return HELD_VERSION
+    return GROUPED_VERSION if "groups" in calibration else FORMAT_VERSION
 
 
 def _fingerprint(manifest: dict[str, Any]) -> str:

@@ -276,14 +276,16 @@ def _calibrate() -> click.Command:
         if stop.is_set():
             return 130
         order = peaks.order(opening.order_of_rows(loaded, settings), settings.order)
-        asked = settings.alpha, settings.group_by, settings.trim, settings.seed
+        ties = settings.ties or loaded.calibration.ties
+        asked = settings.alpha, settings.group_by, settings.trim, settings.seed, ties
         found = recalibration.recalibrated(loaded, peaks, order, *asked)
         fingerprint = recalibration.written(found, loaded, target, settings.alpha)
         click.echo(aligned([("alpha", "before", "now", "in reach?"), *found.rows(settings.alpha)]))
         for line in found.groups():
             click.echo(line)
         refused = f", {totals.rejected.total()} readings refused" if totals.rejected else ""
-        click.echo(f"{found.records} records in {order} order{refused}: {target} ({fingerprint})", err=True)
+        held = ", ties held" if ties == "hold" else ""
+        click.echo(f"{found.records} records in {order} order{held}{refused}: {target} ({fingerprint})", err=True)
         return 0
 
     return calibrate

@@ -35,6 +35,8 @@ def describe(loaded: Artifact, console: Console | None = None) -> None:
         console.print(f"records {_plain(name + calibration.separator)}… are judged by {len(own.scores)} of their own")
     if loaded.schema.context.any():
         console.print("A context feature conditions the others and is never scored.")
+    if calibration.ties == "hold":
+        console.print("Ties are held: readings of one record and one time are judged together.")
     if calibration.order == "random":
         console.print("Calibrated in random orders: alpha holds where readings arrive in any order, each as likely.")
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from deformer_stream import artifact
 from deformer_stream.codec import Codec
 from deformer_stream.core.batch import NO_TIME, AlertRaised, Contribution, EventBatch, Rejected
-from deformer_stream.core.conformal import record_statistics
+from deformer_stream.core.conformal import Ties, record_statistics
 from deformer_stream.core.engine import Engine, Limits
 from deformer_stream.core.explain import explain
 from deformer_stream.core.query import fill
@@ -41,7 +41,8 @@ class Update:
     running_log_likelihood: the record's sum so far. score: running statistic, larger is more anomalous. p_value:
     anytime-valid, never rises within a record. All four are NaN if the reading was refused or says that the feature
     will not be observed. alerts: those that the reading raised, at most one for each alpha, the mildest first.
-    rejected: why the reading was refused, None where it was accepted.
+    rejected: why the reading was refused, None where it was accepted. waits: with ties held, the reading waits for
+    others of its time; its numbers are NaN, and what comes of it is in the alerts of a later update or of `finish`.
     """
 
     log_likelihood: float
@@ -50,6 +51,7 @@ class Update:
     p_value: float
     alerts: tuple[AlertRaised, ...] = ()
     rejected: Rejected | None = None
+    waits: bool = False
 
     @property
     def alert(self) -> AlertRaised | None:
@@ -87,12 +89,18 @@ class Imputed:
 class Scorer:
     """Scores readings as they come, many records interleaved. Not safe for use from several threads at once."""
 
-    def __init__(self, detector: Detector, alpha: float | Sequence[float], record_timeout: float | None) -> None:
-        if record_timeout is not None and not 0 < record_timeout < 1e12:
-            raise ValueError("record_timeout is a positive number of seconds, or None for never")
+    def __init__(
+        self,
+        detector: Detector,
+        alpha: float | Sequence[float],
+        record_timeout: float | None,
+        ties: Ties | None = None,
+        tie_wait: float | None = None,
+    ) -> None:
+        waits = [_microseconds("record_timeout", record_timeout), _microseconds("tie_wait", tie_wait)]
         self._codec = detector.codec
         self._clock = WallClock()
-        self._engine = detector.engine(alpha, Limits(None if record_timeout is None else round(record_timeout * 1e6)))
+        self._engine = detector.engine(alpha, Limits(waits[0], tie_wait=waits[1]), ties)
 
     def update(self, record: str, feature: str, value: Value, time: float | datetime | None = None) -> Update:
         """Add one reading.
@@ -104,18 +112,22 @@ class Scorer:
         document = {"record": record, "feature": feature, "value": value, "time": time}
         batch, refused = self._codec.decode(_messages([_json(document)]))
         now = self._clock.at(batch.times)
-        self._engine.handle(EventBatch.empty(), now)  # between two updates no one looks at the clock
+        earlier = self._engine.handle(EventBatch.empty(), now)  # between two updates no one looks at the clock
         effects = self._engine.handle(batch, now)
-        if not len(effects.scored):
-            nan = float("nan")
-            return Update(nan, nan, nan, nan, rejected=next(iter([*refused, *effects.rejected]), None))
-        s = effects.scored
-        alerts = tuple(effects.alerts)
-        return Update(float(s.log_likelihood[0]), float(s.running[0]), float(s.score[0]), float(s.p_value[0]), alerts)
+        alerts = (*earlier.alerts, *effects.alerts)
+        s, rejected = effects.scored, next(iter([*refused, *effects.rejected]), None)
+        for row in np.flatnonzero(s.events == 0).tolist():  # what had waited stands behind it
+            log_likelihood, running, score, p_value = (
+                float(column[row]) for column in (s.log_likelihood, s.running, s.score, s.p_value)
+            )
+            return Update(log_likelihood, running, score, p_value, alerts)
+        nan = float("nan")
+        waits = rejected is None and len(batch) > 0 and not np.isnan(batch.values[0])
+        return Update(nan, nan, nan, nan, alerts, rejected, bool(waits))
 
-    def finish(self) -> None:
-        """Close all open records."""
-        self._engine.finish()
+    def finish(self) -> tuple[AlertRaised, ...]:
+        """Close all open records. Returns the alerts of readings that had waited for others of their time."""
+        return tuple(self._engine.finish().alerts)
 
 
 class Detector:
@@ -134,19 +146,28 @@ class Detector:
         """Names the model in alerts."""
         return self.artifact.fingerprint
 
-    def scorer(self, alpha: float | Sequence[float] = 0.01, record_timeout: float | None = None) -> Scorer:
+    def scorer(
+        self,
+        alpha: float | Sequence[float] = 0.01,
+        record_timeout: float | None = None,
+        ties: Ties | None = None,
+        tie_wait: float | None = None,
+    ) -> Scorer:
         """A fresh event-by-event scorer.
 
         alpha: largest share of normal records that may ever raise an alert, or several, each with alerts of its own.
-        record_timeout: seconds without a reading after which a record is closed, None for never."""
-        return Scorer(self, alpha, record_timeout)
+        record_timeout: seconds without a reading after which a record is closed, None for never. ties: "hold" where
+        readings of a record that are updated with one time wait for each other and are judged once, "arrival" where
+        they are judged as they come, None as the model was calibrated. tie_wait: seconds without a reading after which
+        they wait no more, None for never; it is looked at with each update."""
+        return Scorer(self, alpha, record_timeout, ties, tie_wait)
 
-    def engine(self, alpha: float | Sequence[float], limits: Limits | None = None) -> Engine:
+    def engine(self, alpha: float | Sequence[float], limits: Limits | None = None, ties: Ties | None = None) -> Engine:
         """A fresh engine. Raises ValueError unless every alpha lies between 0 and 1."""
         alphas = np.atleast_1d(np.asarray(alpha, np.float64))
         if not len(alphas) or not ((alphas > 0) & (alphas < 1)).all():
             raise ValueError("alpha lies between 0 and 1")
-        return Engine(self.artifact.model, self.artifact.calibration, self.fingerprint, alpha, limits)
+        return Engine(self.artifact.model, self.artifact.calibration, self.fingerprint, alpha, limits, ties=ties)
 
     def score(self, records: Sequence[Mapping[str, Value]], alpha: float = 0.01) -> RecordScores:
         """Score whole records. Each mapping's order is the arrival order; what is absent, None or NaN is not observed.
@@ -213,6 +234,12 @@ class Detector:
             if present[refusal.message]:
                 raise InputError(f"record {refusal.message}: {refusal.detail} ({refusal.reason.value})")
         return batch
+
+
+def _microseconds(name: str, seconds: float | None) -> int | None:
+    if seconds is not None and not 0 < seconds < 1e12:
+        raise ValueError(f"{name} is a positive number of seconds, or None for never")
+    return None if seconds is None else round(seconds * 1e6)
 
 
 def _missing(value: object) -> bool:

@@ -56,6 +56,8 @@ class Metrics:
         self.cache = named(Gauge, "cache_bytes", "Bytes of cached keys and values in use")
         again = "Records whose cached keys and values had to be computed again"
         self.rebuilds = named(Counter, "cache_rebuilds_total", again)
+        early = "Blocks of readings of one time that came after that time, or a later one, was decided"
+        self.late_ties = named(Counter, "ties_late_total", early)
         behind = "Messages of the partition that are not dealt with yet"
         self.lag = named(Gauge, "consumer_lag", behind, ["topic", "partition"])
         self.commit = named(Histogram, "commit_seconds", "Time to make positions safe", buckets=_SECONDS)

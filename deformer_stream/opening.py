@@ -36,6 +36,12 @@ def model(settings: ConsumeSettings | ReplaySettings, drift: float | None = None
             log.get("model").warning(
                 f"alpha {alpha:g} is out of reach in {len(short)} of {len(groups)} groups: {named}"
             )
+    calibrated = loaded.calibration.ties
+    if settings.ties is not None and settings.ties != calibrated:
+        log.get("model").warning(
+            f"--ties {settings.ties}: the model was calibrated with {calibrated}, so its false-alarm rate is not "
+            f"guaranteed; leave the option out, or calibrate with it (deformer-stream calibrate --ties {settings.ties})"
+        )
     timeout, effort = settings.record_timeout, settings.explanations
     return loaded, engine(loaded, settings, settings.alpha, timeout, drift, effort)
 
@@ -54,9 +60,16 @@ def engine(
     from deformer_stream.core.engine import Engine, Limits
     from deformer_stream.errors import ConfigError
 
-    limits = Limits(None if timeout is None else round(timeout * 1e6), settings.max_open_records, settings.cache_memory)
+    wait = getattr(settings, "tie_wait", None)
+    limits = Limits(
+        None if timeout is None else round(timeout * 1e6),
+        settings.max_open_records,
+        settings.cache_memory,
+        tie_wait=None if wait is None else round(wait * 1e6),
+    )
     try:
-        return Engine(loaded.model, loaded.calibration, loaded.fingerprint, alphas, limits, drift, effort)
+        ties = settings.ties
+        return Engine(loaded.model, loaded.calibration, loaded.fingerprint, alphas, limits, drift, effort, ties)
     except (RuntimeError, MemoryError):  # what torch and NumPy say when memory cannot be had
         raise ConfigError(f"--cache-memory {settings.cache_memory} bytes cannot be had: give less") from None
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from deformer_stream import artifact, charts, html
 from deformer_stream.artifact import Artifact
 from deformer_stream.core.batch import Effects
-from deformer_stream.core.conformal import ALPHAS, MOST, Calibration, group_of, trimmed
+from deformer_stream.core.conformal import ALPHAS, MOST, Calibration, Ties, group_of, trimmed
 from deformer_stream.core.drift import surprise_of
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.windows import MARK
@@ -124,17 +124,19 @@ def recalibrated(
     group_by: str | None = None,
     trim: float = 0.0,
     seed: int = 0,
+    ties: Ties = "arrival",
 ) -> Recalibrated:
     """Calibrate on what was collected.
 
-    order: the arrival law of it. alphas: a group is on its own where all of these are in reach with its records.
-    group_by: `DEVICE`, or the separator behind the group in a record's id. trim: share of the largest statistics that
-    are left out. Raises `InputError` without any record, or without any that names a group."""
+    order: the arrival law of it; ties: how readings of one time were taken. alphas: a group is on its own where all of
+    these are in reach with its records. group_by: `DEVICE`, or the separator behind the group in a record's id. trim:
+    share of the largest statistics that are left out. Raises `InputError` without any record, or without any that names
+    a group."""
     before, scores = loaded.calibration, peaks.scores
     if not len(scores):
         raise InputError("no record to calibrate on: the input holds no reading that the model knows")
     rng = np.random.default_rng([seed, 0xCA1B])
-    pool = Calibration.of(trimmed(_thinned(scores, rng), trim), order, peaks.surprise(loaded.model))
+    pool = Calibration.of(trimmed(_thinned(scores, rng), trim), order, peaks.surprise(loaded.model), ties)
     least = max(1, *(Calibration.needed(alpha) for alpha in alphas))
     if group_by is None:
         return Recalibrated(before, pool, len(scores), {}, least, 0)
@@ -165,6 +167,7 @@ def written(found: Recalibrated, loaded: Artifact, directory: Any, alphas: Seque
         "from": loaded.fingerprint,
         "records": found.records,
         "order": found.calibration.order,
+        "ties": found.calibration.ties,
         "groups": len(found.calibration.groups),
         "groups_pooled": len(found.pooled),
     }
@@ -183,7 +186,8 @@ def _section(found: Recalibrated, fingerprint: str, alphas: Sequence[float]) -> 
     return [
         html.heading("Calibrated again"),
         html.paragraph(
-            f"{found.records:,} normal records in {new.order} order calibrate the model that was {fingerprint} before; "
+            f"{found.records:,} normal records in {new.order} order{_held(new)} calibrate the model that was "
+            f"{fingerprint} before; "
             "its weights are as they were. What is said above about when it alerts was true of the calibration before."
         ),
         charts.histogram(
@@ -200,6 +204,10 @@ def _section(found: Recalibrated, fingerprint: str, alphas: Sequence[float]) -> 
 def _threshold(calibration: Calibration, alpha: float) -> str:
     value = calibration.threshold(alpha)
     return f"{value:.3f}" if np.isfinite(value) else "—"
+
+
+def _held(calibration: Calibration) -> str:
+    return " (readings of one time judged together)" if calibration.ties == "hold" else ""
 
 
 def _counts(groups: dict[str, int], most: int = 8) -> str:

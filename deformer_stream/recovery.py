@@ -58,6 +58,8 @@ class Recovery:
         be read."""
         if restored.snapshot is not None:
             self._engine.restore(restored.partition, decode_snapshot(restored.snapshot), at)
+        for decisions in restored.decisions:
+            self._engine.foretell(restored.partition, decode_decisions(decisions))
         self._history[restored.partition] = restored
 
     def replay(self, data: Payload | None, codec: Codec, at: int) -> Payload | None:

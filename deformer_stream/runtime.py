@@ -228,6 +228,7 @@ class Road:
         metrics.open.set(len(self.engine.records))
         metrics.cache.set(self.engine.cache_bytes)
         metrics.rebuilds.inc(self.engine.take_rebuilds())
+        metrics.late_ties.inc(self.engine.take_late_ties())
         metrics.drifting(self.engine.drift())
         self._report_misrouted()
         metrics.ready = (self._shared is None or bool(self._shared.assigned)) and not self.recovery.restoring

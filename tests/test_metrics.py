@@ -27,6 +27,7 @@ NAMES = {
     "events_total": "counter",
     "events_rejected_total": "counter",
     "records_misrouted_total": "counter",
+    "ties_late_total": "counter",
     "records_open": "gauge",
     "records_closed_total": "counter",
     "alerts_total": "counter",

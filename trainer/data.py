@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.core.batch import NO_TIME
+from deformer_stream.core.conformal import Ties
 from deformer_stream.core.schema import Feature, Kind, Schema, label_of
 from deformer_stream.errors import ConfigError, InputError
 from trainer.kinds import ColumnStatistics, Excluded, adoptable, infer
@@ -45,7 +46,7 @@ CHUNK = 16_384
 @dataclass(frozen=True, slots=True)
 class DataOptions:
     """How the tables are to be read; column names as tuples. layout None: seen from the columns. base: of
-    the model that is adapted; its features come first, as they were."""
+    the model that is adapted; its features come first, as they were. ties: what readings of one record and time are."""
 
     layout: Layout | None = None
     label: str | None = None
@@ -57,6 +58,7 @@ class DataOptions:
     calibration_share: float = 0.2
     seed: int = 0
     base: Schema | None = None
+    ties: Ties = "arrival"
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ class Prepared:
 
     values: (N, F) float32 on disk, in normalised units or label codes, NaN where missing. ranks: (N, F) int16 on disk,
     place of each reading in its record's order of arrival, −1 where missing; None for the wide layout, which knows no
-    order. split: (N,) uint8, TRAIN, VALIDATION, CALIBRATION or LEFT_OUT. missing and refused: per feature, over all
-    records; refused readings are infinite. skipped: what else was left out, by reason. time: the column with the time.
-    fingerprint: hex digest of schema, matrix and order.
+    order. ties: with "hold" readings of one time have one place. split: (N,) uint8, TRAIN, VALIDATION, CALIBRATION or
+    LEFT_OUT. missing and refused: per feature, over all records; refused readings are infinite. skipped: what else was
+    left out, by reason. time: the column with the time. fingerprint: hex digest of schema, matrix and order.
     """
 
     schema: Schema
@@ -81,6 +83,7 @@ class Prepared:
     refused: dict[str, int]
     skipped: dict[str, int]
     fingerprint: str = field(repr=False)
+    ties: Ties = "arrival"
 
     def rows(self, part: int) -> NDArray[np.int64]:
         """Row numbers of a part of the split, ascending."""
@@ -119,7 +122,7 @@ def prepare(tables: Sequence[Path], options: DataOptions, folder: Path) -> Prepa
     split = assign_split(source.records, options.calibration_share, options.seed)
     statistics = gather(source, split, options.exclude)
     schema, more = choose_kinds(list(statistics.values()), options)
-    values, ranks = encode(source, schema, folder)
+    values, ranks = encode(source, schema, folder, options.ties)
     return Prepared(
         schema=schema,
         excluded=(*excluded, *more),
@@ -132,6 +135,7 @@ def prepare(tables: Sequence[Path], options: DataOptions, folder: Path) -> Prepa
         refused={name: s.infinite for name, s in statistics.items() if s.infinite and name in schema.codes},
         skipped=source.skipped,
         fingerprint=fingerprint(schema, values, ranks, split),
+        ties=options.ties,
     )
 
 
@@ -153,6 +157,8 @@ def _choose_columns(source: Source, options: DataOptions) -> list[Excluded]:
     names = source.schema.names
     asked = {"exclude": options.exclude, "context": options.context}
     asked |= {"discrete": options.discrete, "continuous": options.continuous}
+    if options.ties == "hold" and (source.layout == "wide" or TIME not in names):
+        raise ConfigError("--ties hold: the table knows no time of each reading; use a long table with a column time")
     if source.layout == "long":
         source.time = TIME if TIME in names else None
         others = [n for n in names if n not in (RECORD, FEATURE, VALUE, source.time, source.label)]
@@ -218,7 +224,9 @@ def choose_kinds(statistics: list[ColumnStatistics], options: DataOptions) -> tu
     return Schema(features), excluded
 
 
-def encode(source: Source, schema: Schema, folder: Path) -> tuple[NDArray[np.float32], NDArray[np.int16] | None]:
+def encode(
+    source: Source, schema: Schema, folder: Path, ties: Ties = "arrival"
+) -> tuple[NDArray[np.float32], NDArray[np.int16] | None]:
     """Pass 2: the matrix of normalised values and, for the long layout, the order of arrival, as files in `folder`."""
     shape = (source.records, len(schema))
     values = np.lib.format.open_memmap(folder / "values.npy", "w+", np.float32, shape)
@@ -247,7 +255,7 @@ def encode(source: Source, schema: Schema, folder: Path) -> tuple[NDArray[np.flo
         times[rows, code] = block.times[first]
     if duplicates:
         source.skipped["repeated events (record and feature)"] = duplicates
-    ranks = _ranks(values, events, times, folder)
+    ranks = _ranks(values, events, times, folder, ties)
     for name in ("events.npy", "times.npy"):
         (folder / name).unlink()
     values.flush()
@@ -285,9 +293,10 @@ def _as_number(text: str) -> str:
 
 
 def _ranks(
-    values: NDArray[np.float32], events: NDArray[np.int64], times: NDArray[np.int64], folder: Path
+    values: NDArray[np.float32], events: NDArray[np.int64], times: NDArray[np.int64], folder: Path, ties: Ties
 ) -> NDArray[np.int16]:
-    """(N, F) place of each reading in its record: by time, ties and unknown times by place in the input."""
+    """(N, F) place of each reading in its record: by time, ties and unknown times by place in the input. With ties held
+    readings of one time have one place."""
     ranks = np.lib.format.open_memmap(folder / "ranks.npy", "w+", np.int16, values.shape)
     for start in range(0, len(values), CHUNK):
         part = slice(start, start + CHUNK)
@@ -295,8 +304,12 @@ def _ranks(
         last = np.iinfo(np.int64).max
         time = np.where(times[part] == NO_TIME, last - 1, times[part])
         order = np.lexsort((events[part], np.where(present, time, last)), axis=1)
-        rank = np.empty_like(order)
-        np.put_along_axis(rank, order, np.broadcast_to(np.arange(order.shape[1]), order.shape), 1)
+        rank, place = np.empty_like(order), np.broadcast_to(np.arange(order.shape[1]), order.shape)
+        if ties == "hold":
+            time = np.take_along_axis(time, order, 1)
+            alone = np.diff(time, axis=1, prepend=time[:, :1] - 1) != 0
+            place = np.cumsum(alone | (time == last - 1), 1) - 1
+        np.put_along_axis(rank, order, place, 1)
         ranks[part] = np.where(present, rank, -1)
     ranks.flush()
     return ranks

@@ -122,7 +122,7 @@ def train(
             say(f"fold {number} of {settings.folds}")
             sibling = _trained(_sibling(fold, settings, number, folder, budget), stop).model
             found += surveyed(sibling, fold, fold.rows(CALIBRATION), order, settings.seed + number)
-        calibration = calibrated(found, data.schema, order, settings.contamination)
+        calibration = calibrated(found, data.schema, order, settings.contamination, data.ties)
         model = rank(fitted.model, data, choose_exemplars(settings), settings.seed)
         held = held_out(
             fitted.model,
@@ -265,6 +265,7 @@ def _data_options(settings: Everything, old: DEformer | None) -> DataOptions:
         calibration_share=1 / settings.folds if settings.folds else settings.calibration_share,
         seed=settings.seed,
         base=old.schema if old is not None else None,
+        ties=settings.ties,
     )
 
 
@@ -354,7 +355,7 @@ def _costs(model: DEformer, data: Prepared, budget: Budget) -> Costs:
     rows = data.rows(CALIBRATION)
     few = rows[:TIMED_ROWS]
     began = budget.clock()
-    statistics(model, data, few, "random", 0)  # any order takes as long
+    statistics(model, data, few, choose_order(None, data), 0)  # any order takes as long
     middle = budget.clock()
     held_out(model, data, few, 1, 0)
     ended = budget.clock()

@@ -92,6 +92,11 @@ class TrainSettings(Settings):
         None,
         description="Order of arrival to calibrate for; by default that of the table if it has one, otherwise random.",
     )
+    ties: Literal["arrival", "hold"] = Field(
+        "arrival",
+        description="Readings of one record with one time (long tables): one after the other as they stand there "
+        "(arrival), or a block whose order means nothing and that is judged once (hold).",
+    )
 
 
 class Everything(TrainSettings):

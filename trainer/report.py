@@ -87,12 +87,13 @@ def _calibration(calibration: Calibration) -> list[str]:
     thresholds = {alpha: calibration.threshold(alpha) for alpha in ALPHAS}
     rules = {f"α = {alpha:g}": t for alpha, t in thresholds.items() if np.isfinite(t)}
     n = len(calibration.scores)
+    held = ", those of one time judged together" if calibration.ties == "hold" else ""
     return [
         html.heading("When it will alert"),
         html.paragraph(
             f"The largest running statistic of each of {n:,} normal records that were held out from the start, "
-            f"readings in {calibration.order} order. A record alerts as soon as its statistic passes the line of its "
-            "α. At most a share α of normal records like these ever alerts, whatever the model's faults; a changed "
+            f"readings in {calibration.order} order{held}. A record alerts as soon as its statistic passes the line of "
+            "its α. At most a share α of normal records like these ever alerts, whatever the model's faults; a changed "
             "order of arrival, drift or records that depend on each other (neighbouring seconds of one machine) weaken "
             "that promise."
         ),

@@ -71,13 +71,14 @@ class Samples:
 def draw(
     data: Prepared, rows: NDArray[np.int64], noise: Noise, arrival_share: float, generator: torch.Generator
 ) -> Samples:
-    """Rows of the matrix with noise, each in a fresh random order; a share of them as logged, where the table knows."""
+    """Rows of the matrix with noise, each in a fresh random order; a share of them as logged, where the table knows,
+    with ties held in any order of each."""
     values, ranks = read_rows(data, rows)
     values, hidden = noise.apply(values, generator)
     keys = random_keys(values.shape, generator)
     if ranks is not None:
         logged = torch.rand((len(values), 1), generator=generator) < arrival_share
-        keys = torch.where(logged, ranks, keys)
+        keys = torch.where(logged, ranks + keys if data.ties == "hold" else ranks, keys)
     return Samples(values, keys, hidden)
 
 

@@ -55,7 +55,8 @@ class KafkaSink:
         if self.alerts_topic is not None:
             for alert in effects.alerts:
                 value = self._codec.encode_alert(alert, data)
-                source = 0 if data is None else position(data, alert.message)[1]
+                come = data is not None and alert.message >= 0  # else the clock decided
+                source = position(data, alert.message)[1] if data is not None and come else alert.partition
                 self._delivery.put(Outgoing(source, self.alerts_topic, alert.record.encode(), value, []))
             for notice in effects.drifts:
                 key, value = notice.record.encode(), encode_drift(notice)

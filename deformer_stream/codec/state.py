@@ -4,7 +4,8 @@
 
 The body is an Arrow IPC stream of one row in which every column is a list, its buffers compressed with zstd. Nothing of
 it is parsed before its checksum is verified, and nothing is used before it is checked. Version 1, of a single alpha, is
-read too: it does not say at which alpha a record had alerted, so that such a record alerts no more.
+read too: it does not say at which alpha a record had alerted, so that such a record alerts no more. Version 3 is
+written where readings of one time wait for each other; version 2, which earlier releases read, elsewhere.
 """
 
 from __future__ import annotations
@@ -19,11 +20,21 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from deformer_stream.core.drift import BETS, MOST
-from deformer_stream.core.snapshot import ALL_TOLD, QUIET, Alerted, Decisions, Drift, Snapshot, Vocabulary, ragged
+from deformer_stream.core.snapshot import (
+    ALL_TOLD,
+    QUIET,
+    Alerted,
+    Blocks,
+    Decisions,
+    Drift,
+    Snapshot,
+    Vocabulary,
+    ragged,
+)
 from deformer_stream.errors import StateError
 
 MAGIC = b"deformer"
-VERSION = 2
+VERSION = 3
 HEAD = struct.Struct(">8scH32s")
 SNAPSHOT, DECISIONS = b"S", b"D"
 AGES = 2**61
@@ -71,9 +82,11 @@ _DRIFT = {
     "drift_counts": pa.int64(),
 }
 """At most one model; its records, 1 where a notice was given, the capital by bet; bins and counts of each group."""
+_TIES = {"tied": pa.uint8(), "held": pa.int32(), "instant": pa.int64()}
 _SUMS = ("log_likelihood", "total", "least", "peak", "excess", "p_value")
 _DECISIONS = {"closed": _TEXT, "alerted": _TEXT, "alert_seq": pa.int32(), "alert_alpha": pa.float64()} | _DRIFT
-_SINCE_2 = {"alert_alpha", *_DRIFT}
+_WAITED = {"waited": _TEXT, "waited_at": pa.int32()}
+_SINCE = {2: {"alert_alpha", *_DRIFT}, 3: {*_TIES, *_WAITED}}
 
 
 class _Nonsense(Exception):  # noqa: N818  (control flow: becomes a `StateError` that says where)
@@ -89,18 +102,22 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
         "labels": [label for labels in vocabulary.labels for label in labels],
     }
     columns |= {name: getattr(snapshot, name) for name in _SNAPSHOT if name not in columns}
-    return _sealed(SNAPSHOT, columns | _drift_columns(snapshot.drift), _SNAPSHOT | _DRIFT)
+    columns |= _drift_columns(snapshot.drift)
+    if snapshot.ties is not None:
+        columns |= {name: getattr(snapshot.ties, name) for name in _TIES}
+    return _sealed(SNAPSHOT, columns, _SNAPSHOT | _DRIFT | _TIES)
 
 
 def decode_snapshot(data: bytes, where: str = "the saved state") -> Snapshot:
     """Raises `StateError` for bytes that are no snapshot of this format version, whole and unaltered. where: what the
     error calls them."""
     try:
-        columns = _opened(SNAPSHOT, data, _SNAPSHOT | _DRIFT)
+        columns = _opened(SNAPSHOT, data, _SNAPSHOT | _DRIFT | _TIES)
         columns.setdefault("alert_alpha", np.where(columns["alert_seq"] < 0, QUIET, ALL_TOLD))
         vocabulary = _vocabulary(*(columns.pop(name) for name in _VOCABULARY))
         drift = _drift(columns)
-        snapshot = Snapshot(vocabulary, tuple(columns.pop("models")), **columns, drift=drift)
+        ties = _blocks(columns) if "tied" in columns else None
+        snapshot = Snapshot(vocabulary, tuple(columns.pop("models")), **columns, drift=drift, ties=ties)
         _check(snapshot)
     except _Nonsense as error:
         raise StateError(f"{where}: {error}; {REMEDY}") from error
@@ -123,24 +140,44 @@ def encode_decisions(decisions: Decisions) -> bytes:
         "alert_alpha": np.array([told.alpha for told in alerted.values()], np.float64),
         **_drift_columns(decisions.drift),
     }
-    return _sealed(DECISIONS, columns, _DECISIONS)
+    if decisions.waited:
+        columns["waited"] = [record for record, counts in decisions.waited.items() for _ in counts]
+        columns["waited_at"] = np.array([n for counts in decisions.waited.values() for n in counts], np.int32)
+    return _sealed(DECISIONS, columns, _DECISIONS | _WAITED)
 
 
 def decode_decisions(data: bytes, where: str = "the saved decisions") -> Decisions:
     """Raises `StateError` for bytes that are no decisions of this format version, whole and unaltered. where: what the
     error calls them."""
     try:
-        columns = _opened(DECISIONS, data, _DECISIONS)
+        columns = _opened(DECISIONS, data, _DECISIONS | _WAITED)
         closed, alerted, seq = columns["closed"], columns["alerted"], columns["alert_seq"]
         alpha = columns.get("alert_alpha", np.full(len(seq), ALL_TOLD))
         _must(len(alerted) == len(seq) == len(alpha) == len(set(alerted)), "alerts without or with several places")
         _must(bool((seq >= 0).all()), "an alert before the first reading")
         _must(bool(((alpha >= 0) & (alpha < 1)).all()), "an alert at no alpha")
         drift = _drift(columns)
+        waited = _waited(columns.get("waited", []), columns.get("waited_at", np.empty(0, np.int32)))
     except _Nonsense as error:
         raise StateError(f"{where}: {error}; {REMEDY}") from error
     told = dict(zip(alerted, map(Alerted, seq.tolist(), alpha.tolist()), strict=True))
-    return Decisions(tuple(closed), told, drift)
+    return Decisions(tuple(closed), told, drift, waited)
+
+
+def _blocks(columns: dict[str, Any]) -> Blocks:
+    """Taken out of the columns."""
+    tied, held, instant = (columns.pop(name) for name in _TIES)
+    _must(bool((tied <= 1).all()), "a reading is tied or not")
+    return Blocks(tied.astype(bool), held, instant)
+
+
+def _waited(records: list[str], counts: NDArray[np.int32]) -> dict[str, tuple[int, ...]]:
+    _must(len(records) == len(counts), "blocks of ties without or with several places")
+    _must(bool((counts > 0).all()), "a block of ties before the first reading")
+    waited: dict[str, tuple[int, ...]] = {}
+    for record, count in zip(records, counts.tolist(), strict=True):
+        waited[record] = (*waited.get(record, ()), count)
+    return waited
 
 
 def _drift_columns(drift: Drift | None) -> dict[str, Sequence[str] | NDArray[Any]]:
@@ -177,7 +214,8 @@ def _sealed(kind: bytes, columns: Columns, types: Mapping[str, pa.DataType]) -> 
     with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
         writer.write_batch(batch)
     body: bytes = sink.getvalue().to_pybytes()
-    head: bytes = HEAD.pack(MAGIC, kind, VERSION, hashlib.sha256(body).digest())
+    version = 3 if _SINCE[3] & columns.keys() else 2
+    head: bytes = HEAD.pack(MAGIC, kind, version, hashlib.sha256(body).digest())
     return head + body
 
 
@@ -188,7 +226,8 @@ def _opened(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[
     _must(magic == MAGIC, "written by another program")
     if not 1 <= version <= VERSION:
         raise _Nonsense(f"its format version is {version}, and this release reads {VERSION}")
-    types = {name: kind for name, kind in types.items() if version > 1 or name not in _SINCE_2}
+    later = set[str]().union(*(names for since, names in _SINCE.items() if since > version))
+    types = {name: kind for name, kind in types.items() if name not in later}
     _must(found == kind, "of another kind than expected")
     body = memoryview(data)[HEAD.size :]
     _must(hashlib.sha256(body).digest() == digest, "cut short or altered, its checksum does not match")
@@ -240,6 +279,7 @@ def _check(snapshot: Snapshot) -> None:
     _must(
         bool(((snapshot.alert_seq < 0) == (snapshot.alert_alpha == QUIET)).all()), "an alert is without alpha or place"
     )
+    _check_ties(snapshot, snapshot.ties)
     U, W = len(snapshot.unseen_text), len(snapshot.window_device)
     _must(len(snapshot.unseen_record) == len(snapshot.unseen_place) == U, "labels are missing")
     _must(_within(snapshot.unseen_record, R), "a label is of no record")
@@ -247,6 +287,19 @@ def _check(snapshot: Snapshot) -> None:
     _must(len(snapshot.window_record) == len(snapshot.window_deadline) == W, "windows are missing")
     _must(_within(snapshot.window_record, R), "a window is of no record")
     _must(len(set(snapshot.devices)) == len(snapshot.marks) == len(snapshot.devices), "a watermark is of no device")
+
+
+def _check_ties(snapshot: Snapshot, ties: Blocks | None) -> None:
+    if ties is None:
+        return
+    _must(len(ties.tied) == int(snapshot.counts.sum()), "ties are not given once for each reading")
+    _must(len(ties.held) == len(ties.instant) == len(snapshot), "ties are not given once for each record")
+    _must(_within(ties.held, snapshot.counts + 1), "more readings wait than there are")
+    opens = np.append(ties.tied, False)
+    first = np.cumsum(snapshot.counts) - snapshot.counts
+    _must(not opens[first[snapshot.counts > 0]].any(), "a first reading goes with another before it")
+    waiting = ties.held > 0
+    _must(not opens[(first + snapshot.counts - ties.held)[waiting]].any(), "a block is judged in part")
 
 
 def _check_values(snapshot: Snapshot) -> None:

@@ -123,12 +123,12 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """M accepted events, in order of acceptance.
+    """M accepted events, in order of acceptance, where readings of one time wait for each other in that of decision.
 
     events: (M,) index into the batch. seq: (M,) int32 place in the record, from 0. log_likelihood: (M,) natural log of
     p(value | earlier values of the record) in normalised units, a mass for discrete features, NaN for context.
     running: (M,) its sum so far. score: (M,) running statistic, larger is more anomalous. p_value: (M,) anytime-valid.
-    alert: (M,) bool, true on the events that raised an alert of the record.
+    alert: (M,) bool, true on the events that raised an alert of the record. A block of ties counts at its last event.
     """
 
     events: NDArray[np.int64]
@@ -190,9 +190,9 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class AlertRaised:
-    """A record became improbable. raised_at: number of readings accepted when it did. message: index into the poll.
-    partition: the record's. ended: the batch closed it, for a reason that the log tells. severity: 1 for the largest
-    alpha that was asked for, 2 for the next, …"""
+    """A record became improbable. raised_at: number of readings accepted when it did. message: index into the poll, −1
+    where the clock decided a block of ties. partition: the record's. ended: the batch closed it, for a reason that the
+    log tells. severity: 1 for the largest alpha that was asked for, 2 for the next, …"""
 
     id: str
     record: str
@@ -295,7 +295,9 @@ class Closed:
 @dataclass(frozen=True, slots=True)
 class Effects:
     """What the engine decided about one batch. `batch` is the input that `scored.events` points into. evidence: of
-    drift, by partition where there is more of it and notices go by it."""
+    drift, by partition where there is more of it and notices go by it. waited: by partition and record, how many
+    readings it had when the clock decided a block of ties (`core.ties`). Readings of earlier batches that are decided
+    now stand at the end of `batch`."""
 
     batch: EventBatch
     scored: Scored
@@ -304,6 +306,7 @@ class Effects:
     closed: Closed
     drifts: list[DriftNotice] = field(default_factory=list)
     evidence: Mapping[int, Drift] = field(default_factory=dict)
+    waited: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
     def decisions(self) -> dict[int, Decisions]:
         """By partition, what was decided here that the partition's log cannot tell."""
@@ -317,7 +320,8 @@ class Effects:
         for record, reason, partition in rows:
             if reason in (Closing.TIMEOUT, Closing.EVICTED):
                 closed.setdefault(partition, []).append(record)
+        waited = {p: {record: (count,) for record, count in counts.items()} for p, counts in self.waited.items()}
         return {
-            p: Decisions(tuple(closed.get(p, ())), alerted.get(p, {}), self.evidence.get(p))
-            for p in sorted({*closed, *alerted, *self.evidence})
+            p: Decisions(tuple(closed.get(p, ())), alerted.get(p, {}), self.evidence.get(p), waited.get(p, {}))
+            for p in sorted({*closed, *alerted, *self.evidence, *waited})
         }

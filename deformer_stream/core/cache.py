@@ -42,9 +42,9 @@ class KeyValueCache(Pages):
         self.keys, self.values = ([_zeros(shape, model) for _ in range(config.layers)] for _ in range(2))
         self.readings = _zeros((self.pages, PAGE_TOKENS, 2), model) if model.keeps_readings else None
 
-    def gather(self, slots: NDArray[np.int64]) -> Past:
-        """The pasts of R slots, padded to the longest."""
-        lengths = self.length[slots]
+    def gather(self, slots: NDArray[np.int64], lengths: NDArray[np.int64] | None = None) -> Past:
+        """The pasts of R slots, padded to the longest; or their first so many readings, (R,)."""
+        lengths = self.length[slots] if lengths is None else lengths
         pages = int(self.held(lengths.max(keepdims=True))[0]) if len(slots) else 0
         # (R, H, pages) in that order: index (page, head) pairs of the pools.
         pairs = self.table[slots, :pages][:, None, :] * self.heads + np.arange(self.heads)[:, None]

@@ -118,6 +118,18 @@ class CompiledCache(Pages):
             self.page_of += self.begins[1]
         self.pool = zeroed(self.pages * page_bytes)
 
+    def fork(self, other: CompiledCache, slots: Ints, lengths: Ints, counts: Ints) -> None:
+        """Give the slots 0 … R − 1 here what R slots of another cache hold of their first `lengths` readings, and room
+        for `counts` more, (R,) each; whatever was here is dropped."""
+        self.drop(np.arange(len(self.length)))
+        self.grow(len(slots))
+        mine = np.arange(len(slots))
+        self.reserve(mine, lengths + counts)
+        row, column = self._places(np.zeros_like(lengths), lengths)
+        here, there = (cache.pool.reshape(cache.pages, -1) for cache in (self, other))
+        here[self.table[row, column]] = there[other.table[slots[row], column]]
+        self.length[mine] = lengths + counts
+
 
 def _rows(readings: int, vectors: int) -> tuple[Ints, Ints]:
     """(readings,) in which page of a record the guide's row of its k-th reading lies, and at which vector; no row

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -29,6 +29,10 @@ from deformer_stream.core.heads import log_gamma_sf
 from deformer_stream.core.model import DEformer
 
 Floats = NDArray[np.float64]
+
+Ties = Literal["arrival", "hold"]
+"""What readings of one record and one event time are: one after the other as they came, or a block whose order means
+nothing, decided once (`core.ties`)."""
 
 ALPHAS = (0.05, 0.01, 0.001)
 """Those that are shown where nobody has asked for any."""
@@ -59,18 +63,23 @@ class PrefixState:
         return PrefixState(np.zeros(records, np.int64), zero, zero, zero)
 
 
-def advance(state: PrefixState, log_p: Floats, scored: NDArray[np.bool_]) -> tuple[Floats, PrefixState]:
+def advance(
+    state: PrefixState, log_p: Floats, scored: NDArray[np.bool_], decided: NDArray[np.bool_] | None = None
+) -> tuple[Floats, PrefixState]:
     """Add L readings to each of R records.
 
     log_p: (R, L) ln of the highest-density p-values; scored: (R, L), false for context and padding, which change
-    nothing. Returns the running statistic max_{j≤k} g_j after each reading, (R, L), larger is more anomalous, and the
-    state after the last. Sums run in arrival order, so that any split of the readings gives the same bits.
+    nothing. decided: (R, L), false for readings of a block of ties but its last: no prefix ends with them. Returns the
+    running statistic max_{j≤k} g_j after each reading, (R, L), larger is more anomalous, and the state after the last.
+    Sums run in arrival order, so that any split of the readings gives the same bits.
     """
     log_p = np.where(scored, TEMPER * np.minimum(log_p, 0.0), 0.0)
     count = state.count[:, None] + np.cumsum(scored, 1)
     total = np.cumsum(np.concatenate([state.total[:, None], -log_p], 1), 1)[:, 1:]
     least = np.minimum.accumulate(np.concatenate([state.least[:, None], log_p], 1), 1)[:, 1:]
     g = np.where(count > 0, np.maximum(_fisher(count, total), _sidak(count, least)), 0.0)
+    if decided is not None:
+        g = np.where(decided, g, 0.0)
     peak = np.maximum.accumulate(np.concatenate([state.peak[:, None], g], 1), 1)[:, 1:]
     return peak, PrefixState(count[:, -1], total[:, -1], least[:, -1], peak[:, -1])
 
@@ -113,7 +122,7 @@ class Calibration:
     groups: sources with a calibration of their own, by name (`group_of` with `separator`); their records are judged by
     it, all others by `scores`, which are those of all sources. A group is part of the record's id, so it is known from
     the first reading on and needs no memory. surprise: mean −ln p by feature, by which a notice of drift tells what has
-    moved; features may be missing.
+    moved; features may be missing. ties: how readings of one time were taken.
     """
 
     scores: Floats
@@ -121,6 +130,7 @@ class Calibration:
     separator: str = ""
     groups: Mapping[str, Calibration] = field(default_factory=dict)
     surprise: Mapping[str, float] = field(default_factory=dict)
+    ties: Ties = "arrival"
 
     def __post_init__(self) -> None:
         if self.scores.ndim != 1 or not np.isfinite(self.scores).all() or (np.diff(self.scores) < 0).any():
@@ -129,16 +139,25 @@ class Calibration:
             raise ValueError("calibration groups need a separator, and a separator groups")
         if not all(math.isfinite(mean) for mean in self.surprise.values()):
             raise ValueError("the mean surprise of a feature in calibration is not finite")
-        if any(not name or own.groups or own.order != self.order for name, own in self.groups.items()):
-            raise ValueError("a calibration group has no name, groups of its own, or another order")
+        if self.ties not in get_args(Ties):
+            raise ValueError(f"calibration knows no ties {self.ties!r}")
+        laws = {(own.order, own.ties) for own in self.groups.values()} - {(self.order, self.ties)}
+        if laws or any(not name or own.groups for name, own in self.groups.items()):
+            raise ValueError("a calibration group has no name, groups of its own, or another law")
 
     @staticmethod
-    def of(statistics: Floats, order: str, surprise: Mapping[str, float] | None = None) -> Calibration:
-        return Calibration(np.sort(np.asarray(statistics, np.float64)), order, surprise=surprise or {})
+    def of(
+        statistics: Floats, order: str, surprise: Mapping[str, float] | None = None, ties: Ties = "arrival"
+    ) -> Calibration:
+        return Calibration(np.sort(np.asarray(statistics, np.float64)), order, surprise=surprise or {}, ties=ties)
 
     def grouped(self, statistics: Mapping[str, Floats], separator: str, least: int) -> Calibration:
         """With the groups of which there are at least so many records. statistics: M by group."""
-        enough = {name: Calibration.of(m, self.order) for name, m in statistics.items() if name and len(m) >= least}
+        enough = {
+            name: Calibration.of(m, self.order, ties=self.ties)
+            for name, m in statistics.items()
+            if name and len(m) >= least
+        }
         return replace(self, separator=separator if enough else "", groups=enough)
 
     def beyond(self, alphas: Iterable[float]) -> dict[float, int]:
@@ -197,6 +216,8 @@ class Calibration:
 
     def to_json(self) -> dict[str, Any]:
         row: dict[str, Any] = {"order": self.order, "records": len(self.scores), "scores": self.scores.tolist()}
+        if self.ties != "arrival":
+            row["ties"] = self.ties
         if self.surprise:
             row["surprise"] = dict(self.surprise)
         if self.groups:
@@ -206,10 +227,11 @@ class Calibration:
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> Calibration:
-        order = str(row["order"])
-        groups = {n: Calibration(np.asarray(m, np.float64), order) for n, m in row.get("groups", {}).items()}
+        order, ties = str(row["order"]), row.get("ties", "arrival")
+        groups = {n: Calibration(np.asarray(m, np.float64), order, ties=ties) for n, m in row.get("groups", {}).items()}
         surprise = {str(name): float(mean) for name, mean in row.get("surprise", {}).items()}
-        return Calibration(np.asarray(row["scores"], np.float64), order, row.get("separator", ""), groups, surprise)
+        scores = np.asarray(row["scores"], np.float64)
+        return Calibration(scores, order, row.get("separator", ""), groups, surprise, ties)
 
 
 @dataclass(frozen=True, slots=True)

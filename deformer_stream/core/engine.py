@@ -6,7 +6,6 @@ life can go on where another ended: `restore` a snapshot, `replay` the log after
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,30 +14,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.core import saving
-from deformer_stream.core.batch import (
-    AlertRaised,
-    Closed,
-    Closing,
-    Effects,
-    EventBatch,
-    Explanation,
-    Rejected,
-    Scored,
-)
+from deformer_stream.core.alerts import alert_id, raised
+from deformer_stream.core.batch import AlertRaised, Closed, Closing, Effects, EventBatch, Rejected, Scored
 from deformer_stream.core.cache import Shape
-from deformer_stream.core.conformal import Calibration
+from deformer_stream.core.conformal import Calibration, Ties
 from deformer_stream.core.drift import RECENT, Watch
-from deformer_stream.core.explain import Effort, explain
+from deformer_stream.core.explain import Effort
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.partition import REMEMBERED
 from deformer_stream.core.records import Accepted, Records
 from deformer_stream.core.schema import Schema
 from deformer_stream.core.scoring import UNDECIDED, Cache, Generation
 from deformer_stream.core.snapshot import Decisions, Snapshot, Vocabulary, ragged
+from deformer_stream.core.ties import decide
 from deformer_stream.errors import InvariantViolated
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+__all__ = ["Engine", "Limits", "OpenRecords", "alert_id"]
+
 NATURAL = frozenset((Closing.COMPLETE, Closing.WINDOW, Closing.TIMEOUT))
 """How records end whose statistics tell of drift; others were cut short by us."""
 OpenRecords = Literal["finish", "rescore"]
@@ -50,17 +44,14 @@ their readings again."""
 class Limits:
     """What bounds the engine. record_timeout: microseconds without an accepted event after which a record is closed, or
     None. open_records: most records open at once. cache_bytes: most memory for cached keys and values. remembered: most
-    closed ids, and most devices, that are remembered per partition."""
+    closed ids, and most devices, that are remembered per partition. tie_wait: microseconds of silence of a record after
+    which readings that wait for others of their time wait no more, or None."""
 
     record_timeout: int | None = None
     open_records: int = 1_000_000
     cache_bytes: int = 512 * 2**20
     remembered: int = REMEMBERED
-
-
-def alert_id(record: str, model: str, alpha: float) -> str:
-    """Deterministic, so that a sink without transactions can drop what it has already: 32 hex digits."""
-    return hashlib.sha256(f"{record}\0{model}\0{alpha!r}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    tie_wait: int | None = None
 
 
 class Engine:
@@ -72,7 +63,8 @@ class Engine:
     only, whatever alphas an earlier life had. dropped_readings: of open records, left out because a model that took
     them over has no such feature. drift: the level at which a partition whose records are no longer like those of the
     calibration is told of (`core.drift`); infinite to follow the evidence only, None for neither.
-    effort: spent on explaining alerts.
+    effort: spent on explaining alerts. ties: what readings of one record and one event time are (`core.ties`), None for
+    what the calibration took them for, which is what its guarantee is about.
     """
 
     def __init__(
@@ -84,16 +76,18 @@ class Engine:
         limits: Limits | None = None,
         drift: float | None = None,
         effort: Effort = "full",
+        ties: Ties | None = None,
     ) -> None:
         self.alphas = np.unique(np.atleast_1d(np.asarray(alpha, np.float64)))[::-1]
-        self.limits, self.effort = limits or Limits(), effort
-        self.records = Records(model.schema, self.limits.remembered)
+        self.limits, self.effort, self._ties = limits or Limits(), effort, ties
+        self.records = Records(model.schema, self.limits.remembered, self._holds(calibration))
+        self._splits: dict[int, dict[str, set[int]]] = {}  # source → record → where the clock had decided blocks
         self.dropped_readings = 0
         self.cache_rebuilds = 0
         self._newest = 0
         self._generations = {0: Generation(model, calibration, fingerprint)}
         self._caches: dict[Shape, Cache] = {}
-        self._next_expiry = 0
+        self._next_expiry = self._next_wait = 0
         self._translated: set[int] = set()  # partitions whose records another vocabulary may have completed
         self._watch = None if drift is None else Watch(calibration, fingerprint, drift)
         self._allot()
@@ -128,32 +122,48 @@ class Engine:
         now: microseconds since 1970, never before that of an earlier call. holding: partitions that are not restored
         yet, whose records neither the clock nor the bound closes."""
         accepted, rejected = self._accept(batch, now)
-        (log_likelihood, running, score, p_value), passed = self._score(accepted.slots, accepted.seq, self.alphas)
-        seq = accepted.seq.astype(np.int32)
-        scored = Scored(accepted.events, seq, log_likelihood, running, score, p_value, passed > 0)
-        alerts = self._alerts(batch, accepted, scored, passed)
-        closed = [
-            self._close(list(accepted.ended), list(accepted.ended.values())),
-            self._close(self._whole(holding), Closing.COMPLETE),
-            self._close(self._idle(now, holding), Closing.TIMEOUT),
-        ]
-        excess = len(self.records) - self.limits.open_records
-        closed.append(self._close(self.records.stalest(excess, holding) if excess > 0 else [], Closing.EVICTED))
+        closing = self._closing(accepted, now, holding)
+        waited: list[int] = []
+        if self.records.ties:
+            ending = [slot for slots, _ in closing for slot in slots]
+            waited = self._waited(now, {*ending, *accepted.slots.tolist()}, holding)
+            batch, accepted = decide(self.records, batch, accepted, np.array(ending + waited, np.int64))
+        scored, alerts = self._judge(batch, accepted)
+        closed = [self._close(slots, reason) for slots, reason in closing]
         drifts, evidence = ([], {}) if self._watch is None else self._watch.told(self.current.model, now)
-        return Effects(batch, scored, alerts, rejected, Closed.joined(closed), drifts, evidence)
+        decided = self.records.counted(waited)
+        return Effects(batch, scored, alerts, rejected, Closed.joined(closed), drifts, evidence, decided)
 
     def replay(self, batch: EventBatch, now: int) -> None:
         """As `handle`, of events that an earlier life has handled: what the log tells happens again, nothing is
         decided. Records that end here are not scored, for all has been said of them."""
         accepted, _ = self._accept(batch, now)
         ended = list(accepted.ended)
+        if self.records.ties:
+            _, accepted = decide(self.records, batch, accepted, np.array(ended, np.int64), self._splits_of)
         lasting = ~np.isin(accepted.slots, ended)
         self._score(accepted.slots[lasting], accepted.seq[lasting], UNDECIDED)
         self._let_go(ended)
 
+    def foretell(self, source: int, decisions: Decisions) -> None:
+        """What an earlier life decided about a partition, before the events that this life will replay: where the clock
+        decided blocks of ties does not wait for `apply`, for other readings of the time may come in between."""
+        places = self._splits.setdefault(source, {})
+        for record, at in decisions.waited.items():
+            places.setdefault(record, set()).update(at)
+
+    def _splits_of(self, slot: int) -> Collection[int]:
+        return self._splits.get(int(self.records.source[slot]), {}).get(self.records.ids[slot], ())
+
     def apply(self, source: int, decisions: Decisions) -> None:
         """What an earlier life decided about a partition, after the events that this life has replayed."""
         slot_of = self.records.partition(source).slot_of
+        self._splits.pop(source, None)
+        if self.records.ties and decisions.waited:
+            places = ((slot_of[record], at) for record, at in decisions.waited.items() if record in slot_of)
+            over = [slot for slot, at in places if self.records.count[slot] in at]
+            _, accepted = decide(self.records, EventBatch.empty(), Accepted.none(), np.array(over, np.int64))
+            self._score(accepted.slots, accepted.seq, UNDECIDED)
         for record, told in decisions.alerted.items():
             if record in slot_of:
                 self.records.tell(slot_of[record], told)
@@ -179,28 +189,31 @@ class Engine:
             self.dropped_readings += dropped
             self._translated.add(source)
             numbers = {}
+        if self.records.ties != (snapshot.ties is not None):
+            numbers = {}  # never a mix within a record
         number = np.array([numbers.get(model, -1) for model in snapshot.models], np.int64)[snapshot.model]
         if self._watch is not None:
             self._watch.restore(source, snapshot.drift)
         slots = saving.put(self.records, source, snapshot, now, np.where(number < 0, self._newest, number))
         self._make_room()
-        self._next_expiry = 0
+        self._next_expiry = self._next_wait = 0
         self._rescore(slots[number < 0])
 
     def change(
         self, model: DEformer, calibration: Calibration, fingerprint: str, open_records: OpenRecords
     ) -> OpenRecords:
         """Records that open from now on are scored by another model. Returns what becomes of those open now: "finish"
-        where both models have one vocabulary and it was asked for; otherwise "rescore", without a second alert of a
-        record at one alpha, and with those that are due at its next reading."""
-        finish = open_records == "finish" and Vocabulary.of(self.schema) == Vocabulary.of(model.schema)
+        where both models have one vocabulary, ties are what they were, and it was asked for; otherwise "rescore",
+        without a second alert of a record at one alpha, and with those that are due at its next reading."""
+        alike = Vocabulary.of(self.schema) == Vocabulary.of(model.schema)
+        finish = open_records == "finish" and alike and self._holds(calibration) == self.records.ties
         saved = {} if finish else {source: self.snapshot(source, 0) for source in self.records.partitions}
         self._newest += 1
         self._generations[self._newest] = Generation(model, calibration, fingerprint)
         if self._watch is not None:
             self._watch = Watch(calibration, fingerprint, self._watch.level)
         if not finish:
-            self.records = self.records.emptied(model.schema)
+            self.records = self.records.emptied(model.schema, self._holds(calibration))
             self._generations = {self._newest: self.current}
             self._caches.clear()  # other records have the slots now
         self._retire()
@@ -212,17 +225,24 @@ class Engine:
     def revoke(self, sources: Iterable[int]) -> Effects:
         """Let go of partitions that another consumer has now, with all that is known of them: it restores them."""
         sources = list(sources)
-        effects = self._only(self._close(self.records.of_sources(sources), Closing.REVOKED))
+        closed = self._close(self.records.of_sources(sources), Closing.REVOKED)
         self.records.forget(sources)
+        for source in sources:
+            self._splits.pop(source, None)
         if self._watch is not None:
             self._watch.forget(sources)
         self._translated.difference_update(sources)
-        return effects
+        return Effects(EventBatch.empty(), Scored.empty(), [], [], closed)
 
     def take_rebuilds(self) -> int:
         """Records whose cache was rebuilt since the last call."""
         rebuilds, self.cache_rebuilds = self.cache_rebuilds, 0
         return rebuilds
+
+    def take_late_ties(self) -> int:
+        """Blocks of ties that came too late for the one of their time, since the last call."""
+        late, self.records.late_ties = self.records.late_ties, 0
+        return late
 
     def drift(self) -> dict[int, float]:
         """By partition, log10 of the evidence that its records are other than those of the calibration."""
@@ -230,10 +250,14 @@ class Engine:
 
     def finish(self) -> Effects:
         """The input ended: close every open record, by partition, the one opened first at the beginning."""
-        return self._only(self._close(self.records.of_sources(), Closing.END))
+        slots, batch, accepted = self.records.of_sources(), EventBatch.empty(), Accepted.none()
+        if self.records.ties:
+            batch, accepted = decide(self.records, batch, accepted, np.array(slots, np.int64))
+        scored, alerts = self._judge(batch, accepted)
+        return Effects(batch, scored, alerts, [], self._close(slots, Closing.END))
 
-    def _only(self, closed: Closed) -> Effects:
-        return Effects(EventBatch.empty(), Scored.empty(), [], [], closed)
+    def _holds(self, calibration: Calibration) -> bool:
+        return (self._ties or calibration.ties) == "hold"
 
     def _accept(self, batch: EventBatch, now: int) -> tuple[Accepted, list[Rejected]]:
         accepted, rejected = self.records.accept(batch, now, self._newest)
@@ -243,6 +267,14 @@ class Engine:
     def _make_room(self) -> None:
         for cache in self._caches.values():
             cache.grow(self.records.capacity)
+
+    def _judge(self, batch: EventBatch, accepted: Accepted) -> tuple[Scored, list[AlertRaised]]:
+        (log_likelihood, running, score, p_value), passed = self._score(accepted.slots, accepted.seq, self.alphas)
+        seq = accepted.seq.astype(np.int32)
+        scored = Scored(accepted.events, seq, log_likelihood, running, score, p_value, passed > 0)
+        return scored, raised(
+            self.records, self.alphas, self.effort, self._by_generation, batch, accepted, scored, passed
+        )
 
     def _score(self, slots: Ints, seq: Ints, alphas: Floats) -> tuple[Floats, Ints]:
         """`Generation.score`, each record by its own."""
@@ -263,8 +295,30 @@ class Engine:
     def _rescore(self, slots: Ints) -> None:
         """Score the logs of these records from the beginning; what they have crossed shows at their next reading."""
         self.records.unscore(slots)
-        record, place = ragged(self.records.count[slots])
+        record, place = ragged(self.records.count[slots] - self.records.held[slots])
         self._score(slots[record], place, UNDECIDED)
+
+    def _closing(
+        self, accepted: Accepted, now: int, holding: Collection[int]
+    ) -> list[tuple[list[int], Closing | list[Closing]]]:
+        """What ends after a batch, slots and reason."""
+        whole = self._whole(holding)
+        idle = [slot for slot in self._idle(now, holding) if slot not in whole] if whole else self._idle(now, holding)
+        gone = {*whole, *idle}
+        excess = len(self.records) - len(gone) - self.limits.open_records
+        stale = self.records.stalest(excess + len(gone), holding) if excess > 0 else []
+        stale = [slot for slot in stale if slot not in gone][: max(0, excess)]
+        log = list(accepted.ended), list(accepted.ended.values())
+        return [log, (whole, Closing.COMPLETE), (idle, Closing.TIMEOUT), (stale, Closing.EVICTED)]
+
+    def _waited(self, now: int, others: Collection[int], holding: Collection[int]) -> list[int]:
+        """Slots, but these others, whose waiting readings have waited for long enough."""
+        wait = self.limits.tie_wait
+        if wait is None or now < self._next_wait:
+            return []
+        waited, earliest = self.records.idle(now - wait, holding, waiting=True)
+        self._next_wait = (now if earliest is None else earliest) + wait
+        return [slot for slot in waited if slot not in others]
 
     def _idle(self, now: int, holding: Collection[int]) -> list[int]:
         timeout = self.limits.record_timeout
@@ -324,55 +378,3 @@ class Engine:
             memory = self.limits.cache_bytes // len(shapes)
             self._caches = {shape: generation.cache(memory) for shape, generation in shapes.items()}
             self._make_room()
-
-    def _alerts(self, batch: EventBatch, accepted: Accepted, scored: Scored, passed: Ints) -> list[AlertRaised]:
-        """The alerts of a batch, in order, at one reading the mildest first. passed: (M,) from `Generation.score`."""
-        raising = np.flatnonzero(scored.alert)
-        slots, seen = accepted.slots[raising], accepted.seq[raising] + 1
-        names = [batch.records[event] for event in accepted.events[raising].tolist()]
-        reasons = self._explained(slots, seen, names)
-        alerts = []
-        for i, slot, count, why in zip(raising.tolist(), slots.tolist(), seen.tolist(), reasons, strict=True):
-            event = int(accepted.events[i])
-            record = batch.records[event]
-            model = self._generations[int(self.records.generation[slot])].fingerprint
-            reached = int((scored.p_value[i] <= self.alphas).sum())
-            for level in range(reached - int(passed[i]), reached):
-                alpha = float(self.alphas[level])
-                alerts.append(
-                    AlertRaised(
-                        id=alert_id(record, model, alpha),
-                        record=record,
-                        raised_at=count,
-                        features_seen=count,
-                        features_expected=len(self.schema) - int(self.records.absent[slot]),
-                        time=int(batch.times[event]),
-                        p_value=float(scored.p_value[i]),
-                        alpha=alpha,
-                        score=float(scored.score[i]),
-                        running_log_likelihood=float(scored.running[i]),
-                        model=model,
-                        message=int(batch.messages[event]),
-                        contributions=why.contributions,
-                        partition=int(batch.sources[event]),
-                        ended=slot in accepted.ended,
-                        severity=level + 1,
-                        silenced_by=why.silenced_by,
-                    )
-                )
-        return alerts
-
-    def _explained(self, slots: Ints, seen: Ints, names: list[str]) -> list[Explanation]:
-        """Why each of A records raised its alert when it had so many readings, (A,); together by model."""
-        reasons = [Explanation(())] * len(slots)
-        for generation, rows in self._by_generation(slots):
-            places = np.arange(int(seen[rows].max()))
-            codes, values = self.records.readings(slots[rows], np.broadcast_to(places, (len(rows), len(places))))
-            codes = np.where(places < seen[rows, None], codes, -1)
-            unseen = [self.records.unseen.get(slot, {}) for slot in slots[rows].tolist()]
-            records = [names[row] for row in rows.tolist()]
-            alarming = generation.calibration.alarming(float(self.alphas[0]))
-            found = explain(generation.model, codes, values, unseen, records, alarming, self.effort)
-            for row, why in zip(rows.tolist(), found, strict=True):
-                reasons[row] = why
-        return reasons

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.core.batch import Closed, Closing, EventBatch, Reason, Rejected
+from deformer_stream.core.batch import NO_TIME, Closed, Closing, EventBatch, Reason, Rejected
 from deformer_stream.core.conformal import PrefixState
 from deformer_stream.core.partition import REMEMBERED, Partition
 from deformer_stream.core.schema import Schema
@@ -40,15 +40,21 @@ class Accepted:
     seq: NDArray[np.int64]
     ended: dict[int, Closing]
 
+    @staticmethod
+    def none() -> Accepted:
+        nothing = np.empty(0, np.int64)
+        return Accepted(nothing, nothing, nothing, {})
+
 
 class Records:
     """The open records of one consumer, by partition.
 
     remembered: closed ids and devices' watermarks known per partition. misrouted: openings of an id that was open in
-    another partition too, of those that were looked at; an example is id, partition, other partition.
+    another partition too, of those that were looked at; an example is id, partition, other partition. ties: readings of
+    one time wait for each other (`core.ties`); late_ties: blocks that began when their instant was over.
     """
 
-    def __init__(self, schema: Schema, remembered: int = REMEMBERED) -> None:
+    def __init__(self, schema: Schema, remembered: int = REMEMBERED, ties: bool = False) -> None:
         self.schema = schema
         self.everything = (1 << len(schema)) - 1
         self.remembered = remembered
@@ -56,6 +62,7 @@ class Records:
         self.openings = 0
         self.misrouted = 0
         self.misrouted_example: tuple[str, int, int] | None = None
+        self.ties, self.late_ties = ties, 0
         self.ids: list[str] = []
         self.settled: list[int] = []  # bit f is set when feature f was observed or declared as never coming
         self.free: list[int] = []
@@ -71,6 +78,10 @@ class Records:
         self.absent = self._column("absent", np.zeros(0, np.int64))
         self.log_feature = self._column("log_feature", np.zeros((0, n), np.int16))
         self.log_value = self._column("log_value", np.zeros((0, n)))
+        # The reading belongs to the block of the one before it. Of the last ones so many are not judged yet, with time:
+        self.log_tied = self._column("log_tied", np.zeros((0, n if ties else 0), bool))
+        self.held = self._column("held", np.zeros(0, np.int64))
+        self.instant = self._column("instant", np.zeros(0, np.int64))
         self.log_likelihood = self._column("log_likelihood", np.zeros(0))
         self.scored = self._column("scored", np.zeros(0, np.int64))
         self.total = self._column("total", np.zeros(0))
@@ -142,6 +153,7 @@ class Records:
         self.count[slots] = 0
         self.absent[slots] = 0
         self.alert_seq[slots], self.alert_alpha[slots] = -1, QUIET
+        self.held[slots], self.instant[slots] = 0, NO_TIME
         self.unscore(slots)
 
     def unscore(self, slots: NDArray[np.int64]) -> None:
@@ -253,14 +265,22 @@ class Records:
         slots: list[int] = self._ordered(np.flatnonzero(mine)).tolist()
         return slots
 
+    def counted(self, slots: Iterable[int]) -> dict[int, dict[str, int]]:
+        """By partition, ids and numbers of readings of these records."""
+        counts: dict[int, dict[str, int]] = {}
+        for slot in slots:
+            counts.setdefault(int(self.source[slot]), {})[self.ids[slot]] = int(self.count[slot])
+        return counts
+
     def _ordered(self, slots: NDArray[np.int64], *first_by: NDArray[np.int64]) -> NDArray[np.int64]:
         """Open slots in an order that does not depend on which slots records happen to have."""
         return slots[np.lexsort((self.opened[slots], self.source[slots], *first_by))]
 
-    def idle(self, before: int, holding: Collection[int] = ()) -> tuple[list[int], int | None]:
+    def idle(self, before: int, holding: Collection[int] = (), waiting: bool = False) -> tuple[list[int], int | None]:
         """Slots of open records whose last accepted event is at or before this time (microseconds), the longest silent
-        first, but those of partitions held; and the earliest last event among the others."""
-        slots = np.flatnonzero(self.is_open)
+        first, but those of partitions held; and the earliest last event among the others. waiting: only of records in
+        which readings wait for others of their time."""
+        slots = np.flatnonzero(self.is_open & (self.held > 0) if waiting else self.is_open)
         over = (self.last[slots] <= before) & ~np.isin(self.source[slots], list(holding))
         rest, slots = self.last[slots[~over]], slots[over]
         return self._ordered(slots, self.last[slots]).tolist(), int(rest.min()) if len(rest) else None
@@ -308,10 +328,11 @@ class Records:
         for source in sources:
             self.partitions.pop(source, None)
 
-    def emptied(self, schema: Schema) -> Records:
+    def emptied(self, schema: Schema, ties: bool) -> Records:
         """Nothing but what was found out about the input."""
-        records = Records(schema, self.remembered)
+        records = Records(schema, self.remembered, ties)
         records.misrouted, records.misrouted_example = self.misrouted, self.misrouted_example
+        records.late_ties = self.late_ties
         return records
 
     def release(self, slots: Iterable[int]) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.core.partition import Partition
 from deformer_stream.core.records import Records
-from deformer_stream.core.snapshot import Drift, Snapshot, Vocabulary, ragged
+from deformer_stream.core.snapshot import Blocks, Drift, Snapshot, Vocabulary, ragged
 
 Ints = NDArray[np.int64]
 
@@ -58,7 +58,13 @@ def taken(records: Records, source: int, now: int, models: Mapping[int, str], dr
         devices=list(marks),
         marks=np.fromiter(marks.values(), np.int64, len(marks)),
         drift=drift,
+        ties=_blocks(records, slots) if records.ties else None,
     )
+
+
+def _blocks(records: Records, slots: Ints) -> Blocks:
+    record, place = ragged(records.count[slots])
+    return Blocks(records.log_tied[slots[record], place], records.held[slots].astype(np.int32), records.instant[slots])
 
 
 def _absent(records: Records, slots: Ints) -> tuple[Ints, Ints]:
@@ -94,6 +100,11 @@ def put(records: Records, source: int, snapshot: Snapshot, now: int, generation:
     record, place = snapshot.places()
     records.log_feature[slots[record], place] = snapshot.features
     records.log_value[slots[record], place] = snapshot.values
+    if records.ties:
+        ties = snapshot.ties
+        records.log_tied[slots[record], place] = False if ties is None else ties.tied
+        if ties is not None:
+            records.held[slots], records.instant[slots] = ties.held, ties.instant
     settled = np.zeros((len(slots), len(records.schema)), bool)
     settled[record, snapshot.features] = True
     settled[ragged(snapshot.absent_counts)[0], snapshot.absent] = True

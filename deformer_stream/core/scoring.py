@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deformer_stream.core.blocks import symmetric
 from deformer_stream.core.cache import KeyValueCache, Shape, shape_of, tensor
 from deformer_stream.core.compiled import Compiled, CompiledCache, Ragged, fits
 from deformer_stream.core.conformal import Calibration, advance
@@ -23,6 +25,9 @@ Bools = NDArray[np.bool_]
 GROUP_READINGS = 8_192
 """Readings of the records that go through the network together, cached ones included where attention gathers copies:
 past it, larger matrices gain nothing, and what is computed of them falls out of the processor's cache."""
+
+FORKS = 128
+"""Branches of open records that compiled code follows at once."""
 
 PADDING, SMALL_READINGS = 1.25, 512
 """Records with unequal numbers of readings share a pass if padding adds at most a quarter, or few readings in all: a
@@ -40,6 +45,7 @@ class Generation:
         self.schema = model.schema
         library = model.library if fits(model) else None
         self.compiled = None if library is None else Compiled(model, library)
+        self._forks: CompiledCache | None = None  # where branches of open records live while a block is judged
 
     @property
     def shape(self) -> Shape:
@@ -59,14 +65,17 @@ class Generation:
         order = np.lexsort((seq, slots))
         slots, first, fresh = np.unique(slots[order], return_index=True, return_counts=True)
         before = seq[order][first]
-        surprises, rebuilt = self._surprises(records, cache, slots, before, fresh)
+        tied = records.log_tied[slots.repeat(fresh), seq[order]] if records.ties else None
+        surprises, rebuilt = self._surprises(records, cache, slots, before, fresh, tied)
+        decided = None if tied is None else ~np.append(tied[1:], False)
         columns = np.empty((4, len(seq)))
         passed = np.zeros(len(seq), np.int64)
         for rows in _groups(fresh, np.zeros_like(fresh)):
             place = np.arange(int(fresh[rows].max()))
             new = place < fresh[rows, None]
             source = np.where(new, first[rows, None] + place, 0)
-            scores, newly = self._judge(records, slots[rows], before[rows], new, surprises[:, source], alphas)
+            ends = None if decided is None else decided[source]
+            scores, newly = self._judge(records, slots[rows], before[rows], new, surprises[:, source], alphas, ends)
             target = order[source[new]]
             columns[:, target], passed[target] = scores[:, new], newly[new]
         return columns, passed, rebuilt
@@ -82,9 +91,12 @@ class Generation:
         codes = np.where(places < count[:, None], codes, -1)
         return ranking.scores(codes, self.schema.normalise(np.maximum(codes, 0), raw), excess)
 
-    def _surprises(self, records: Records, cache: Cache, slots: Ints, before: Ints, fresh: Ints) -> tuple[Floats, int]:
+    def _surprises(
+        self, records: Records, cache: Cache, slots: Ints, before: Ints, fresh: Ints, tied: Bools | None
+    ) -> tuple[Floats, int]:
         """What the network says of `fresh` readings of R records after the first `before` ones, one record after the
-        other: ln p, ln of the p-value and excess, (3, M). And how many records' cache was built again."""
+        other: ln p, ln of the p-value and excess, (3, M). And how many records' cache was built again. tied: (M,)
+        whether a reading is of the block of the one before it, where there are blocks."""
         out = np.empty((3, int(fresh.sum())))
         offset = np.cumsum(fresh) - fresh
         rebuilt = 0
@@ -105,6 +117,12 @@ class Generation:
                     new, found = self._padded(records, cache, *group)
                     row, place = np.nonzero(new)
                     out[:, offset[part][rows][row] + place - (seen - start)[rows][row]] = found[:, new]
+            end = int(offset[part][-1] + fresh[part][-1])
+            at = slice(int(offset[part.start]), end)
+            if tied is not None and tied[at].any():
+                row, place = ragged(fresh[part])
+                branches = partial(self._branches, records, cache)
+                out[:, at] = symmetric(records, some[row], seen[row] + place, tied[at], out[:, at], branches)
         return out, rebuilt
 
     def _ragged(
@@ -158,13 +176,57 @@ class Generation:
         found = [t.double().cpu().numpy() for t in (judged.log_prob, judged.log_p_value, judged.excess)]
         return valid & (column >= (before - start)[:, None]), np.stack(found)
 
+    def _branches(
+        self, records: Records, cache: Cache, slots: Ints, start: Ints, length: Ints, codes: Ints, raw: Floats
+    ) -> Floats:
+        """`core.blocks.Judge`, of branches whose past is in the cache."""
+        out = np.empty((3, len(codes)))
+        first = np.cumsum(length) - length
+        values = self.schema.normalise(codes, raw)
+        if self.compiled is not None and isinstance(cache, CompiledCache):
+            if self._forks is None:
+                self._forks = self.compiled.cache(FORKS * cache.pages_per_record * cache.page_bytes)
+            for some in np.array_split(np.arange(len(slots)), -(-len(slots) // FORKS)):
+                self._forks.fork(cache, slots[some], start[some], length[some])
+                at = slice(int(first[some[0]]), int(first[some[-1]] + length[some[-1]]))
+                x, pages = tensor(values[at], self.model), self._forks.table[: len(some)]
+                begins = np.append(first[some] - at.start, at.stop - at.start)
+                ragged_ = Ragged(tensor(codes[at], self.model), x, begins, start[some], pages)
+                with torch.inference_mode():
+                    conditional = self.compiled.conditionals(self._forks, ragged_)
+                    judged = conditional.judge(x, self.compiled.surprisal(conditional, x))
+                out[:, at] = [t.numpy() for t in (judged.log_prob, judged.log_p_value, judged.excess)]
+        elif isinstance(cache, KeyValueCache):
+            for rows in _groups(length, start):
+                place = np.arange(int(length[rows].max()))
+                valid = place < length[rows, None]
+                source = np.where(valid, first[rows, None] + place, 0)
+                x = tensor(values[source], self.model)
+                with torch.inference_mode():
+                    past = cache.gather(slots[rows], start[rows])
+                    conditional = self.model.extend(
+                        tensor(np.where(valid, codes[source], -1), self.model), x, past
+                    ).conditional
+                    judged = conditional.judge(x, conditional.surprisal(x))
+                found = (judged.log_prob, judged.log_p_value, judged.excess)
+                out[:, source[valid]] = np.stack([t.double().cpu().numpy()[valid] for t in found])
+        return out
+
     def _judge(
-        self, records: Records, slots: Ints, before: Ints, new: Bools, surprises: Floats, alphas: Floats
+        self,
+        records: Records,
+        slots: Ints,
+        before: Ints,
+        new: Bools,
+        surprises: Floats,
+        alphas: Floats,
+        decided: Bools | None = None,
     ) -> tuple[Floats, Ints]:
         """Go on with R records by new readings, (R, L) with padding at the end, after the first `before`, (R,).
 
-        surprises: (3, R, L), see `_surprises`. Returns log-likelihood, running log-likelihood, score and p-value,
-        (4, R, L); and how many alphas are passed there for the first time, (R, L)."""
+        surprises: (3, R, L), see `_surprises`; decided: (R, L), see `advance`. Returns log-likelihood, running
+        log-likelihood, score and p-value, (4, R, L); and how many alphas are passed there for the first time, (R, L).
+        """
         log_likelihood, log_p, excess = surprises
         codes, _ = records.readings(slots, np.where(new, before[:, None] + np.arange(new.shape[1]), 0))
         scored = new & ~self.schema.context[codes]
@@ -172,7 +234,7 @@ class Generation:
         running = np.cumsum(np.concatenate([records.log_likelihood[slots, None], gain], 1), 1)[:, 1:]
         # Summed in arrival order, as the likelihood is, so that any split of the readings gives the same bits.
         sums = np.concatenate([records.excess[slots, None], np.where(scored, excess, 0.0)], 1)
-        score, state = advance(records.state(slots), log_p, scored)
+        score, state = advance(records.state(slots), log_p, scored, decided)
         p_value = self.calibration.judge(score, lambda: [records.ids[slot] for slot in slots.tolist()])
         newly = self._passed(records, slots, np.where(new, p_value, 1.0), before, alphas)
         records.store(slots, state)

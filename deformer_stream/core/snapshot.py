@@ -53,21 +53,26 @@ class Decisions:
     """What was decided about one partition that its log cannot tell.
 
     closed: records closed by the clock or for want of room, in order. alerted: of records that the log has left open.
-    drift: the evidence that notices go by, None where it is as it was.
+    drift: the evidence that notices go by, None where it is as it was. waited: numbers of readings that records had
+    when the clock decided a block of ties.
     """
 
     closed: tuple[str, ...] = ()
     alerted: Mapping[str, Alerted] = field(default_factory=dict)
     drift: Drift | None = None
+    waited: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.closed or self.alerted or self.drift)
+        return bool(self.closed or self.alerted or self.drift or self.waited)
 
     def __add__(self, later: Decisions) -> Decisions:
         alerted = dict(self.alerted)
         for record, told in later.alerted.items():
             alerted[record] = alerted[record] + told if record in alerted else told
-        return Decisions(self.closed + later.closed, alerted, later.drift or self.drift)
+        waited = dict(self.waited)
+        for record, counts in later.waited.items():
+            waited[record] = waited.get(record, ()) + counts
+        return Decisions(self.closed + later.closed, alerted, later.drift or self.drift, waited)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,19 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, slots=True)
+class Blocks:
+    """Readings of one time, of R records with T readings, where they wait for each other (`core.ties`).
+
+    tied: (T,) whether a reading is of the block of the one before it. held: (R,) int32, how many of the last readings
+    are not judged yet. instant: (R,) int64 their time, or that of the last block, microseconds.
+    """
+
+    tied: NDArray[np.bool_]
+    held: NDArray[np.int32]
+    instant: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """One partition: R open records in the order of their opening, ids remembered as closed, watermarks of devices.
 
@@ -99,7 +117,8 @@ class Snapshot:
     unseen_record, unseen_place, unseen_text: U labels that the model does not know, by index and place in the record.
     window_record, window_device, window_deadline: the W records that are windows of a device's time.
     closed: ids of closed records, the earliest first. devices, marks: D devices and their latest event times,
-    microseconds, the one heard from last at the end. drift: None where nothing is known.
+    microseconds, the one heard from last at the end. drift: None where nothing is known. ties: None where readings are
+    judged one by one.
     """
 
     vocabulary: Vocabulary
@@ -131,6 +150,7 @@ class Snapshot:
     devices: list[str]
     marks: NDArray[np.int64]
     drift: Drift | None = None
+    ties: Blocks | None = None
 
     def __len__(self) -> int:
         """Open records."""
@@ -172,8 +192,17 @@ class Snapshot:
             unseen_record=record[new].astype(np.int32),
             unseen_place=(before[new] - before[first[record[new]]]).astype(np.int32),
             unseen_text=[texts[i] for i in new.tolist()],
+            ties=None if self.ties is None else self._kept(self.ties, keep),
         )
         return snapshot, int((~keep).sum())
+
+    def _kept(self, ties: Blocks, keep: NDArray[np.bool_]) -> Blocks:
+        """Without the readings that are not kept, (T,)."""
+        record, place = self.places()
+        block = np.cumsum(~ties.tied)[keep]
+        waits = keep & (place >= (self.counts - ties.held)[record])
+        held = np.bincount(record[waits], minlength=len(self)).astype(np.int32)
+        return Blocks(np.diff(block, prepend=-1) == 0, held, ties.instant)
 
     def _relabelled(
         self, vocabulary: Vocabulary, code: NDArray[np.int16]
@@ -203,7 +232,7 @@ class Snapshot:
         return values, unknown
 
 
-def ragged(counts: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def ragged(counts: NDArray[np.int32] | NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Row and place in the row of every element of rows of so many elements."""
     sizes = counts.astype(np.int64)
     row = np.repeat(np.arange(len(sizes)), sizes)

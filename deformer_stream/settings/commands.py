@@ -61,6 +61,12 @@ class ScoringSettings(_Model):
     )
     grace: Duration = written("0s", description="How long past its end, in event time, a window takes what comes late.")
 
+    ties: Literal["arrival", "hold"] | None = Field(
+        None,
+        description="Readings of one record with one event time are judged one by one as they come (arrival), or wait "
+        "for each other and are judged once, so that their order means nothing (hold); by default as the model was "
+        "calibrated.",
+    )
     max_ahead: Duration | None = Field(
         None,
         description="An event whose own time lies further ahead of the broker's time of its message (the wall clock's "
@@ -192,6 +198,11 @@ class ConsumeSettings(_Alerting, _Kafka):
     )
     alerts: str = Field("-", description='Write alerts as JSON lines to this file, - is standard output, "" nothing.')
     record_timeout: Timeout = written("30s", description="A record is closed when no event of it came for this long.")
+    tie_wait: Timeout = written(
+        "500ms",
+        description="With ties held, readings wait for others of their time until the record goes on or ends, or for "
+        "this long after the last of them came.",
+    )
     max_wait: Timeout = written("200ms", description="Longest wait for events in one poll.")
     max_poll_records: int = Field(8192, ge=1, description="Most messages taken in one poll.")
     delivery: Literal["exactly-once", "at-least-once"] = Field(

@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from deformer_stream.core.batch import AlertRaised, Effects, EventBatch, Windowed
-from deformer_stream.core.conformal import Calibration, record_statistics
+from deformer_stream.core.conformal import Calibration, Ties, record_statistics
 from deformer_stream.core.engine import Engine, Limits
 from deformer_stream.core.model import DEformer, ModelConfig
 from deformer_stream.core.schema import Feature, Schema
@@ -41,9 +41,13 @@ def judge(seed: int = 0, dtype: torch.dtype = torch.float64, schema: Schema = SC
 
 
 def engine_of(
-    limits: Limits | None = None, seed: int = 0, dtype: torch.dtype = torch.float64, drift: float | None = None
+    limits: Limits | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    drift: float | None = None,
+    ties: Ties | None = None,
 ) -> Engine:
-    return Engine(*judge(seed, dtype), f"model-{seed}", ALPHA, limits, drift)
+    return Engine(*judge(seed, dtype), f"model-{seed}", ALPHA, limits, drift, ties=ties)
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,10 @@ def taken_up(
         cut = cuts[source]
         engine.restore(source, through(snapshot), steps[cut - 1].now if cut else 0)
     late: dict[int, Decisions] = {}
+    for k in range(min(cuts), until) if at_once else ():
+        for source, decisions in told[k].decisions().items():
+            if cuts[source] <= k:
+                engine.foretell(source, decisions)
     for k in range(min(cuts), until):
         sources = [source for source, cut in enumerate(cuts) if cut <= k]
         engine.replay(steps[k].batch(sources), steps[k].now)
@@ -212,6 +220,10 @@ def same_snapshot(a: Snapshot, b: Snapshot, tolerance: float = 0.0) -> None:
             np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=f.name)
         elif f.name == "drift":
             same_drift(x, y)
+        elif f.name == "ties":
+            assert (x is None) == (y is None)
+            for part in ("tied", "held", "instant") if x is not None else ():
+                assert np.array_equal(getattr(x, part), getattr(y, part)), part
         else:
             assert np.array_equal(x, y), f.name
             assert type(x) is type(y), f.name
