@@ -18,10 +18,15 @@ import torch
 
 import deformer_stream
 from deformer_stream import artifact
-from deformer_stream.core.batch import EventBatch
+from deformer_stream.codec import Codec
+from deformer_stream.core.batch import NO_TIME, EventBatch
 from deformer_stream.core.conformal import Calibration
 from deformer_stream.core.engine import Engine, Limits
 from deformer_stream.errors import ConfigError
+from deformer_stream.metrics import Metrics
+from deformer_stream.ports import Messages, Restored
+from deformer_stream.recovery import Recovery
+from tests.core.lives import same_snapshot
 from tests.core.worlds import model_of
 from tests.models import CONFIG, SCHEMA, rows_of, small_model
 from tests.statistics import beta_binomial_upper
@@ -167,6 +172,39 @@ def test_many_lives_commit_what_one_does(model_dir: Path) -> None:
     assert lives > 3
     assert len(whole.alerts) > 5
     assert Counter(cut.alerts) == Counter(whole.alerts)
+
+
+def test_what_the_clock_decided_is_known_before_the_history(model_dir: Path) -> None:
+    """A reading that came too late for its time in the first life is too late in the second."""
+    loaded = artifact.read(model_dir)
+    events = [("temperature", 1.0), ("pressure", 1.0), ("vibration", 1.0), ("load", 2.0)]
+    lines = [json.dumps({"record": "r", "feature": name, "value": 3.0, "time": time}).encode() for name, time in events]
+    data = Messages(
+        "t", [None] * 4, list(lines), np.full(4, NO_TIME), np.zeros(4, np.int32), np.arange(4, dtype=np.int64)
+    )
+    codec = Codec(loaded.schema)
+
+    def life() -> tuple[Engine, Recovery]:
+        engine = Engine(loaded.model, loaded.calibration, "m", 0.1, Limits(tie_wait=10), ties="hold")
+        return engine, Recovery(engine, Metrics(), interval=100.0)
+
+    first, kept = life()
+    kept.restore(Restored(0, 0), 0)
+    kept.go_live(0)
+    begun = kept.saved(0)
+    kept.keep(begun)
+    for at, rows in ((1, [0, 1]), (11, []), (12, [2, 3])):
+        kept.note(first.handle(codec.decode(data.take(np.array(rows, np.int64)))[0], at))
+    decided = kept.saved(12)[0].decisions
+    assert decided is not None
+    second, again = life()
+    again.restore(Restored(0, 4, begun[0].snapshot, (decided,)), 12)
+    assert again.replay(data, codec, 12) is None
+    again.go_live(0)
+    same_snapshot(second.snapshot(0, 12), first.snapshot(0, 12), 1e-4)
+    ties = first.snapshot(0, 12).ties
+    assert ties is not None
+    assert ties.tied.tolist() == [False, True, False, False]
 
 
 def test_false_alarms_keep_to_alpha(tmp_path: Path) -> None:
