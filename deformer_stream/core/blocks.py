@@ -1,7 +1,7 @@
 """How a block of tied readings is judged: over several of its orders, so that none of them counts more.
 
-Of a block b after a past s, with K of its orders o (at most `MOST_ORDERS`, the canonical one first, in pairs of an
-order and its reverse; all there are of up to three readings):
+Of a block b after a past s, with K of its orders o (`MOST_ORDERS`, the canonical one first, in pairs of an order and
+its reverse; the one pair that two readings have):
 
     ln p(b | s) = logmeanexp_o Σ_i ln p(b_i | s, those before i in o)
 
@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from functools import cache
-from itertools import permutations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +24,8 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-MOST_ORDERS = 8
+MOST_ORDERS = 4
+"""Eight said the same of records at twice the cost (docs/experiments.md)."""
 
 Judge = Callable[[Ints, Ints, Ints, Ints, Floats], Floats]
 """What the network says of B branches that leave the logs of slots (B,) at places (B,), with so many readings each,
@@ -37,19 +36,14 @@ def orders(record: str, codes: Ints, given: int) -> Ints:
     """Orders of a block besides the canonical one, (K − 1, m). codes: (m,), of which the first `given` keep their
     places. They depend on the record's id and the codes only."""
     n = len(codes) - given
-    if n <= 3:
-        drawn = _all_orders(n)[1:]
+    if n <= 2:
+        drawn = np.arange(n)[None, ::-1][: n - 1]
     else:
         text = record.encode("utf-8", "surrogatepass") + b"\0" + codes.astype(">i8").tobytes()
         rng = np.random.default_rng(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()))
         some = np.stack([np.arange(n), *(rng.permutation(n) for _ in range(MOST_ORDERS // 2 - 1))])
         drawn = np.concatenate([some[1:], some[:, ::-1]])
     return np.concatenate([np.tile(np.arange(given), (len(drawn), 1)), drawn + given], 1)
-
-
-@cache
-def _all_orders(n: int) -> Ints:
-    return np.array(list(permutations(range(n))), np.int64).reshape(-1, n)
 
 
 def symmetric(records: Records, slot: Ints, place: Ints, tied: Bools, found: Floats, judge: Judge) -> Floats:
