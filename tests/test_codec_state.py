@@ -25,7 +25,7 @@ from deformer_stream.codec.state import (
     encode_decisions,
     encode_snapshot,
 )
-from deformer_stream.core.snapshot import Alerted, Decisions, Drift, Snapshot, Vocabulary
+from deformer_stream.core.snapshot import Alerted, Blocks, Decisions, Drift, Snapshot, Vocabulary
 from deformer_stream.errors import StateError
 from tests.core.lives import same_snapshot
 
@@ -73,6 +73,10 @@ EXAMPLE = Snapshot(
 )
 DECIDED = Decisions(("b", "ümlaut\0"), {"a": Alerted(3, 0.001), "": Alerted(0, 0.05)}, EXAMPLE.drift)
 
+TIED = replace(EXAMPLE, ties=Blocks(np.array([False, True, False]), ints(2, 0, 0), np.array([5, -(2**63), 7])))
+WAITED = replace(DECIDED, waited={"a": (2, 3), "ümlaut\0": (1,)})
+"""With readings of one time that wait for each other."""
+
 texts = st.text(max_size=12)
 """Any text but lone surrogates, which no JSON that is accepted carries."""
 
@@ -104,6 +108,8 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
     new = [(i, int(k)) for i in range(R) for k in np.flatnonzero(features[i] == 1)]
     devices = draw(st.lists(texts, unique=True, max_size=4))
     seq = rng.integers(-1, 3, R).astype(np.int32)
+    tied = np.concatenate([np.arange(c) > 0 for c in counts] + [np.empty(0, bool)])
+    ties = Blocks(tied, counts * rng.integers(0, 2, R).astype(np.int32), rng.integers(-(2**63), 2**63 - 1, R))
     return Snapshot(
         vocabulary=VOCABULARY,
         models=("m", "n"),
@@ -128,6 +134,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         devices=devices,
         marks=rng.integers(-(2**60), 2**60, len(devices)),
         drift=draw(drifts),
+        ties=draw(st.sampled_from([None, ties])),
         **sums,
     )
 
@@ -160,6 +167,14 @@ def test_format_version_2() -> None:
     assert head[:11] == b"deformerS\x00\x02"
 
 
+def test_format_version_3_is_for_ties() -> None:
+    """Without them what is written is version 2, which earlier releases read."""
+    same_snapshot(decode_snapshot((GOLDEN / "snapshot.v3").read_bytes()), TIED)
+    assert decode_decisions((GOLDEN / "decisions.v3").read_bytes()) == WAITED
+    written = (encode_snapshot(EXAMPLE), encode_snapshot(TIED), encode_decisions(DECIDED), encode_decisions(WAITED))
+    assert [data[10] for data in written] == [2, 3, 2, 3]
+
+
 def test_format_version_1_knows_a_single_alpha() -> None:
     """Records that had alerted, at whatever alpha it was, alert no more."""
     assert (GOLDEN / "snapshot.v1").read_bytes()[9:11] == b"\x00\x01"
@@ -182,6 +197,7 @@ def refused(decode: Callable[[bytes, str], object], data: bytes, what: str) -> N
 KINDS: dict[str, tuple[Callable[[bytes, str], object], bytes]] = {
     "snapshot": (decode_snapshot, encode_snapshot(EXAMPLE)),
     "decisions": (decode_decisions, encode_decisions(DECIDED)),
+    "ties": (decode_snapshot, encode_snapshot(TIED)),
 }
 
 
@@ -205,7 +221,7 @@ def test_what_is_altered_is_refused(kind: str, place: int, flip: int) -> None:
 def test_nonsense_is_refused(kind: str, data: bytes) -> None:
     decode = KINDS[kind][0]
     refused(decode, data, "")
-    refused(decode, sealed(data, SNAPSHOT if kind == "snapshot" else DECISIONS), "not readable")
+    refused(decode, sealed(data, DECISIONS if kind == "decisions" else SNAPSHOT), "not readable")
 
 
 @pytest.mark.parametrize("version", [0, 4, 65535])
@@ -292,6 +308,23 @@ def test_what_the_records_rely_on_is_checked() -> None:
     ]
     for fault in faults:
         refused(decode_snapshot, encode_snapshot(replace(EXAMPLE, **fault)), "")
+
+
+def test_ties_are_checked() -> None:
+    good = TIED.ties
+    assert good is not None
+    faults: list[dict[str, Any]] = [
+        {"tied": np.array([False, True])},
+        {"tied": np.array([True, False, False])},
+        {"held": ints(2, 0)},
+        {"held": ints(3, 0, 0)},
+        {"held": ints(-1, 0, 0)},
+        {"held": ints(1, 0, 0)},
+        {"instant": np.array([5, 5])},
+    ]
+    for fault in faults:
+        refused(decode_snapshot, encode_snapshot(replace(TIED, ties=replace(good, **fault))), "")
+    refused(decode_decisions, encode_decisions(Decisions(waited={"a": (0,)})), "before the first reading")
 
 
 def test_decisions_are_checked() -> None:
