@@ -33,9 +33,9 @@ from deformer_stream.core.model import DEformer, ModelConfig
 from deformer_stream.core.schema import Schema
 from deformer_stream.errors import ArtifactError, ConfigError
 
-FORMAT_VERSION, GROUPED_VERSION, HELD_VERSION = 1, 2, 3
-"""The second with calibrations of groups, the third with ties held: a release that does not know of what is new would
-pass it over."""
+FORMAT_VERSION, GROUPED_VERSION, HELD_VERSION, WINDOWED_VERSION = 1, 2, 3, 4
+"""The second with calibrations of groups, the third with ties held, the fourth with the window that records are cut out
+of: a release that does not know of what is new would pass it over."""
 WEIGHTS, MANIFEST, REPORT = "model.safetensors", "manifest.json", "report.html"
 LONGEST_NAME = 1024
 """Characters in a feature's name or label; longer ones could never arrive as events."""
@@ -89,6 +89,7 @@ def write(directory: Path, model: DEformer, calibration: Calibration, training: 
         "format_version": FORMAT_VERSION,
         "package_version": __version__,
         "features": model.schema.to_json(),
+        **({} if model.schema.window is None else {"window": model.schema.window.to_json()}),
         "schema_fingerprint": model.schema.fingerprint,
         "hyperparameters": model.config.to_json(),
         "calibration": calibration.to_json(),
@@ -167,6 +168,8 @@ def _finite(value: Any) -> Any:
 
 def _version(manifest: dict[str, Any]) -> int:
     """The format version of what is in a manifest."""
+    if "window" in manifest:
+        return WINDOWED_VERSION
     calibration = manifest.get("calibration")
     if not isinstance(calibration, dict):
         return FORMAT_VERSION
@@ -202,10 +205,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise ArtifactError(f"{path} is not JSON ({error}): it was cut short or altered; {_REMEDY}") from None
     version = manifest.get("format_version") if isinstance(manifest, dict) else None
     if not isinstance(manifest, dict) or version != _version(manifest):
-        found = (
-            f"{path} has format version {_short(version)}, this package reads {FORMAT_VERSION} and {GROUPED_VERSION}"
-        )
-        raise ArtifactError(f"{found}: train again")
+        found = f"{path} has format version {_short(version)}"
+        raise ArtifactError(f"{found}, this package reads {FORMAT_VERSION} to {WINDOWED_VERSION}: train again")
     if not genuine:
         raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {_REMEDY}")
     return dict(manifest)
@@ -281,7 +282,8 @@ def _build(manifest: dict[str, Any], weights: bytes, directory: Path) -> tuple[D
         if hashlib.sha256(weights).hexdigest() != manifest["files"][WEIGHTS]["sha256"]:
             raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {_REMEDY}")
         tensors = safetensors.torch.load(weights)
-        schema, config = Schema.from_json(manifest["features"]), ModelConfig.from_json(manifest["hyperparameters"])
+        schema = Schema.from_json(manifest["features"], manifest.get("window"))
+        config = ModelConfig.from_json(manifest["hyperparameters"])
         _check(manifest, schema, tensors)
         with _Modest(tensors):
             model = DEformer(schema, config)
@@ -304,6 +306,8 @@ def _check(manifest: dict[str, Any], schema: Schema, tensors: dict[str, torch.Te
             if not isinstance(text, str) or len(text) > LONGEST_NAME:
                 raise ValueError(f"{str(text)[:40]!r} is no name for a feature or label")
             text.encode()
+        if feature.sensor is not None and (not isinstance(feature.sensor, str) or not feature.sensor):
+            raise ValueError(f"feature {feature.name!r}: its sensor is no name")
         if not feature.name or not isinstance(feature.reason, str):
             raise ValueError("a feature has no name, or a reason that is no text")
         numbers = (feature.quantum, feature.low, feature.high, *(feature.coordinates or ()))

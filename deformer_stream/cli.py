@@ -105,7 +105,7 @@ def _live_edge(
             fields=opening.fields(settings),
             batch_events=settings.max_poll_records,
             max_message_bytes=settings.max_message_bytes,
-            windows=opening.windows(settings),
+            windows=opening.windows(codec.schema, settings),
         )
         ends.callback(source.close)
     else:

@@ -9,6 +9,7 @@ from rich.table import Table
 from deformer_stream.artifact import Artifact
 from deformer_stream.core.conformal import ALPHAS
 from deformer_stream.core.schema import Feature
+from deformer_stream.core.slots import in_words, single
 
 LABELS = 6
 """Labels of a feature that are shown."""
@@ -23,7 +24,9 @@ def describe(loaded: Artifact, console: Console | None = None) -> None:
     console.print(f"fingerprint {loaded.fingerprint}, {parameters:,} parameters")
     size = f"d_model {config.d_model}, {config.layers} layers, {config.heads} heads"
     console.print(f"{size}, {config.mixtures} mixture components")
-    console.print(_features(loaded.schema.features))
+    console.print(_features(single(loaded.schema).features))
+    if said := in_words(loaded.schema):
+        console.print(_plain(said))
     console.print(_calibration(loaded))
     table = Table("training", "", title_justify="left")
     for key, value in loaded.manifest["training"].items():

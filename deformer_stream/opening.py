@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from deformer_stream.codec import Codec, Fields, Order, Windows
     from deformer_stream.core.engine import Engine
     from deformer_stream.core.explain import Effort
+    from deformer_stream.core.schema import Schema
     from deformer_stream.settings import ConsumeSettings, ReplaySettings, ScoringSettings, TableSettings
 
 
@@ -92,10 +93,16 @@ def fields(settings: ScoringSettings) -> Fields:
     )
 
 
-def windows(settings: ScoringSettings) -> Windows | None:
+def windows(schema: Schema, settings: ScoringSettings) -> Windows | None:
+    """Those that the model knows, or those asked for. Raises `ConfigError`."""
     from deformer_stream.codec import Windows
+    from deformer_stream.errors import ConfigError
 
-    return None if settings.window is None else Windows(round(settings.window * 1e6), round(settings.grace * 1e6))
+    width = None if settings.window is None else round(settings.window * 1e6)
+    found = Windows.asked(schema, width, round(settings.grace * 1e6))
+    if found is not None and settings.device_field == settings.record_field:
+        raise ConfigError("--device-field and --record-field must differ, or no event would be in a window")
+    return found
 
 
 def codec(loaded: Artifact, settings: ScoringSettings, **extra: Any) -> Codec:
@@ -107,7 +114,7 @@ def codec(loaded: Artifact, settings: ScoringSettings, **extra: Any) -> Codec:
         fields(settings),
         max_message_bytes=settings.max_message_bytes,
         max_readings=most,
-        windows=windows(settings),
+        windows=windows(loaded.schema, settings),
         max_ahead=None if settings.max_ahead is None else round(settings.max_ahead * 1e6),
         **extra,
     )
@@ -130,7 +137,7 @@ def tables(
         record_column=settings.record_column,
         time_column=settings.time_column,
         max_message_bytes=settings.max_message_bytes,
-        windows=windows(settings),
+        windows=windows(loaded.schema, settings),
     )
     return codec(loaded, settings, order=order_of_rows(loaded, settings), seed=settings.seed), source
 

@@ -32,6 +32,7 @@ from deformer_stream.artifact import Artifact
 from deformer_stream.codec import Codec
 from deformer_stream.core.batch import NO_TIME, Effects, EventBatch, Rejected
 from deformer_stream.core.engine import Engine, OpenRecords
+from deformer_stream.errors import ConfigError
 from deformer_stream.metrics import Metrics
 from deformer_stream.ports import Clock, EventSource, PartitionedSource, Payload, Polled, Saved, Sink
 from deformer_stream.recovery import Recovery
@@ -181,9 +182,14 @@ class Road:
         found = self.models() if self.models is not None else None
         if found is None or self.codec_of is None:
             return
+        try:
+            codec = self.codec_of(found)
+        except ConfigError as error:
+            log.get("model").warning("the model in force stays", error=str(error))
+            return
         before = self.engine.fingerprint
         done = self.engine.change(found.model, found.calibration, found.fingerprint, self.open_records)
-        self.codec = self.codec_of(found)
+        self.codec = codec
         self.recovery.save_soon()
         self.metrics.in_force(found.fingerprint)
         if self._shared is not None:

@@ -40,7 +40,8 @@ def produce() -> click.Command:
         stop = stop_on_signals()
         features = None
         if settings.model is not None:
-            features = [str(row["name"]) for row in artifact.read_manifest(settings.model)["features"]]
+            rows = artifact.read_manifest(settings.model)["features"]
+            features = [str(row.get("sensor") or row["name"]) for row in rows]
         events = events_of(
             list(inputs),
             shuffle_within=settings.shuffle_within,

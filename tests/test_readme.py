@@ -17,6 +17,7 @@ from deformer_stream.metrics import Metrics
 from deformer_stream.printout import as_markdown
 from deformer_stream.simulate import simulate
 from tests.conftest import ROOT
+from tests.series import series, table_of
 
 README = (ROOT / "README.md").read_text()
 
@@ -31,6 +32,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("readme")
     pq.write_table(simulate(600, seed=1).normals(), folder / "normal.parquet")
     pq.write_table(simulate(60, seed=2, fault_share=0.3).table, folder / "log.parquet")
+    pq.write_table(table_of(series(100, seed=3)), folder / "events.parquet")
     return folder
 
 
@@ -50,7 +52,7 @@ def test_quick_start_and_example(workplace: Path) -> None:
     """Train, replay, then the Python example, as they stand there; only, ten minutes of training become one epoch."""
     lines = [shlex.split(line, comments=True) for block in blocks("sh") for line in block.splitlines()]
     mine = [words for words in lines if words[:1] == ["deformer-train"] or words[:2] == ["deformer-stream", "replay"]]
-    assert [words[0] for words in mine] == ["deformer-train", "deformer-stream"]
+    assert [words[0] for words in mine] == ["deformer-train", "deformer-stream", "deformer-train"]
     for words in mine:
         done = run(shlex.split(shlex.join(words).replace("--max-time 10m", "--epochs 1")), workplace)
         assert done.returncode == 0, done.stderr

@@ -77,7 +77,6 @@ def test_precedence(command: str, field: str, table: bool, bare: pytest.MonkeyPa
     others |= LOGIN if field.startswith(("sasl", "ssl", "security")) else {}
     others |= {} if field == "sasl_password" or LOGIN.items() - others.items() else {"sasl_password_file": "f"}
     others |= {"ssl_certfile": "c"} if field.startswith("ssl") else {}
-    others |= {"window": "10s"} if field == "grace" else {}
     others.pop(field, None)
     if field in ("source", "output") and command in ("consume", "produce"):
         others.pop("topic")
@@ -195,12 +194,10 @@ def test_bad_sizes(bare: pytest.MonkeyPatch, text: str) -> None:
         ({"sasl_password": SECRET}, "--security-protocol"),
         ({"sasl_username": "me"}, "--security-protocol"),
         ({**LOGIN, "sasl_password": SECRET, "sasl_password_file": "f"}, "one of them"),
-        ({"grace": "2s"}, "--grace needs --window"),
         ({"grace": "-2s", "window": "10s"}, "--grace"),
         ({"window": "0s"}, "--window"),
         ({"window": "0.5ms"}, "--window"),
         ({"window": "ten seconds"}, "--window"),
-        ({"window": "10s", "device_field": "record"}, "--device-field and --record-field must differ"),
     ],
 )
 def test_impossible_options(bare: pytest.MonkeyPatch, flags: dict[str, Any], word: str) -> None:

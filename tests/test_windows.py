@@ -125,6 +125,21 @@ def test_consume_with_windows(cli: Run, model_dir: Path, lines: Path, tmp_path: 
     assert {record for _, record, _ in named[0]} <= {record for record, _ in CLOSED}
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--grace", "2s"), "--grace 2s needs --window"),
+        (("--window", "10s", "--device-field", "record"), "--device-field and --record-field must differ"),
+    ],
+)
+def test_options_without_an_effect_are_refused(
+    cli: Run, model_dir: Path, lines: Path, words: tuple[str, ...], said: str
+) -> None:
+    ended = cli("replay", lines, "--model", model_dir, *words)
+    assert (ended.code, len(ended.lines)) == (2, 1)
+    assert said in ended.lines[0]
+
+
 def test_an_order_that_needs_whole_records_is_refused(cli: Run, model_dir: Path, lines: Path) -> None:
     ended = cli("replay", lines, "--model", model_dir, *WINDOW, "--order", "random")
     assert (ended.code, len(ended.lines)) == (2, 1)

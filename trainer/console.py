@@ -12,6 +12,7 @@ from rich.table import Table
 
 from deformer_stream import log
 from deformer_stream.core.conformal import ALPHAS
+from deformer_stream.core.slots import in_words, single
 from trainer.data import Prepared
 from trainer.fit import Status
 from trainer.job import Result
@@ -25,12 +26,14 @@ def show_kinds(data: Prepared) -> None:
     """The table of features on standard output."""
     console = Console() if sys.stdout.isatty() else Console(width=160)
     table = Table("feature", "kind", "values in training", "resolution", "why", "missing", box=None, pad_edge=False)
-    for feature in data.schema.features:
+    for feature in single(data.schema).features:
         missing = data.missing.get(feature.name, 0)
         table.add_row(feature.name, *describe(feature), feature.reason, str(missing) if missing else "")
     for column in data.excluded:
         table.add_row(column.name, "left out", "", "", column.reason, "")
     console.print(table, markup=False)
+    if said := in_words(data.schema):
+        console.print(said, markup=False)
     for name, count in data.refused.items():
         console.print(f"{name}: {count} infinite readings refused", markup=False)
     for reason, count in data.skipped.items():

@@ -8,7 +8,7 @@ records' ids is held in memory.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,12 @@ from numpy.typing import NDArray
 from deformer_stream.core.batch import NO_TIME
 from deformer_stream.core.conformal import Ties
 from deformer_stream.core.schema import Feature, Kind, Schema, label_of
+from deformer_stream.core.slots import repeated, single
+from deformer_stream.core.windows import Window, duration
 from deformer_stream.errors import ConfigError, InputError
 from trainer.kinds import ColumnStatistics, Excluded, adoptable, infer
 from trainer.tables import (
+    DEVICE,
     FEATURE,
     RECORD,
     TIME,
@@ -41,12 +44,15 @@ VALIDATION_SHARE = 0.1
 FEWEST = 20
 """Fewest records worth training on."""
 CHUNK = 16_384
+MOST_FEATURES = 4096
+"""Of a record; what a model does with them grows with their square."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """How the tables are to be read; column names as tuples. layout None: seen from the columns. base: of
-    the model that is adapted; its features come first, as they were. ties: what readings of one record and time are."""
+    """How the tables are to be read; column names as tuples. layout None: seen from the columns. window: records are
+    windows of a device's time, in whose slots all sensors report but those in `once`. base: of the model that is
+    adapted; its features come first, as they were. ties: what readings of one record and time are."""
 
     layout: Layout | None = None
     label: str | None = None
@@ -57,6 +63,8 @@ class DataOptions:
     continuous: tuple[str, ...] = ()
     calibration_share: float = 0.2
     seed: int = 0
+    window: Window | None = None
+    once: tuple[str, ...] = ()
     base: Schema | None = None
     ties: Ties = "arrival"
 
@@ -112,7 +120,8 @@ def prepare(tables: Sequence[Path], options: DataOptions, folder: Path) -> Prepa
 
     Raises InputError for files that cannot be used and ConfigError for options that do not fit them.
     """
-    source = open_source(tables, options.layout, options.label, options.normal)
+    window, once = _windows(options)
+    source = open_source(tables, options.layout, options.label, options.normal, window)
     excluded = _choose_columns(source, options)
     index_records(source)
     if source.records < FEWEST:
@@ -122,6 +131,7 @@ def prepare(tables: Sequence[Path], options: DataOptions, folder: Path) -> Prepa
     split = assign_split(source.records, options.calibration_share, options.seed)
     statistics = gather(source, split, options.exclude)
     schema, more = choose_kinds(list(statistics.values()), options)
+    schema = in_slots(schema, window, once)
     values, ranks = encode(source, schema, folder, options.ties)
     return Prepared(
         schema=schema,
@@ -131,8 +141,8 @@ def prepare(tables: Sequence[Path], options: DataOptions, folder: Path) -> Prepa
         split=split,
         layout=source.layout,
         time=source.time,
-        missing={name: s.missing for name, s in statistics.items() if s.missing and name in schema.codes},
-        refused={name: s.infinite for name, s in statistics.items() if s.infinite and name in schema.codes},
+        missing={name: s.missing for name, s in statistics.items() if s.missing and name in schema.sources},
+        refused={name: s.infinite for name, s in statistics.items() if s.infinite and name in schema.sources},
         skipped=source.skipped,
         fingerprint=fingerprint(schema, values, ranks, split),
         ties=options.ties,
@@ -161,7 +171,8 @@ def _choose_columns(source: Source, options: DataOptions) -> list[Excluded]:
         raise ConfigError("--ties hold: the table knows no time of each reading; use a long table with a column time")
     if source.layout == "long":
         source.time = TIME if TIME in names else None
-        others = [n for n in names if n not in (RECORD, FEATURE, VALUE, source.time, source.label)]
+        owner = RECORD if source.window is None else DEVICE
+        others = [n for n in names if n not in (owner, FEATURE, VALUE, source.time, source.label)]
         return [Excluded(n, "not a column of the long layout") for n in others]
     for option, columns in asked.items():
         for column in columns:
@@ -209,10 +220,10 @@ def choose_kinds(statistics: list[ColumnStatistics], options: DataOptions) -> tu
         if name in wanted:
             raise ConfigError(f"--discrete and --continuous both name {name}; choose one")
         wanted[name] = "discrete"
-    for name in (*wanted, *options.context):
+    for name in (*wanted, *options.context, *options.once):
         if name not in known:
             raise ConfigError(f"no feature is called {name}; there are {_some(sorted(known))}")
-    old = {f.name: f for f in options.base.features} if options.base is not None else {}
+    old = {f.name: f for f in single(options.base).features} if options.base is not None else {}
     columns = {s.name: s for s in statistics}
     kept = tuple(adoptable(f, columns[f.name]) if f.name in columns else f for f in old.values())
     decided = [infer(s, wanted.get(s.name), s.name in options.context) for s in statistics if s.name not in old]
@@ -222,6 +233,33 @@ def choose_kinds(statistics: list[ColumnStatistics], options: DataOptions) -> tu
         reasons = "; ".join(f"{e.name}: {e.reason}" for e in excluded[:5]) or "all features are --context"
         raise InputError(f"no feature is left to be scored ({reasons}); bring other columns or change the options")
     return Schema(features), excluded
+
+
+def _windows(options: DataOptions) -> tuple[Window | None, frozenset[str]]:
+    """What records are cut out of, and what reports once in them: as asked for, or as the model has it that is adapted.
+    Raises ConfigError where that is another."""
+    old = options.base
+    if old is None:
+        return options.window, frozenset(options.once)
+    if options.window not in (None, old.window):
+        was = "given by name" if old.window is None else f"windows of {duration(old.window.width)}"
+        slots = f" in {old.window.slots} slots" if old.window is not None and old.window.slots > 1 else ""
+        raise ConfigError(f"--init-from: the old model's records are {was}{slots}; leave --window and --slots out")
+    return old.window, frozenset(options.once) | {f.name for f in old.features if f.sensor is None}
+
+
+def in_slots(schema: Schema, window: Window | None, once: Collection[str]) -> Schema:
+    """The schema of records: where these are windows, a sensor is a feature for each slot, but those that report once.
+    Raises ConfigError."""
+    if window is None:
+        return schema
+    count = len(schema) * window.slots
+    if count > MOST_FEATURES:
+        raise ConfigError(f"--slots {window.slots}: {count} features, at most {MOST_FEATURES}; take fewer slots")
+    try:
+        return repeated(schema, window, once)
+    except ValueError as error:
+        raise ConfigError(f"--slots {window.slots}: {error}; rename a feature") from None
 
 
 def encode(
@@ -243,16 +281,19 @@ def encode(
     _fill(events, -1)
     duplicates = 0
     for block in source.blocks():
-        if block.name not in schema.codes or block.events is None or block.times is None:
+        if block.name not in schema.codes_by_slot or block.events is None or block.slots is None:
             continue
-        code = schema.codes[block.name]
-        rows, first = np.unique(block.rows, return_index=True)  # the first event of a record and feature counts
-        new = events[rows, code] < 0
-        rows, first = rows[new], first[new]
-        duplicates += len(block.rows) - len(rows)
-        values[rows, code] = encode_block(schema, code, block, mixed=True)[first]
-        events[rows, code] = block.events[first]
-        times[rows, code] = block.times[first]
+        codes = np.array(schema.codes_by_slot[block.name])
+        column = codes[block.slots]
+        cells = block.rows * len(schema) + column
+        _, first = np.unique(cells, return_index=True)  # the first event of a record and feature counts
+        first = first[events[block.rows[first], column[first]] < 0]
+        duplicates += len(block.rows) - len(first)
+        rows, column = block.rows[first], column[first]
+        values[rows, column] = encode_block(schema, int(codes[0]), block, mixed=True)[first]
+        events[rows, column] = block.events[first]
+        if block.times is not None:
+            times[rows, column] = block.times[first]
     if duplicates:
         source.skipped["repeated events (record and feature)"] = duplicates
     ranks = _ranks(values, events, times, folder, ties)

@@ -127,11 +127,13 @@ def fit(data: Prepared, most: int, seed: int, hurry: Callable[[], bool] = lambda
 
 
 def _filled_at_random(x: Floats, missing: NDArray[np.bool_], rng: np.random.Generator) -> Floats:
-    """Missing readings of each column drawn from those that are there, to begin with; 0 where none is."""
+    """Missing readings of each column drawn from those that are there, to begin with; where none is, as in the slots
+    of a sensor that never reports then, they are what normalised readings are: of mean 0 and deviation 1."""
     x = x.copy()
     for column, gaps in zip(x.T, missing.T, strict=True):
         if gaps.any():
-            column[gaps] = rng.choice(column[~gaps], int(gaps.sum())) if not gaps.all() else 0.0
+            count = int(gaps.sum())
+            column[gaps] = rng.normal(size=count) if gaps.all() else rng.choice(column[~gaps], count)
     return x
 
 

@@ -21,6 +21,7 @@ import torch
 from deformer_stream import artifact
 from deformer_stream.core.conformal import Calibration
 from deformer_stream.core.model import PRESETS, DEformer, ModelConfig
+from deformer_stream.core.windows import Window
 from deformer_stream.errors import ConfigError
 from trainer import adapt, checkpoint, gaussians
 from trainer.budget import Budget, Costs
@@ -195,7 +196,8 @@ def _fit(
         if state is not None:  # as many as before, whatever the time
             most, hurry = state["identity"]["gaussians"], lambda: False
         guides = gaussians.fit(data, most, settings.seed, hurry)
-        model = DEformer(data.schema, replace(model_config(settings), gaussians=guides.components if guides else 0))
+        config = model_config(settings, data.schema.repeats)
+        model = DEformer(data.schema, replace(config, gaussians=guides.components if guides else 0))
     if guides is not None:
         model.gaussians = guides.whole
         guides.folds.to(device)
@@ -264,6 +266,8 @@ def _data_options(settings: Everything, old: DEformer | None) -> DataOptions:
         continuous=names(settings.continuous),
         calibration_share=1 / settings.folds if settings.folds else settings.calibration_share,
         seed=settings.seed,
+        window=Window(round(settings.window * 1e6), settings.slots or 1) if settings.window is not None else None,
+        once=names(settings.once),
         base=old.schema if old is not None else None,
         ties=settings.ties,
     )
@@ -291,9 +295,9 @@ def _shape() -> set[str]:
     return {f.name for f in fields(ModelConfig)} - {"gaussians", "exemplars"}
 
 
-def model_config(settings: Everything) -> ModelConfig:
-    """The preset with what was set otherwise; the table decides about Gaussians and exemplars."""
-    given = {name: getattr(settings, name, None) for name in _shape()}
+def model_config(settings: Everything, repeats: bool = False) -> ModelConfig:
+    """The preset with what was set otherwise; the table decides about Gaussians, exemplars and repeated sensors."""
+    given = {name: getattr(settings, name, None) for name in _shape()} | ({"identity": "both"} if repeats else {})
     try:
         return replace(PRESETS[settings.preset], **{k: v for k, v in given.items() if v is not None})
     except ValueError as error:

@@ -7,11 +7,11 @@ and the recipe of training. What nobody set follows from the preset and the tabl
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from deformer_stream.settings import Device, Duration, Minority, Settings, Share
+from deformer_stream.settings import Device, Duration, Minority, Settings, Share, Width
 
 Preset = Literal["tiny", "small", "base", "paper"]
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -53,6 +53,19 @@ class TrainSettings(Settings):
     continuous: Names = Field(
         "", description="Columns whose values are measurements, comma-separated; inferred otherwise."
     )
+    window: Width | None = Field(
+        None,
+        description="Records are windows of this length of a device's time: 60s. The table is long, with columns "
+        "device, feature, value, time.",
+    )
+    slots: int | None = Field(
+        None,
+        ge=1,
+        le=1000,
+        description="Equal parts of the window in each of which a feature may report: a series. By default a feature "
+        "reports once in a window.",
+    )
+    once: Names = Field("", description="Features that report once in a window all the same, comma-separated.")
     preset: Preset = Field("small", description="Size of the model; paper is that of the paper and wants a GPU.")
     epochs: int | None = Field(
         None, ge=1, description="Passes over the training rows; by default a number that suits table and preset."
@@ -97,6 +110,15 @@ class TrainSettings(Settings):
         description="Readings of one record with one time (long tables): one after the other as they stand there "
         "(arrival), or a block whose order means nothing and that is judged once (hold).",
     )
+
+    @model_validator(mode="after")
+    def _whole_windows(self) -> Self:
+        """What has no effect would be taken for one that it has."""
+        if self.slots is not None and self.window is None:
+            raise ValueError("--slots needs --window")
+        if self.once and (self.slots or 1) == 1:
+            raise ValueError("--once needs --slots")
+        return self
 
 
 class Everything(TrainSettings):

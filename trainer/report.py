@@ -9,6 +9,7 @@ import numpy as np
 from deformer_stream import charts, html
 from deformer_stream.core.conformal import ALPHAS, Calibration
 from deformer_stream.core.schema import Feature
+from deformer_stream.core.slots import in_words, single
 from trainer.data import Prepared
 from trainer.evaluate import HeldOut
 from trainer.fit import Fitted
@@ -122,11 +123,13 @@ def describe(feature: Feature) -> tuple[str, str, str]:
 
 
 def _kinds(data: Prepared) -> list[str]:
-    rows = [[f.name, *describe(f), f.reason, data.missing.get(f.name, 0)] for f in data.schema.features]
+    rows = [[f.name, *describe(f), f.reason, data.missing.get(f.name, 0)] for f in single(data.schema).features]
     blocks = [
         html.heading("Features"),
         html.table(["feature", "kind", "values in training", "resolution", "why this kind", "missing"], rows),
     ]
+    if said := in_words(data.schema):
+        blocks.append(html.paragraph(said))
     if data.excluded:
         blocks.append(html.table(["left out", "why"], [[e.name, e.reason] for e in data.excluded]))
     return blocks

@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 
 from deformer_stream.core.batch import NO_TIME
 from deformer_stream.core.schema import label_of
+from deformer_stream.core.windows import Window, start_of
 from deformer_stream.errors import ConfigError, InputError
 
 Layout = Literal["wide", "long"]
 Form = Literal["number", "boolean", "text", "time", "other"]
 
-RECORD, FEATURE, VALUE, TIME = "record", "feature", "value", "time"
+RECORD, FEATURE, VALUE, TIME, DEVICE = "record", "feature", "value", "time", "device"
 BATCH_CELLS = 4_000_000
 """A batch holds about this many values, so that wide tables do not need more memory than narrow ones."""
 
@@ -35,7 +36,8 @@ BATCH_CELLS = 4_000_000
 class Block:
     """M readings of one feature. rows: (M,) the records they belong to. values: M values as they stand in the file.
 
-    Long layout only: times (M,) int64 microseconds since 1970 or `NO_TIME`; events (M,) place in the input.
+    Long layout only: times (M,) int64 microseconds since 1970 or `NO_TIME`; events (M,) place in the input; slots (M,)
+    of the window, 0 where records are given by name.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Block:
     values: pa.Array
     times: NDArray[np.int64] | None = None
     events: NDArray[np.int64] | None = None
+    slots: NDArray[np.int64] | None = None
 
 
 @dataclass
@@ -50,7 +53,8 @@ class Source:
     """The input tables and how they are to be read.
 
     columns: the features' columns (wide layout). time: the column with the record's (wide) or event's (long) time.
-    records: number of records kept; counts of what was left out are in `skipped`, by reason.
+    records: number of records kept; counts of what was left out are in `skipped`, by reason. window: records are
+    windows of a device's time (long layout); None where they are given by name.
     """
 
     files: list[Path]
@@ -58,6 +62,7 @@ class Source:
     layout: Layout
     label: str | None
     normal: str | None
+    window: Window | None = None
     columns: list[str] = field(default_factory=list)
     time: str | None = None
     records: int = 0
@@ -104,7 +109,13 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith((".", "_")) for part in path.parts)
 
 
-def open_source(tables: Sequence[Path], layout: Layout | None, label: str | None, normal: str | None) -> Source:
+def open_source(
+    tables: Sequence[Path],
+    layout: Layout | None,
+    label: str | None,
+    normal: str | None,
+    window: Window | None = None,
+) -> Source:
     """Find the files and check that they hold the same columns of the same kind.
 
     Raises InputError naming file and column where they do not, ConfigError where an option names no column of theirs.
@@ -113,17 +124,28 @@ def open_source(tables: Sequence[Path], layout: Layout | None, label: str | None
     schema = _read_schema(files[0])
     for path in files[1:]:
         _check_same(schema, _read_schema(path), files[0], path)
+    needed = (RECORD, FEATURE, VALUE) if window is None else (DEVICE, FEATURE, VALUE, TIME)
+    missing = [column for column in needed if column not in schema.names]
     if layout is None:
-        layout = "long" if {RECORD, FEATURE, VALUE} <= set(schema.names) else "wide"
-    if layout == "long" and (missing := [c for c in (RECORD, FEATURE, VALUE) if c not in schema.names]):
-        raise InputError(
-            f"{files[0]}: column {missing[0]!r} is missing, the long layout needs record, feature and value"
+        if window is None and {DEVICE, FEATURE, VALUE, TIME} <= set(schema.names) and missing:
+            raise ConfigError(
+                f"{files[0]}: a row is a reading of a device: add --window, such as 60s, to make records of them, or "
+                "--layout wide if it is a record"
+            )
+        layout = "wide" if missing else "long"
+    if window is not None and (layout == "wide" or RECORD in schema.names):
+        fault = f"has a column {RECORD!r}" if layout == "long" else "has rows that are records"
+        raise ConfigError(
+            f"--window makes records of columns {', '.join(needed)}, and {files[0]} {fault}; leave one of them out"
         )
+    if layout == "long" and missing:
+        words = f"{', '.join(needed[:-1])} and {needed[-1]}"
+        raise InputError(f"{files[0]}: column {missing[0]!r} is missing, the long layout needs {words}")
     if (label is None) != (normal is None):
         raise ConfigError("--label and --normal belong together: the column and the value that marks a normal row")
     if label is not None and label not in schema.names:
         raise ConfigError(f"--label {label}: {files[0]} has no such column")
-    return Source(files, schema, layout, label, normal)
+    return Source(files, schema, layout, label, normal, window)
 
 
 def _read_schema(path: Path) -> pa.Schema:
@@ -224,14 +246,12 @@ def _label_counts(values: pa.Array) -> list[tuple[str, int]]:
 
 
 def _index_long(source: Source) -> None:
-    ids: dict[str, int] = {}
+    ids: dict[str | tuple[str, int], int] = {}
     normal: list[bool] = []
     rows, unusable = [], 0
-    columns = [RECORD, FEATURE] + ([source.label] if source.label else [])
-    for batch in _batches(source, columns):
-        encoded = batch.column(RECORD).cast(pa.string()).dictionary_encode()
-        new = np.array([ids.setdefault(text, len(ids)) for text in encoded.dictionary.to_pylist()] + [-1], np.int64)
-        row = new[encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)]
+    columns = [FEATURE, *([RECORD] if source.window is None else [DEVICE, TIME])]
+    for batch in _batches(source, columns + ([source.label] if source.label else [])):
+        row = _named(batch, ids) if source.window is None else _windowed(batch, ids, source.window)
         row[batch.column(FEATURE).is_null().to_numpy(zero_copy_only=False)] = -1
         unusable += int((row < 0).sum())
         normal.extend([True] * (len(ids) - len(normal)))
@@ -245,11 +265,37 @@ def _index_long(source: Source) -> None:
     source.event_rows = compact[np.concatenate(rows)] if rows else np.empty(0, np.int64)
     source.records = int(keep.sum())
     if unusable:
-        source.skipped["events without record or feature"] = unusable
+        owner = "record" if source.window is None else "device, time"
+        source.skipped[f"events without {owner} or feature"] = unusable
     if not keep.all():
         source.skipped["records that are not normal"] = int((~keep).sum())
     if len(keep) and not keep.any():
         raise InputError(f"no record of {source.files[0]} has {source.label} = {source.normal} in all of its events")
+
+
+def _named(batch: pa.RecordBatch, ids: dict[str | tuple[str, int], int]) -> NDArray[np.int64]:
+    """(N,) number of each event's record, −1 where it has none; new records get the next numbers."""
+    encoded = batch.column(RECORD).cast(pa.string()).dictionary_encode()
+    new = np.array([ids.setdefault(text, len(ids)) for text in encoded.dictionary.to_pylist()] + [-1], np.int64)
+    rows: NDArray[np.int64] = new[encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)]
+    return rows
+
+
+def _windowed(batch: pa.RecordBatch, ids: dict[str | tuple[str, int], int], window: Window) -> NDArray[np.int64]:
+    """Likewise, of devices' windows, known by the device and the window's start."""
+    encoded = batch.column(DEVICE).cast(pa.string()).dictionary_encode()
+    device = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    times = microseconds(batch.column(TIME))
+    known = np.flatnonzero((device >= 0) & (times != NO_TIME))
+    pairs = np.stack([device[known], start_of(times[known], window.width)], 1)
+    _, first, of = np.unique(pairs, axis=0, return_index=True, return_inverse=True)
+    names, numbers = encoded.dictionary.to_pylist(), np.empty(len(first), np.int64)
+    for i in np.argsort(first).tolist():  # in order of appearance
+        owner, start = pairs[first[i]].tolist()
+        numbers[i] = ids.setdefault((names[owner], start), len(ids))
+    rows = np.full(len(times), -1)
+    rows[known] = numbers[of.reshape(-1)]
+    return rows
 
 
 def _wide_blocks(source: Source) -> Iterator[Block]:
@@ -266,11 +312,12 @@ def _wide_blocks(source: Source) -> Iterator[Block]:
 def _long_blocks(source: Source) -> Iterator[Block]:
     assert source.event_rows is not None  # noqa: S101 - index_records ran before
     start = 0
-    for batch in _batches(source, [RECORD, FEATURE, VALUE] + ([source.time] if source.time else [])):
+    for batch in _batches(source, [FEATURE, VALUE] + ([source.time] if source.time else [])):
         events = np.arange(start, start + len(batch), dtype=np.int64)
         start += len(batch)
         rows = source.event_rows[events]
         times = microseconds(batch.column(source.time)) if source.time else np.full(len(batch), NO_TIME)
+        slots = np.zeros_like(times) if source.window is None else source.window.slot(times)
         encoded = batch.column(FEATURE).cast(pa.string()).dictionary_encode()
         codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
         codes[rows < 0] = -1
@@ -279,7 +326,7 @@ def _long_blocks(source: Source) -> Iterator[Block]:
         for i, name in enumerate(encoded.dictionary.to_pylist()):
             at = order[bounds[i] : bounds[i + 1]]
             if len(at):
-                yield Block(name, rows[at], batch.column(VALUE).take(pa.array(at)), times[at], events[at])
+                yield Block(name, rows[at], batch.column(VALUE).take(pa.array(at)), times[at], events[at], slots[at])
 
 
 def parse_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:

@@ -22,8 +22,8 @@ from deformer_stream.core.batch import NO_TIME
 from deformer_stream.errors import InputError
 
 Sent = tuple[bytes, bytes, int]
-"""Key (the record id in UTF-8), message (JSON), and the time at which it is due, microseconds since 1970 or
-`NO_TIME`."""
+"""Key (the id of the record or the device in UTF-8), message (JSON), and the time at which it is due, microseconds
+since 1970 or `NO_TIME`."""
 
 HELD = 1_000_000
 """Most messages held back at once while they wait for their time; past it the earliest goes out."""
@@ -55,6 +55,8 @@ def events_of(
     since 1970. Tables are taken to be in order of time; a row that is not goes out as soon as it is read. Equal seeds
     give equal streams.
 
+    A long table without records has devices: its messages name them, for `--window`.
+
     record_column: of record ids in wide tables; without it rows are named as in `open_source`. prefix: put before every
     id. exclude: columns (or features of a long table) to leave out; features: the only ones to send. JSON lines pass as
     they are, without delay. A null or a number that is not finite is a gap: no message.
@@ -77,9 +79,11 @@ def events_of(
             yield from _passed(path)
             continue
         table = Table.open(path)
-        if table.layout(layout) == "long":
-            rows = _long(table, time_column, wanted, seconds)
+        owner = "record" if "record" in table.schema.names or "device" not in table.schema.names else "device"
+        if table.layout(layout, owner) == "long":
+            rows = _long(table, owner, time_column, wanted, seconds)
         else:
+            owner = "record"
             rows = _wide(table, names[path], record_column, time_column, wanted, seconds)
         for now, id_, readings in _text_checked(path, rows):
             # Nothing that is still to come is due before this row.
@@ -88,7 +92,7 @@ def events_of(
             delays = random.integers(0, delay + 1, len(readings)).tolist() if delay else [0] * len(readings)
             for (feature, value), late in zip(readings, delays, strict=True):
                 due = now + late
-                document = {"record": prefix + id_, "feature": feature, "value": value, "time": due / 1e6}
+                document = {owner: prefix + id_, "feature": feature, "value": value, "time": due / 1e6}
                 heapq.heappush(waiting, (due, count, (prefix + id_).encode(), document))
                 count += 1
     while waiting:
@@ -113,7 +117,7 @@ class _Wanted:
 
 
 Row = tuple[int, str, list[tuple[str, Any]]]
-"""Time in microseconds, record id, and the readings: feature and value."""
+"""Time in microseconds, id of the record or the device, and the readings: feature and value."""
 
 
 def _wide(
@@ -141,22 +145,23 @@ def _wide(
         first += n
 
 
-def _long(table: Table, time: str | None, wanted: _Wanted, seconds: Iterator[int]) -> Iterator[Row]:
+def _long(table: Table, owner: str, time: str | None, wanted: _Wanted, seconds: Iterator[int]) -> Iterator[Row]:
+    """owner: the column that says whose a reading is."""
     columns = table.schema.names
-    for column in ("record", "feature", "value"):
+    for column in (owner, "feature", "value"):
         if column not in columns:
             raise InputError(f"{table.path}: a long table needs a column {column!r}; rename one, or use --layout wide")
     time = _time_column(table, time) or ("time" if "time" in columns else None)
-    used = [c for c in ("record", "feature", "value", "label", time) if c is not None and c in columns]
+    used = [c for c in (owner, "feature", "value", "label", time) if c is not None and c in columns]
     first, last = 0, 0
-    for batch in table.batches(used, ROWS, _text("record")):
+    for batch in table.batches(used, ROWS, _text(owner)):
         times = _times(table, batch, time, first, seconds)
         values = [_spelled(_cell(value)) for value in batch.column("value").to_pylist()]
         if "label" in used:
             labels = [_cell(value) for value in batch.column("label").to_pylist()]
             values = [value if label is None else label for value, label in zip(values, labels, strict=True)]
         names = batch.column("feature").to_pylist()
-        for i, id_ in enumerate(_ids(table, batch, "record")):
+        for i, id_ in enumerate(_ids(table, batch, owner)):
             last = times[i] if times[i] != NO_TIME else last
             if values[i] is not None and wanted(names[i]):
                 yield last, id_, [(names[i], values[i])]

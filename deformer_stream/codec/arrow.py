@@ -20,9 +20,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from deformer_stream.codec.columns import categorical, label_codes, numbers, text_ids
-from deformer_stream.codec.messages import Fields
+from deformer_stream.codec.messages import Fields, unknown_feature
 from deformer_stream.codec.refusal import Refusal, brief
-from deformer_stream.codec.tables import LongDecoder
+from deformer_stream.codec.tables import LongDecoder, code_table
 from deformer_stream.codec.times import MaxAhead
 from deformer_stream.codec.windows import Windows
 from deformer_stream.core.batch import EventBatch, Reason, Rejected
@@ -54,6 +54,7 @@ class ArrowDecoder:
         self._long = LongDecoder(schema, fields, windows, max_ahead)
         self._about = {fields.record, fields.time, *(() if windows is None else (fields.device,))}
         self._single = {fields.feature, fields.value}
+        self._features = schema.codes.keys() | schema.codes_by_slot.keys()
 
     def decode(self, payload: bytes, key: bytes | None, broker: int) -> tuple[list[EventBatch], list[Rejected]]:
         """Events and refusals, of which there is at least one; all of them of message 0 and source 0. broker: the
@@ -98,14 +99,14 @@ class ArrowDecoder:
         `Refusal`."""
         last = {name: i for i, name in enumerate(schema.names)}
         single = self._single <= last.keys()
-        known = self._about | ({*self._single, self._fields.label} if single else self._schema.codes.keys())
+        known = self._about | ({*self._single, self._fields.label} if single else self._features)
         chosen = [i for name, i in last.items() if name in known]
         for i in chosen:
             kind = schema.types[i]
             if not (categorical(kind) or pa.types.is_timestamp(kind) or pa.types.is_date(kind)):
                 raise Refusal(Reason.WRONG_TYPE, f"column {brief(schema.names[i])} is {brief(str(kind))}")
         unknown = [] if single else [name for name in last if name not in known]
-        if not single and not any(schema.names[i] in self._schema.codes for i in chosen):
+        if not single and not any(schema.names[i] in self._features for i in chosen):
             if unknown:
                 raise Refusal(Reason.UNKNOWN_FEATURE, _unknown(unknown[0]))
             names = f"{self._fields.feature!r} and {self._fields.value!r}"
@@ -134,26 +135,30 @@ class ArrowDecoder:
         ids, devices, bad_owners = self._long.owners(data, columns, times, bad)
         bad |= bad_owners
         rejected = [Rejected(0, bad[row].reason, bad[row].detail) for row in sorted(bad)]
-        codes = [self._schema.codes[name] for name in columns if name in self._schema.codes]
-        values = np.empty((len(data), len(codes)))
-        keep = np.ones(values.shape, bool)
+        names = [name for name in columns if name in self._features]
+        table, slots = code_table(self._schema, names), self._long.slots(devices, times)
+        codes = np.broadcast_to(table[:, slots].T, (len(data), len(names)))
+        values = np.empty(codes.shape)
+        keep = np.ones(codes.shape, bool)
         unseen: dict[tuple[int, int], str] = {}
-        for place, code in enumerate(codes):
-            feature = self._schema.features[code]
-            for row, said in self._cells(columns[feature.name], code, values[:, place]):
-                if isinstance(said, Refusal):
+        for place, name in enumerate(names):
+            strange = np.flatnonzero(codes[:, place] < 0).tolist()
+            said = {row: unknown_feature(self._schema, name, int(slots[row % len(slots)])) for row in strange}
+            cells = self._cells(columns[name], int(table[place].max()), values[:, place])
+            for row, what in (dict(cells) | said).items():
+                if isinstance(what, Refusal):
                     keep[row, place] = False
                     if row not in bad:
-                        rejected.append(Rejected(0, said.reason, said.detail))
+                        rejected.append(Rejected(0, what.reason, what.detail))
                 else:
-                    unseen[row, place] = said
+                    unseen[row, place] = what
         keep[list(bad)] = False
         rows, places = np.nonzero(keep)
         index = np.cumsum(keep).reshape(keep.shape) - 1
         nothing = np.zeros(len(rows), np.int32)
         batch = EventBatch(
             ids[rows].tolist(),
-            np.array(codes, np.int32)[places],
+            codes[rows, places],
             values[rows, places],
             times[rows],
             nothing,
@@ -165,16 +170,16 @@ class ArrowDecoder:
 
     def _cells(self, column: pa.Array, code: int, out: NDArray[np.float64]) -> Iterator[tuple[int, str | Refusal]]:
         """Put values or label codes into `out` (N,), NaN where null; by row the texts of unseen labels, and why a cell
-        is refused."""
+        is refused. code: of a feature that is read alike."""
         feature = self._schema.features[code]
         said: dict[int, Any]
         if not categorical(column.type):
-            detail = f"feature {brief(feature.name)}: a column of {brief(str(column.type))}"
+            detail = f"feature {brief(feature.source)}: a column of {brief(str(column.type))}"
             said = dict.fromkeys(range(len(column)), Refusal(Reason.WRONG_TYPE, detail))
         elif feature.kind == "continuous":
-            out[:], said = numbers(column, feature.name)
+            out[:], said = numbers(column, feature.source)
         else:
-            out[:], said = label_codes(column, self._schema.label_codes[code], feature.name)
+            out[:], said = label_codes(column, self._schema.label_codes[code], feature.source)
         yield from said.items()
 
 

@@ -179,11 +179,12 @@ class MessageDecoder:
             document = self._document(payload)
             if self._windows is None or document.get(self._fields.record) is not None:
                 record, device = self._id(document, self._fields.record, key), ""
-                time = self._time(document, broker)
+                time, slot = self._time(document, broker), NAMED
             else:
                 device = self._id(document, self._fields.device, key)
                 time = self._time(document, broker)
                 record = window_of(self._windows, self._fields, device, time)
+                slot = slot_of(self._schema, time)
             readings = self._readings(document)
         except Refusal as refusal:
             return [Rejected(i, refusal.reason, refusal.detail)]
@@ -191,7 +192,7 @@ class MessageDecoder:
         refused: list[Rejected] = []
         for name, value in readings:
             try:
-                code, number, label = self._reading(name, value)
+                code, number, label = self._reading(name, value, slot)
                 result.append((record, code, number, label, time, device))
             except Refusal as refusal:
                 refused.append(Rejected(i, refusal.reason, refusal.detail))
@@ -262,12 +263,13 @@ class MessageDecoder:
             raise Refusal(Reason.TOO_LARGE, f"{len(many)} readings; at most {self._max_readings} are accepted")
         return list(many.items())
 
-    def _reading(self, name: object, value: object) -> tuple[int, float, str | None]:
+    def _reading(self, name: object, value: object, slot: int) -> tuple[int, float, str | None]:
+        """slot: see `code_of`."""
         if not isinstance(name, str):
             raise Refusal(Reason.WRONG_TYPE, f"{self._fields.feature!r} is {_word(name)}; text is expected")
-        code = self._schema.codes.get(name)
+        code = code_of(self._schema, name, slot)
         if code is None:
-            raise Refusal(Reason.UNKNOWN_FEATURE, f"feature {brief(name)} is unknown to the model")
+            raise unknown_feature(self._schema, name, slot)
         if value is None:
             return code, nan, None
         if isinstance(value, int | float) and not isinstance(value, bool) and not isfinite(value):
@@ -279,6 +281,32 @@ class MessageDecoder:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise Refusal(Reason.WRONG_TYPE, f"feature {brief(name)}: {_word(value)} where a number is expected")
         return code, float(value), None
+
+
+NAMED = -1
+"""The slot of a reading whose record is given by name: when in the record it was made is in its feature's name."""
+
+
+def slot_of(schema: Schema, time: int) -> int:
+    """In which slot of its window a reading of this time (microseconds) is."""
+    return 0 if schema.window is None else schema.window.slot(time)
+
+
+def code_of(schema: Schema, name: str, slot: int) -> int | None:
+    """The code of the feature that an event calls by this name. slot: of the window, or `NAMED`."""
+    if slot == NAMED:
+        return schema.codes.get(name)
+    codes = schema.codes_by_slot.get(name)
+    return None if codes is None else codes[slot]
+
+
+def unknown_feature(schema: Schema, name: str, slot: int) -> Refusal:
+    """Why there is no such code."""
+    detail = f"feature {brief(name)} is unknown to the model"
+    if slot == NAMED and name in schema.codes_by_slot:
+        example = schema.names[schema.codes_by_slot[name][0]]
+        detail += f", which knows its slots: send device and time in place of the record, or name it {brief(example)}"
+    return Refusal(Reason.UNKNOWN_FEATURE, detail)
 
 
 def window_of(windows: Windows, fields: Fields, device: str, time: int) -> str:

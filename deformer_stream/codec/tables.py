@@ -6,7 +6,7 @@ records; a column of the wrong type is an `InputError`."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,8 @@ from deformer_stream.codec.columns import (
     text_ids,
     textual,
 )
-from deformer_stream.codec.messages import MAX_TEXT, Fields, window_of
-from deformer_stream.codec.refusal import Refusal, brief, is_unicode
+from deformer_stream.codec.messages import MAX_TEXT, NAMED, Fields, unknown_feature, window_of
+from deformer_stream.codec.refusal import Refusal, is_unicode
 from deformer_stream.codec.times import MaxAhead
 from deformer_stream.codec.windows import Windows
 from deformer_stream.core.batch import NO_TIME, EventBatch, Reason, Rejected, Windowed
@@ -208,6 +208,14 @@ def too_early(max_ahead: MaxAhead | None, times: NDArray[np.int64], broker: int 
     return faults
 
 
+def code_table(schema: Schema, names: Sequence[str | None]) -> NDArray[np.int32]:
+    """(U, slots + 1) codes of the features that events call by these names, −1 where there is none: in each slot of the
+    window, and in the last column, which `NAMED` points to, of an event that names its record."""
+    none = (-1,) * (1 if schema.window is None else schema.window.slots)
+    rows = [(*schema.codes_by_slot.get(name or "", none), schema.codes.get(name or "", -1)) for name in names]
+    return np.array(rows, np.int32).reshape(len(names), -1)
+
+
 class LongDecoder:
     """Decodes `LongRows`: one event per row, in the table's order.
 
@@ -234,9 +242,9 @@ class LongDecoder:
                 )
 
         times, refusals = self.times(data, columns, broker)
-        codes, bad_features = self._features(data, columns[self._fields.feature])
-        values, unseen, bad_values = self._values(data, columns, codes)
         ids, devices, bad_records = self.owners(data, columns, times, refusals)
+        codes, bad_features = self._features(data, columns[self._fields.feature], self.slots(devices, times))
+        values, unseen, bad_values = self._values(data, columns, codes)
         refusals |= bad_values | bad_features | bad_records  # one reason per row: the leftmost fault
 
         keep = np.ones(n, bool)
@@ -303,23 +311,39 @@ class LongDecoder:
         faults = faults_of_ids(names, repr(name))
         return np.array(names, object)[indices], faults_by_row(indices, [faults.get(k) for k in range(len(names))])
 
-    def _features(self, data: LongRows, column: pa.Array) -> tuple[NDArray[np.int32], dict[int, Refusal]]:
-        """(N,) feature codes, −1 where there is none."""
+    def slots(self, devices: list[str] | None, times: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(N,) in which slots of their windows readings are, `NAMED` where the row names its record; or, where all of
+        them are in the same one of a single slot, (1,)."""
+        window = self._schema.window
+        if window is None or window.slots == 1:
+            return np.zeros(1, np.int64)
+        if devices is None:
+            return np.full(1, NAMED)
+        return np.where(np.array([device != "" for device in devices], bool), window.slot(times), NAMED)
+
+    def _features(
+        self, data: LongRows, column: pa.Array, slots: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], dict[int, Refusal]]:
+        """(N,) feature codes, −1 where there is none. slots: (N,) or (1,), see `slots`."""
         name = self._fields.feature
         if not (textual(column.type) or pa.types.is_null(column.type)):
             raise InputError(f"{data.topic}: column {name!r} is {column.type}; feature names are text")
         indices, uniques = encoded(column)
-
-        def fault(text: str | None) -> Refusal | None:
-            if text is None:
-                return Refusal(Reason.MISSING_FIELD, f"{name!r} is missing")
-            if text not in self._schema.codes:
-                return Refusal(Reason.UNKNOWN_FEATURE, f"feature {brief(text)} is unknown to the model")
-            return None
-
         names = [*uniques, None]
-        codes = np.array([self._schema.codes.get(u, -1) if u is not None else -1 for u in names], np.int32)
-        return codes[indices], faults_by_row(indices, [fault(u) for u in names])
+        codes = code_table(self._schema, names)[indices, slots]
+        faults: dict[tuple[int, int], Refusal] = {}
+        refusals: dict[int, Refusal] = {}
+        for row in np.flatnonzero(codes < 0).tolist():
+            kind = int(indices[row]), int(slots[row % len(slots)])
+            if kind not in faults:
+                faults[kind] = self._fault(names[kind[0]], kind[1])
+            refusals[row] = faults[kind]
+        return codes, refusals
+
+    def _fault(self, name: str | None, slot: int) -> Refusal:
+        if name is None:
+            return Refusal(Reason.MISSING_FIELD, f"{self._fields.feature!r} is missing")
+        return unknown_feature(self._schema, name, slot)
 
     def _values(
         self, data: LongRows, columns: dict[str, pa.Array], codes: NDArray[np.int32]
@@ -333,16 +357,18 @@ class LongDecoder:
         values = np.full(len(data), np.nan)
         unseen: dict[int, str] = {}
         refusals: dict[int, Refusal] = {}
-        for code in np.unique(codes[codes >= 0]).tolist():
+        source_of = np.append(self._schema.source_of, -1)[codes]  # readings of a sensor are of one kind
+        for source in np.unique(source_of[source_of >= 0]).tolist():
+            code = int(self._schema.first_of[source])
             feature = self._schema.features[code]
-            rows = np.flatnonzero(codes == code)
+            rows = np.flatnonzero(source_of == source)
             cells = value.take(pa.array(rows))
             if feature.kind == "continuous":
-                values[rows], bad = numbers(cells, feature.name)
+                values[rows], bad = numbers(cells, feature.source)
             else:
                 if label is not None and textual(label.type):
                     cells = pc.coalesce(plain(label.take(pa.array(rows))), as_label_text(cells))
-                values[rows], texts = label_codes(cells, self._schema.label_codes[code], feature.name)
+                values[rows], texts = label_codes(cells, self._schema.label_codes[code], feature.source)
                 bad = {row: text for row, text in texts.items() if isinstance(text, Refusal)}
                 unseen |= {int(rows[row]): str(text) for row, text in texts.items() if row not in bad}
             refusals |= {int(rows[row]): refusal for row, refusal in bad.items()}

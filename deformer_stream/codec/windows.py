@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from deformer_stream.codec.times import rfc3339
 from deformer_stream.core.batch import Windowed
-from deformer_stream.core.windows import MARK
+from deformer_stream.core.schema import Schema
+from deformer_stream.core.windows import MARK, duration, start_of
 from deformer_stream.errors import ConfigError
 
 _start_text = lru_cache(maxsize=4096)(rfc3339)  # neighbours in a stream share their window
@@ -33,12 +34,27 @@ class Windows:
         if self.width < 1 or self.grace < 0:
             raise ConfigError(f"a window of {self.width} µs with {self.grace} µs of grace; give a positive width")
 
+    @staticmethod
+    def asked(schema: Schema, width: int | None, grace: int) -> Windows | None:
+        """Those of the model, or, where its records are given by name, of the width asked for. Raises `ConfigError`
+        where what is asked for is not what the model knows."""
+        known = schema.window
+        if width is not None and known is not None and width != known.width:
+            raise ConfigError(
+                f"--window {duration(width)}: the model's records are windows of {duration(known.width)}; leave the "
+                "option out, or train a model with this one"
+            )
+        width = width if known is None else known.width
+        if width is None and grace:
+            raise ConfigError(f"--grace {duration(grace)} needs --window, or a model that was trained with one")
+        return None if width is None else Windows(width, grace)
+
     def record(self, device: str, time: int) -> str | None:
         """The id of the device's window around this time (microseconds), `DEVICE@START`; None where it began before
         the year 1."""
-        start = _start_text(time // self.width * self.width)
+        start = _start_text(start_of(time, self.width))
         return None if start is None else f"{device}{MARK}{start}"
 
     def of(self, devices: list[str], times: NDArray[np.int64]) -> Windowed:
         """What the engine has to know of N events. devices: "" where an event is in no window."""
-        return Windowed(devices, times // self.width * self.width + (self.width + self.grace))
+        return Windowed(devices, start_of(times, self.width) + (self.width + self.grace))

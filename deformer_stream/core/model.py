@@ -140,8 +140,12 @@ class DEformer(nn.Module):
         dimension = len(schema.features[0].coordinates or ())
         if config.identity != "embedding" and not dimension:
             raise ValueError(f"identity={config.identity!r} needs coordinates in the schema")
-        n = len(schema)
+        n = len(schema.sources)
         self.embedding = nn.Embedding(n, config.embedding) if config.identity != "coordinates" else None
+        self.register_buffer(
+            "sources", torch.from_numpy(schema.source_of) if schema.repeats else None, persistent=False
+        )
+        self.sources: Tensor | None
         self.coordinates: Tensor | None
         coordinates = None
         if config.identity != "embedding":
@@ -163,12 +167,13 @@ class DEformer(nn.Module):
         self.library: ctypes.CDLL | None = None  # compiled code that may score for this model (`core.compiled`)
 
     def _init_labels(self, schema: Schema, shared: bool) -> None:
-        """A row per label and one for "unseen" per feature; row 0 is the zero vector of continuous values.
+        """A row per label and one for "unseen" per sensor; row 0 is the zero vector of continuous values.
 
         Where features are told apart by coordinates alone, label codes share their rows, as pixels share black."""
         counts = torch.tensor(schema.label_counts)
-        rows = torch.where(counts > 0, counts + 1, 0)
-        offsets = torch.ones_like(rows) if shared else 1 + rows.cumsum(0) - rows
+        of, first = (torch.from_numpy(part) for part in (schema.source_of, schema.first_of))
+        rows = torch.where(counts > 0, counts + 1, 0)[first]
+        offsets = torch.ones_like(counts) if shared else (1 + rows.cumsum(0) - rows)[of]
         total = 1 + int(rows.max() if shared else rows.sum())
         self.label_width = self.config.embedding if total > 1 else 0
         self.label_embedding = nn.Embedding(total, self.label_width, padding_idx=0) if self.label_width else None
@@ -232,7 +237,9 @@ class DEformer(nn.Module):
         before: Tensor | None = None,
     ) -> list[Tensor]:
         """(N, L) readings → their tokens z and u, (N, L, d) each, or the single ones. before: see `conditionals`."""
-        parts = [] if self.embedding is None else [self.embedding.weight]
+        parts = []
+        if self.embedding is not None:
+            parts.append(self.embedding.weight if self.sources is None else self.embedding.weight[self.sources])
         if self.coordinates is not None:
             parts.append(self.coordinates.to(self.dtype))
         identity = torch.cat(parts, -1)

@@ -1,7 +1,9 @@
 """Features: what a reading is called, what kind of value it has, and how values become the model's units.
 
 A feature's *identity* is what the model is told before it predicts the value: an embedding learnt per feature,
-coordinates (the row and column of a pixel, the position of a sensor), or both.
+coordinates (the row and column of a pixel, the position of a sensor), or both. A sensor that may report several times
+in a record is a feature for each slot of the record's window (`core.slots`): they share its embedding, their
+coordinates say when.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from deformer_stream.core.windows import Window
 
 Kind = Literal["continuous", "discrete"]
 
@@ -30,7 +34,8 @@ class Feature:
     Continuous: normalised value = tail((raw − location) / scale); `quantum` is the sensor's resolution in raw units
     (None where readings do not repeat on a grid); low and high are the range seen in training.
     Discrete: `labels` are the values seen in training; `unseen` is the probability mass kept for all others.
-    `reason` says in words why the kind was chosen.
+    `reason` says in words why the kind was chosen. `sensor`: what this is a reading of, at one time of several; None
+    for a feature that comes once in a record.
     """
 
     name: str
@@ -45,6 +50,7 @@ class Feature:
     labels: tuple[str, ...] = ()
     unseen: float = 1e-4
     reason: str = ""
+    sensor: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind == "discrete" and not self.labels:
@@ -56,12 +62,25 @@ class Feature:
         if not 0 < self.unseen < 1:
             raise ValueError(f"feature {self.name!r}: the mass of unseen labels lies between 0 and 1")
 
+    @property
+    def source(self) -> str:
+        """What its readings are called in events: the sensor's name, or its own."""
+        return self.name if self.sensor is None else self.sensor
+
+    def to_json(self) -> dict[str, Any]:
+        """Without what a feature that comes once has not, as it was written before there were others."""
+        return {k: v for k, v in asdict(self).items() if k != "sensor" or v is not None}
+
 
 @dataclass(frozen=True)
 class Schema:
-    """The features of a record; a feature's *code* is its place in the tuple."""
+    """The features of a record; a feature's *code* is its place in the tuple.
+
+    window: what records are cut out of, None where they are given by name. The features of a sensor are one for each
+    of its slots, in their order."""
 
     features: tuple[Feature, ...]
+    window: Window | None = None
 
     def __post_init__(self) -> None:
         if not self.features:
@@ -70,6 +89,20 @@ class Schema:
             raise ValueError("feature names must be unique")
         if len({len(f.coordinates or ()) for f in self.features}) > 1:
             raise ValueError("either all features have coordinates, of one dimension, or none has")
+        self._check_sensors()
+
+    def _check_sensors(self) -> None:
+        slots: dict[str, list[Feature]] = {}
+        for f in self.features:
+            slots.setdefault(f.source, []).append(f)
+        for name, own in slots.items():
+            once = own[0].sensor is None
+            if len(own) != (1 if once or self.window is None else self.window.slots):
+                raise ValueError(f"sensor {name!r}: a feature for each slot of the window is expected")
+            if not once and (self.window is None or own[0].coordinates is None):
+                raise ValueError(f"sensor {name!r}: without a window and coordinates it reports once")
+            if len({(f.sensor, f.kind, f.context, f.labels) for f in own}) > 1:
+                raise ValueError(f"sensor {name!r}: its readings are not of one kind")
 
     def __len__(self) -> int:
         return len(self.features)
@@ -81,6 +114,36 @@ class Schema:
     @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(f.name for f in self.features)
+
+    @cached_property
+    def sources(self) -> tuple[str, ...]:
+        """What readings are called in events (`Feature.source`), in order of first appearance."""
+        return tuple(dict.fromkeys(f.source for f in self.features))
+
+    @cached_property
+    def source_of(self) -> NDArray[np.int64]:
+        """(F,) which of the sources a feature is a reading of."""
+        place = {name: i for i, name in enumerate(self.sources)}
+        return np.array([place[f.source] for f in self.features], np.int64)
+
+    @cached_property
+    def first_of(self) -> NDArray[np.int64]:
+        """(S,) code of the first feature of each source."""
+        return np.unique(self.source_of, return_index=True)[1]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a sensor may report several times in a record."""
+        return len(self.sources) < len(self.features)
+
+    @cached_property
+    def codes_by_slot(self) -> dict[str, tuple[int, ...]]:
+        """Source → the feature's code in each slot of the window; one that comes once is the same in all of them."""
+        found: dict[str, tuple[int, ...]] = {}
+        for code, f in enumerate(self.features):
+            found[f.source] = (*found.get(f.source, ()), code)
+        slots = 1 if self.window is None else self.window.slots
+        return {name: own if len(own) == slots else own * slots for name, own in found.items()}
 
     @cached_property
     def discrete(self) -> NDArray[np.bool_]:
@@ -130,22 +193,24 @@ class Schema:
         return raw
 
     def to_json(self) -> list[dict[str, Any]]:
-        return [asdict(f) for f in self.features]
+        return [f.to_json() for f in self.features]
 
     @staticmethod
-    def from_json(rows: Iterable[dict[str, Any]]) -> Schema:
+    def from_json(rows: Iterable[dict[str, Any]], window: dict[str, Any] | None = None) -> Schema:
         def feature(row: dict[str, Any]) -> Feature:
             row = dict(row, labels=tuple(row.get("labels", ())))
             if row.get("coordinates") is not None:
                 row["coordinates"] = tuple(row["coordinates"])
             return Feature(**row)
 
-        return Schema(tuple(feature(row) for row in rows))
+        return Schema(tuple(feature(row) for row in rows), Window.from_json(window))
 
     @cached_property
     def fingerprint(self) -> str:
         """Hex digest of everything that gives a value its meaning (the stated reasons do not)."""
-        rows = [{k: v for k, v in row.items() if k != "reason"} for row in self.to_json()]
+        rows: list[Any] = [{k: v for k, v in row.items() if k != "reason"} for row in self.to_json()]
+        if self.window is not None:
+            rows.append(self.window.to_json())
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 
 

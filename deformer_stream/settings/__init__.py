@@ -17,6 +17,7 @@ from deformer_stream.settings.base import (
     Share,
     Size,
     Timeout,
+    Width,
     flag_of,
     variable_of,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "Size",
     "TableSettings",
     "Timeout",
+    "Width",
     "flag_of",
     "input_name",
     "load",

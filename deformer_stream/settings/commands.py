@@ -55,9 +55,11 @@ class ScoringSettings(_Model):
     value_field: str = Field("value", description="JSON field of the value.")
     values_field: str = Field("values", description="JSON field of many readings at once.")
     time_field: str = Field("time", description="JSON field of the time.")
-    device_field: str = Field("device", description="JSON field of the device, with --window.")
+    device_field: str = Field("device", description="JSON field of the device, with windows.")
     window: Width | None = Field(
-        None, description="An event without a record belongs to its device's window of this length in event time."
+        None,
+        description="An event without a record belongs to its device's window of this length in event time; by default "
+        "the one that the model was trained with.",
     )
     grace: Duration = written("0s", description="How long past its end, in event time, a window takes what comes late.")
 
@@ -73,15 +75,6 @@ class ScoringSettings(_Model):
         "where there is none) is refused as future: with --window a clock that leaps ahead closes its device's "
         "windows.",
     )
-
-    @model_validator(mode="after")
-    def _whole_windows(self) -> Self:
-        """What has no effect would be taken for one that it has."""
-        if self.window is None and self.grace > 0:
-            raise ValueError("--grace needs --window")
-        if self.window is not None and self.device_field == self.record_field:
-            raise ValueError("--device-field and --record-field must differ, or no event would be in a window")
-        return self
 
 
 class _Alerting(ScoringSettings):

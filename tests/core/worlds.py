@@ -9,11 +9,13 @@ from numpy.typing import NDArray
 
 from deformer_stream.core.model import DEformer, ModelConfig
 from deformer_stream.core.schema import Feature, Schema
+from deformer_stream.core.slots import repeated
+from deformer_stream.core.windows import Window
 
 
 @st.composite
 def schemas(draw: st.DrawFn, most: int = 60, context: bool = False) -> Schema:
-    """Continuous, discrete or mixed, 1 to `most` features."""
+    """Continuous, discrete or mixed, 1 to `most` features, some of them those of sensors that report several times."""
     n = draw(st.integers(1, most))
     kinds = draw(st.sampled_from(["continuous", "discrete", "mixed"]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -29,7 +31,8 @@ def schemas(draw: st.DrawFn, most: int = 60, context: bool = False) -> Schema:
             features.append(
                 Feature(f"f{i}", "continuous", hidden, coordinates, float(rng.normal()), float(rng.uniform(0.1, 10)))
             )
-    return Schema(tuple(features))
+    schema, slots = Schema(tuple(features)), draw(st.sampled_from([1, 3]))
+    return repeated(schema, Window(60_000_000, slots)) if 1 < slots * n <= most else schema
 
 
 configs = st.builds(

@@ -21,7 +21,8 @@ Manifest = dict[str, Any]
 def signed(manifest: Manifest) -> bytes:
     """The manifest as a file, with the fingerprints and the checksum that it should have."""
     with suppress(AttributeError, KeyError, TypeError, ValueError, ArithmeticError):  # then it is not the matter
-        manifest["schema_fingerprint"] = artifact.Schema.from_json(manifest["features"]).fingerprint
+        schema = artifact.Schema.from_json(manifest["features"], manifest.get("window"))
+        manifest["schema_fingerprint"] = schema.fingerprint
     if {"schema_fingerprint", "hyperparameters", "calibration", "files"} <= manifest.keys():
         manifest["fingerprint"] = artifact._fingerprint(manifest)
     manifest["sha256"] = artifact._digest(manifest)

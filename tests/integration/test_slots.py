@@ -1,0 +1,56 @@
+"""Series of devices through Kafka: what a sensor says when is the same for a consumer and for a replay."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from connectors.kafka import produce
+from deformer_stream import artifact
+from deformer_stream.core.schema import Feature, Schema
+from deformer_stream.core.slots import repeated
+from deformer_stream.core.windows import Window
+from tests.core.test_slots import CONFIG
+from tests.core.worlds import model_of
+from tests.integration.programs import Cluster, Consume
+from tests.models import TRAINING, calibration_of
+from tests.series import series
+
+pytestmark = pytest.mark.kafka
+
+SENSORS = (
+    Feature("flow", "continuous"),
+    Feature("pressure", "continuous"),
+    Feature("site", "discrete", labels=("a", "b")),
+)
+SERIES = repeated(Schema(SENSORS), Window(60_000_000, 6), ["site"])
+
+
+def test_series_of_devices(
+    cluster: Cluster, topic: Callable[..., str], cli: Callable[..., SimpleNamespace], tmp_path: Path
+) -> None:
+    model = model_of(SERIES, CONFIG, 5, torch.float32)
+    artifact.write(tmp_path / "model", model, calibration_of(model), TRAINING, "<p>")
+    name, alerts = topic(4), topic(1, "alerts")
+    events = series(100, seed=6)
+    sent = [(event["device"].encode(), json.dumps(event).encode(), None) for event in events]
+    produce(cluster.bootstrap, name, sent, partitions=4)
+    options = ("--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap, "--alerts-topic", alerts)
+    shared = ("--model", tmp_path / "model", "--alpha", "0.95", "--grace", "1s", "--explanations", "off")
+    with Consume(tmp_path / "log", *options, *shared, "--alerts", "", "--record-timeout", "1d") as consumer:
+        consumer.wait_for(cluster.all_consumed(name, name), "all events consumed")
+        totals = consumer.stop()
+    assert (totals["events"], totals["rejected"]) == (len(sent), {})
+    (tmp_path / "events.jsonl").write_bytes(b"".join(value + b"\n" for _, value, _ in sent))
+    ended = cli("replay", tmp_path / "events.jsonl", *shared, "--alerts", tmp_path / "alerts.jsonl")
+    assert ended.code == 0, ended.err
+    expected = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
+    found = [json.loads(message.value) for message in cluster.read(alerts)]
+    assert len(found) > 20
+    kept = ("id", "record", "raised_at", "time")
+    assert sorted([alert[k] for k in kept] for alert in found) == sorted([alert[k] for k in kept] for alert in expected)

@@ -1,0 +1,116 @@
+"""Training on windows of devices' readings: which records there are, what is in their slots, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from deformer_stream.core.slots import single
+from deformer_stream.core.windows import Window
+from deformer_stream.errors import ConfigError, InputError
+from tests.series import series, table_of
+from trainer.data import DataOptions, Prepared, prepare
+
+SECOND = 1_000_000
+MINUTE = Window(60 * SECOND, 6)
+
+
+def prepared(folder: Path, events: list[dict[str, Any]], **options: Any) -> Prepared:
+    (folder / "work").mkdir(exist_ok=True)
+    pq.write_table(table_of(events), folder / "events.parquet", row_group_size=97)
+    options = {"window": MINUTE, "once": ("site",)} | options
+    return prepare([folder / "events.parquet"], DataOptions(**options), folder / "work")
+
+
+def test_a_record_is_a_window_and_a_column_a_slot(tmp_path: Path) -> None:
+    events = series(40, seed=0)
+    data = prepared(tmp_path, events)
+    assert data.values.shape == (40, 13)
+    assert data.schema.codes_by_slot.keys() == {"flow", "pressure", "site"}
+    assert data.schema.window == MINUTE
+    row = {key: i for i, key in enumerate(dict.fromkeys((e["device"], e["time"] // 60) for e in events))}
+    expected = np.full((40, 13), np.nan)
+    for event in events:
+        name = (
+            event["feature"] if event["feature"] == "site" else f"{event['feature']}+{event['time'] % 60 // 10:.0f}0s"
+        )
+        code = data.schema.codes[name.replace("+00s", "+0s")]
+        value = "ab".index(event["value"]) if name == "site" else float(event["value"])
+        expected[row[event["device"], event["time"] // 60], code] = value
+    raw = data.schema.denormalise(np.arange(13), np.asarray(data.values, np.float64))
+    np.testing.assert_allclose(raw, expected, atol=1e-5)
+    assert data.ranks is not None
+    assert (data.ranks[0] >= 0).sum() == np.isfinite(expected[0]).sum()
+    flow = data.ranks[0, list(data.schema.codes_by_slot["flow"])]
+    assert (np.diff(flow[flow >= 0]) > 0).all(), "slots of a sensor come in the order of time"
+
+
+def test_what_a_sensor_is_shows_in_all_of_its_slots(tmp_path: Path) -> None:
+    """Nine of ten slots of `rare` are empty, and the one that is not is another one in each window."""
+    rare = [{"device": "d", "feature": "rare", "value": 0.5 * (w % 7), "time": w * 60 + w % 6 * 10} for w in range(60)]
+    data = prepared(tmp_path, rare, once=())
+    assert {(f.kind, f.quantum, f.low, f.high) for f in data.schema.features} == {("continuous", 0.5, 0.0, 3.0)}
+    assert np.isfinite(data.values).sum(0).tolist() == [10] * 6
+
+
+def test_a_window_without_slots_keeps_names(tmp_path: Path) -> None:
+    data = prepared(tmp_path, series(40, seed=0), window=Window(60 * SECOND), once=())
+    assert set(data.schema.names) == {"flow", "pressure", "site"}
+    assert data.schema.window == Window(60 * SECOND)
+    assert data.skipped["repeated events (record and feature)"] > 300, "the first of a window counts"
+
+
+def test_a_second_reading_of_a_slot_and_what_is_in_no_window(tmp_path: Path) -> None:
+    events = [*series(40, seed=0), {"device": "p0", "feature": "flow", "value": 9, "time": 3000.0}]
+    more = [{**events[0], "value": 7, "time": events[0]["time"] + 1e-3}, {**events[0], "device": None}]
+    data = prepared(tmp_path, [*events, *more, {**events[0], "time": None}])
+    assert data.values.shape[0] == 41
+    assert data.skipped == {
+        "repeated events (record and feature)": 1,
+        "events without device, time or feature": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "words"),
+    [
+        ({"record": "r"}, {}, "has a column 'record'"),
+        ({}, {"layout": "wide"}, "has rows that are records"),
+        ({}, {"window": None, "once": ()}, "add --window, such as 60s, to make records of them"),
+        ({}, {"window": Window(60 * SECOND, 2000)}, "--slots 2000: 6000 features, at most 4096"),
+        ({}, {"once": ("nope",)}, "no feature is called nope"),
+    ],
+)
+def test_what_makes_no_windows_is_refused(
+    tmp_path: Path, columns: dict[str, str], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        prepared(tmp_path, [event | columns for event in series(40, seed=0)], **options)
+
+
+def test_a_wide_table_has_no_windows(tmp_path: Path) -> None:
+    rows = [{"device": "d", "time": float(i), "flow": 1.0} for i in range(30)]
+    with pytest.raises(ConfigError, match=r"columns device, feature, value, time, and .* has rows that are records"):
+        prepared(tmp_path, rows)
+    with pytest.raises(InputError, match="column 'time' is missing"):
+        prepared(tmp_path, [{"device": "d", "feature": "flow", "value": 1.0}] * 30, layout="long")
+
+
+def test_a_model_is_adapted_to_its_own_windows_only(tmp_path: Path) -> None:
+    old = prepared(tmp_path, series(40, seed=0)).schema
+    events = [
+        *series(40, seed=1),
+        *({"device": "p0", "feature": "new", "value": k, "time": 7.0 * k} for k in range(170)),
+    ]
+    data = prepared(tmp_path, events, window=None, once=(), base=old)
+    assert data.schema.features[: len(old)] == old.features
+    assert data.schema.names[len(old) :] == tuple(f"new+{k}0s".replace("+00s", "+0s") for k in range(6))
+    for window in (Window(60 * SECOND, 5), Window(30 * SECOND, 6)):
+        with pytest.raises(ConfigError, match="windows of 1m in 6 slots; leave --window and --slots out"):
+            prepared(tmp_path, events, window=window, base=old)
+    with pytest.raises(ConfigError, match="given by name"):
+        prepared(tmp_path, events, base=single(old), once=())
