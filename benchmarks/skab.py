@@ -5,8 +5,9 @@
 Each of the 34 experiments on its own: its first 400 rows train, the rest test; F1, false-alarm rate (FAR) and
 missed-alarm rate (MAR) of all test rows together. One recipe for all of them:
 
-- A record is what six sensors said in the last WINDOW seconds, on the mean. Temperature and thermocouple are left out:
-  they follow the room and the motor for longer than an experiment lasts, so that every row is new in them.
+- A record is what six sensors said in the last WINDOW seconds, on the mean; with --slots, on the mean of each of so
+  many parts, which are then readings of one sensor at several times. Temperature and thermocouple are left out: they
+  follow the room and the motor for longer than an experiment lasts, so that every row is new in them.
 - The windows within the first 200 rows train a `tiny` model; those within the next 200, none of which shares a row with
   them, calibrate the rule. The sensors of a row come at once, so nothing is decided earlier than on all of them: a
   row is called anomalous when the excess of its window's surprisal, Σ(−ln p − H) (`anomaly_score` without exemplars),
@@ -36,7 +37,7 @@ from numpy.typing import NDArray
 from benchmarks.speed import RESULTS, machine
 from benchmarks.tables import markdown_head, markdown_row, tables_folder
 from deformer_stream.core.conformal import Calibration, record_excess
-from deformer_stream.errors import DeformerError, InputError
+from deformer_stream.errors import ConfigError, DeformerError, InputError
 from trainer.job import train
 from trainer.options import Everything
 
@@ -105,8 +106,14 @@ def read(folder: Path) -> list[Experiment]:
     return out
 
 
-def windows(values: Floats, width: int) -> Floats:
-    """(N, S) means of each row and up to `width` − 1 rows before it. values: (N, S)."""
+def windows(values: Floats, width: int, slots: int = 1) -> Floats:
+    """(N, slots, S) means over each slot of the last `width` rows, as far as there are any. values: (N, S)."""
+    ends = np.arange(len(values))[:, None] - width // slots * np.arange(slots)[::-1]
+    return _means(values, width // slots)[np.maximum(ends, 0)]
+
+
+def _means(values: Floats, width: int) -> Floats:
+    """(N, S) means of each row and up to `width` − 1 rows before it."""
     sums = np.cumsum(np.concatenate([np.zeros((1, values.shape[1])), values]), 0)
     ends = np.arange(1, len(values) + 1)
     begins = np.maximum(ends - width, 0)
@@ -114,29 +121,46 @@ def windows(values: Floats, width: int) -> Floats:
     return means
 
 
+def table_of_windows(records: Floats) -> pa.Table:
+    """What is trained on: a row per window; with slots a long table, in which each window is a device of its own, for
+    they overlap. records: (N, slots, S)."""
+    slots = records.shape[1]
+    if slots == 1:
+        return pa.table(dict(zip(SENSORS, records[:, 0].T, strict=True)))
+    number, slot, sensor = (part.ravel() for part in np.indices(records.shape))
+    columns = {"device": number, "feature": np.array(SENSORS)[sensor], "value": records.ravel(), "time": slot}
+    return pa.table({name: pa.array(column) for name, column in columns.items()})
+
+
 def density(records: Floats, width: int, seed: int, epochs: int) -> Floats:
-    """(N,) Σ(−ln p − H) of each window, nats, by a model of the windows within the first `FITTED_ROWS`."""
+    """(N,) Σ(−ln p − H) of each window, nats, by a model of the windows within the first `FITTED_ROWS`. records:
+    (N, slots, S)."""
+    slots = records.shape[1]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        columns = dict(zip(SENSORS, records[width - 1 : FITTED_ROWS].T, strict=True))
-        pq.write_table(pa.table(columns), folder / "windows.parquet")
+        pq.write_table(table_of_windows(records[width - 1 : FITTED_ROWS]), folder / "windows.parquet")
         settings = Everything(
             out=folder / "model",
             preset="tiny",
             epochs=epochs,
             seed=seed,
             continuous=",".join(SENSORS),
+            window=float(slots) if slots > 1 else None,
+            slots=slots if slots > 1 else None,
             calibration_share=0.05,  # its own calibration is not used
             exemplars=0,
         )
         model = train([folder / "windows.parquet"], settings).model
-    known = [SENSORS.index(feature) for feature in model.schema.names]  # a sensor that never moved is no feature
-    codes = np.tile(np.arange(len(known)), (len(records), 1))
-    return record_excess(model, codes, model.schema.normalise(codes, records[:, known]))
+    schema = model.schema
+    order = np.array([schema.codes_by_slot[sensor] for sensor in schema.sources]).T.ravel()  # as time goes by
+    known = [SENSORS.index(sensor) for sensor in schema.sources]  # a sensor that never moved is no feature
+    codes = np.tile(order, (len(records), 1))
+    return record_excess(model, codes, schema.normalise(codes, records[:, :, known].reshape(len(records), -1)))
 
 
 def hotelling(records: Floats, width: int) -> Floats:
-    """(N,) squared Mahalanobis distance of each window from those of the first `FITTED_ROWS`."""
+    """(N,) squared Mahalanobis distance of each window (N, slots, S) from those of the first `FITTED_ROWS`."""
+    records = records.reshape(len(records), -1)
     fitted = records[width - 1 : FITTED_ROWS]
     deviation = fitted.std(0) + 1e-9
     z = (records - fitted.mean(0)) / deviation
@@ -162,9 +186,9 @@ def delays(called: Bools, anomaly: Bools) -> list[int | None]:
     return found
 
 
-def measure(experiment: Experiment, width: int, seed: int, epochs: int) -> dict[str, Any]:
+def measure(experiment: Experiment, width: int, seed: int, epochs: int, slots: int = 1) -> dict[str, Any]:
     """One experiment: counts and delays of each contender."""
-    records = windows(experiment.values, width)
+    records = windows(experiment.values, width, slots)
     truth = experiment.anomaly[TRAINING_ROWS:]
     line: dict[str, Any] = {"experiment": experiment.name}
     for name, statistic in (("ours", density(records, width, seed, epochs)), ("T²", hotelling(records, width))):
@@ -210,13 +234,17 @@ def by_experiment(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    if arguments.window % arguments.slots:
+        raise ConfigError(f"--slots {arguments.slots}: a window of {arguments.window} rows has no such equal parts")
     experiments = read(tables_folder().parent / "skab")
-    lines = [measure(e, arguments.window, arguments.seed, arguments.epochs) for e in experiments]
+    lines = [measure(e, arguments.window, arguments.seed, arguments.epochs, arguments.slots) for e in experiments]
     figures = {name: summary(lines, name) for name in CONTENDERS}
-    line = json.dumps({"benchmark": "skab", "window": arguments.window, "experiments": len(lines)} | figures)
+    line = json.dumps(
+        {"benchmark": "skab", "window": arguments.window, "slots": arguments.slots, "experiments": len(lines)} | figures
+    )
     when = (
         f"{machine()}, {datetime.now(UTC):%Y-%m-%d}; {len(lines)} experiments, windows of {arguments.window} s, "
-        f"{arguments.epochs} epochs of training each, seed {arguments.seed}."
+        f"{arguments.slots} mean(s) of each, {arguments.epochs} epochs of training each, seed {arguments.seed}."
     )
     text = f"# SKAB\n\n{when}\n\n{table_of(lines)}\n\n## By experiment (ours)\n\n{by_experiment(lines)}\n"
     print(f"{text}\n{line}")
@@ -228,6 +256,7 @@ def run(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--window", type=int, default=10, help="seconds of a record; 10 by default")
+    parser.add_argument("--slots", type=int, default=1, help="equal parts of the window with a mean each; 1 by default")
     parser.add_argument("--epochs", type=int, default=60, help="of each training run; 60 by default")
     parser.add_argument("--seed", type=int, default=0)
     try:

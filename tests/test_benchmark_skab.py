@@ -13,8 +13,9 @@ from deformer_stream.errors import InputError
 
 def test_windows_are_means_of_the_last_rows() -> None:
     values = np.array([[1.0, 10], [2, 20], [6, 60], [4, 40]])
-    assert skab.windows(values, 3)[:, 0].tolist() == [1, 1.5, 3, 4]
-    assert (skab.windows(values, 1) == values).all()
+    assert skab.windows(values, 3)[:, 0, 0].tolist() == [1, 1.5, 3, 4]
+    assert (skab.windows(values, 1)[:, 0] == values).all()
+    assert skab.windows(values, 4, slots=2)[:, :, 1].tolist() == [[10, 10], [10, 15], [10, 40], [15, 50]]
 
 
 def test_only_what_no_calibration_window_reached_is_called() -> None:
@@ -40,14 +41,15 @@ def test_rates_and_delays() -> None:
     assert skab.delays(np.ones(4, bool), np.ones(4, bool)) == [0]
 
 
-def test_a_fault_of_a_made_up_bed_is_found() -> None:
+@pytest.mark.parametrize(("width", "slots"), [(5, 1), (6, 2)])
+def test_a_fault_of_a_made_up_bed_is_found(width: int, slots: int) -> None:
     """The last sensor leaves its range after row 500."""
     rng = np.random.default_rng(0)
     common = rng.normal(size=(700, 1))
     values = common + 0.1 * rng.normal(size=(700, len(skab.SENSORS)))
     anomaly = np.arange(700) >= 500
     values[anomaly, -1] += 8.0
-    line = skab.measure(skab.Experiment("valve1/0", values, anomaly), width=5, seed=0, epochs=4)
+    line = skab.measure(skab.Experiment("valve1/0", values, anomaly), width, 0, 4, slots)
     for contender in skab.CONTENDERS:
         assert line[contender]["counts"].rates()["mar"] < 0.1
         assert line[contender]["delays"][0] <= 10
