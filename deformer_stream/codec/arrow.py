@@ -137,15 +137,16 @@ class ArrowDecoder:
         rejected = [Rejected(0, bad[row].reason, bad[row].detail) for row in sorted(bad)]
         names = [name for name in columns if name in self._features]
         table, slots = code_table(self._schema, names), self._long.slots(devices, times)
-        codes = np.broadcast_to(table[:, slots].T, (len(data), len(names)))
+        mine, alike = table[:, slots].T, table.max(1).tolist()
+        codes, strangers = np.broadcast_to(mine, (len(data), len(names))), bool((mine < 0).any())
         values = np.empty(codes.shape)
         keep = np.ones(codes.shape, bool)
         unseen: dict[tuple[int, int], str] = {}
         for place, name in enumerate(names):
-            strange = np.flatnonzero(codes[:, place] < 0).tolist()
-            said = {row: unknown_feature(self._schema, name, int(slots[row % len(slots)])) for row in strange}
-            cells = self._cells(columns[name], int(table[place].max()), values[:, place])
-            for row, what in (dict(cells) | said).items():
+            said = dict(self._cells(columns[name], alike[place], values[:, place]))
+            for row in np.flatnonzero(codes[:, place] < 0).tolist() if strangers else ():
+                said[row] = unknown_feature(self._schema, name, int(slots[row % len(slots)]))
+            for row, what in said.items():
                 if isinstance(what, Refusal):
                     keep[row, place] = False
                     if row not in bad:

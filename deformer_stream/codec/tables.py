@@ -210,10 +210,14 @@ def too_early(max_ahead: MaxAhead | None, times: NDArray[np.int64], broker: int 
 
 def code_table(schema: Schema, names: Sequence[str | None]) -> NDArray[np.int32]:
     """(U, slots + 1) codes of the features that events call by these names, −1 where there is none: in each slot of the
-    window, and in the last column, which `NAMED` points to, of an event that names its record."""
-    none = (-1,) * (1 if schema.window is None else schema.window.slots)
-    rows = [(*schema.codes_by_slot.get(name or "", none), schema.codes.get(name or "", -1)) for name in names]
-    return np.array(rows, np.int32).reshape(len(names), -1)
+    window, and in the last column, which `NAMED` points to, of an event that names its record. (U, 1) where it is all
+    the same."""
+    named = [schema.codes.get(name or "", -1) for name in names]
+    if schema.window is None or not schema.repeats:
+        return np.array(named, np.int32)[:, None]
+    none = (-1,) * schema.window.slots
+    slots = [schema.codes_by_slot.get(name or "", none) for name in names]
+    return np.column_stack([np.array(slots, np.int32).reshape(len(names), -1), np.array(named, np.int32)])
 
 
 class LongDecoder:
@@ -312,10 +316,10 @@ class LongDecoder:
         return np.array(names, object)[indices], faults_by_row(indices, [faults.get(k) for k in range(len(names))])
 
     def slots(self, devices: list[str] | None, times: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(N,) in which slots of their windows readings are, `NAMED` where the row names its record; or, where all of
-        them are in the same one of a single slot, (1,)."""
+        """(N,) in which slots of their windows readings are, `NAMED` where the row names its record; (1,) where it is
+        all the same."""
         window = self._schema.window
-        if window is None or window.slots == 1:
+        if window is None or not self._schema.repeats:
             return np.zeros(1, np.int64)
         if devices is None:
             return np.full(1, NAMED)
@@ -357,7 +361,7 @@ class LongDecoder:
         values = np.full(len(data), np.nan)
         unseen: dict[int, str] = {}
         refusals: dict[int, Refusal] = {}
-        source_of = np.append(self._schema.source_of, -1)[codes]  # readings of a sensor are of one kind
+        source_of = np.append(self._schema.source_of, -1)[codes] if self._schema.repeats else codes  # of one kind
         for source in np.unique(source_of[source_of >= 0]).tolist():
             code = int(self._schema.first_of[source])
             feature = self._schema.features[code]
