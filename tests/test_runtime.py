@@ -15,14 +15,17 @@ from numpy.typing import NDArray
 
 from deformer_stream import artifact
 from deformer_stream.artifact import Artifact
-from deformer_stream.codec import Codec, encode_alert
+from deformer_stream.codec import Codec, Windows, encode_alert
 from deformer_stream.core.batch import NO_TIME, Closing, Effects, EventBatch, Rejected
 from deformer_stream.core.engine import Engine, Limits
+from deformer_stream.core.model import DEformer
+from deformer_stream.core.schema import Schema
+from deformer_stream.core.windows import Window
 from deformer_stream.metrics import Metrics
 from deformer_stream.ports import Messages, Payload, Polled
 from deformer_stream.runtime import EventClock, Pace, Road, WallClock
 from deformer_stream.testing import ManualClock, MemorySink, MemorySource
-from tests.models import rows_of
+from tests.models import TRAINING, rows_of
 
 ALPHA = 0.3
 RECORDS = 40
@@ -352,6 +355,33 @@ def test_progress_and_metrics(loaded: Artifact) -> None:
     assert count("deformer_records_open") == 0
     assert (count("deformer_commit_seconds_count") or 0) >= 1
     assert count("deformer_model_info", {"fingerprint": loaded.fingerprint}) == 1
+
+
+def test_a_model_whose_windows_are_others_is_not_taken(loaded: Artifact, tmp_path: Path) -> None:
+    """It was asked for windows of 10 s, and the model that comes knows those of a minute."""
+    schema = Schema(loaded.schema.features, Window(60_000_000))
+    model = DEformer(schema, loaded.model.config)
+    artifact.write(tmp_path / "m", model, loaded.calibration, TRAINING, "<p>")
+    found = [artifact.read(tmp_path / "m")]
+    engine, sink = engine_of(loaded), MemorySink()
+
+    def codec_of(one: Artifact) -> Codec:
+        return Codec(one.schema, windows=Windows.asked(one.schema, 10_000_000, 0))
+
+    Road(
+        MemorySource(whole_records(loaded), chunk=16),
+        codec_of(loaded),
+        engine,
+        [sink],
+        WallClock(),
+        Metrics(),
+        True,
+        models=lambda: found.pop() if found else None,
+        codec_of=codec_of,
+    ).run(threading.Event())
+    assert not found
+    assert engine.fingerprint == loaded.fingerprint
+    assert {alert.model for alert in sink.alerts} == {loaded.fingerprint}
 
 
 def test_wall_clock_never_runs_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
