@@ -15,6 +15,9 @@ from deformer_stream.codec import MAX_TEXT, Codec, Windows, encode_alert, encode
 from deformer_stream.codec.state import decode_decisions, decode_snapshot, encode_decisions, encode_snapshot
 from deformer_stream.core.batch import NO_TIME, EventBatch, Reason, Rejected
 from deformer_stream.core.engine import Engine
+from deformer_stream.core.schema import Schema
+from deformer_stream.core.slots import repeated
+from deformer_stream.core.windows import Window
 from deformer_stream.errors import ArtifactError, InputError, StateError
 from deformer_stream.ports import LongRows, Messages, Payload, WideRows
 from tests.models import SCHEMA
@@ -24,7 +27,9 @@ PLAIN = Codec(SCHEMA, max_message_bytes=16_384, max_readings=64)
 WINDOWED = Codec(
     SCHEMA, windows=Windows(10 * SECOND, SECOND), max_ahead=3600 * SECOND, max_message_bytes=16_384, order="random"
 )
-CODECS = (PLAIN, WINDOWED)
+SERIES = repeated(SCHEMA, Window(10 * SECOND, 4), once=["valve"])
+SLOTTED = Codec(SERIES, windows=Windows(10 * SECOND, SECOND), max_message_bytes=16_384)
+CODECS = (PLAIN, WINDOWED, SLOTTED)
 
 
 def is_one_line(text: str, most: int) -> None:
@@ -45,7 +50,7 @@ def decoded(codec: Codec, data: Payload) -> tuple[EventBatch, list[Rejected]]:
     )
     assert set(batch.messages.tolist()) | {refusal.message for refusal in rejected} == set(range(len(data)))
     assert batch.messages.tolist() == sorted(batch.messages.tolist())
-    _events_are_sound(batch)
+    _events_are_sound(batch, codec.schema)
     _windows_are_sound(batch)
     assert len({(refusal.message, refusal.reason) for refusal in rejected}) == len(rejected)
     for refusal in rejected:
@@ -62,14 +67,14 @@ def _none(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
 
 
-def _events_are_sound(batch: EventBatch) -> None:
+def _events_are_sound(batch: EventBatch, schema: Schema) -> None:
     for record in batch.records:
         assert 0 < len(record) <= MAX_TEXT
         record.encode()
-    assert ((batch.features >= 0) & (batch.features < len(SCHEMA))).all()
+    assert ((batch.features >= 0) & (batch.features < len(schema))).all()
     assert not np.isinf(batch.values).any()
     assert all(time == NO_TIME or rfc3339(time) is not None for time in batch.times.tolist())
-    labels = SCHEMA.label_counts[batch.features]
+    labels = schema.label_counts[batch.features]
     codes = (labels > 0) & ~np.isnan(batch.values)
     assert (batch.values[codes] == np.floor(batch.values[codes])).all()
     assert ((batch.values[codes] >= 0) & (batch.values[codes] <= labels[codes])).all()
@@ -109,8 +114,10 @@ def messages_hold(codec: Codec, data: Messages) -> None:
     for message, code, value in zip(
         batch.messages.tolist(), batch.features.tolist(), batch.values.tolist(), strict=True
     ):
-        if SCHEMA.features[code].kind == "continuous":
-            _is_said(_document(data.payloads[message] or b""), SCHEMA.names[code], value)
+        feature = codec.schema.features[code]
+        if feature.kind == "continuous":
+            document = _document(data.payloads[message] or b"")
+            _is_said(document, feature.name if document.get("record") is not None else feature.source, value)
 
 
 def _document(payload: bytes) -> dict[str, object]:
