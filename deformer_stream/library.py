@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream import artifact
-from deformer_stream.codec import Codec
+from deformer_stream.codec import Codec, Windows
 from deformer_stream.core.batch import NO_TIME, AlertRaised, Contribution, EventBatch, Rejected
 from deformer_stream.core.conformal import Ties, record_statistics
 from deformer_stream.core.engine import Engine, Limits
@@ -96,9 +96,12 @@ class Scorer:
         record_timeout: float | None,
         ties: Ties | None = None,
         tie_wait: float | None = None,
+        grace: float = 0.0,
     ) -> None:
         waits = [_microseconds("record_timeout", record_timeout), _microseconds("tie_wait", tie_wait)]
-        self._codec = detector.codec
+        if not 0 <= grace <= 1e9:
+            raise ValueError("grace is a number of seconds, at least 0")
+        self._codec = _codec_of(detector.schema, grace)
         self._clock = WallClock()
         self._engine = detector.engine(alpha, Limits(waits[0], tie_wait=waits[1]), ties)
 
@@ -109,7 +112,14 @@ class Scorer:
         reading that cannot be accepted (an unknown feature, a number that is not finite, a second value of the same
         feature, …) changes nothing and comes back with `rejected` set.
         """
-        document = {"record": record, "feature": feature, "value": value, "time": time}
+        return self._updated({"record": record, "feature": feature, "value": value, "time": time})
+
+    def update_device(self, device: str, feature: str, value: Value, time: float | datetime) -> Update:
+        """Add one reading of a device to the window of its time that the reading's time is in; for models that were
+        trained on windows. Otherwise as `update`."""
+        return self._updated({"device": device, "feature": feature, "value": value, "time": time})
+
+    def _updated(self, document: dict[str, Any]) -> Update:
         batch, refused = self._codec.decode(_messages([_json(document)]))
         now = self._clock.at(batch.times)
         earlier = self._engine.handle(EventBatch.empty(), now)  # between two updates no one looks at the clock
@@ -135,7 +145,7 @@ class Detector:
 
     def __init__(self, loaded: artifact.Artifact) -> None:
         self.artifact = loaded
-        self.codec = Codec(loaded.schema, max_message_bytes=2**30, max_readings=max(4096, len(loaded.schema)))
+        self.codec = _codec_of(loaded.schema, 0.0)
 
     @property
     def schema(self) -> Schema:
@@ -152,6 +162,7 @@ class Detector:
         record_timeout: float | None = None,
         ties: Ties | None = None,
         tie_wait: float | None = None,
+        grace: float = 0.0,
     ) -> Scorer:
         """A fresh event-by-event scorer.
 
@@ -159,8 +170,9 @@ class Detector:
         record_timeout: seconds without a reading after which a record is closed, None for never. ties: "hold" where
         readings of a record that are updated with one time wait for each other and are judged once, "arrival" where
         they are judged as they come, None as the model was calibrated. tie_wait: seconds without a reading after which
-        they wait no more, None for never; it is looked at with each update."""
-        return Scorer(self, alpha, record_timeout, ties, tie_wait)
+        they wait no more, None for never; it is looked at with each update. grace: seconds past its end that a device's
+        window takes what comes late, for models of windows."""
+        return Scorer(self, alpha, record_timeout, ties, tie_wait, grace)
 
     def engine(self, alpha: float | Sequence[float], limits: Limits | None = None, ties: Ties | None = None) -> Engine:
         """A fresh engine. Raises ValueError unless every alpha lies between 0 and 1."""
@@ -242,6 +254,11 @@ def _microseconds(name: str, seconds: float | None) -> int | None:
     return None if seconds is None else round(seconds * 1e6)
 
 
+def _codec_of(schema: Schema, grace: float) -> Codec:
+    windows = None if schema.window is None else Windows(schema.window.width, round(grace * 1e6))
+    return Codec(schema, max_message_bytes=2**30, max_readings=max(4096, len(schema)), windows=windows)
+
+
 def _missing(value: object) -> bool:
     """Tables say NaN for what was not observed."""
     return value is None or (isinstance(value, float | np.floating) and bool(np.isnan(value)))
@@ -252,7 +269,8 @@ def _json(document: dict[str, Any]) -> bytes:
     try:
         return json.dumps(document, default=_plain).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"record {document['record']!r}: {error}; give numbers, text or booleans") from None
+        owner = document.get("record", document.get("device"))
+        raise InputError(f"record {owner!r}: {error}; give numbers, text or booleans") from None
 
 
 def _plain(value: object) -> object:

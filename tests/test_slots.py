@@ -111,6 +111,23 @@ def test_beside_the_stream(cli: Run, trained: Path, odd: Path, tmp_path: Path) -
     assert "100 records in arrival order" in cli(*again).err
 
 
+def test_a_program_may_score_devices(trained: Path, loaded: deformer_stream.Detector) -> None:
+    """What it is told of each reading is what a replay says, and a reading past the grace is refused."""
+    batch, _ = loaded.codec.decode(messages(*(json.dumps(event).encode() for event in WINDOW)))
+    expected = loaded.engine(0.05).handle(batch, 0).scored
+    scorer = loaded.scorer(0.05, grace=2.0)
+    updates = [scorer.update_device(e["device"], e["feature"], e["value"], e["time"]) for e in WINDOW]
+    np.testing.assert_allclose([u.log_likelihood for u in updates], expected.log_likelihood, atol=2e-3)
+    again = next(event["time"] for event in WINDOW if event["feature"] == "flow")
+    late = (scorer.update_device("p0", "flow", 0.0, time) for time in (61.9, again, 62.0, again))
+    reasons = [update.rejected and update.rejected.reason.value for update in late]
+    assert reasons == [None, "duplicate", "duplicate", "late"]
+    refused = scorer.update("r", "flow", 0.0).rejected
+    assert refused is not None
+    assert "name it 'flow+0s'" in refused.detail
+    assert scorer.update("r", "flow+0s", 0.0).rejected is None
+
+
 @pytest.fixture(scope="module")
 def loaded(trained: Path) -> deformer_stream.Detector:
     return deformer_stream.load(trained)
