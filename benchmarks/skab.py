@@ -152,7 +152,7 @@ def density(records: Floats, width: int, seed: int, epochs: int) -> Floats:
         )
         model = train([folder / "windows.parquet"], settings).model
     schema = model.schema
-    order = np.array([schema.codes_by_slot[sensor] for sensor in schema.sources]).T.ravel()  # as time goes by
+    order = np.arange(len(schema)).reshape(-1, slots).T.ravel()  # as time goes by
     known = [SENSORS.index(sensor) for sensor in schema.sources]  # a sensor that never moved is no feature
     codes = np.tile(order, (len(records), 1))
     return record_excess(model, codes, schema.normalise(codes, records[:, :, known].reshape(len(records), -1)))

@@ -281,16 +281,16 @@ def encode(
     _fill(events, -1)
     duplicates = 0
     for block in source.blocks():
-        if block.name not in schema.codes_by_slot or block.events is None or block.slots is None:
+        if block.name not in schema.places or block.events is None or block.slots is None:
             continue
-        codes = np.array(schema.codes_by_slot[block.name])
-        column = codes[block.slots]
+        code, step = schema.places[block.name]
+        column = code + step * block.slots
         cells = block.rows * len(schema) + column
         _, first = np.unique(cells, return_index=True)  # the first event of a record and feature counts
         first = first[events[block.rows[first], column[first]] < 0]
         duplicates += len(block.rows) - len(first)
         rows, column = block.rows[first], column[first]
-        values[rows, column] = encode_block(schema, int(codes[0]), block, mixed=True)[first]
+        values[rows, column] = encode_block(schema, code, block, mixed=True)[first]
         events[rows, column] = block.events[first]
         if block.times is not None:
             times[rows, column] = block.times[first]

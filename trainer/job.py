@@ -45,6 +45,8 @@ GUIDE_SHARE = 0.15
 """Of a limited time, when no more Gaussians are tried."""
 FEWEST_STEPS = 20
 """With fewer the model is little more than its Gaussians, and that is said."""
+_SHAPE = {f.name for f in fields(ModelConfig)} - {"gaussians", "exemplars"}
+"""Hyperparameters that a person may set; the table decides about Gaussians and exemplars."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +279,7 @@ def _old_model(settings: Everything) -> DEformer | None:
     """What --init-from names. Raises ConfigError where the model is asked to be another one."""
     if settings.init_from is None:
         return None
-    for name in ("gaussians", *_shape()):
+    for name in ("gaussians", *_SHAPE):
         if getattr(settings, name, None) is not None:
             raise ConfigError(f"--init-from: {name} is that of the model in {settings.init_from}; leave it out")
     return artifact.read(settings.init_from).model.train()
@@ -290,14 +292,9 @@ def _adapted_model(old: DEformer, data: Prepared, seed: int) -> tuple[DEformer, 
     return model, guides
 
 
-def _shape() -> set[str]:
-    """Hyperparameters that a person may set; the table decides about Gaussians and exemplars."""
-    return {f.name for f in fields(ModelConfig)} - {"gaussians", "exemplars"}
-
-
 def model_config(settings: Everything, repeats: bool = False) -> ModelConfig:
     """The preset with what was set otherwise; the table decides about Gaussians, exemplars and repeated sensors."""
-    given = {name: getattr(settings, name, None) for name in _shape()} | ({"identity": "both"} if repeats else {})
+    given = {name: getattr(settings, name, None) for name in _SHAPE} | ({"identity": "both"} if repeats else {})
     try:
         return replace(PRESETS[settings.preset], **{k: v for k, v in given.items() if v is not None})
     except ValueError as error:

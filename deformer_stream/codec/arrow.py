@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from deformer_stream.codec.columns import categorical, label_codes, numbers, text_ids
 from deformer_stream.codec.messages import Fields, unknown_feature
 from deformer_stream.codec.refusal import Refusal, brief
-from deformer_stream.codec.tables import LongDecoder, code_table
+from deformer_stream.codec.tables import LongDecoder, codes_of
 from deformer_stream.codec.times import MaxAhead
 from deformer_stream.codec.windows import Windows
 from deformer_stream.core.batch import EventBatch, Reason, Rejected
@@ -54,7 +54,7 @@ class ArrowDecoder:
         self._long = LongDecoder(schema, fields, windows, max_ahead)
         self._about = {fields.record, fields.time, *(() if windows is None else (fields.device,))}
         self._single = {fields.feature, fields.value}
-        self._features = schema.codes.keys() | schema.codes_by_slot.keys()
+        self._features = schema.codes.keys() | schema.places.keys()
 
     def decode(self, payload: bytes, key: bytes | None, broker: int) -> tuple[list[EventBatch], list[Rejected]]:
         """Events and refusals, of which there is at least one; all of them of message 0 and source 0. broker: the
@@ -136,14 +136,14 @@ class ArrowDecoder:
         bad |= bad_owners
         rejected = [Rejected(0, bad[row].reason, bad[row].detail) for row in sorted(bad)]
         names = [name for name in columns if name in self._features]
-        table, slots = code_table(self._schema, names), self._long.slots(devices, times)
-        mine, alike = table[:, slots].T, table.max(1).tolist()
+        slots = self._long.slots(devices, times)
+        mine = codes_of(self._schema, names, np.arange(len(names))[None, :], slots[:, None])
         codes, strangers = np.broadcast_to(mine, (len(data), len(names))), bool((mine < 0).any())
         values = np.empty(codes.shape)
         keep = np.ones(codes.shape, bool)
         unseen: dict[tuple[int, int], str] = {}
         for place, name in enumerate(names):
-            said = dict(self._cells(columns[name], alike[place], values[:, place]))
+            said = dict(self._cells(columns[name], self._alike(name), values[:, place]))
             for row in np.flatnonzero(codes[:, place] < 0).tolist() if strangers else ():
                 said[row] = unknown_feature(self._schema, name, int(slots[row % len(slots)]))
             for row, what in said.items():
@@ -169,9 +169,14 @@ class ArrowDecoder:
         )
         return batch, rejected
 
+    def _alike(self, name: str) -> int:
+        """The code of a feature that is read as cells of this name are."""
+        code = self._schema.codes.get(name)
+        return self._schema.places[name][0] if code is None else code
+
     def _cells(self, column: pa.Array, code: int, out: NDArray[np.float64]) -> Iterator[tuple[int, str | Refusal]]:
         """Put values or label codes into `out` (N,), NaN where null; by row the texts of unseen labels, and why a cell
-        is refused. code: of a feature that is read alike."""
+        is refused."""
         feature = self._schema.features[code]
         said: dict[int, Any]
         if not categorical(column.type):

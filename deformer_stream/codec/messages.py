@@ -296,15 +296,15 @@ def code_of(schema: Schema, name: str, slot: int) -> int | None:
     """The code of the feature that an event calls by this name. slot: of the window, or `NAMED`."""
     if slot == NAMED:
         return schema.codes.get(name)
-    codes = schema.codes_by_slot.get(name)
-    return None if codes is None else codes[slot]
+    place = schema.places.get(name)
+    return None if place is None else place[0] + place[1] * slot
 
 
 def unknown_feature(schema: Schema, name: str, slot: int) -> Refusal:
     """Why there is no such code."""
     detail = f"feature {brief(name)} is unknown to the model"
-    if slot == NAMED and name in schema.codes_by_slot:
-        example = schema.names[schema.codes_by_slot[name][0]]
+    if slot == NAMED and name in schema.places:
+        example = schema.names[schema.places[name][0]]
         detail += f", which knows its slots: send device and time in place of the record, or name it {brief(example)}"
     return Refusal(Reason.UNKNOWN_FEATURE, detail)
 

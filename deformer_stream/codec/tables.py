@@ -208,16 +208,16 @@ def too_early(max_ahead: MaxAhead | None, times: NDArray[np.int64], broker: int 
     return faults
 
 
-def code_table(schema: Schema, names: Sequence[str | None]) -> NDArray[np.int32]:
-    """(U, slots + 1) codes of the features that events call by these names, −1 where there is none: in each slot of the
-    window, and in the last column, which `NAMED` points to, of an event that names its record. (U, 1) where it is all
-    the same."""
-    named = [schema.codes.get(name or "", -1) for name in names]
-    if schema.window is None or not schema.repeats:
-        return np.array(named, np.int32)[:, None]
-    none = (-1,) * schema.window.slots
-    slots = [schema.codes_by_slot.get(name or "", none) for name in names]
-    return np.column_stack([np.array(slots, np.int32).reshape(len(names), -1), np.array(named, np.int32)])
+def codes_of(
+    schema: Schema, names: Sequence[str | None], indices: NDArray[np.int64], slots: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """S codes of the features that events call by these names, −1 where there is none. indices: S, among the names;
+    slots: S, or what broadcasts to it, see `code_of`."""
+    named = np.array([schema.codes.get(name or "", -1) for name in names], np.int32)[indices]
+    if not schema.repeats:
+        return named
+    first, step = np.array([schema.places.get(name or "", (-1, 0)) for name in names], np.int32).reshape(-1, 2).T
+    return np.where(slots == NAMED, named, first[indices] + step[indices] * slots).astype(np.int32)
 
 
 class LongDecoder:
@@ -334,7 +334,7 @@ class LongDecoder:
             raise InputError(f"{data.topic}: column {name!r} is {column.type}; feature names are text")
         indices, uniques = encoded(column)
         names = [*uniques, None]
-        codes = code_table(self._schema, names)[indices, slots]
+        codes = codes_of(self._schema, names, indices, slots)
         faults: dict[tuple[int, int], Refusal] = {}
         refusals: dict[int, Refusal] = {}
         for row in np.flatnonzero(codes < 0).tolist():

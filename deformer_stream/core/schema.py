@@ -77,7 +77,7 @@ class Schema:
     """The features of a record; a feature's *code* is its place in the tuple.
 
     window: what records are cut out of, None where they are given by name. The features of a sensor are one for each
-    of its slots, in their order."""
+    slot, one after the other."""
 
     features: tuple[Feature, ...]
     window: Window | None = None
@@ -92,17 +92,19 @@ class Schema:
         self._check_sensors()
 
     def _check_sensors(self) -> None:
-        slots: dict[str, list[Feature]] = {}
-        for f in self.features:
-            slots.setdefault(f.source, []).append(f)
-        for name, own in slots.items():
-            once = own[0].sensor is None
-            if len(own) != (1 if once or self.window is None else self.window.slots):
-                raise ValueError(f"sensor {name!r}: a feature for each slot of the window is expected")
-            if not once and (self.window is None or own[0].coordinates is None):
+        slots = 1 if self.window is None else self.window.slots
+        if slots > 1 and all(f.sensor is None for f in self.features):
+            raise ValueError("no sensor reports in the slots of the window")
+        for name, (first, step) in self.places.items():
+            own = self.features[first : first + (slots if step else 1)]
+            if {f.source for f in own} != {name} or (step and len(own) != slots):
+                raise ValueError(f"sensor {name!r}: its slots are not one after the other, a feature for each")
+            if step and (self.window is None or own[0].coordinates is None):
                 raise ValueError(f"sensor {name!r}: without a window and coordinates it reports once")
             if len({(f.sensor, f.kind, f.context, f.labels) for f in own}) > 1:
                 raise ValueError(f"sensor {name!r}: its readings are not of one kind")
+        if len(self.features) != sum(slots if step else 1 for _, step in self.places.values()):
+            raise ValueError("the slots of a sensor are not one after the other, a feature for each")
 
     def __len__(self) -> int:
         return len(self.features)
@@ -137,13 +139,13 @@ class Schema:
         return len(self.sources) < len(self.features)
 
     @cached_property
-    def codes_by_slot(self) -> dict[str, tuple[int, ...]]:
-        """Source → the feature's code in each slot of the window; one that comes once is the same in all of them."""
-        found: dict[str, tuple[int, ...]] = {}
+    def places(self) -> dict[str, tuple[int, int]]:
+        """Source → its first feature's code, and how much the code grows from one slot of the window to the next: 1, or
+        0 for what comes once."""
+        found: dict[str, tuple[int, int]] = {}
         for code, f in enumerate(self.features):
-            found[f.source] = (*found.get(f.source, ()), code)
-        slots = 1 if self.window is None else self.window.slots
-        return {name: own if len(own) == slots else own * slots for name, own in found.items()}
+            found.setdefault(f.source, (code, 0 if f.sensor is None else 1))
+        return found
 
     @cached_property
     def discrete(self) -> NDArray[np.bool_]:

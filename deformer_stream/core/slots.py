@@ -23,8 +23,8 @@ def name_of(sensor: str, offset: int) -> str:
 def repeated(schema: Schema, window: Window, once: Collection[str] = ()) -> Schema:
     """A feature for each slot in place of each feature of a schema without a window, but of those named, which come
     once in a window. Raises ValueError where two features would have one name."""
-    if window.slots == 1:
-        return Schema(schema.features, window)
+    if window.slots == 1 or all(f.name in once for f in schema.features):
+        return Schema(schema.features, Window(window.width))
     nowhere = (0.0,) * len(_place(0, window))
     features: list[Feature] = []
     for f in schema.features:

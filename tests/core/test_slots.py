@@ -82,7 +82,7 @@ def test_a_feature_for_each_slot() -> None:
         "site",
     )
     assert SERIES.sources == ("temp", "state", "site")
-    assert SERIES.codes_by_slot == {"temp": (0, 1, 2, 3), "state": (4, 5, 6, 7), "site": (8, 8, 8, 8)}
+    assert SERIES.places == {"temp": (0, 1), "state": (4, 1), "site": (8, 0)}
     places = [f.coordinates for f in SERIES.features]
     assert places[:4] == places[4:8]
     assert len(set(places)) == 5, "each slot has its own, and what comes once is nowhere"
@@ -99,11 +99,15 @@ def test_a_feature_for_each_slot() -> None:
 def test_there_and_back(slots: int, once: set[str]) -> None:
     schema = repeated(PLAIN, Window(3600 * SECOND, slots), once)
     assert single(schema) == PLAIN
-    again = Schema.from_json(schema.to_json(), Window(3600 * SECOND, slots).to_json())
+    assert schema.window is not None
+    again = Schema.from_json(schema.to_json(), schema.window.to_json())
     assert (again, again.fingerprint) == (schema, schema.fingerprint)
-    if slots > 1:
-        assert all(len(set(schema.codes_by_slot[name])) == (1 if name in once else slots) for name in PLAIN.names)
     assert schema.repeats == (slots > 1 and len(once) < 3)
+    if schema.repeats:
+        for name, (first, step) in schema.places.items():
+            codes = {first + step * k for k in range(slots)}
+            assert len(codes) == (1 if name in once else slots)
+            assert {schema.features[code].source for code in codes} == {name}
 
 
 def test_the_window_is_part_of_the_fingerprint_and_nothing_else_changes() -> None:
@@ -119,12 +123,15 @@ def test_the_window_is_part_of_the_fingerprint_and_nothing_else_changes() -> Non
         (SERIES.features, None),
         (SERIES.features, Window(60 * SECOND, 3)),
         (SERIES.features[1:], MINUTE),
+        (SERIES.features[:3], MINUTE),
+        (SERIES.features[8:], MINUTE),
+        ((*SERIES.features[:3], SERIES.features[8], SERIES.features[3]), MINUTE),
         ((*SERIES.features, Feature("temp", "continuous", coordinates=(0.0,) * 3)), MINUTE),
         ((*SERIES.features[:3], *repeated(PLAIN, MINUTE).features[7:8], *SERIES.features[4:]), MINUTE),
     ],
 )
 def test_a_schema_that_is_not_whole_is_refused(features: tuple[Feature, ...], window: Window | None) -> None:
-    with pytest.raises(ValueError, match=r"sensor|unique"):
+    with pytest.raises(ValueError, match=r"sensor|unique|slots"):
         Schema(features, window)
 
 

@@ -30,7 +30,7 @@ def test_a_record_is_a_window_and_a_column_a_slot(tmp_path: Path) -> None:
     events = series(40, seed=0)
     data = prepared(tmp_path, events)
     assert data.values.shape == (40, 13)
-    assert data.schema.codes_by_slot.keys() == {"flow", "pressure", "site"}
+    assert data.schema.places.keys() == {"flow", "pressure", "site"}
     assert data.schema.window == MINUTE
     row = {key: i for i, key in enumerate(dict.fromkeys((e["device"], e["time"] // 60) for e in events))}
     expected = np.full((40, 13), np.nan)
@@ -45,7 +45,7 @@ def test_a_record_is_a_window_and_a_column_a_slot(tmp_path: Path) -> None:
     np.testing.assert_allclose(raw, expected, atol=1e-5)
     assert data.ranks is not None
     assert (data.ranks[0] >= 0).sum() == np.isfinite(expected[0]).sum()
-    flow = data.ranks[0, list(data.schema.codes_by_slot["flow"])]
+    flow = data.ranks[0, data.schema.places["flow"][0] + np.arange(6)]
     assert (np.diff(flow[flow >= 0]) > 0).all(), "slots of a sensor come in the order of time"
 
 
