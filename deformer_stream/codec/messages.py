@@ -284,12 +284,12 @@ class MessageDecoder:
 
 
 NAMED = -1
-"""The slot of a reading whose record is given by name: when in the record it was made is in its feature's name."""
+"""The slot of a reading whose feature's name says all: its record is given by name, or no sensor reports twice."""
 
 
 def slot_of(schema: Schema, time: int) -> int:
     """In which slot of its window a reading of this time (microseconds) is."""
-    return 0 if schema.window is None else schema.window.slot(time)
+    return schema.window.slot(time) if schema.repeats and schema.window is not None else NAMED
 
 
 def code_of(schema: Schema, name: str, slot: int) -> int | None:

@@ -133,7 +133,7 @@ class Schema:
         """(S,) code of the first feature of each source."""
         return np.unique(self.source_of, return_index=True)[1]
 
-    @property
+    @cached_property
     def repeats(self) -> bool:
         """Whether a sensor may report several times in a record."""
         return len(self.sources) < len(self.features)
