@@ -1,0 +1,40 @@
+"""Readings that wait for others of their time, against a real Kafka: through a restart, until the clock decides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from connectors.kafka import produce
+from tests.integration.programs import Cluster, Consume
+
+pytestmark = pytest.mark.kafka
+
+
+def test_waiting_readings_survive_a_restart_and_alert(
+    cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path
+) -> None:
+    """The first life never stops waiting; the second one does after a while, though nothing more comes."""
+    name = topic(1)
+    options = ["--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap, "--model", model_dir]
+    options += ["--ties", "hold", "--alpha", "0.3", "--tie-wait"]
+    readings = [
+        {"record": "r", "feature": f, "value": v, "time": 5} for f, v in (("vibration", -9e3), ("pressure", 9e3))
+    ]
+    with Consume(tmp_path / "first.log", *options, "1h") as consumer:
+        consumer.wait_until_ready()
+        produce(cluster.bootstrap, name, [(b"r", json.dumps(reading).encode(), None) for reading in readings], None)
+        consumer.wait_for(cluster.all_consumed(name, name), "the readings")
+        assert consumer.stop()["alerts"] == 0
+    with Consume(tmp_path / "second.log", *options, "200ms") as consumer:
+        consumer.wait_for(lambda: bool(consumer.events("alert")), "the clock")
+        assert consumer.stop()["alerts"] == 1
+        assert consumer.events("ready")[0]["model"]
+    (message,) = cluster.read(f"{name}-alerts")
+    alert = json.loads(message.value)
+    assert (alert["record"], alert["raised_at"], alert["source"]) == ("r", 2, None)
+    assert alert["time"] == "1970-01-01T00:00:05Z"
+    assert {part["feature"] for part in alert["contributions"]} == {"vibration", "pressure"}
