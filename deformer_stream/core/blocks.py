@@ -6,8 +6,9 @@ its reverse; the one pair that two readings have):
     ln p(b | s) = logmeanexp_o Σ_i ln p(b_i | s, those before i in o)
 
 a proper mixture of K densities. A reading's ln p is its mean over the orders and an equal share of what the mixture
-adds. What the alert goes by is symmetric, too: the ln of a reading's p-value is its mean over the orders. The canonical
-order is the past of what follows. Context stands first in every order, for it conditions and is not judged.
+adds. What the alert goes by is symmetric, too: a reading's p-value is the smallest that it has in any of the orders, as
+a rule one in which many of the others have come before it; calibration takes the same. The canonical order is the past
+of what follows. Context stands first in every order, for it conditions and is not judged.
 """
 
 from __future__ import annotations
@@ -69,15 +70,16 @@ def symmetric(records: Records, slot: Ints, place: Ints, tied: Bools, found: Flo
     where = records.log_value[slot[row], place[row]]
     first, length = begin[branch], size[branch]
     more = judge(slot[first], place[first], length, codes[row], where)
-    mean = found.copy()
-    for total, added in zip(mean, more, strict=True):
-        np.add.at(total, row, added)
+    out = found.copy()
+    for kind in (0, 2):
+        np.add.at(out[kind], row, more[kind])
+    np.minimum.at(out[1], row, more[1])
     block = np.cumsum(~tied) - 1
-    mean /= count[block]
+    out[[0, 2]] /= count[block]
     together = np.add.reduceat(np.where(context, 0.0, found[0]), begin)
     other = np.add.reduceat(np.where(context[row], 0.0, more[0]), np.cumsum(length) - length)
     np.logaddexp.at(together, branch, other)
     together -= np.log(count)
-    together -= np.add.reduceat(np.where(context, 0.0, mean[0]), begin)
-    mean[0] += (together / np.maximum(size - given, 1))[block]
-    return mean
+    together -= np.add.reduceat(np.where(context, 0.0, out[0]), begin)
+    out[0] += (together / np.maximum(size - given, 1))[block]
+    return out

@@ -166,9 +166,9 @@ def test_a_block_is_a_mixture_of_its_orders() -> None:
     s = found.scored
     assert [int(found.batch.features[e]) for e in s.events] == [first, context, *block]
     np.testing.assert_allclose(s.running[-1], log_prob[0, 0] + joint)
-    mean = [log_p[0, 0], 0.0, *(log_p[features == f].mean() for f in block)]
+    least = [log_p[0, 0], 0.0, *(log_p[features == f].min() for f in block)]
     scored, ends = np.array([[True, False, True, True]]), np.array([[True, False, False, True]])
-    peak = advance(PrefixState.start(1), np.array([mean]), scored, ends)[0][0]
+    peak = advance(PrefixState.start(1), np.array([least]), scored, ends)[0][0]
     np.testing.assert_allclose(s.score, peak)
     np.testing.assert_allclose(s.p_value, calibration.p_value(peak))
     assert s.score[0] == s.score[1] == s.score[2]
