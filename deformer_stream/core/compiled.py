@@ -36,8 +36,8 @@ UNIT_ROWS = 96
 """Tokens that go through a layer together: a weight is read once for them, and they stay in the processor's cache."""
 LANES = 8
 """Gaussians side by side."""
-ENTRIES = 4
-"""Vectors that a reading leaves for the guide besides its row of the Cholesky factor."""
+ENTRIES = 5
+"""Vectors of floats that a reading leaves for the guide besides its row of the Cholesky factor."""
 
 
 class _Layer(ctypes.Structure):
@@ -108,7 +108,7 @@ class CompiledCache(Pages):
         page_bytes = 2 * config.layers * config.d_model * PAGE_TOKENS * itemsize
         takes: list[Callable[[Ints], Ints]] = [lambda n: -(-n * kept // PAGE_TOKENS)]
         if model.gaussians is not None:
-            vector = 8 * padded(model.gaussians.components)
+            vector = 4 * padded(model.gaussians.components)
             page_bytes = -(-max(page_bytes, (readings + ENTRIES) * vector) // 64) * 64
             self.page_of, self.place_in = _rows(readings, page_bytes // vector)
             ends = np.concatenate([[0], self.page_of + 1])  # columns of the table, less those of the tokens

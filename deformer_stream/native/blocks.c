@@ -8,6 +8,7 @@
 #define PAGE 16
 #define CHUNK 96 /* rows whose hidden layer stays in the second cache */
 #define BLOCK 4  /* vectors of attended values summed side by side */
+#define MOST_HEADS 64
 
 typedef struct {
     const float *norm1, *norm1_bias, *norm2, *norm2_bias, *qkv_bias, *out_bias, *up_bias, *down_bias;
@@ -62,15 +63,16 @@ typedef struct {
     Errand errand;
 } Scratch;
 
-/* Keys go into a page column by column, (d / PAIR, PAGE, PAIR); values row by row, (PAGE, d). */
+/* Keys go into a page column by column, (d / PAIR, PAGE, PAIR); values row by row, (PAGE, d), vectors in pairs. */
 static void keep(const float *qkv, size_t d, num *page, size_t place) {
     num key[LANES];
     for (size_t i = 0; i < d; i += LANES) {
         put(key, load(qkv + d + i));
         for (size_t j = 0; j < LANES; j += PAIR)
             memcpy(page + ((i + j) / PAIR * PAGE + place) * PAIR, key + j, sizeof(num) * PAIR);
-        put(page + PAGE * d + place * d + i, load(qkv + 2 * d + i));
     }
+    for (size_t i = 0; i < d; i += 2 * LANES)
+        put_both(page + PAGE * d + place * d + i, load(qkv + 2 * d + i), load(qkv + 2 * d + i + LANES));
 }
 
 /* Weighted sums of values for BLOCK vectors of the output from vector `from` on; weight(q, vector) is w[q][head]. */
@@ -83,12 +85,12 @@ INLINE void gather(int queries, int blocks, const num *const *page, const size_t
             c[q][v] = all(0);
             w[q][v] = weights + (q * heads + (from + v * LANES) / d_head) * stride;
         }
-    size_t most = seen[queries - 1];
-    for (size_t t = 0; t < most; t++) {
+    for (size_t t = 0, most = seen[queries - 1]; t < most; t++) {
         const num *row = page[t / PAGE] + PAGE * d + t % PAGE * d + from;
-        for (int v = 0; v < blocks; v++) {
-            v16 value = get(row + v * LANES);
-            for (int q = 0; q < queries; q++) c[q][v] += w[q][v][t] * value;
+        for (int v = 0; v < blocks; v += 2) {
+            v16 low, high;
+            get_both(row + v * LANES, &low, &high);
+            for (int q = 0; q < queries; q++) c[q][v] += w[q][v][t] * low, c[q][v + 1] += w[q][v + 1][t] * high;
         }
     }
     for (int q = 0; q < queries; q++)
@@ -101,7 +103,7 @@ INLINE void attend(int queries, const Network *net, const float *qkv, const num 
                    int own, Scratch *s, num *out) {
     size_t d = net->d, heads = net->heads, d_head = d / heads;
     size_t most = seen[queries - 1], pages = (most + PAGE - 1) / PAGE, stride = s->most;
-    float scale = 1.0f / sqrtf((float)d_head), self[2][64], norm[2][64];
+    float scale = 1.0f / sqrtf((float)d_head), self[MOST_HEADS] = {0}, norm[2][MOST_HEADS] = {{0}};
     v16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int q = 0; q < queries; q++)
         for (size_t i = 0; i < d; i += LANES) put(s->query + q * d + i, load(qkv + q * 3 * d + i) * scale);
@@ -125,7 +127,6 @@ INLINE void attend(int queries, const Network *net, const float *qkv, const num 
         }
         for (int q = 0; q < queries; q++) {
             float *w = s->weights + (q * heads + h) * stride, peak = largest(top[q]);
-            self[q][h] = 0;
             if (own && q == 0) { /* the key in the precision of those in pages */
                 num key[LANES];
                 v16 product = all(0);
@@ -133,8 +134,9 @@ INLINE void attend(int queries, const Network *net, const float *qkv, const num 
                     put(key, load(qkv + d + h * d_head + i));
                     product += get(s->query + h * d_head + i) * get(key);
                 }
-                self[q][h] = sum(product);
-                peak = self[q][h] > peak ? self[q][h] : peak;
+                self[h] = sum(product);
+                peak = self[h] > peak ? self[h] : peak;
+                self[h] -= peak;
             }
             v16 total = all(0);
             for (size_t p = 0; p < pages; p++) {
@@ -143,13 +145,16 @@ INLINE void attend(int queries, const Network *net, const float *qkv, const num 
                 total += e;
                 store(w + p * PAGE, e);
             }
-            float rest = sum(total);
-            if (own && q == 0) {
-                self[q][h] = exponential(all(self[q][h] - peak))[0];
-                rest += self[q][h];
-            }
-            norm[q][h] = 1.0f / rest;
+            norm[q][h] = sum(total);
         }
+    }
+    for (size_t h = 0; h < heads; h += LANES) {
+        if (own) {
+            v16 e = exponential(load(self + h));
+            store(self + h, e);
+            store(norm[0] + h, load(norm[0] + h) + e);
+        }
+        for (int q = 0; q < queries; q++) store(norm[q] + h, 1.0f / load(norm[q] + h));
     }
     for (size_t from = 0; from < d; from += BLOCK * LANES) {
         v16 c[2][BLOCK];
@@ -160,7 +165,7 @@ INLINE void attend(int queries, const Network *net, const float *qkv, const num 
                 if (own && q == 0) {
                     num value[LANES];
                     put(value, load(qkv + 2 * d + i));
-                    c[q][v] += self[q][h] * get(value);
+                    c[q][v] += self[h] * get(value);
                 }
                 put(out + q * d + i, c[q][v] * norm[q][h]);
             }
@@ -239,7 +244,12 @@ static void run_unit(const Network *net, const Work *work, int64_t unit, Scratch
         for (size_t r = 0; r < rows; r++)
             if (net->pre) normalise(x + r * d, d, layer->norm1, layer->norm1_bias, NULL, s->a + r * d);
             else copied(x + r * d, d, s->a + r * d);
-        project(s->a, rows, d, layer->qkv, layer->qkv_bias, 3 * d, s->qkv, &s->errand);
+        /* From the last layer on only identity tokens are asked for anything: values have no query there. */
+        size_t apart = last ? 2 : 1;
+        project(s->a, (Rows){rows / apart, apart * d, apart * 3 * d}, d, layer->qkv, layer->qkv_bias, d, s->qkv,
+                &s->errand);
+        project(s->a, (Rows){rows, d, 3 * d}, d, layer->qkv + d * d, layer->qkv_bias + d, 2 * d, s->qkv + d,
+                &s->errand);
         for (int64_t i = from; i < to; i++) {
             size_t place = work->first[i] - begin;
             attend_record(net, work, i, l, s->qkv + 2 * place * 3 * d, s, s->a + (last ? 1 : 2) * place * d, page);
@@ -275,7 +285,7 @@ int64_t run_layers(const Network *net, const Work *work) {
         size_t n = (work->start[i] + work->first[i + 1] - work->first[i]) * net->kept;
         tokens = n > tokens ? n : tokens;
     }
-    rows = whole(rows);
+    rows = 2 * whole(rows / 2);
     Scratch s = {.most = (tokens + PAGE) / PAGE * PAGE};
     s.a = aligned(rows * d * sizeof(num));
     s.hidden = aligned(whole(CHUNK) * net->feedforward * sizeof(num));

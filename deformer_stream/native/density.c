@@ -5,6 +5,16 @@ typedef double v8 __attribute__((vector_size(64)));
 INLINE v8 load8(const double *p) { v8 v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store8(double *p, v8 v) { memcpy(p, &v, sizeof v); }
 
+/* Rows are kept as floats, half the memory to fetch, and computed in doubles from what is kept: the factor is then that
+ * of a matrix which differs from the covariances by one part in 10^7. */
+typedef float f8 __attribute__((vector_size(32)));
+INLINE v8 wide8(const float *p) { f8 v; memcpy(&v, p, sizeof v); return __builtin_convertvector(v, v8); }
+INLINE v8 keep8(float *p, v8 v) {
+    f8 kept = __builtin_convertvector(v, f8);
+    memcpy(p, &kept, sizeof kept);
+    return __builtin_convertvector(kept, v8);
+}
+
 /* Readings of R records, ragged, and the pages where their rows are. A thread takes the next unit when it is done. */
 typedef struct {
     int64_t components, features; /* components: a multiple of 8, of which some may weigh nothing */
@@ -23,54 +33,55 @@ typedef struct {
     int64_t *next;
 } Expectation;
 
-/* The row of reading k: k entries of the Cholesky factor, then these; each a vector of all components. */
-enum { INVERSE, WHITENED, LIKELIHOOD, FEATURE, ENTRIES };
+/* The row of reading k: k entries of the Cholesky factor, then these, each a vector of all components; the likelihood is
+ * of doubles and takes two. */
+enum { INVERSE, WHITENED, FEATURE, LIKELIHOOD, ENTRIES = LIKELIHOOD + 2 };
 
-INLINE double *row_of(const Expectation *e, const int64_t *pages, int64_t k) {
-    return (double *)(e->pool + pages[e->page_of[k]] * e->page_bytes) + e->place_in[k] * e->components;
+INLINE float *row_of(const Expectation *e, const int64_t *pages, int64_t k) {
+    return (float *)(e->pool + pages[e->page_of[k]] * e->page_bytes) + e->place_in[k] * e->components;
 }
 
-/* w = (L^-1 c) for the covariances c of a feature with those before: row by row, all components side by side. */
-static void whiten(const Expectation *e, const int64_t *pages, int64_t k, const double *covariance, double *w) {
+/* w = (L^-1 c), also into the new row, for the covariances c of a feature with those before: row by row, all components
+ * side by side. */
+static void whiten(const Expectation *e, const int64_t *pages, int64_t k, const double *covariance, float *to,
+                   double *w) {
     int64_t C = e->components;
     for (int64_t i = 0; i < k; i++) {
-        const double *row = row_of(e, pages, i), *end = row + i * C;
+        const float *row = row_of(e, pages, i), *end = row + i * C;
         int64_t feature = (int64_t)end[FEATURE * C];
         for (int64_t b = 0; b < C; b += 8) {
             v8 s[4] = {{0}, {0}, {0}, {0}};
             int64_t j = 0;
-            if (feature < 0) {
-                store8(w + i * C + b, s[0]);
-                continue;
+            if (feature >= 0) {
+                for (; j + 4 <= i; j += 4)
+                    for (int64_t u = 0; u < 4; u++) s[u] += wide8(row + (j + u) * C + b) * load8(w + (j + u) * C + b);
+                for (; j < i; j++) s[0] += wide8(row + j * C + b) * load8(w + j * C + b);
+                s[0] = load8(covariance + feature * C + b) - ((s[0] + s[1]) + (s[2] + s[3]));
             }
-            for (; j + 4 <= i; j += 4)
-                for (int64_t u = 0; u < 4; u++) s[u] += load8(row + (j + u) * C + b) * load8(w + (j + u) * C + b);
-            for (; j < i; j++) s[0] += load8(row + j * C + b) * load8(w + j * C + b);
-            v8 rest = load8(covariance + feature * C + b) - ((s[0] + s[1]) + (s[2] + s[3]));
-            store8(w + i * C + b, rest * load8(end + INVERSE * C + b));
+            store8(w + i * C + b, keep8(to + i * C + b, s[0] * wide8(end + INVERSE * C + b)));
         }
     }
 }
 
 static void expect(const Expectation *e, const int64_t *pages, int64_t k, int64_t m, double *w) {
     int64_t C = e->components, feature = e->feature[m];
-    double *row = row_of(e, pages, k), *end = row + k * C;
-    const double *before = k ? row_of(e, pages, k - 1) + (k - 1 + LIKELIHOOD) * C : NULL;
+    float *row = row_of(e, pages, k), *end = row + k * C;
+    double before[C], after[C], top = -INFINITY;
     float *weight = e->log_weight + m * C, *mean = e->mean + m * C, *scale = e->scale + m * C;
     const double *covariance = e->covariances + (feature < 0 ? 0 : feature) * e->features * C;
-    double top = -INFINITY;
-    if (feature < 0) memset(w, 0, k * C * sizeof *w);
-    else whiten(e, pages, k, covariance, w);
-    memcpy(row, w, k * C * sizeof *w);
+    if (feature < 0) memset(w, 0, k * C * sizeof *w), memset(row, 0, k * C * sizeof *row);
+    else whiten(e, pages, k, covariance, row, w);
+    if (k) memcpy(before, row_of(e, pages, k - 1) + (k - 1 + LIKELIHOOD) * C, sizeof before);
+    else memset(before, 0, sizeof before);
     for (int64_t c = 0; c < C; c++) {
-        double now = e->log_weights[c] + (before ? before[c] : 0);
+        double now = e->log_weights[c] + before[c];
         top = now > top ? now : top;
     }
     for (int64_t b = 0; b < C; b += 8) {
         v8 centre = {0}, variance = {0};
         for (int64_t i = 0; i < k; i++) {
             v8 x = load8(w + i * C + b);
-            centre += x * load8(row_of(e, pages, i) + (i + WHITENED) * C + b);
+            centre += x * wide8(row_of(e, pages, i) + (i + WHITENED) * C + b);
             variance -= x * x;
         }
         if (feature >= 0) {
@@ -78,20 +89,21 @@ static void expect(const Expectation *e, const int64_t *pages, int64_t k, int64_
             variance += load8(covariance + feature * C + b);
         }
         for (int64_t c = b; c < b + 8; c++) {
-            double likelihood = before ? before[c] : 0, wide = sqrt(fmax(variance[c - b], 1e-18)), z = 0;
-            weight[c] = (float)(e->log_weights[c] + likelihood - top);
+            double wide = sqrt(fmax(variance[c - b], 1e-18)), z = 0;
+            weight[c] = (float)(e->log_weights[c] + before[c] - top);
+            after[c] = before[c];
             if (feature >= 0) {
                 z = (e->value[m] - centre[c - b]) / wide;
-                likelihood -= 0.5 * z * z + log(wide);
+                after[c] -= 0.5 * z * z + log(wide);
             } else wide = 1;
             mean[c] = feature < 0 ? 0 : (float)centre[c - b];
             scale[c] = (float)wide;
-            end[INVERSE * C + c] = 1 / wide;
-            end[WHITENED * C + c] = z;
-            end[LIKELIHOOD * C + c] = likelihood;
-            end[FEATURE * C + c] = (double)feature;
+            end[INVERSE * C + c] = (float)(1 / wide);
+            end[WHITENED * C + c] = (float)z;
+            end[FEATURE * C + c] = (float)feature;
         }
     }
+    memcpy(end + LIKELIHOOD * C, after, sizeof after);
 }
 
 /* Ask for the rows of a record: the next record's come from memory while this one is worked on. */
@@ -99,7 +111,7 @@ static void fetch(const Expectation *e, int64_t r) {
     const int64_t *pages = e->pages + r * e->columns;
     for (int64_t k = 0; k < e->start[r]; k++) {
         const char *row = (const char *)row_of(e, pages, k);
-        for (int64_t i = 0; i < (k + ENTRIES) * e->components * 8; i += 64) __builtin_prefetch(row + i, 0, 2);
+        for (int64_t i = 0; i < (k + ENTRIES) * e->components * 4; i += 64) __builtin_prefetch(row + i, 0, 2);
     }
 }
 

@@ -27,6 +27,10 @@ INLINE v16 smaller(v16 a, v16 b) { return (v16)_mm512_min_ps((__m512)a, (__m512)
 INLINE v16 larger(v16 a, v16 b) { return chosen(a > b, a, b); }
 INLINE v16 smaller(v16 a, v16 b) { return chosen(a < b, a, b); }
 #endif
+#ifdef __AVX512F__
+INLINE float sum(v16 v) { return _mm512_reduce_add_ps((__m512)v); }
+INLINE float largest(v16 v) { return _mm512_reduce_max_ps((__m512)v); }
+#else
 INLINE float sum(v16 v) {
     for (int half = 8; half; half /= 2)
         for (int i = 0; i < half; i++) v[i] += v[i + half];
@@ -37,21 +41,29 @@ INLINE float largest(v16 v) {
         for (int i = 0; i < half; i++) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];
     return v[0];
 }
+#endif
 
-/* e to the x: 2^n times the Taylor polynomial on |r| <= ln 2 / 2, relative error 2e-7; 0 far below, finite far above. */
+/* e to the x, for x of at most 88: 2^n times the minimax polynomial on |r| <= ln 2 / 2, relative error 2e-7; next to
+ * nothing below -87. */
 INLINE v16 exponential(v16 x) {
+    x = larger(x, all(-87.0f));
+#ifdef __AVX512F__
+    v16 n = (v16)_mm512_roundscale_ps((__m512)(x * 1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
     const v16 magic = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to a whole number */
-    x = larger(smaller(x, all(88.0f)), all(-87.0f));
     v16 shifted = x * 1.44269504f + magic, n = shifted - magic;
+#endif
     v16 r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    v16 p = all(1.0f / 720) * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
+    v16 p = all(0.00829027207f) * r + 0.0418981596f;
+    p = p * r + 0.166676381f;
+    p = p * r + 0.499991478f;
+    p = p * r + 0.999999706f;
     p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    i16 power = ((i16)shifted - (i16)magic) << 23;
-    return (v16)((i16)p + power);
+#ifdef __AVX512F__
+    return (v16)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    return (v16)((i16)p + (((i16)shifted - (i16)magic) << 23));
+#endif
 }
 
 /* ln of positive normal numbers: 2 atanh((m - 1) / (m + 1)) for m in [sqrt 1/2, sqrt 2), and the exponent. */

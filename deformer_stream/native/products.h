@@ -42,6 +42,25 @@ INLINE v16 get(const num *p) {
     return load(p);
 #endif
 }
+/* Two vectors side by side, and back: as pairs of halves where numbers are halves, so that each is one operation away. */
+INLINE void put_both(num *p, v16 low, v16 high) {
+#if PAIR == 2
+    i16 both = __builtin_convertvector((h16)_mm512_cvtneps_pbh((__m512)low), i16);
+    both |= __builtin_convertvector((h16)_mm512_cvtneps_pbh((__m512)high), i16) << 16;
+    memcpy(p, &both, sizeof both);
+#else
+    put(p, low), put(p + LANES, high);
+#endif
+}
+INLINE void get_both(const num *p, v16 *low, v16 *high) {
+#if PAIR == 2
+    i16 both;
+    memcpy(&both, p, sizeof both);
+    *low = (v16)(both << 16), *high = (v16)(both & (int32_t)0xffff0000);
+#else
+    *low = load(p), *high = load(p + LANES);
+#endif
+}
 /* sum + a * b, or that of two factors each: a is one number (pair) for all lanes. */
 INLINE v16 dot(v16 total, const num *a, const num *b) {
 #if PAIR == 2
@@ -55,22 +74,34 @@ INLINE v16 dot(v16 total, const num *a, const num *b) {
 #endif
 }
 
-/* sums[r] = row r of a times 32 columns of weights. a: (ROWS, inputs), b: (inputs / PAIR, 32, PAIR). */
-INLINE void product(const num *a, size_t inputs, const num *b, v16 sums[ROWS][2]) {
+/* sums[r] = row r of a times 32 columns of weights. a: (ROWS, inputs), `stride` apart; b: (inputs / PAIR, 32, PAIR). */
+INLINE void product(const num *a, size_t stride, size_t inputs, const num *b, v16 sums[ROWS][2]) {
     v16 c[ROWS][2];
     for (int r = 0; r < ROWS; r++) c[r][0] = c[r][1] = all(0);
     for (size_t k = 0; k < inputs; k += PAIR, b += COLUMNS * PAIR) {
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; r++) {
-            c[r][0] = dot(c[r][0], a + r * inputs + k, b);
-            c[r][1] = dot(c[r][1], a + r * inputs + k, b + LANES * PAIR);
+            c[r][0] = dot(c[r][0], a + r * stride + k, b);
+            c[r][1] = dot(c[r][1], a + r * stride + k, b + LANES * PAIR);
         }
     }
     for (int r = 0; r < ROWS; r++) sums[r][0] = c[r][0], sums[r][1] = c[r][1];
 }
 
-/* x Φ(x), erf by Abramowitz and Stegun 7.1.26 (error 1.5e-7). */
+/* x Φ(x). Before it is rounded to bfloat16 a minimax polynomial of (Φ(x) - 1/2) / x in x^2 on |x| <= 4.2 will do (error
+ * of the whole 8e-5); otherwise erf by Abramowitz and Stegun 7.1.26 (1.5e-7). */
 INLINE v16 gelu(v16 x) {
+#ifdef ROUNDED
+    v16 u = larger(smaller(x, all(4.2f)), all(-4.2f)), s = u * u;
+    v16 q = all(-9.01753448e-10f) * s + 7.94134181e-8f;
+    q = q * s - 3.03793277e-6f;
+    q = q * s + 6.68907292e-5f;
+    q = q * s - 9.5065805e-4f;
+    q = q * s + 9.29823374e-3f;
+    q = q * s - 6.55282194e-2f;
+    q = q * s + 0.398465895f;
+    return x * (u * q + 0.5f);
+#else
     v16 y = x * 0.70710678f, z = (v16)((i16)y & 0x7fffffff);
     v16 t = 1.0f / (1.0f + 0.3275911f * z);
     v16 p = all(1.061405429f) * t - 1.453152027f;
@@ -79,6 +110,7 @@ INLINE v16 gelu(v16 x) {
     p = p * t + 0.254829592f;
     v16 tail = 0.5f * p * t * exponential(-z * z);
     return x * chosen(x > 0, 1.0f - tail, tail);
+#endif
 }
 
 /* Lines of keys and values that the next attention will read, asked for a few at a time while products keep the
@@ -97,18 +129,23 @@ INLINE void run_errand(Errand *e) {
 
 enum { LINEAR, ADD, GELU, RELU };
 
-/* out = a weights + bias (float), out += that (float), or its activation (num). a: (rows up to a multiple of ROWS). */
-INLINE void linear(int kind, const num *a, size_t rows, size_t inputs, const num *weights, const float *bias,
+/* A product's rows: so many, how far apart those of the factor and of the result. */
+typedef struct {
+    size_t count, from, to;
+} Rows;
+
+/* out = a weights + bias (float), out += that (float), or its activation (num). a: rows up to a multiple of ROWS. */
+INLINE void linear(int kind, const num *a, Rows rows, size_t inputs, const num *weights, const float *bias,
                    size_t columns, void *out, Errand *errand) {
     for (size_t n = 0; n < columns; n += COLUMNS, weights += COLUMNS * inputs)
-        for (size_t m = 0; m < rows; m += ROWS) {
+        for (size_t m = 0; m < rows.count; m += ROWS) {
             v16 sums[ROWS][2];
             run_errand(errand);
-            product(a + m * inputs, inputs, weights, sums);
-            size_t end = rows - m < ROWS ? rows - m : ROWS;
+            product(a + m * rows.from, rows.from, inputs, weights, sums);
+            size_t end = rows.count - m < ROWS ? rows.count - m : ROWS;
             for (size_t r = 0; r < end; r++)
                 for (int half = 0; half < 2; half++) {
-                    size_t column = n + half * LANES, place = (m + r) * columns + column;
+                    size_t column = n + half * LANES, place = (m + r) * rows.to + column;
                     v16 v = sums[r][half] + load(bias + column);
                     if (kind == LINEAR) store((float *)out + place, v);
                     if (kind == ADD) store((float *)out + place, load((float *)out + place) + v);
@@ -117,17 +154,17 @@ INLINE void linear(int kind, const num *a, size_t rows, size_t inputs, const num
                 }
         }
 }
-static void project(const num *a, size_t rows, size_t inputs, const num *w, const float *b, size_t n, float *out,
+static void project(const num *a, Rows rows, size_t inputs, const num *w, const float *b, size_t n, float *out,
                     Errand *e) {
     linear(LINEAR, a, rows, inputs, w, b, n, out, e);
 }
 static void add(const num *a, size_t rows, size_t inputs, const num *w, const float *b, size_t n, float *out,
                 Errand *e) {
-    linear(ADD, a, rows, inputs, w, b, n, out, e);
+    linear(ADD, a, (Rows){rows, inputs, n}, inputs, w, b, n, out, e);
 }
 static void activate(int relu, const num *a, size_t rows, size_t inputs, const num *w, const float *b, size_t n,
                      num *out, Errand *e) {
-    if (relu) linear(RELU, a, rows, inputs, w, b, n, out, e);
-    else linear(GELU, a, rows, inputs, w, b, n, out, e);
+    if (relu) linear(RELU, a, (Rows){rows, inputs, n}, inputs, w, b, n, out, e);
+    else linear(GELU, a, (Rows){rows, inputs, n}, inputs, w, b, n, out, e);
 }
 #endif
