@@ -344,8 +344,9 @@ def choose_exemplars(settings: Everything) -> int:
 
 def _identity(settings: Everything, data: Prepared, config: ModelConfig, recipe: Recipe) -> dict[str, Any]:
     """What a run and its continuation share."""
-    identity = {"the data's fingerprint": data.fingerprint, "seed": settings.seed, "max_time": settings.max_time}
-    identity |= {"init_from": str(settings.init_from)}
+    fleet = None if settings.init_from is None else artifact.read_manifest(settings.init_from)["fingerprint"]
+    identity = {"the model of --init-from": fleet, "the data's fingerprint": data.fingerprint}
+    identity |= {"seed": settings.seed, "max_time": settings.max_time}
     return identity | {k: list(v) if isinstance(v, tuple) else v for k, v in (asdict(config) | asdict(recipe)).items()}
 
 

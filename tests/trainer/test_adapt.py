@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from deformer_stream import artifact
 from deformer_stream.core.model import DEformer, ModelConfig
 from deformer_stream.core.schema import Feature, Schema
 from deformer_stream.errors import ConfigError
@@ -18,6 +20,7 @@ from tests.trainer.tables import write
 from trainer import adapt
 from trainer.data import encode
 from trainer.evaluate import held_out
+from trainer.fit import Interrupted
 from trainer.job import Result, train
 from trainer.options import Everything
 from trainer.tables import index_records, open_source
@@ -110,3 +113,22 @@ def test_what_cannot_be_adapted_is_refused_in_one_line(tmp_path: Path, fleet: Pa
     table = write(tmp_path / "table.parquet", columns)
     with pytest.raises(ConfigError, match="d_model is that of the model"):
         train([table], Everything(out=tmp_path / "b", init_from=fleet, d_model=32))
+
+
+def test_a_run_is_resumed_with_the_model_it_began_from(tmp_path: Path, fleet: Path) -> None:
+    """The directory may be another one; the model that is in it may not."""
+    table = write(tmp_path / "plant.parquet", plant(np.random.default_rng(5), 60))
+
+    def run(model: Path, **options: Any) -> Result:
+        return train([table], Everything(out=tmp_path / "adapted", init_from=model, epochs=4), **options)
+
+    with pytest.raises(Interrupted):
+        run(fleet, stop=lambda: True)
+    moved, other = tmp_path / "moved", tmp_path / "other"
+    shutil.copytree(fleet, moved)
+    loaded = artifact.read(fleet)
+    artifact.write(other, loaded.model, replace(loaded.calibration, scores=loaded.calibration.scores[1:]), {}, "")
+    with pytest.raises(ConfigError, match=f"the model of --init-from was {loaded.fingerprint}, now it is"):
+        train([table], Everything(out=tmp_path / "adapted", init_from=other, epochs=4, resume=True))
+    resumed = train([table], Everything(out=tmp_path / "adapted", init_from=moved, epochs=4, resume=True))
+    assert resumed.fitted.steps > 1
