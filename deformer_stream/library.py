@@ -23,7 +23,7 @@ from deformer_stream.core.batch import NO_TIME, AlertRaised, Contribution, Event
 from deformer_stream.core.conformal import Ties, record_statistics
 from deformer_stream.core.engine import Engine, Limits
 from deformer_stream.core.explain import explain
-from deformer_stream.core.query import fill
+from deformer_stream.core.query import complete, fill, quantiles
 from deformer_stream.core.schema import Schema
 from deformer_stream.errors import InputError
 from deformer_stream.ports import Messages
@@ -77,13 +77,14 @@ class RecordScores:
 
 @dataclass(frozen=True, slots=True)
 class Imputed:
-    """A missing reading: conditional median, an interval and the conditional mean (continuous), or the likeliest label
-    (discrete)."""
+    """A missing reading: conditional median, an interval, the conditional mean and the likeliest value (continuous), or
+    the likeliest label (discrete)."""
 
     value: float | str
     low: float | None
     high: float | None
     mean: float | None = None
+    mode: float | None = None
 
 
 class Scorer:
@@ -224,17 +225,55 @@ class Detector:
         Context features have no distribution, so a missing one is left out. `deformer-stream impute` fills tables."""
         if not 0 < interval < 1:
             raise ValueError("interval lies between 0 and 1")
-        features = self.schema.features
-        batch = self._batch([record])
-        values = np.full((1, len(features)), np.nan)
-        values[0, batch.features] = batch.values
+        values = self._values(record)
         filled = fill(self.artifact.model, values, np.isnan(values), interval)
         out = {}
         for code in np.flatnonzero(~np.isnan(filled.value[0])).tolist():
-            parts = (filled.value, filled.low, filled.high, filled.mean)
+            feature, parts = (
+                self.schema.features[code],
+                (filled.value, filled.low, filled.high, filled.mean, filled.mode),
+            )
             value, *rest = (float(part[0, code]) for part in parts)
-            labels = features[code].labels
-            out[features[code].name] = Imputed(labels[int(value)], None, None) if labels else Imputed(value, *rest)
+            out[feature.name] = (
+                Imputed(feature.labels[int(value)], None, None) if feature.labels else Imputed(value, *rest)
+            )
+        return out
+
+    def quantiles(self, record: Mapping[str, Value], qs: Sequence[float]) -> dict[str, tuple[float, ...]]:
+        """Conditional quantiles, in the order of `qs`, of each missing measurement given all present readings."""
+        if not qs or not all(0 < q < 1 for q in qs):
+            raise ValueError("quantiles lie between 0 and 1")
+        values = self._values(record)
+        found = quantiles(self.artifact.model, values, np.isnan(values), qs)[:, 0]
+        codes = np.flatnonzero(~np.isnan(found[0])).tolist()
+        return {self.schema.names[code]: tuple(found[:, code].tolist()) for code in codes}
+
+    def complete(self, record: Mapping[str, Value], draws: int = 1, seed: int = 0) -> list[dict[str, float | str]]:
+        """Records that could have been: all missing features drawn jointly given the present ones, `draws` times.
+
+        Equal arguments draw equal records. Context is taken as it is given. What is present comes in the model's terms:
+        numbers as floats, labels as text."""
+        if draws < 1:
+            raise ValueError("draws is at least 1")
+        values = self._values(record)
+        drawn = complete(self.artifact.model, values, np.isnan(values), draws, seed)[:, 0]
+        return [self._record(row) for row in drawn]
+
+    def _values(self, record: Mapping[str, Value]) -> NDArray[np.float64]:
+        """(1, F) readings, NaN where missing."""
+        batch = self._batch([record])
+        values = np.full((1, len(self.schema)), np.nan)
+        values[0, batch.features] = batch.values
+        return values
+
+    def _record(self, row: NDArray[np.float64]) -> dict[str, float | str]:
+        """(F,) as names and values; a label that training never saw is left out."""
+        out: dict[str, float | str] = {}
+        for feature, value in zip(self.schema.features, row.tolist(), strict=True):
+            if feature.labels and value < len(feature.labels):
+                out[feature.name] = feature.labels[int(value)]
+            elif not feature.labels and value == value:
+                out[feature.name] = value
         return out
 
     def _batch(self, records: Sequence[Mapping[str, Value]]) -> EventBatch:

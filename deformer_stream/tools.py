@@ -112,7 +112,7 @@ def impute() -> click.Command:
     @options(ImputeSettings)
     @debug_option
     def command(table: Path, config: Path | None, **flags: Any) -> None:
-        """Fill the nulls of a wide table (Parquet, CSV) given what is there, with intervals."""
+        """Fill the nulls of a wide table (Parquet, CSV) given what is there, with intervals or joint draws."""
         from connectors.files import queries
         from deformer_stream import artifact, log
         from deformer_stream.progress import Progress
@@ -121,8 +121,12 @@ def impute() -> click.Command:
         log.configure(debugging())
         model = artifact.read(settings.model, settings.device).model
         with Progress("impute", None, "rows") as progress:
-            cells = queries.impute(table, settings.output, model, settings.interval, progress.advance)
-        click.echo(f"{cells} missing values filled in {progress.done} rows: {settings.output}", err=True)
+            how = queries.Filling(
+                settings.interval, settings.estimate, settings.quantiles or (), settings.draws, settings.seed
+            )
+            cells = queries.impute(table, settings.output, model, how, progress.advance)
+        times = f", {settings.draws} times each" if settings.draws else ""
+        click.echo(f"{cells} missing values filled in {progress.done} rows{times}: {settings.output}", err=True)
 
     return command
 

@@ -66,6 +66,46 @@ def test_impute_answers_as_the_library_does(
                 assert after[f"{name}__high"] == pytest.approx(imputed.high, rel=1e-3, abs=1e-3)
 
 
+def test_impute_with_draws(cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path) -> None:
+    found = []
+    for seed in ("5", "5", "6"):
+        out = tmp_path / "drawn.parquet"
+        ended = cli("impute", wide, "--model", model_dir, "--output", out, "--draws", "3", "--seed", seed)
+        assert (ended.code, ended.lines[0].endswith(f"in {N} rows, 3 times each: {out}")) == (0, True)
+        found.append(pq.read_table(out))
+    assert found[0].equals(found[1])
+    assert not found[0].equals(found[2])
+    drawn = found[0]
+    assert drawn.schema.names == [*table.schema.names, "draw"]
+    assert drawn.column("draw").to_pylist() == [0, 1, 2] * N
+    rows = pa.array(np.repeat(np.arange(N), 3))
+    for name in table.schema.names:
+        before, after = table.column(name).take(rows), drawn.column(name)
+        there = before.is_valid()
+        assert after.filter(there).equals(before.filter(there))
+        assert after.null_count == (before.null_count if name == "load" else 0)
+    pressure = drawn.column("pressure").to_numpy().reshape(N, 3)[table.column("pressure").is_null().to_numpy()]
+    assert len(pressure) > 3
+    assert (pressure.std(1) > 0).any()
+
+
+def test_impute_with_quantiles_and_estimates(
+    cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path
+) -> None:
+    def column(name: str, *options: str) -> np.ndarray:
+        out = tmp_path / "f.parquet"
+        assert cli("impute", wide, "--model", model_dir, "--output", out, *options).code == 0
+        return np.asarray(pq.read_table(out).column(name).to_numpy())[gaps]
+
+    gaps = table.column("vibration").is_null().to_numpy()
+    low, middle = (column(f"vibration__q{q}", "--quantiles", "0.5,0.05") for q in ("0.05", "0.5"))
+    assert (low < middle).all()
+    np.testing.assert_allclose(low, column("vibration__low"), rtol=1e-5)
+    mean, mode = (column("vibration", "--estimate", name) for name in ("mean", "mode"))
+    assert (mean != column("vibration")).any()
+    assert (mode != mean).any()
+
+
 @pytest.mark.parametrize(
     ("column", "values"),
     [
@@ -149,6 +189,10 @@ def test_impute_refuses(cli: Run, model_dir: Path, lines: Path, tmp_path: Path) 
     failed(cli("impute", tmp_path / "none.parquet", *words), 3, "none.parquet")
     failed(cli("impute", tmp_path / "t.parquet", "--model", model_dir), 2, "--output")
     failed(cli("impute", tmp_path / "t.parquet", *words, "--interval", "1"), 2, "--interval")
+    failed(cli("impute", tmp_path / "t.parquet", *words, "--draws", "2", "--quantiles", "0.1"), 2, "--draws")
+    failed(cli("impute", tmp_path / "t.parquet", *words, "--draws", "0"), 2, "--draws")
+    pq.write_table(pa.table({"pressure": [1.0], "draw": [1]}), tmp_path / "t.parquet")
+    failed(cli("impute", tmp_path / "t.parquet", *words, "--draws", "2"), 3, "'draw'", "rename")
     failed(cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "no" / "f"), 2, "no/f")
 
 

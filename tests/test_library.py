@@ -301,6 +301,32 @@ def test_impute_is_near_the_truth(linear: Detector) -> None:
     assert wide.low < narrow.low < narrow.high < wide.high
 
 
+def test_quantiles_given_any_subset(linear: Detector) -> None:
+    found = linear.quantiles({"x": 0.5}, (0.05, 0.5, 0.95))
+    assert found.keys() == {"y"}
+    assert 1.0 < found["y"][0] < found["y"][1] < found["y"][2] < 3.0
+    known = linear.impute({"x": 0.5})["y"]
+    assert found["y"] == pytest.approx((known.low, known.value, known.high), abs=1e-6)
+    wide = linear.quantiles({}, (0.05, 0.95))["y"]
+    assert wide[1] - wide[0] > found["y"][2] - found["y"][0] + 1.0
+    for qs in ((), (0.0,), (0.5, 1.0)):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            linear.quantiles({}, qs)
+
+
+def test_complete_draws_records_that_could_have_been(linear: Detector) -> None:
+    drawn = linear.complete({}, draws=200, seed=1)
+    assert len(drawn) == 200
+    assert drawn == linear.complete({}, draws=200, seed=1)
+    assert drawn != linear.complete({}, draws=200, seed=2)
+    x, y = (np.array([row[name] for row in drawn], float) for name in ("x", "y"))
+    assert np.median(np.abs(y - 2 * x - 1)) < 0.2
+    assert {row["sign"] for row in drawn} == {"minus", "plus"}
+    assert {row["x"] for row in linear.complete({"x": 0.25}, draws=3)} == {0.25}
+    with pytest.raises(ValueError, match="draws"):
+        linear.complete({}, draws=0)
+
+
 def test_impute_leaves_what_is_there_and_context(detector: Detector) -> None:
     assert detector.impute({}).keys() == set(SCHEMA.names) - {"load"}
     filled = detector.impute({"pressure": 1.0, "vibration": float("nan"), "load": 40.0})

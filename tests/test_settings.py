@@ -50,7 +50,7 @@ def choices(cls: type[Settings], field: str) -> list[Any]:
         if get_origin(kind) is Literal:
             texts = [str(a) for a in get_args(kind)]
             return ([t for t in texts if t.startswith("SASL") or field != "security_protocol"] * 3)[:3]
-    if field in ("alpha", "interval", "trim"):
+    if field in ("alpha", "interval", "trim", "quantiles"):
         return ["0.2", "0.3", "0.4"]
     if field in ("record_timeout", "max_wait", "commit_interval", "shuffle_within", "window", "grace"):
         return ["1500ms", "2m", "3h"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +27,11 @@ ROWS = 4096
 PENDING_BYTES = 64 * 2**20
 """A row group ends here however few rows it has."""
 
+DRAW = "draw"
+"""The column with a draw's number."""
+
 Advance = Callable[[int], None]
+Floats = NDArray[np.float64]
 
 
 class _Rows(_ParquetSink):
@@ -37,19 +43,39 @@ class _Rows(_ParquetSink):
             self._write()
 
 
-def impute(source: Path, output: Path, model: DEformer, interval: float, advance: Advance | None = None) -> int:
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """How gaps are filled. estimate: what a measurement becomes; quantiles: further columns; draws: joint draws of each
+    row in place of both. seed: of the draws."""
+
+    interval: float = 0.9
+    estimate: Literal["median", "mean", "mode"] = "median"
+    quantiles: tuple[float, ...] = ()
+    draws: int | None = None
+    seed: int = 0
+
+    def ends(self, name: str) -> list[str]:
+        """The columns that follow a measurement's."""
+        bounds = [] if self.draws else [f"{name}__{end}" for end in ("low", "high")]
+        return bounds + [f"{name}__q{q:g}" for q in sorted(self.quantiles)]
+
+
+def impute(source: Path, output: Path, model: DEformer, how: Filling, advance: Advance | None = None) -> int:
     """Fill the nulls (and NaNs) of a wide table's feature columns; returns how many cells were filled.
 
-    A cell gets the conditional median or the likeliest label given the present features of its row, in its column's
-    type. After each continuous column come COLUMN__low and COLUMN__high, the bounds of the central interval, null where
-    the reading was there. Context and columns that are no features pass as they are. Raises `InputError`.
+    A cell gets the conditional median (mean, mode) or the likeliest label given the present features of its row, in its
+    column's type. After each continuous column come COLUMN__low and COLUMN__high, the bounds of the central interval,
+    and COLUMN__q0.05 and so on, null where the reading was there. With draws each row comes so many times, its gaps
+    drawn jointly, and the column `draw` counts from 0. Context and columns that are no features pass as they are.
+    Raises `InputError`.
     """
-    table = _open(source, model)
+    table = _open(source, model, how)
     features = {name: model.schema.features[code] for name, code in model.schema.codes.items()}
     present = [name for name in table.schema.names if name in features]
     types = {name: _csv_type(features[name]) for name in present} if table.rows is None else {}
     kinds = {field.name: types.get(field.name, field.type) for field in table.schema}
-    columns = pa.schema([out for name in table.schema.names for out in _fields(name, kinds[name], features.get(name))])
+    fields = [out for name in table.schema.names for out in _fields(name, kinds[name], features.get(name), how)]
+    columns = pa.schema(fields + ([pa.field(DRAW, pa.int64())] if how.draws else []))
     codec = Codec(model.schema, order="schema")
     asked = np.isin(np.arange(len(model.schema)), [model.schema.codes[name] for name in present])
     cells = first = 0
@@ -62,13 +88,24 @@ def impute(source: Path, output: Path, model: DEformer, interval: float, advance
             told = np.zeros(values.shape, bool)  # an infinite reading is refused: neither present nor missing
             values[events.messages, events.features] = events.values
             told[events.messages, events.features] = True
-            filled = query.fill(model, values, asked & told & np.isnan(values), interval)
+            gaps = asked & told & np.isnan(values)
+            cells += int((gaps & ~model.schema.context).sum())
+            rows = np.repeat(np.arange(batch.num_rows), how.draws or 1)
+            new, ends = _answers(model, values, gaps, how, first)
             arrays: list[pa.Array] = []
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                where = f"{table.path}: column {name!r}"
-                arrays += _complete(column, features.get(name), filled, model.schema.codes.get(name, -1), where)
+                where, feature, code = (
+                    f"{table.path}: column {name!r}",
+                    features.get(name),
+                    model.schema.codes.get(name),
+                )
+                if feature is None or feature.context or code is None:
+                    arrays.append(column.take(pa.array(rows)))
+                    continue
+                arrays.append(_complete(column.take(pa.array(rows)), feature, new[:, code], where))
+                arrays += [_numbers(end[:, code]) for end in ends] if _bounded(feature) else []
+            arrays += [pa.array(np.tile(np.arange(how.draws), batch.num_rows))] if how.draws else []
             sink.add(pa.RecordBatch.from_arrays(arrays, schema=columns))
-            cells += int((~np.isnan(filled.value)).sum())
             first += batch.num_rows
             if advance is not None:
                 advance(batch.num_rows)
@@ -76,6 +113,23 @@ def impute(source: Path, output: Path, model: DEformer, interval: float, advance
     finally:
         sink.discard()
     return cells
+
+
+def _answers(
+    model: DEformer, values: Floats, gaps: NDArray[np.bool_], how: Filling, first: int
+) -> tuple[Floats, list[Floats]]:
+    """What fills the gaps of (N, F) readings, (N, F) or (N · draws, F), and what goes into the columns beside them.
+    first: row of the table, so that every batch draws by itself."""
+    if how.draws:
+        seed = int(np.random.SeedSequence([how.seed, first]).generate_state(1, np.uint64)[0] >> 1)
+        drawn = query.complete(model, values, gaps, how.draws, seed)
+        drawn = np.where(gaps, drawn, np.nan)
+        return drawn.transpose(1, 0, 2).reshape(-1, drawn.shape[2]), []
+    filled = query.fill(model, values, gaps, how.interval)
+    new = {"median": filled.value, "mean": filled.mean, "mode": filled.mode}[how.estimate]
+    new = np.where(np.isnan(new), filled.value, new)  # labels
+    ends = list(query.quantiles(model, values, gaps, sorted(how.quantiles))) if how.quantiles else []
+    return new, [filled.low, filled.high, *ends]
 
 
 def sample(output: Path, model: DEformer, count: int, seed: int, advance: Advance | None = None) -> None:
@@ -94,7 +148,7 @@ def sample(output: Path, model: DEformer, count: int, seed: int, advance: Advanc
         sink.discard()
 
 
-def _open(source: Path, model: DEformer) -> Table:
+def _open(source: Path, model: DEformer, how: Filling) -> Table:
     """A table with at least one feature of the model and no column that the result would need. Raises `InputError`."""
     files = find([source])
     if len(files) > 1 or files[0].suffix.lower() in LINES:
@@ -107,7 +161,8 @@ def _open(source: Path, model: DEformer) -> Table:
     if not known:
         want = ", ".join(model.schema.names[:8])
         raise InputError(f"{source}: no column is a feature of the model ({want} …); check the model")
-    for taken in (names & {f"{f.name}__low", f"{f.name}__high"} for f in known if _bounded(f)):
+    needed = [set(how.ends(f.name)) for f in known if _bounded(f)] + ([{DRAW}] if how.draws else [])
+    for taken in (names & some for some in needed):
         if taken:
             raise InputError(f"{source}: the column {min(taken)!r} is there already; rename it, or leave it out")
     return table
@@ -121,11 +176,11 @@ def _bounded(feature: Feature | None) -> bool:
     return feature is not None and not feature.context and not feature.labels
 
 
-def _fields(name: str, kind: pa.DataType, feature: Feature | None) -> list[pa.Field]:
+def _fields(name: str, kind: pa.DataType, feature: Feature | None, how: Filling) -> list[pa.Field]:
     if feature is None or feature.context:
         return [pa.field(name, kind)]
-    bounds = [pa.field(f"{name}__{end}", pa.float64()) for end in ("low", "high")] if _bounded(feature) else []
-    return [pa.field(name, _type(kind, feature)), *bounds]
+    ends = [pa.field(end, pa.float64()) for end in how.ends(name)] if _bounded(feature) else []
+    return [pa.field(name, _type(kind, feature)), *ends]
 
 
 def _type(kind: pa.DataType, feature: Feature) -> pa.DataType:
@@ -134,22 +189,18 @@ def _type(kind: pa.DataType, feature: Feature) -> pa.DataType:
     return _csv_type(feature) if pa.types.is_null(kind) else kind
 
 
-def _complete(column: pa.Array, feature: Feature | None, filled: query.Filled, code: int, where: str) -> list[pa.Array]:
-    """The column with its gaps filled, and the interval's bounds."""
-    if feature is None or feature.context:
-        return [column]
-    values, kind = filled.value[:, code], _type(column.type, feature)
+def _complete(column: pa.Array, feature: Feature, values: Floats, where: str) -> pa.Array:
+    """The column with its gaps filled. values: one for each gap, NaN elsewhere."""
+    kind = _type(column.type, feature)
     try:
         if pa.types.is_integer(kind) and not feature.labels:
             limits = np.iinfo(kind.to_pandas_dtype())
             values = np.clip(np.round(values), limits.min, limits.max)
         new = (_texts(feature, values) if feature.labels else _numbers(values)).cast(kind, safe=False)
-        whole = pc.if_else(new.is_valid(), new, plain(column).cast(kind))
+        return pc.if_else(new.is_valid(), new, plain(column).cast(kind))
     except pa.ArrowException as error:
         line = str(error).splitlines()[0]
         raise InputError(f"{where} is {column.type} and cannot hold what is missing ({line}); convert it") from error
-    bounds = (filled.low, filled.high) if _bounded(feature) else ()
-    return [whole, *(_numbers(bound[:, code]) for bound in bounds)]
 
 
 def _numbers(values: NDArray[np.float64]) -> pa.Array:

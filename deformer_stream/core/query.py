@@ -6,7 +6,7 @@ the others but has no distribution of its own, so it is neither filled nor drawn
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,8 @@ GROUP_READINGS = 8192
 """Readings that go through the network at once."""
 MOST_DRAWN = 1024
 """Records drawn side by side."""
+MEMORY = 256 * 2**20
+"""Bytes that their keys and values may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +34,16 @@ class Filled:
     """Missing readings, each (N, F), NaN where none was asked for.
 
     value: conditional median on the sensor's grid, or the likeliest label's code. low, high: bounds of the central
-    interval, mean: conditional mean, all NaN for discrete features. The median has the least absolute error, the mean
-    the least squared one. All four are of the reading held within `reaches`.
+    interval, mean: conditional mean, mode: likeliest value (of normalised readings) on the sensor's grid, all NaN for
+    discrete features. The median has the least absolute error, the mean the least squared one. All are held within
+    `reaches`.
     """
 
     value: Floats
     low: Floats
     high: Floats
     mean: Floats
+    mode: Floats
 
 
 def fill(model: DEformer, values: Floats, asked: NDArray[np.bool_], interval: float = 0.9) -> Filled:
@@ -47,49 +51,59 @@ def fill(model: DEformer, values: Floats, asked: NDArray[np.bool_], interval: fl
 
     values: (N, F). asked: (N, F); what is present already, or context, is left out. interval: mass from low to high.
     """
-    known = ~np.isnan(values)
-    asked = asked & ~known & ~model.schema.context
-    filled = Filled(*(np.full(values.shape, np.nan) for _ in range(4)))
-    rows = np.flatnonzero(asked.any(1))
-    present = known[rows].sum(1)
-    for count in np.unique(present).tolist():
-        group = rows[present == count]
-        size = max(1, GROUP_READINGS // (count + 1))
-        for start in range(0, len(group), size):
-            some = group[start : start + size]
-            _fill_group(model, values[some], known[some], asked[some], interval, some, filled)
+    filled = Filled(*(np.full(values.shape, np.nan) for _ in range(5)))
+    for rows, codes, conditional in conditionals(model, values, asked):
+        where = rows, codes
+        found = conditional.quantiles(((1 - interval) / 2, 0.5, (1 + interval) / 2)).double().cpu().numpy()
+        for target, quantile in zip((filled.low, filled.value, filled.high), found, strict=True):
+            target[where] = raw_within_reach(model.schema, codes, quantile)
+        points, weights = (part.double().cpu().numpy() for part in conditional.nodes())
+        filled.mean[where] = (weights * raw_within_reach(model.schema, codes[:, None], points)).sum(-1)
+        filled.mode[where] = raw_within_reach(model.schema, codes, conditional.mode().double().cpu().numpy())
+        for target in (filled.value, filled.mode):
+            target[where] = on_grid(model.schema, codes, target[where])
+        discrete = model.schema.discrete[codes]
+        labels = likeliest(model.schema, codes, conditional)
+        filled.value[where] = np.where(discrete, labels, filled.value[where])
+        for target in (filled.low, filled.high, filled.mean, filled.mode):
+            target[where] = np.where(discrete, np.nan, target[where])
     return filled
 
 
-def _fill_group(
-    model: DEformer,
-    values: Floats,
-    known: NDArray[np.bool_],
-    asked: NDArray[np.bool_],
-    interval: float,
-    rows: Ints,
-    filled: Filled,
-) -> None:
-    """Records with equally many present readings: these are seen once, then each pass asks for one more feature."""
-    codes = np.nonzero(known)[1].reshape(len(rows), -1)
-    past = _past(model, codes, np.take_along_axis(values, codes, 1))
-    wanted = np.argsort(~asked, 1, kind="stable")
-    for a in range(int(asked.sum(1).max())):
-        some = np.flatnonzero(asked[np.arange(len(rows)), wanted[:, a]])
-        asks = wanted[some, a]
-        conditional = _ask(model, asks, past if len(some) == len(rows) else _rows(past, some, model))
-        where = rows[some], asks
-        found = conditional.quantiles(((1 - interval) / 2, 0.5, (1 + interval) / 2)).double().cpu().numpy()
-        for target, quantile in zip((filled.low, filled.value, filled.high), found, strict=True):
-            target[where] = raw_within_reach(model.schema, asks, quantile)
-        points, weights = (part.double().cpu().numpy() for part in conditional.nodes())
-        filled.mean[where] = (weights * raw_within_reach(model.schema, asks[:, None], points)).sum(-1)
-        filled.value[where] = on_grid(model.schema, asks, filled.value[where])
-        discrete = model.schema.discrete[asks]
-        labels = likeliest(model.schema, asks, conditional)
-        filled.value[where] = np.where(discrete, labels, filled.value[where])
-        for target in (filled.low, filled.high, filled.mean):
-            target[where] = np.where(discrete, np.nan, target[where])
+def quantiles(model: DEformer, values: Floats, asked: NDArray[np.bool_], qs: Sequence[float]) -> Floats:
+    """(Q, N, F) conditional quantiles of every asked-for continuous reading given all present ones of its record, held
+    within `reaches`; NaN elsewhere. values, asked: as for `fill`. qs: between 0 and 1."""
+    out = np.full((len(qs), *values.shape), np.nan)
+    for rows, codes, conditional in conditionals(model, values, asked & ~model.schema.discrete):
+        found = conditional.quantiles(qs).double().cpu().numpy()
+        out[:, rows, codes] = raw_within_reach(model.schema, codes, found)
+    return out
+
+
+def conditionals(model: DEformer, values: Floats, asked: NDArray[np.bool_]) -> Iterator[tuple[Ints, Ints, Conditional]]:
+    """What is asked for, some at a time: rows, codes and conditionals of shape (M,). values, asked: as for `fill`.
+
+    Records with equally many present readings go together: these are seen once, then each pass asks for one feature
+    more."""
+    known = ~np.isnan(values)
+    asked = asked & ~known & ~model.schema.context
+    for _, group in _groups(known.sum(1), np.flatnonzero(asked.any(1))):
+        size = max(1, GROUP_READINGS // (int(known[group[0]].sum()) + 1))
+        for start in range(0, len(group), size):
+            rows = group[start : start + size]
+            codes = np.nonzero(known[rows])[1].reshape(len(rows), -1)
+            past = _past(model, codes, np.take_along_axis(values[rows], codes, 1))
+            wanted = np.argsort(~asked[rows], 1, kind="stable")
+            for a in range(int(asked[rows].sum(1).max())):
+                some = np.flatnonzero(asked[rows, wanted[:, a]])
+                asks = wanted[some, a]
+                yield rows[some], asks, _ask(model, asks, past if len(some) == len(rows) else _rows(past, some, model))
+
+
+def _groups(kind: Ints, rows: Ints) -> Iterator[tuple[int, Ints]]:
+    """Rows with the same kind, kind by kind. kind: (N,)."""
+    for one in np.unique(kind[rows]).tolist():
+        yield one, rows[kind[rows] == one]
 
 
 def _past(model: DEformer, codes: Ints, values: Floats) -> Past | None:
@@ -160,38 +174,77 @@ def on_grid(schema: Schema, codes: Ints, values: Floats) -> Floats:
     return np.where(np.isnan(step), values, grid)
 
 
-def sample(model: DEformer, count: int, seed: int = 0, memory: int = 256 * 2**20) -> Iterator[Floats]:
+def sample(model: DEformer, count: int, seed: int = 0, memory: int = MEMORY) -> Iterator[Floats]:
     """Draw whole records, each in a random order of its own, through the cache; blocks (n, F), `count` rows in all.
 
     memory: bytes of cached keys and values. Equal arguments draw equal records.
     """
     orders, draws = np.random.default_rng(seed), torch.Generator(model.device).manual_seed(seed)
+    nothing = np.full((count, len(model.schema)), np.nan)
+    modelled = np.flatnonzero(~model.schema.context)
+    for part in _blocks(model, count, memory):
+        codes = modelled[np.argsort(orders.random((part.stop - part.start, len(modelled))), 1)]
+        yield _draw(model, nothing[part], codes, 0, draws)
+
+
+def complete(
+    model: DEformer, values: Floats, asked: NDArray[np.bool_], draws: int, seed: int = 0, memory: int = MEMORY
+) -> Floats:
+    """(draws, N, F) joint draws of all asked-for readings of a record given its present ones, each in a random order of
+    its own, through the cache; what is present stands there as it is, the rest is NaN.
+
+    values: (N, F). asked: (N, F); what is present already, or context, is left out. Equal arguments draw equal records.
+    Drawn values are held within `reaches`, as filled ones are."""
+    orders, generator = np.random.default_rng(seed), torch.Generator(model.device).manual_seed(seed)
+    known = ~np.isnan(values)
+    asked = asked & ~known & ~model.schema.context
+    out = np.repeat(values[None], draws, 0)
+    flat = out.reshape(draws * len(values), -1)
+    shape = known.sum(1) * (values.shape[1] + 1) + asked.sum(1)  # equally many present and asked for
+    for _, group in _groups(np.tile(shape, draws), np.flatnonzero(np.tile(asked.any(1), draws))):
+        for part in _blocks(model, len(group), memory):
+            rows = group[part]
+            there, open_ = known[rows % len(values)], asked[rows % len(values)]
+            before = np.nonzero(there)[1].reshape(len(rows), -1)
+            after = np.nonzero(open_)[1].reshape(len(rows), -1)
+            after = np.take_along_axis(after, np.argsort(orders.random(after.shape), 1), 1)
+            drawn = _draw(model, flat[rows], np.concatenate([before, after], 1), before.shape[1], generator)
+            flat[rows] = np.where(open_, np.clip(drawn, *reaches(model.schema)), drawn)
+    return out
+
+
+def _blocks(model: DEformer, rows: int, memory: int) -> Iterator[slice]:
+    """As many records at a time as may be drawn side by side."""
     probe = KeyValueCache(model, 0)
     block = int(np.clip(memory // (probe.pages_per_record * probe.page_bytes), 1, MOST_DRAWN))
-    for start in range(0, count, block):
-        yield _draw(model, min(block, count - start), orders, draws)
+    for start in range(0, rows, block):
+        yield slice(start, min(start + block, rows))
 
 
-def _draw(model: DEformer, n: int, orders: np.random.Generator, draws: torch.Generator) -> Floats:
-    schema, kept = model.schema, model.tokens_kept
-    modelled = np.flatnonzero(~schema.context)
-    codes = modelled[np.argsort(orders.random((n, len(modelled))), 1)]
+def _draw(model: DEformer, values: Floats, codes: Ints, given: int, draws: torch.Generator) -> Floats:
+    """(n, F) records with more readings. values: (n, F) raw; codes: (n, K) features in the order they are to be seen
+    in, of which the first `given` are there and the others are drawn."""
+    schema, kept, n = model.schema, model.tokens_kept, len(values)
     cache = KeyValueCache(model, 0)
     cache = KeyValueCache(model, n * cache.pages_per_record * cache.page_bytes)
     cache.grow(n)
     slots = np.arange(n)
-    drawn = np.full((n, len(schema)), np.nan)
+    drawn = values.copy()
     normal = np.zeros(codes.shape)
-    for k in range(len(modelled)):
-        # A pass brings the reading drawn last and asks for the next one, whose value it never looks at.
-        new = slice(max(0, k - 1), k + 1)
+    normal[:, :given] = schema.normalise(codes[:, :given], np.take_along_axis(values, codes[:, :given], 1))
+    seen = 0
+    for k in range(given, codes.shape[1]):
+        # A pass brings the readings not seen yet and asks for the next one, whose value it never looks at.
+        new, brought = slice(seen, k + 1), k - seen
         with torch.inference_mode():
-            seen = model.extend(tensor(codes[:, new], model), tensor(normal[:, new], model), cache.gather(slots))
-            if k:
-                keys, values = ([t[:, :, :kept] for t in part] for part in (seen.keys, seen.values))
-                readings = None if seen.readings is None else seen.readings[:, :kept]
-                cache.append(slots, Extension(seen.conditional, keys, values, readings), np.ones(n, np.int64))
-            draw = seen.conditional[:, -1].sample(draws).double().cpu().numpy()
+            told = model.extend(tensor(codes[:, new], model), tensor(normal[:, new], model), cache.gather(slots))
+            if brought:
+                end = brought * kept
+                keys, kept_values = ([t[:, :, :end] for t in part] for part in (told.keys, told.values))
+                readings = None if told.readings is None else told.readings[:, :end]
+                cache.append(slots, Extension(told.conditional, keys, kept_values, readings), np.full(n, brought))
+                seen = k
+            draw = told.conditional[:, -1].sample(draws).double().cpu().numpy()
         raw = on_grid(schema, codes[:, k], schema.denormalise(codes[:, k], draw))
         drawn[slots, codes[:, k]] = raw
         normal[:, k] = schema.normalise(codes[:, k], raw)

@@ -346,6 +346,22 @@ class ImputeSettings(_Model):
 
     output: Path = Field(description="The table with its nulls filled (Parquet).")
     interval: Share = Field(0.9, description="Mass of the interval between COLUMN__low and COLUMN__high.")
+    estimate: Literal["median", "mean", "mode"] = Field(
+        "median", description="What a missing measurement becomes; a missing label becomes the likeliest one."
+    )
+    quantiles: Shares | None = Field(
+        None, description="Conditional quantiles of missing measurements as columns COLUMN__q0.05 and so on: 0.05,0.5."
+    )
+    draws: int | None = Field(
+        None, ge=1, description="Instead, so many records for each row, drawn jointly and numbered in the column draw."
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="Of the draws; equal seeds draw equal records.")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.draws is not None and (self.quantiles is not None or self.estimate != "median"):
+            raise ValueError("--draws fills with draws: leave --quantiles and --estimate out")
+        return self
 
 
 class SampleSettings(_Model):

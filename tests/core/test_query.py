@@ -46,7 +46,7 @@ def test_fill_equals_the_whole_record_path(schema: Schema, config: ModelConfig, 
         feature = schema.features[f]
         wanted = asked[r, f] and not feature.context
         assert wanted == (not np.isnan(filled.value[r, f]))
-        for part in (filled.low, filled.high, filled.mean):
+        for part in (filled.low, filled.high, filled.mean, filled.mode):
             assert (wanted and not feature.labels) == (not np.isnan(part[r, f]))
         if not wanted:
             continue
@@ -104,6 +104,72 @@ def test_a_wild_reading_does_not_throw_the_gap_beside_it_out_of_reach() -> None:
     assert (filled.low[:, 1] <= filled.value[:, 1]).all()
     assert (filled.value[:, 1] <= filled.high[:, 1]).all()
     assert filled.high[:, 1].max() == 11.0
+
+
+def test_quantiles_rise_and_agree_with_what_is_filled(linear: DEformer) -> None:
+    values = linear_records(60, 4)
+    values[:, 1] = np.nan
+    values[::2, 2] = np.nan
+    found = query.quantiles(linear, values, np.isnan(values), (0.05, 0.3, 0.5, 0.95))
+    filled = query.fill(linear, values, np.isnan(values), 0.9)
+    assert (np.isnan(found) == ~(np.isnan(values) & ~linear.schema.discrete)).all()
+    low, _, middle, high = found[:, :, 1]
+    assert (np.diff(found[:, :, 1], axis=0) > 0).all()
+    np.testing.assert_allclose([low, middle, high], [filled.low[:, 1], filled.value[:, 1], filled.high[:, 1]])
+
+
+def test_the_mode_is_where_the_density_is_highest(linear: DEformer) -> None:
+    values = linear_records(40, 6)
+    values[:, 1] = np.nan
+    mode = query.fill(linear, values, np.isnan(values)).mode[:, 1]
+    ((_, codes, conditional),) = query.conditionals(linear, values, np.isnan(values))
+    grid = torch.linspace(-6.0, 6.0, 4001).expand(40, -1)
+    best = torch.stack([conditional.log_prob(point) for point in grid.T], -1).max(-1).values
+    at_mode = conditional.log_prob(torch.from_numpy(linear.schema.normalise(codes, mode)).to(linear.dtype))
+    assert (at_mode > best - 0.05).all()
+
+
+def test_joint_draws_know_what_they_have_drawn(linear: DEformer) -> None:
+    """y follows x, and neither is there: single medians would put y at its mean, joint draws keep to the line."""
+    values = np.full((30, 3), np.nan)
+    values[:, 2] = np.arange(30) % 2
+    values[:5, 0] = 1.0
+    drawn = query.complete(linear, values, np.isnan(values), 20, seed=3)
+    assert drawn.shape == (20, 30, 3)
+    assert not np.isnan(drawn).any()
+    there = ~np.isnan(values)
+    assert (drawn[:, there] == values[there]).all()
+    x, y, sign = np.moveaxis(drawn, 2, 0)
+    assert np.median(np.abs(y - 2 * x - 1)) < 0.2
+    assert x[:, 5:].std() > 0.5
+    assert ((x > 0) == sign)[:, 5:][np.abs(x[:, 5:]) > 0.3].mean() > 0.95
+    np.testing.assert_array_equal(drawn, query.complete(linear, values, np.isnan(values), 20, seed=3))
+    assert (drawn != query.complete(linear, values, np.isnan(values), 20, seed=4)).any()
+
+
+def test_a_draw_of_one_reading_has_its_conditional_law(linear: DEformer) -> None:
+    values = np.array([[0.7, np.nan, 1.0]])
+    drawn = query.complete(linear, values, np.isnan(values), 2000, seed=0)[:, 0, 1]
+    ((_, codes, conditional),) = query.conditionals(linear, values, np.isnan(values))
+    z = torch.from_numpy(linear.schema.normalise(codes.repeat(2000), drawn)).to(linear.dtype)
+    u = np.sort(conditional[[0] * 2000].cdf(z).numpy())
+    assert np.abs(u - np.linspace(0, 1, 2000)).max() < 1.95 / np.sqrt(2000)  # Kolmogorov–Smirnov, 0.1%
+
+
+@settings(max_examples=15, deadline=None)
+@given(schemas(most=8, context=True), configs, st.sampled_from([0.0, 0.4, 1.0]), st.integers(0, 99))
+def test_completions_are_whole_and_within_reach(schema: Schema, config: ModelConfig, share: float, seed: int) -> None:
+    model = model_of(schema, config, seed)
+    values = gappy(schema, 5, seed, share)
+    asked = np.isnan(values) & (np.random.default_rng(seed).random(values.shape) < 0.8)
+    drawn = query.complete(model, values, asked, 3, seed, memory=1)
+    wanted = asked & ~schema.context
+    assert (np.isnan(drawn) == (np.isnan(values) & ~wanted)).all()
+    low, high = query.reaches(schema)
+    assert ((low <= drawn) & (drawn <= high))[:, wanted].all()
+    for f in np.flatnonzero(schema.discrete):
+        assert set(drawn[:, wanted[:, f], f].ravel()) <= set(range(len(schema.features[f].labels)))
+    np.testing.assert_allclose(drawn, query.complete(model, values, asked, 3, seed, memory=1))
 
 
 def test_samples_lie_on_the_line(linear: DEformer) -> None:
