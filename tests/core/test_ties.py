@@ -142,13 +142,11 @@ def test_without_ties_nothing_changes(seed: int) -> None:
 
 
 def test_a_block_is_a_mixture_of_its_orders() -> None:
-    """Against the definition, from whole records in each order."""
+    """Against the definition, from whole records in each order: flow alone, then mode and heat at once, and context."""
     model, calibration = judge()
     codes, raw = records_of(SCHEMA, 1, seed=8)
-    codes, raw = codes[:, :], raw[:, :]
     place = {int(c): i for i, c in enumerate(codes[0])}
-    first, block = 0, [1, 2]  # flow alone, then mode and heat at once, with context (site) among them
-    context = 3
+    first, block, context = 0, [1, 2], 3
     value = {f: float(raw[0, place[f]]) for f in range(4)}
     event = [Event(0, "r", False, int(f != first), f, value[f]) for f in (first, 2, context, 1)]
     engine = engine_of(ties="hold")
