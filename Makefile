@@ -61,6 +61,7 @@ bench-quality: $(VENV)/.bench ## detection, early alerts, drift, density, blame 
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.density
 	$(BIN)/python -m benchmarks.early
+	$(BIN)/python -m benchmarks.ties --tables cardio,pendigits,satellite,shuttle,thyroid
 	$(BIN)/python -m benchmarks.drift
 	$(BIN)/python -m benchmarks.contamination
 	$(BIN)/python -m benchmarks.skab
