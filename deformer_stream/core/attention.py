@@ -29,9 +29,9 @@ def attend(
     they stand in. → as queries."""
     half = keys.shape[2] // (1 if memory is None else 2)
     kinds = queries.shape[2] // half
-    if queries.device.type == "cpu" and half <= LONGEST and not dropout and before is None:
+    if queries.device.type == "cpu" and half <= LONGEST and not dropout and (before is None or memory == "values"):
         if memory == "values":
-            seen: Tensor = _Values.apply(queries, keys, values)
+            seen: Tensor = _Values.apply(queries, keys, values, before)
             return seen
         scores = queries @ keys.transpose(-1, -2)
         return torch.softmax(scores + _blocked(_sees(kinds, half, memory, keys.device), scores.dtype), -1) @ values
@@ -44,14 +44,19 @@ def attend(
 
 def _sees(kinds: int, half: int, memory: Memory | None, device: torch.device, before: Tensor | None = None) -> Tensor:
     """(kinds · L, 2L) bool, whether a query (z, then perhaps u) may look at a key (z, then u). Single: (L, L)."""
-    place = torch.arange(half, device=device)
-    own = place[:, None] == place
-    upto = (place[:, None] > place if before is None else before) | own
+    upto = _upto(half, device, before)
+    own = torch.eye(half, dtype=torch.bool, device=device)
     if memory is None:
         return upto
     z = torch.cat([upto if memory == "all" else own, upto & ~own], 1)
     u = torch.cat([upto if memory == "all" else torch.zeros_like(own), upto], 1)
     return torch.cat([z, u][:kinds])
+
+
+def _upto(half: int, device: torch.device, before: Tensor | None) -> Tensor:
+    """(L, L) bool, which readings (columns) come before which (rows), and each itself."""
+    own = torch.eye(half, dtype=torch.bool, device=device)
+    return torch.ones_like(own).tril() if before is None else before | own
 
 
 def _blocked(sees: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,12 +69,11 @@ class _Values(torch.autograd.Function):
     diagonal of the z queries is done on the diagonal alone."""
 
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, before: Tensor | None) -> Tensor:
         records, half = keys.shape[0], keys.shape[2] // 2
         q = queries.flatten(0, 1)
         (own_keys, k), (own_values, v) = (torch.split(t.flatten(0, 1), half, 1) for t in (keys, values))
-        place = torch.arange(half)
-        sees = (place[:, None] >= place).repeat(queries.shape[2] // half, 1)
+        sees = _upto(half, keys.device, before).repeat(queries.shape[2] // half, 1)
         scores = torch.baddbmm(_blocked(sees, q.dtype), q, k.transpose(1, 2))
         _diagonal(scores).copy_((q[:, :half] * own_keys).sum(-1))
         weights = torch.softmax(scores, -1)
@@ -79,7 +83,7 @@ class _Values(torch.autograd.Function):
         return torch.unflatten(seen, 0, (records, -1))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, own_keys, own_values, weights = ctx.saved_tensors
         records, half = len(gradient), k.shape[1]
         g = gradient.flatten(0, 1)
@@ -96,7 +100,7 @@ class _Values(torch.autograd.Function):
         by_key = by_score.transpose(1, 2) @ q
         gradients = by_query, torch.cat([by_own * q_z, by_key], 1), torch.cat([by_own_value, by_value], 1)
         g_query, g_key, g_value = (torch.unflatten(t, 0, (records, -1)) for t in gradients)
-        return g_query, g_key, g_value
+        return g_query, g_key, g_value, None
 
 
 def _diagonal(scores: Tensor) -> Tensor:

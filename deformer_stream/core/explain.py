@@ -198,6 +198,11 @@ class _Pass:
     conditional: Conditional
     surprisal: Floats
 
+    def take(self, rows: Ints) -> _Pass:
+        kept = torch.from_numpy(rows).to(self.values.device)
+        own = self.places[rows], self.codes[rows], self.values[kept], self.conditional[kept], self.surprisal[rows]
+        return _Pass(self.orders, *own)
+
     def rest(self, items: int) -> Floats:
         """(A, items) surprise of all but one, along orders that end with it; a mean where several do."""
         paths = self.orders.paths[: len(self.orders.paths) // items * items]
@@ -245,10 +250,13 @@ def _reasons(model: DEformer, rows: _Rows, alarming: Alarming) -> _Reasons:
             together = np.broadcast_to(np.arange(size), (len(open_), 1, size))
             found = _found(model, seen, seen.orders.last[n - size :])
             reasons.silent[open_] = _silent(model, some, aside, found, together, alarming)[:, 0]
-        _state(model, reasons, open_, np.concatenate([trusted, aside], 1), seen, seen.orders.last)
         reasons.suspect[open_[:, None], aside] = True
-        again = ~reasons.silent[open_]
-        if not again.any() or size == n:
+        again = ~reasons.silent[open_] & (size < min(MOST_SUSPECTS, n))
+        done = np.flatnonzero(~again)
+        if len(done):
+            places = np.concatenate([trusted, aside], 1)[done]
+            _state(model, reasons, open_[done], places, seen.take(done), seen.orders.last)
+        if not again.any():
             break
         following = np.take_along_axis(trusted, seen.rest(n - size).argmin(1)[:, None], 1)
         open_, aside = open_[again], np.concatenate([aside, following], 1)[again]

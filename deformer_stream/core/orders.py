@@ -9,7 +9,7 @@ has no positions, so all branches fit into one sequence in which a reading looks
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deformer_stream.core.gaussians import Guide
 from deformer_stream.core.heads import Conditional
 from deformer_stream.core.model import DEformer
 
@@ -29,13 +30,15 @@ class Orders:
 
     reading: (T,) which reading stands at a node. before: (T, T) bool, before[t, u] where u lies on the way to t. paths:
     (P, L) the nodes of each order from first to last, −1 where it is shorter than the longest. of: (2, T) an order that
-    goes through the node, and the node's place in it.
+    goes through the node, and the node's place in it. trees: how many equal trees, one after
+    the other, the nodes make up, which see nothing of each other.
     """
 
     reading: Ints
     before: NDArray[np.bool_]
     paths: Ints
     of: Ints
+    trees: int = 1
 
     @property
     def last(self) -> Ints:
@@ -81,10 +84,10 @@ def each_last(given: int, items: int, asked: int = 0, mirrored: bool = False) ->
         grow(inner[::-1], root)
         paths[items:] = paths[: items - 1 : -1]
     paths += [along([given + items + a], whole) for a in range(asked)]
-    return _folded(reading, ways, paths or [root])
+    return _folded(reading, ways, paths or [root], 2 if items and mirrored and not given and not asked else 1)
 
 
-def _folded(reading: list[int], ways: list[list[int]], paths: list[list[int]]) -> Orders:
+def _folded(reading: list[int], ways: list[list[int]], paths: list[list[int]], trees: int) -> Orders:
     before = np.zeros((len(reading), len(reading)), bool)
     for node, way in enumerate(ways):
         before[node, way] = True
@@ -93,7 +96,7 @@ def _folded(reading: list[int], ways: list[list[int]], paths: list[list[int]]) -
     for p, path in enumerate(paths):
         padded[p, : len(path)] = path
         of[:, path] = [[p] * len(path), list(range(len(path)))]
-    return Orders(np.array(reading, np.int64), before, padded, of)
+    return Orders(np.array(reading, np.int64), before, padded, of, trees)
 
 
 def conditionals(model: DEformer, orders: Orders, codes: Tensor, values: Tensor) -> Conditional:
@@ -110,4 +113,13 @@ def conditionals(model: DEformer, orders: Orders, codes: Tensor, values: Tensor)
         path, place = torch.from_numpy(orders.of).to(device)
         rows = torch.arange(A, device=device)[:, None] * P + path
         guide = model.gaussians(ordered, x[:, nodes].flatten(0, 1))[rows, place]
-    return model.conditionals(features, x, guide, before)
+    A, T = features.shape
+    each = T // orders.trees  # trees see nothing of each other: they go side by side, as records do
+    if guide is not None:
+        guide = Guide(*(torch.unflatten(t, 1, (-1, each)).flatten(0, 1) for t in _parts(guide)))
+    found = model.conditionals(features.reshape(-1, each), x.reshape(-1, each), guide, before[:each, :each])
+    return Conditional(*(t.reshape(A, T, *t.shape[2:]) for t in _parts(found)))
+
+
+def _parts(tensors: Guide | Conditional) -> list[Tensor]:
+    return [getattr(tensors, field.name) for field in fields(tensors)]
