@@ -61,6 +61,7 @@ PAPER: dict[str, Any] = {
     "mixtures": 150,
     "dropout": 0.2,
     "batch": 128,
+    "optimizer": "adamw",
     "learning_rate": 1e-3,
     "weight_decay": 0.0,
     "smoothing": 0.0,

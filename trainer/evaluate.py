@@ -34,8 +34,10 @@ class HeldOut:
         return float(self.nll.mean())
 
 
-def held_out(model: DEformer, data: Prepared, rows: NDArray[np.int64], orders: int, seed: int) -> HeldOut:
-    """Score the rows in `orders` random orders each.
+def held_out(
+    model: DEformer, data: Prepared, rows: NDArray[np.int64], orders: int, seed: int, arrival_share: float = 0.0
+) -> HeldOut:
+    """Score the rows in `orders` orders each: random ones, but a share as logged, where the table knows that order.
 
     Gridded readings are spread over their quantum by noise, as in training, so that the result is a density's. Orders
     and noise depend on the seed and the rows alone: models are compared like with like.
@@ -53,9 +55,12 @@ def held_out(model: DEformer, data: Prepared, rows: NDArray[np.int64], orders: i
             generator = seeded(seed, 0xE7A1, k)
             for start in range(0, len(rows), BATCH):
                 part = slice(start, start + BATCH)
-                values, _ = read_rows(data, rows[part])
+                values, ranks = read_rows(data, rows[part])
                 values, _ = noise.apply(values, generator)
-                features, order = arrange(values, random_keys(values.shape, generator))
+                keys = random_keys(values.shape, generator)
+                if ranks is not None and k < arrival_share * orders:
+                    keys = ranks
+                features, order = arrange(values, keys)
                 out = model.log_prob(features.to(device), take(values, order).to(device)).double().cpu()
                 nll[part] -= out.sum(1).numpy() / orders
                 use = (features >= 0) & scored[features.clamp(min=0)]

@@ -1,4 +1,4 @@
-"""The training loop: random orders, AdamW, warm-up and cosine, averaged weights, early stopping, exact continuation.
+"""The training loop: random orders, Muon, warm-up and cosine, averaged weights, early stopping, exact continuation.
 
 Loss: −Σ ln p(value | readings before it) / F, averaged over records, a fresh random order for every sample (equation 2
 of arXiv 2106.06989). All randomness of step t is seeded by (seed, t), and time enters only where a time limit was set:
@@ -26,7 +26,8 @@ from trainer.budget import Budget, Costs
 from trainer.data import TRAIN, VALIDATION, Prepared
 from trainer.evaluate import held_out
 from trainer.gaussians import Guides
-from trainer.options import Precision
+from trainer.muon import Muon
+from trainer.options import Optimizer, Precision
 from trainer.peers import Peers
 from trainer.sampling import Noise, Samples, arrange, draw, seeded, take
 
@@ -42,13 +43,14 @@ ALONE = Peers()
 class Recipe:
     """How to train.
 
-    batch: records a step. warmup: steps of rising learning rate. smoothing: Gaussian noise on continuous readings, in
-    scales: little, as held-out likelihood wants it. forget: chance that a label is shown as unseen. arrival_share: what
-    share of samples is in the logged order of arrival, where the table has one (training on the law that scoring will
-    meet: Shih et al. 2022). averaging: the average of weights reaches back over about this share of the steps so far.
-    patience: validations without progress before training stops. accumulate: batches whose gradients are added up for
-    one step, which is that of one batch so many times as large. training_precision: of the layers' matrix products;
-    auto is bfloat16 where the processor multiplies it natively.
+    batch: records a step. warmup: steps of rising learning rate. optimizer: adam is the paper's, at a constant rate;
+    the others follow the schedule. smoothing: Gaussian noise on continuous readings, in scales; held-out likelihood
+    wants none. forget: chance that a label is shown as unseen. arrival_share: what share of samples is in the logged
+    order of arrival, where the table has one (training on the law that scoring will meet: Shih et al. 2022). averaging:
+    the average of weights reaches back over about this share of the steps so far. patience: validations without
+    progress before training stops; by default it never does, for a falling rate of learning gains most at the end.
+    accumulate: batches whose gradients are added up for one step, which is that of one batch so many times as large.
+    training_precision: of the layers' matrix products; auto is bfloat16 where the processor multiplies it natively.
     """
 
     batch: int
@@ -57,13 +59,14 @@ class Recipe:
     weight_decay: float = 0.01
     warmup: int = 50
     clip: float = 1.0
-    smoothing: float = 0.02
+    smoothing: float = 0.0
     forget: float = 0.01
     arrival_share: float = 0.5
     averaging: float = 0.1
-    patience: int = 10
+    patience: int = EVALUATIONS
     accumulate: int = 1
     training_precision: Precision = "auto"
+    optimizer: Optimizer = "muon"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +125,7 @@ class Fit:
         self.scored = int((~data.schema.context).sum())
         self.average = copy.deepcopy(model).eval().requires_grad_(False)
         self.best = {name: p.clone() for name, p in self.average.named_parameters()}
-        decayed = [p for p in model.parameters() if p.dim() > 1]
-        others = [p for p in model.parameters() if p.dim() <= 1]
-        groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
+        self.optimizer = _optimiser(model, recipe)
         self.low_precision = _low_precision(recipe.training_precision, model.device)
         self.step = 0
         self.since_best = 0
@@ -174,7 +174,8 @@ class Fit:
         with torch.no_grad():
             for name, p in self.average.named_parameters():
                 p.copy_(self.best[name])
-        return Fitted(self.average, self.history, self.step, self.step / self.steps_per_epoch, exhausted)
+        early = exhausted and self.progress < 1.0
+        return Fitted(self.average, self.history, self.step, self.step / self.steps_per_epoch, early)
 
     def _fit_into(self, costs: Costs, limit: float) -> None:
         """Keep time for what comes after, and validate on so few records that all of it takes about a tenth."""
@@ -235,6 +236,8 @@ class Fit:
 
     def _learning_rate(self) -> float:
         """Linear warm-up, over by 8% of the schedule at the latest, then half a cosine down to 1% of the peak."""
+        if self.recipe.optimizer == "adam":
+            return self.recipe.learning_rate
         rising = min(1.0, max((self.step + 1) / self.recipe.warmup, self.progress / 0.08))
         return self.recipe.learning_rate * rising * (0.01 + 0.99 * 0.5 * (1.0 + math.cos(math.pi * self.progress)))
 
@@ -278,8 +281,10 @@ class Fit:
         self.losses = []
 
     def _validation(self) -> float:
-        """Nats per record of the averaged weights."""
-        held = held_out(self.average, self.data, self.validation_rows, VALIDATION_ORDERS, self.seed)
+        """Nats per record of the averaged weights, always of the same records in the same orders, logged ones among
+        them as in training."""
+        share = self.recipe.arrival_share
+        held = held_out(self.average, self.data, self.validation_rows, VALIDATION_ORDERS, self.seed, share)
         return self.peers.agree(held.mean)
 
     def _validation_at_first(self) -> float:
@@ -349,6 +354,17 @@ class Fit:
                 moments.setdefault(int(index), {})[key] = t
         full = self.optimizer.state_dict()
         self.optimizer.load_state_dict({"state": moments, "param_groups": full["param_groups"]})
+
+
+def _optimiser(model: DEformer, recipe: Recipe) -> torch.optim.Optimizer:
+    if recipe.optimizer == "muon":
+        return Muon(model, recipe.learning_rate, recipe.weight_decay)
+    if recipe.optimizer == "adam":
+        return torch.optim.Adam(model.parameters(), lr=recipe.learning_rate, fused=True)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
 def _low_precision(wanted: Precision, device: torch.device) -> bool:

@@ -15,6 +15,7 @@ from deformer_stream.settings import Device, Duration, Minority, Settings, Share
 
 Preset = Literal["tiny", "small", "base", "paper"]
 Precision = Literal["auto", "float32", "bfloat16"]
+Optimizer = Literal["muon", "adamw", "adam"]
 
 
 def _joined(value: Any) -> Any:
@@ -142,6 +143,7 @@ class Everything(TrainSettings):
     exemplars: int | None = Field(None, ge=0, description="Most training records kept to rank whole records by.")
 
     batch: int | None = Field(None, ge=1)
+    optimizer: Optimizer | None = None
     learning_rate: float | None = Field(None, gt=0)
     weight_decay: float | None = Field(None, ge=0)
     warmup: int | None = Field(None, ge=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,17 +23,15 @@ TEST = 3
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """optimizer: adam is the paper's, at a constant rate; the others follow the trainer's schedule. waves: of images,
-    the spatial frequencies (periods per side) that pixels are also told apart by."""
+    """waves: of images, the spatial frequencies (periods per side) that pixels are also told apart by."""
 
     model: ModelConfig
     recipe: Recipe
-    optimizer: Literal["muon", "adamw", "adam"] = "muon"
     waves: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        own = {"optimizer": self.optimizer, "waves": list(self.waves)}
-        return asdict(self.recipe) | self.model.to_json() | {"hidden": list(self.model.hidden)} | own
+        own = {"hidden": list(self.model.hidden), "waves": list(self.waves)}
+        return asdict(self.recipe) | self.model.to_json() | own
 
 
 @dataclass(frozen=True, slots=True)

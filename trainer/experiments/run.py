@@ -28,7 +28,6 @@ from trainer.calibrate import calibrate
 from trainer.data import CALIBRATION, TRAIN, VALIDATION, Prepared
 from trainer.evaluate import held_out
 from trainer.experiments.experiment import TEST, Data, Experiment, Preset, Scored, changed
-from trainer.experiments.muon import Muon
 from trainer.experiments.options import ExperimentSettings
 from trainer.experiments.report import page
 from trainer.experiments.score import in_orders
@@ -44,29 +43,6 @@ class Outcome:
 
     directory: Path
     results: dict[str, Any]
-
-
-class MuonFit(Fit):
-    """The trainer's loop with another optimiser."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.optimizer = Muon(self.model, self.recipe.learning_rate, self.recipe.weight_decay)  # type: ignore[assignment]
-
-
-class PaperFit(Fit):
-    """Adam at a constant rate."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        adam = torch.optim.Adam(self.model.parameters(), lr=self.recipe.learning_rate, fused=True)
-        self.optimizer = adam  # type: ignore[assignment]
-
-    def _learning_rate(self) -> float:
-        return self.recipe.learning_rate
-
-
-LOOPS: dict[str, type[Fit]] = {"muon": MuonFit, "adamw": Fit, "adam": PaperFit}
 
 
 def run(
@@ -118,9 +94,7 @@ def start(data: Prepared, preset: Preset, settings: ExperimentSettings, device: 
     model = DEformer(data.schema, preset.model).to(device)
     identity = {"the data's fingerprint": data.fingerprint, "seed": settings.seed, "max_time": settings.max_time}
     identity |= preset.to_json()
-    return LOOPS[preset.optimizer](
-        data, model, preset.recipe, settings.seed, settings.out, Budget(settings.max_time), identity
-    )
+    return Fit(data, model, preset.recipe, settings.seed, settings.out, Budget(settings.max_time), identity)
 
 
 def parameters(model: DEformer) -> int:

@@ -170,7 +170,7 @@ def test_command_lines(name: str, tmp_path: Path) -> None:
 def test_overrides() -> None:
     preset = changed(PRESETS["small"], "d_model=32, hidden=64+128,batch=7,optimizer=adam,waves=,norm=post")
     assert (preset.model.d_model, preset.model.hidden, preset.model.norm) == (32, (64, 128), "post")
-    assert (preset.recipe.batch, preset.optimizer, preset.waves) == (7, "adam", ())
+    assert (preset.recipe.batch, preset.recipe.optimizer, preset.waves) == (7, "adam", ())
     assert changed(PRESETS["small"], "") == PRESETS["small"]
     for text, words in [
         ("width=3", "there is no 'width'"),
@@ -196,11 +196,11 @@ def test_the_time_limit_is_for_training(table: Path, tmp_path: Path) -> None:
 
 def test_the_papers_settings() -> None:
     """About 19 million parameters, one image a step, Adam at a constant rate, the last weights."""
-    images = IMAGE_PRESETS["paper"]
+    images, power = IMAGE_PRESETS["paper"], PRESETS["paper"]
     assert 18.5e6 < runner.parameters(DEformer(pixels(images.waves), images.model)) < 19.5e6
-    assert (images.recipe.batch, images.recipe.learning_rate, images.optimizer, images.waves) == (1, 1e-5, "adam", ())
-    power = PRESETS["paper"]
-    assert (power.model.mixtures, power.model.dropout, power.recipe.batch, power.optimizer) == (150, 0.2, 128, "adam")
+    assert (images.recipe.batch, images.recipe.learning_rate, images.waves) == (1, 1e-5, ())
+    assert images.recipe.optimizer == power.recipe.optimizer == "adam"
+    assert (power.model.mixtures, power.model.dropout, power.recipe.batch) == (150, 0.2, 128)
     assert images.model.memory == power.model.memory == "all"
 
 

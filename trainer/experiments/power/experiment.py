@@ -9,27 +9,20 @@ from deformer_stream.core.model import PRESETS as MODELS
 from deformer_stream.core.model import ModelConfig
 from trainer.experiments.experiment import Experiment, Preset, Scored
 from trainer.experiments.power.data import load
-from trainer.fit import EVALUATIONS, Recipe
-
-
-def _recipe(batch: int, learning_rate: float, epochs: int, **rest: Any) -> Recipe:
-    """The noise is in the data. Early stopping is left to the schedule."""
-    return Recipe(batch, learning_rate, epochs, smoothing=0.0, patience=EVALUATIONS, **rest)
-
+from trainer.fit import Recipe
 
 PRESETS = {
     "paper": Preset(
         MODELS["paper"],
-        _recipe(128, 1e-5, 300, weight_decay=0.0, warmup=1, clip=1e9, averaging=1e-9),
-        optimizer="adam",
+        Recipe(128, 1e-5, 300, optimizer="adam", weight_decay=0.0, warmup=1, clip=1e9, averaging=1e-9),
     ),
     "default": Preset(
         ModelConfig(d_model=256, layers=6, heads=4, feedforward=1024, mixtures=64, hidden=(256,)),
-        _recipe(1024, 1e-3, 60, warmup=200),
+        Recipe(1024, 1e-3, 60, warmup=200),
     ),
     "small": Preset(
         ModelConfig(d_model=64, layers=3, heads=4, feedforward=256, mixtures=16, hidden=(64,)),
-        _recipe(128, 2e-3, 40),
+        Recipe(128, 2e-3, 40),
     ),
 }
 

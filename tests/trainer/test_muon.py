@@ -10,7 +10,7 @@ import torch
 
 from deformer_stream.core.model import DEformer, ModelConfig
 from deformer_stream.core.schema import Feature, Schema
-from trainer.experiments.muon import Muon, orthogonalised
+from trainer.muon import Muon, orthogonalised
 
 CONFIG = ModelConfig(d_model=16, layers=2, heads=2, feedforward=24, mixtures=2, hidden=(16,))
 SCHEMA = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(4)))
