@@ -41,6 +41,10 @@ RIDGE = 1e-3
 """Standard deviation added to every feature, normalised units, so that a covariance can be inverted."""
 DIAGONALS = (0.02, 0.2)
 """How far the covariance common to all components may be drawn to its diagonal."""
+ALIKE, WIDTH = 0.1, 0.05
+"""Share of a feature's readings that lie within so many of its standard deviations: a value that keeps coming back."""
+APART = 2.0
+"""Standard deviations, in the first clustering, between being such a reading and not."""
 STRONGEST, WEAKEST = 10.0, 1e-5
 """Records' worth of the common covariance that are added to each component's own."""
 DRAWS_BY_ONE, DRAWS = 20, 2
@@ -122,7 +126,7 @@ def fit(data: Prepared, most: int, seed: int, hurry: Callable[[], bool] = lambda
     best = _best(x, folds, most, seed, hurry)
     for draw in range(DRAWS if missing.any() else 0):  # number and shrinkage are settled
         x = drawn(best.whole, DRAWS_BY_ONE + draw)
-        best = _fitted(x, folds, len(best.whole.means), best.shrinkage, seed)
+        best = _fitted(x, folds, len(best.whole.means), best.shrinkage, seed, best.apart)
     return Guides(module_of(data.schema, [best.whole]), module_of(data.schema, best.parts), fold_of, best.nll)
 
 
@@ -138,16 +142,26 @@ def _filled_at_random(x: Floats, missing: NDArray[np.bool_], rng: np.random.Gene
 
 
 def _best(x: Floats, folds: Ints, most: int, seed: int, hurry: Callable[[], bool]) -> _Fitted:
-    """The mixture with the least cross-validated −ln p. How far the common covariance is drawn to its diagonal is seen
+    """The mixture with the least cross-validated −ln p. Where a value keeps coming back, as the zeros of a flow that
+    rests, clusters seldom find it by themselves: then they begin once with it apart, and once without regard to it."""
+    plain = _grown(x, folds, most, seed, hurry, apart=False)
+    if not _repeated(x).shape[1] or hurry():
+        return plain
+    return min((plain, _grown(x, folds, most, seed, hurry, apart=True)), key=lambda one: one.nll)
+
+
+def _grown(x: Floats, folds: Ints, most: int, seed: int, hurry: Callable[[], bool], apart: bool) -> _Fitted:
+    """As many components as cross-validation likes. How far the common covariance is drawn to its diagonal is seen
     with one component; then their number grows until that has failed to pay twice, with the strength of shrinkage
     that is best so far and with a tenth of it: a narrow cluster bears but little of what is common to all."""
-    best = min((_fitted(x, folds, 1, Shrinkage(STRONGEST, d), seed) for d in DIAGONALS), key=lambda one: one.nll)
+    first = (_fitted(x, folds, 1, Shrinkage(STRONGEST, d), seed, apart) for d in DIAGONALS)
+    best = min(first, key=lambda one: one.nll)
     failures = 0
     for components in NUMBERS:
         if failures == 2 or components > most or components * ROWS_PER_COMPONENT > len(x) or hurry():
             break
         tried = (best.shrinkage, replace(best.shrinkage, strength=max(best.shrinkage.strength / 10.0, WEAKEST)))
-        found = min((_fitted(x, folds, components, s, seed) for s in set(tried)), key=lambda one: one.nll)
+        found = min((_fitted(x, folds, components, s, seed, apart) for s in set(tried)), key=lambda one: one.nll)
         better = found.nll < best.nll - GAIN
         best, failures = (found, 0) if better else (best, failures + 1)
     return best
@@ -157,21 +171,39 @@ def _best(x: Floats, folds: Ints, most: int, seed: int, hurry: Callable[[], bool
 class _Fitted:
     nll: float
     shrinkage: Shrinkage
+    apart: bool
     whole: Mixture
     parts: list[Mixture]
 
 
-def _fitted(x: Floats, folds: Ints, components: int, shrinkage: Shrinkage, seed: int) -> _Fitted:
-    whole = _expectation_maximisation(x, _start(x, components, seed), shrinkage, ROUNDS)
+def _fitted(x: Floats, folds: Ints, components: int, shrinkage: Shrinkage, seed: int, apart: bool) -> _Fitted:
+    whole = _expectation_maximisation(x, _start(x, components, seed, apart), shrinkage, ROUNDS)
     parts = [_refitted(x[folds != f], whole, shrinkage) for f in range(FOLDS)]
     inside = [np.logaddexp.reduce(part.log_densities(x[folds == f]), 1) for f, part in enumerate(parts)]
-    return _Fitted(-float(np.concatenate(inside).mean()), shrinkage, whole, parts)
+    return _Fitted(-float(np.concatenate(inside).mean()), shrinkage, apart, whole, parts)
 
 
-def _start(x: Floats, components: int, seed: int) -> Floats:
-    """(N, K) memberships: k-means from centres far apart (k-means++, Arthur and Vassilvitskii, SODA 2007)."""
+def _repeated(x: Floats) -> Floats:
+    """(N, A) for each feature with a value that keeps coming back, 1 where a reading is it and 0 elsewhere."""
+    columns = []
+    for column in x.T:
+        ordered, width = np.sort(column), WIDTH * column.std()
+        count = np.searchsorted(ordered, ordered + width, "right") - np.arange(len(x))
+        low = ordered[count.argmax()]
+        if ALIKE * len(x) <= count.max() < len(x):
+            columns.append((column >= low) & (column <= low + width))
+    return np.array(columns, np.float64).reshape(-1, len(x)).T
+
+
+def _start(x: Floats, components: int, seed: int, apart: bool) -> Floats:
+    """(N, K) memberships: k-means from centres far apart (k-means++, Arthur and Vassilvitskii, SODA 2007).
+
+    apart: whether values that keep coming back are features of their own there."""
     rng = np.random.default_rng([seed, components])
     x = x / (x.std(0) + 1e-9)
+    if apart:
+        marks = _repeated(x)
+        x = np.concatenate([x, APART * marks / (marks.std(0) + 1e-9)], 1)
     centres = x[rng.integers(len(x), size=1)]
     while len(centres) < components:
         far = _squared(x, centres).min(1)
