@@ -52,6 +52,23 @@ def test_clusters_get_components_of_their_own(tmp_path: Path) -> None:
     assert gaussians.fit(numbers(tmp_path, x), most=2, seed=0).components == 2  # type: ignore[union-attr]
 
 
+def test_a_value_that_keeps_coming_back_has_its_mass(tmp_path: Path) -> None:
+    """A flow that rests in three records of ten, in the midst of what it is otherwise: its mass stands beside the
+    density of the rest, and the reason for the kind says so."""
+    rng = np.random.default_rng(8)
+    flow = np.where(rng.random(1500) < 0.3, 0.2, rng.normal(size=1500))
+    x = np.stack([flow, rng.normal(size=1500), rng.normal(size=1500)], 1)
+    data = numbers(tmp_path, x)
+    assert "of them 0.2" in data.schema.features[0].reason
+    guides = gaussians.fit(data, most=8, seed=0)
+    assert guides is not None
+    weights = guides.whole.log_weights[0].exp()
+    narrow = guides.whole.covariances[0, :, 0, 0].sqrt() < 0.02
+    assert float(weights[narrow].sum()) == pytest.approx(0.3, abs=0.04)
+    place = data.schema.normalise(np.array([0]), np.array([0.2]))[0]
+    assert guides.whole.means[0, narrow, 0].numpy() == pytest.approx(place, abs=0.02)
+
+
 def test_no_guide_where_there_is_nothing_to_guide(tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     for name, data in (
