@@ -44,11 +44,12 @@ TABLES = "annthyroid,cardio,fault,pendigits,satellite,vowels"
 DEFAULT = "default"
 VARIANTS: dict[str, dict[str, Any]] = {
     DEFAULT: {},
-    "AdamW": {"optimizer": "adamw"},
+    "Muon": {"optimizer": "muon"},
     "half the learning rate": {"learning_rate": 1.5e-3},
     "twice the learning rate": {"learning_rate": 6e-3},
+    "no input noise": {"smoothing": 0.0},
     "input noise 0.005": {"smoothing": 0.005},
-    "input noise 0.02": {"smoothing": 0.02},
+    "no input noise, Muon": {"smoothing": 0.0, "optimizer": "muon"},
     "early stopping": {"patience": 10},
     "weights not averaged": {"averaging": 1e-3},
     "no label hidden": {"forget": 0.0},

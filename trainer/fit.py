@@ -1,4 +1,4 @@
-"""The training loop: random orders, Muon, warm-up and cosine, averaged weights, early stopping, exact continuation.
+"""The training loop: random orders, warm-up and cosine, averaged weights, early stopping, exact continuation.
 
 Loss: −Σ ln p(value | readings before it) / F, averaged over records, a fresh random order for every sample (equation 2
 of arXiv 2106.06989). All randomness of step t is seeded by (seed, t), and time enters only where a time limit was set:
