@@ -123,6 +123,25 @@ def report(lines: list[dict[str, Any]]) -> str:
     return "\n".join([*markdown_head(head), *rows])
 
 
+def means(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each share asked for, the means over tables and seeds, as a line like theirs."""
+    by_share: dict[float, list[dict[str, Any]]] = {}
+    for line in lines:
+        by_share.setdefault(line["share"], []).append(line)
+    ways = (*WAYS, *BESIDE)
+    return [
+        {"table": "mean", "contaminated": share, "seed": ""} | _mean([{w: a[w] for w in ways if w in a} for a in alike])
+        for share, alike in by_share.items()
+    ]
+
+
+def _mean(figures: list[Any]) -> Any:
+    """Of numbers, or entry by entry of dictionaries of the same shape."""
+    if isinstance(figures[0], dict):
+        return {key: _mean([one[key] for one in figures]) for key in figures[0]}
+    return float(np.mean(figures))
+
+
 def shares_of(text: str) -> list[float]:
     try:
         shares = [float(share) for share in text.split(",")]
@@ -143,7 +162,8 @@ def run(arguments: argparse.Namespace) -> None:
                 lines.append({"table": name} | measure(table, share, seed, arguments.max_time))
                 print(json.dumps(lines[-1]), flush=True)
     when = f"{machine()}, {datetime.now(UTC):%Y-%m-%d}; at most {arguments.max_time} of training each way."
-    text = f"# Contaminated training data\n\n{when}\n\n{report(lines)}\n"
+    when += " The means are by the share asked for, which a table with few anomalies does not reach."
+    text = f"# Contaminated training data\n\n{when}\n\n{report(means(lines))}\n\n{report(lines)}\n"
     print("\n" + text)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "contamination.md").write_text(text)

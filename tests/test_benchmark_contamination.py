@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -50,3 +52,16 @@ def test_the_report_has_a_row_for_each_way_and_peer() -> None:
     assert len(lines) == 2 + 3 + 5
     assert len({line.count("|") for line in lines}) == 1
     assert "| t | 5.0% | 0 | told | 0.900 | 0.800 | 1.0% | 50.0% | 1.0% | 50.0% |" in lines
+
+
+def test_means_are_over_the_tables_of_a_share() -> None:
+    def line(table: str, share: float, auroc: float) -> dict[str, Any]:
+        ranks = {"auroc": auroc, "aupr": 0.5}
+        own = {"as is": ranks | {"0.05": {"false alarms": auroc / 10, "detected": 0.5}}, "forest": ranks}
+        return {"table": table, "share": share, "contaminated": share / 2, "seed": 0, "neighbours": ranks} | own
+
+    found = contamination.means([line("a", 0.1, 0.6), line("b", 0.1, 0.8), line("a", 0.0, 0.9)])
+    assert [one["contaminated"] for one in found] == [0.1, 0.0]
+    assert found[0]["as is"]["auroc"] == pytest.approx(0.7)
+    assert found[0]["as is"]["0.05"]["false alarms"] == pytest.approx(0.07)
+    assert found[1]["forest"] == {"auroc": 0.9, "aupr": 0.5}
