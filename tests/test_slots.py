@@ -157,3 +157,21 @@ def test_readings_of_a_window_may_come_in_any_order(order: list[int], loaded: de
     again, _ = codec.decode(messages(json.dumps(WINDOW[0] | {"value": 0}).encode()))
     refused = engine.handle(again, 0).rejected
     assert [(r.reason.value, "already" in r.detail) for r in refused] == [("duplicate", True)]
+
+
+def test_sensors_that_report_together_are_ties(cli: Run, trained: Path, tmp_path: Path) -> None:
+    """With --ties hold it does not matter which of two sensors of a device comes first at an instant."""
+    events = [event | {"time": event["time"] // 10 * 10.0} for event in series(100, seed=4)]
+    scores = []
+    for seed in (0, 1):
+        mixed = np.random.default_rng(seed).permutation(np.array(events)).tolist()
+        log = tmp_path / "log.jsonl"
+        log.write_text("".join(json.dumps(e) + "\n" for e in sorted(mixed, key=lambda e: e["time"])))
+        out = tmp_path / f"{seed}.parquet"
+        ended = cli("replay", log, "--model", trained, "--records", out, "--ties", "hold", "--explanations", "off")
+        assert ended.code == 0, ended.err
+        rows = {row["record"]: row for row in pq.read_table(out).to_pylist()}
+        scores.append(np.array([[rows[r][k] for k in ("log_likelihood", "p_value")] for r in sorted(rows)]))
+    assert len(scores[0]) == 100
+    np.testing.assert_allclose(scores[0], scores[1], rtol=1e-3, atol=1e-3)
+    assert len(np.unique(scores[0][:, 0])) > 50

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,6 +131,31 @@ def test_training_calibrates_as_the_stream_judges(cli: Run, tmp_path: Path) -> N
     assert not torch.equal(first, second), "trained on any order of a block"
     for keys in (samples[0].keys, samples[1].keys):
         assert np.array_equal(np.floor(keys.numpy())[data.ranks >= 0], data.ranks[data.ranks >= 0])
+
+
+def test_a_wide_row_with_a_time_is_one_block(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    """It is decided once, at its end, and the order of the columns means nothing."""
+    rows = [
+        row | {"at": datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=i)}
+        for i, row in enumerate(rows_of(SCHEMA, 30, 6))
+    ]
+    table = pa.Table.from_pylist(rows)
+    likelihood, places = [], []
+    for names in (table.column_names, table.column_names[::-1]):
+        pq.write_table(table.select(names), tmp_path / "wide.parquet")
+        outputs = ("--records", tmp_path / "r.parquet", "--alerts", tmp_path / "a.jsonl")
+        ended = cli(
+            "replay", tmp_path / "wide.parquet", "--model", model_dir, "--ties", "hold", "--alpha", "0.5", *outputs
+        )
+        assert ended.code == 0, ended.err
+        records = {row["record"]: row for row in pq.read_table(tmp_path / "r.parquet").to_pylist()}
+        likelihood.append([records[r]["log_likelihood"] for r in sorted(records)])
+        alerts = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+        places.append({a["record"]: a["raised_at"] for a in alerts})
+        assert all(a["raised_at"] == records[a["record"]]["events"] for a in alerts)
+    assert places[0]
+    assert places[0] == places[1]
+    np.testing.assert_allclose(*likelihood, rtol=1e-4, atol=1e-4)
 
 
 def test_a_table_without_times_knows_no_ties(tmp_path: Path) -> None:
