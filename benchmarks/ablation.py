@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -27,11 +26,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 
+from benchmarks.command import RESULTS, launch, machine, parser, publish
 from benchmarks.density import ORDERS, encoded, halves, sources
-from benchmarks.speed import RESULTS, machine
 from benchmarks.tables import markdown_head, markdown_row, preset_for, seeds_of
 from deformer_stream.core.model import DEformer
-from deformer_stream.errors import ConfigError, DeformerError
+from deformer_stream.errors import ConfigError
 from trainer import gaussians
 from trainer.budget import Budget
 from trainer.data import TRAIN, DataOptions, Prepared, prepare
@@ -178,22 +177,16 @@ def run(arguments: argparse.Namespace) -> None:
         f"{arguments.readings:,} readings for each training run; variants as differences from the first row.\n\n"
     )
     text += "\n\n".join(blocks) + "\n"
-    print("\n" + text)
-    (RESULTS / "ablation.md").write_text(text)
+    publish("ablation", text)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", default=TABLES, help=f"names with commas between; {TABLES} by default")
-    parser.add_argument("--seeds", default="0,1", help="of splits, training and orders; 0,1 by default")
-    parser.add_argument("--readings", type=int, default=300_000, help="of each training run; 300000 by default")
-    parser.add_argument("--variants", default="", help="names with semicolons between; all by default")
-    parser.add_argument("--again", action="store_true", help="forget what an earlier run has measured")
-    try:
-        run(parser.parse_args())
-    except DeformerError as error:
-        print(f"benchmarks.ablation: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    options = parser(__doc__, "", seeds="0,1")
+    options.add_argument("--tables", default=TABLES, help=f"names with commas between; {TABLES} by default")
+    options.add_argument("--readings", type=int, default=300_000, help="of each training run; 300000 by default")
+    options.add_argument("--variants", default="", help="names with semicolons between; all by default")
+    options.add_argument("--again", action="store_true", help="forget what an earlier run has measured")
+    launch("ablation", run, options)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -37,7 +35,7 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.speed import RESULTS, machine
+from benchmarks.command import launch, machine, parser, publish, today
 from benchmarks.tables import ALPHA, find_tables, learn, need_peers, split
 from deformer_stream import Detector
 from deformer_stream.core.batch import NO_TIME, AlertRaised, Contribution, EventBatch
@@ -45,7 +43,7 @@ from deformer_stream.core.engine import Limits
 from deformer_stream.core.explain import explain
 from deformer_stream.core.model import PRESETS, DEformer
 from deformer_stream.core.schema import Feature, Schema
-from deformer_stream.errors import DeformerError, InputError
+from deformer_stream.errors import InputError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -299,10 +297,13 @@ def cost_table(costs: list[dict[str, Any]]) -> str:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    RESULTS.mkdir(exist_ok=True)
     if arguments.cost:
         costs = cost()
-        publish("attribution_cost", f"# What an explanation costs\n\n{where()}.\n\n{cost_table(costs)}\n", costs)
+        publish(
+            "attribution_cost",
+            f"# What an explanation costs\n\n{machine()}, {today()}.\n\n{cost_table(costs)}\n",
+            costs,
+        )
         return
     need_peers()
     tables = {name: pq.read_table(path) for name, path in find_tables(arguments.tables).items()}
@@ -314,7 +315,7 @@ def run(arguments: argparse.Namespace) -> None:
         lines.append(measure(name, tables[name], arguments.injected, arguments.seed, arguments.max_time))
         print(json.dumps(lines[-1]), flush=True)
     text = (
-        f"# Attribution\n\n{where()}; tables {', '.join(names)}, seed {arguments.seed}, at most "
+        f"# Attribution\n\n{machine()}, {today()}; tables {', '.join(names)}, seed {arguments.seed}, at most "
         f"{arguments.max_time} of training each, {arguments.injected} injections of each fault; α = {ALPHA:.0%}. "
         "Percent of alerts.\n\n"
         f"## A faulty feature ranks first\n\n{quality_table(lines, 'first')}\n\n"
@@ -324,28 +325,12 @@ def run(arguments: argparse.Namespace) -> None:
     publish("attribution", text, lines)
 
 
-def where() -> str:
-    return f"{machine()}, {datetime.now(UTC):%Y-%m-%d}"
-
-
-def publish(name: str, text: str, lines: list[dict[str, Any]]) -> None:
-    print("\n" + text)
-    (RESULTS / f"{name}.md").write_text(text)
-    (RESULTS / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", default="", help="names with commas between; by default four chosen by the rule")
-    parser.add_argument("--seed", type=int, default=0, help="of split, training, faults and orders")
-    parser.add_argument("--injected", type=int, default=1000, help="records for each fault; 1000 by default")
-    parser.add_argument("--max-time", default="60s", help="for each training run; 60s by default")
-    parser.add_argument("--cost", action="store_true", help="only measure what an explanation costs, and print it")
-    try:
-        run(parser.parse_args())
-    except DeformerError as error:
-        print(f"benchmarks.attribution: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    options = parser(__doc__, "by default four chosen by the rule", max_time="60s")
+    options.add_argument("--seed", type=int, default=0, help="of split, training, faults and orders")
+    options.add_argument("--injected", type=int, default=1000, help="records for each fault; 1000 by default")
+    options.add_argument("--cost", action="store_true", help="only measure what an explanation costs, and print it")
+    launch("attribution", run, options)
 
 
 if __name__ == "__main__":

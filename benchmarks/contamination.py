@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -27,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from benchmarks.speed import RESULTS, machine
+from benchmarks.command import launch, machine, parser, publish, today
 from benchmarks.tables import (
     Split,
     find_tables,
@@ -43,7 +41,7 @@ from benchmarks.tables import (
 )
 from deformer_stream import Detector
 from deformer_stream.core.conformal import Calibration, trimmed
-from deformer_stream.errors import ConfigError, DeformerError
+from deformer_stream.errors import ConfigError
 
 Floats = NDArray[np.float64]
 ALPHAS = (0.05, 0.01)
@@ -161,26 +159,16 @@ def run(arguments: argparse.Namespace) -> None:
             for seed in seeds_of(arguments.seeds):
                 lines.append({"table": name} | measure(table, share, seed, arguments.max_time))
                 print(json.dumps(lines[-1]), flush=True)
-    when = f"{machine()}, {datetime.now(UTC):%Y-%m-%d}; at most {arguments.max_time} of training each way."
+    when = f"{machine()}, {today()}; at most {arguments.max_time} of training each way."
     when += " The means are by the share asked for, which a table with few anomalies does not reach."
     text = f"# Contaminated training data\n\n{when}\n\n{report(means(lines))}\n\n{report(lines)}\n"
-    print("\n" + text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "contamination.md").write_text(text)
-    (RESULTS / "contamination.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    publish("contamination", text, lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", default="", help="names with commas between; all by default")
-    parser.add_argument("--shares", default="0,0.01,0.05,0.1", help="of anomalies; 0,0.01,0.05,0.1 by default")
-    parser.add_argument("--seeds", default="0", help="of splits, training and orders; 0 by default")
-    parser.add_argument("--max-time", default="45s", help="for each way to train; 45s by default")
-    try:
-        run(parser.parse_args())
-    except DeformerError as error:
-        print(f"benchmarks.contamination: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    options = parser(__doc__, seeds="0", max_time="45s")
+    options.add_argument("--shares", default="0,0.01,0.05,0.1", help="of anomalies; 0,0.01,0.05,0.1 by default")
+    launch("contamination", run, options)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 import warnings
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +31,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from benchmarks.speed import RESULTS, machine
+from benchmarks.command import RESULTS, launch, machine, parser, publish, today
 from benchmarks.tables import find_tables, need_peers, preset_for, seeds_of, split, tables_folder
-from deformer_stream.errors import DeformerError
 from trainer.data import CALIBRATION, Prepared, encode
 from trainer.evaluate import held_out
 from trainer.job import Result, train
@@ -211,7 +208,7 @@ def run(arguments: argparse.Namespace) -> None:
             pairs = [halves(name, path, seed) for seed in seeds]
             runs = [measure(*pair, seed, arguments.max_time) for pair, seed in zip(pairs, seeds, strict=True)]
             before[name] = {"table": name, "features": pairs[0][0].num_columns, "records": len(pairs[0][0]), **setting}
-            before[name] |= {"date": f"{datetime.now(UTC):%Y-%m-%d}", "runs": runs}
+            before[name] |= {"date": today(), "runs": runs}
             kept.write_text("".join(json.dumps(line) + "\n" for line in before.values()))
         lines.append(before[name])
         print(json.dumps(lines[-1]), flush=True)
@@ -222,8 +219,7 @@ def run(arguments: argparse.Namespace) -> None:
         f"{table_of(lines)}\n\nOurs is likelier than the Gaussian mixture on {wins(lines, 'mixture')} and than the "
         f"paper's recipe on {wins(lines, 'paper')} of {len(lines)} tables.\n"
     )
-    print("\n" + text)
-    (RESULTS / "density.md").write_text(text)
+    publish("density", text)
 
 
 def earlier(kept: Path, setting: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -233,16 +229,9 @@ def earlier(kept: Path, setting: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", default="", help=f"names with commas between, {SKAB!r} among them; all by default")
-    parser.add_argument("--seeds", default="0", help="of splits, training and orders; 0 by default")
-    parser.add_argument("--max-time", default="60s", help="for each training run; 60s by default")
-    parser.add_argument("--again", action="store_true", help="measure tables anew that an earlier run has measured")
-    try:
-        run(parser.parse_args())
-    except DeformerError as error:
-        print(f"benchmarks.density: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    options = parser(__doc__, f"{SKAB!r} among them; all by default", seeds="0", max_time="60s")
+    options.add_argument("--again", action="store_true", help="measure tables anew that an earlier run has measured")
+    launch("density", run, options)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,12 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from benchmarks.command import launch, machine, parser, publish, today
 from benchmarks.early import LAWS, Case, prepare
-from benchmarks.speed import RESULTS, machine
 from benchmarks.tables import find_tables, markdown_head, markdown_row, seeds_of
 from deformer_stream.core.conformal import Calibration, record_statistics, survey
 from deformer_stream.core.drift import RECENT, Watch, moved
-from deformer_stream.errors import ConfigError, DeformerError
+from deformer_stream.errors import ConfigError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -222,30 +221,20 @@ def run(arguments: argparse.Namespace) -> None:
             print(name, file=sys.stderr, flush=True)
     if not lines:
         raise ConfigError(f"--tables {arguments.tables}: none has {LEAST} held-out normals")
-    when = f"{machine()}, {datetime.now(UTC):%Y-%m-%d}; {len(lines)} tables, seeds {arguments.seeds}."
+    when = f"{machine()}, {today()}; {len(lines)} tables, seeds {arguments.seeds}."
     text = f"# Drift\n\n{when}\n\n{report(lines)}\n"
-    print(text)
     found = {
         kind: delay_of([d for line in lines for r in line["runs"] for d in r["changes"][kind]["delays"]["ours"]])
         for kind in CHANGES
     }
     print(json.dumps({"benchmark": "drift", "tables": len(lines), "level": LEVEL, "found": found}))
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "drift.md").write_text(text)
-    (RESULTS / "drift.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    publish("drift", text, lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", default="", help="names with commas between; all with enough normals by default")
-    parser.add_argument("--seeds", default="0", help="of splits, training and orders; 0 by default")
-    parser.add_argument("--max-time", default="45s", help="for each training run; 45s by default")
-    parser.add_argument("--models", default="", help="folder in which trained models are kept; none by default")
-    try:
-        run(parser.parse_args())
-    except DeformerError as error:
-        print(f"benchmarks.drift: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    options = parser(__doc__, "all with enough normals by default", seeds="0", max_time="45s")
+    options.add_argument("--models", default="", help="folder in which trained models are kept; none by default")
+    launch("drift", run, options)
 
 
 if __name__ == "__main__":

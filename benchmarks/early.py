@@ -27,7 +27,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +36,14 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.command import RESULTS, launch, machine, parser, publish, today
 from benchmarks.early_report import report, summary
-from benchmarks.speed import RESULTS, machine
 from benchmarks.tables import find_tables, need_peers, preset_for, seeds_of, split
 from deformer_stream import load
 from deformer_stream.core.cache import tensor
 from deformer_stream.core.conformal import Calibration, PrefixState, advance
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.schema import Schema
-from deformer_stream.errors import DeformerError
 from trainer.data import CALIBRATION, assign_split, encode
 from trainer.job import train
 from trainer.options import Everything
@@ -338,29 +336,19 @@ def run(arguments: argparse.Namespace) -> None:
             lines.append({"table": name, "features": table.num_columns - 1, "runs": runs})
             print(name, file=sys.stderr, flush=True)
     when = (
-        f"{machine()}, {datetime.now(UTC):%Y-%m-%d}; {len(lines)} tables, seeds {arguments.seeds}, at most "
+        f"{machine()}, {today()}; {len(lines)} tables, seeds {arguments.seeds}, at most "
         f"{arguments.max_time} of training each, calibration included."
     )
     text, page = report(lines, when, ALPHA, SHARES)
-    print(text)
     print(json.dumps({"benchmark": "early", "alpha": ALPHA, "tables": len(lines)} | summary(lines, ALPHA)))
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "early.md").write_text(text)
+    publish("early", text, lines)
     (RESULTS / "early.html").write_text(page)
-    (RESULTS / "early.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", default="", help="names with commas between; all by default")
-    parser.add_argument("--seeds", default="0", help="of splits, training and orders; 0 by default")
-    parser.add_argument("--max-time", default="45s", help="for each training run; 45s by default")
-    parser.add_argument("--models", default="", help="folder in which trained models are kept; none by default")
-    try:
-        run(parser.parse_args())
-    except DeformerError as error:
-        print(f"benchmarks.early: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    options = parser(__doc__, seeds="0", max_time="45s")
+    options.add_argument("--models", default="", help="folder in which trained models are kept; none by default")
+    launch("early", run, options)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import warnings
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +36,12 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from benchmarks.attribution import matrix
+from benchmarks.command import RESULTS, launch, machine, parser, publish, today
 from benchmarks.density import earlier, halves
-from benchmarks.speed import RESULTS, machine
 from benchmarks.tables import NEIGHBOURS, find_tables, learn, markdown_head, markdown_row, need_peers, seeds_of
 from deformer_stream import Detector, load
-from deformer_stream.core.query import Filled, fill
+from deformer_stream.core.query import fill
 from deformer_stream.core.schema import Schema, label_of
-from deformer_stream.errors import DeformerError
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -128,13 +125,15 @@ def measure(name: str, train: pa.Table, test: pa.Table, seed: int, max_time: str
     others = completed((x - mean) / std, {share: np.where(mask, np.nan, z) for share, mask in missing.items()}, seed)
     values, rows = readings(schema, test), []
     for share, mask in missing.items():
-        filled = fill(detector.artifact.model, np.where(mask, np.nan, values), mask, INTERVAL)
-        ours = Filled(*((part - mean) / std for part in (filled.value, filled.low, filled.high, filled.mean)))
         asked = mask & ~schema.discrete
+        filled = fill(detector.artifact.model, np.where(mask, np.nan, values), mask, INTERVAL)
+        value, low, high, expected = (
+            ((part - mean) / std)[asked] for part in (filled.value, filled.low, filled.high, filled.mean)
+        )
         truth = z[asked]
         row: dict[str, Any] = {"seed": seed, "share": share, "cells": len(truth)}
-        row["ours"] = errors(truth, ours.mean[asked], ours.value[asked])
-        row["ours"] |= held(truth, ours.low[asked], ours.high[asked])
+        row["ours"] = errors(truth, expected, value)
+        row["ours"] |= held(truth, low, high)
         row |= {peer: errors(truth, of[share][asked], of[share][asked]) for peer, of in others.items()}
         rows.append(row)
     return rows
@@ -210,27 +209,19 @@ def run(arguments: argparse.Namespace) -> None:
                     for run in measure(name, *pair, seed, arguments.max_time, models)
                 ]
                 before[name] = {"table": name, "features": features[name], "records": len(pairs[0][0]), **setting}
-                before[name] |= {"date": f"{datetime.now(UTC):%Y-%m-%d}", "runs": runs}
+                before[name] |= {"date": today(), "runs": runs}
                 kept.write_text("".join(json.dumps(line) + "\n" for line in before.values()))
             lines.append(before[name])
             print(json.dumps(lines[-1]), flush=True)
     text = report(lines, setting)
-    print("\n" + text)
-    (RESULTS / "imputation.md").write_text(text)
+    publish("imputation", text)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", default="", help="names with commas between; by the rule above by default")
-    parser.add_argument("--seeds", default="0", help="of splits, training and masks; 0 by default")
-    parser.add_argument("--max-time", default="60s", help="for each training run; 60s by default")
-    parser.add_argument("--models", type=Path, help="folder that keeps the models; none are kept by default")
-    parser.add_argument("--again", action="store_true", help="measure tables anew that an earlier run has measured")
-    try:
-        run(parser.parse_args())
-    except DeformerError as error:
-        print(f"benchmarks.imputation: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    options = parser(__doc__, "by the rule above by default", seeds="0", max_time="60s")
+    options.add_argument("--models", type=Path, help="folder that keeps the models; none are kept by default")
+    options.add_argument("--again", action="store_true", help="measure tables anew that an earlier run has measured")
+    launch("imputation", run, options)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.speed import RESULTS, machine
+from benchmarks.command import machine, publish, today
 from connectors.kafka import ensure_topics, produce
 from deformer_stream.command import calm_threads
 from tests.conftest import load_broker_script
@@ -100,16 +99,13 @@ def main() -> None:
     print(json.dumps(figures))
     text = f"""# Recovery
 
-{machine()}, {datetime.now(UTC):%Y-%m-%d}; seconds from the start of the process to `/readyz`, after kill -9.
+{machine()}, {today()}; seconds from the start of the process to `/readyz`, after kill -9.
 
 | open records | bytes of their snapshots | ready after (each kill) | without open records | ratio of medians |
 |---|---|---|---|---|
 | {figures["open_records"]:,} | {figures["snapshot_bytes"]:,} | {_list(full)} | {_list(bare)} | {figures["ratio"]} |
 """
-    print("\n" + text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "recovery.md").write_text(text)
-    (RESULTS / "recovery.jsonl").write_text(json.dumps(figures) + "\n")
+    publish("recovery", text, [figures])
 
 
 def _list(seconds: list[float]) -> str:

@@ -21,11 +21,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +32,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from benchmarks.speed import RESULTS, machine
+from benchmarks.command import launch, machine, parser, publish, today
 from benchmarks.tables import markdown_head, markdown_row, tables_folder
 from deformer_stream.core.conformal import Calibration, record_excess
-from deformer_stream.errors import ConfigError, DeformerError, InputError
+from deformer_stream.errors import ConfigError, InputError
 from trainer.job import train
 from trainer.options import Everything
 
@@ -239,31 +237,25 @@ def run(arguments: argparse.Namespace) -> None:
     experiments = read(tables_folder().parent / "skab")
     lines = [measure(e, arguments.window, arguments.seed, arguments.epochs, arguments.slots) for e in experiments]
     figures = {name: summary(lines, name) for name in CONTENDERS}
-    line = json.dumps(
-        {"benchmark": "skab", "window": arguments.window, "slots": arguments.slots, "experiments": len(lines)} | figures
-    )
+    line = {"benchmark": "skab", "window": arguments.window, "slots": arguments.slots, "experiments": len(lines)}
     when = (
-        f"{machine()}, {datetime.now(UTC):%Y-%m-%d}; {len(lines)} experiments, windows of {arguments.window} s, "
+        f"{machine()}, {today()}; {len(lines)} experiments, windows of {arguments.window} s, "
         f"{arguments.slots} mean(s) of each, {arguments.epochs} epochs of training each, seed {arguments.seed}."
     )
     text = f"# SKAB\n\n{when}\n\n{table_of(lines)}\n\n## By experiment (ours)\n\n{by_experiment(lines)}\n"
-    print(f"{text}\n{line}")
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "skab.md").write_text(text)
-    (RESULTS / "skab.jsonl").write_text(line + "\n")
+    publish("skab", text, [line | figures])
+    print(json.dumps(line | figures))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--window", type=int, default=10, help="seconds of a record; 10 by default")
-    parser.add_argument("--slots", type=int, default=1, help="equal parts of the window with a mean each; 1 by default")
-    parser.add_argument("--epochs", type=int, default=60, help="of each training run; 60 by default")
-    parser.add_argument("--seed", type=int, default=0)
-    try:
-        run(parser.parse_args())
-    except DeformerError as error:
-        print(f"benchmarks.skab: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    options = parser(__doc__, "")
+    options.add_argument("--window", type=int, default=10, help="seconds of a record; 10 by default")
+    options.add_argument(
+        "--slots", type=int, default=1, help="equal parts of the window with a mean each; 1 by default"
+    )
+    options.add_argument("--epochs", type=int, default=60, help="of each training run; 60 by default")
+    options.add_argument("--seed", type=int, default=0)
+    launch("skab", run, options)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -30,6 +26,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from benchmarks.command import machine, publish, today
 from deformer_stream import native
 from deformer_stream.core.batch import NO_TIME, EventBatch
 from deformer_stream.core.cache import KeyValueCache
@@ -42,7 +39,6 @@ from deformer_stream.core.records import Records
 from deformer_stream.core.schema import Feature, Schema
 from deformer_stream.core.scoring import Generation
 
-RESULTS = Path(__file__).parent / "results"
 ROUNDS = 5
 REPLAYED = 20_000
 """Readings of a round of replay, about."""
@@ -257,19 +253,6 @@ def measure(case: Case) -> dict[str, Any]:
     return {k: round(v) if isinstance(v, float) and v > 100 else v for k, v in row.items()}
 
 
-def machine() -> str:
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = names[0] if names else model
-    return (
-        f"{os.cpu_count()} cores, {model}, torch {torch.__version__.split('+')[0]}, {torch.get_num_threads()} threads"
-    )
-
-
 def table(rows: list[dict[str, Any]]) -> str:
     head = [
         "preset",
@@ -321,13 +304,12 @@ def main() -> None:
     for case in cases:
         rows.append(measure(case))
         print(json.dumps(rows[-1]), flush=True)
-    when = f"{machine()}, {datetime.now(UTC):%Y-%m-%d}; medians of {ROUNDS} or more rounds, events a second."
+    when = f"{machine()}, {today()}; medians of {ROUNDS} or more rounds, events a second."
     text = f"# Speed\n\n{when}\n\n{table(rows)}\n\nWhere the time goes, percent:\n\n{stages(rows)}\n"
-    print("\n" + text)
-    if not arguments.quick and arguments.rows is None:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "speed.md").write_text(text)
-        (RESULTS / "speed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if arguments.quick or arguments.rows is not None:
+        print("\n" + text)
+    else:
+        publish("speed", text, rows)
 
 
 if __name__ == "__main__":

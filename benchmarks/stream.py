@@ -17,12 +17,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks import stream_kafka, stream_local
-from benchmarks.speed import RESULTS, machine
+from benchmarks.command import RESULTS, machine, today
 from deformer_stream.command import calm_threads
 
 Rows = Iterator[dict[str, Any]]
@@ -91,7 +90,7 @@ def main(words: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="deformer-stream-") as folder:
         for part in arguments.parts or PARTS:
             for row in PARTS[part](arguments, Path(folder)):
-                row = {"part": part, "machine": machine(), "date": f"{datetime.now(UTC):%Y-%m-%d}", **row}
+                row = {"part": part, "machine": machine(), "date": today(), **row}
                 print(json.dumps(row), flush=True)
                 rows.append(row)
     arguments.results.mkdir(exist_ok=True, parents=True)

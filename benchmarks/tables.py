@@ -18,12 +18,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +30,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from benchmarks.speed import RESULTS, machine
+from benchmarks.command import launch, machine, parser, publish, today
 from deformer_stream import Detector, load
 from deformer_stream.demo_report import false_alarm_bound
-from deformer_stream.errors import ConfigError, DeformerError, InputError
+from deformer_stream.errors import ConfigError, InputError
 from trainer.job import Result, train
 from trainer.options import Everything, Preset
 
@@ -297,7 +295,7 @@ def run(arguments: argparse.Namespace) -> None:
         lines.append(summary(name, table, [measure(table, seed, arguments.max_time) for seed in seeds]))
         print(json.dumps(lines[-1]), flush=True)
     when = (
-        f"{machine()}, {datetime.now(UTC):%Y-%m-%d}; {len(lines)} tables, seeds {arguments.seeds}, "
+        f"{machine()}, {today()}; {len(lines)} tables, seeds {arguments.seeds}, "
         f"at most {arguments.max_time} of training each, calibration included; means over seeds."
     )
     text = (
@@ -305,22 +303,11 @@ def run(arguments: argparse.Namespace) -> None:
         f"## Alerts at α = {ALPHA:.0%}\n\nReadings come in random order. Features seen: "
         f"mean share at the alerts on anomalies.\n\n{early_table(lines)}\n"
     )
-    print("\n" + text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "tables.md").write_text(text)
-    (RESULTS / "tables.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    publish("tables", text, lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", default="", help="names with commas between; all by default")
-    parser.add_argument("--seeds", default="0,1", help="of splits, training and orders; 0,1 by default")
-    parser.add_argument("--max-time", default="45s", help="for each training run; 45s by default")
-    try:
-        run(parser.parse_args())
-    except DeformerError as error:
-        print(f"benchmarks.tables: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    launch("tables", run, parser(__doc__, seeds="0,1", max_time="45s"))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,14 +26,13 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from benchmarks.command import launch, machine, parser, publish, today
 from benchmarks.early import ALPHA, SHARES, Case, judge, prepare, worth
-from benchmarks.speed import RESULTS, machine
 from benchmarks.tables import find_tables, need_peers, seeds_of
 from deformer_stream.core.batch import EventBatch
 from deformer_stream.core.conformal import Calibration, Ties
 from deformer_stream.core.engine import Engine
 from deformer_stream.core.model import DEformer
-from deformer_stream.errors import DeformerError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -138,10 +136,9 @@ def run(arguments: argparse.Namespace) -> None:
             print(name, file=sys.stderr, flush=True)
     text = report(
         lines,
-        f"{machine()}, {datetime.now(UTC):%Y-%m-%d}; blocks of {arguments.block}, seeds {arguments.seeds}, at most "
+        f"{machine()}, {today()}; blocks of {arguments.block}, seeds {arguments.seeds}, at most "
         f"{arguments.max_time} of training each, calibration included.",
     )
-    print(text)
     means = {
         law: {
             "auroc": float(np.mean([run[law]["auroc"] for line in lines for run in line["runs"]])),
@@ -151,23 +148,14 @@ def run(arguments: argparse.Namespace) -> None:
     }
     assert all(math.isfinite(mean["auroc"]) for mean in means.values())
     print(json.dumps({"benchmark": "ties", "block": arguments.block, "tables": len(lines)} | means))
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "ties.md").write_text(text)
-    (RESULTS / "ties.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    publish("ties", text, lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", default="", help="names with commas between; all by default")
-    parser.add_argument("--seeds", default="0", help="of splits, training and orders; 0 by default")
-    parser.add_argument("--max-time", default="30s", help="for each training run; 30s by default")
-    parser.add_argument("--block", type=int, default=4, help="readings of one time; 4 by default")
-    parser.add_argument("--models", default="", help="folder in which trained models are kept; none by default")
-    try:
-        run(parser.parse_args())
-    except DeformerError as error:
-        print(f"benchmarks.ties: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    options = parser(__doc__, seeds="0", max_time="30s")
+    options.add_argument("--block", type=int, default=4, help="readings of one time; 4 by default")
+    options.add_argument("--models", default="", help="folder in which trained models are kept; none by default")
+    launch("ties", run, options)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.command import machine, publish, today
 from benchmarks.feed import schema_of
-from benchmarks.speed import RESULTS, machine
 from deformer_stream.core.heads import SCALE_FLOOR
 from deformer_stream.core.model import PRESETS, DEformer, ModelConfig
 from trainer.budget import Budget
@@ -225,12 +224,10 @@ def main() -> None:
             lines.append(measure(preset, features, batch, arguments.rounds, steps))
             print(json.dumps({"benchmark": "training"} | asdict(lines[-1])), flush=True)
     text = (
-        f"# Training speed\n\n{machine()}, {arguments.threads} threads used, {datetime.now(UTC):%Y-%m-%d}; records "
+        f"# Training speed\n\n{machine()}, {arguments.threads} threads used, {today()}; records "
         f"trained on a second, the best of {arguments.rounds} rounds in turn.\n\n{table_of(lines)}\n"
     )
-    print("\n" + text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "training.md").write_text(text)
+    publish("training", text)
 
 
 if __name__ == "__main__":

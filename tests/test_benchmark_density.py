@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks import density
+from benchmarks import command, density
 from tests.trainer.tables import correlated, entropy, prepared, write
 from trainer.data import Prepared
 
@@ -85,6 +85,7 @@ def test_a_run_goes_on_with_the_tables_that_are_missing(tmp_path: Path, monkeypa
     monkeypatch.setattr(density, "measure", measure)
     monkeypatch.setattr(density, "need_peers", lambda: None)
     monkeypatch.setattr(density, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(density, "sources", lambda wanted: {n: p for n, p in found.items() if wanted in ("", n)})
 
     def run(tables: str = "", max_time: str = "60s", again: bool = False) -> None:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks import imputation
+from benchmarks import command, imputation
 from deformer_stream import load
 from tests.models import linear_records, write_model
 
@@ -93,6 +93,7 @@ def test_from_a_table_to_the_report_and_no_model_is_trained_twice(
     x = linear_records(300, 4)[:, :2]
     pq.write_table(pa.table({"x": x[:, 0], "y": x[:, 1], "label": [0] * 300}), tmp_path / "line.parquet")
     monkeypatch.setattr(imputation, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(imputation, "find_tables", lambda wanted: {"line": tmp_path / "line.parquet"})
 
     def run(again: bool) -> None:
