@@ -36,8 +36,8 @@ from trainer.budget import Budget
 from trainer.data import TRAIN, DataOptions, Prepared, prepare
 from trainer.evaluate import held_out
 from trainer.fit import Fit
-from trainer.job import choose_gaussians, choose_recipe, model_config
 from trainer.options import Everything
+from trainer.recipes import choose_gaussians, choose_recipe, model_config
 
 TABLES = "annthyroid,cardio,fault,pendigits,satellite,vowels"
 DEFAULT = "default"

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 
 from deformer_stream import artifact
 from deformer_stream.core.conformal import Calibration
-from deformer_stream.core.model import PRESETS, DEformer, ModelConfig
+from deformer_stream.core.model import DEformer, ModelConfig
 from deformer_stream.core.windows import Window
 from deformer_stream.errors import ConfigError
 from trainer import adapt, checkpoint, gaussians
@@ -31,9 +31,10 @@ from trainer.evaluate import HeldOut, held_out
 from trainer.fit import ALONE, Fit, Fitted, Recipe, Status
 from trainer.folds import siblings
 from trainer.gaussians import Guides
-from trainer.options import Everything, Optimizer, names
+from trainer.options import Everything, names
 from trainer.peers import Peers
-from trainer.ranking import EXEMPLARS, TYPICAL, rank
+from trainer.ranking import TYPICAL, rank
+from trainer.recipes import SHAPE, choose_exemplars, choose_gaussians, choose_recipe, model_config
 from trainer.sift import sifted
 
 HELD_OUT_ROWS, HELD_OUT_ORDERS = 2000, 4
@@ -45,8 +46,6 @@ GUIDE_SHARE = 0.15
 """Of a limited time, when no more Gaussians are tried."""
 FEWEST_STEPS = 20
 """With fewer the model is little more than its Gaussians, and that is said."""
-_SHAPE = {f.name for f in fields(ModelConfig)} - {"gaussians", "exemplars"}
-"""Hyperparameters that a person may set; the table decides about Gaussians and exemplars."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +278,7 @@ def _old_model(settings: Everything) -> DEformer | None:
     """What --init-from names. Raises ConfigError where the model is asked to be another one."""
     if settings.init_from is None:
         return None
-    for name in ("gaussians", *_SHAPE):
+    for name in ("gaussians", *SHAPE):
         if getattr(settings, name, None) is not None:
             raise ConfigError(f"--init-from: {name} is that of the model in {settings.init_from}; leave it out")
     return artifact.read(settings.init_from).model.train()
@@ -290,59 +289,6 @@ def _adapted_model(old: DEformer, data: Prepared, seed: int) -> tuple[DEformer, 
     model = adapt.extended(old, data.schema)
     model.ranking = old.ranking  # until the exemplars of this table join them
     return model, guides
-
-
-def model_config(settings: Everything, repeats: bool = False) -> ModelConfig:
-    """The preset with what was set otherwise; the table decides about Gaussians, exemplars and repeated sensors."""
-    given = {name: getattr(settings, name, None) for name in _SHAPE} | ({"identity": "both"} if repeats else {})
-    try:
-        return replace(PRESETS[settings.preset], **{k: v for k, v in given.items() if v is not None})
-    except ValueError as error:
-        raise ConfigError(f"the model cannot be built: {error}; change the hyperparameters") from None
-
-
-@dataclass(frozen=True, slots=True)
-class _Defaults:
-    """steps: how long a run is. batch: the largest, smaller tables take smaller ones. learning_rate: its peak.
-    gaussians: most that may guide the network. optimizer, smoothing: see `Recipe`; without noise, and with Muon,
-    held-out records are likelier, and alerts on tables with exact relations fewer (docs/experiments.md, section 16)."""
-
-    steps: int
-    batch: int
-    learning_rate: float
-    gaussians: int = 24
-    optimizer: Optimizer = "adamw"
-    smoothing: float = 0.02
-
-
-_RECIPES = {
-    "tiny": _Defaults(3000, 256, 3e-3),
-    "small": _Defaults(4000, 128, 2e-3),
-    "base": _Defaults(10_000, 256, 1e-3),
-    "paper": _Defaults(100_000, 128, 1e-4, gaussians=0, smoothing=0.0),
-}
-
-
-def choose_gaussians(settings: Everything) -> int:
-    """The most Gaussians that may guide the network, 0 for none."""
-    return _RECIPES[settings.preset].gaussians if settings.gaussians is None else settings.gaussians
-
-
-def choose_recipe(settings: Everything, rows: int) -> Recipe:
-    """The recipe for a table with so many training rows, with what was set otherwise."""
-    base = _RECIPES[settings.preset]
-    batch = settings.batch or int(np.clip(2 ** round(np.log2(max(rows, 1) / 32)), 64, base.batch))
-    steps_per_epoch = max(1, rows // min(batch, rows))
-    epochs = settings.epochs or max(1, round(base.steps / steps_per_epoch))
-    rate = base.learning_rate * (adapt.RATE if settings.init_from is not None else 1.0)
-    recipe = Recipe(batch, rate, epochs, optimizer=base.optimizer, smoothing=base.smoothing)
-    given = {f.name: getattr(settings, f.name) for f in fields(Recipe) if f.name not in ("batch", "epochs")}
-    return replace(recipe, **{k: v for k, v in given.items() if v is not None})
-
-
-def choose_exemplars(settings: Everything) -> int:
-    """The most records that the ranking of whole records may compare with, 0 for none."""
-    return EXEMPLARS if settings.exemplars is None else settings.exemplars
 
 
 def _identity(settings: Everything, data: Prepared, config: ModelConfig, recipe: Recipe) -> dict[str, Any]:
