@@ -7,7 +7,7 @@ CHAOS ?= full
 FUZZ_SECONDS ?= 60
 SHELL := /bin/bash
 
-.PHONY: help demo test check format bench bench-quality chaos fuzz kafka kafka-jars clean
+.PHONY: help demo test lint check format bench bench-quality chaos fuzz kafka kafka-jars clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -41,11 +41,13 @@ demo: $(VENV)/.run ## a simulated fleet, a minute of training, early alerts, a r
 test: $(VENV)/.dev kafka-jars ## all tests, against a real Apache Kafka
 	$(BIN)/python -m pytest
 
-check: $(VENV)/.dev ## format, lint, types, import rules, fast tests
+lint: $(VENV)/.dev ## format, lint, types, import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+check: lint ## lint, and the fast tests
 	$(BIN)/python -m pytest -q -m "not kafka and not slow and not data"
 
 format: $(VENV)/.dev ## format the code
