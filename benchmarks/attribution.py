@@ -37,8 +37,9 @@ from numpy.typing import NDArray
 
 from benchmarks.command import launch, machine, parser, publish, today
 from benchmarks.tables import ALPHA, find_tables, learn, need_peers, split
-from deformer_stream import Detector
+from deformer_stream import Detector, native
 from deformer_stream.core.batch import NO_TIME, AlertRaised, Contribution, EventBatch
+from deformer_stream.core.compiled import Compiled
 from deformer_stream.core.engine import Limits
 from deformer_stream.core.explain import explain
 from deformer_stream.core.model import PRESETS, DEformer
@@ -230,6 +231,8 @@ def cost(runs: int = COST_RUNS) -> list[dict[str, Any]]:
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(COST_FEATURES)))
     torch.manual_seed(0)
     model = DEformer(schema, PRESETS["small"]).eval()
+    model.library = native.library(False)
+    compiled = Compiled.of(model)
     rng = np.random.default_rng(0)
 
     def taken(records: int, effort: Any, alarming: Any) -> float:
@@ -239,7 +242,7 @@ def cost(runs: int = COST_RUNS) -> list[dict[str, Any]]:
         seconds = []
         for _ in range(runs if records == 1 else 2):
             begin = time.perf_counter()
-            explain(model, codes, values, unseen, names, alarming, effort)
+            explain(model, codes, values, unseen, names, alarming, effort, compiled)
             seconds.append(time.perf_counter() - begin)
         return 1e3 * float(np.median(seconds[len(seconds) > 5 and 3 :])) / records
 

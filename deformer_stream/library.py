@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from deformer_stream import artifact
 from deformer_stream.codec import Codec, Windows
 from deformer_stream.core.batch import NO_TIME, AlertRaised, Contribution, EventBatch, Rejected
+from deformer_stream.core.compiled import Compiled
 from deformer_stream.core.conformal import Ties, record_statistics
 from deformer_stream.core.engine import Engine, Limits
 from deformer_stream.core.explain import explain
@@ -148,6 +150,10 @@ class Detector:
         self.artifact = loaded
         self.codec = _codec_of(loaded.schema, 0.0)
 
+    @cached_property
+    def _compiled(self) -> Compiled | None:
+        return Compiled.of(self.artifact.model)
+
     @property
     def schema(self) -> Schema:
         return self.artifact.schema
@@ -214,7 +220,8 @@ class Detector:
             return ()
         model, alarming = self.artifact.model, self.artifact.calibration.alarming(alpha)
         codes, raw = batch.features.astype(np.int64)[None], batch.values[None]
-        parts = explain(model, codes, raw, [batch.unseen], [""], alarming)[0].contributions
+        why = explain(model, codes, raw, [batch.unseen], [""], alarming, compiled=self._compiled)
+        parts = why[0].contributions
         statistics = record_statistics(model, codes, self.schema.normalise(codes, raw))
         loud = alarming(statistics[:, None], [""])[0, 0]
         return parts if loud else tuple(replace(part, suspect=False) for part in parts)

@@ -89,7 +89,7 @@ def _explained(
         unseen = [records.unseen.get(slot, {}) for slot in slots[rows].tolist()]
         ids = [names[row] for row in rows.tolist()]
         alarming = generation.calibration.alarming(float(alphas[0]))
-        found = explain(generation.model, codes, values, unseen, ids, alarming, effort)
+        found = explain(generation.model, codes, values, unseen, ids, alarming, effort, generation.compiled)
         for row, why in zip(rows.tolist(), found, strict=True):
             reasons[row] = generation.fingerprint, why
     return reasons

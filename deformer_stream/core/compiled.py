@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -60,14 +60,16 @@ class _Network(ctypes.Structure):
 
 
 class _Work(ctypes.Structure):
-    _fields_ = _fields("columns page_bytes units", "x hidden first start pages columns pool page_bytes unit units next")
+    _fields_ = _fields(
+        "columns page_bytes units", "x hidden first start place pages columns pool page_bytes unit units next"
+    )
 
 
 class _Expectation(ctypes.Structure):
     _fields_ = _fields(
         "components features columns page_bytes units",
         "components features log_weights means covariances page_of place_in feature value log_weight mean scale "
-        "first start pages columns pool page_bytes unit units next",
+        "first start place pages columns pool page_bytes unit units next",
     )
 
 
@@ -78,12 +80,20 @@ class _Surprise(ctypes.Structure):
     )
 
 
+class _Quantiles(ctypes.Structure):
+    _fields_ = _fields(
+        "readings components quantiles", "log_weights means scales levels out readings components quantiles next"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Ragged:
     """The new readings of R records, one record after the other: M in all.
 
     features, values: (M,), normalised units. first: (R + 1,) where each record's begin. start: (R,) readings that
-    its pages hold. pages: (R, columns), rows of the cache's table.
+    its pages hold. pages: (R, columns), rows of the cache's table. place: (M,) how many readings of its record each one
+    sees, or None where it sees all before it; it goes into the place after those, over what is there. So a tree can be
+    a record, its nodes depth first.
     """
 
     features: Tensor
@@ -91,6 +101,7 @@ class Ragged:
     first: Ints
     start: Ints
     pages: Ints
+    place: Ints | None = None
 
 
 def fits(model: DEformer) -> bool:
@@ -153,7 +164,7 @@ class Compiled:
 
     def __init__(self, model: DEformer, library: ctypes.CDLL) -> None:
         self.model, self.library = model, library
-        for name in ("run_layers", "expect_readings", "measure_surprise", "pair"):
+        for name in ("run_layers", "expect_readings", "measure_surprise", "find_quantiles", "pair"):
             getattr(library, name).restype = ctypes.c_int64
         self.pair = int(library.pair())
         self._held: list[Any] = []  # what the structures point to
@@ -164,6 +175,13 @@ class Compiled:
         self.network = _Network(*numbers, *choices, ctypes.addressof(layers))
         self._held.append(layers)
         self.mixture = None if model.gaussians is None else self._mixture(model.gaussians)
+        one = self.cache(0)
+        self.record_bytes = one.pages_per_record * one.page_bytes
+
+    @staticmethod
+    def of(model: DEformer) -> Compiled | None:
+        """None where no compiled code may score for the model."""
+        return Compiled(model, model.library) if model.library is not None and fits(model) else None
 
     def cache(self, memory: int) -> CompiledCache:
         return CompiledCache(self.model, 4 // self.pair, memory)
@@ -178,24 +196,48 @@ class Compiled:
         conditional: Conditional = model.head(model.norm(hidden), ragged.features, guide)
         return conditional
 
+    def whole(self, features: Tensor, values: Tensor, depth: Ints | None = None) -> Conditional:
+        """`DEformer.conditionals` of whole records. features, values: (N, L), no padding → shape (N, L).
+
+        depth: (L,) of the nodes of a tree of orders (`core.orders`), depth first: a reading sees those on its way."""
+        N, L = features.shape
+        cache = self.cache(N * self.record_bytes)
+        pages = np.arange(N * cache.pages_per_record).reshape(N, -1)
+        place = None if depth is None else np.tile(depth, N)
+        first, start = L * np.arange(N + 1), np.zeros(N, np.int64)
+        ragged = Ragged(features.flatten(), values.flatten(), first, start, pages, place)
+        return self.conditionals(cache, ragged).shaped(N, L)
+
     def _layers(self, cache: CompiledCache, ragged: Ragged, units: Ints, x: Tensor) -> Tensor:
         """(M, d) what comes out at identity tokens. x: (M, 2, d) tokens; overwritten."""
         hidden = torch.empty(len(x), x.shape[-1])
-        given = x, hidden, ragged.first, ragged.start, ragged.pages
+        given = x, hidden, ragged.first, ragged.start, ragged.place, ragged.pages
         work = partial(_Work, *map(_pointer, given), *self._place(cache, ragged, units))
         self._run(self.library.run_layers, work, (given, cache, units), len(units) - 1, ctypes.byref(self.network))
         return hidden
 
     def surprisal(self, conditional: Conditional, values: Tensor) -> Surprisal | None:
-        """`Conditional.surprisal` of readings (M,)."""
+        """`Conditional.surprisal` of readings."""
         if not conditional.means.shape[-1]:
             return None
-        out = torch.empty(4, len(values))
+        out = torch.empty(4, *values.shape)
         parts = conditional.log_weights, conditional.means, conditional.scales, values
         given = [t.float().contiguous() for t in parts]
-        work = partial(_Surprise, *map(_pointer, (*given, *out)), *conditional.means.shape)
-        self._run(self.library.measure_surprise, work, (given, out), -(-len(values) // 32))
+        work = partial(_Surprise, *map(_pointer, (*given, *out)), values.numel(), conditional.means.shape[-1])
+        self._run(self.library.measure_surprise, work, (given, out), -(-values.numel() // 32))
         return Surprisal(*out)
+
+    def quantiles(self, conditional: Conditional, qs: Sequence[float]) -> Tensor:
+        """`Conditional.quantiles`, of mixtures in float32."""
+        out = torch.empty(len(qs), *conditional.discrete.shape)
+        if not conditional.means.shape[-1] or not out.numel():
+            return conditional.quantiles(qs)
+        parts = conditional.log_weights, conditional.means, conditional.scales, torch.tensor(qs)
+        given = [t.float().contiguous() for t in parts]
+        readings = conditional.discrete.numel()
+        work = partial(_Quantiles, *map(_pointer, (*given, out)), readings, conditional.means.shape[-1], len(qs))
+        self._run(self.library.find_quantiles, work, (given, out), -(-readings // 32))
+        return conditional.quantiles(qs, out)
 
     def _guide(self, cache: CompiledCache, ragged: Ragged, units: Ints) -> Guide | None:
         if self.mixture is None or self.model.gaussians is None:
@@ -204,7 +246,8 @@ class Compiled:
         feature = self.model.gaussians.places[ragged.features]
         values = ragged.values.double().clamp(-VALUE_REACH, VALUE_REACH)
         out = torch.empty(3, len(feature), padded(K))
-        given = cache.page_of, cache.place_in, feature, values, *out, ragged.first, ragged.start, ragged.pages
+        places = ragged.first, ragged.start, ragged.place, ragged.pages
+        given = cache.page_of, cache.place_in, feature, values, *out, *places
         work = partial(_Expectation, *self.mixture, *map(_pointer, given), *self._place(cache, ragged, units))
         self._run(self.library.expect_readings, work, (given, cache, units), len(units) - 1)
         weights, means, scales = out[..., :K]
@@ -215,7 +258,12 @@ class Compiled:
         return columns, _pointer(cache.pool), cache.page_bytes, _pointer(units), len(units) - 1
 
     def _run(
-        self, function: Callable[..., int], work: Callable[[int], ctypes.Structure], held: Any, units: int, *first: Any
+        self,
+        function: Callable[..., int],
+        work: Callable[[int | None], ctypes.Structure],
+        held: Any,
+        units: int,
+        *first: Any,
     ) -> None:
         """On all threads, which take units from a common counter. held: what the work points to; a thread keeps it even
         when the caller is interrupted. Raises MemoryError."""
@@ -265,8 +313,8 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "scoring")
 
 
-def _pointer(array: Any) -> int:
-    return int(array.data_ptr() if isinstance(array, Tensor) else array.ctypes.data)
+def _pointer(array: Any) -> int | None:
+    return None if array is None else int(array.data_ptr() if isinstance(array, Tensor) else array.ctypes.data)
 
 
 def _units(first: Ints) -> Ints:

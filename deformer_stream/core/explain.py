@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 
 from deformer_stream.core.batch import Contribution, Expected, Explanation
 from deformer_stream.core.cache import tensor
-from deformer_stream.core.conformal import record_statistics
+from deformer_stream.core.compiled import Compiled
+from deformer_stream.core.conformal import PrefixState, advance, record_statistics
 from deformer_stream.core.heads import Conditional
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.orders import Orders, conditionals, each_last
@@ -62,6 +63,7 @@ class _Rows:
 
     codes, raw, values: (A, m) in order of arrival, raw and in normalised units. given: (A, g) places of the readings
     that are no one's fault. tested: (A, n) places of the others, in the record's own random order. names: A ids.
+    compiled: what does the network's work, or None.
     """
 
     schema: Schema
@@ -71,6 +73,7 @@ class _Rows:
     given: Ints
     tested: Ints
     names: list[str]
+    compiled: Compiled | None
 
     def take(self, rows: Ints) -> _Rows:
         return _Rows(
@@ -81,6 +84,7 @@ class _Rows:
             self.given[rows],
             self.tested[rows],
             [self.names[row] for row in rows.tolist()],
+            self.compiled,
         )
 
 
@@ -117,12 +121,14 @@ def explain(
     records: Sequence[str],
     alarming: Alarming,
     effort: Effort = "full",
+    compiled: Compiled | None = None,
 ) -> list[Explanation]:
     """Why each of A records is what it is, the most suspicious reading first; context is left out.
 
     codes: (A, m) in order of arrival, −1 padding at the end; raw: (A, m) raw units. unseen: per record, texts of labels
     the model does not know, by place. records: ids, from which random orders are drawn. With effort "fast" surprises
-    and expected ranges are given the readings before, and the most surprising comes first."""
+    and expected ranges are given the readings before, and the most surprising comes first. compiled: the model's
+    compiled code, where it shall do the work."""
     out = [Explanation((), None)] * len(codes)
     if effort == "off":
         return out
@@ -130,9 +136,9 @@ def explain(
         length = int((codes[rows[0]] >= 0).sum())
         some, values = codes[rows, :length], raw[rows, :length]
         if effort == "fast":
-            reasons = _on_arrival(model, some, values)
+            reasons = _on_arrival(model, some, values, compiled)
         else:
-            group = _arranged(model, some, values, [records[row] for row in rows])
+            group = _arranged(model, some, values, [records[row] for row in rows], compiled)
             reasons = _reasons(model, group, alarming)
         for a, row in enumerate(rows.tolist()):
             out[row] = _told(model.schema, reasons, a, some[a], values[a], unseen[row])
@@ -152,24 +158,24 @@ def _alike(schema: Schema, codes: Ints) -> Iterator[Ints]:
             yield rows[start : start + size]
 
 
-def _on_arrival(model: DEformer, codes: Ints, raw: Floats) -> _Reasons:
+def _on_arrival(model: DEformer, codes: Ints, raw: Floats, compiled: Compiled | None) -> _Reasons:
     """Each reading given the ones before it."""
     A, m = codes.shape
     places = np.broadcast_to(np.arange(m), codes.shape)
     values = model.schema.normalise(codes, raw)
-    rows = _Rows(model.schema, codes, raw, values, places, places[:, :0], [])
+    rows = _Rows(model.schema, codes, raw, values, places, places[:, :0], [], compiled)
     reasons = _Reasons.empty(A, m)
     _state(model, reasons, np.arange(A), places, _ask(model, rows, places, each_last(m, 0)), np.arange(m))
     return reasons
 
 
-def _arranged(model: DEformer, codes: Ints, raw: Floats, records: list[str]) -> _Rows:
+def _arranged(model: DEformer, codes: Ints, raw: Floats, records: list[str], compiled: Compiled | None) -> _Rows:
     """Who is tested, in which order: context never, and of many readings those that surprised most on arrival."""
     context = model.schema.context[codes]
     m, scored = codes.shape[1], int((~context[0]).sum())
     last = context
     if scored > MOST_TESTED:
-        surprise = np.where(context, -np.inf, _on_arrival(model, codes, raw).surprise)
+        surprise = np.where(context, -np.inf, _on_arrival(model, codes, raw, compiled).surprise)
         last = surprise < -np.sort(-surprise, 1)[:, MOST_TESTED - 1 : MOST_TESTED]
         last |= np.cumsum(~last, 1) > MOST_TESTED  # of equal ones the first
     tested = min(scored, MOST_TESTED)
@@ -178,7 +184,7 @@ def _arranged(model: DEformer, codes: Ints, raw: Floats, records: list[str]) -> 
     given = place[:, : m - tested]
     values = model.schema.normalise(codes, raw)
     own = np.take_along_axis(place[:, m - tested :], drawn, 1)
-    return _Rows(model.schema, codes, raw, values, given, own, records)
+    return _Rows(model.schema, codes, raw, values, given, own, records, compiled)
 
 
 def _rng(record: str) -> np.random.Generator:
@@ -192,6 +198,7 @@ class _Pass:
     at the nodes, as is the conditionals' shape. surprisal: (A, T) −ln p(v), 0 for context."""
 
     orders: Orders
+    compiled: Compiled | None
     places: Ints
     codes: Ints
     values: torch.Tensor
@@ -201,7 +208,18 @@ class _Pass:
     def take(self, rows: Ints) -> _Pass:
         kept = torch.from_numpy(rows).to(self.values.device)
         own = self.places[rows], self.codes[rows], self.values[kept], self.conditional[kept], self.surprisal[rows]
-        return _Pass(self.orders, *own)
+        return _Pass(self.orders, self.compiled, *own)
+
+    def quantiles(self, nodes: Ints, qs: Sequence[float]) -> Floats:
+        """(Q, A, K) at these nodes, normalised units."""
+        asked = self.conditional[:, torch.from_numpy(nodes)]
+        found = asked.quantiles(qs) if self.compiled is None else self.compiled.quantiles(asked, qs)
+        return np.asarray(found.double().cpu().numpy())
+
+    def surprise(self, nodes: Ints) -> Floats:
+        """(A, K) −ln of the highest-density p-values at these nodes."""
+        at = torch.from_numpy(nodes)
+        return -_log_p_value(self.conditional[:, at], self.values[:, at], self.compiled)
 
     def rest(self, items: int) -> Floats:
         """(A, items) surprise of all but one, along orders that end with it; a mean where several do."""
@@ -215,12 +233,12 @@ def _ask(model: DEformer, rows: _Rows, places: Ints, orders: Orders) -> _Pass:
     codes = np.take_along_axis(rows.codes, places, 1)
     x = tensor(np.take_along_axis(rows.values, places, 1), model)
     with torch.inference_mode():
-        conditional = conditionals(model, orders, tensor(codes, model), x)
+        conditional = conditionals(model, orders, tensor(codes, model), x, rows.compiled)
         at = x[:, torch.from_numpy(orders.reading).to(model.device)]
         surprisal = -conditional.log_prob(at).double().cpu().numpy()
     nodes = codes[:, orders.reading]
     surprisal = np.where(model.schema.context[nodes], 0.0, surprisal)
-    return _Pass(orders, places, nodes, at, conditional, surprisal)
+    return _Pass(orders, rows.compiled, places, nodes, at, conditional, surprisal)
 
 
 def _reasons(model: DEformer, rows: _Rows, alarming: Alarming) -> _Reasons:
@@ -230,7 +248,8 @@ def _reasons(model: DEformer, rows: _Rows, alarming: Alarming) -> _Reasons:
     seen = _ask(model, rows, np.concatenate([rows.given, rows.tested], 1), each_last(g, n, mirrored=True))
     _share(reasons, rows, seen)
     open_ = np.arange(len(rows.codes))
-    _state(model, reasons, open_, rows.given, seen, np.arange(g))
+    if g:
+        _state(model, reasons, open_, rows.given, seen, np.arange(g))
     best = np.argsort(seen.rest(n), 1)[:, :TRIED]
     found = _found(model, seen, seen.orders.last[:n])
     silent = np.zeros(best.shape, bool)
@@ -279,16 +298,15 @@ def _state(model: DEformer, reasons: _Reasons, rows: Ints, places: Ints, seen: _
     """What was expected at these nodes, (K,), and how surprising was what came. rows: (A,); places: (A, K)."""
     schema, codes, conditional = model.schema, seen.codes[:, nodes], seen.conditional[:, torch.from_numpy(nodes)]
     where = rows[:, None], places
-    reasons.surprise[where] = -conditional.log_p_value(seen.values[:, torch.from_numpy(nodes)]).double().cpu().numpy()
-    quantiles = conditional.quantiles(EXPECTED).double().cpu().numpy()
-    reasons.expected[:, *where] = schema.denormalise(codes, quantiles)
+    reasons.surprise[where] = seen.surprise(nodes)
+    reasons.expected[:, *where] = schema.denormalise(codes, seen.quantiles(nodes, EXPECTED))
     reasons.mode[where] = likeliest(schema, codes, conditional)
 
 
 def _found(model: DEformer, seen: _Pass, nodes: Ints) -> Floats:
     """(A, K) what the model would fill in at these nodes, raw units."""
     schema, codes, conditional = model.schema, seen.codes[:, nodes], seen.conditional[:, torch.from_numpy(nodes)]
-    median = schema.denormalise(codes, conditional.quantile(0.5).double().cpu().numpy())
+    median = schema.denormalise(codes, seen.quantiles(nodes, (0.5,))[0])
     number = on_grid(schema, codes, median)
     return np.where(schema.discrete[codes], likeliest(schema, codes, conditional), number)
 
@@ -303,7 +321,23 @@ def _silent(model: DEformer, rows: _Rows, places: Ints, found: Floats, sets: Int
     np.put_along_axis(raw, places[record, sets], found[record, sets], 2)
     codes = np.repeat(rows.codes[:, None], C, 1).reshape(A * C, -1)
     values = rows.schema.normalise(codes, raw.reshape(A * C, -1))
-    return ~alarming(record_statistics(model, codes, values).reshape(A, C), rows.names)
+    return ~alarming(_statistics(model, rows.compiled, codes, values).reshape(A, C), rows.names)
+
+
+def _statistics(model: DEformer, compiled: Compiled | None, codes: Ints, values: Floats) -> Floats:
+    """`record_statistics` of records without padding."""
+    if compiled is None:
+        return record_statistics(model, codes, values)
+    with torch.inference_mode():
+        x = tensor(values, model)
+        log_p = _log_p_value(compiled.whole(tensor(codes, model), x), x, compiled)
+    return advance(PrefixState.start(len(codes)), log_p, ~model.schema.context[codes])[1].peak
+
+
+def _log_p_value(conditional: Conditional, values: torch.Tensor, compiled: Compiled | None) -> Floats:
+    """ln of the highest-density p-values of readings."""
+    found = conditional.surprisal(values) if compiled is None else compiled.surprisal(conditional, values)
+    return np.asarray(conditional.judge(values, found).log_p_value.double().cpu().numpy())
 
 
 def _told(

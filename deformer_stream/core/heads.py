@@ -79,6 +79,12 @@ class Conditional:
             *(t[index] for t in (self.discrete, self.log_weights, self.means, self.scales, self.log_mass))
         )
 
+    def shaped(self, *shape: int) -> Conditional:
+        """The same readings with another leading shape."""
+        lead = self.discrete.dim()
+        parts = self.discrete, self.log_weights, self.means, self.scales, self.log_mass
+        return Conditional(*(t.reshape(*shape, *t.shape[lead:]) for t in parts))
+
     def _density(self, x: Tensor) -> Tensor:
         """ln of the mixture's density at x: (*S, ...) given as (*S, M) → (*S, M)."""
         mean, scale, weight = (t.unsqueeze(-2) for t in (self.means, self.scales, self.log_weights))
@@ -128,12 +134,13 @@ class Conditional:
         """The smallest v with P(V ≤ v) ≥ q, or that label's code. → S."""
         return self.quantiles((q,))[0]
 
-    def quantiles(self, qs: Sequence[float]) -> Tensor:
-        """Several quantiles at once: (Q, *S). Continuous ones by bisection, to the resolution of the dtype."""
-        continuous = discrete = None
+    def quantiles(self, qs: Sequence[float], continuous: Tensor | None = None) -> Tensor:
+        """Several quantiles at once: (Q, *S). Continuous ones, where not given, by bisection, to the resolution of the
+        dtype."""
+        discrete = None
         dtype = self.means.dtype if self._has_continuous else self.log_mass.dtype
         q = torch.tensor(qs, dtype=dtype, device=self.discrete.device).view(-1, *[1] * self.discrete.dim())
-        if self._has_continuous:
+        if self._has_continuous and continuous is None:
             reach = 12.0 * self.scales
             low, high = (self.means - reach).amin(-1), (self.means + reach).amax(-1)
             weights = self.log_weights.exp()

@@ -9,7 +9,7 @@ has no positions, so all branches fit into one sequence in which a reading looks
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deformer_stream.core.compiled import Compiled
 from deformer_stream.core.gaussians import Guide
 from deformer_stream.core.heads import Conditional
 from deformer_stream.core.model import DEformer
@@ -26,7 +27,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """Orders of the readings 0 … W − 1, folded into T nodes.
+    """Orders of the readings 0 … W − 1, folded into T nodes, depth first.
 
     reading: (T,) which reading stands at a node. before: (T, T) bool, before[t, u] where u lies on the way to t. paths:
     (P, L) the nodes of each order from first to last, −1 where it is shorter than the longest. of: (2, T) an order that
@@ -79,9 +80,10 @@ def each_last(given: int, items: int, asked: int = 0, mirrored: bool = False) ->
     inner = list(range(given, given + items))
     if items:
         grow(inner, root)
-    whole = paths[0] if items else root
     if items and mirrored:
         grow(inner[::-1], root)
+    whole = paths[-1] if items else root  # the way that was gone last, so that the nodes stand depth first
+    if mirrored:
         paths[items:] = paths[: items - 1 : -1]
     paths += [along([given + items + a], whole) for a in range(asked)]
     return _folded(reading, ways, paths or [root], 2 if items and mirrored and not given and not asked else 1)
@@ -99,27 +101,29 @@ def _folded(reading: list[int], ways: list[list[int]], paths: list[list[int]], t
     return Orders(np.array(reading, np.int64), before, padded, of, trees)
 
 
-def conditionals(model: DEformer, orders: Orders, codes: Tensor, values: Tensor) -> Conditional:
+def conditionals(
+    model: DEformer, orders: Orders, codes: Tensor, values: Tensor, compiled: Compiled | None = None
+) -> Conditional:
     """p(v | what lies on the way) at each node. codes, values: (A, W) readings of A records, normalised units → shape
-    (A, T)."""
+    (A, T). compiled: the model's compiled code, where it shall do the work."""
     device = model.device
     reading, before = torch.from_numpy(orders.reading).to(device), torch.from_numpy(orders.before).to(device)
     features, x = codes[:, reading], values[:, reading]
+    A, T = features.shape
+    each = T // orders.trees  # trees see nothing of each other: they go side by side, as records do
+    if compiled is not None:
+        depth = orders.before[:each, :each].sum(1)
+        return compiled.whole(features.reshape(-1, each), x.reshape(-1, each), depth).shaped(A, T)
     guide = None
     if model.gaussians is not None:
-        A, P = len(codes), len(orders.paths)
+        P = len(orders.paths)
         nodes = torch.from_numpy(orders.paths).to(device)
         ordered = features[:, nodes].masked_fill(nodes < 0, -1).flatten(0, 1)
         path, place = torch.from_numpy(orders.of).to(device)
         rows = torch.arange(A, device=device)[:, None] * P + path
         guide = model.gaussians(ordered, x[:, nodes].flatten(0, 1))[rows, place]
-    A, T = features.shape
-    each = T // orders.trees  # trees see nothing of each other: they go side by side, as records do
     if guide is not None:
-        guide = Guide(*(torch.unflatten(t, 1, (-1, each)).flatten(0, 1) for t in _parts(guide)))
+        parts = guide.log_weights, guide.means, guide.scales, guide.known
+        guide = Guide(*(torch.unflatten(t, 1, (-1, each)).flatten(0, 1) for t in parts))
     found = model.conditionals(features.reshape(-1, each), x.reshape(-1, each), guide, before[:each, :each])
-    return Conditional(*(t.reshape(A, T, *t.shape[2:]) for t in _parts(found)))
-
-
-def _parts(tensors: Guide | Conditional) -> list[Tensor]:
-    return [getattr(tensors, field.name) for field in fields(tensors)]
+    return found.shaped(A, T)

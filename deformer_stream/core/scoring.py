@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.core.blocks import symmetric
 from deformer_stream.core.cache import KeyValueCache, Shape, shape_of, tensor
-from deformer_stream.core.compiled import Compiled, CompiledCache, Ragged, fits
+from deformer_stream.core.compiled import Compiled, CompiledCache, Ragged
 from deformer_stream.core.conformal import Calibration, advance
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.records import Records
@@ -43,8 +43,7 @@ class Generation:
     def __init__(self, model: DEformer, calibration: Calibration, fingerprint: str) -> None:
         self.model, self.calibration, self.fingerprint = model.eval(), calibration, fingerprint
         self.schema = model.schema
-        library = model.library if fits(model) else None
-        self.compiled = None if library is None else Compiled(model, library)
+        self.compiled = Compiled.of(model)
         self._forks: CompiledCache | None = None  # where branches of open records live while a block is judged
 
     @property

@@ -25,6 +25,7 @@ typedef struct {
     float *hidden;           /* (M, d) what comes out at z */
     const int64_t *first;    /* (R + 1) where a record's readings begin */
     const int64_t *start;    /* (R) readings that were there before */
+    const int64_t *place;    /* (M) or NULL: how many readings a reading sees, after which its own goes into the pages */
     const int64_t *pages;    /* (R, columns) */
     int64_t columns;
     char *pool;
@@ -199,21 +200,31 @@ static void finish(const Network *net, const Layer *layer, float *x, num *attend
     }
 }
 
+/* Places of a record's pages that are in use when all its new readings are in. */
+static size_t held(const Work *work, int64_t record) {
+    size_t most = 0, count = work->first[record + 1] - work->first[record];
+    if (!work->place) return work->start[record] + count;
+    for (size_t r = 0; r < count; r++) {
+        size_t end = work->place[work->first[record] + r] + 1;
+        most = end > most ? end : most;
+    }
+    return most;
+}
+
 static void attend_record(const Network *net, const Work *work, int64_t record, size_t l, const float *qkv, Scratch *s,
                           num *out, const num **page) {
-    size_t d = net->d, count = work->first[record + 1] - work->first[record], start = work->start[record];
+    size_t d = net->d, begin = work->first[record], count = work->first[record + 1] - begin;
     int last = l + 1 == (size_t)net->layers, both = net->kept == 2;
-    for (int64_t p = 0; p < (int64_t)((start + count) * net->kept + PAGE - 1) / PAGE; p++)
+    for (size_t p = 0; p < (held(work, record) * net->kept + PAGE - 1) / PAGE; p++)
         page[p] = (num *)(work->pool + work->pages[record * work->columns + p] * work->page_bytes) + l * 2 * PAGE * d;
-    for (size_t r = 0; r < 2 * count; r++)
-        if (both || r % 2) {
-            size_t t = both ? 2 * start + r : start + r / 2;
-            keep(qkv + r * 3 * d, d, (num *)page[t / PAGE], t % PAGE);
-        }
     for (size_t r = 0; r < count; r++) {
-        size_t before = start + r, seen[2] = {both ? 2 * before + 1 : before, both ? 2 * before + 2 : before + 1};
-        if (last) attend_identity(net, qkv + 2 * r * 3 * d, page, seen, !both, s, out + r * d);
-        else attend_both(net, qkv + 2 * r * 3 * d, page, seen, !both, s, out + 2 * r * d);
+        const float *z = qkv + 2 * r * 3 * d;
+        size_t before = work->place ? work->place[begin + r] : work->start[record] + r;
+        size_t seen[2] = {both ? 2 * before + 1 : before, both ? 2 * before + 2 : before + 1};
+        for (size_t t = seen[1] - net->kept; t < seen[1]; t++)
+            keep(z + (t + 1 < seen[1] ? 0 : 3 * d), d, (num *)page[t / PAGE], t % PAGE);
+        if (last) attend_identity(net, z, page, seen, !both, s, out + r * d);
+        else attend_both(net, z, page, seen, !both, s, out + 2 * r * d);
     }
 }
 
@@ -276,13 +287,13 @@ int64_t run_layers(const Network *net, const Work *work) {
     for (int64_t u = 0; u < work->units; u++) {
         size_t n = 2 * (work->first[work->unit[u + 1]] - work->first[work->unit[u]]);
         rows = n > rows ? n : rows;
-        size_t held = 0;
+        size_t old = 0;
         for (int64_t i = work->unit[u]; i < work->unit[u + 1]; i++)
-            held += (work->start[i] * net->kept + PAGE - 1) / PAGE;
-        blocks = held > blocks ? held : blocks;
+            old += (work->start[i] * net->kept + PAGE - 1) / PAGE;
+        blocks = old > blocks ? old : blocks;
     }
     for (int64_t i = 0; i < work->unit[work->units]; i++) {
-        size_t n = (work->start[i] + work->first[i + 1] - work->first[i]) * net->kept;
+        size_t n = held(work, i) * net->kept;
         tokens = n > tokens ? n : tokens;
     }
     rows = 2 * whole(rows / 2);

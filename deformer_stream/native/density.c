@@ -24,6 +24,7 @@ typedef struct {
     const double *value;     /* (M) */
     float *log_weight, *mean, *scale; /* (M, components); the weights not yet normalised */
     const int64_t *first, *start; /* (R + 1), (R) */
+    const int64_t *place;    /* (M) or NULL, as in blocks.c */
     const int64_t *pages;    /* (R, columns) */
     int64_t columns;
     char *pool;
@@ -127,7 +128,7 @@ int64_t expect_readings(const Expectation *e) {
         for (int64_t r = e->unit[u]; r < e->unit[u + 1]; r++) {
             if (r + 1 < e->unit[u + 1]) fetch(e, r + 1);
             for (int64_t m = e->first[r]; m < e->first[r + 1]; m++)
-                expect(e, e->pages + r * e->columns, e->start[r] + m - e->first[r], m, w);
+                expect(e, e->pages + r * e->columns, e->place ? e->place[m] : e->start[r] + m - e->first[r], m, w);
         }
     free(w);
     return 0;
@@ -221,6 +222,58 @@ int64_t measure_surprise(const Surprise *s) {
     if (!w) return -1;
     for (int64_t from; (from = __atomic_fetch_add(s->next, TAKEN, __ATOMIC_RELAXED)) < s->readings;)
         for (int64_t m = from; m < from + TAKEN && m < s->readings; m++) surprise_of(s, m, C, w, w + 4 * C);
+    free(w);
+    return 0;
+}
+
+typedef struct {
+    const float *log_weights, *means, *scales; /* (M, components) */
+    const float *levels;                       /* (quantiles) */
+    float *out;                                /* (quantiles, M) */
+    int64_t readings, components, quantiles;
+    int64_t *next;
+} Quantiles;
+
+#define REACH 12.0f /* scales beyond which no mass is looked for */
+#define HALVINGS 30
+
+/* The normal distribution function (Abramowitz and Stegun 7.1.26, to 1e-7). */
+INLINE v16 normal_cdf(v16 z) {
+    v16 x = larger(z, -z) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * x);
+    v16 tail = t * (0.127414796f + t * (-0.142248368f + t * (0.7107068705f + t * (-0.7265760135f + t * 0.5307027145f))));
+    tail *= exponential(larger(-x * x, all(-80.0f)));
+    return chosen(z < all(0), tail, 1.0f - tail);
+}
+
+/* Where the mixture has so much mass below, by bisection; w: (3, C) means, inverse scales, weights. */
+static float quantile(const float *w, size_t C, float low, float high, float level) {
+    for (int i = 0; i < HALVINGS; i++) {
+        float middle = 0.5f * (low + high);
+        v16 below = all(0);
+        for (size_t j = 0; j < C; j += LANES)
+            below += load(w + 2 * C + j) * normal_cdf((middle - load(w + j)) * load(w + C + j));
+        if (sum(below) < level) low = middle;
+        else high = middle;
+    }
+    return 0.5f * (low + high);
+}
+
+int64_t find_quantiles(const Quantiles *s) {
+    size_t components = s->components, C = (components + LANES - 1) / LANES * LANES;
+    float *w = malloc(3 * C * sizeof *w);
+    if (!w) return -1;
+    for (int64_t from; (from = __atomic_fetch_add(s->next, TAKEN, __ATOMIC_RELAXED)) < s->readings;)
+        for (int64_t m = from; m < from + TAKEN && m < s->readings; m++) {
+            float low = INFINITY, high = -INFINITY;
+            for (size_t j = 0; j < C; j++) { /* lanes beyond the last component repeat the first, with no weight */
+                size_t at = m * components + (j < components ? j : 0);
+                float mean = s->means[at], scale = s->scales[at];
+                low = fminf(low, mean - REACH * scale), high = fmaxf(high, mean + REACH * scale);
+                w[j] = mean, w[C + j] = 1.0f / scale, w[2 * C + j] = j < components ? expf(s->log_weights[at]) : 0.0f;
+            }
+            for (int64_t q = 0; q < s->quantiles; q++)
+                s->out[q * s->readings + m] = quantile(w, C, low, high, s->levels[q]);
+        }
     free(w);
     return 0;
 }

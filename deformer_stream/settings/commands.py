@@ -83,7 +83,7 @@ class _Alerting(ScoringSettings):
     explanations: Literal["full", "fast", "off"] = Field(
         "full",
         description="What alerts say of their readings: which are to blame, and what was expected given the others "
-        "(some 20 to 50 ms an alert of 20 features); fast: each reading given those before it; off: nothing.",
+        "(some 20 ms an alert of 20 features); fast: each reading given those before it; off: nothing.",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -13,11 +14,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from deformer_stream import native
+from deformer_stream.core.batch import Contribution
 from deformer_stream.core.compiled import Compiled, fits
 from deformer_stream.core.conformal import Calibration
 from deformer_stream.core.engine import Engine, Limits
+from deformer_stream.core.explain import explain
 from deformer_stream.core.heads import Conditional
 from deformer_stream.core.model import PRESETS, DEformer, ModelConfig
+from deformer_stream.core.orders import conditionals, each_last
 from deformer_stream.core.schema import Feature, Schema
 from tests.core.test_engine import RUN, Collected, stream
 from tests.core.worlds import model_of, normalised, records_of, schemas
@@ -138,3 +142,61 @@ def test_surprise_of_large_and_of_lopsided_mixtures() -> None:
         assert got is not None
         for a, b in zip(astuple(got), astuple(expected), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_quantiles_have_so_much_mass_below() -> None:
+    model = compiled(model_of(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
+    assert model.library is not None
+    code, qs = Compiled(model, model.library), (0.05, 0.5, 0.95)
+    generator = torch.Generator().manual_seed(0)
+    for J in (1, 16, 40):
+        weights, means, scales = (torch.randn((2, 20, J), generator=generator) for _ in range(3))
+        none = torch.zeros((2, 20, 1))
+        mixture = Conditional(none[..., 0] > 0, torch.log_softmax(2 * weights, -1), 3 * means, scales.exp(), none)
+        found = code.quantiles(mixture, qs)
+        for q, values in zip(qs, found, strict=True):
+            torch.testing.assert_close(mixture.cdf(values), torch.full((2, 20), q), rtol=0, atol=2e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(schema=schemas(most=20), shape=SHAPES, seed=st.integers(0, 2**16), mirrored=st.booleans())
+def test_trees_of_orders_say_what_the_network_says_of_them(
+    schema: Schema, shape: ModelConfig, seed: int, mirrored: bool
+) -> None:
+    model, W = compiled(model_of(schema, shape, seed, torch.float32)), len(schema)
+    assert model.library is not None
+    codes, raw = records_of(schema, 3, seed)
+    features, values = torch.from_numpy(codes), torch.from_numpy(normalised(schema, codes, raw)).float()
+    given_, asked = (W // 3, W // 4) if seed % 2 else (0, 0)
+    orders = each_last(given_, W - given_ - asked, asked, mirrored)
+    at = values[:, orders.reading]
+    with torch.inference_mode():
+        found = conditionals(model, orders, features, values, Compiled(model, model.library)).log_prob(at)
+        expected = conditionals(model, orders, features, values).log_prob(at)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
+def figures(part: Contribution) -> list[float]:
+    expected = part.expected
+    told = part.surprise, part.relief, part.attribution, expected.low, expected.median, expected.high
+    return [number for number in told if isinstance(number, float)]
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**16), loud=st.booleans())
+def test_explanations_are_the_same(seed: int, loud: bool) -> None:
+    continuous = [Feature(f"x{i}", "continuous", context=i == 0) for i in range(6)]
+    discrete = [Feature(f"s{i}", "discrete", labels=("a", "b", "c")) for i in range(3)]
+    schema = Schema((*continuous, *discrete))
+    model = compiled(model_of(schema, replace(CONFIG, gaussians=seed % 3), seed, torch.float32))
+    assert model.library is not None
+    codes, raw = records_of(schema, 5, seed, missing=0.2)
+    given_ = model, codes, raw, [{}] * 5, list("abcde"), lambda score, _: np.full(score.shape, loud)
+    code = Compiled(model, model.library)
+    for effort in ("full", "fast"):
+        plain, same = explain(*given_, effort), explain(*given_, effort, code)
+        for one, other in zip(plain, same, strict=True):
+            assert one.silenced_by == other.silenced_by
+            for a, b in zip(*(sorted(of.contributions, key=attrgetter("feature")) for of in (one, other)), strict=True):
+                assert (a.feature, a.value, a.suspect) == (b.feature, b.value, b.suspect)
+                np.testing.assert_allclose(figures(a), figures(b), rtol=1e-4, atol=1e-3)

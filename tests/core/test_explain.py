@@ -67,6 +67,10 @@ def test_orders_are_what_they_say(given_: int, items: int, asked: int, mirrored:
         nodes = path[path >= 0]
         for k, node in enumerate(nodes):
             assert set(np.flatnonzero(orders.before[node])) == set(nodes[:k].tolist())
+    way: list[int] = []  # depth first: who comes later on the way takes the place of who stood there before
+    for node, before in enumerate(orders.before):
+        way[before.sum() :] = [node]
+        assert np.flatnonzero(before).tolist() == way[:-1]
     if items > 2:
         assert len(orders.reading) < 2 * (given_ + items * (items.bit_length() + 1) + asked * 1) + asked
 
