@@ -310,7 +310,7 @@ def _check(manifest: dict[str, Any], schema: Schema, tensors: dict[str, torch.Te
             raise ValueError(f"feature {feature.name!r}: its sensor is no name")
         if not feature.name or not isinstance(feature.reason, str):
             raise ValueError("a feature has no name, or a reason that is no text")
-        numbers = (feature.quantum, feature.low, feature.high, *(feature.coordinates or ()))
+        numbers = (feature.quantum, feature.low, feature.high, feature.period, *(feature.coordinates or ()))
         if not all(number is None or math.isfinite(number) for number in numbers):
             raise ValueError(f"feature {feature.name!r}: a number is not finite")
     for name, tensor in tensors.items():

@@ -48,6 +48,7 @@ def _features(features: tuple[Feature, ...]) -> Table:
     table = Table("feature", "kind", "range or labels", "resolution", "why", title="Features", title_justify="left")
     for feature in features:
         kind = feature.kind + (" (context)" if feature.context else "")
+        kind += f", a cycle of {feature.period:g}" if feature.period is not None else ""
         quantum = "" if feature.quantum is None else f"{feature.quantum:g}"
         table.add_row(_plain(feature.name), kind, _plain(_range(feature)), quantum, _plain(feature.reason))
     return table

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from deformer_stream import artifact
+from deformer_stream.core.schema import Schema
 from deformer_stream.errors import ArtifactError
-from tests.models import TRAINING, calibration_of, small_model
+from tests.core.worlds import model_of
+from tests.models import CONFIG, SCHEMA, TRAINING, calibration_of, small_model
 from tests.test_artifact import directory, forge, refused
 
 __all__ = ["directory"]
@@ -49,3 +54,16 @@ def test_weights_without_end_are_not_read(directory: Path) -> None:
     with (directory / artifact.WEIGHTS).open("ab") as file:
         file.truncate(2**40)
     refused(directory, artifact.WEIGHTS, "more than")
+
+
+def test_periods_that_are_none_are_refused(directory: Path) -> None:
+    schema = Schema((*SCHEMA.features[:-1], replace(SCHEMA.features[-1], period=24.0)))
+    model = model_of(schema, CONFIG, 0, torch.float32)
+    artifact.write(directory, model, calibration_of(model), TRAINING, "")
+    assert artifact.read(directory).schema == schema
+    good = (directory / artifact.MANIFEST).read_bytes()
+    lies: list[tuple[int, Any]] = [(-1, period) for period in (0, -24.0, "24", [], 10**400, 1e-9, None)]
+    for place, period in [*lies, (3, 24.0)]:  # the latter is a text
+        (directory / artifact.MANIFEST).write_bytes(good)
+        forge(directory, lambda manifest, at=place, said=period: manifest["features"][at].update(period=said))
+        refused(directory, "contradicts itself")

@@ -44,9 +44,18 @@ def extended(old: DEformer, schema: Schema) -> DEformer:
         for name, weights in old.named_parameters():
             if name == "value_encoder.maps.0.weight":
                 mine[name].zero_()  # what the old model was not told changes nothing at first
-            place = tuple(slice(0, n) for n in weights.shape)
+            place: tuple[slice | torch.Tensor, ...] = tuple(slice(0, n) for n in weights.shape)
+            if name in ("value_encoder.maps.0.weight", "start"):
+                place = *place[:-1], _inputs(old, model, weights.shape[-1])
             mine[name][place] = weights
     return model
+
+
+def _inputs(old: DEformer, model: DEformer, count: int) -> torch.Tensor:
+    """(count,) where the old model's inputs of a reading stand among the new one's: cycles come before labels."""
+    place = torch.arange(count)
+    more = 2 if old.cycles is None and model.cycles is not None else 0
+    return place + more * (place >= count - old.label_width)
 
 
 def guides(old: Gaussians, data: Prepared, before: int, seed: int) -> Guides:
@@ -56,9 +65,8 @@ def guides(old: Gaussians, data: Prepared, before: int, seed: int) -> Guides:
     rows = data.rows(TRAIN)
     values, _ = read_rows(data, rows)
     spread, _ = Noise.of(data.schema).apply(values, seeded(seed, 0xADA7))
-    continuous = np.flatnonzero(~data.schema.discrete)
-    x = spread[:, continuous].double().numpy()
-    prior = _with_new_features(mixture_of(old), x, len(np.flatnonzero(~data.schema.discrete[:before])))
+    x = spread[:, np.flatnonzero(data.schema.linear)].double().numpy()
+    prior = _with_new_features(mixture_of(old), x, int(data.schema.linear[:before].sum()))
     folds, missing = fold_of[rows], np.isnan(x)
     for draw in range(DRAWS if missing.any() else 1):
         known = torch.from_numpy(np.where(missing, np.nan, x))

@@ -27,7 +27,7 @@ FOLDS = 5
 ROWS = 6000
 """More records than this do not make the Gaussians better by much, only slower."""
 WIDEST_TABLE = 64
-"""With more continuous features the Cholesky factors cost more than the network, so there is no guide."""
+"""With more features on a line the Cholesky factors cost more than the network, so there is no guide."""
 ROWS_PER_COMPONENT = 4
 NUMBERS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Of components, one after the other."""
@@ -99,20 +99,20 @@ class Guides:
 
 
 def fit(data: Prepared, most: int, seed: int, hurry: Callable[[], bool] = lambda: False) -> Guides | None:
-    """Up to `most` Gaussians for the continuous features, as many as cross-validation on training records likes best.
+    """Up to `most` Gaussians for the features on a line, as many as cross-validation on training records likes best.
 
     hurry: asked before more Gaussians are tried, whether time is short. None where there is nothing to guide: no
-    continuous feature, or more than `WIDEST_TABLE`."""
-    continuous = np.flatnonzero(~data.schema.discrete)
+    such feature, or more than `WIDEST_TABLE`."""
+    linear = np.flatnonzero(data.schema.linear)
     rng = np.random.default_rng([seed, 0x6A55])
     fold_of = rng.integers(0, FOLDS, len(data.split))
     rows = data.rows(TRAIN)
     rows = np.sort(rng.choice(rows, ROWS, replace=False)) if len(rows) > ROWS else rows
-    if most < 1 or not 0 < len(continuous) <= WIDEST_TABLE:
+    if most < 1 or not 0 < len(linear) <= WIDEST_TABLE:
         return None
     values, _ = read_rows(data, rows)
     spread, _ = Noise.of(data.schema).apply(values, seeded(seed, 0x6A55))
-    x = spread[:, continuous].double().numpy()
+    x = spread[:, linear].double().numpy()
     missing = np.isnan(x)
     x = _filled_at_random(x, missing, rng)
     folds = fold_of[rows]

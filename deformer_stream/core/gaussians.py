@@ -1,10 +1,10 @@
 """Gaussians with full covariances, and what each of them expects of the next reading, in any order of arrival.
 
 A network learns slowly that two sensors move together; a covariance matrix says so at once. `Gaussians` is a mixture
-over the continuous features whose conditionals are exact for any readings so far, by one Cholesky factor per record and
-component: with Σ = L Lᵀ in the order of arrival and z = L⁻¹(x − μ), reading k is Gaussian given the earlier ones, with
-standard deviation L_kk and mean x_k − L_kk z_k. The network is shown these conditionals and may shift, widen and weigh
-them (`heads.Head`).
+over the features that are numbers on a line (`Schema.linear`). Its conditionals are exact for any readings so far, by
+one Cholesky factor per record and component: with Σ = L Lᵀ in the order of arrival and z = L⁻¹(x − μ), reading k is
+Gaussian given the earlier ones, with standard deviation L_kk and mean x_k − L_kk z_k. The network is shown these
+conditionals and may shift, widen and weigh them (`heads.Head`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Guide:
     """What K Gaussians say about readings of leading shape S given the earlier ones of their record.
 
     log_weights: (*S, K), ln of the probability of each component. means, scales: (*S, K), normalised units; 0 and 1 at
-    padding and at discrete features, about which the Gaussians know nothing. known: S bool, false there.
+    padding, labels and cycles, about which the Gaussians know nothing. known: S bool, false there.
     """
 
     log_weights: Tensor
@@ -46,17 +46,17 @@ class Guide:
 
 
 class Gaussians(nn.Module):
-    """G variants of a mixture of K Gaussians over the D continuous features; a model has one variant, training several.
+    """G variants of a mixture of K Gaussians over D features; a model has one variant, training several.
 
     log_weights: (G, K). means: (G, K, D). covariances: (G, K, D, D), positive definite, normalised units.
     """
 
     def __init__(self, schema: Schema, components: int, variants: int = 1) -> None:
         super().__init__()
-        continuous = np.flatnonzero(~schema.discrete)
+        linear = np.flatnonzero(schema.linear)
         places = np.full(len(schema) + 1, -1)  # the last entry is that of padding, whose code is −1
-        places[continuous] = np.arange(len(continuous))
-        shape, D = (variants, components), len(continuous)
+        places[linear] = np.arange(len(linear))
+        shape, D = (variants, components), len(linear)
         self.register_buffer("places", torch.from_numpy(places), persistent=False)
         self.register_buffer("log_weights", torch.full(shape, -float(np.log(components)), dtype=torch.float64))
         self.register_buffer("means", torch.zeros(*shape, D, dtype=torch.float64))
@@ -108,7 +108,7 @@ class Gaussians(nn.Module):
 
     @torch.no_grad()
     def draw_missing(self, values: Tensor, generator: torch.Generator) -> Tensor:
-        """values: (N, D) continuous features in the schema's order, NaN where missing → missing ones drawn given the
+        """values: (N, D) those features in the schema's order, NaN where missing → missing ones drawn given the
         others."""
         missing = values.isnan()
         order = torch.argsort(missing.int(), dim=1, stable=True)  # what is there comes first

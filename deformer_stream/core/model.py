@@ -38,7 +38,7 @@ from deformer_stream.core.config import PRESETS, ModelConfig
 from deformer_stream.core.gaussians import VALUE_REACH, Gaussians, Guide
 from deformer_stream.core.heads import Conditional, Head
 from deformer_stream.core.ranking import Ranking
-from deformer_stream.core.schema import Schema
+from deformer_stream.core.schema import LINEAR, Schema
 
 __all__ = ["PRESETS", "DEformer", "Extension", "ModelConfig", "Past"]
 
@@ -155,7 +155,8 @@ class DEformer(nn.Module):
         self.register_buffer("coordinates", coordinates, persistent=False)
         width = (config.embedding if self.embedding is not None else 0) + (dimension if coordinates is not None else 0)
         self._init_labels(schema, shared=self.embedding is None)
-        self._init_encoders(width, width + 1 + self.label_width)
+        self._init_cycles(schema)
+        self._init_encoders(width, width + 1 + (0 if self.cycles is None else 2) + self.label_width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
         self.gaussians, self.guidance = self._init_gaussians(schema)
@@ -182,6 +183,19 @@ class DEformer(nn.Module):
         self.label_offsets: Tensor
         self.label_counts: Tensor
 
+    def _init_cycles(self, schema: Schema) -> None:
+        """(F, 2) per feature the angle of the normalised value 0 and what each scale adds to it, radians; 0 where it is
+        no cycle."""
+        table = None
+        if schema.cyclic.any():
+            turns = [
+                (0.0, 0.0) if f.period is None else (f.location % f.period / f.period, f.scale / f.period)
+                for f in schema.features
+            ]
+            table = 2.0 * math.pi * torch.tensor(turns, dtype=torch.float64)
+        self.register_buffer("cycles", table, persistent=False)
+        self.cycles: Tensor | None
+
     def _init_encoders(self, identity: int, reading: int) -> None:
         """g_z and g_u; of single tokens one that takes what both take, and what it is told before the first reading.
         identity, reading: widths."""
@@ -192,7 +206,7 @@ class DEformer(nn.Module):
 
     def _init_gaussians(self, schema: Schema) -> tuple[Gaussians | None, nn.Linear | None]:
         """The guide, and the map from what it expects to what the network is told; none without numbers to expect."""
-        if not self.config.gaussians or schema.discrete.all():
+        if not self.config.gaussians or not schema.linear.any():
             return None, None
         return Gaussians(schema, self.config.gaussians), nn.Linear(3 * self.config.gaussians, self.config.d_model)
 
@@ -254,10 +268,20 @@ class DEformer(nn.Module):
         return [t * math.sqrt(self.config.d_model) for t in kinds]
 
     def _readings(self, identity: Tensor, features: Tensor, values: Tensor) -> Tensor:
-        """S readings → (*S, ·): identity, number (or 0) and label (or 0) of each."""
+        """S readings → (*S, ·): identity, number (or 0), sine and cosine of a place on a cycle (or 0) where there are
+        cycles, and label (or 0) of each."""
         discrete = self.label_counts[features] > 0
         number = values.to(self.dtype).clamp(-VALUE_REACH, VALUE_REACH).masked_fill(discrete, 0.0)
         inputs = [identity[features], number.unsqueeze(-1)]
+        if self.cycles is not None:
+            start, turn = self.cycles[features].to(self.dtype).unbind(-1)
+            cyclic = (turn != 0).unsqueeze(-1)
+            size = number.abs()  # from here as in `Schema.denormalise`
+            angle = start + turn * torch.where(
+                size > LINEAR, number.sign() * (LINEAR + (size - LINEAR).expm1()), number
+            )
+            inputs[1] = inputs[1].masked_fill(cyclic, 0.0)
+            inputs.append(torch.stack([angle.sin(), angle.cos()], -1).masked_fill(~cyclic, 0.0))
         if self.label_embedding is not None:
             code = torch.minimum(values.long().clamp(min=0), self.label_counts[features])
             inputs.append(self.label_embedding(torch.where(discrete, self.label_offsets[features] + code, 0)))

@@ -26,13 +26,20 @@ LINEAR = 8.0
 """Normalised values are linear up to this many scales and logarithmic beyond, so that a wild reading is very surprising
 yet finite in float32 (log density falls like −ln²) and cannot flood the readings that condition on it."""
 
+DAY = 86_400.0
+"""The period of times of day, which are seconds since midnight."""
+MOST_TURNS = 1e5
+"""Periods that a scale may span: beyond, single precision no longer tells the places on a cycle apart."""
+
 
 @dataclass(frozen=True, slots=True)
 class Feature:
     """One feature. `context`: conditions the others and is never scored.
 
     Continuous: normalised value = tail((raw − location) / scale); `quantum` is the sensor's resolution in raw units
-    (None where readings do not repeat on a grid); low and high are the range seen in training.
+    (None where readings do not repeat on a grid); low and high are the range seen in training. `period`, raw units:
+    where values are places on a cycle, 0 and the period the same one, as far as others condition on it; its own density
+    is that of a number on a line.
     Discrete: `labels` are the values seen in training; `unseen` is the probability mass kept for all others.
     `reason` says in words why the kind was chosen. `sensor`: what this is a reading of, at one time of several; None
     for a feature that comes once in a record.
@@ -51,6 +58,7 @@ class Feature:
     unseen: float = 1e-4
     reason: str = ""
     sensor: str | None = None
+    period: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind == "discrete" and not self.labels:
@@ -59,6 +67,10 @@ class Feature:
             self.scale > 0 and np.isfinite(self.scale) and np.isfinite(self.location)
         ):
             raise ValueError(f"feature {self.name!r}: location must be finite and scale positive and finite")
+        if self.period is not None and not (self.kind == "continuous" and 0 < self.period < np.inf):
+            raise ValueError(f"feature {self.name!r}: a period is positive, finite and of a continuous feature")
+        if self.period is not None and not self.scale <= MOST_TURNS * self.period:
+            raise ValueError(f"feature {self.name!r}: its values spread over more than {MOST_TURNS:g} periods")
         if not 0 < self.unseen < 1:
             raise ValueError(f"feature {self.name!r}: the mass of unseen labels lies between 0 and 1")
 
@@ -68,8 +80,8 @@ class Feature:
         return self.name if self.sensor is None else self.sensor
 
     def to_json(self) -> dict[str, Any]:
-        """Without what a feature that comes once has not, as it was written before there were others."""
-        return {k: v for k, v in asdict(self).items() if k != "sensor" or v is not None}
+        """Without what a feature that comes once and is no cycle has not, as it was before there were others."""
+        return {k: v for k, v in asdict(self).items() if k not in ("sensor", "period") or v is not None}
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,7 @@ class Schema:
                 raise ValueError(f"sensor {name!r}: its slots are not one after the other, a feature for each")
             if step and (self.window is None or own[0].coordinates is None):
                 raise ValueError(f"sensor {name!r}: without a window and coordinates it reports once")
-            if len({(f.sensor, f.kind, f.context, f.labels) for f in own}) > 1:
+            if len({(f.sensor, f.kind, f.context, f.labels, f.period) for f in own}) > 1:
                 raise ValueError(f"sensor {name!r}: its readings are not of one kind")
         if len(self.features) != sum(slots if step else 1 for _, step in self.places.values()):
             raise ValueError("the slots of a sensor are not one after the other, a feature for each")
@@ -151,6 +163,16 @@ class Schema:
     def discrete(self) -> NDArray[np.bool_]:
         """(F,) whether a feature is discrete."""
         return np.array([f.kind == "discrete" for f in self.features])
+
+    @cached_property
+    def cyclic(self) -> NDArray[np.bool_]:
+        """(F,) whether a feature's values are places on a cycle."""
+        return np.array([f.period is not None for f in self.features])
+
+    @cached_property
+    def linear(self) -> NDArray[np.bool_]:
+        """(F,) whether a feature's values are numbers on a line: neither labels nor places on a cycle."""
+        return ~(self.discrete | self.cyclic)
 
     @cached_property
     def context(self) -> NDArray[np.bool_]:

@@ -15,7 +15,8 @@ from deformer_stream.core.windows import Window
 
 @st.composite
 def schemas(draw: st.DrawFn, most: int = 60, context: bool = False) -> Schema:
-    """Continuous, discrete or mixed, 1 to `most` features, some of them those of sensors that report several times."""
+    """Continuous, discrete or mixed, 1 to `most` features, some of them cycles, some those of sensors that report
+    several times."""
     n = draw(st.integers(1, most))
     kinds = draw(st.sampled_from(["continuous", "discrete", "mixed"]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -28,9 +29,9 @@ def schemas(draw: st.DrawFn, most: int = 60, context: bool = False) -> Schema:
             features.append(Feature(f"f{i}", "discrete", coordinates=coordinates, labels=labels))
         else:
             hidden = context and n > 1 and rng.random() < 0.2
-            features.append(
-                Feature(f"f{i}", "continuous", hidden, coordinates, float(rng.normal()), float(rng.uniform(0.1, 10)))
-            )
+            location, scale = float(rng.normal()), float(rng.uniform(0.1, 10))
+            period = 4 * scale if rng.random() < 0.15 else None
+            features.append(Feature(f"f{i}", "continuous", hidden, coordinates, location, scale, period=period))
     schema, slots = Schema(tuple(features)), draw(st.sampled_from([1, 3]))
     return repeated(schema, Window(60_000_000, slots)) if 1 < slots * n <= most else schema
 

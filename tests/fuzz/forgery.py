@@ -46,7 +46,7 @@ def spoil(r: Random, directory: Path, manifest: Manifest, weights: bytes) -> Non
     elif act == 1:
         weights = mutated(r, weights)
     elif act < 5:
-        changed = altered(r, manifest)
+        changed = altered(r, manifest if r.random() < 0.8 else _with_a_cycle(r, manifest))
         raw = signed(changed) if isinstance(changed, dict) else json.dumps(changed).encode()
     elif act < 7:
         weights = _spoiled(r, weights)
@@ -56,6 +56,12 @@ def spoil(r: Random, directory: Path, manifest: Manifest, weights: bytes) -> Non
             (directory / name).write_bytes(data)
         else:
             _strange(r, directory / name)
+
+
+def _with_a_cycle(r: Random, manifest: Manifest) -> Manifest:
+    features = [dict(feature) for feature in manifest["features"]]
+    r.choice(features)["period"] = r.choice([24.0, 24.0, 0, -1.0, 1e308, "24", [], None])
+    return manifest | {"features": features}
 
 
 def _spoiled(r: Random, weights: bytes) -> bytes:

@@ -28,19 +28,20 @@ from trainer.tables import index_records, open_source
 SMALL: dict[str, Any] = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,)}
 NUMBERS = tuple(Feature(f"x{i}", "continuous") for i in range(3))
 STATE = Feature("state", "discrete", labels=("a", "b"))
+HOUR = Feature("hour", "continuous", scale=0.5, period=4.0)
 
 
 @pytest.mark.parametrize("tokens", ["pair", "single"])
-@pytest.mark.parametrize("old", [NUMBERS, (*NUMBERS, STATE)])
+@pytest.mark.parametrize("old", [NUMBERS, (*NUMBERS, STATE), (*NUMBERS, HOUR)])
 def test_an_extended_model_says_of_old_features_what_the_old_one_said(old: tuple[Feature, ...], tokens: str) -> None:
     torch.manual_seed(0)
     before = DEformer(Schema(old), ModelConfig(**SMALL | {"tokens": tokens})).eval()
-    new = (Feature("mode", "discrete", labels=("1", "2", "3")), Feature("y", "continuous"))
+    new = (Feature("mode", "discrete", labels=("1", "2", "3")), Feature("y", "continuous"), replace(HOUR, name="z"))
     after = adapt.extended(before, Schema(old + new)).eval()
     order = torch.rand(9, len(old)).argsort(1)
     values = torch.where(order == 3, torch.randint(0, 3, order.shape).float(), torch.randn(order.shape))
     torch.testing.assert_close(after.log_prob(order, values), before.log_prob(order, values))
-    everything = torch.arange(len(old) + 2).repeat(9, 1)
+    everything = torch.arange(len(old) + 3).repeat(9, 1)
     assert after.log_prob(everything, torch.ones(everything.shape)).isfinite().all()
 
 
