@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from connectors.files.sinks import _ParquetSink
-from connectors.files.tables import LINES, Table, find
+from connectors.files.tables import LINES, Table, csv_type, find
 from deformer_stream.codec import Codec
-from deformer_stream.codec.columns import plain
+from deformer_stream.codec.columns import in_seconds, plain
 from deformer_stream.core import query
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.schema import Feature
@@ -72,7 +72,7 @@ def impute(source: Path, output: Path, model: DEformer, how: Filling, advance: A
     table = _open(source, model, how)
     features = {name: model.schema.features[code] for name, code in model.schema.codes.items()}
     present = [name for name in table.schema.names if name in features]
-    types = {name: _csv_type(features[name]) for name in present} if table.rows is None else {}
+    types = {name: csv_type(table, features[name]) for name in present} if table.rows is None else {}
     kinds = {field.name: types.get(field.name, field.type) for field in table.schema}
     fields = [out for name in table.schema.names for out in _fields(name, kinds[name], features.get(name), how)]
     columns = pa.schema(fields + ([pa.field(DRAW, pa.int64())] if how.draws else []))
@@ -168,7 +168,7 @@ def _open(source: Path, model: DEformer, how: Filling) -> Table:
     return table
 
 
-def _csv_type(feature: Feature) -> pa.DataType:
+def _type_of(feature: Feature) -> pa.DataType:
     return pa.string() if feature.labels else pa.float64()
 
 
@@ -184,9 +184,10 @@ def _fields(name: str, kind: pa.DataType, feature: Feature | None, how: Filling)
 
 
 def _type(kind: pa.DataType, feature: Feature) -> pa.DataType:
-    """The type of a column that was filled: as before, but without a dictionary and with values."""
+    """The type of a column that was filled: as before, but without a dictionary and with values;
+    times of day become seconds."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return _csv_type(feature) if pa.types.is_null(kind) else kind
+    return _type_of(feature) if pa.types.is_null(kind) or pa.types.is_time(kind) else kind
 
 
 def _complete(column: pa.Array, feature: Feature, values: Floats, where: str) -> pa.Array:
@@ -197,7 +198,7 @@ def _complete(column: pa.Array, feature: Feature, values: Floats, where: str) ->
             limits = np.iinfo(kind.to_pandas_dtype())
             values = np.clip(np.round(values), limits.min, limits.max)
         new = (_texts(feature, values) if feature.labels else _numbers(values)).cast(kind, safe=False)
-        return pc.if_else(new.is_valid(), new, plain(column).cast(kind))
+        return pc.if_else(new.is_valid(), new, plain(in_seconds(column)).cast(kind))
     except pa.ArrowException as error:
         line = str(error).splitlines()[0]
         raise InputError(f"{where} is {column.type} and cannot hold what is missing ({line}); convert it") from error

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from connectors.files.reorder import reordered_lines, reordered_rows
-from connectors.files.tables import BLOCK, LINES, PARQUET, Layout, LineSplitter, Table, find, lines
+from connectors.files.tables import BLOCK, LINES, PARQUET, Layout, LineSplitter, Table, csv_type, find, lines
 from deformer_stream.codec import Fields, Order, Windows
 from deformer_stream.codec.columns import cells, text_ids, textual
 from deformer_stream.core.batch import NO_TIME
@@ -226,10 +226,7 @@ class _WideTable:
     def rows(self) -> Iterator[WideRows]:
         settings = self.settings
         features = settings.schema.features
-        types = {
-            name: pa.float64() if features[settings.schema.codes[name]].kind == "continuous" else pa.string()
-            for name in self.features
-        }
+        types = {name: csv_type(self.table, features[settings.schema.codes[name]]) for name in self.features}
         extra = [column for column in (self.record, self.time) if column is not None]
         if self.record is not None:
             types[self.record] = pa.string()

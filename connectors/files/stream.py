@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from connectors.files.sources import names_of
 from connectors.files.tables import LINES, Layout, Table, find, lines, reading
-from deformer_stream.codec.columns import categorical, micros_of_column, number, text_ids
+from deformer_stream.codec.columns import categorical, daytime, in_seconds, micros_of_column, number, text_ids
 from deformer_stream.codec.refusal import Refusal
 from deformer_stream.codec.times import micros, micros_of_text
 from deformer_stream.core.batch import NO_TIME
@@ -127,7 +127,10 @@ def _wide(
     id_column = record if record in columns else None
     stamps = [c for c in columns if pa.types.is_timestamp(table.schema.field(c).type)]
     time = _time_column(table, time) or next(iter(stamps), None)
-    used = [c for c in columns if c not in (id_column, time) and wanted(c) and categorical(table.schema.field(c).type)]
+    kinds = dict(zip(columns, table.schema.types, strict=True))
+    used = [
+        c for c in columns if c not in (id_column, time) and wanted(c) and (categorical(kinds[c]) or daytime(kinds[c]))
+    ]
     if not used:
         raise InputError(f"{table.path}: no column to send (of {', '.join(columns[:8])}); check --exclude and --model")
     first, last = 0, 0
@@ -138,7 +141,7 @@ def _wide(
         if id_column is not None:
             ids = _ids(table, batch, id_column)
         times = _times(table, batch, time, first, seconds)
-        cells = [[_cell(value) for value in batch.column(c).to_pylist()] for c in used]
+        cells = [[_cell(value) for value in in_seconds(batch.column(c)).to_pylist()] for c in used]
         for i in range(n):
             last = times[i] if times[i] != NO_TIME else last
             yield last, ids[i], [(c, cell[i]) for c, cell in zip(used, cells, strict=True) if cell[i] is not None]
@@ -156,7 +159,7 @@ def _long(table: Table, owner: str, time: str | None, wanted: _Wanted, seconds: 
     first, last = 0, 0
     for batch in table.batches(used, ROWS, _text(owner)):
         times = _times(table, batch, time, first, seconds)
-        values = [_spelled(_cell(value)) for value in batch.column("value").to_pylist()]
+        values = [_spelled(_cell(value)) for value in in_seconds(batch.column("value")).to_pylist()]
         if "label" in used:
             labels = [_cell(value) for value in batch.column("label").to_pylist()]
             values = [value if label is None else label for value, label in zip(values, labels, strict=True)]

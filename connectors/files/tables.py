@@ -15,6 +15,8 @@ import pyarrow as pa
 import pyarrow.csv as pc_csv
 import pyarrow.parquet as pq
 
+from deformer_stream.codec.columns import daytime
+from deformer_stream.core.schema import Feature
 from deformer_stream.errors import InputError
 
 Layout = Literal["wide", "long"]
@@ -96,6 +98,14 @@ class Table:
                 for block in reader:
                     for start in range(0, block.num_rows, rows):
                         yield block.slice(start, rows)
+
+
+def csv_type(table: Table, feature: Feature) -> pa.DataType:
+    """What a CSV's column of this feature is to be read as: labels as text, numbers as such or as times of day."""
+    kind = table.schema.field(feature.name).type
+    if feature.kind == "discrete":
+        return pa.string()
+    return kind if daytime(kind) else pa.float64()
 
 
 def _open_csv(path: Path, types: Mapping[str, pa.DataType] | None) -> pc_csv.CSVStreamingReader:

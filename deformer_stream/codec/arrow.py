@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from deformer_stream.codec.columns import categorical, label_codes, numbers, text_ids
+from deformer_stream.codec.columns import categorical, daytime, in_seconds, label_codes, numbers, text_ids
 from deformer_stream.codec.messages import Fields, unknown_feature
 from deformer_stream.codec.refusal import Refusal, brief
 from deformer_stream.codec.tables import LongDecoder, codes_of
@@ -103,7 +103,8 @@ class ArrowDecoder:
         chosen = [i for name, i in last.items() if name in known]
         for i in chosen:
             kind = schema.types[i]
-            if not (categorical(kind) or pa.types.is_timestamp(kind) or pa.types.is_date(kind)):
+            moments = pa.types.is_timestamp(kind) or pa.types.is_date(kind) or daytime(kind)
+            if not (categorical(kind) or moments):
                 raise Refusal(Reason.WRONG_TYPE, f"column {brief(schema.names[i])} is {brief(str(kind))}")
         unknown = [] if single else [name for name in last if name not in known]
         if not single and not any(schema.names[i] in self._features for i in chosen):
@@ -178,12 +179,13 @@ class ArrowDecoder:
         """Put values or label codes into `out` (N,), NaN where null; by row the texts of unseen labels, and why a cell
         is refused."""
         feature = self._schema.features[code]
+        column = in_seconds(column) if feature.kind == "continuous" else column
         said: dict[int, Any]
         if not categorical(column.type):
             detail = f"feature {brief(feature.source)}: a column of {brief(str(column.type))}"
             said = dict.fromkeys(range(len(column)), Refusal(Reason.WRONG_TYPE, detail))
         elif feature.kind == "continuous":
-            out[:], said = numbers(column, feature.source)
+            out[:], said = numbers(column, feature)
         else:
             out[:], said = label_codes(column, self._schema.label_codes[code], feature.source)
         yield from said.items()

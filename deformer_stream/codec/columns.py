@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from deformer_stream.codec.messages import code_of_label
 from deformer_stream.codec.refusal import Refusal, brief
-from deformer_stream.codec.times import FIRST_SECOND, LAST_SECOND, micros, micros_of_text
+from deformer_stream.codec.times import FIRST_SECOND, LAST_SECOND, micros, micros_of_text, seconds_of_day
 from deformer_stream.core.batch import NO_TIME, Reason
-from deformer_stream.core.schema import label_of
+from deformer_stream.core.schema import DAY, Feature, label_of
 from deformer_stream.errors import InputError
 
 
@@ -109,8 +109,10 @@ def text_ids(column: pa.Array, where: str) -> pa.Array:
     return column.cast(pa.string())
 
 
-def numbers(column: pa.Array, name: str) -> tuple[NDArray[np.float64], dict[int, Refusal]]:
-    """(N,) numbers, NaN where null, of a continuous feature's cells; and refusals by row."""
+def numbers(column: pa.Array, feature: Feature) -> tuple[NDArray[np.float64], dict[int, Refusal]]:
+    """(N,) numbers, NaN where null, of a continuous feature's cells; and refusals by row. Of a cycle of a day, text may
+    also be a time of day."""
+    name = feature.source
     if pa.types.is_null(column.type):
         return np.full(len(column), np.nan), {}
     if numeric(column.type):
@@ -123,6 +125,8 @@ def numbers(column: pa.Array, name: str) -> tuple[NDArray[np.float64], dict[int,
     faults: list[Refusal | None] = [None] * (len(uniques) + 1)
     for k, text in enumerate(uniques):
         spelled = None if isinstance(text, bool) else number(text)
+        if spelled is None and feature.period == DAY and isinstance(text, str):
+            spelled = seconds_of_day(text)
         if spelled is None:
             word = "a boolean" if isinstance(text, bool) else f"text {brief(text, 20)}"
             faults[k] = Refusal(Reason.WRONG_TYPE, f"feature {brief(name)}: {word} where a number is expected")
@@ -209,6 +213,22 @@ def textual(kind: pa.DataType) -> bool:
 
 def categorical(kind: pa.DataType) -> bool:
     return numeric(kind) or textual(kind) or _is(kind, pa.types.is_boolean)
+
+
+def daytime(kind: pa.DataType) -> bool:
+    return _is(kind, pa.types.is_time)
+
+
+def in_seconds(column: pa.Array) -> pa.Array:
+    """Times of day as numbers, seconds since midnight; any other column as it is."""
+    if not daytime(column.type):
+        return column
+    column = plain(column)
+    whole = column.cast(pa.int32() if pa.types.is_time32(column.type) else pa.int64())
+    return pc.divide(whole.cast(pa.float64(), safe=False), _PER_SECOND[column.type.unit])
+
+
+_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 
 
 def _is(kind: pa.DataType, *tests: Callable[[pa.DataType], bool]) -> bool:

@@ -13,10 +13,18 @@ import orjson
 from numpy.typing import NDArray
 
 from deformer_stream.codec.refusal import Refusal, brief, is_unicode
-from deformer_stream.codec.times import FIRST_SECOND, LAST_SECOND, MaxAhead, micros, micros_of_text, sane
+from deformer_stream.codec.times import (
+    FIRST_SECOND,
+    LAST_SECOND,
+    MaxAhead,
+    micros,
+    micros_of_text,
+    sane,
+    seconds_of_day,
+)
 from deformer_stream.codec.windows import Windows
 from deformer_stream.core.batch import NO_TIME, EventBatch, Reason, Rejected
-from deformer_stream.core.schema import Schema, label_of
+from deformer_stream.core.schema import DAY, Schema, label_of
 from deformer_stream.ports import Messages, Unreadable
 
 MAX_TEXT = 1024
@@ -274,10 +282,13 @@ class MessageDecoder:
             return code, nan, None
         if isinstance(value, int | float) and not isinstance(value, bool) and not isfinite(value):
             raise Refusal(Reason.NOT_FINITE, f"feature {brief(name)}: {value!r} is not a finite number")
-        if self._schema.features[code].kind == "discrete":
+        feature = self._schema.features[code]
+        if feature.kind == "discrete":
             if isinstance(value, dict | list):
                 raise Refusal(Reason.WRONG_TYPE, f"feature {brief(name)}: {_word(value)} where a label is expected")
             return code, *code_of_label(label_of(value), self._schema.label_codes[code], name)
+        if isinstance(value, str) and feature.period == DAY and (seconds := seconds_of_day(value)) is not None:
+            return code, seconds, None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise Refusal(Reason.WRONG_TYPE, f"feature {brief(name)}: {_word(value)} where a number is expected")
         return code, float(value), None

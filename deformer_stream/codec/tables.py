@@ -20,6 +20,7 @@ from deformer_stream.codec.columns import (
     encoded,
     faults_by_row,
     floats,
+    in_seconds,
     label_codes,
     micros_of_column,
     not_finite,
@@ -126,6 +127,7 @@ class WideDecoder:
         feature = self._schema.features[code]
         where = f"{data.topic}: column {feature.name!r} is {column.type}"
         if feature.kind == "continuous":
+            column = in_seconds(column)
             if not numeric(column.type):
                 raise InputError(
                     f"{where}, but the model expects numbers; convert the column, or train on tables like this one"
@@ -353,7 +355,7 @@ class LongDecoder:
         self, data: LongRows, columns: dict[str, pa.Array], codes: NDArray[np.int32]
     ) -> tuple[NDArray[np.float64], dict[int, str], dict[int, Refusal]]:
         """(N,) values (NaN where null), texts of unseen labels by row, and refusals by row."""
-        value, label = columns[self._fields.value], columns.get(self._fields.label)
+        value, label = in_seconds(columns[self._fields.value]), columns.get(self._fields.label)
         if not categorical(value.type):
             raise InputError(
                 f"{data.topic}: column {self._fields.value!r} is {value.type}; numbers or text are expected"
@@ -368,7 +370,7 @@ class LongDecoder:
             rows = np.flatnonzero(source_of == source)
             cells = value.take(pa.array(rows))
             if feature.kind == "continuous":
-                values[rows], bad = numbers(cells, feature.source)
+                values[rows], bad = numbers(cells, feature)
             else:
                 if label is not None and textual(label.type):
                     cells = pc.coalesce(plain(label.take(pa.array(rows))), as_label_text(cells))

@@ -24,6 +24,8 @@ _FINER = (("milliseconds", 1e3), ("microseconds", 1e6), ("nanoseconds", 1e9))
 _YEAR_2100 = 4_102_444_800
 _LEAP_SECOND = re.compile(r"(.{10}[T ]\d\d:\d\d:)60((?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d))", re.ASCII)
 
+_CLOCK = re.compile(r"([01]\d|2[0-3]):([0-5]\d)(?::([0-5]\d(?:\.\d{1,9})?))?", re.ASCII)
+
 
 def rfc3339(micros: int) -> str | None:
     """Microseconds since 1970 as RFC 3339 text in UTC, with a fraction only where there is one; None for no time."""
@@ -72,6 +74,12 @@ def _moment(text: str) -> datetime:
     if (after - EPOCH) % timedelta(days=1) >= _SECOND:
         raise ValueError("leap seconds are the last of a day")
     return after
+
+
+def seconds_of_day(text: str) -> float | None:
+    """`HH:MM`, `HH:MM:SS` or with a fraction → seconds since midnight; None for any other text."""
+    found = _CLOCK.fullmatch(text)
+    return None if found is None else 3600.0 * int(found[1]) + 60.0 * int(found[2]) + float(found[3] or 0)
 
 
 def sane(times: NDArray[np.int64]) -> NDArray[np.int64]:
