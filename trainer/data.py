@@ -50,9 +50,10 @@ MOST_FEATURES = 4096
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """How the tables are to be read; column names as tuples. layout None: seen from the columns. window: records are
-    windows of a device's time, in whose slots all sensors report but those in `once`. base: of the model that is
-    adapted; its features come first, as they were. ties: what readings of one record and time are."""
+    """How the tables are to be read; column names as tuples, those of cycles with their periods. layout None: seen from
+    the columns. window: records are windows of a device's time, in whose slots all sensors report but those in `once`.
+    base: of the model that is adapted; its features come first, as they were. ties: what readings of one record and
+    time are."""
 
     layout: Layout | None = None
     label: str | None = None
@@ -61,6 +62,7 @@ class DataOptions:
     context: tuple[str, ...] = ()
     discrete: tuple[str, ...] = ()
     continuous: tuple[str, ...] = ()
+    cycle: tuple[tuple[str, float], ...] = ()
     calibration_share: float = 0.2
     seed: int = 0
     window: Window | None = None
@@ -166,7 +168,7 @@ def _choose_columns(source: Source, options: DataOptions) -> list[Excluded]:
     """Which columns may be features (wide layout); sets `source.columns` and `source.time`."""
     names = source.schema.names
     asked = {"exclude": options.exclude, "context": options.context}
-    asked |= {"discrete": options.discrete, "continuous": options.continuous}
+    asked |= {"discrete": options.discrete, "continuous": options.continuous, "cycle": tuple(dict(options.cycle))}
     if options.ties == "hold" and (source.layout == "wide" or TIME not in names):
         raise ConfigError("--ties hold: the table knows no time of each reading; use a long table with a column time")
     if source.layout == "long":
@@ -187,7 +189,11 @@ def _choose_columns(source: Source, options: DataOptions) -> list[Excluded]:
             excluded.append(Excluded(name, f"the label; kept are rows where it is {source.normal}"))
         elif name == RECORD:
             excluded.append(Excluded(name, "the record's id"))
-        elif form == "time" and source.time is None and name not in (*options.discrete, *options.continuous):
+        elif (
+            form == "time"
+            and source.time is None
+            and name not in (*options.discrete, *options.continuous, *asked["cycle"])
+        ):
             source.time = name
             excluded.append(Excluded(name, "the record's time"))
         else:
@@ -220,13 +226,21 @@ def choose_kinds(statistics: list[ColumnStatistics], options: DataOptions) -> tu
         if name in wanted:
             raise ConfigError(f"--discrete and --continuous both name {name}; choose one")
         wanted[name] = "discrete"
-    for name in (*wanted, *options.context, *options.once):
+    periods = dict(options.cycle)
+    for name in options.discrete:
+        if name in periods:
+            raise ConfigError(f"--discrete and --cycle both name {name}; choose one")
+    for name in (*wanted, *periods, *options.context, *options.once):
         if name not in known:
             raise ConfigError(f"no feature is called {name}; there are {_some(sorted(known))}")
     old = {f.name: f for f in single(options.base).features} if options.base is not None else {}
     columns = {s.name: s for s in statistics}
     kept = tuple(adoptable(f, columns[f.name]) if f.name in columns else f for f in old.values())
-    decided = [infer(s, wanted.get(s.name), s.name in options.context) for s in statistics if s.name not in old]
+    decided = [
+        infer(s, wanted.get(s.name), s.name in options.context, periods.get(s.name))
+        for s in statistics
+        if s.name not in old
+    ]
     features = kept + tuple(d for d in decided if isinstance(d, Feature))
     excluded = [d for d in decided if isinstance(d, Excluded)]
     if all(f.context for f in features):

@@ -31,7 +31,7 @@ from trainer.evaluate import HeldOut, held_out
 from trainer.fit import ALONE, Fit, Fitted, Recipe, Status
 from trainer.folds import siblings
 from trainer.gaussians import Guides
-from trainer.options import Everything, names
+from trainer.options import Everything, names, periods
 from trainer.peers import Peers
 from trainer.ranking import TYPICAL, rank
 from trainer.recipes import SHAPE, choose_exemplars, choose_gaussians, choose_recipe, model_config
@@ -265,6 +265,7 @@ def _data_options(settings: Everything, old: DEformer | None) -> DataOptions:
         context=names(settings.context),
         discrete=names(settings.discrete),
         continuous=names(settings.continuous),
+        cycle=periods(settings.cycle),
         calibration_share=1 / settings.folds if settings.folds else settings.calibration_share,
         seed=settings.seed,
         window=Window(round(settings.window * 1e6), settings.slots or 1) if settings.window is not None else None,

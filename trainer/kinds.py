@@ -6,13 +6,13 @@ counted over all rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from deformer_stream.core.schema import LINEAR, Feature, Kind, label_of
+from deformer_stream.core.schema import DAY, LINEAR, MOST_TURNS, Feature, Kind, label_of
 from deformer_stream.errors import ConfigError
 from trainer.tables import Form, encode_labels, form_of, parse_numbers
 
@@ -68,12 +68,12 @@ class ColumnStatistics:
         if form in ("time", "other"):
             self.form = form
             return
-        if form == "number" or (form == "text" and mixed):
+        if form in ("number", "clock") or (form == "text" and mixed):
             numbers, bad = parse_numbers(values)
             self.words += int((bad & train).sum())
             self._add_numbers(numbers, rows, train, int(bad.sum()))
-        if form != "number":
-            self.form = form
+        self.form = form
+        if form not in ("number", "clock"):
             self._add_labels(values, train, count_missing=not mixed)
 
     def _add_numbers(self, x: NDArray[np.float64], rows: NDArray[np.int64], train: NDArray[np.bool_], bad: int) -> None:
@@ -117,8 +117,10 @@ class ColumnStatistics:
 
     @property
     def numeric(self) -> bool:
-        """Whether all readings are numbers, perhaps written as text."""
-        return self.form == "number" or (self.form == "text" and self.mixed and self.readings > 0 and not self.words)
+        """Whether all readings are numbers, perhaps written as text, or times of day."""
+        return self.form in ("number", "clock") or (
+            self.form == "text" and self.mixed and self.readings > 0 and not self.words
+        )
 
     @property
     def sample(self) -> NDArray[np.float64]:
@@ -214,15 +216,25 @@ class Excluded:
     reason: str
 
 
-def infer(stats: ColumnStatistics, wanted: Kind | None, context: bool) -> Feature | Excluded:
-    """Choose the kind of a feature. Raises ConfigError where `wanted` cannot be."""
+def infer(
+    stats: ColumnStatistics, wanted: Kind | None, context: bool, period: float | None = None
+) -> Feature | Excluded:
+    """Choose the kind of a feature. period: it is asked to be a cycle. Raises ConfigError where `wanted` cannot be."""
     option = f"--{wanted} {stats.name}"
+    if period is not None:
+        return _cycle(stats, context, period)
     if stats.form in ("time", "other"):
         if wanted:
             raise ConfigError(f"{option}: its values are neither numbers nor labels; convert the column")
         return Excluded(stats.name, "times are no features" if stats.form == "time" else "neither numbers nor labels")
     if not stats.readings and not stats.labels:
         return Excluded(stats.name, "no values in the training rows")
+    if stats.form == "clock":
+        if wanted == "discrete":
+            raise ConfigError(f"{option}: times of day are no labels; leave it to be inferred")
+        if wanted is None:
+            reason = "time of day, a cycle of 24 h: others are judged by it"
+            return replace(_continuous(stats, context=True, reason=reason), period=DAY)
     if wanted == "continuous":
         if not stats.numeric:
             raise ConfigError(f"{option}: the column holds text; leave it to be inferred")
@@ -234,6 +246,19 @@ def infer(stats: ColumnStatistics, wanted: Kind | None, context: bool) -> Featur
             raise ConfigError(f"{option}: more than {MOST_LABELS} distinct values; leave it continuous or exclude it")
         return _discrete(stats, context, "asked for")
     return _number(stats, context)
+
+
+def _cycle(stats: ColumnStatistics, context: bool, period: float) -> Feature | Excluded:
+    """As `--cycle` asks for."""
+    option = f"--cycle {stats.name}={period:g}"
+    if not stats.numeric:
+        raise ConfigError(f"{option}: its values are no numbers; convert the column or leave it to be inferred")
+    if not stats.readings:
+        return Excluded(stats.name, "no values in the training rows")
+    feature = _continuous(stats, context, f"asked for, a cycle of {period:g}")
+    if feature.scale > MOST_TURNS * period:
+        raise ConfigError(f"{option}: its values spread over more than {MOST_TURNS:g} periods; check the unit")
+    return replace(feature, period=period)
 
 
 def adoptable(old: Feature, column: ColumnStatistics) -> Feature:

@@ -6,10 +6,11 @@ and the recipe of training. What nobody set follows from the preset and the tabl
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from deformer_stream.settings import Device, Duration, Minority, Settings, Share, Width
 
@@ -39,6 +40,28 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def periods(text: str) -> tuple[tuple[str, float], ...]:
+    """`hour=24, heading=360` → (("hour", 24.0), ("heading", 360.0)). Raises ValueError."""
+    found: dict[str, float] = {}
+    for part in names(text):
+        name, _, period = part.rpartition("=")
+        try:
+            found[name.strip()] = number = float(period)
+        except ValueError:
+            number = 0.0
+        if not name.strip() or not 0 < number < math.inf:
+            raise ValueError(f"{part!r} is no column with a positive period, like heading=360")
+    return tuple(found.items())
+
+
+def _checked(text: str) -> str:
+    periods(text)
+    return text
+
+
+Cycles = Annotated[str, BeforeValidator(_joined), AfterValidator(_checked)]
+
+
 class TrainSettings(Settings):
     """`deformer-train`"""
 
@@ -53,6 +76,11 @@ class TrainSettings(Settings):
     discrete: Names = Field("", description="Columns whose values are labels, comma-separated; inferred otherwise.")
     continuous: Names = Field(
         "", description="Columns whose values are measurements, comma-separated; inferred otherwise."
+    )
+    cycle: Cycles = Field(
+        "",
+        description="Columns whose values are places on a cycle, with its period in their unit, comma-separated: "
+        "hour=24,heading=360. Times of day are found by themselves.",
     )
     window: Width | None = Field(
         None,

@@ -112,6 +112,7 @@ def _calibration(calibration: Calibration) -> list[str]:
 def describe(feature: Feature) -> tuple[str, str, str]:
     """Kind, values and resolution of a feature in words."""
     kind = feature.kind + (" context" if feature.context else "")
+    kind += f", a cycle of {feature.period:g}" if feature.period is not None else ""
     if feature.kind == "discrete":
         shown = ", ".join(feature.labels[:6]) + (f", … ({len(feature.labels)})" if len(feature.labels) > 6 else "")
         return kind, shown, ""

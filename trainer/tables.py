@@ -19,13 +19,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from deformer_stream.codec.columns import daytime, in_seconds
 from deformer_stream.core.batch import NO_TIME
 from deformer_stream.core.schema import label_of
 from deformer_stream.core.windows import Window, start_of
 from deformer_stream.errors import ConfigError, InputError
 
 Layout = Literal["wide", "long"]
-Form = Literal["number", "boolean", "text", "time", "other"]
+Form = Literal["number", "boolean", "text", "clock", "time", "other"]
+"""clock: times of day, which are read as seconds since midnight."""
 
 RECORD, FEATURE, VALUE, TIME, DEVICE = "record", "feature", "value", "time", "device"
 BATCH_CELLS = 4_000_000
@@ -84,7 +86,9 @@ def form_of(kind: pa.DataType) -> Form:
         return "number"
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         return "text"
-    if pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_time(kind):
+    if daytime(kind):
+        return "clock"
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         return "time"
     return "other"
 
@@ -345,5 +349,7 @@ def parse_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.boo
 
 
 def _as_float(values: pa.Array) -> NDArray[np.float64]:
-    x: NDArray[np.float64] = values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(np.float64)
+    x: NDArray[np.float64] = (
+        in_seconds(values).cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(np.float64)
+    )
     return x

@@ -1,0 +1,114 @@
+"""Columns whose values are places on a cycle: found or asked for, trained on, and followed from table to alert."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from deformer_stream.core.schema import DAY
+from deformer_stream.errors import ConfigError
+from tests.commands import Run
+from tests.trainer.tables import prepared, write
+from trainer.job import train
+from trainer.options import Everything, periods
+
+SMALL: dict[str, Any] = {"d_model": 32, "layers": 1, "heads": 2, "feedforward": 64, "mixtures": 3, "hidden": (32,)}
+
+
+def clock_of(seconds: np.ndarray[Any, Any]) -> pa.Array:
+    return pa.array(seconds.astype(np.int32), pa.time32("s"))
+
+
+def daily(rng: np.random.Generator, n: int) -> dict[str, Any]:
+    """y has its highest value at midnight, its lowest at noon."""
+    seconds = rng.integers(0, 86_400, n)
+    return {"clock": clock_of(seconds), "y": np.cos(2 * np.pi * seconds / DAY) + 0.05 * rng.normal(size=n)}
+
+
+def test_what_is_a_cycle_and_why(tmp_path: Path, rng: np.random.Generator) -> None:
+    columns = daily(rng, 300) | {"heading": rng.uniform(0, 360, 300), "hour": rng.integers(0, 24, 300)}
+    moments = pa.array(np.arange(300), pa.timestamp("s"))
+    data = prepared(tmp_path, columns | {"at": moments, "on": moments}, cycle=(("heading", 360.0), ("hour", 24.0)))
+    found = {f.name: (f.kind, f.period, f.context, f.reason) for f in data.schema.features}
+    assert found["clock"] == ("continuous", DAY, True, "time of day, a cycle of 24 h: others are judged by it")
+    assert found["heading"] == ("continuous", 360.0, False, "asked for, a cycle of 360")
+    assert found["hour"][:3] == ("continuous", 24.0, False)
+    assert found["y"][:3] == ("continuous", None, False)
+    assert data.time == "at", "a time of day is no moment"
+    assert {e.name: e.reason for e in data.excluded} == {"at": "the record's time", "on": "times are no features"}
+    raw = data.schema.denormalise(np.zeros(300, int), data.values[:, 0].astype(float))
+    np.testing.assert_allclose(
+        raw, [3600 * t.hour + 60 * t.minute + t.second for t in columns["clock"].to_pylist()], atol=0.1
+    )
+
+
+def test_a_time_of_day_may_be_scored_or_be_a_plain_number(tmp_path: Path, rng: np.random.Generator) -> None:
+    columns = daily(rng, 60)
+    (asked, _) = prepared(tmp_path, columns, cycle=(("clock", DAY),)).schema.features
+    (plain, _) = prepared(tmp_path, columns, continuous=("clock",)).schema.features
+    assert [(f.period, f.context) for f in (asked, plain)] == [(DAY, False), (None, False)]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"cycle": (("nope", 24.0),)}, "--cycle nope: .* no such column"),
+        ({"cycle": (("word", 24.0),)}, "--cycle word=24: its values are no numbers"),
+        ({"cycle": (("y", 1e-9),)}, "spread over more than"),
+        ({"cycle": (("y", 1.0),), "discrete": ("y",)}, "--discrete and --cycle both name y"),
+        ({"discrete": ("clock",)}, "--discrete clock: times of day are no labels"),
+    ],
+)
+def test_what_cannot_be_a_cycle(tmp_path: Path, rng: np.random.Generator, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        prepared(tmp_path, daily(rng, 60) | {"word": ["a", "b"] * 30}, **options)
+
+
+@pytest.mark.parametrize(
+    "text", ["heading", "heading=", "=360", "heading=0", "heading=-1", "heading=nan", "h=inf", "h=a"]
+)
+def test_periods_are_positive_numbers(text: str) -> None:
+    with pytest.raises(ValueError, match="no column with a positive period"):
+        periods(f"hour=24,{text}")
+    assert periods("a=b=24, heading=3.6e2") == (("a=b", 24.0), ("heading", 360.0))
+
+
+def test_midnight_is_not_an_edge(tmp_path: Path, rng: np.random.Generator, cli: Run) -> None:
+    """A model of what depends on the time of day says the same shortly before and after midnight; and all of it holds
+    from the table of training to what replay, produce and inspect say."""
+    table = write(tmp_path / "t.parquet", daily(rng, 1500))
+    out = tmp_path / "model"
+    model = train([table], Everything(out=out, epochs=15, batch=64, exemplars=0, gaussians=2, **SMALL)).model.eval()
+
+    clock = np.array([86_340.0, 60.0, 43_200.0])
+    codes = np.tile([0, 1], (3, 1))
+    values = model.schema.normalise(codes, np.stack([clock, np.zeros(3)], 1))
+    with torch.no_grad():
+        mean = model.conditionals(torch.from_numpy(codes), torch.from_numpy(values).float()).mean()[:, 1].double()
+    y = model.schema.denormalise(np.ones(3, int), mean.numpy())
+    assert abs(y[0] - y[1]) < 0.05
+    assert y[0] == pytest.approx(1.0, abs=0.3)
+    assert y[2] == pytest.approx(-1.0, abs=0.3)
+
+    times = [dt.time(23, 59), dt.time(0, 1), dt.time(12, 0), dt.time(0, 0)]
+    new = write(tmp_path / "new.parquet", {"clock": pa.array(times, pa.time32("s")), "y": [1.0, 1.0, -1.0, -1.0]})
+    scores = tmp_path / "scores.parquet"
+    ended = cli("replay", new, "--model", out, "--order", "schema", "--output", scores)
+    assert ended.code == 0, ended.err
+    judged = [row for row in pq.read_table(scores).to_pylist() if row["feature"] == "y"]
+    assert [row["alert"] for row in judged] == [False, False, False, True]
+    assert judged[0]["log_likelihood"] == pytest.approx(judged[1]["log_likelihood"], abs=0.3)
+    sent = tmp_path / "sent.jsonl"
+    assert cli("produce", new, "--output", sent).code == 0
+    events = [json.loads(line) for line in sent.read_text().splitlines()]
+    assert [e["value"] for e in events if e["feature"] == "clock"] == [86_340.0, 60.0, 43_200.0, 0.0]
+    shown = cli("inspect", out)
+    assert "cycle of 86400" in " ".join(shown.out.split())
