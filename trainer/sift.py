@@ -39,11 +39,14 @@ def distances(data: Prepared, seed: int) -> NDArray[np.float64]:
     words = data.schema.discrete
     references = np.asarray(data.values[chosen], np.float64)
     spread = np.where(words, 1.0, np.maximum(np.nan_to_num(_deviation(references), nan=1.0), 1e-9))
-    result = np.zeros(n)
+    turns, result = data.schema.turns, np.zeros(n)
     step = max(1, CELLS // (len(chosen) * features))
     for start in range(0, n, step):
         values = np.asarray(data.values[start : start + step], np.float64)
-        difference = (values[:, None] - references) / spread
+        difference = np.abs(values[:, None] - references)
+        if data.schema.cyclic.any():
+            difference = np.minimum(difference % turns, turns - difference % turns)
+        difference = difference / spread
         squares = np.where(words, (difference != 0).astype(np.float64), difference**2)
         both = ~np.isnan(difference)
         total = np.where(both, squares, 0.0).sum(2) / np.maximum(both.sum(2), 1)

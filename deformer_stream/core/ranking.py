@@ -31,8 +31,9 @@ class Ranking(nn.Module):
     """M exemplars: records of training, each feature in its own standard deviations.
 
     positions: (M, F), see `place`. known: (M, F) bool, false where missing. deviations: (F,) standard deviation of the
-    feature in training, and for labels that are words the chance that two records differ. typical: (2, 2), median of
-    normal records and distance from there to their 90% quantile, of the distance and of the excess.
+    feature in training, and for labels that are words the chance that two records differ. turns: (F,) see
+    `Schema.turns`; None without cycles. typical: (2, 2), median of normal records and distance from there to their 90%
+    quantile, of the distance and of the excess.
     """
 
     def __init__(self, schema: Schema, exemplars: int) -> None:
@@ -41,12 +42,15 @@ class Ranking(nn.Module):
         self.axes = [_axis(feature) for feature in schema.features]
         words = [feature.kind == "discrete" and not _numeric(feature) for feature in schema.features]
         self.register_buffer("words", torch.tensor(words), persistent=False)
+        turns = torch.tensor(schema.turns) if schema.cyclic.any() else None
+        self.register_buffer("turns", turns, persistent=False)
         shape = (exemplars, len(schema))
         self.register_buffer("positions", torch.zeros(shape))
         self.register_buffer("known", torch.ones(shape, dtype=torch.bool))
         self.register_buffer("deviations", torch.ones(len(schema)))
         self.register_buffer("typical", torch.tensor([[0.0, 1.0], [0.0, 1.0]], dtype=torch.float64))
         self.words: Tensor
+        self.turns: Tensor | None
         self.positions: Tensor
         self.known: Tensor
         self.deviations: Tensor
@@ -87,9 +91,13 @@ class Ranking(nn.Module):
 
     def _apart(self, positions: Tensor, known: Tensor) -> Tensor:
         """(R, M) distances."""
-        if not self.words.any() and bool(known.all()) and bool(self.known.all()):
+        if not self.words.any() and self.turns is None and bool(known.all()) and bool(self.known.all()):
             return torch.cdist(positions, self.positions, p=1.0)
         apart = (positions[:, None] - self.positions).abs()
+        if self.turns is not None:
+            turns = self.turns.to(apart) / self.deviations
+            apart = apart % turns
+            apart = torch.minimum(apart, turns - apart)
         apart = torch.where(self.words, (apart > 0) / self.deviations, apart)
         both = known[:, None] & self.known
         return (apart * both).sum(-1) * positions.shape[1] / both.sum(-1).clamp(min=1)

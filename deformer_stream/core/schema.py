@@ -170,6 +170,11 @@ class Schema:
         return np.array([f.period is not None for f in self.features])
 
     @cached_property
+    def turns(self) -> NDArray[np.float64]:
+        """(F,) once around in scales; infinite where a feature is no cycle."""
+        return np.array([np.inf if f.period is None else f.period / f.scale for f in self.features])
+
+    @cached_property
     def linear(self) -> NDArray[np.bool_]:
         """(F,) whether a feature's values are numbers on a line: neither labels nor places on a cycle."""
         return ~(self.discrete | self.cyclic)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from deformer_stream.core.model import ModelConfig
+from deformer_stream.core.ranking import Ranking
 from deformer_stream.core.schema import DAY, Feature, Schema
 from deformer_stream.core.slots import repeated
 from deformer_stream.core.windows import Window
@@ -91,3 +92,14 @@ def test_only_models_with_cycles_are_told_of_them() -> None:
     assert {n: s for n, s in shapes[0].items() if "gaussians" not in n and "guid" not in n} == {
         n: s for n, s in shapes[1].items() if "gaussians" not in n and "guid" not in n
     }
+
+
+def test_exemplars_across_midnight_are_near() -> None:
+    ranking = Ranking(SCHEMA, 1)
+    raw = np.array([[60.0, 0, 0, 0], [DAY - 60, 0, 0, 0], [DAY / 2, 0, 0, 0], [60.0, 2, 0, 1]])
+    placed = ranking.place(SCHEMA.normalise(np.tile(np.arange(4), (4, 1)), raw))
+    ranking.deviations = torch.tensor([2.0, 1.0, 1.0, 0.5])
+    ranking.positions = placed[:1] / ranking.deviations
+    apart = ranking.distances(placed / ranking.deviations, torch.ones(4, 4, dtype=torch.bool))
+    expected = [0.0, 120 / 25_000 / 2, (DAY / 2 - 60) / 25_000 / 2, 4.0]
+    torch.testing.assert_close(apart.tolist(), expected, rtol=0, atol=1e-5)

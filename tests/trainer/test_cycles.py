@@ -19,6 +19,7 @@ from tests.commands import Run
 from tests.trainer.tables import prepared, write
 from trainer.job import train
 from trainer.options import Everything, periods
+from trainer.sift import distances
 
 SMALL: dict[str, Any] = {"d_model": 32, "layers": 1, "heads": 2, "feedforward": 64, "mixtures": 3, "hidden": (32,)}
 
@@ -112,3 +113,11 @@ def test_midnight_is_not_an_edge(tmp_path: Path, rng: np.random.Generator, cli: 
     assert [e["value"] for e in events if e["feature"] == "clock"] == [86_340.0, 60.0, 43_200.0, 0.0]
     shown = cli("inspect", out)
     assert "cycle of 86400" in " ".join(shown.out.split())
+
+
+def test_what_lies_on_both_sides_of_north_is_together(tmp_path: Path, rng: np.random.Generator) -> None:
+    heading = rng.normal(0, 20, 200) % 360
+    heading[7], heading[9] = 180.0, np.nan
+    far = distances(prepared(tmp_path, {"heading": heading}, cycle=(("heading", 360.0),)), 0)
+    assert far[9] == 0.0, "it has nothing to be compared by"
+    assert far[7] > 2 * np.delete(far, 7).max()
