@@ -255,7 +255,7 @@ def _cycle(stats: ColumnStatistics, context: bool, period: float) -> Feature | E
         raise ConfigError(f"{option}: its values are no numbers; convert the column or leave it to be inferred")
     if not stats.readings:
         return Excluded(stats.name, "no values in the training rows")
-    feature = _continuous(stats, context, f"asked for, a cycle of {period:g}")
+    feature = _continuous(stats, context, "asked for")
     if feature.scale > MOST_TURNS * period:
         raise ConfigError(f"{option}: its values spread over more than {MOST_TURNS:g} periods; check the unit")
     return replace(feature, period=period)

@@ -40,7 +40,7 @@ def test_what_is_a_cycle_and_why(tmp_path: Path, rng: np.random.Generator) -> No
     data = prepared(tmp_path, columns | {"at": moments, "on": moments}, cycle=(("heading", 360.0), ("hour", 24.0)))
     found = {f.name: (f.kind, f.period, f.context, f.reason) for f in data.schema.features}
     assert found["clock"] == ("continuous", DAY, True, "time of day, a cycle of 24 h: others are judged by it")
-    assert found["heading"] == ("continuous", 360.0, False, "asked for, a cycle of 360")
+    assert found["heading"] == ("continuous", 360.0, False, "asked for")
     assert found["hour"][:3] == ("continuous", 24.0, False)
     assert found["y"][:3] == ("continuous", None, False)
     assert data.time == "at", "a time of day is no moment"
