@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 
-from benchmarks.command import RESULTS, launch, machine, parser, publish
+from benchmarks.command import RESULTS, keep, launch, machine, parser, publish
 from benchmarks.density import ORDERS, encoded, halves, sources
 from benchmarks.tables import markdown_head, markdown_row, preset_for, seeds_of
 from deformer_stream.core.model import DEformer
@@ -133,7 +133,7 @@ def measured(
                     for variant in left:
                         lines.append(measure(table, variant, readings) | setting)
                         print(json.dumps(lines[-1]), flush=True)
-                        kept.write_text("".join(json.dumps(line) + "\n" for line in lines))
+                        keep(kept, lines)
     return lines
 
 

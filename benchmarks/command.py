@@ -66,4 +66,9 @@ def publish(name: str, text: str, lines: Iterable[Mapping[str, Any]] | None = No
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text(text)
     if lines is not None:
-        (RESULTS / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        keep(RESULTS / f"{name}.jsonl", lines)
+
+
+def keep(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Write lines of JSON in place of what the file had."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))

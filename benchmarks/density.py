@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from benchmarks.command import RESULTS, launch, machine, parser, publish, today
+from benchmarks.command import RESULTS, keep, launch, machine, parser, publish, today
 from benchmarks.tables import find_tables, need_peers, preset_for, seeds_of, split, tables_folder
 from trainer.data import CALIBRATION, Prepared, encode
 from trainer.evaluate import held_out
@@ -209,7 +209,7 @@ def run(arguments: argparse.Namespace) -> None:
             runs = [measure(*pair, seed, arguments.max_time) for pair, seed in zip(pairs, seeds, strict=True)]
             before[name] = {"table": name, "features": pairs[0][0].num_columns, "records": len(pairs[0][0]), **setting}
             before[name] |= {"date": today(), "runs": runs}
-            kept.write_text("".join(json.dumps(line) + "\n" for line in before.values()))
+            keep(kept, before.values())
         lines.append(before[name])
         print(json.dumps(lines[-1]), flush=True)
     days = ", ".join(sorted({line["date"] for line in lines}))

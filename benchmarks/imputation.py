@@ -36,7 +36,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from benchmarks.attribution import matrix
-from benchmarks.command import RESULTS, launch, machine, parser, publish, today
+from benchmarks.command import RESULTS, keep, launch, machine, parser, publish, today
 from benchmarks.density import earlier, halves
 from benchmarks.tables import NEIGHBOURS, find_tables, learn, markdown_head, markdown_row, need_peers, seeds_of
 from deformer_stream import Detector, load
@@ -210,7 +210,7 @@ def run(arguments: argparse.Namespace) -> None:
                 ]
                 before[name] = {"table": name, "features": features[name], "records": len(pairs[0][0]), **setting}
                 before[name] |= {"date": today(), "runs": runs}
-                kept.write_text("".join(json.dumps(line) + "\n" for line in before.values()))
+                keep(kept, before.values())
             lines.append(before[name])
             print(json.dumps(lines[-1]), flush=True)
     text = report(lines, setting)

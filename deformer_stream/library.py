@@ -236,14 +236,11 @@ class Detector:
         filled = fill(self.artifact.model, values, np.isnan(values), interval)
         out = {}
         for code in np.flatnonzero(~np.isnan(filled.value[0])).tolist():
-            feature, parts = (
-                self.schema.features[code],
-                (filled.value, filled.low, filled.high, filled.mean, filled.mode),
-            )
+            feature = self.schema.features[code]
+            parts = (filled.value, filled.low, filled.high, filled.mean, filled.mode)
             value, *rest = (float(part[0, code]) for part in parts)
-            out[feature.name] = (
-                Imputed(feature.labels[int(value)], None, None) if feature.labels else Imputed(value, *rest)
-            )
+            labels = feature.labels
+            out[feature.name] = Imputed(labels[int(value)], None, None) if labels else Imputed(value, *rest)
         return out
 
     def quantiles(self, record: Mapping[str, Value], qs: Sequence[float]) -> dict[str, tuple[float, ...]]:
