@@ -94,11 +94,8 @@ def impute(source: Path, output: Path, model: DEformer, how: Filling, advance: A
             new, ends = _answers(model, values, gaps, how, first)
             arrays: list[pa.Array] = []
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                where, feature, code = (
-                    f"{table.path}: column {name!r}",
-                    features.get(name),
-                    model.schema.codes.get(name),
-                )
+                where = f"{table.path}: column {name!r}"
+                feature, code = features.get(name), model.schema.codes.get(name)
                 if feature is None or feature.context or code is None:
                     arrays.append(column.take(pa.array(rows)))
                     continue
