@@ -46,6 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "Muon": {"optimizer": "muon"},
     "half the learning rate": {"learning_rate": 1.5e-3},
     "twice the learning rate": {"learning_rate": 6e-3},
+    "four times the learning rate": {"learning_rate": 1.2e-2},
     "no input noise": {"smoothing": 0.0},
     "input noise 0.005": {"smoothing": 0.005},
     "no input noise, Muon": {"smoothing": 0.0, "optimizer": "muon"},
