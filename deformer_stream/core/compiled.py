@@ -12,7 +12,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, cast
 
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from deformer_stream.core.gaussians import VALUE_REACH, Gaussians, Guide
 from deformer_stream.core.heads import Conditional, Surprisal
-from deformer_stream.core.model import Block, DEformer, rounded
+from deformer_stream.core.layers import Block, rounded
+from deformer_stream.core.model import DEformer
 from deformer_stream.core.pages import Pages, zeroed
 
 Ints = NDArray[np.int64]
@@ -61,7 +62,7 @@ class _Network(ctypes.Structure):
 
 class _Work(ctypes.Structure):
     _fields_ = _fields(
-        "columns page_bytes units", "x hidden first start place pages columns pool page_bytes unit units next"
+        "columns page_bytes units", "z u first asked start place pages columns pool page_bytes unit units next"
     )
 
 
@@ -69,7 +70,7 @@ class _Expectation(ctypes.Structure):
     _fields_ = _fields(
         "components features columns page_bytes units",
         "components features log_weights means covariances page_of place_in feature value log_weight mean scale "
-        "first start place pages columns pool page_bytes unit units next",
+        "first asked start place pages columns pool page_bytes unit units next",
     )
 
 
@@ -93,7 +94,8 @@ class Ragged:
     features, values: (M,), normalised units. first: (R + 1,) where each record's begin. start: (R,) readings that
     its pages hold. pages: (R, columns), rows of the cache's table. place: (M,) how many readings of its record each one
     sees, or None where it sees all before it; it goes into the place after those, over what is there. So a tree can be
-    a record, its nodes depth first.
+    a record, its nodes depth first. silent: (R,) so many of each record's readings, its first ones, only go into the
+    pages again; None where all are asked for.
     """
 
     features: Tensor
@@ -102,6 +104,19 @@ class Ragged:
     start: Ints
     pages: Ints
     place: Ints | None = None
+    silent: Ints | None = None
+
+    @property
+    def asked(self) -> Ints:
+        """(R + 1,) where each record's readings begin among those that are asked for."""
+        return self.first if self.silent is None else self.first - np.append(0, np.cumsum(self.silent))
+
+    def wanted(self) -> slice | Tensor:
+        """Which readings are asked for: Z of M."""
+        if self.silent is None:
+            return slice(None)
+        place = np.arange(self.first[-1]) - self.first[:-1].repeat(np.diff(self.first))
+        return torch.from_numpy(np.flatnonzero(place >= self.silent.repeat(np.diff(self.first))))
 
 
 def fits(model: DEformer) -> bool:
@@ -187,13 +202,16 @@ class Compiled:
         return CompiledCache(self.model, 4 // self.pair, memory)
 
     def conditionals(self, cache: CompiledCache, ragged: Ragged) -> Conditional:
-        """p(v | earlier) of the new readings, (M,). Their places in the pages must be reserved, and are filled."""
-        model, features = self.model, ragged.features.unsqueeze(1)
-        units = _units(ragged.first)
-        guide = self._guide(cache, ragged, units)
-        x = model.tokens(features, ragged.values.unsqueeze(1), None if guide is None else guide[:, None]).contiguous()
-        hidden = self._layers(cache, ragged, units, x)
-        conditional: Conditional = model.head(model.norm(hidden), ragged.features, guide)
+        """p(v | earlier) of the new readings that are asked for, (Z,). The places of all in the pages must be reserved,
+        and are filled."""
+        wanted, model = ragged.wanted(), self.model
+        if ragged.silent is not None and model.tokens_kept == 2:  # identity tokens are in the pages, too
+            return self.conditionals(cache, replace(ragged, silent=None))[wanted]
+        units, features = _units(ragged.first + ragged.asked), ragged.features[wanted]
+        guide = self._guide(cache, ragged, units, features)
+        z, u = model.asking(features, guide), model.telling(ragged.features, ragged.values)
+        hidden = self._layers(cache, ragged, units, z.contiguous(), u.contiguous())
+        conditional: Conditional = model.head(model.norm(hidden), features, guide)
         return conditional
 
     def whole(self, features: Tensor, values: Tensor, depth: Ints | None = None) -> Conditional:
@@ -208,13 +226,12 @@ class Compiled:
         ragged = Ragged(features.flatten(), values.flatten(), first, start, pages, place)
         return self.conditionals(cache, ragged).shaped(N, L)
 
-    def _layers(self, cache: CompiledCache, ragged: Ragged, units: Ints, x: Tensor) -> Tensor:
-        """(M, d) what comes out at identity tokens. x: (M, 2, d) tokens; overwritten."""
-        hidden = torch.empty(len(x), x.shape[-1])
-        given = x, hidden, ragged.first, ragged.start, ragged.place, ragged.pages
+    def _layers(self, cache: CompiledCache, ragged: Ragged, units: Ints, z: Tensor, u: Tensor) -> Tensor:
+        """(Z, d) what comes out at identity tokens, in the place of these. z: (Z, d), u: (M, d) tokens."""
+        given = z, u, ragged.first, ragged.asked, ragged.start, ragged.place, ragged.pages
         work = partial(_Work, *map(_pointer, given), *self._place(cache, ragged, units))
         self._run(self.library.run_layers, work, (given, cache, units), len(units) - 1, ctypes.byref(self.network))
-        return hidden
+        return z
 
     def surprisal(self, conditional: Conditional, values: Tensor) -> Surprisal | None:
         """`Conditional.surprisal` of readings."""
@@ -239,19 +256,20 @@ class Compiled:
         self._run(self.library.find_quantiles, work, (given, out), -(-readings // 32))
         return conditional.quantiles(qs, out)
 
-    def _guide(self, cache: CompiledCache, ragged: Ragged, units: Ints) -> Guide | None:
+    def _guide(self, cache: CompiledCache, ragged: Ragged, units: Ints, asked: Tensor) -> Guide | None:
+        """Of the readings of these features, (Z,)."""
         if self.mixture is None or self.model.gaussians is None:
             return None
         K = self.model.gaussians.components
         feature = self.model.gaussians.places[ragged.features]
         values = ragged.values.double().clamp(-VALUE_REACH, VALUE_REACH)
-        out = torch.empty(3, len(feature), padded(K))
-        places = ragged.first, ragged.start, ragged.place, ragged.pages
+        out = torch.empty(3, len(asked), padded(K))
+        places = ragged.first, ragged.asked, ragged.start, ragged.place, ragged.pages
         given = cache.page_of, cache.place_in, feature, values, *out, *places
         work = partial(_Expectation, *self.mixture, *map(_pointer, given), *self._place(cache, ragged, units))
         self._run(self.library.expect_readings, work, (given, cache, units), len(units) - 1)
         weights, means, scales = out[..., :K]
-        return Guide(torch.log_softmax(weights, -1), means, scales, feature >= 0)
+        return Guide(torch.log_softmax(weights, -1), means, scales, self.model.gaussians.places[asked] >= 0)
 
     def _place(self, cache: CompiledCache, ragged: Ragged, units: Ints) -> tuple[int | None, ...]:
         columns = ragged.pages.shape[1]
@@ -318,7 +336,7 @@ def _pointer(array: Any) -> int | None:
 
 
 def _units(first: Ints) -> Ints:
-    """(units + 1,) where units of whole records begin, each but the last of `UNIT_ROWS` tokens or one record more."""
-    readings = UNIT_ROWS // 2
-    number = first[:-1] // readings
+    """(units + 1,) where units of whole records begin, each but the last of `UNIT_ROWS` tokens or one record more.
+    first: (R + 1,) where each record's tokens begin."""
+    number = first[:-1] // UNIT_ROWS
     return np.append(np.flatnonzero(np.diff(number, prepend=-1)), len(first) - 1)

@@ -27,7 +27,6 @@ import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import cast
 
 import torch
@@ -37,6 +36,7 @@ from deformer_stream.core.attention import Memory, attend
 from deformer_stream.core.config import PRESETS, ModelConfig
 from deformer_stream.core.gaussians import VALUE_REACH, Gaussians, Guide
 from deformer_stream.core.heads import Conditional, Head
+from deformer_stream.core.layers import Block, Encoder
 from deformer_stream.core.ranking import Ranking
 from deformer_stream.core.schema import LINEAR, Schema
 
@@ -67,63 +67,6 @@ class Extension:
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     readings: Tensor | None = None
-
-
-class Encoder(nn.Module):
-    """g(·) of the paper: linear maps with a ReLU between them."""
-
-    def __init__(self, inputs: int, hidden: tuple[int, ...], outputs: int) -> None:
-        super().__init__()
-        widths = (inputs, *hidden, outputs)
-        self.maps = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, linear in enumerate(self.maps):
-            x = linear(nn.functional.relu(x) if i else x)
-        return x
-
-
-class Block(nn.Module):
-    """One Transformer layer, split where attention needs its keys from outside."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        d = config.d_model
-        self.pre = config.norm == "pre"
-        self.heads, self.dropout = config.heads, config.dropout
-        self.scale = 1.0 / math.sqrt(d // config.heads)
-        self.rounds = config.precision == "bfloat16"
-        self.activation = nn.functional.gelu if config.activation == "gelu" else nn.functional.relu
-        self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.up, self.down = nn.Linear(d, config.feedforward), nn.Linear(config.feedforward, d)
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: (N, T, d) → queries, divided by √d_head already, keys, values: (N, H, T, d_head)."""
-        qkv = self._map(self.qkv, self.norm1(x) if self.pre else x)
-        q, k, v = torch.unflatten(qkv, -1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
-        return self._factor(q * self.scale), self._factor(k), self._factor(v)
-
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The residual branches after attention. x, attended: (N, T, d) → (N, T, d)."""
-        x = x + nn.functional.dropout(self._map(self.out, attended), self.dropout, self.training)
-        x = x if self.pre else self.norm1(x)
-        hidden = self.activation(self._map(self.up, self.norm2(x) if self.pre else x))
-        y = self._map(self.down, nn.functional.dropout(hidden, self.dropout, self.training))
-        x = x + nn.functional.dropout(y, self.dropout, self.training)
-        return x if self.pre else self.norm2(x)
-
-    def _map(self, linear: nn.Linear, x: Tensor) -> Tensor:
-        return nn.functional.linear(self._factor(x), self._factor(linear.weight), linear.bias)
-
-    def _factor(self, t: Tensor) -> Tensor:
-        """What goes into a product. Training sees it whole."""
-        return rounded(t) if self.rounds and not self.training else t
-
-
-def rounded(t: Tensor) -> Tensor:
-    """To the nearest bfloat16, in its own dtype."""
-    return t.to(torch.bfloat16).to(t.dtype)
 
 
 class DEformer(nn.Module):
@@ -251,21 +194,36 @@ class DEformer(nn.Module):
         before: Tensor | None = None,
     ) -> list[Tensor]:
         """(N, L) readings → their tokens z and u, (N, L, d) each, or the single ones. before: see `conditionals`."""
+        if self.identity_encoder is not None:
+            return [self.asking(features, guide), self.telling(features, values)]
+        identity = self._identity()
+        last = self._last(identity, self._readings(identity, features, values), past, before)
+        return [self._told(self.value_encoder(torch.cat([identity[features], last], -1)), guide)]
+
+    def asking(self, features: Tensor, guide: Guide | None) -> Tensor:
+        """S features → tokens z, (*S, d): it is this one's turn. Of pairs."""
+        encoder = cast(Encoder, self.identity_encoder)
+        return self._told(encoder(self._identity())[features], guide)  # each is encoded once
+
+    def telling(self, features: Tensor, values: Tensor) -> Tensor:
+        """S readings → tokens u, (*S, d): this is what came. Of pairs."""
+        u: Tensor = self.value_encoder(self._readings(self._identity(), features, values))
+        return u * math.sqrt(self.config.d_model)
+
+    def _told(self, tokens: Tensor, guide: Guide | None) -> Tensor:
+        """With what the Gaussians expect, in the size in which tokens enter the layers."""
+        if guide is not None and self.guidance is not None:
+            tokens = tokens + self.guidance(guide.told().to(self.dtype))
+        return tokens * math.sqrt(self.config.d_model)
+
+    def _identity(self) -> Tensor:
+        """(F, ·) what is known of each feature."""
         parts = []
         if self.embedding is not None:
             parts.append(self.embedding.weight if self.sources is None else self.embedding.weight[self.sources])
         if self.coordinates is not None:
             parts.append(self.coordinates.to(self.dtype))
-        identity = torch.cat(parts, -1)
-        readings = self._readings(identity, features, values)
-        if self.identity_encoder is None:
-            last = self._last(identity, readings, past, before)
-            kinds = [self.value_encoder(torch.cat([identity[features], last], -1))]
-        else:  # identities are encoded once per feature
-            kinds = [self.identity_encoder(identity)[features], self.value_encoder(readings)]
-        if guide is not None and self.guidance is not None:
-            kinds[0] = kinds[0] + self.guidance(guide.told().to(self.dtype))
-        return [t * math.sqrt(self.config.d_model) for t in kinds]
+        return torch.cat(parts, -1)
 
     def _readings(self, identity: Tensor, features: Tensor, values: Tensor) -> Tensor:
         """S readings → (*S, ·): identity, number (or 0), sine and cosine of a place on a cycle (or 0) where there are

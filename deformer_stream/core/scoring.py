@@ -143,13 +143,12 @@ class Generation:
         features = tensor(codes[:, 0], self.model)
         values = tensor(self.schema.normalise(codes, raw)[:, 0], self.model)
         first = np.concatenate([[0], np.cumsum(length)])
+        silent = before - start
+        ragged_ = Ragged(features, values, first, start, cache.table[slots], silent=silent if silent.any() else None)
         with torch.inference_mode():
-            conditional = compiled.conditionals(cache, Ragged(features, values, first, start, cache.table[slots]))
+            conditional = compiled.conditionals(cache, ragged_)
             cache.length[slots] += length
-            new = place >= (before - start)[row]
-            if not new.all():
-                kept = torch.from_numpy(new)
-                conditional, values = conditional[kept], values[kept]
+            values = values[ragged_.wanted()]
             judged = conditional.judge(values, compiled.surprisal(conditional, values))
         for target, found in zip(out, (judged.log_prob, judged.log_p_value, judged.excess), strict=True):
             target[: len(values)] = found.numpy()

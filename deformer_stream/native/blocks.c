@@ -1,5 +1,8 @@
 /* The Transformer's layers over a ragged list of readings, keys and values in the pages of their records.
  *
+ * A reading that is asked for has two tokens, z and u; one that only goes into the pages again has u alone, which in the
+ * last layer needs neither attention nor what follows it.
+ *
  * A unit of work is some whole records: each layer takes all their tokens, so units need nothing of each other, and a
  * thread takes the next one when it is done. Sums run in an order that does not depend on what else is in the unit, so
  * a reading's numbers are the same bits however its record is cut and whatever stands beside it. */
@@ -21,9 +24,10 @@ typedef struct {
 } Network;
 
 typedef struct {
-    float *x;                /* (2M, d) tokens z, u of M readings; overwritten */
-    float *hidden;           /* (M, d) what comes out at z */
+    float *z;                /* (Z, d) tokens of the readings that are asked for; what comes out takes their place */
+    const float *u;          /* (M, d) tokens of all readings */
     const int64_t *first;    /* (R + 1) where a record's readings begin */
+    const int64_t *asked;    /* (R + 1) where those begin that are asked for: a record's last ones */
     const int64_t *start;    /* (R) readings that were there before */
     const int64_t *place;    /* (M) or NULL: how many readings a reading sees, after which its own goes into the pages */
     const int64_t *pages;    /* (R, columns) */
@@ -59,7 +63,7 @@ static void copied(const float *x, size_t n, num *out) {
 
 typedef struct {
     num *a, *hidden, *query; /* (rows, d), (CHUNK, feedforward), (2, d) */
-    float *qkv, *weights;    /* (rows, 3 d), (2, heads, most tokens + PAGE) */
+    float *x, *qkv, *weights; /* (rows, d) a unit's tokens z, then its u; (rows, 3 d), (2, heads, most tokens + PAGE) */
     size_t most;
     Errand errand;
 } Scratch;
@@ -98,16 +102,16 @@ INLINE void gather(int queries, int blocks, const num *const *page, const size_t
         for (int v = 0; v < blocks; v++) out[q][v] = c[q][v];
 }
 
-/* One reading's queries (z, or z and u) over the first seen[q] tokens of its pages; with `own` the identity token z
- * sees itself besides. qkv: (2, 3 d) rows of z and u; out: (queries, d). */
-INLINE void attend(int queries, const Network *net, const float *qkv, const num *const *page, const size_t *seen,
-                   int own, Scratch *s, num *out) {
+/* One reading's queries (z, u, or both) over the first seen[q] tokens of its pages; with `own` the first of them, the
+ * identity token z, sees itself besides. qkv: (queries) rows of 3 d; out: (queries) rows of d. */
+INLINE void attend(int queries, const Network *net, const float *const *qkv, const num *const *page, const size_t *seen,
+                   int own, Scratch *s, num *const *out) {
     size_t d = net->d, heads = net->heads, d_head = d / heads;
     size_t most = seen[queries - 1], pages = (most + PAGE - 1) / PAGE, stride = s->most;
     float scale = 1.0f / sqrtf((float)d_head), self[MOST_HEADS] = {0}, norm[2][MOST_HEADS] = {{0}};
     v16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int q = 0; q < queries; q++)
-        for (size_t i = 0; i < d; i += LANES) put(s->query + q * d + i, load(qkv + q * 3 * d + i) * scale);
+        for (size_t i = 0; i < d; i += LANES) put(s->query + q * d + i, load(qkv[q] + i) * scale);
     for (size_t h = 0; h < heads; h++) {
         v16 top[2] = {all(-INFINITY), all(-INFINITY)};
         for (size_t p = 0; p < pages; p++) {
@@ -132,7 +136,7 @@ INLINE void attend(int queries, const Network *net, const float *qkv, const num 
                 num key[LANES];
                 v16 product = all(0);
                 for (size_t i = 0; i < d_head; i += LANES) {
-                    put(key, load(qkv + d + h * d_head + i));
+                    put(key, load(qkv[0] + d + h * d_head + i));
                     product += get(s->query + h * d_head + i) * get(key);
                 }
                 self[h] = sum(product);
@@ -165,20 +169,20 @@ INLINE void attend(int queries, const Network *net, const float *qkv, const num 
             for (int q = 0; q < queries; q++) {
                 if (own && q == 0) {
                     num value[LANES];
-                    put(value, load(qkv + 2 * d + i));
+                    put(value, load(qkv[0] + 2 * d + i));
                     c[q][v] += self[h] * get(value);
                 }
-                put(out + q * d + i, c[q][v] * norm[q][h]);
+                put(out[q] + i, c[q][v] * norm[q][h]);
             }
         }
     }
 }
-static void attend_both(const Network *net, const float *qkv, const num *const *page, const size_t *seen, int own,
-                        Scratch *s, num *out) {
+static void attend_both(const Network *net, const float *const *qkv, const num *const *page, const size_t *seen, int own,
+                        Scratch *s, num *const *out) {
     attend(2, net, qkv, page, seen, own, s, out);
 }
-static void attend_identity(const Network *net, const float *qkv, const num *const *page, const size_t *seen, int own,
-                            Scratch *s, num *out) {
+static void attend_one(const Network *net, const float *const *qkv, const num *const *page, const size_t *seen, int own,
+                       Scratch *s, num *const *out) {
     attend(1, net, qkv, page, seen, own, s, out);
 }
 
@@ -211,20 +215,28 @@ static size_t held(const Work *work, int64_t record) {
     return most;
 }
 
-static void attend_record(const Network *net, const Work *work, int64_t record, size_t l, const float *qkv, Scratch *s,
-                          num *out, const num **page) {
+/* z, u: rows of queries, keys and values of what is asked for and of all; the results go to `attended`, in that order. */
+static void attend_record(const Network *net, const Work *work, int64_t record, size_t l, const float *z,
+                          const float *u, Scratch *s, num *attended_z, num *attended_u, const num **page) {
     size_t d = net->d, begin = work->first[record], count = work->first[record + 1] - begin;
+    size_t silent = count - (work->asked[record + 1] - work->asked[record]);
     int last = l + 1 == (size_t)net->layers, both = net->kept == 2;
     for (size_t p = 0; p < (held(work, record) * net->kept + PAGE - 1) / PAGE; p++)
         page[p] = (num *)(work->pool + work->pages[record * work->columns + p] * work->page_bytes) + l * 2 * PAGE * d;
-    for (size_t r = 0; r < count; r++) {
-        const float *z = qkv + 2 * r * 3 * d;
+    for (size_t r = 0; r < count; r++, u += 3 * d, attended_u += d) {
         size_t before = work->place ? work->place[begin + r] : work->start[record] + r;
         size_t seen[2] = {both ? 2 * before + 1 : before, both ? 2 * before + 2 : before + 1};
+        const float *rows[2] = {z, u};
+        num *out[2] = {attended_z, attended_u};
         for (size_t t = seen[1] - net->kept; t < seen[1]; t++)
-            keep(z + (t + 1 < seen[1] ? 0 : 3 * d), d, (num *)page[t / PAGE], t % PAGE);
-        if (last) attend_identity(net, z, page, seen, !both, s, out + r * d);
-        else attend_both(net, z, page, seen, !both, s, out + 2 * r * d);
+            keep(t + 1 < seen[1] ? z : u, d, (num *)page[t / PAGE], t % PAGE);
+        if (r < silent) {
+            if (!last) attend_one(net, rows + 1, page, seen + 1, 0, s, out + 1);
+            continue;
+        }
+        if (last) attend_one(net, rows, page, seen, !both, s, out);
+        else attend_both(net, rows, page, seen, !both, s, out);
+        z += 3 * d, attended_z += d;
     }
 }
 
@@ -243,9 +255,11 @@ static void list_blocks(const Network *net, const Work *work, int64_t from, int6
 }
 
 static void run_unit(const Network *net, const Work *work, int64_t unit, Scratch *s, const num **page) {
-    int64_t from = work->unit[unit], to = work->unit[unit + 1], begin = work->first[from];
-    size_t d = net->d, count = work->first[to] - begin, rows = 2 * count;
-    float *x = work->x + 2 * begin * d;
+    int64_t from = work->unit[unit], to = work->unit[unit + 1], begin = work->first[from], ask = work->asked[from];
+    size_t d = net->d, asked = work->asked[to] - ask, rows = asked + work->first[to] - begin;
+    float *z = work->z + ask * d, *x = s->x;
+    memcpy(x, z, asked * d * sizeof *x);
+    memcpy(x + asked * d, work->u + begin * d, (rows - asked) * d * sizeof *x);
     size_t tiles = (rows + ROWS - 1) / ROWS, wide = net->feedforward;
     list_blocks(net, work, from, to, &s->errand);
     send(net, 0, tiles * 3 * d / COLUMNS, &s->errand);
@@ -256,22 +270,19 @@ static void run_unit(const Network *net, const Work *work, int64_t unit, Scratch
             if (net->pre) normalise(x + r * d, d, layer->norm1, layer->norm1_bias, NULL, s->a + r * d);
             else copied(x + r * d, d, s->a + r * d);
         /* From the last layer on only identity tokens are asked for anything: values have no query there. */
-        size_t apart = last ? 2 : 1;
-        project(s->a, (Rows){rows / apart, apart * d, apart * 3 * d}, d, layer->qkv, layer->qkv_bias, d, s->qkv,
-                &s->errand);
+        size_t queries = last ? asked : rows;
+        project(s->a, (Rows){queries, d, 3 * d}, d, layer->qkv, layer->qkv_bias, d, s->qkv, &s->errand);
         project(s->a, (Rows){rows, d, 3 * d}, d, layer->qkv + d * d, layer->qkv_bias + d, 2 * d, s->qkv + d,
                 &s->errand);
         for (int64_t i = from; i < to; i++) {
-            size_t place = work->first[i] - begin;
-            attend_record(net, work, i, l, s->qkv + 2 * place * 3 * d, s, s->a + (last ? 1 : 2) * place * d, page);
-        }
-        if (last) {
-            for (size_t r = 0; r < count; r++) memcpy(work->hidden + (begin + r) * d, x + 2 * r * d, 4 * d);
-            x = work->hidden + begin * d;
+            size_t row_z = work->asked[i] - ask, row_u = asked + work->first[i] - begin;
+            attend_record(net, work, i, l, s->qkv + row_z * 3 * d, s->qkv + row_u * 3 * d, s, s->a + row_z * d,
+                          s->a + row_u * d, page);
         }
         send(net, l + 1, tiles * (2 * d + wide) / COLUMNS, &s->errand);
-        finish(net, layer, x, s->a, last ? count : rows, s);
+        finish(net, layer, x, s->a, queries, s);
     }
+    memcpy(z, x, asked * d * sizeof *x);
 }
 
 INLINE size_t whole(size_t n) { return (n + ROWS - 1) / ROWS * ROWS; }
@@ -285,10 +296,11 @@ static void *aligned(size_t bytes) {
 int64_t run_layers(const Network *net, const Work *work) {
     size_t rows = 0, tokens = 0, blocks = 0, d = net->d;
     for (int64_t u = 0; u < work->units; u++) {
-        size_t n = 2 * (work->first[work->unit[u + 1]] - work->first[work->unit[u]]);
+        int64_t from = work->unit[u], to = work->unit[u + 1];
+        size_t n = work->first[to] - work->first[from] + work->asked[to] - work->asked[from];
         rows = n > rows ? n : rows;
         size_t old = 0;
-        for (int64_t i = work->unit[u]; i < work->unit[u + 1]; i++)
+        for (int64_t i = from; i < to; i++)
             old += (work->start[i] * net->kept + PAGE - 1) / PAGE;
         blocks = old > blocks ? old : blocks;
     }
@@ -296,8 +308,9 @@ int64_t run_layers(const Network *net, const Work *work) {
         size_t n = held(work, i) * net->kept;
         tokens = n > tokens ? n : tokens;
     }
-    rows = 2 * whole(rows / 2);
+    rows = whole(rows);
     Scratch s = {.most = (tokens + PAGE) / PAGE * PAGE};
+    s.x = aligned(rows * d * sizeof(float));
     s.a = aligned(rows * d * sizeof(num));
     s.hidden = aligned(whole(CHUNK) * net->feedforward * sizeof(num));
     s.query = aligned(2 * d * sizeof(num));
@@ -305,11 +318,11 @@ int64_t run_layers(const Network *net, const Work *work) {
     s.weights = aligned(2 * net->heads * s.most * sizeof(float));
     const num **page = aligned((s.most / PAGE + 1) * sizeof *page);
     s.errand.block = aligned((blocks + 1) * sizeof *s.errand.block);
-    int fine = s.errand.block && s.a && s.hidden && s.query && s.qkv && s.weights && page;
+    int fine = s.errand.block && s.x && s.a && s.hidden && s.query && s.qkv && s.weights && page;
     if (fine)
         for (int64_t u; (u = __atomic_fetch_add(work->next, 1, __ATOMIC_RELAXED)) < work->units;)
             run_unit(net, work, u, &s, page);
-    free(s.a), free(s.hidden), free(s.query), free(s.qkv), free(s.weights), free(page);
+    free(s.x), free(s.a), free(s.hidden), free(s.query), free(s.qkv), free(s.weights), free(page);
     free(s.errand.block);
     return fine ? 0 : -1;
 }

@@ -22,8 +22,8 @@ typedef struct {
     const int64_t *page_of, *place_in; /* (readings) where in a record's pages the row of its k-th reading is */
     const int64_t *feature;  /* (M) place among the features of the covariances, -1 for what they know nothing of */
     const double *value;     /* (M) */
-    float *log_weight, *mean, *scale; /* (M, components); the weights not yet normalised */
-    const int64_t *first, *start; /* (R + 1), (R) */
+    float *log_weight, *mean, *scale; /* (Z, components) of what is asked for; the weights not yet normalised */
+    const int64_t *first, *asked, *start; /* (R + 1), (R + 1), (R), as in blocks.c */
     const int64_t *place;    /* (M) or NULL, as in blocks.c */
     const int64_t *pages;    /* (R, columns) */
     int64_t columns;
@@ -64,11 +64,12 @@ static void whiten(const Expectation *e, const int64_t *pages, int64_t k, const 
     }
 }
 
-static void expect(const Expectation *e, const int64_t *pages, int64_t k, int64_t m, double *w) {
+/* out: of what is expected, negative where nobody asks. */
+static void expect(const Expectation *e, const int64_t *pages, int64_t k, int64_t m, int64_t out, double *w) {
     int64_t C = e->components, feature = e->feature[m];
     float *row = row_of(e, pages, k), *end = row + k * C;
     double before[C], after[C], top = -INFINITY;
-    float *weight = e->log_weight + m * C, *mean = e->mean + m * C, *scale = e->scale + m * C;
+    float *weight = e->log_weight + out * C, *mean = e->mean + out * C, *scale = e->scale + out * C;
     const double *covariance = e->covariances + (feature < 0 ? 0 : feature) * e->features * C;
     if (feature < 0) memset(w, 0, k * C * sizeof *w), memset(row, 0, k * C * sizeof *row);
     else whiten(e, pages, k, covariance, row, w);
@@ -91,14 +92,16 @@ static void expect(const Expectation *e, const int64_t *pages, int64_t k, int64_
         }
         for (int64_t c = b; c < b + 8; c++) {
             double wide = sqrt(fmax(variance[c - b], 1e-18)), z = 0;
-            weight[c] = (float)(e->log_weights[c] + before[c] - top);
             after[c] = before[c];
             if (feature >= 0) {
                 z = (e->value[m] - centre[c - b]) / wide;
                 after[c] -= 0.5 * z * z + log(wide);
             } else wide = 1;
-            mean[c] = feature < 0 ? 0 : (float)centre[c - b];
-            scale[c] = (float)wide;
+            if (out >= 0) {
+                weight[c] = (float)(e->log_weights[c] + before[c] - top);
+                mean[c] = feature < 0 ? 0 : (float)centre[c - b];
+                scale[c] = (float)wide;
+            }
             end[INVERSE * C + c] = (float)(1 / wide);
             end[WHITENED * C + c] = (float)z;
             end[FEATURE * C + c] = (float)feature;
@@ -127,8 +130,11 @@ int64_t expect_readings(const Expectation *e) {
     for (int64_t u; (u = __atomic_fetch_add(e->next, 1, __ATOMIC_RELAXED)) < e->units;)
         for (int64_t r = e->unit[u]; r < e->unit[u + 1]; r++) {
             if (r + 1 < e->unit[u + 1]) fetch(e, r + 1);
-            for (int64_t m = e->first[r]; m < e->first[r + 1]; m++)
-                expect(e, e->pages + r * e->columns, e->place ? e->place[m] : e->start[r] + m - e->first[r], m, w);
+            for (int64_t m = e->first[r]; m < e->first[r + 1]; m++) {
+                int64_t out = e->asked[r + 1] - (e->first[r + 1] - m);
+                expect(e, e->pages + r * e->columns, e->place ? e->place[m] : e->start[r] + m - e->first[r], m,
+                       out < e->asked[r] ? -1 : out, w);
+            }
         }
     free(w);
     return 0;

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from deformer_stream import native
 from deformer_stream.core.batch import Contribution
-from deformer_stream.core.compiled import Compiled, fits
+from deformer_stream.core.compiled import Compiled, CompiledCache, fits
 from deformer_stream.core.conformal import Calibration
 from deformer_stream.core.engine import Engine, Limits
 from deformer_stream.core.explain import explain
@@ -23,7 +23,7 @@ from deformer_stream.core.heads import Conditional
 from deformer_stream.core.model import PRESETS, DEformer, ModelConfig
 from deformer_stream.core.orders import conditionals, each_last
 from deformer_stream.core.schema import Feature, Schema
-from tests.core.test_engine import RUN, Collected, stream
+from tests.core.test_engine import RUN, Collected, batch_of, stream
 from tests.core.worlds import model_of, normalised, records_of, schemas
 
 Ints = NDArray[np.int64]
@@ -101,6 +101,35 @@ def test_scores_do_not_depend_on_cuts_nor_on_eviction(
     for most, cache in ((40, RUN), (1, RUN), (40, 1_000_000), (300, 0)):
         again = numbers(scored(model, codes, raw, 2, most, cache), 60)
         np.testing.assert_allclose(again, whole, atol=TOLERANCE[precision])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("gaussians", [0, 5])
+@pytest.mark.parametrize("memory", ["all", "values"])
+def test_what_is_rebuilt_is_what_steps_have_left(
+    precision: Precision, gaussians: int, memory: Literal["all", "values"]
+) -> None:
+    """Bit by bit, whatever a rebuild leaves out; and so is what is said of the reading that comes next."""
+    config = replace(CONFIG, precision=precision, gaussians=gaussians, memory=memory, layers=3)
+    schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(21)))
+    model, records = compiled(model_of(schema, config, dtype=torch.float32)), 30
+    codes, raw = records_of(schema, records, 1)
+    found = []
+    for evicted in (False, True):
+        limits = Limits(cache_bytes=20_000_000)
+        engine = Engine(model, Calibration.of(np.arange(100.0), "random"), "fp", 0.05, limits)
+        assert isinstance(engine.cache, CompiledCache)
+        for k in range(20):
+            if evicted and k == 19:
+                engine.cache.drop(np.arange(records))
+                engine.cache.pool[:] = 0
+            step = batch_of([(str(r), int(codes[r, k]), float(raw[r, k])) for r in range(records)])
+            said = engine.handle(step, 0).scored
+        assert engine.take_rebuilds() == records * evicted
+        pages = engine.cache.pool.reshape(engine.cache.pages, -1)[engine.cache.table[:records].ravel()]
+        found.append((said.log_likelihood, said.score, pages))
+    for kept, rebuilt in zip(*found, strict=True):
+        np.testing.assert_array_equal(rebuilt, kept)
 
 
 def test_rounding_moves_scores_by_little_and_does_something() -> None:
