@@ -37,11 +37,12 @@ def schema_of(features: int) -> Schema:
     return Schema(tuple(Feature(f"f{i}", "continuous") for i in range(features)))
 
 
-def model_of(preset: str, features: int, gaussians: int) -> DEformer:
+def model_of(preset: str, features: int, gaussians: int, precision: str = "float32") -> DEformer:
     """Random weights, for what they are changes nothing about their speed; with compiled code where it fits. gaussians:
     of the guide, 0 is none."""
     torch.manual_seed(0)
-    model = DEformer(schema_of(features), with_(PRESETS[preset], gaussians=gaussians)).eval()
+    config = with_(PRESETS[preset], gaussians=gaussians, precision=precision)  # type: ignore[arg-type]
+    model = DEformer(schema_of(features), config).eval()
     if fits(model):
         model.library = native.library(model.config.precision == "bfloat16")
     return model

@@ -76,6 +76,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--features", type=int, default=8)
     parser.add_argument("--gaussians", type=int, default=0, help="components of the model's guide")
+    parser.add_argument("--precision", default="bfloat16", choices=["float32", "bfloat16"], help="replay, memory")
     parser.add_argument("--events", type=int, default=1_000_000, help="throughput: in the topic; replay: in the table")
     parser.add_argument("--payloads", default="json,many,arrow", help="throughput: which, comma-separated")
     parser.add_argument("--rate", type=int, default=20_000, help="sustained, latency: events a second")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from kafka.record.default_records import DefaultRecordBatch
 
 from benchmarks.feed import BATCH, Events, calm_calibration, model_of, records_of
+from benchmarks.speed import ceiling_of
 from connectors.files import ScoresParquet
 from connectors.kafka.incoming import messages_of
 from connectors.kafka.runs import runs_of
@@ -90,10 +92,12 @@ class _Partition:
     partition = 0
 
 
-def resident() -> int:
-    """Bytes of this process in memory now."""
-    with Path("/proc/self/statm").open() as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
+def resident(process: int | str = "self") -> int:
+    """Bytes of a process in memory now; 0 where it has ended."""
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 def memory(options: argparse.Namespace, folder: Path) -> Rows:
@@ -152,43 +156,43 @@ def _rate(engine: Engine, places: range, records: int, among: int) -> int:
 
 
 def replay(options: argparse.Namespace, folder: Path) -> Rows:
-    """The command as a process, over whole records in a wide table; and the engine alone over as many."""
-    model = model_of(options.preset, options.features, options.gaussians)
+    """The command as a process, over whole records in a wide table, and the engine alone, against the ceiling. Seconds
+    count from the start of the process."""
+    model = model_of(options.preset, options.features, options.gaussians, options.precision)
     artifact.write(folder / "replayed", model, calm_calibration(), {}, "")
-    for events in (options.events // 10, options.events):
-        path = folder / f"{events}.parquet"
-        _table(path, events // options.features, options.features)
-        words = ("replay", path, "--model", folder / "replayed", "--output", folder / "scores.parquet")
+    table, scores = folder / "replay.parquet", folder / "scores.parquet"
+    for events in (min(1_000_000, options.events // 5), options.events):
+        _table(table, events // options.features, options.features)
+        ceiling, alone = ceiling_of(model), _alone(model, options.features)
         began = time.monotonic()
         process = subprocess.Popen(
-            command("deformer-stream", *words),
-            env=environment({"OMP_NUM_THREADS": str(os.cpu_count())}),
+            command("deformer-stream", "replay", table, "--model", folder / "replayed", "--output", scores),
+            env=environment({"OMP_NUM_THREADS": str(torch.get_num_threads())}),
             stderr=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
-        peak = 0
+        held = []
         while process.poll() is None:
-            peak = max(peak, _peak_of(process.pid))
+            held.append(resident(process.pid))
             time.sleep(0.05)
         took = time.monotonic() - began
         assert process.returncode == 0, process.returncode
+        scores.unlink()
         yield {
             "preset": options.preset,
             "features": options.features,
+            "precision": model.config.precision,
+            "guide": options.gaussians,
+            "threads": torch.get_num_threads(),
             "events": events,
             "seconds": round(took, 1),
+            "ceiling_/s": round(ceiling),
+            "engine_alone_/s": round(alone),
+            "engine_share": round(alone / ceiling, 3),
             "events_/s": round(events / took),
-            "model_alone_/s": _alone(model, options.features),
-            "peak_MiB": round(peak / 2**20),
+            "share_of_ceiling": round(events / took / ceiling, 3),
+            "resident_MiB_by_tenths": [round(max(part) / 2**20) for part in np.array_split(held[:-1], 10)],
         }
-
-
-def _peak_of(process: int) -> int:
-    try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 
 def _table(path: Path, records: int, features: int) -> None:
@@ -200,17 +204,19 @@ def _table(path: Path, records: int, features: int) -> None:
             writer.write_table(pa.table({name: rng.normal(size=n).round(5) for name in columns}))
 
 
-def _alone(model: DEformer, features: int) -> int:
+def _alone(model: DEformer, features: int) -> float:
     """Events a second of `Engine.handle` over whole records."""
     rates = []
     engine = Engine(model, calm_calibration(), "benchmark", 0.01)
-    for turn in range(6):
-        rows = np.repeat(np.arange(POLL // features) + turn * POLL, features)
-        events = _events(rows, np.tile(np.arange(features), POLL // features))
+    for turn in range(8):
+        records = POLL // features
+        rows = np.repeat(np.arange(records) + turn * POLL, features)
+        events = _events(rows, np.tile(np.arange(features), records))
+        events = replace(events, rows=features * np.arange(records + 1))
         began = time.perf_counter()
         engine.handle(events, 0)
         rates.append(len(rows) / (time.perf_counter() - began))
-    return round(median(rates[1:]))
+    return median(rates[1:])
 
 
 if __name__ == "__main__":

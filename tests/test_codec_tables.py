@@ -186,6 +186,8 @@ def test_a_wide_row_is_a_whole_record_whose_gaps_come_first() -> None:
     ]
     assert batch.unseen == {7: "odd"}
     assert batch.messages.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert batch.rows is not None
+    assert batch.rows.tolist() == [0, 3, 6, 9]
     assert batch.times.tolist() == [1_000_000] * 3 + [NO_TIME] * 3 + [3_000_000] * 3
     assert rejected == []
 
@@ -237,6 +239,8 @@ def test_wide_refusals() -> None:
         (3, Reason.TOO_LARGE),
     ]
     assert "'Pressure'" in rejected[1].detail
+    assert batch.names() is not None
+    assert [list(part) for part in batch.names() or ()] == [["a", "c"], [0, 0, 0, 1, 1]]
     assert sorted(readings(batch)) == [
         ("a", "Current", 1), ("a", "Pressure", 1), ("a", "state", 3), ("c", "Current", 3), ("c", "state", 3),
     ]  # fmt: skip

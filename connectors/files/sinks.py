@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,8 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from connectors.files.beside import Behind
 from deformer_stream.codec import encode_alert, encode_drift, encode_rejected
-from deformer_stream.core.batch import NO_TIME, AlertRaised, Closed, Effects
+from deformer_stream.core.batch import NO_TIME, AlertRaised, Closed, Effects, EventBatch
 from deformer_stream.core.schema import Schema
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.ports import Payload
@@ -83,7 +84,8 @@ EXPLANATIONS = pa.schema(
 
 
 class _ParquetSink:
-    """Gathers record batches into row groups of a file that takes its name only when it is complete."""
+    """Gathers record batches into row groups of a file that takes its name only when it is complete. A row group is
+    written while the next one is gathered."""
 
     def __init__(self, path: str | Path, columns: pa.Schema) -> None:
         self._path = Path(path)
@@ -92,6 +94,7 @@ class _ParquetSink:
         self._pending: list[pa.RecordBatch] = []
         self._rows = 0
         self._open = True
+        self._behind = Behind()
         with _opening(self._path):
             self._writer = pq.ParquetWriter(self._part, columns, compression="zstd")
 
@@ -103,9 +106,13 @@ class _ParquetSink:
             self._write()
 
     def _write(self) -> None:
-        with _writing(self._path):
-            self._writer.write_table(pa.Table.from_batches(self._pending, self._columns))
+        group = pa.Table.from_batches(self._pending, self._columns)
         self._pending, self._rows = [], 0
+        self._behind.do(lambda: self._put(group))
+
+    def _put(self, group: pa.Table) -> None:
+        with _writing(self._path):
+            self._writer.write_table(group)
 
     def flush(self) -> None:
         """Nothing: half a Parquet file cannot be read; it is safe when `close` has returned."""
@@ -116,6 +123,8 @@ class _ParquetSink:
             return
         if self._pending:
             self._write()
+        self._behind.wait()
+        self._behind.end()
         with _writing(self._path):
             self._writer.close()
             with self._part.open("rb") as file:
@@ -128,7 +137,9 @@ class _ParquetSink:
         if self._open:
             self._open = False
             self._pending = []
-            self._writer.close()
+            self._behind.end()
+            with suppress(OSError):  # a full disk has no room for the end of the file either
+                self._writer.close()
             self._part.unlink(missing_ok=True)
 
 
@@ -155,11 +166,11 @@ class ScoresParquet(_ParquetSink):
         codes, values, times = batch.features[events], batch.values[events], batch.times[events]
         discrete = self._discrete[codes]
         columns = [
-            pa.array([batch.records[event] for event in events.tolist()], pa.string()),
+            _records_of(batch, events),
             pa.array(scored.seq, pa.int32()),
             self._names.take(pa.array(codes)),
             _nullable(values, discrete | np.isnan(values)),
-            self._label_column(codes, values, discrete, [batch.unseen.get(event) for event in events.tolist()]),
+            self._label_column(codes, values, discrete, _unseen_of(batch, events)),
             pa.array(times, pa.timestamp("us", "UTC"), mask=times == NO_TIME),
             _nullable(scored.log_likelihood, np.isnan(scored.log_likelihood)),
             pa.array(scored.running),
@@ -174,16 +185,34 @@ class ScoresParquet(_ParquetSink):
         codes: NDArray[np.int32],
         values: NDArray[np.float64],
         discrete: NDArray[np.bool_],
-        unseen: list[str | None],
+        unseen: dict[int, str],
     ) -> pa.Array:
-        """(M,) label texts; the code past a feature's last label stands for a text that training did not see."""
+        """(M,) label texts; the code past a feature's last label stands for a text that training did not see, which is
+        in `unseen`."""
+        if not self._labels and not unseen:
+            return pa.nulls(len(codes), pa.string())
         known = discrete & (values < self._counts[codes])
         place = self._start[codes] + np.where(known, values, 0).astype(np.int64)
-        new = [i for i, text in enumerate(unseen) if text is not None]
+        new = list(unseen)
         place[new] = len(self._labels) + np.arange(len(new))
         known[new] = True
-        texts = pa.array([*self._labels, *(unseen[i] for i in new)], pa.string())
+        texts = pa.array([*self._labels, *unseen.values()], pa.string())
         return texts.take(pa.array(place, mask=~known))
+
+
+def _records_of(batch: EventBatch, events: NDArray[np.int64]) -> pa.Array:
+    """Record ids of these events."""
+    rows = batch.names()
+    if rows is None:
+        return pa.array([batch.records[event] for event in events.tolist()], pa.string())
+    ids, row = rows
+    return pa.array(ids, pa.string()).take(pa.array(row[events]))
+
+
+def _unseen_of(batch: EventBatch, events: NDArray[np.int64]) -> dict[int, str]:
+    """Texts of unseen labels by their places among these events."""
+    unseen = batch.unseen
+    return {i: unseen[event] for i, event in enumerate(events.tolist()) if event in unseen} if unseen else {}
 
 
 class RecordsParquet(_ParquetSink):

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from connectors.files.beside import Ahead
 from connectors.files.reorder import reordered_lines, reordered_rows
 from connectors.files.tables import BLOCK, LINES, PARQUET, Layout, LineSplitter, Table, csv_type, find, lines
 from deformer_stream.codec import Fields, Order, Windows
@@ -105,7 +106,7 @@ class FileSource:
     def __init__(self, payloads: Iterator[Payload], total: int | None, ignored: tuple[str, ...]) -> None:
         self.total = total
         self.ignored = ignored
-        self._payloads = payloads
+        self._payloads = Ahead(payloads)
         self._exhausted = False
 
     @property
@@ -123,7 +124,7 @@ class FileSource:
 
     def close(self) -> None:
         self._exhausted = True
-        self._payloads = iter(())
+        self._payloads.close()
 
 
 class StandardInput:

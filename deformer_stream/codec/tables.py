@@ -110,6 +110,7 @@ class WideDecoder:
             rows.astype(np.int32),
             np.zeros(len(rows), np.int32),
             unseen,
+            rows=np.append(np.flatnonzero(np.diff(rows, prepend=-1)), len(rows)),
         )
         return batch, self._rejected(bad_rows, values, order, labels)
 

@@ -70,7 +70,9 @@ class EventBatch:
     continuous feature, the label's code for a discrete one (the number of labels stands for an unseen label), NaN for
     "will not be observed". times: (N,) int64 microseconds or `NO_TIME`. messages: (N,) int32, the message of the poll
     that carried the event. sources: (N,) int32 partition the event came from. unseen: texts of unseen labels by index.
-    windowed: None where no record is a window; an event of a window has a time.
+    windowed: None where no record is a window; an event of a window has a time. rows: (R + 1,) where the events of each
+    of R rows begin, and the end, where they stand so: all of one partition, those of a row of one record, each feature
+    at most once; None where nothing like it is known.
     """
 
     records: list[str]
@@ -81,9 +83,17 @@ class EventBatch:
     sources: NDArray[np.int32]
     unseen: dict[int, str] = field(default_factory=dict)
     windowed: Windowed | None = None
+    rows: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.records)
+
+    def names(self) -> tuple[list[str], NDArray[np.int64]] | None:
+        """The ids of the rows' records, R, and the row of each event, (N,); None where there are no rows."""
+        if self.rows is None:
+            return None
+        begins = self.rows[:-1]
+        return [self.records[i] for i in begins.tolist()], np.repeat(np.arange(len(begins)), np.diff(self.rows))
 
     @staticmethod
     def empty() -> EventBatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import resource
 import sys
 from pathlib import Path
 
@@ -65,6 +66,26 @@ def test_a_sink_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="writing failed"):
         full.close()
     full.close()
+
+
+def test_a_table_that_does_not_fit_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row group that fails is written behind the one that is gathered."""
+    monkeypatch.setattr(sinks, "ROW_GROUP", 10)
+    sink = ScoresParquet(tmp_path / "scores.parquet", SCHEMA)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def write() -> None:
+        for first in range(0, 100, 2):
+            sink.write(*effects_of(first))
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(Unavailable, match=r"scores\.parquet: writing failed"):
+            write()
+        sink.discard()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_events_as_lines(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from numpy.typing import NDArray
 
 from deformer_stream.core.batch import NO_TIME, Closing, EventBatch, Reason
 from deformer_stream.core.cache import PAGE_TOKENS, KeyValueCache
@@ -66,6 +68,26 @@ class RecordsMachine(RuleBasedStateMachine):
         )
     )
     def arrive(self, events: list[tuple[int, str, int, float]]) -> None:
+        self.enter(events)
+
+    @rule(
+        source=st.integers(0, 2),
+        rows=st.lists(
+            st.tuples(
+                st.sampled_from("abcdefgh"),
+                st.dictionaries(
+                    st.integers(0, 3), st.one_of(st.floats(-1, 1), st.just(float("nan"))), min_size=1, max_size=4
+                ),
+            ),
+            max_size=6,
+        ),
+    )
+    def arrive_in_rows(self, source: int, rows: list[tuple[str, dict[int, float]]]) -> None:
+        """Whatever is known of their records by then."""
+        events = [(source, record, f, v) for record, readings in rows for f, v in readings.items()]
+        self.enter(events, np.cumsum([0, *(len(readings) for _, readings in rows)]))
+
+    def enter(self, events: list[tuple[int, str, int, float]], rows: NDArray[np.int64] | None = None) -> None:
         self.now += 1
         n = len(events)
         batch = EventBatch(
@@ -75,6 +97,7 @@ class RecordsMachine(RuleBasedStateMachine):
             np.full(n, NO_TIME, np.int64),
             np.arange(n, dtype=np.int32),
             np.array([s for s, _, _, _ in events], np.int32),
+            rows=rows,
         )
         accepted, rejected = self.records.accept(batch, self.now)
         expected, refused, complete = [], [], []
@@ -154,6 +177,31 @@ class RecordsMachine(RuleBasedStateMachine):
             assert self.records.count[slot] == len(seen)
             assert self.records.absent[slot] == len(row) - len(seen)
             assert self.records.log_feature[slot, : len(seen)].tolist() == seen
+
+
+def test_rows_leave_what_their_events_leave() -> None:
+    """With gaps, labels nobody knows, and rows that are not whole; slot by slot."""
+    rng = np.random.default_rng(0)
+    told = [rng.permutation(4)[: rng.integers(1, 5)] for _ in range(100)]
+    codes, rows = np.concatenate(told).astype(np.int32), np.cumsum([0, *map(len, told)])
+    n = len(codes)
+    values = np.where(rng.random(n) < 0.2, np.nan, rng.normal(size=n))
+    unseen = {int(i): f"text {i}" for i in np.flatnonzero(~np.isnan(values))[::7]}
+    names = [f"r{row}" for row, some in enumerate(told) for _ in some]
+    batch = EventBatch(names, codes, values, np.full(n, NO_TIME), codes, np.full(n, 3, np.int32), unseen, rows=rows)
+    kept = []
+    for given in (batch, replace(batch, rows=None)):
+        records = Records(SCHEMA)
+        accepted, rejected = records.accept(given, 5, 2)
+        assert not rejected
+        columns = {name: getattr(records, name)[:100].tolist() for name in ("opened", "count", "absent", "is_open")}
+        columns |= {name: getattr(records, name)[:100].tolist() for name in ("last", "source", "generation")}
+        logs = [[part.tolist() for part in records.log(slot)] for slot in range(100)]
+        fields = [getattr(accepted, name).tolist() for name in ("events", "slots", "seq")]
+        known = records.settled[:100], records.unseen, list(records.partition(3).closed), records.partition(3).slot_of
+        kept.append((columns, logs, fields, accepted.ended, known))
+    assert kept[0] == kept[1]
+    assert 10 < len(kept[0][3]) < 90
 
 
 def one_each(names: list[str], sources: list[int]) -> EventBatch:
