@@ -93,16 +93,25 @@ def product_rate(d: int, dtype: torch.dtype, rows: int = 2048) -> float:
     return 10 * 2 * 2 * rows * d * 4 * d / median(timed(work) for _ in range(ROUNDS))
 
 
-def ceiling_of(model: DEformer) -> float:
-    """Events a second if scoring were the layers' products and nothing else."""
+def ceiling_of(model: DEformer, rebuilt: int = 0) -> float:
+    """Events a second if scoring were the layers' products and nothing else. rebuilt: readings that are prefilled again
+    for each event."""
     dtype = torch.bfloat16 if model.config.precision == "bfloat16" else torch.float32
-    return product_rate(model.config.d_model, dtype) / flops_per_event(model)
+    flops = flops_per_event(model) + rebuilt * flops_per_rebuilt(model)
+    return product_rate(model.config.d_model, dtype) / flops
 
 
 def flops_per_event(model: DEformer) -> float:
     """Two tokens through every matrix of the layers, a multiplication and an addition each."""
     weights = sum(p.numel() for block in model.blocks for p in block.parameters() if p.dim() == 2)
     return 2.0 * 2.0 * weights
+
+
+def flops_per_rebuilt(model: DEformer) -> float:
+    """One token through all layers but the last, of which it needs its key and value."""
+    *layers, last = model.blocks
+    weights = sum(p.numel() for block in layers for p in block.parameters() if p.dim() == 2)
+    return 2.0 * (weights + 2 / 3 * last.qkv.weight.numel())  # type: ignore[union-attr, operator]
 
 
 class Profile:

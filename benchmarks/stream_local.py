@@ -101,20 +101,26 @@ def resident(process: int | str = "self") -> int:
 
 
 def memory(options: argparse.Namespace, folder: Path) -> Rows:
-    """Open records that stay open, and the rate at which they, or few others, are scored."""
+    """Open records that stay open, and the rate at which they, or few others, are scored. "possible": what the products
+    alone would allow, where any record is one whose pages have gone to others if all of them do not fit."""
     features = max(options.features, 40)
-    model = model_of("small", features, 0)
+    model = model_of("small", features, options.gaussians, options.precision)
     before = resident()
     for open_records in (OPEN, options.records):
         engine = Engine(model, calm_calibration(), "benchmark", 0.01, Limits(open_records=2 * open_records))
         _fill(engine, open_records, 20)
         filled = resident() - before
         recent = _rate(engine, range(20, 26), open_records, OPEN)
+        engine.take_rebuilds()
         anywhere = _rate(engine, range(26, 32), open_records, open_records)
+        possible = ceiling_of(model, 20 * round(engine.take_rebuilds() / (6 * OPEN)))
         yield {
             "preset": "small",
             "features": features,
+            "precision": model.config.precision,
+            "guide": options.gaussians,
             "compiled": model.library is not None,
+            "threads": torch.get_num_threads(),
             "open_records": open_records,
             "readings_each": 20,
             "resident_MiB": round(filled / 2**20),
@@ -122,6 +128,8 @@ def memory(options: argparse.Namespace, folder: Path) -> Rows:
             "cache_MiB": round(engine.cache_bytes / 2**20),
             "events_of_recent_records_/s": recent,
             "events_of_any_record_/s": anywhere,
+            "possible_/s": round(possible),
+            "share_of_possible": round(anywhere / possible, 3),
         }
         del engine
 
@@ -139,7 +147,7 @@ def _fill(engine: Engine, records: int, readings: int) -> None:
     for start in range(0, records, 4096):
         rows = np.repeat(np.arange(start, min(records, start + 4096)), readings)
         codes = np.tile(np.arange(readings), len(rows) // readings)
-        engine.records.accept(_events(rows, codes), 0)
+        engine.records.accept(replace(_events(rows, codes), rows=np.arange(0, len(rows) + 1, readings)), 0)
 
 
 def _rate(engine: Engine, places: range, records: int, among: int) -> int:
