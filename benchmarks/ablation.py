@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 
-from benchmarks.command import RESULTS, keep, launch, machine, parser, publish
+from benchmarks.command import Kept, again, launch, machine, parser, publish
 from benchmarks.density import ORDERS, encoded, halves, sources
 from benchmarks.tables import markdown_head, markdown_row, preset_for, seeds_of
 from deformer_stream.core.model import DEformer
@@ -118,24 +118,15 @@ def measure(table: Table, variant: str, readings: int) -> dict[str, Any]:
     return {"table": table.name, "seed": table.seed, "variant": variant, **nats, **steps, "seconds": round(seconds, 1)}
 
 
-def measured(
-    names: list[str], seeds: list[int], variants: list[str], readings: int, kept: Path
-) -> list[dict[str, Any]]:
-    """What is asked for, from what is kept where it is there."""
-    setting = {"readings": readings, "machine": machine()}
-    lines = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    lines = [line for line in lines if all(line.get(k) == v for k, v in setting.items())]
+def complete(kept: Kept, names: list[str], seeds: list[int], variants: list[str], readings: int) -> None:
+    """Measure what is asked for and not there yet."""
     for seed in seeds:
         for name, path in sources(",".join(names)).items():
-            done = {line["variant"] for line in lines if (line["table"], line["seed"]) == (name, seed)}
-            if left := [variant for variant in variants if variant not in done]:
+            if left := [variant for variant in variants if not kept.find(table=name, seed=seed, variant=variant)]:
                 with tempfile.TemporaryDirectory() as folder:
                     table = Table(name, path, seed, Path(folder))
                     for variant in left:
-                        lines.append(measure(table, variant, readings) | setting)
-                        print(json.dumps(lines[-1]), flush=True)
-                        keep(kept, lines)
-    return lines
+                        print(json.dumps(kept.add(measure(table, variant, readings))), flush=True)
 
 
 def table_of(lines: list[dict[str, Any]], figure: str, baseline: str) -> str:
@@ -163,13 +154,10 @@ def run(arguments: argparse.Namespace) -> None:
     variants = [v.strip() for v in arguments.variants.split(";")] if arguments.variants else [*VARIANTS, *LAGS]
     if unknown := [v for v in variants if v not in VARIANTS and v not in LAGS]:
         raise ConfigError(f"--variants {unknown[0]}: there are {'; '.join([*VARIANTS, *LAGS])}")
-    RESULTS.mkdir(exist_ok=True)
-    kept = RESULTS / "ablation.jsonl"
-    if arguments.again:
-        kept.unlink(missing_ok=True)
-    lines = measured(names, seeds, variants, arguments.readings, kept)
-    plain = [line for line in lines if line["variant"] in VARIANTS]
-    lags = [line for line in lines if line["variant"] in LAGS]
+    kept = Kept("ablation", {"readings": arguments.readings, "machine": machine()}, arguments.again)
+    complete(kept, names, seeds, variants, arguments.readings)
+    plain = [line for line in kept.lines if line["variant"] in VARIANTS]
+    lags = [line for line in kept.lines if line["variant"] in LAGS]
     parts = [(plain, "random", DEFAULT, "Wide tables, random orders")]
     parts += [(lags, figure, "lags: both halves", f"With lags, {figure} orders") for figure in ("logged", "random")]
     blocks = [f"{title}:\n\n{table_of(some, figure, base)}" for some, figure, base, title in parts if some]
@@ -186,8 +174,7 @@ def main() -> None:
     options.add_argument("--tables", default=TABLES, help=f"names with commas between; {TABLES} by default")
     options.add_argument("--readings", type=int, default=300_000, help="of each training run; 300000 by default")
     options.add_argument("--variants", default="", help="names with semicolons between; all by default")
-    options.add_argument("--again", action="store_true", help="forget what an earlier run has measured")
-    launch("ablation", run, options)
+    launch("ablation", run, again(options))
 
 
 if __name__ == "__main__":

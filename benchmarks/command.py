@@ -32,6 +32,12 @@ def parser(doc: str | None, tables: str = "all by default", **defaults: str) -> 
     return made
 
 
+def again(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """With --again, for benchmarks that keep what they have measured (`Kept`)."""
+    options.add_argument("--again", action="store_true", help="measure anew what an earlier run has measured")
+    return options
+
+
 def launch(name: str, run: Callable[[argparse.Namespace], None], options: argparse.ArgumentParser) -> None:
     """Run the benchmark of this name with the options of the command line."""
     try:
@@ -66,9 +72,34 @@ def publish(name: str, text: str, lines: Iterable[Mapping[str, Any]] | None = No
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text(text)
     if lines is not None:
-        keep(RESULTS / f"{name}.jsonl", lines)
+        _write(RESULTS / f"{name}.jsonl", lines)
 
 
-def keep(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Write lines of JSON in place of what the file had."""
+class Kept:
+    """What was measured, line by line in NAME.jsonl, so that a run that was cut off goes on where it was.
+
+    setting: part of every line; lines of another one are no longer kept. again: nor are those of this one."""
+
+    def __init__(self, name: str, setting: Mapping[str, Any], again: bool = False) -> None:
+        RESULTS.mkdir(exist_ok=True)
+        self._path, self._setting = RESULTS / f"{name}.jsonl", setting
+        there = self._path.read_text().splitlines() if self._path.exists() and not again else []
+        self.lines: list[dict[str, Any]] = [line for line in map(json.loads, there) if _has(line, setting)]
+
+    def find(self, **keys: Any) -> dict[str, Any] | None:
+        """The line with these values, if it has been measured."""
+        return next((line for line in self.lines if _has(line, keys)), None)
+
+    def add(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        """Keep a line, given without the setting; returns it whole."""
+        self.lines.append({**line, **self._setting})
+        _write(self._path, self.lines)
+        return self.lines[-1]
+
+
+def _has(line: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    return all(line.get(key) == value for key, value in values.items())
+
+
+def _write(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from benchmarks.command import RESULTS, keep, launch, machine, parser, publish, today
+from benchmarks.command import Kept, again, launch, machine, parser, publish, today
 from benchmarks.tables import find_tables, need_peers, preset_for, seeds_of, split, tables_folder
 from trainer.data import CALIBRATION, Prepared, encode
 from trainer.evaluate import held_out
@@ -199,19 +199,16 @@ def run(arguments: argparse.Namespace) -> None:
     need_peers()
     seeds = seeds_of(arguments.seeds)
     setting = {"seeds": arguments.seeds, "max_time": arguments.max_time, "machine": machine()}
-    RESULTS.mkdir(exist_ok=True)
-    kept = RESULTS / "density.jsonl"
-    before = {} if arguments.again else earlier(kept, setting)
-    lines = []
+    kept, lines = Kept("density", setting, arguments.again), []
     for name, path in sources(arguments.tables).items():
-        if name not in before:
+        line = kept.find(table=name)
+        if line is None:
             pairs = [halves(name, path, seed) for seed in seeds]
             runs = [measure(*pair, seed, arguments.max_time) for pair, seed in zip(pairs, seeds, strict=True)]
-            before[name] = {"table": name, "features": pairs[0][0].num_columns, "records": len(pairs[0][0]), **setting}
-            before[name] |= {"date": today(), "runs": runs}
-            keep(kept, before.values())
-        lines.append(before[name])
-        print(json.dumps(lines[-1]), flush=True)
+            about = {"table": name, "features": pairs[0][0].num_columns, "records": len(pairs[0][0])}
+            line = kept.add({**about, "date": today(), "runs": runs})
+        lines.append(line)
+        print(json.dumps(line), flush=True)
     days = ", ".join(sorted({line["date"] for line in lines}))
     text = (
         f"# Density\n\n{machine()}, {days}; −ln p of a held-out normal record, nats, mean over {ORDERS} random orders "
@@ -222,16 +219,9 @@ def run(arguments: argparse.Namespace) -> None:
     publish("density", text)
 
 
-def earlier(kept: Path, setting: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Tables that an earlier run with the same setting has measured, by name."""
-    lines = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    return {line["table"]: line for line in lines if all(line.get(k) == v for k, v in setting.items())}
-
-
 def main() -> None:
     options = parser(__doc__, f"{SKAB!r} among them; all by default", seeds="0", max_time="60s")
-    options.add_argument("--again", action="store_true", help="measure tables anew that an earlier run has measured")
-    launch("density", run, options)
+    launch("density", run, again(options))
 
 
 if __name__ == "__main__":

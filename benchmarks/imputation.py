@@ -36,8 +36,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from benchmarks.attribution import matrix
-from benchmarks.command import RESULTS, keep, launch, machine, parser, publish, today
-from benchmarks.density import earlier, halves
+from benchmarks.command import Kept, again, launch, machine, parser, publish, today
+from benchmarks.density import halves
 from benchmarks.tables import NEIGHBOURS, find_tables, learn, markdown_head, markdown_row, need_peers, seeds_of
 from deformer_stream import Detector, load
 from deformer_stream.core.query import fill
@@ -193,26 +193,23 @@ def run(arguments: argparse.Namespace) -> None:
     setting = {"seeds": arguments.seeds, "max_time": arguments.max_time, "machine": machine()}
     tables = find_tables(arguments.tables)
     features = {name: len(pq.read_schema(path)) - 1 for name, path in tables.items()}
-    RESULTS.mkdir(exist_ok=True)
-    kept = RESULTS / "imputation.jsonl"
-    before = {} if arguments.again else earlier(kept, setting)
-    lines = []
+    kept, lines = Kept("imputation", setting, arguments.again), []
     with tempfile.TemporaryDirectory() as place:
         models = arguments.models or Path(place)
         models.mkdir(parents=True, exist_ok=True)
         for name in list(tables) if arguments.tables else chosen(features):
-            if name not in before:
+            line = kept.find(table=name)
+            if line is None:
                 pairs = [halves(name, tables[name], seed) for seed in seeds]
                 runs = [
                     run
                     for pair, seed in zip(pairs, seeds, strict=True)
                     for run in measure(name, *pair, seed, arguments.max_time, models)
                 ]
-                before[name] = {"table": name, "features": features[name], "records": len(pairs[0][0]), **setting}
-                before[name] |= {"date": today(), "runs": runs}
-                keep(kept, before.values())
-            lines.append(before[name])
-            print(json.dumps(lines[-1]), flush=True)
+                about = {"table": name, "features": features[name], "records": len(pairs[0][0])}
+                line = kept.add({**about, "date": today(), "runs": runs})
+            lines.append(line)
+            print(json.dumps(line), flush=True)
     text = report(lines, setting)
     publish("imputation", text)
 
@@ -220,8 +217,7 @@ def run(arguments: argparse.Namespace) -> None:
 def main() -> None:
     options = parser(__doc__, "by the rule above by default", seeds="0", max_time="60s")
     options.add_argument("--models", type=Path, help="folder that keeps the models; none are kept by default")
-    options.add_argument("--again", action="store_true", help="measure tables anew that an earlier run has measured")
-    launch("imputation", run, options)
+    launch("imputation", run, again(options))
 
 
 if __name__ == "__main__":

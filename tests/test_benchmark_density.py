@@ -84,7 +84,6 @@ def test_a_run_goes_on_with_the_tables_that_are_missing(tmp_path: Path, monkeypa
     found = {name: tmp_path / f"{name}.parquet" for name in ("one", "two")}
     monkeypatch.setattr(density, "measure", measure)
     monkeypatch.setattr(density, "need_peers", lambda: None)
-    monkeypatch.setattr(density, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(density, "sources", lambda wanted: {n: p for n, p in found.items() if wanted in ("", n)})
 

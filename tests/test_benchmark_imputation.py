@@ -92,7 +92,6 @@ def test_from_a_table_to_the_report_and_no_model_is_trained_twice(
 ) -> None:
     x = linear_records(300, 4)[:, :2]
     pq.write_table(pa.table({"x": x[:, 0], "y": x[:, 1], "label": [0] * 300}), tmp_path / "line.parquet")
-    monkeypatch.setattr(imputation, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(imputation, "find_tables", lambda wanted: {"line": tmp_path / "line.parquet"})
 
@@ -101,12 +100,12 @@ def test_from_a_table_to_the_report_and_no_model_is_trained_twice(
         imputation.run(argparse.Namespace(**chosen))
 
     run(again=False)
-    kept = tmp_path / "results" / "imputation.jsonl"
-    (line,) = imputation.earlier(kept, {"seeds": "0"}).values()
+    (line,) = command.Kept("imputation", {"seeds": "0"}).lines
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["line-0-2s"]
     monkeypatch.setattr(imputation, "learn", None)
     run(again=True)
-    assert imputation.earlier(kept, {"seeds": "0"})["line"]["runs"] == line["runs"]
+    (anew,) = command.Kept("imputation", {"seeds": "0"}).lines
+    assert anew["runs"] == line["runs"]
     of = imputation.figures(line, 0.1)
     assert set(of) == set(CONTENDERS)
     assert of["ours"]["rmse"] < of["mean"]["rmse"] / 2

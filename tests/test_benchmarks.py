@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from benchmarks import speed, tables, training
+from benchmarks import command, speed, tables, training
 from benchmarks.feed import schema_of
 from deformer_stream.core.model import PRESETS, DEformer
 from deformer_stream.demo_report import false_alarm_bound
@@ -27,6 +27,17 @@ def test_half_of_the_normals_train_and_all_else_tests() -> None:
     assert not LABELS[parts.train].any()
     assert sorted([*parts.train, *parts.test]) == list(range(26))
     assert (LABELS[parts.test] == parts.anomaly).all()
+
+
+def test_what_was_measured_is_kept_with_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
+    line = {"table": "one", "seeds": "0", "nats": [1.5]}
+    assert command.Kept("b", {"seeds": "0"}).add({"table": "one", "nats": [1.5]}) == line
+    kept = command.Kept("b", {"seeds": "0"})
+    kept.add({"table": "two"})
+    assert (kept.find(table="one"), kept.find(table="one", nats=2), kept.find(table="three")) == (line, None, None)
+    assert [one["table"] for one in command.Kept("b", {"seeds": "0"}).lines] == ["one", "two"]
+    assert command.Kept("b", {"seeds": "1"}).lines == command.Kept("b", {"seeds": "0"}, again=True).lines == []
 
 
 def test_a_seed_is_a_shuffle_of_its_own() -> None:
