@@ -6,7 +6,6 @@ Each function builds one command. Everything heavy is imported inside the comman
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,15 +86,13 @@ def _write_lines(
 ) -> int:
     """Events as lines of a file, or of standard output for "-"; returns how many. rate: per second."""
     from connectors.files import LinesSink
-    from deformer_stream.codec.packing import packed
+    from deformer_stream.codec.packing import packed, together
+    from deformer_stream.pacing import paced
 
-    lines = LinesSink(path)
-    began, sent = time.monotonic(), 0
+    lines, sent = LinesSink(path), 0
+    keyed = ((key or None, value) for key, value, _ in paced(events, rate, lines.flush))
     try:
-        for message in packed(((key or None, value) for key, value, _ in events), packing):
-            if rate is not None and (early := began + sent / rate - time.monotonic()) > 0:
-                lines.flush()
-                time.sleep(early)
+        for message in packed(keyed, packing, together(rate)):
             lines.lines([message.value])
             sent += message.readings
             advance(message.readings)

@@ -9,7 +9,8 @@ from typing import Any
 from kafka.partitioner import murmur2
 
 from connectors.kafka.client import CONNECT_SECONDS, FLUSH_SECONDS, ensure_topics, mapped, producer
-from deformer_stream.codec.packing import GATHERED, Packed, Packing, packed
+from deformer_stream.codec.packing import Packed, Packing, packed, together
+from deformer_stream.pacing import paced
 
 BATCH_BYTES = 2**17
 LINGER_MILLISECONDS = 5
@@ -31,10 +32,10 @@ def produce(
 ) -> int:
     """Send messages (key, value, milliseconds since 1970 or None for now); return how many were acknowledged.
 
-    rate: messages per second, None for as fast as it goes. partitions: of the topic, if it must be created. progress:
-    called with the number sent so far, some ten times a second. packing: gathers messages of one reading into fewer, of
-    now; they count as what was gathered. Otherwise a message is asked for when its turn comes, not before, so
-    `messages` may be a live generator. Raises Unavailable or ConfigError when a message is not acknowledged.
+    rate: messages per second, None for as fast as it goes (`paced`). partitions: of the topic, if it must be created.
+    progress: called with the number sent so far, some ten times a second. packing: gathers messages of one reading into
+    fewer, of now; they count as what was gathered. `messages` may be a live generator. Raises Unavailable or
+    ConfigError when a message is not acknowledged.
     """
     limit = ensure_topics(bootstrap_servers, {topic: {"num_partitions": partitions}}, security)[topic]
     client = producer(
@@ -47,13 +48,11 @@ def produce(
     doing = f"writing to topic {topic!r}"
     failures: list[Exception] = []
     sent = unsent = 0
-    began = reported = time.monotonic()
+    reported = time.monotonic()
     try:
         with mapped(bootstrap_servers, doing):
             there = len(client.partitions_for(topic))
-        for message, stamp in _packed(messages, packing, rate, there):
-            if rate is not None and (early := began + sent / rate - time.monotonic()) > 0:
-                time.sleep(early)
+        for message, stamp in _packed(paced(messages, rate), packing, together(rate), there):
             with mapped(bootstrap_servers, doing):
                 where = None if message.key else message.partition
                 future = client.send(topic, value=message.value, key=message.key, timestamp_ms=stamp, partition=where)
@@ -79,13 +78,12 @@ def produce(
 
 
 def _packed(
-    messages: Iterable[tuple[bytes | None, bytes, int | None]], packing: Packing, rate: float | None, partitions: int
+    messages: Iterable[tuple[bytes | None, bytes, int | None]], packing: Packing, gathered: int, partitions: int
 ) -> Iterator[tuple[Packed, int | None]]:
-    """Messages with their stamps. At a slow rate a tenth of a second's worth is gathered."""
+    """Messages with their stamps."""
     if packing == "json":
         yield from ((Packed(key, value), stamp) for key, value, stamp in messages)
         return
-    gathered = GATHERED if rate is None else max(1, min(GATHERED, int(rate / 10)))
     pairs = ((key, value) for key, value, _ in messages)
 
     def partition_of(key: bytes | None) -> int:

@@ -19,6 +19,11 @@ EXACT = 2**53
 """Whole numbers up to here are what they were as floating-point numbers, too."""
 
 
+def together(rate: float | None) -> int:
+    """Readings to gather where so many come a second: at a slow rate a tenth of a second's worth."""
+    return GATHERED if rate is None else max(1, min(GATHERED, int(rate / 10)))
+
+
 class Packed(NamedTuple):
     """A message on its way. partition: where it belongs if no key says so. readings: how many are in it."""
 
