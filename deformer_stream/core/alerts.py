@@ -15,6 +15,7 @@ from deformer_stream.core.scoring import Generation
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 ByGeneration = Callable[[Ints], Iterator[tuple[Generation, Ints]]]
 """What scores the records in these slots, and the places of those that it scores."""
 
@@ -86,10 +87,19 @@ def _explained(
         places = np.arange(int(seen[rows].max()))
         codes, values = records.readings(slots[rows], np.broadcast_to(places, (len(rows), len(places))))
         codes = np.where(places < seen[rows, None], codes, -1)
+        ends = _ends(records, slots[rows], seen[rows]) if records.ties else None
         unseen = [records.unseen.get(slot, {}) for slot in slots[rows].tolist()]
         ids = [names[row] for row in rows.tolist()]
         alarming = generation.calibration.alarming(float(alphas[0]))
-        found = explain(generation.model, codes, values, unseen, ids, alarming, effort, generation.compiled)
+        found = explain(generation.model, codes, values, unseen, ids, alarming, effort, generation.compiled, ends)
         for row, why in zip(rows.tolist(), found, strict=True):
             reasons[row] = generation.fingerprint, why
     return reasons
+
+
+def _ends(records: Records, slots: Ints, seen: Ints) -> Bools:
+    """Which of the first readings of A records, (A, most of `seen`), are the last ones of their blocks of ties."""
+    following = np.arange(int(seen.max())) + 1
+    tied = records.log_tied[slots[:, None], np.minimum(following, records.log_tied.shape[1] - 1)]
+    ends: Bools = ~(tied & (following < seen[:, None]))
+    return ends

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from deformer_stream.core.batch import Contribution, Expected, Explanation
 from deformer_stream.core.cache import tensor
 from deformer_stream.core.compiled import Compiled
-from deformer_stream.core.conformal import PrefixState, advance, record_statistics
+from deformer_stream.core.conformal import PrefixState, advance
 from deformer_stream.core.heads import Conditional
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.orders import Orders, conditionals, each_last
@@ -61,15 +61,16 @@ MOST_SUSPECTS = 3
 class _Rows:
     """A records in which m readings came, W of them scored or context, all with equally many to test.
 
-    codes, raw, values: (A, m) in order of arrival, raw and in normalised units. given: (A, g) places of the readings
-    that are no one's fault. tested: (A, n) places of the others, in the record's own random order. names: A ids.
-    compiled: what does the network's work, or None.
+    codes, raw, values: (A, m) in order of arrival, raw and in normalised units. ends: (A, m), see `explain`. given:
+    (A, g) places of the readings that are no one's fault. tested: (A, n) places of the others, in the record's own
+    random order. names: A ids. compiled: what does the network's work, or None.
     """
 
     schema: Schema
     codes: Ints
     raw: Floats
     values: Floats
+    ends: Bools
     given: Ints
     tested: Ints
     names: list[str]
@@ -81,6 +82,7 @@ class _Rows:
             self.codes[rows],
             self.raw[rows],
             self.values[rows],
+            self.ends[rows],
             self.given[rows],
             self.tested[rows],
             [self.names[row] for row in rows.tolist()],
@@ -122,23 +124,27 @@ def explain(
     alarming: Alarming,
     effort: Effort = "full",
     compiled: Compiled | None = None,
+    ends: Bools | None = None,
 ) -> list[Explanation]:
     """Why each of A records is what it is, the most suspicious reading first; context is left out.
 
     codes: (A, m) in order of arrival, −1 padding at the end; raw: (A, m) raw units. unseen: per record, texts of labels
     the model does not know, by place. records: ids, from which random orders are drawn. With effort "fast" surprises
     and expected ranges are given the readings before, and the most surprising comes first. compiled: the model's
-    compiled code, where it shall do the work."""
+    compiled code, where it shall do the work. ends: (A, m) whether the alert looks at the prefix that ends there, which
+    of a block of ties is its last reading only; None for everywhere."""
     out = [Explanation((), None)] * len(codes)
     if effort == "off":
         return out
+    ends = np.ones(codes.shape, bool) if ends is None else ends
     for rows in _alike(model.schema, codes):
         length = int((codes[rows[0]] >= 0).sum())
         some, values = codes[rows, :length], raw[rows, :length]
         if effort == "fast":
             reasons = _on_arrival(model, some, values, compiled)
         else:
-            group = _arranged(model, some, values, [records[row] for row in rows], compiled)
+            names = [records[row] for row in rows]
+            group = _arranged(model, some, values, ends[rows, :length], names, compiled)
             reasons = _reasons(model, group, alarming)
         for a, row in enumerate(rows.tolist()):
             out[row] = _told(model.schema, reasons, a, some[a], values[a], unseen[row])
@@ -163,13 +169,15 @@ def _on_arrival(model: DEformer, codes: Ints, raw: Floats, compiled: Compiled | 
     A, m = codes.shape
     places = np.broadcast_to(np.arange(m), codes.shape)
     values = model.schema.normalise(codes, raw)
-    rows = _Rows(model.schema, codes, raw, values, places, places[:, :0], [], compiled)
+    rows = _Rows(model.schema, codes, raw, values, codes >= 0, places, places[:, :0], [], compiled)
     reasons = _Reasons.empty(A, m)
     _state(model, reasons, np.arange(A), places, _ask(model, rows, places, each_last(m, 0)), np.arange(m))
     return reasons
 
 
-def _arranged(model: DEformer, codes: Ints, raw: Floats, records: list[str], compiled: Compiled | None) -> _Rows:
+def _arranged(
+    model: DEformer, codes: Ints, raw: Floats, ends: Bools, records: list[str], compiled: Compiled | None
+) -> _Rows:
     """Who is tested, in which order: context never, and of many readings those that surprised most on arrival."""
     context = model.schema.context[codes]
     m, scored = codes.shape[1], int((~context[0]).sum())
@@ -184,7 +192,7 @@ def _arranged(model: DEformer, codes: Ints, raw: Floats, records: list[str], com
     given = place[:, : m - tested]
     values = model.schema.normalise(codes, raw)
     own = np.take_along_axis(place[:, m - tested :], drawn, 1)
-    return _Rows(model.schema, codes, raw, values, given, own, records, compiled)
+    return _Rows(model.schema, codes, raw, values, ends, given, own, records, compiled)
 
 
 def _rng(record: str) -> np.random.Generator:
@@ -321,17 +329,17 @@ def _silent(model: DEformer, rows: _Rows, places: Ints, found: Floats, sets: Int
     np.put_along_axis(raw, places[record, sets], found[record, sets], 2)
     codes = np.repeat(rows.codes[:, None], C, 1).reshape(A * C, -1)
     values = rows.schema.normalise(codes, raw.reshape(A * C, -1))
-    return ~alarming(_statistics(model, rows.compiled, codes, values).reshape(A, C), rows.names)
+    found = _statistics(model, rows.compiled, codes, values, np.repeat(rows.ends, C, 0))
+    return ~alarming(found.reshape(A, C), rows.names)
 
 
-def _statistics(model: DEformer, compiled: Compiled | None, codes: Ints, values: Floats) -> Floats:
-    """`record_statistics` of records without padding."""
-    if compiled is None:
-        return record_statistics(model, codes, values)
+def _statistics(model: DEformer, compiled: Compiled | None, codes: Ints, values: Floats, ends: Bools) -> Floats:
+    """Largest prefix statistics, (R,), of R records without padding; arguments (R, m)."""
     with torch.inference_mode():
-        x = tensor(values, model)
-        log_p = _log_p_value(compiled.whole(tensor(codes, model), x), x, compiled)
-    return advance(PrefixState.start(len(codes)), log_p, ~model.schema.context[codes])[1].peak
+        features, x = tensor(codes, model), tensor(values, model)
+        asked = (model.conditionals if compiled is None else compiled.whole)(features, x)
+        log_p = _log_p_value(asked, x, compiled)
+    return advance(PrefixState.start(len(codes)), log_p, ~model.schema.context[codes], ends)[1].peak
 
 
 def _log_p_value(conditional: Conditional, values: torch.Tensor, compiled: Compiled | None) -> Floats:

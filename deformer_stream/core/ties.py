@@ -95,8 +95,9 @@ def _enter(records: Records, batch: EventBatch, accepted: Accepted, splits: Spli
         for row in np.flatnonzero(tied).tolist():
             tied[row] = int(places[row]) not in splits(int(slots[row]))
     records.log_tied[slots, places] = tied
-    # A block that begins though its instant, or a later one, was there already: it came too late.
-    records.late_ties += int((~tied & (times <= before) & (times != NO_TIME)).sum())
+    if splits is None:  # an earlier life has counted its own
+        # A block that begins though its instant, or a later one, was there already: it came too late.
+        records.late_ties += int((~tied & (times <= before) & (times != NO_TIME)).sum())
     last = np.append(begin[1:], len(slots)) - 1
     latest = np.maximum.reduceat(np.where(tied, -1, rows), begin)  # where the last block begins; −1 before this batch
     held = np.where(latest < 0, waiting + last - begin, last - latest) + 1

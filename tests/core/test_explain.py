@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from deformer_stream.core.batch import Contribution, Explanation
+from deformer_stream.core.batch import Contribution, EventBatch, Explanation
 from deformer_stream.core.cache import tensor
-from deformer_stream.core.conformal import Calibration, record_statistics
+from deformer_stream.core.conformal import Calibration, PrefixState, advance, record_statistics
+from deformer_stream.core.engine import Engine
 from deformer_stream.core.explain import MOST_SUSPECTS, MOST_TESTED, Alarming, explain
 from deformer_stream.core.model import DEformer, ModelConfig
 from deformer_stream.core.orders import conditionals, each_last
@@ -104,6 +105,8 @@ def test_what_an_explanation_says(schema: Schema, config: ModelConfig, seed: int
         scored = own[~schema.context[own]]
         parts = found[row].contributions
         assert sorted(part.feature for part in parts) == sorted(schema.names[code] for code in scored)
+        reliefs = np.sort([part.relief for part in parts if part.relief is not None])
+        assume((np.diff(reliefs) > 1e-9).all())  # of two that are equally suspicious the last bit decides
         alone = explain(model, codes[row : row + 1], raw[row : row + 1], [{}], ["abcd"[row]], alarm)[0]
         assert [part.feature for part in alone.contributions] == [part.feature for part in parts]
         np.testing.assert_allclose([p.surprise for p in alone.contributions], [p.surprise for p in parts], atol=1e-6)
@@ -165,6 +168,35 @@ def test_the_faulty_one_is_blamed_and_its_replacement_silences(
         normal = linear.schema.normalise(codes, mended[codes])
         assert not alarming(record_statistics(linear, codes[None], normal[None])[:, None], ["r"]).any()
     assert hits >= 10
+
+
+def test_of_a_block_of_ties_the_end_counts(linear: DEformer) -> None:
+    """A large x alone would alert, with the y that came at once it would not; "minus" is wrong."""
+    codes, raw = np.arange(3)[None], np.array([[2.6, 6.2, 0.0]])
+    sound = linear.schema.normalise(codes, np.array([[2.6, 6.2, 1.0]]))
+    with torch.inference_mode():
+        values = tensor(sound, linear)
+        log_p = linear.conditionals(torch.from_numpy(codes), values).log_p_value(values).double().numpy()
+    everywhere, at_the_end = (
+        float(advance(PrefixState.start(1), log_p, codes >= 0, ends)[1].peak[0]) for ends in (codes >= 0, codes == 2)
+    )
+    assert everywhere > 1.2 * at_the_end
+    threshold = (everywhere + at_the_end) / 2
+
+    def alarm(score: Any, _: Any) -> Any:
+        return score > threshold
+
+    def silenced(ends: list[bool]) -> Any:
+        return explain(linear, codes, raw, [{}], ["r"], alarm, ends=np.array([ends]))[0].silenced_by
+
+    assert silenced([False, False, True]) == ("sign",)
+    assert silenced([True, False, True]) != ("sign",)
+    calibration = Calibration.of(np.full(99, threshold), "arrival", ties="hold")
+    engine = Engine(linear, calibration, "m", 0.01)
+    none = np.zeros(3, np.int32)
+    batch = EventBatch(["r"] * 3, codes[0].astype(np.int32), raw[0], none + np.int64(5), none, none)
+    (alert,) = engine.handle(batch, 0).alerts
+    assert alert.silenced_by == ("sign",)
 
 
 def test_expected_ranges_trust_the_rest_only(linear: DEformer, alarming: Alarming) -> None:
