@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +19,12 @@ from hypothesis import HealthCheck, settings
 
 from deformer_stream.command import calm_threads
 
+if TYPE_CHECKING:
+    from deformer_stream.artifact import Artifact
+
 calm_threads()
+# The models of tests are small: one thread is as fast as two, and tests run beside each other (`make test`).
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How long an example takes says how busy the machine is, not whether a law holds. CI repeats the same examples.
 settings.register_profile(
     "laws", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
@@ -39,13 +44,20 @@ def load_broker_script() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def kafka() -> Iterator[SimpleNamespace]:
-    """A broker for the whole run: `.bootstrap` is its address. The one at DEFORMER_TEST_BOOTSTRAP, or our own."""
+    """A broker for the whole run, one for each process of it: `.bootstrap` is its address. The one at
+    DEFORMER_TEST_BOOTSTRAP serves them all."""
     given = os.environ.get("DEFORMER_TEST_BOOTSTRAP")
     if given:
         yield SimpleNamespace(bootstrap=given)
         return
     with start_broker() as broker:
         yield SimpleNamespace(bootstrap=broker.bootstrap)
+
+
+def free_port() -> int:
+    """A port for a server of a test: not one of those that outgoing connections, of tests beside this one, take."""
+    (port,) = load_broker_script().free_ports(1)
+    return int(port)
 
 
 def start_broker(**options: object) -> Any:
@@ -85,6 +97,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.models import write_model
 
     return write_model(tmp_path_factory.mktemp("models") / "small")
+
+
+@pytest.fixture(scope="module")
+def loaded(model_dir: Path) -> Artifact:
+    """The same, read."""
+    from deformer_stream import artifact
+
+    return artifact.read(model_dir)
 
 
 @pytest.fixture(scope="module")

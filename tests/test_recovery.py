@@ -8,7 +8,6 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deformer_stream import artifact
 from deformer_stream.artifact import Artifact
 from deformer_stream.codec import Codec
 from deformer_stream.core.batch import NO_TIME, Effects
@@ -33,11 +31,6 @@ ALPHA = (0.3, 0.1, 0.02)
 PARTITIONS = 3
 DRIFT = 1.1
 """A level that nearly every partition gets to at some time, by chance."""
-
-
-@pytest.fixture(scope="module")
-def loaded(model_dir: Path) -> Artifact:
-    return artifact.read(model_dir)
 
 
 class CrashError(Exception):
@@ -190,7 +183,7 @@ def live(
 ) -> None:
     """One life, to whatever end. every: seconds between snapshots."""
     member = Member(world, assigned, seed, crash, move)
-    engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits(), DRIFT)
+    engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits(), DRIFT, effort="off")
     road = Road(
         member,
         Codec(loaded.schema),
