@@ -5,7 +5,10 @@ BIN := $(VENV)/bin
 KAFKA_PORT ?= 9092
 CHAOS ?= full
 FUZZ_SECONDS ?= 60
+WORKERS ?= auto
 SHELL := /bin/bash
+# A file's tests stay in one process; each process has a broker of its own, so that there are not many of them.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile
 
 .PHONY: help demo test lint check format bench bench-quality chaos fuzz kafka kafka-jars clean
 .DEFAULT_GOAL := help
@@ -38,8 +41,8 @@ $(VENV)/.fuzz: $(VENV)/.dev
 demo: $(VENV)/.run ## a simulated fleet, a minute of training, early alerts, a report (Python only)
 	$(BIN)/deformer-stream demo --output demo-output
 
-test: $(VENV)/.dev kafka-jars ## all tests, against a real Apache Kafka
-	$(BIN)/python -m pytest
+test: $(VENV)/.dev kafka-jars ## all tests, against a real Apache Kafka (WORKERS=0: in one process)
+	$(PYTEST)
 
 lint: $(VENV)/.dev ## format, lint, types, import rules
 	$(BIN)/ruff format --check .
@@ -48,7 +51,7 @@ lint: $(VENV)/.dev ## format, lint, types, import rules
 	$(BIN)/lint-imports
 
 check: lint ## lint, and the fast tests
-	$(BIN)/python -m pytest -q -m "not kafka and not slow and not data"
+	$(PYTEST) -q -m "not kafka and not slow and not data"
 
 format: $(VENV)/.dev ## format the code
 	$(BIN)/ruff format .

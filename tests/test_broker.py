@@ -26,7 +26,7 @@ def test_compose_runs_the_version_of_the_pom() -> None:
 @pytest.mark.kafka
 def test_run_serves_until_interrupted_and_leaves_nothing(tmp_path: Path) -> None:
     script = load_broker_script()
-    (port,) = script._free_ports(1)
+    (port,) = script.free_ports(1)
     process = subprocess.Popen(
         [sys.executable, str(SCRIPT), "run", "--port", str(port)],
         stdout=subprocess.PIPE,

@@ -22,6 +22,7 @@ from deformer_stream.core.engine import Engine
 from deformer_stream.errors import ConfigError
 from deformer_stream.runtime import Road, WallClock
 from deformer_stream.testing import MemorySink, MemorySource
+from tests.conftest import free_port
 
 NAMES = {
     "events_total": "counter",
@@ -56,9 +57,7 @@ LABELS = {
 
 @pytest.fixture
 def port() -> int:
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    return free_port()
 
 
 def get(port: int, path: str) -> tuple[int, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deformer_stream import metrics
-from tests.conftest import ROOT
+from tests.conftest import ROOT, free_port
 
 PLACES = ("deformer_stream", "trainer", "connectors", "deploy")
 MODULES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
@@ -96,9 +96,7 @@ def listening(port: int) -> set[str]:
 
 @pytest.mark.parametrize(("host", "bound"), [("", "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "0.0.0.0")])  # noqa: S104
 def test_http_is_for_this_machine_alone_unless_told_otherwise(host: str, bound: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     stop = metrics.serve(f"{host}:{port}", metrics.Metrics())
     try:
         assert listening(port) == {f"{int.from_bytes(socket.inet_aton(bound), sys.byteorder):08X}"}

@@ -61,7 +61,7 @@ PORTS = range(20_000, 32_768)
 # --- a cluster --------------------------------------------------------------------------------------------------------
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that are free now. Another process may still take one: `start` then tries again with others."""
     free: list[int] = []
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
@@ -222,7 +222,7 @@ def start(brokers: int = 1, port: int | None = None, listeners: Mapping[str, Lis
     if engine is not None and brokers > 1:
         raise BrokerError(f"several brokers need Java {JAVA} and Maven: install them, or run one broker in {engine}")
     for attempt in range(3):
-        free = _free_ports(2 * brokers + len(listeners or {}))
+        free = free_ports(2 * brokers + len(listeners or {}))
         ports = free[:brokers] if port is None else list(range(port, port + brokers))
         if port is not None and (taken := [p for p in ports if brokers_known(f"127.0.0.1:{p}")]):
             raise BrokerError(f"port {taken[0]} already has a broker: stop it or choose another --port")

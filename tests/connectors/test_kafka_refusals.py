@@ -52,7 +52,7 @@ def test_unreachable_broker(attempt: Callable[[str], object], capfd: pytest.Capt
     began = time.monotonic()
     with pytest.raises(Unavailable) as caught:
         attempt(NOTHING_LISTENS)
-    assert time.monotonic() - began < CONNECT_SECONDS + 2
+    assert time.monotonic() - began < 2 * CONNECT_SECONDS
     reason = "cannot be reached (Connection refused): start the broker or check --bootstrap-servers"
     assert one_line(caught.value) == f"Kafka at {NOTHING_LISTENS} {reason}"
     assert caught.value.exit_code == 4
@@ -80,7 +80,7 @@ def test_something_that_does_not_answer(security: dict[str, str], mute: str) -> 
     began = time.monotonic()
     with pytest.raises(Unavailable, match="no answer in time") as caught:
         send(mute, security)
-    assert time.monotonic() - began < CONNECT_SECONDS + 2
+    assert time.monotonic() - began < 2 * CONNECT_SECONDS
     one_line(caught.value)
     assert threading.active_count() == threads, "a network thread goes on"
 

@@ -90,7 +90,7 @@ class SourceContract:
         collect(source, len(READINGS))
         began = time.monotonic()
         assert source.poll(0.2).data is None
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 5.0
         source.close()
 
     def test_a_second_reader_sees_the_same_positions(self, feed: Feed) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import astuple, replace
 from operator import attrgetter
 from typing import Any, Literal
@@ -47,6 +48,15 @@ SHAPES = st.builds(
 # Of ln p, the score and the record's excess. The larger one allows for sums that round to another bfloat16 in one order
 # than in another, at some places of a record.
 TOLERANCE: dict[Precision, float] = {"float32": 2e-3, "bfloat16": 5e-2}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def two_threads() -> Iterator[None]:
+    """They share the work, and must not be seen in the numbers. Other tests are content with one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def compiled(model: DEformer) -> DEformer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from typing import Any
 
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 from kafka.errors import RetriableError
+
+from tests.conftest import free_port
 
 PATIENCE = 120.0
 PROGRAMS = {"deformer-stream": "deformer_stream.cli", "deformer-train": "trainer.cli"}
@@ -78,7 +79,7 @@ class Consume:
         module: Sequence[object] = (PROGRAMS["deformer-stream"],),
     ) -> None:
         """module: what runs the command, with words that go before it."""
-        self.port = _free_port()
+        self.port = free_port()
         self._log = log
         program = [sys.executable, "-m", *module, "consume", "--http", f"127.0.0.1:{self.port}", *words]
         with log.open("w") as err:
@@ -129,12 +130,6 @@ class Consume:
         assert errors_of(self.said()) == []
         (last,) = self.events("stopped")
         return last
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Cluster:

@@ -27,13 +27,24 @@ TINY = "\n".join(
 )
 
 
-def train(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | environment
+Run = Callable[..., SimpleNamespace]
+
+
+def train(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, as an operator would; most tests spare it (`here`)."""
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command(*arguments), check=False, capture_output=True, text=True, env=env, timeout=300)
 
 
 def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "trainer.cli", *map(str, arguments)]
+
+
+@pytest.fixture
+def here(cli: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The command in this process."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return lambda *arguments: cli(*arguments, program="deformer-train")
 
 
 @pytest.fixture
@@ -100,13 +111,11 @@ def test_from_table_to_model_directory(tmp_path: Path, table: Path, config: Path
         assert words in reader.words
 
 
-def test_single_tokens_from_table_to_scores(
-    tmp_path: Path, table: Path, config: Path, cli: Callable[..., SimpleNamespace]
-) -> None:
+def test_single_tokens_from_table_to_scores(tmp_path: Path, table: Path, config: Path, here: Run, cli: Run) -> None:
     """A setting like any other: it learns, and what the stream says of a record is what the whole record says."""
     config.write_text(TINY + '\ntokens = "single"\ngaussians = 0\nlearning_rate = 0.01\nexclude = ["quality"]\n')
     out, scores = tmp_path / "model", tmp_path / "scores.parquet"
-    trained = cli(table, "--out", out, "--config", config, "--epochs", 3, program="deformer-train")
+    trained = here(table, "--out", out, "--config", config, "--epochs", 3)
     assert trained.code == 0, trained.err
     loaded = artifact.read(out)
     assert loaded.model.config.tokens == "single"
@@ -125,32 +134,33 @@ def test_single_tokens_from_table_to_scores(
         assert [row["log_likelihood"] for row in record] == pytest.approx(whole, abs=1e-4)
 
 
-def test_an_existing_model_is_replaced_and_other_folders_are_not(tmp_path: Path, table: Path, config: Path) -> None:
+def test_an_existing_model_is_replaced_and_other_folders_are_not(
+    tmp_path: Path, table: Path, config: Path, here: Run
+) -> None:
     out = tmp_path / "model"
     prints = []
     for seed in (0, 1):
-        assert train(table, "--out", out, "--config", config, "--epochs", 1, "--seed", seed).returncode == 0
+        assert here(table, "--out", out, "--config", config, "--epochs", 1, "--seed", seed).code == 0
         prints.append(artifact.read(out).fingerprint)
     assert prints[0] != prints[1]
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "work.txt").write_text("years")
-    done = train(table, "--out", precious)
-    assert done.returncode == 2
-    assert "is no model directory" in done.stderr
+    done = here(table, "--out", precious)
+    assert done.code == 2
+    assert "is no model directory" in done.err
     assert (precious / "work.txt").read_text() == "years"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_keeps_progress_and_resume_continues(
-    tmp_path: Path, table: Path, config: Path, number: signal.Signals, code: int
+    tmp_path: Path, table: Path, config: Path, number: signal.Signals, code: int, here: Run
 ) -> None:
     out = tmp_path / "model"
     arguments = [table, "--out", out, "--config", config, "--epochs", 60]
     with subprocess.Popen(
         command(*arguments),
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -165,24 +175,28 @@ def test_a_signal_keeps_progress_and_resume_continues(
     assert process.returncode == code
     assert "--resume" in errors.splitlines()[-1]
     assert not out.exists()
-    again = train(*arguments)
-    assert again.returncode == 2
-    assert "interrupted run" in again.stderr
-    other = train(*arguments, "--resume", "--seed", 5)
-    assert other.returncode == 2
-    assert "--resume: " in other.stderr
-    resumed = train(*arguments, "--resume")
-    assert resumed.returncode == 0, resumed.stderr
-    assert "continuing at step" in resumed.stderr
+    again = here(*arguments)
+    assert again.code == 2
+    assert "interrupted run" in again.err
+    other = here(*arguments, "--resume", "--seed", 5)
+    assert other.code == 2
+    assert "--resume: " in other.err
+    resumed = here(*arguments, "--resume")
+    assert resumed.code == 0, resumed.err
+    assert "continuing at step" in resumed.err
     assert artifact.read(out).manifest["training"]["steps"] > 0
     assert not folder.exists()
 
 
-def test_options_come_from_flags_environment_and_file_in_that_order(tmp_path: Path, table: Path, config: Path) -> None:
+def test_options_come_from_flags_environment_and_file_in_that_order(
+    tmp_path: Path, table: Path, config: Path, here: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEFORMER_SEED", "2")
+    monkeypatch.setenv("DEFORMER_BATCH", "64")
     config.write_text(TINY + "\nseed = 1\nepochs = 1\nexclude = ['a', 'b']\n[train]\nlearning_rate = 0.002\n")
     out = tmp_path / "model"
-    done = train(table, "--out", out, "--config", config, "--seed", 3, DEFORMER_SEED="2", DEFORMER_BATCH="64")
-    assert done.returncode == 0, done.stderr
+    done = here(table, "--out", out, "--config", config, "--seed", 3)
+    assert done.code == 0, done.err
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["training"]["seed"] == 3
     assert manifest["training"]["recipe"]["batch"] == 64
@@ -210,17 +224,17 @@ def test_options_come_from_flags_environment_and_file_in_that_order(tmp_path: Pa
     ],
 )
 def test_errors_are_one_line_with_an_exit_code(
-    tmp_path: Path, table: Path, arguments: list[str], code: int, words: str
+    tmp_path: Path, table: Path, arguments: list[str], code: int, words: str, here: Run
 ) -> None:
     (tmp_path / "text.parquet").write_text("hello")
     (tmp_path / "bad.toml").write_text("widgets = 3\n")
     (tmp_path / "odd.toml").write_text("d_model = 10\nheads = 3\n")
     names = {"TABLE": table, "OUT": tmp_path / "model", "MISSING": tmp_path / "missing.parquet"}
     names |= {"TEXT": tmp_path / "text.parquet", "BAD": tmp_path / "bad.toml", "ODD": tmp_path / "odd.toml"}
-    done = train(*(names.get(a, a) for a in arguments))
-    assert done.returncode == code, done.stderr
-    assert words in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    done = here(*(names.get(a, a) for a in arguments))
+    assert done.code == code, done.err
+    assert words in done.err
+    assert len(done.lines) == 1
     assert not (tmp_path / "model").exists()
 
 

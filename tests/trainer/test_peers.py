@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +14,7 @@ import torch
 
 from deformer_stream import artifact
 from deformer_stream.core.model import DEformer, ModelConfig
+from tests.conftest import free_port
 from tests.trainer.tables import mixed, prepared, write
 from trainer.budget import Budget
 from trainer.data import Prepared
@@ -68,9 +68,6 @@ def test_parts_of_all_processes_are_the_whole_step_once(records: int, size: int,
 
 def run(table: Path, out: Path, *options: str, processes: int = 1) -> torch.Tensor:
     """What the model thinks after a run of the command by so many processes, started as torchrun would."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     command = [
         sys.executable,
         "-m",
@@ -82,8 +79,8 @@ def run(table: Path, out: Path, *options: str, processes: int = 1) -> torch.Tens
         "float32",
         *options,
     ]
-    shared = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    shared |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    shared |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = [
         subprocess.Popen(
             command, env=shared | {"RANK": str(k), "LOCAL_RANK": str(k)}, stderr=subprocess.PIPE, text=True
