@@ -4,10 +4,10 @@
 
 The straightforward version (`Plain`) is what the paper's figure becomes with `nn.TransformerEncoder`: 2D interleaved
 tokens, two separate networks for identities and values, a boolean mask, a linear map to mixtures at the identity
-tokens; random orders of a whole batch at once, Adam, float32. It has our architecture, our batch and, by a copy of the
-weights, our loss ("apart" is by how much they differ, in nats a record). A step of ours is the trainer's own loop, with
-noise on readings, averaged weights and clipping. All are measured in turn, several times, and the best round of each
-counts: whoever else is at work only ever makes a round slower.
+tokens; random orders of a whole batch at once, Adam, float32. It has our architecture, our batch, our optimizer and, by
+a copy of the weights, our loss ("apart" is by how much they differ, in nats a record). A step of ours is the trainer's
+own loop, with noise on readings, averaged weights and clipping. All are measured in turn, several times, and the best
+round of each counts: whoever else is at work only ever makes a round slower.
 
 Presets: `small`, whose tokens look back at values alone, and `paper`, with the paper's mask; both on the same mask.
 """
@@ -156,7 +156,7 @@ def plain_steps(model: Plain, x: Tensor, batch: int) -> Steps:
 
 
 def our_steps(model: DEformer, data: Prepared, batch: int, precision: Precision, folder: Path) -> Steps:
-    recipe = Recipe(batch, 1e-4, 1_000_000, training_precision=precision)
+    recipe = Recipe(batch, 1e-4, 1_000_000, training_precision=precision, optimizer="adam")
     fit = Fit(data, model, recipe, 0, folder, Budget(), {})
 
     def steps(count: int) -> float:
