@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deformer_stream import native
+from deformer_stream.core import training
 from deformer_stream.core.model import DEformer
 from deformer_stream.errors import ConfigError
 from trainer import checkpoint
@@ -127,6 +129,8 @@ class Fit:
         self.best = {name: p.clone() for name, p in self.average.named_parameters()}
         self.optimizer = _optimiser(model, recipe)
         self.low_precision = _low_precision(recipe.training_precision, model.device)
+        library = native.library(rounded=True) if self.low_precision and training.fits(model) else None
+        model.fast_layers = training.Layers.of(model, library)
         self.step = 0
         self.since_best = 0
         self.best_validation = math.inf

@@ -51,23 +51,23 @@ class _Layer(ctypes.Structure):
     )
 
 
-def _fields(numbers: str, spec: str) -> Any:
+def fields(numbers: str, spec: str) -> Any:
     """Fields of a structure by their names: pointers but those in `numbers`."""
     return tuple((n, ctypes.c_int64 if n in numbers.split() else ctypes.c_void_p) for n in spec.split())
 
 
 class _Network(ctypes.Structure):
-    _fields_ = _fields("d heads feedforward layers kept pre relu", "d heads feedforward layers kept pre relu layer")
+    _fields_ = fields("d heads feedforward layers kept pre relu", "d heads feedforward layers kept pre relu layer")
 
 
 class _Work(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         "columns page_bytes units", "z u first asked start place pages columns pool page_bytes unit units next"
     )
 
 
 class _Expectation(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         "components features columns page_bytes units",
         "components features log_weights means covariances page_of place_in feature value log_weight mean scale "
         "first asked start place pages columns pool page_bytes unit units next",
@@ -75,14 +75,14 @@ class _Expectation(ctypes.Structure):
 
 
 class _Surprise(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         "readings components",
         "log_weights means scales values surprisal least mean variance readings components next",
     )
 
 
 class _Quantiles(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         "readings components quantiles", "log_weights means scales levels out readings components quantiles next"
     )
 
@@ -229,8 +229,8 @@ class Compiled:
     def _layers(self, cache: CompiledCache, ragged: Ragged, units: Ints, z: Tensor, u: Tensor) -> Tensor:
         """(Z, d) what comes out at identity tokens, in the place of these. z: (Z, d), u: (M, d) tokens."""
         given = z, u, ragged.first, ragged.asked, ragged.start, ragged.place, ragged.pages
-        work = partial(_Work, *map(_pointer, given), *self._place(cache, ragged, units))
-        self._run(self.library.run_layers, work, (given, cache, units), len(units) - 1, ctypes.byref(self.network))
+        work = partial(_Work, *map(pointer, given), *self._place(cache, ragged, units))
+        run(self.library.run_layers, work, (self, given, cache, units), len(units) - 1, ctypes.byref(self.network))
         return z
 
     def surprisal(self, conditional: Conditional, values: Tensor) -> Surprisal | None:
@@ -240,8 +240,8 @@ class Compiled:
         out = torch.empty(4, *values.shape)
         parts = conditional.log_weights, conditional.means, conditional.scales, values
         given = [t.float().contiguous() for t in parts]
-        work = partial(_Surprise, *map(_pointer, (*given, *out)), values.numel(), conditional.means.shape[-1])
-        self._run(self.library.measure_surprise, work, (given, out), -(-values.numel() // 32))
+        work = partial(_Surprise, *map(pointer, (*given, *out)), values.numel(), conditional.means.shape[-1])
+        run(self.library.measure_surprise, work, (self, given, out), -(-values.numel() // 32))
         return Surprisal(*out)
 
     def quantiles(self, conditional: Conditional, qs: Sequence[float]) -> Tensor:
@@ -252,8 +252,8 @@ class Compiled:
         parts = conditional.log_weights, conditional.means, conditional.scales, torch.tensor(qs)
         given = [t.float().contiguous() for t in parts]
         readings = conditional.discrete.numel()
-        work = partial(_Quantiles, *map(_pointer, (*given, out)), readings, conditional.means.shape[-1], len(qs))
-        self._run(self.library.find_quantiles, work, (given, out), -(-readings // 32))
+        work = partial(_Quantiles, *map(pointer, (*given, out)), readings, conditional.means.shape[-1], len(qs))
+        run(self.library.find_quantiles, work, (self, given, out), -(-readings // 32))
         return conditional.quantiles(qs, out)
 
     def _guide(self, cache: CompiledCache, ragged: Ragged, units: Ints, asked: Tensor) -> Guide | None:
@@ -266,41 +266,20 @@ class Compiled:
         out = torch.empty(3, len(asked), padded(K))
         places = ragged.first, ragged.asked, ragged.start, ragged.place, ragged.pages
         given = cache.page_of, cache.place_in, feature, values, *out, *places
-        work = partial(_Expectation, *self.mixture, *map(_pointer, given), *self._place(cache, ragged, units))
-        self._run(self.library.expect_readings, work, (given, cache, units), len(units) - 1)
+        work = partial(_Expectation, *self.mixture, *map(pointer, given), *self._place(cache, ragged, units))
+        run(self.library.expect_readings, work, (self, given, cache, units), len(units) - 1)
         weights, means, scales = out[..., :K]
         return Guide(torch.log_softmax(weights, -1), means, scales, self.model.gaussians.places[asked] >= 0)
 
     def _place(self, cache: CompiledCache, ragged: Ragged, units: Ints) -> tuple[int | None, ...]:
         columns = ragged.pages.shape[1]
-        return columns, _pointer(cache.pool), cache.page_bytes, _pointer(units), len(units) - 1
-
-    def _run(
-        self,
-        function: Callable[..., int],
-        work: Callable[[int | None], ctypes.Structure],
-        held: Any,
-        units: int,
-        *first: Any,
-    ) -> None:
-        """On all threads, which take units from a common counter. held: what the work points to; a thread keeps it even
-        when the caller is interrupted. Raises MemoryError."""
-        counter = np.zeros(1, np.int64)
-        job = work(_pointer(counter))
-
-        def call(held: Any = (self, held, counter)) -> int:
-            return function(*first, ctypes.byref(job))
-
-        more = min(torch.get_num_threads(), units) - 1
-        others = [_pool().submit(call) for _ in range(more)]
-        if min([call(), *(other.result() for other in others)]) < 0:
-            raise MemoryError("the network's scratch does not fit into memory")
+        return columns, pointer(cache.pool), cache.page_bytes, pointer(units), len(units) - 1
 
     def _layer(self, block: Block) -> _Layer:
         norms = [t for norm in (block.norm1, block.norm2) for t in (norm.weight, norm.bias)]
         maps = block.qkv, block.out, block.up, block.down
         given = [*norms, *(linear.bias for linear in maps), *(self._packed(linear) for linear in maps)]
-        return _Layer(*(_pointer(self._kept(t.detach().contiguous())) for t in given))
+        return _Layer(*(pointer(self._kept(t.detach().contiguous())) for t in given))
 
     def _kept(self, t: Any) -> Any:
         self._held.append(t)
@@ -323,7 +302,24 @@ class Compiled:
             self._kept(nn.functional.pad(t.double(), (0, more), value=fill).contiguous())
             for t, fill in zip(parts, fills, strict=True)
         ]
-        return padded(gaussians.components), gaussians.means.shape[-1], *map(_pointer, given)
+        return padded(gaussians.components), gaussians.means.shape[-1], *map(pointer, given)
+
+
+def run(
+    function: Callable[..., int], work: Callable[[int | None], ctypes.Structure], held: Any, units: int, *first: Any
+) -> None:
+    """On all threads, which take units from a common counter. held: what the work points to; a thread keeps it even
+    when the caller is interrupted. Raises MemoryError."""
+    counter = np.zeros(1, np.int64)
+    job = work(pointer(counter))
+
+    def call(held: Any = (held, counter)) -> int:
+        return function(*first, ctypes.byref(job))
+
+    more = min(torch.get_num_threads(), units) - 1
+    others = [_pool().submit(call) for _ in range(more)]
+    if min([call(), *(other.result() for other in others)]) < 0:
+        raise MemoryError("the network's scratch does not fit into memory")
 
 
 @cache
@@ -331,7 +327,7 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "scoring")
 
 
-def _pointer(array: Any) -> int | None:
+def pointer(array: Any) -> int | None:
     return None if array is None else int(array.data_ptr() if isinstance(array, Tensor) else array.ctypes.data)
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -109,6 +109,7 @@ class DEformer(nn.Module):
         self.register_buffer("context", torch.tensor(schema.context), persistent=False)
         self.context: Tensor
         self.library: ctypes.CDLL | None = None  # compiled code that may score for this model (`core.compiled`)
+        self.fast_layers: Callable[[Tensor, Tensor], Tensor] | None = None  # in training (`core.training`)
 
     def _init_labels(self, schema: Schema, shared: bool) -> None:
         """A row per label and one for "unseen" per sensor; row 0 is the zero vector of continuous values.
@@ -154,8 +155,7 @@ class DEformer(nn.Module):
         return Gaussians(schema, self.config.gaussians), nn.Linear(3 * self.config.gaussians, self.config.d_model)
 
     def _layers(self) -> Iterator[Block]:
-        for block in self.blocks:
-            yield cast(Block, block)
+        return (cast(Block, block) for block in self.blocks)
 
     @property
     def memory(self) -> Memory | None:
@@ -198,12 +198,14 @@ class DEformer(nn.Module):
             return [self.asking(features, guide), self.telling(features, values)]
         identity = self._identity()
         last = self._last(identity, self._readings(identity, features, values), past, before)
-        return [self._told(self.value_encoder(torch.cat([identity[features], last], -1)), guide)]
+        own = nn.functional.embedding(features, identity)
+        return [self._told(self.value_encoder(torch.cat([own, last], -1)), guide)]
 
     def asking(self, features: Tensor, guide: Guide | None) -> Tensor:
         """S features → tokens z, (*S, d): it is this one's turn. Of pairs."""
         encoder = cast(Encoder, self.identity_encoder)
-        return self._told(encoder(self._identity())[features], guide)  # each is encoded once
+        each = encoder(self._identity())  # looked up as embeddings are: the way back of an index is slow
+        return self._told(nn.functional.embedding(features, each), guide)
 
     def telling(self, features: Tensor, values: Tensor) -> Tensor:
         """S readings → tokens u, (*S, d): this is what came. Of pairs."""
@@ -230,7 +232,7 @@ class DEformer(nn.Module):
         cycles, and label (or 0) of each."""
         discrete = self.label_counts[features] > 0
         number = values.to(self.dtype).clamp(-VALUE_REACH, VALUE_REACH).masked_fill(discrete, 0.0)
-        inputs = [identity[features], number.unsqueeze(-1)]
+        inputs = [nn.functional.embedding(features, identity), number.unsqueeze(-1)]
         if self.cycles is not None:
             start, turn = self.cycles[features].to(self.dtype).unbind(-1)
             cyclic = (turn != 0).unsqueeze(-1)
@@ -281,7 +283,10 @@ class DEformer(nn.Module):
             guide = self.gaussians(features, values)
         full_precision = torch.autocast(self.device.type, enabled=False)  # readings and densities, whatever layers do
         with full_precision:
-            x = torch.cat(self._kinds(codes, values, guide, None, before), 1)
+            kinds = self._kinds(codes, values, guide, None, before)
+            if self.fast_layers is not None and before is None:
+                return cast(Conditional, self.head(self.norm(self.fast_layers(*kinds)), codes, guide))
+        x = torch.cat(kinds, 1)
         for layer, block in enumerate(self._layers(), 1):
             q, k, v = block.project(x)
             if layer == self.config.layers:  # from here on only identity tokens are asked for anything
@@ -289,8 +294,7 @@ class DEformer(nn.Module):
             attended = attend(q, k, v, self.memory, block.dropout if self.training else 0.0, before)
             x = block.finish(x, attended.transpose(1, 2).flatten(2))
         with full_precision:
-            conditional: Conditional = self.head(self.norm(x.to(self.dtype)), codes, guide)
-        return conditional
+            return cast(Conditional, self.head(self.norm(x.to(self.dtype)), codes, guide))
 
     def log_prob(self, features: Tensor, values: Tensor, guide: Guide | None = None) -> Tensor:
         """ln p(v_k | earlier) of whole records, natural log, larger is likelier: (N, L), 0 at padding and context."""

@@ -22,6 +22,8 @@ from trainer.fit import Fit, Fitted, Interrupted, Recipe
 from trainer.sampling import Noise, arrange, random_keys, seeded, take
 
 SMALL = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,), dropout=0.1)
+COMPILED = ModelConfig(d_model=64, layers=2, heads=2, feedforward=96, mixtures=4, hidden=(16,))
+"""Trains by compiled code, where the processor multiplies in bfloat16."""
 RECIPE = Recipe(batch=32, learning_rate=3e-3, epochs=4, smoothing=0.05)
 
 
@@ -30,10 +32,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return prepared(tmp_path_factory.mktemp("data"), mixed(np.random.default_rng(3), 300))
 
 
-def start(data: Prepared, folder: Path, recipe: Recipe = RECIPE, budget: Budget | None = None, **identity: Any) -> Fit:
+def start(
+    data: Prepared,
+    folder: Path,
+    recipe: Recipe = RECIPE,
+    budget: Budget | None = None,
+    config: ModelConfig = SMALL,
+    **identity: Any,
+) -> Fit:
     torch.manual_seed(0)
     folder.mkdir(exist_ok=True)
-    return Fit(data, DEformer(data.schema, SMALL), recipe, 0, folder, budget or Budget(), identity)
+    return Fit(data, DEformer(data.schema, config), recipe, 0, folder, budget or Budget(), identity)
 
 
 def weights(fitted: Fitted) -> list[torch.Tensor]:
@@ -44,14 +53,16 @@ def stopping_at(fit: Fit, step: int) -> Callable[[], bool]:
     return lambda: fit.step >= step
 
 
-@pytest.mark.parametrize("at", [1, 7, 13])
-def test_interrupted_and_resumed_equals_uninterrupted(data: Prepared, tmp_path: Path, at: int) -> None:
-    whole = start(data, tmp_path / "whole").run()
-    first = start(data, tmp_path / "parts")
+@pytest.mark.parametrize(("at", "config"), [(1, SMALL), (7, SMALL), (13, SMALL), (5, COMPILED)])
+def test_interrupted_and_resumed_equals_uninterrupted(
+    data: Prepared, tmp_path: Path, at: int, config: ModelConfig
+) -> None:
+    whole = start(data, tmp_path / "whole", config=config).run()
+    first = start(data, tmp_path / "parts", config=config)
     with pytest.raises(Interrupted):
         first.run(stopping_at(first, at))
     torch.rand(3)  # whatever else drew random numbers in between
-    second = start(data, tmp_path / "parts")
+    second = start(data, tmp_path / "parts", config=config)
     state = checkpoint.load_state(tmp_path / "parts")
     assert state is not None
     second.restore(state)
@@ -68,6 +79,17 @@ def test_same_seed_same_weights_other_seed_others(data: Prepared, tmp_path: Path
     other = start(data, tmp_path)
     other.seed = 1
     assert any(not torch.equal(a, b) for a, b in zip(weights(runs[0]), weights(other.run()), strict=True))
+
+
+def test_compiled_layers_take_the_steps_of_the_plain_ones(data: Prepared, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, training_precision="bfloat16", optimizer="adam")
+    compiled, plain, exact = (
+        start(data, tmp_path / name, r, config=COMPILED)
+        for name, r in (("a", recipe), ("b", recipe), ("c", replace(recipe, training_precision="float32")))
+    )
+    plain.model.fast_layers = None
+    nll = [run.run().history[-1]["validation"] for run in (compiled, plain, exact)]
+    assert nll[0] == pytest.approx(nll[2], abs=max(0.05, 3 * abs(nll[1] - nll[2])))
 
 
 def test_resume_refuses_other_data_or_options(data: Prepared, tmp_path: Path) -> None:

@@ -1,0 +1,231 @@
+/* The Transformer's layers over whole records, forward and back, weights' gradients included.
+ *
+ * Norms stand in front of the maps, so their weights are part of those of the maps (`core/training.py`), and all that is
+ * left of them here is to standardise. A record has identity tokens z and, after them, value tokens u. A unit of work is
+ * some whole records, which go through all layers, forward or back, while they are in the processor's cache. Each thread
+ * has units and gradients of its own, always the same, so that sums run in the same order every time. */
+#include "attention.h"
+
+typedef struct {
+    int64_t d, heads, feedforward, layers, relu;
+    /* of all layers: (layers, columns / 32, inputs / PAIR, 32, PAIR), of gradients the same of the transposed */
+    const num *qkv, *out, *up, *down, *qkv_back, *out_back, *up_back, *down_back;
+    const float *qkv_bias, *out_bias, *up_bias, *down_bias;
+} Network;
+
+typedef struct {
+    /* unit: records of one. rows: room for a layer's tokens. x: tokens (M, d), overwritten. hidden: what leaves at z */
+    int64_t records, identities, values, unit, rows;
+    float *x, *hidden;
+    num *n1, *qkv, *paired, *attended, *n2, *up, *slope; /* by layer: what the way back needs */
+    float *own, *scale1, *scale2;
+    float *by_qkv, *by_out, *by_up, *by_down, *by_bias; /* (threads, layers, …) gradients of weights, zeros at first */
+    int64_t threads;
+    int64_t *next; /* the thread to begin next: its units are always the same, so that sums are */
+} Work;
+
+typedef struct {
+    num *a, *wide[4];
+    float *x, *g;
+    Attention attention;
+} Scratch;
+
+static float standardise(const float *x, size_t d, num *out) {
+    v16 total = all(0), squares = all(0);
+    for (size_t i = 0; i < d; i += LANES) total += load(x + i);
+    float mean = sum(total) / d;
+    for (size_t i = 0; i < d; i += LANES) {
+        v16 y = load(x + i) - mean;
+        squares += y * y;
+    }
+    float scale = 1.0f / sqrtf(sum(squares) / d + 1e-5f);
+    for (size_t i = 0; i < d; i += LANES) put(out + i, (load(x + i) - mean) * scale);
+    return scale;
+}
+/* Add to g_x what g, the gradient of a standardised row, means for the row. */
+static void standardise_back(const float *g, const num *row, float scale, size_t d, float *g_x) {
+    v16 total = all(0), along = all(0);
+    for (size_t i = 0; i < d; i += LANES) total += load(g + i), along += load(g + i) * get(row + i);
+    float mean = sum(total) / d, slope = sum(along) / d;
+    for (size_t i = 0; i < d; i += LANES)
+        store(g_x + i, load(g_x + i) + scale * (load(g + i) - mean - slope * get(row + i)));
+}
+static void rounded(const float *x, size_t n, num *out) {
+    for (size_t i = 0; i < n; i += LANES) put(out + i, load(x + i));
+}
+static void sum_rows(const num *g, size_t rows, size_t n, float *out) {
+    for (size_t i = 0; i < n; i += LANES) {
+        v16 total = all(0);
+        for (size_t r = 0; r < rows; r++) total += get(g + r * n + i);
+        store(out + i, load(out + i) + total);
+    }
+}
+/* What a map's weights (columns, inputs) and its bias get from the gradients g of what it put out for rows of `a`. */
+static void learn(const num *g, const num *a, size_t rows, size_t columns, size_t inputs, float *weights, float *bias,
+                  Scratch *t) {
+    size_t pairs = whole(rows, 2);
+    sum_rows(g, rows, columns, bias);
+    pack_along(g, columns, rows, columns, t->wide[2]);
+    for (size_t n = 0; n < columns; n += COLUMNS)
+        turn(t->wide[2] + n * pairs, COLUMNS * PAIR, pairs / PAIR, COLUMNS, t->wide[3] + n * pairs, pairs);
+    pack_along(a, inputs, rows, inputs, t->wide[2]);
+    for (size_t m = 0; m < columns; m += ROWS)
+        for (size_t n = 0; n < inputs; n += COLUMNS) {
+            v16 sums[ROWS][2];
+            for (size_t r = m, end = less(m + ROWS, columns); r < end; r++) { /* from afar, meanwhile */
+                __builtin_prefetch(weights + r * inputs + n, 1);
+                __builtin_prefetch(weights + r * inputs + n + LANES, 1);
+            }
+            product(t->wide[3] + m * pairs, pairs, pairs, t->wide[2] + n * pairs, sums);
+            for (size_t r = m, end = less(m + ROWS, columns); r < end; r++)
+                for (int half = 0; half < 2; half++) {
+                    float *out = weights + r * inputs + n + half * LANES;
+                    store(out, load(out) + sums[r - m][half]);
+                }
+        }
+}
+
+/* What becomes of a times weights, plus bias if any: it is KEPT (num) or written WIDE (float), ADDED (float), ACTIVATED
+ * with the slope beside it, or made SLOPED by that. */
+enum { KEPT, WIDE, ADDED, ACTIVATED, SLOPED };
+INLINE void multiply(int kind, const Network *net, const num *a, size_t rows, size_t inputs, const num *weights,
+                     const float *bias, size_t columns, void *out, num *slope) {
+    for (size_t n = 0; n < columns; n += COLUMNS, weights += COLUMNS * inputs)
+        for (size_t m = 0; m < rows; m += ROWS) {
+            v16 sums[ROWS][2];
+            product(a + m * inputs, inputs, inputs, weights, sums);
+            for (size_t r = m, end = less(m + ROWS, rows); r < end; r++)
+                for (int half = 0; half < 2; half++) {
+                    size_t column = n + half * LANES, place = r * columns + column;
+                    float *wide = (float *)out + place;
+                    num *narrow = (num *)out + place;
+                    v16 v = sums[r - m][half] + (bias ? load(bias + column) : all(0));
+                    if (kind == KEPT) put(narrow, v);
+                    if (kind == WIDE) store(wide, v);
+                    if (kind == ADDED) store(wide, load(wide) + v);
+                    if (kind == SLOPED) put(narrow, v * get(slope + place));
+                    if (kind == ACTIVATED) {
+                        v16 share = net->relu ? chosen(v > 0, all(1), all(0)) : normal(v);
+                        put(narrow, v * share);
+                        if (!net->relu) share += v * 0.39894228f * exponential(-0.5f * v * v);
+                        put(slope + place, share);
+                    }
+                }
+        }
+}
+
+static void forward(const Network *net, const Work *work, size_t from, size_t to, Scratch *t) {
+    size_t d = net->d, wide = net->feedforward, identities = work->identities, keys = work->values;
+    size_t tokens = identities + keys, rows = (to - from) * tokens, first = from * tokens;
+    float *x = work->x + first * d;
+    for (size_t l = 0; l < (size_t)net->layers; l++) {
+        size_t begin = l * work->rows + first, last = l + 1 == (size_t)net->layers;
+        size_t queries = last ? identities : tokens;
+        Shape s = {identities, queries, keys, whole(keys + !keys, COLUMNS), whole(queries, 2)};
+        num *n1 = work->n1 + begin * d, *qkv = work->qkv + begin * 3 * d;
+        for (size_t r = 0; r < rows; r++) work->scale1[begin + r] = standardise(x + r * d, d, n1 + r * d);
+        multiply(KEPT, net, n1, rows, d, net->qkv + l * 3 * d * d, net->qkv_bias + l * 3 * d, 3 * d, qkv, NULL);
+        if (last) { /* from here on only identity tokens are asked for anything */
+            float *hidden = work->hidden + from * identities * d;
+            for (size_t i = 0; i < to - from; i++)
+                memcpy(hidden + i * identities * d, x + i * tokens * d, 4 * identities * d);
+            x = hidden, first = from * identities, rows = (to - from) * identities, begin = l * work->rows + first;
+        }
+        num *attended = work->attended + begin * d, *n2 = work->n2 + begin * d;
+        num *up = work->up + begin * wide, *slope = work->slope + begin * wide;
+        for (size_t i = 0; i < to - from; i++) {
+            size_t place = (l * work->records + from + i) * net->heads;
+            num *paired = work->paired + place * s.width * whole(tokens, 2);
+            attend(d, net->heads, s, qkv + i * tokens * 3 * d, paired, work->own + place * identities,
+                   attended + i * queries * d, &t->attention);
+        }
+        multiply(ADDED, net, attended, rows, d, net->out + l * d * d, net->out_bias + l * d, d, x, NULL);
+        for (size_t r = 0; r < rows; r++) work->scale2[begin + r] = standardise(x + r * d, d, n2 + r * d);
+        multiply(ACTIVATED, net, n2, rows, d, net->up + l * wide * d, net->up_bias + l * wide, wide, up, slope);
+        multiply(ADDED, net, up, rows, wide, net->down + l * wide * d, net->down_bias + l * d, d, x, NULL);
+    }
+}
+
+static void backward(const Network *net, const Work *work, size_t from, size_t to, size_t thread, Scratch *t) {
+    size_t d = net->d, wide = net->feedforward, identities = work->identities, keys = work->values;
+    size_t tokens = identities + keys, records = to - from;
+    float *x = t->x;
+    num *g_x = t->a, *g_up = t->wide[0], *g_qkv = t->wide[1];
+    memcpy(x, work->hidden + from * identities * d, 4 * records * identities * d);
+    for (size_t l = net->layers; l--;) {
+        size_t last = l + 1 == (size_t)net->layers, queries = last ? identities : tokens, rows = records * queries;
+        size_t begin = l * work->rows + from * queries, mine = thread * net->layers + l;
+        Shape s = {identities, queries, keys, whole(keys + !keys, COLUMNS), whole(queries, 2)};
+        const num *n2 = work->n2 + begin * d, *up = work->up + begin * wide, *slope = work->slope + begin * wide;
+        float *bias = work->by_bias + mine * (5 * d + wide);
+        rounded(x, rows * d, g_x);
+        learn(g_x, up, rows, d, wide, work->by_down + mine * wide * d, bias + 4 * d + wide, t);
+        multiply(SLOPED, net, g_x, rows, d, net->down_back + l * wide * d, NULL, wide, g_up, (num *)slope);
+        learn(g_up, n2, rows, wide, d, work->by_up + mine * wide * d, bias + 4 * d, t);
+        multiply(WIDE, net, g_up, rows, wide, net->up_back + l * wide * d, NULL, d, t->g, NULL);
+        for (size_t r = 0; r < rows; r++)
+            standardise_back(t->g + r * d, n2 + r * d, work->scale2[begin + r], d, x + r * d);
+        rounded(x, rows * d, g_x);
+        learn(g_x, work->attended + begin * d, rows, d, d, work->by_out + mine * d * d, bias + 3 * d, t);
+        multiply(KEPT, net, g_x, rows, d, net->out_back + l * d * d, NULL, d, g_up, NULL);
+        begin = l * work->rows + from * tokens, rows = records * tokens;
+        for (size_t i = records; i--;) {
+            size_t place = (l * work->records + from + i) * net->heads;
+            const num *paired = work->paired + place * s.width * whole(tokens, 2);
+            num *to = g_qkv + i * tokens * 3 * d;
+            if (last) { /* values have no queries there */
+                memmove(x + i * tokens * d, x + i * identities * d, 4 * identities * d);
+                memset(x + (i * tokens + identities) * d, 0, 4 * keys * d);
+                for (size_t r = identities; r < tokens; r++) memset(to + r * 3 * d, 0, sizeof(num) * d);
+            }
+            attend_back(d, net->heads, s, work->qkv + (begin + i * tokens) * 3 * d, paired, work->own + place * identities,
+                        g_up + i * queries * d, to, &t->attention);
+        }
+        const num *n1 = work->n1 + begin * d;
+        learn(g_qkv, n1, rows, 3 * d, d, work->by_qkv + mine * 3 * d * d, bias, t);
+        multiply(WIDE, net, g_qkv, rows, 3 * d, net->qkv_back + l * 3 * d * d, NULL, d, t->g, NULL);
+        for (size_t r = 0; r < rows; r++)
+            standardise_back(t->g + r * d, n1 + r * d, work->scale1[begin + r], d, x + r * d);
+    }
+    memcpy(work->x + from * tokens * d, x, 4 * records * tokens * d);
+}
+
+/* Weights (layers, columns, inputs) as the right factor of products, forward and back. */
+void pack_weights(const num *weights, int64_t layers, int64_t columns, int64_t inputs, num *on, num *back) {
+    for (; layers--; weights += columns * inputs, on += columns * inputs, back += columns * inputs) {
+        pack_across(weights, inputs, columns, inputs, on);
+        pack_along(weights, inputs, columns, inputs, back);
+    }
+}
+
+static void *room(size_t bytes) {
+    void *p = aligned_alloc(64, whole(bytes, 64));
+    if (p) memset(p, 0, bytes);
+    return p;
+}
+
+/* A thread's units, forward or back (from gradients in `hidden` to those in x). Returns 0, or -1 for lack of memory. */
+int64_t train_layers(const Network *net, int64_t back, const Work *work) {
+    size_t d = net->d, tokens = work->identities + work->values, rows = work->unit * tokens + ROWS;
+    size_t width = whole(work->values + 1, COLUMNS), one = whole(tokens, ROWS) + ROWS, square = one * width;
+    size_t widest = 3 * d < (size_t)net->feedforward ? net->feedforward : 3 * d;
+    size_t packed = whole(d / net->heads, COLUMNS) * (one + COLUMNS);
+    Scratch t;
+    Attention *a = &t.attention;
+    num **halves[] = {&t.a,          &a->plain,     &a->turned, &a->packed[0], &a->packed[1], &a->packed[2],
+                      &a->packed[3], &t.wide[0],    &t.wide[1], &t.wide[2],    &t.wide[3]};
+    size_t sizes[] = {rows * d, square,        whole(width, ROWS) * one, packed,        packed, packed,
+                      square,   rows * widest, rows * widest,            rows * widest, (rows + 2) * (widest + ROWS)};
+    float **floats[] = {&t.x, &t.g, &a->scores, &a->own};
+    size_t lengths[] = {rows * d, rows * d, square, tokens};
+    int fine = 1;
+    for (int i = 0; i < 11; i++) fine &= (*halves[i] = room(sizeof(num) * sizes[i])) != NULL;
+    for (int i = 0; i < 4; i++) fine &= (*floats[i] = room(4 * lengths[i])) != NULL;
+    size_t thread = __atomic_fetch_add(work->next, 1, __ATOMIC_RELAXED), step = work->threads * work->unit;
+    for (size_t at = thread * work->unit, end = work->records; fine && at < end; at += step)
+        if (back) backward(net, work, at, less(at + work->unit, end), thread, &t);
+        else forward(net, work, at, less(at + work->unit, end), &t);
+    for (int i = 0; i < 11; i++) free(*halves[i]);
+    for (int i = 0; i < 4; i++) free(*floats[i]);
+    return fine ? 0 : -1;
+}
