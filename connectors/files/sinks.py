@@ -95,8 +95,10 @@ class _ParquetSink:
         self._rows = 0
         self._open = True
         self._behind = Behind()
+        # Fractions hardly ever repeat: looking for those that do takes longer than all else, and makes files larger.
+        repeated = [field.name for field in columns if not pa.types.is_floating(field.type)]
         with _opening(self._path):
-            self._writer = pq.ParquetWriter(self._part, columns, compression="zstd")
+            self._writer = pq.ParquetWriter(self._part, columns, compression="zstd", use_dictionary=repeated)
 
     def _add(self, batch: pa.RecordBatch) -> None:
         if batch.num_rows:
