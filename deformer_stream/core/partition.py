@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
+from collections.abc import Iterable, Iterator
 
 from deformer_stream.core.windows import Watermarks
 
@@ -11,17 +12,41 @@ REMEMBERED = 200_000
 them anew; and devices whose watermarks are."""
 
 
+class Remembered:
+    """The latest `most` of the ids that were added, each by its first time, the earliest first: a set and a queue, half
+    the bytes of an ordered dictionary."""
+
+    def __init__(self, most: int, ids: Iterable[str] = ()) -> None:
+        self.most = most
+        self._ids: set[str] = set()
+        self._order: deque[str] = deque()
+        for record in ids:
+            self.add(record)
+
+    def add(self, record: str) -> None:
+        if record not in self._ids:
+            self._ids.add(record)
+            self._order.append(record)
+            if len(self._order) > self.most:
+                self._ids.remove(self._order.popleft())
+
+    def __contains__(self, record: str) -> bool:
+        return record in self._ids
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._order)
+
+
 class Partition:
     """One partition of the input. Whatever is in here follows from the partition's own log and decisions, in order;
     what other partitions do plays no part, so it can be rebuilt from them.
 
-    slot_of: open records, in the order of their opening. closed: remembered ids, the earliest first.
+    slot_of: open records, in the order of their opening. closed: remembered ids.
     """
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
-        self.remembered = remembered
         self.slot_of: dict[str, int] = {}
-        self.closed: OrderedDict[str, None] = OrderedDict()
+        self.closed = Remembered(remembered)
         self.watermarks = Watermarks(remembered)
 
     def arrive(self, record: str, device: str, deadline: int, time: int) -> tuple[bool, list[int]]:
@@ -38,7 +63,5 @@ class Partition:
         """From now on the id is closed; its slot, if it was open."""
         slot = self.slot_of.pop(record, None)
         self.watermarks.close(record)
-        self.closed[record] = None
-        if len(self.closed) > self.remembered:
-            self.closed.popitem(last=False)
+        self.closed.add(record)
         return slot

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.core.partition import Partition
+from deformer_stream.core.partition import Partition, Remembered
 from deformer_stream.core.records import Records
 from deformer_stream.core.snapshot import Blocks, Drift, Snapshot, Vocabulary, ragged
 
@@ -122,6 +121,6 @@ def put(records: Records, source: int, snapshot: Snapshot, now: int, generation:
     rows, deadlines = snapshot.window_record, snapshot.window_deadline
     for i, device, deadline in zip(rows.tolist(), snapshot.window_device, deadlines.tolist(), strict=True):
         partition.watermarks.open(device, snapshot.ids[i], deadline)
-    partition.closed = OrderedDict.fromkeys(snapshot.closed[-records.remembered :])
+    partition.closed = Remembered(records.remembered, snapshot.closed)
     partition.watermarks.restore(zip(snapshot.devices, snapshot.marks.tolist(), strict=True))
     return slots
