@@ -1,4 +1,4 @@
-"""Code compiled on the machine it runs on, at first use; scoring works without, several times slower.
+"""Code compiled on the machine it runs on, at first use; without, scoring works several times slower, training less.
 
 The C compiler (`cc`, or what CC names) makes a library of the sources beside this file for the processor at hand. It is
 kept under the user's cache directory, by the digest of all that went into it, in a directory that only the user can
@@ -29,7 +29,7 @@ LONGEST = 120
 
 @cache
 def library(rounded: bool) -> ctypes.CDLL | None:
-    """`blocks.c` and `density.c`, factors of products rounded to bfloat16 or not; None where they cannot be had."""
+    """The sources as one library, factors of products rounded to bfloat16 or not; None where it cannot be had."""
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
         log.get("native").info("no C compiler: scoring runs without compiled code, several times slower")
