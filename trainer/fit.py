@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deformer_stream import native
-from deformer_stream.core import training
 from deformer_stream.core.model import DEformer
 from deformer_stream.errors import ConfigError
 from trainer import checkpoint
@@ -31,6 +29,7 @@ from trainer.gaussians import Guides
 from trainer.muon import Muon
 from trainer.options import Optimizer, Precision
 from trainer.peers import Peers
+from trainer.precision import fast_layers, low_precision
 from trainer.sampling import Noise, Samples, arrange, draw, seeded, take
 
 EVALUATIONS = 30
@@ -128,9 +127,8 @@ class Fit:
         self.average = copy.deepcopy(model).eval().requires_grad_(False)
         self.best = {name: p.clone() for name, p in self.average.named_parameters()}
         self.optimizer = _optimiser(model, recipe)
-        self.low_precision = _low_precision(recipe.training_precision, model.device)
-        library = native.library(rounded=True) if self.low_precision and training.fits(model) else None
-        model.fast_layers = training.Layers.of(model, library)
+        self.low_precision = low_precision(recipe.training_precision, model.device)
+        model.fast_layers = fast_layers(model) if self.low_precision else None
         self.step = 0
         self.since_best = 0
         self.best_validation = math.inf
@@ -369,14 +367,6 @@ def _optimiser(model: DEformer, recipe: Recipe) -> torch.optim.Optimizer:
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
-
-
-def _low_precision(wanted: Precision, device: torch.device) -> bool:
-    """Whether to multiply in bfloat16: as wanted, otherwise where it is native; elsewhere it is slower than float32."""
-    if wanted != "auto" or device.type == "cuda":
-        return wanted != "float32"
-    known = torch.cpu.get_capabilities()
-    return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
 
 
 @contextmanager
