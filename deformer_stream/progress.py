@@ -29,7 +29,8 @@ class Progress:
             bar.update(task, advance=more, rate=f"{self.rate:,.0f} {self.unit}/s")
         elif time.monotonic() - self._said > LINE_SECONDS:
             self._said = time.monotonic()
-            left = {} if self.total is None else {"seconds_left": round((self.total - self.done) / self.rate)}
+            known = self.total is not None and self.done > 0
+            left = {"seconds_left": round(((self.total or 0) - self.done) / self.rate)} if known else {}
             log.get(self.title).info("progress", done=self.done, total=self.total, rate=round(self.rate), **left)
 
     def reach(self, done: int) -> None:

@@ -239,8 +239,7 @@ def test_wide_refusals() -> None:
         (3, Reason.TOO_LARGE),
     ]
     assert "'Pressure'" in rejected[1].detail
-    assert batch.names() is not None
-    assert [list(part) for part in batch.names() or ()] == [["a", "c"], [0, 0, 0, 1, 1]]
+    assert [list(part) for part in batch.names()] == [["a", "c"], [0, 0, 0, 1, 1]]
     assert sorted(readings(batch)) == [
         ("a", "Current", 1), ("a", "Pressure", 1), ("a", "state", 3), ("c", "Current", 3), ("c", "state", 3),
     ]  # fmt: skip

@@ -204,10 +204,9 @@ class ScoresParquet(_ParquetSink):
 
 def _records_of(batch: EventBatch, events: NDArray[np.int64]) -> pa.Array:
     """Record ids of these events."""
-    rows = batch.names()
-    if rows is None:
+    if batch.rows is None:
         return pa.array([batch.records[event] for event in events.tolist()], pa.string())
-    ids, row = rows
+    ids, row = batch.names()
     return pa.array(ids, pa.string()).take(pa.array(row[events]))
 
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.core.arrival import Accepted
 from deformer_stream.core.batch import AlertRaised, EventBatch, Explanation, Scored
 from deformer_stream.core.explain import Effort, explain
-from deformer_stream.core.records import Accepted, Records
+from deformer_stream.core.records import Records
 from deformer_stream.core.scoring import Generation
 
 Ints = NDArray[np.int64]

@@ -88,10 +88,10 @@ class EventBatch:
     def __len__(self) -> int:
         return len(self.records)
 
-    def names(self) -> tuple[list[str], NDArray[np.int64]] | None:
-        """The ids of the rows' records, R, and the row of each event, (N,); None where there are no rows."""
+    def names(self) -> tuple[list[str], NDArray[np.int64]]:
+        """Ids of records and, of each event, the place of its own among them, (N,): those of the rows or of all."""
         if self.rows is None:
-            return None
+            return self.records, np.arange(len(self.records))
         begins = self.rows[:-1]
         return [self.records[i] for i in begins.tolist()], np.repeat(np.arange(len(begins)), np.diff(self.rows))
 

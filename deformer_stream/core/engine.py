@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.core import saving
 from deformer_stream.core.alerts import alert_id, raised
+from deformer_stream.core.arrival import Accepted
 from deformer_stream.core.batch import AlertRaised, Closed, Closing, Effects, EventBatch, Rejected, Scored
 from deformer_stream.core.cache import Shape
 from deformer_stream.core.conformal import Calibration, Ties
@@ -22,7 +23,7 @@ from deformer_stream.core.drift import RECENT, Watch
 from deformer_stream.core.explain import Effort
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.partition import REMEMBERED
-from deformer_stream.core.records import Accepted, Records
+from deformer_stream.core.records import Records
 from deformer_stream.core.schema import Schema
 from deformer_stream.core.scoring import UNDECIDED, Cache, Generation
 from deformer_stream.core.snapshot import Decisions, Snapshot, Vocabulary, ragged
@@ -333,8 +334,9 @@ class Engine:
         """Records to which a change of the vocabulary has left nothing to wait for."""
         here = self._translated.difference(holding)
         self._translated -= here
-        settled, everything = self.records.settled, self.records.everything
-        return [slot for slot in self.records.of_sources(here) if settled[slot] == everything] if here else []
+        slots = np.array(self.records.of_sources(here) if here else [], np.int64)
+        whole: list[int] = slots[self.records.whole(slots)].tolist()
+        return whole
 
     def _close(self, slots: list[int], reason: Closing | list[Closing]) -> Closed:
         closed = self.records.close(slots, reason)

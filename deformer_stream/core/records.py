@@ -7,13 +7,13 @@ slot; the time of day is passed in. Ids belong to a partition: the same id in tw
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.core.batch import NO_TIME, Closed, Closing, EventBatch, Reason, Rejected
+from deformer_stream.core.arrival import Accepted, enter
+from deformer_stream.core.batch import NO_TIME, Closed, Closing, EventBatch, Rejected
 from deformer_stream.core.conformal import PrefixState
 from deformer_stream.core.partition import REMEMBERED, Partition
 from deformer_stream.core.schema import Schema
@@ -22,28 +22,6 @@ from deformer_stream.core.snapshot import QUIET, Alerted
 SAMPLE = 17
 """Every so many openings it is looked whether the id is open in another partition; a prime, so that no regular input
 keeps step with it."""
-
-LONGEST_SHOWN = 100
-"""Characters of an id in the detail of a refusal."""
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """M readings accepted from one batch, in order: index into the batch, slot, place in the record from 0.
-
-    ended: slots of records that await nothing more or whose window is over, in order, and which of the two; their ids
-    are closed already, their arrays readable until `release`.
-    """
-
-    events: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    seq: NDArray[np.int64]
-    ended: dict[int, Closing]
-
-    @staticmethod
-    def none() -> Accepted:
-        nothing = np.empty(0, np.int64)
-        return Accepted(nothing, nothing, nothing, {})
 
 
 class Records:
@@ -56,7 +34,6 @@ class Records:
 
     def __init__(self, schema: Schema, remembered: int = REMEMBERED, ties: bool = False) -> None:
         self.schema = schema
-        self.everything = (1 << len(schema)) - 1
         self.remembered = remembered
         self.partitions: dict[int, Partition] = {}
         self.openings = 0
@@ -64,7 +41,6 @@ class Records:
         self.misrouted_example: tuple[str, int, int] | None = None
         self.ties, self.late_ties = ties, 0
         self.ids: list[str] = []
-        self.settled: list[int] = []  # bit f is set when feature f was observed or declared as never coming
         self.free: list[int] = []
         self.unseen: dict[int, dict[int, str]] = {}  # slot → place → text of a label the model does not know
         self._columns: dict[str, NDArray[Any]] = {}
@@ -76,6 +52,8 @@ class Records:
         self.last = self._column("last", np.zeros(0, np.int64))
         self.count = self._column("count", np.zeros(0, np.int64))
         self.absent = self._column("absent", np.zeros(0, np.int64))
+        # Bit f, the least significant of a byte first, is set when feature f was observed or declared as never coming.
+        self.settled = self._column("settled", np.zeros((0, -(-n // 8)), np.uint8))
         self.log_feature = self._column("log_feature", np.zeros((0, n), np.int16))
         self.log_value = self._column("log_value", np.zeros((0, n)))
         # The reading belongs to the block of the one before it. Of the last ones so many are not judged yet, with time:
@@ -120,7 +98,6 @@ class Records:
             self._columns[name] = bigger
             setattr(self, name, bigger)
         self.ids.extend([""] * (new - old))
-        self.settled.extend([0] * (new - old))
         self.free.extend(range(new - 1, old - 1, -1))
 
     def take(self, record: str, source: int, partition: Partition) -> int:
@@ -165,112 +142,7 @@ class Records:
     def accept(self, batch: EventBatch, now: int, generation: int = 0) -> tuple[Accepted, list[Rejected]]:
         """Enter a batch into the logs; what is a duplicate or late is refused. now: microseconds. generation: of the
         records that open."""
-        names = batch.names()
-        if names is not None and self._all_new(names[0], batch):
-            return self._accept_rows(batch, *names, now, generation), []
-        events: list[int] = []
-        slots: list[int] = []
-        seq: list[int] = []
-        rejected: list[Rejected] = []
-        ended: dict[int, Closing] = {}
-        counts: dict[int, int] = {}  # slots with an accepted event → readings
-        opened: dict[int, int] = {}  # slot → event
-        absent: list[int] = []
-        settled, everything, unseen, windowed = self.settled, self.everything, batch.unseen, batch.windowed
-        codes, missing = batch.features.tolist(), np.isnan(batch.values).tolist()
-        source, partition = -1, Partition(0)
-        slot_of, closed = partition.slot_of, partition.closed
-        for i, (record, origin) in enumerate(zip(batch.records, batch.sources.tolist(), strict=True)):
-            if origin != source:
-                source, partition = origin, self.partition(origin)
-                slot_of, closed = partition.slot_of, partition.closed
-            if windowed is not None and windowed.devices[i]:
-                deadline, time = int(windowed.deadlines[i]), int(batch.times[i])
-                late, over = partition.arrive(record, windowed.devices[i], deadline, time)
-                ended |= dict.fromkeys(over, Closing.WINDOW)
-                if late:
-                    rejected.append(self._refuse(batch, i, Reason.LATE))
-                    continue
-            slot = slot_of.get(record)
-            if slot is None:
-                if record in closed:
-                    rejected.append(self._refuse(batch, i, Reason.LATE))
-                    continue
-                slot = self.take(record, source, partition)
-                opened[slot], counts[slot] = i, 0
-            code = codes[i]
-            bit = 1 << code
-            if settled[slot] & bit:
-                rejected.append(self._refuse(batch, i, Reason.DUPLICATE))
-                continue
-            settled[slot] |= bit
-            place = counts.get(slot)
-            if place is None:
-                place = int(self.count[slot])
-            if missing[i]:
-                absent.append(slot)
-                counts[slot] = place
-            else:
-                counts[slot] = place + 1
-                events.append(i)
-                slots.append(slot)
-                seq.append(place)
-                if i in unseen:
-                    self.unseen.setdefault(slot, {})[place] = unseen[i]
-            if settled[slot] == everything:
-                ended[slot] = Closing.COMPLETE
-                partition.close(record)
-        self.begin(np.array(list(opened), np.int64), batch.sources[list(opened.values())], generation)
-        accepted = Accepted(np.array(events, np.int64), np.array(slots, np.int64), np.array(seq, np.int64), ended)
-        self.log_feature[accepted.slots, accepted.seq] = batch.features[accepted.events]
-        self.log_value[accepted.slots, accepted.seq] = batch.values[accepted.events]
-        np.add.at(self.absent, absent, 1)
-        touched = list(counts)
-        self.count[touched] = list(counts.values())
-        self.last[touched] = now
-        self.is_open[list(ended)] = False
-        return accepted, rejected
-
-    def _all_new(self, ids: list[str], batch: EventBatch) -> bool:
-        """Whether these records of a batch of rows are all unknown so far, none of them a window."""
-        if not ids or batch.windowed is not None or len(set(ids)) < len(ids):
-            return False
-        partition = self.partition(int(batch.sources[0]))
-        return not any(record in partition.slot_of or record in partition.closed for record in ids)
-
-    def _accept_rows(
-        self, batch: EventBatch, ids: list[str], row: NDArray[np.int64], now: int, generation: int
-    ) -> Accepted:
-        """As `accept`, of rows of new records: record by record and not event by event. row: (N,) of each event."""
-        source, known = int(batch.sources[0]), ~np.isnan(batch.values)
-        partition, ended = self.partition(source), dict[int, Closing]()
-        told, count = np.bincount(row), np.bincount(row, known).astype(np.int64)
-        slots = np.empty(len(ids), np.int64)
-        begin = 0
-        for i, (record, n) in enumerate(zip(ids, told.tolist(), strict=True)):
-            slots[i] = slot = self.take(record, source, partition)
-            if n == len(self.schema):
-                self.settled[slot], ended[slot] = self.everything, Closing.COMPLETE
-                partition.close(record)
-            else:
-                self.settled[slot] = sum(1 << code for code in batch.features[begin : begin + n].tolist())
-            begin += n
-        self.begin(slots, np.full(len(slots), source, np.int32), generation)
-        events, place = np.flatnonzero(known), np.cumsum(known) - 1 - (np.cumsum(count) - count)[row]
-        accepted = Accepted(events, slots[row[events]], place[events], ended)
-        self.log_feature[accepted.slots, accepted.seq] = batch.features[events]
-        self.log_value[accepted.slots, accepted.seq] = batch.values[events]
-        for event, text in batch.unseen.items():
-            self.unseen.setdefault(int(slots[row[event]]), {})[int(place[event])] = text
-        self.count[slots], self.absent[slots], self.last[slots] = count, told - count, now
-        self.is_open[list(ended)] = False
-        return accepted
-
-    def _refuse(self, batch: EventBatch, i: int, reason: Reason) -> Rejected:
-        name = self.schema.names[batch.features[i]]
-        why = "its record is closed" if reason is Reason.LATE else "the record has this feature already"
-        record = batch.records[i] if len(batch.records[i]) <= LONGEST_SHOWN else batch.records[i][:LONGEST_SHOWN] + "…"
-        return Rejected(int(batch.messages[i]), reason, f"record {record!r}, feature {name!r}: {why}")
+        return enter(self, batch, now, generation)
 
     def tell(self, slot: int, told: Alerted) -> None:
         """An earlier life has raised these alerts of a record."""
@@ -345,7 +217,7 @@ class Records:
             reasons,
             self.source[index],
             self.count[index].astype(np.int32),
-            np.array([self.settled[slot] == self.everything for slot in slots], bool),
+            self.whole(index),
             self.log_likelihood[index],
             self.excess[index],
             self.p_value[index],
@@ -353,6 +225,11 @@ class Records:
             self.alert_alpha[index],
             self.peak[index],
         )
+
+    def whole(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these records await nothing more."""
+        complete: NDArray[np.bool_] = self.count[slots] + self.absent[slots] == len(self.schema)
+        return complete
 
     def shut(self, source: int, records: Iterable[str]) -> list[int]:
         """These ids are closed, whether their records are open or not; the slots of those that were."""

@@ -70,10 +70,7 @@ def _absent(records: Records, slots: Ints) -> tuple[Ints, Ints]:
     """Record (by its place among the slots) and code of every feature declared as never coming."""
     some = np.flatnonzero(records.absent[slots] > 0)
     n = len(records.schema)
-    width = -(-n // 8)
-    bits = b"".join(records.settled[slot].to_bytes(width, "little") for slot in slots[some].tolist())
-    packed = np.frombuffer(bits, np.uint8).reshape(-1, width)
-    missing = np.unpackbits(packed, axis=1, count=n, bitorder="little").astype(bool)
+    missing = np.unpackbits(records.settled[slots[some]], axis=1, count=n, bitorder="little").astype(bool)
     row, place = ragged(records.count[slots[some]])
     missing[row, records.log_feature[slots[some][row], place]] = False
     row, code = np.nonzero(missing)
@@ -107,10 +104,7 @@ def put(records: Records, source: int, snapshot: Snapshot, now: int, generation:
     settled = np.zeros((len(slots), len(records.schema)), bool)
     settled[record, snapshot.features] = True
     settled[ragged(snapshot.absent_counts)[0], snapshot.absent] = True
-    width = -(-settled.shape[1] // 8)
-    packed = np.packbits(settled, axis=1, bitorder="little").tobytes()
-    for i, slot in enumerate(slots.tolist()):
-        records.settled[slot] = int.from_bytes(packed[i * width : (i + 1) * width], "little")
+    records.settled[slots] = np.packbits(settled, axis=1, bitorder="little")
     records.log_likelihood[slots], records.scored[slots] = snapshot.log_likelihood, snapshot.scored
     records.total[slots], records.least[slots], records.peak[slots] = snapshot.total, snapshot.least, snapshot.peak
     records.excess[slots], records.p_value[slots] = snapshot.excess, snapshot.p_value

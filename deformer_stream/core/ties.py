@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.core.arrival import Accepted
 from deformer_stream.core.batch import NO_TIME, EventBatch
-from deformer_stream.core.records import Accepted, Records
+from deformer_stream.core.records import Records
 from deformer_stream.core.snapshot import ragged
 
 Ints = NDArray[np.int64]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from numpy.typing import NDArray
 
-from deformer_stream.core.batch import NO_TIME, Closing, EventBatch, Reason
+from deformer_stream.core.batch import NO_TIME, Closing, EventBatch, Reason, Windowed
 from deformer_stream.core.cache import PAGE_TOKENS, KeyValueCache
 from deformer_stream.core.heads import Conditional
 from deformer_stream.core.model import DEformer, Extension, ModelConfig
@@ -180,7 +180,7 @@ class RecordsMachine(RuleBasedStateMachine):
 
 
 def test_rows_leave_what_their_events_leave() -> None:
-    """With gaps, labels nobody knows, and rows that are not whole; slot by slot."""
+    """With gaps, labels nobody knows, and rows that are not whole; slot by slot, and one event after the other."""
     rng = np.random.default_rng(0)
     told = [rng.permutation(4)[: rng.integers(1, 5)] for _ in range(100)]
     codes, rows = np.concatenate(told).astype(np.int32), np.cumsum([0, *map(len, told)])
@@ -190,7 +190,8 @@ def test_rows_leave_what_their_events_leave() -> None:
     names = [f"r{row}" for row, some in enumerate(told) for _ in some]
     batch = EventBatch(names, codes, values, np.full(n, NO_TIME), codes, np.full(n, 3, np.int32), unseen, rows=rows)
     kept = []
-    for given in (batch, replace(batch, rows=None)):
+    alone = replace(batch, rows=None, windowed=Windowed([""] * n, np.zeros(n, np.int64)))
+    for given in (batch, replace(batch, rows=None), alone):
         records = Records(SCHEMA)
         accepted, rejected = records.accept(given, 5, 2)
         assert not rejected
@@ -198,9 +199,14 @@ def test_rows_leave_what_their_events_leave() -> None:
         columns |= {name: getattr(records, name)[:100].tolist() for name in ("last", "source", "generation")}
         logs = [[part.tolist() for part in records.log(slot)] for slot in range(100)]
         fields = [getattr(accepted, name).tolist() for name in ("events", "slots", "seq")]
-        known = records.settled[:100], records.unseen, list(records.partition(3).closed), records.partition(3).slot_of
+        known = (
+            records.settled[:100].tolist(),
+            records.unseen,
+            list(records.partition(3).closed),
+            records.partition(3).slot_of,
+        )
         kept.append((columns, logs, fields, accepted.ended, known))
-    assert kept[0] == kept[1]
+    assert kept[0] == kept[1] == kept[2]
     assert 10 < len(kept[0][3]) < 90
 
 

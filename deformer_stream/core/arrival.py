@@ -1,0 +1,194 @@
+"""What a batch brings to open records: all at once where nothing is refused, else one event after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deformer_stream.core.batch import Closing, EventBatch, Reason, Rejected
+from deformer_stream.core.partition import Partition
+
+if TYPE_CHECKING:
+    from deformer_stream.core.records import Records
+
+Ints = NDArray[np.int64]
+
+LONGEST_SHOWN = 100
+"""Characters of an id in the detail of a refusal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """M readings accepted from one batch, in order: index into the batch, slot, place in the record from 0.
+
+    ended: slots of records that await nothing more or whose window is over, in order, and which of the two; their ids
+    are closed already, their arrays readable until `release`.
+    """
+
+    events: Ints
+    slots: Ints
+    seq: Ints
+    ended: dict[int, Closing]
+
+    @staticmethod
+    def none() -> Accepted:
+        nothing = np.empty(0, np.int64)
+        return Accepted(nothing, nothing, nothing, {})
+
+
+def enter(records: Records, batch: EventBatch, now: int, generation: int) -> tuple[Accepted, list[Rejected]]:
+    """See `Records.accept`."""
+    found = None if batch.windowed is not None else _owners(records, batch, generation)
+    if found is not None:
+        return _together(records, batch, found, now), []
+    return _one_by_one(records, batch, now, generation)
+
+
+def _owners(records: Records, batch: EventBatch, generation: int) -> Ints | None:
+    """(N,) the slots of the events' records, which are open by then; None, and nothing is done, where an event would be
+    refused."""
+    n, capacity = len(records.schema), records.capacity
+    ids, row = batch.names()
+    sources = batch.sources[np.arange(len(batch)) if batch.rows is None else batch.rows[:-1]].tolist()
+    if len(set(sources)) == 1:
+        slot_of = records.partition(sources[0]).slot_of
+        slots = np.array([slot_of.get(record, -1) for record in ids], np.int64)
+    else:
+        pairs = zip(sources, ids, strict=True)
+        slots = np.array([records.partition(source).slot_of.get(record, -1) for source, record in pairs], np.int64)
+    new: dict[tuple[int, str], int] = {}  # beyond all slots until it is known that they are needed
+    for i in np.flatnonzero(slots < 0).tolist():
+        source, record = sources[i], ids[i]
+        if record in records.partition(source).closed:
+            return None
+        slots[i] = new.setdefault((source, record), capacity + len(new))
+    owner = slots[row]
+    if len(np.unique(owner * n + batch.features)) < len(batch):
+        return None
+    open_ = owner < capacity
+    byte, bit = _bits(records, owner[open_], batch.features[open_])
+    if (records.settled.reshape(-1)[byte] & bit).any():
+        return None
+    if new:
+        taken = np.array([records.take(record, source, records.partitions[source]) for source, record in new], np.int64)
+        records.begin(taken, np.array([source for source, _ in new], np.int32), generation)
+        owner[~open_] = taken[owner[~open_] - capacity]
+    return owner
+
+
+def _bits(records: Records, slots: Ints, codes: NDArray[np.int32]) -> tuple[Ints, NDArray[np.uint8]]:
+    """Which byte of `Records.settled` says of features whether they are, and by which bit."""
+    return slots * records.settled.shape[1] + (codes >> 3), np.left_shift(1, codes & 7).astype(np.uint8)
+
+
+def _together(records: Records, batch: EventBatch, owner: Ints, now: int) -> Accepted:
+    """Enter events into the logs of their records' slots, (N,)."""
+    known = ~np.isnan(batch.values)
+    events = np.flatnonzero(known)
+    slots, place = owner[events], _places(owner, known) + records.count[owner]
+    accepted = Accepted(events, slots, place[events], {})
+    np.bitwise_or.at(records.settled.reshape(-1), *_bits(records, owner, batch.features))
+    records.log_feature[slots, accepted.seq] = batch.features[events]
+    records.log_value[slots, accepted.seq] = batch.values[events]
+    for event, text in batch.unseen.items():
+        records.unseen.setdefault(int(owner[event]), {})[int(place[event])] = text
+    touched, back = np.unique(owner[::-1], return_index=True)
+    np.add.at(records.count, slots, 1)
+    np.add.at(records.absent, owner[~known], 1)
+    records.last[touched] = now
+    whole = np.flatnonzero(records.count[touched] + records.absent[touched] == len(records.schema))
+    for slot in touched[whole[np.argsort(-back[whole])]].tolist():  # in the order of their last events
+        accepted.ended[slot] = Closing.COMPLETE
+        records.partitions[int(records.source[slot])].close(records.ids[slot])
+    records.is_open[touched[whole]] = False
+    return accepted
+
+
+def _places(owner: Ints, known: NDArray[np.bool_]) -> Ints:
+    """(N,) how many known readings of its record come before each event in the batch."""
+    order = np.argsort(owner, kind="stable")
+    before: Ints = np.cumsum(known[order]) - known[order]
+    begins = np.flatnonzero(np.diff(owner[order], prepend=-1))
+    out = np.empty(len(owner), np.int64)
+    out[order] = before - np.repeat(before[begins], np.diff(np.append(begins, len(owner))))
+    return out
+
+
+def _one_by_one(records: Records, batch: EventBatch, now: int, generation: int) -> tuple[Accepted, list[Rejected]]:
+    events: list[int] = []
+    slots: list[int] = []
+    seq: list[int] = []
+    rejected: list[Rejected] = []
+    ended: dict[int, Closing] = {}
+    counts: dict[int, int] = {}  # slots with an accepted event → readings
+    left: dict[int, int] = {}  # and how many features they wait for
+    opened: dict[int, int] = {}  # slot → event
+    absent: list[int] = []
+    unseen, windowed, n = batch.unseen, batch.windowed, len(records.schema)
+    codes, missing = batch.features.tolist(), np.isnan(batch.values).tolist()
+    settled, width = records.settled.reshape(-1).data, records.settled.shape[1]
+    source, partition = -1, Partition(0)
+    slot_of, closed = partition.slot_of, partition.closed
+    for i, (record, origin) in enumerate(zip(batch.records, batch.sources.tolist(), strict=True)):
+        if origin != source:
+            source, partition = origin, records.partition(origin)
+            slot_of, closed = partition.slot_of, partition.closed
+        if windowed is not None and windowed.devices[i]:
+            deadline, time = int(windowed.deadlines[i]), int(batch.times[i])
+            late, over = partition.arrive(record, windowed.devices[i], deadline, time)
+            ended |= dict.fromkeys(over, Closing.WINDOW)
+            if late:
+                rejected.append(_refused(records, batch, i, Reason.LATE))
+                continue
+        slot = slot_of.get(record)
+        if slot is None:
+            if record in closed:
+                rejected.append(_refused(records, batch, i, Reason.LATE))
+                continue
+            slot = records.take(record, source, partition)
+            settled = records.settled.reshape(-1).data  # there may be more slots now
+            opened[slot], counts[slot], left[slot] = i, 0, n
+        code = codes[i]
+        byte, bit = slot * width + (code >> 3), 1 << (code & 7)
+        if settled[byte] & bit:
+            rejected.append(_refused(records, batch, i, Reason.DUPLICATE))
+            continue
+        settled[byte] |= bit
+        place = counts.get(slot)
+        if place is None:
+            place = int(records.count[slot])
+            left[slot] = n - place - int(records.absent[slot])
+        left[slot] -= 1
+        if missing[i]:
+            absent.append(slot)
+            counts[slot] = place
+        else:
+            counts[slot] = place + 1
+            events.append(i)
+            slots.append(slot)
+            seq.append(place)
+            if i in unseen:
+                records.unseen.setdefault(slot, {})[place] = unseen[i]
+        if not left[slot]:
+            ended[slot] = Closing.COMPLETE
+            partition.close(record)
+    records.begin(np.array(list(opened), np.int64), batch.sources[list(opened.values())], generation)
+    accepted = Accepted(np.array(events, np.int64), np.array(slots, np.int64), np.array(seq, np.int64), ended)
+    records.log_feature[accepted.slots, accepted.seq] = batch.features[accepted.events]
+    records.log_value[accepted.slots, accepted.seq] = batch.values[accepted.events]
+    np.add.at(records.absent, absent, 1)
+    touched = list(counts)
+    records.count[touched] = list(counts.values())
+    records.last[touched] = now
+    records.is_open[list(ended)] = False
+    return accepted, rejected
+
+
+def _refused(records: Records, batch: EventBatch, i: int, reason: Reason) -> Rejected:
+    name = records.schema.names[batch.features[i]]
+    why = "its record is closed" if reason is Reason.LATE else "the record has this feature already"
+    record = batch.records[i] if len(batch.records[i]) <= LONGEST_SHOWN else batch.records[i][:LONGEST_SHOWN] + "…"
+    return Rejected(int(batch.messages[i]), reason, f"record {record!r}, feature {name!r}: {why}")
