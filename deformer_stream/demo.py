@@ -82,8 +82,8 @@ def alert_line(alert: AlertRaised, fault: str) -> Text:
 
 
 def run(output: Path, seed: int, train_time: str = "60s", open_report: bool = False) -> int:
-    """Run the demo; writes `normal.parquet`, `model/` and `report.html` under `output`. Returns the exit status: 0, or
-    the trainer's where it fails."""
+    """Run the demo; writes `normal.parquet`, `model/`, `pumps.parquet` (the records that are streamed) and
+    `report.html` under `output`. Returns the exit status: 0, or the trainer's where it fails."""
     console = Console(highlight=False)
     output.mkdir(parents=True, exist_ok=True)
     table, model = output / "normal.parquet", output / "model"
@@ -105,6 +105,7 @@ def run(output: Path, seed: int, train_time: str = "60s", open_report: bool = Fa
     )
     detector = artifact.read(model)
     fleet = simulate(total, seed=2 * seed + 1, fault_share=FAULTY_RECORDS / total)
+    pq.write_table(fleet.table.drop_columns(["fault"]), output / "pumps.parquet")
     started = time.monotonic()
     watch, totals = stream(console, detector, fleet)
     seconds = time.monotonic() - started
@@ -118,6 +119,7 @@ def run(output: Path, seed: int, train_time: str = "60s", open_report: bool = Fa
     path = (output / "report.html").resolve()
     path.write_text(report(summary, outcomes, watch.traces, detector.calibration.threshold(ALPHA)), encoding="utf-8")
     console.print(f"\nReport to open in a browser: {path}", soft_wrap=True)
+    console.print(f"For a try of your own (README, Quick start): {table}, {output / 'pumps.parquet'}", soft_wrap=True)
     if open_report:
         webbrowser.open(path.as_uri())
     return 0

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from rich.console import Console
@@ -253,6 +254,7 @@ def test_the_whole_demo_in_small(
     for words in ("Simulate", "deformer-train", "What the alerts were worth", "of 100", "of 24", "report.html"):
         assert words in printed
     assert opened == [(tmp_path / "report.html").resolve().as_uri()]
+    assert pq.read_table(tmp_path / "pumps.parquet").column_names == ["record", "time", *FEATURES]
     assert "All alerts" in (tmp_path / "report.html").read_text(encoding="utf-8")
     false_alarms = re.search(r"(\d+) of 100", printed)
     assert false_alarms is not None

@@ -31,7 +31,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files the README's commands name."""
     folder = tmp_path_factory.mktemp("readme")
     pq.write_table(simulate(600, seed=1).normals(), folder / "normal.parquet")
-    pq.write_table(simulate(60, seed=2, fault_share=0.3).table, folder / "log.parquet")
+    pq.write_table(simulate(60, seed=2, fault_share=0.3).table, folder / "pumps.parquet")
     pq.write_table(table_of(series(100, seed=3)), folder / "events.parquet")
     return folder
 

@@ -19,7 +19,7 @@ from deformer_stream.codec.columns import categorical, daytime, in_seconds, micr
 from deformer_stream.codec.refusal import Refusal
 from deformer_stream.codec.times import micros, micros_of_text
 from deformer_stream.core.batch import NO_TIME
-from deformer_stream.errors import InputError
+from deformer_stream.errors import ConfigError, InputError
 
 Sent = tuple[bytes, bytes, int]
 """Key (the id of the record or the device in UTF-8), message (JSON), and the time at which it is due, microseconds
@@ -61,15 +61,49 @@ def events_of(
     id. exclude: columns (or features of a long table) to leave out; features: the only ones to send. JSON lines pass as
     they are, without delay. A null or a number that is not finite is a gap: no message.
 
-    Raises `InputError` naming the file.
+    Raises `InputError` naming the file, and `ConfigError` for an excluded column that no table has, before the first
+    message is asked for where it can be known by then.
     """
     if shuffle_within < 0 or not isfinite(shuffle_within):
         raise InputError(f"a delay of {shuffle_within} seconds is impossible; give 0 or more")
     files = find(inputs)
-    names = names_of(files)
+    if exclude:
+        _check_excluded(exclude, files, layout)
     wanted = _Wanted(frozenset(exclude), None if features is None else frozenset(features))
-    random = np.random.default_rng(seed)
-    delay = round(shuffle_within * 1e6)
+    delay, random = round(shuffle_within * 1e6), np.random.default_rng(seed)
+    return _events(files, delay, random, layout, record_column, time_column, wanted, prefix)
+
+
+def _check_excluded(exclude: Sequence[str], files: Sequence[Path], layout: Layout | None) -> None:
+    """Of wide tables, whose columns are known beforehand; any other file may have anything."""
+    if any(path.suffix.lower() in LINES for path in files):
+        return
+    tables = [Table.open(path) for path in files]
+    if any(table.layout(layout, _owner(table)) == "long" for table in tables):
+        return
+    known = {name for table in tables for name in table.schema.names}
+    for name in exclude:
+        if name not in known:
+            raise ConfigError(f"--exclude {name}: {files[0]} has no such column; check the name")
+
+
+def _owner(table: Table) -> str:
+    """What the readings of a long table belong to."""
+    return "record" if "record" in table.schema.names or "device" not in table.schema.names else "device"
+
+
+def _events(
+    files: Sequence[Path],
+    delay: int,
+    random: np.random.Generator,
+    layout: Layout | None,
+    record_column: str,
+    time_column: str | None,
+    wanted: _Wanted,
+    prefix: str,
+) -> Iterator[Sent]:
+    """`events_of`, message by message. delay: microseconds."""
+    names = names_of(files)
     waiting: list[tuple[int, int, bytes, dict[str, Any]]] = []
     count = 0
     seconds = itertools.count(0, 1_000_000)
@@ -79,7 +113,7 @@ def events_of(
             yield from _passed(path)
             continue
         table = Table.open(path)
-        owner = "record" if "record" in table.schema.names or "device" not in table.schema.names else "device"
+        owner = _owner(table)
         if table.layout(layout, owner) == "long":
             rows = _long(table, owner, time_column, wanted, seconds)
         else:

@@ -31,7 +31,7 @@ REFUSAL_SECONDS = 0.5
 RECONNECT_SECONDS = 1.0
 """A broker that was away is found again so long after it came back; the client alone would take half a minute."""
 
-REPEAT_SECONDS = 10.0
+REPEAT_SECONDS = 60.0
 """What the client's log says again and again, ours says every so often."""
 
 DELIVERY_SECONDS = 30.0

@@ -16,7 +16,7 @@ from connectors.files import events_of, stream
 from deformer_stream.codec import Codec
 from deformer_stream.core.batch import NO_TIME
 from deformer_stream.core.schema import Feature, Schema
-from deformer_stream.errors import InputError
+from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.testing import MemorySource
 
 
@@ -143,6 +143,16 @@ def test_memory_is_bounded_when_a_whole_table_has_one_time(tmp_path: Path, monke
         held.append(len(sent.gi_frame.f_locals["waiting"]))  # type: ignore[attr-defined]
     assert max(held) <= 101
     assert len(list(sent)) == 1000
+
+
+def test_a_table_that_is_not_there_or_lacks_a_column_is_found_before_anything_is_sent(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such file"):
+        events_of([tmp_path / "none.parquet"])
+    wide = parquet(tmp_path / "wide.parquet", a=[1.0], b=[2.0])
+    with pytest.raises(ConfigError, match=r"--exclude c: .*wide\.parquet has no such column"):
+        events_of([wide], exclude=["b", "c"])
+    other = parquet(tmp_path / "other.parquet", c=[1.0], b=[2.0])
+    assert len(list(events_of([wide, other], exclude=["b", "c"]))) == 1
 
 
 def test_faults(tmp_path: Path) -> None:
