@@ -8,7 +8,7 @@ FUZZ_SECONDS ?= 60
 WORKERS ?= auto
 SHELL := /bin/bash
 # A file's tests stay in one process; each process has a broker of its own, so that there are not many of them.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test lint check format bench bench-quality chaos fuzz kafka kafka-jars clean
 .DEFAULT_GOAL := help

@@ -130,14 +130,21 @@ def lines(table: pa.Table, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def log_as_it_was() -> Iterator[None]:
+    """A command that a test runs configures the log, with a standard error that is closed when the test has ended."""
+    import structlog
+
+    yield
+    structlog.reset_defaults()
+
+
 @pytest.fixture
 def cli(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., SimpleNamespace]]:
     """Runs a command in this process: `cli("inspect", DIR)` → `.code`, `.out`, `.err`, and `.lines` of the latter."""
     import signal
-
-    import structlog
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for name in [name for name in os.environ if name.startswith("DEFORMER_")]:
@@ -162,4 +169,3 @@ def cli(
     yield run
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    structlog.reset_defaults()

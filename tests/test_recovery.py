@@ -204,7 +204,7 @@ def live(
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**20), every=st.sampled_from([0.0, 0.03, 100.0]))
 def test_many_lives_commit_what_one_does(loaded: Artifact, seed: int, every: float) -> None:
-    whole, cut = world_of(loaded, seed % 5), world_of(loaded, seed % 5)
+    whole, cut = (world_of(loaded, seed % 5, records=25) for _ in range(2))
     live(whole, loaded, set(range(PARTITIONS)), 0, 0.0, 0.0, 100.0)
     assert whole.done
     lives = 0

@@ -36,9 +36,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("guarantee")
-    pq.write_table(simulate(8_000, seed=1).normals(), folder / "normal.parquet")
+    pq.write_table(simulate(4_000, seed=1).normals(), folder / "normal.parquet")
     command = [sys.executable, "-m", "trainer.cli", str(folder / "normal.parquet"), "--out", str(folder / "model")]
-    subprocess.run([*command, "--preset", "tiny", "--epochs", "3", "--seed", "0"], check=True)
+    subprocess.run([*command, "--preset", "tiny", "--epochs", "1", "--seed", "0"], check=True)
     return folder / "model"
 
 
@@ -64,7 +64,7 @@ def test_false_alarms_keep_to_alpha(model_dir: Path, law: Order) -> None:
     loaded = artifact.read(model_dir)
     codes, values = in_arrival_order(simulate(CALIBRATION, seed=2, order=law), loaded.schema)
     calibration = Calibration.of(record_statistics(loaded.model, codes, np.nan_to_num(values)), law)
-    engine = Engine(loaded.model, calibration, loaded.fingerprint, ALPHA)
+    engine = Engine(loaded.model, calibration, loaded.fingerprint, ALPHA, effort="off")
     sink = MemorySink()
     source = MemorySource(simulate(HELD_OUT, seed=3, order=law).messages(), chunk=8_192)
     totals = Road(source, Codec(loaded.schema), engine, [sink], EventClock(), Metrics(), finite=True).run(
