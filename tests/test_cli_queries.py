@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,16 @@ def test_impute(cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path
     temperatures = filled.column("temperature").to_numpy()
     np.testing.assert_allclose(temperatures * 10, np.round(temperatures * 10), atol=1e-9)
     assert set(filled.column("state").to_pylist()) <= {"idle", "run", "stop", "unheard of"}
+
+
+def test_impute_says_which_features_have_no_column(
+    cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path
+) -> None:
+    pq.write_table(table.drop_columns(["pressure", "valve", "load"]), wide)
+    ended = cli("impute", wide, "--model", model_dir, "--output", tmp_path / "filled.parquet")
+    told = json.loads(ended.lines[0])
+    assert (ended.code, told["features"]) == (0, ["pressure", "valve"])
+    assert "add it, with nulls" in told["event"]
 
 
 def test_impute_answers_as_the_library_does(

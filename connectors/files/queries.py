@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from connectors.files.sinks import _ParquetSink
 from connectors.files.tables import LINES, Table, csv_type, find
+from deformer_stream import log
 from deformer_stream.codec import Codec
 from deformer_stream.codec.columns import in_seconds, plain
 from deformer_stream.core import query
@@ -27,6 +28,8 @@ ROWS = 4096
 PENDING_BYTES = 64 * 2**20
 """A row group ends here however few rows it has."""
 
+SHOWN = 8
+"""Features named in the log."""
 DRAW = "draw"
 """The column with a draw's number."""
 
@@ -72,6 +75,10 @@ def impute(source: Path, output: Path, model: DEformer, how: Filling, advance: A
     table = _open(source, model, how)
     features = {name: model.schema.features[code] for name, code in model.schema.codes.items()}
     present = [name for name in table.schema.names if name in features]
+    if absent := [name for name, feature in features.items() if name not in present and not feature.context]:
+        log.get("impute").info(
+            "features without a column are not filled in: add it, with nulls", features=absent[:SHOWN]
+        )
     types = {name: csv_type(table, features[name]) for name in present} if table.rows is None else {}
     kinds = {field.name: types.get(field.name, field.type) for field in table.schema}
     fields = [out for name in table.schema.names for out in _fields(name, kinds[name], features.get(name), how)]

@@ -73,6 +73,7 @@ class World:
             *("--model", self.model, "--alpha", ALPHA, "--alerts", "", "--record-timeout", "1d"),
             *("--delivery", delivery, "--snapshot-interval", self.size.snapshot_interval),
             *("--session-timeout", "10s", "--patience", "5m", "--max-poll-records", "500"),
+            *("--explanations", "fast"),  # nothing is asked about them
         ]
 
 
