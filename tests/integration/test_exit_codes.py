@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,25 +18,38 @@ pytestmark = pytest.mark.kafka
 NOTHING_LISTENS = "127.0.0.1:1"
 
 
-def refused(code: int, *words: object) -> str:
-    """The one line that `consume` says before it ends with that code."""
-    began = time.monotonic()
-    result = run("deformer-stream", "consume", *words)
-    assert result.returncode == code, result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
-    (line,) = errors_of(result.stderr)
-    assert time.monotonic() - began < 60
+def the_line(out: str, err: str) -> str:
+    """The one line that was said."""
+    assert "Traceback" not in err
+    assert out == ""
+    (line,) = errors_of(err)
     return line
 
 
+@pytest.fixture
+def refused(cli: Callable[..., SimpleNamespace]) -> Callable[..., str]:
+    """Run `consume` in this process, which has to end with a code: `refused(2, "--alpha", 2)` is what it says."""
+
+    def run_here(code: int, *words: object) -> str:
+        ended = cli("consume", *words)
+        assert ended.code == code, ended.err
+        return the_line(ended.out, ended.err)
+
+    return run_here
+
+
 def test_unreachable_broker(model_dir: Path) -> None:
-    line = refused(4, "--topic", "sensors", "--model", model_dir, "--bootstrap-servers", NOTHING_LISTENS)
+    began = time.monotonic()
+    words = ["--topic", "sensors", "--model", model_dir, "--bootstrap-servers", NOTHING_LISTENS]
+    ended = run("deformer-stream", "consume", *words)
+    assert ended.returncode == 4
+    assert time.monotonic() - began < 60
+    line = the_line(ended.stdout, ended.stderr)
     assert NOTHING_LISTENS in line
     assert "--bootstrap-servers" in line
 
 
-def test_unknown_topic(cluster: Cluster, model_dir: Path) -> None:
+def test_unknown_topic(cluster: Cluster, model_dir: Path, refused: Callable[..., str]) -> None:
     line = refused(4, "--topic", "no-such-topic", "--model", model_dir, "--bootstrap-servers", cluster.bootstrap)
     assert line.endswith(f"topic 'no-such-topic' does not exist on {cluster.bootstrap}: create it or check --topic")
     assert not any(topic.startswith("no-such-topic") for topic in cluster.topics())
@@ -64,7 +78,12 @@ def headless(model: Path) -> None:
 
 @pytest.mark.parametrize("damage", [truncated, tampered, altered, headless, shutil.rmtree])
 def test_damaged_model(
-    damage: Callable[[Path], None], cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path
+    damage: Callable[[Path], None],
+    cluster: Cluster,
+    topic: Callable[..., str],
+    model_dir: Path,
+    tmp_path: Path,
+    refused: Callable[..., str],
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(model_dir, model)
@@ -85,5 +104,5 @@ def test_damaged_model(
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_wrong_option(words: list[str], named: str, model_dir: Path) -> None:
+def test_wrong_option(words: list[str], named: str, model_dir: Path, refused: Callable[..., str]) -> None:
     assert named in refused(2, "--topic", "sensors", "--model", model_dir, *words)
