@@ -179,7 +179,7 @@ def _batches(source: Source, columns: list[str]) -> Iterator[pa.RecordBatch]:
     size = int(np.clip(BATCH_CELLS // max(len(columns), 1), 1024, 65_536))
     for path in source.files:
         try:
-            with pq.ParquetFile(path) as file:
+            with pq.ParquetFile(path, pre_buffer=False) as file:  # or all that was read is held to the end
                 yield from file.iter_batches(size, columns=columns)
         except (pa.ArrowInvalid, OSError) as error:
             raise InputError(f"{path}: cannot be read to its end ({_first_line(error)}); restore the file") from error

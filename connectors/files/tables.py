@@ -90,7 +90,7 @@ class Table:
         """These columns, at most `rows` rows at a time. types: what a CSV's columns are to be read as."""
         with reading(self.path):
             if self.path.suffix.lower() in PARQUET:
-                with pq.ParquetFile(self.path) as file:
+                with pq.ParquetFile(self.path, pre_buffer=False) as file:  # or all that was read is held to the end
                     yield from file.iter_batches(batch_size=rows, columns=list(columns))
                 return
             kinds = {field.name: field.type for field in self.schema} | dict(types or {})
