@@ -94,36 +94,78 @@ def _one_by_one(batch: DefaultRecordBatch, count: int) -> Iterator[Run]:
         raise failure
 
 
+def run_of(batches: Sequence[DefaultRecordBatch]) -> Run | None:
+    """All records of batches that are not compressed, which follow each other; None where one of them is not of the
+    common form. Of many small batches each by itself would cost as much as a large one."""
+    parts = [bytes(memoryview(batch._buffer)[batch._pos :]) for batch in batches]
+    counts = [batch.records_count for batch in batches]
+    found = _columns(b"".join(parts), 0, sum(counts))
+    if found is None or found.ends[np.cumsum(counts) - 1].tolist() != np.cumsum([len(part) for part in parts]).tolist():
+        return None
+    return found.run(batches, counts)
+
+
 def _common(batch: DefaultRecordBatch, count: int) -> tuple[Run, int] | None:
     """The next records and the place after them; None where one is not of the common form."""
-    buffer: bytes = batch._buffer
-    places = _places(buffer, batch._pos, count)
+    found = _columns(batch._buffer, batch._pos, count)
+    return None if found is None else (found.run([batch], [count]), int(found.ends[-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """N records as they stand in their batches. ends: the places after them; millis, numbers: after the batch's first
+    time and offset."""
+
+    starts: Ints
+    ends: Ints
+    millis: Ints
+    numbers: Ints
+    keys: list[bytes | None]
+    values: list[bytes | None]
+
+    def run(self, batches: Sequence[DefaultRecordBatch], counts: Sequence[int]) -> Run:
+        """counts: how many of the records each batch has."""
+
+        def each(of_batches: list[int]) -> Ints:
+            return np.repeat(np.array(of_batches, np.int64), counts)
+
+        by_broker = [batch.timestamp_type == DefaultRecordBatch.LOG_APPEND_TIME for batch in batches]
+        firsts = [
+            batch.max_timestamp if told else batch.first_timestamp
+            for batch, told in zip(batches, by_broker, strict=True)
+        ]
+        times = each(firsts) + np.where(each(by_broker), 0, self.millis)
+        offsets = each([batch.base_offset for batch in batches]) + self.numbers
+        return Run(offsets, times, self.ends - self.starts, self.keys, self.values)
+
+
+def _columns(buffer: bytes, at: int, count: int) -> _Columns | None:
+    """So many records from this place on; None where one is not of the common form."""
+    places = _places(buffer, at, count)
     if places is None:
         return None
     starts, ends = np.array(places[0]), np.array(places[1])
     raw = np.frombuffer(buffer, np.uint8)
     try:
         plain = raw[starts] < 128  # attributes, which mean nothing
-        at = starts + 1
+        place = starts + 1
         numbers: list[Ints] = []
         spans: list[tuple[Ints, Ints]] = []
         for is_length in (False, False, True, True):  # time, offset, key, value
-            number, at, short = _numbers(raw, at)
+            number, place, short = _numbers(raw, place)
             plain &= short & (number >= -1) if is_length else short
             numbers.append(number)
             if is_length:
-                spans.append((at, at + np.maximum(number, 0)))
-                at = spans[-1][1]
-        plain &= (raw[at] == 0) & (at + 1 == ends)  # no headers
+                spans.append((place, place + np.maximum(number, 0)))
+                place = spans[-1][1]
+        plain &= (raw[place] == 0) & (place + 1 == ends)  # no headers
     except IndexError:
         return None
     if not plain.all():
         return None
     millis, offset, *lengths = numbers
-    by_broker = batch.timestamp_type == DefaultRecordBatch.LOG_APPEND_TIME
-    times = np.full(count, batch.max_timestamp) if by_broker else batch.first_timestamp + millis
     keys, values = (_slices(buffer, *span, size) for span, size in zip(spans, lengths, strict=True))
-    return Run(batch.base_offset + offset, times, ends - starts, keys, values), int(ends[-1])
+    return _Columns(starts, ends, millis, offset, keys, values)
 
 
 def _places(buffer: bytes, at: int, count: int) -> tuple[list[int], list[int]] | None:

@@ -25,7 +25,7 @@ from kafka import KafkaConsumer
 from kafka.consumer.fetcher import Fetcher
 from kafka.record.default_records import DefaultRecord, DefaultRecordBatch
 
-from connectors.kafka.runs import UNPARSABLE, Run, runs_of
+from connectors.kafka.runs import RECORDS, UNPARSABLE, Run, run_of, runs_of
 from deformer_stream.core.batch import Reason
 from deformer_stream.ports import Unreadable
 
@@ -76,6 +76,17 @@ class _Fetcher(Fetcher):  # type: ignore[misc]  # the client ships no types
     bounds: Bounds
     memory: memoryview
     room: int
+
+    def fetch_records(self, max_records: int, update_offsets: bool = True, timeout_ms: float | None = None) -> Any:
+        """The client asks the broker ahead, whenever it hands out the last of what it has. The answer holds what was
+        there by then, so all that came while those messages were dealt with would wait for the poll after the next:
+        here only a poll that leaves messages behind asks ahead, the others ask when they begin."""
+        records, partial = self.fetched_records(max_records, update_offsets=update_offsets)
+        if not records:
+            return super().fetch_records(max_records, update_offsets=update_offsets, timeout_ms=timeout_ms)
+        if self._next_partition_records and not partial:
+            self.send_fetches()
+        return records, False
 
     def fetched_records(self, *args: Any, **kwargs: Any) -> Any:
         self.room = self.bounds.poll
@@ -140,15 +151,71 @@ class _Taken:
 
 
 class _Batches:
-    """The batches of a fetched partition, as the client's own class for them has it."""
+    """The batches of a fetched partition, as the client's own class for them has it; small ones several at a time."""
 
     def __init__(self, records: Any, fetcher: _Fetcher) -> None:
         self._records, self._fetcher = records, fetcher
+        self._seen: Any = None  # the next batch, or what it raised
 
     def next_batch(self) -> Any:
-        batch = self._records.next_batch()
+        batch = self._taken()
         # Only version 2 holds many messages here: brokers have converted older ones since Kafka 3.0.
-        return batch if batch is None or batch.magic < 2 else _Batch(batch, self._fetcher)
+        if batch is None or batch.magic < 2:
+            return batch
+        batches, count = [batch], batch.records_count
+        while _is_small(batches[-1]) and _is_small(self._look()) and count + self._seen.records_count <= RECORDS:
+            count += self._seen.records_count
+            batches.append(self._taken())
+        return _Batch(batch, self._fetcher) if len(batches) == 1 else _SmallBatches(batches, self._fetcher)
+
+    def _look(self) -> Any:
+        if self._seen is None:
+            try:
+                self._seen = self._records.next_batch()
+            except UNPARSABLE as error:  # its turn comes
+                self._seen = error
+        return self._seen
+
+    def _taken(self) -> Any:
+        batch, self._seen = self._look(), None
+        if isinstance(batch, Exception):
+            raise batch
+        return batch
+
+
+def _is_small(batch: object) -> bool:
+    """Whether it may be unpacked together with others: its checksum is right, and there is nothing else to say of it
+    than which records it has, no compression, no transaction."""
+    if not isinstance(batch, DefaultRecordBatch):
+        return False
+    simple = batch.magic == 2 and batch.attributes & ~DefaultRecordBatch.TIMESTAMP_TYPE_MASK == 0
+    return bool(simple and 0 < batch.records_count <= RECORDS // 4 and batch.validate_crc())
+
+
+class _SmallBatches:
+    """Several batches as one."""
+
+    is_control_batch = False
+    magic = 2
+
+    def __init__(self, batches: list[DefaultRecordBatch], fetcher: _Fetcher) -> None:
+        self._batches, self._fetcher = batches, fetcher
+        self.base_offset = batches[0].base_offset
+        self.next_offset, self.leader_epoch = batches[-1].next_offset, batches[-1].leader_epoch
+
+    def validate_crc(self) -> bool:
+        return True  # each of them was
+
+    def has_producer_id(self) -> bool:
+        return False  # that would matter in a transaction
+
+    def __iter__(self) -> Iterator[DefaultRecord]:
+        run = run_of(self._batches)
+        if run is not None:
+            yield _parcel(_bounded(run, self._fetcher.bounds.message))
+            return
+        for batch in self._batches:
+            yield from _Batch(batch, self._fetcher)
 
 
 class _Batch:
@@ -170,7 +237,7 @@ class _Batch:
             _inflate(batch, self._fetcher.memory)
             for run in runs_of(batch):
                 given, last = given + len(run), int(run.offsets[-1])
-                yield _parcel(self._bounded(run))
+                yield _parcel(_bounded(run, self._fetcher.bounds.message))
         except _TooLarge:
             detail = f"compressed to {batch.size_in_bytes} bytes; at most {self._fetcher.bounds.batch} are accepted"
             yield self._rest(given, last, Reason.TOO_LARGE, detail)
@@ -179,14 +246,6 @@ class _Batch:
                 detail = f"cannot be read ({repr(f'{type(error).__name__}: {error}')[1:120]})"
                 yield self._rest(given, last, Reason.NOT_JSON, detail)
 
-    def _bounded(self, run: Run) -> Run:
-        """The run, with `Unreadable` for the messages that are too large."""
-        most = self._fetcher.bounds.message
-        for i in np.flatnonzero(run.sizes > most).tolist():
-            detail = f"{run.sizes[i]} bytes with key and headers; at most {most} are accepted"
-            run.keys[i], run.values[i], run.sizes[i] = None, Unreadable(Reason.TOO_LARGE, detail), 0
-        return run
-
     def _rest(self, given: int, last: int, reason: Reason, detail: str) -> DefaultRecord:
         """One message for all that has not come of the batch."""
         batch = self._batch
@@ -194,6 +253,14 @@ class _Batch:
         where = f"{count} messages, offsets {last + 1} to {batch.last_offset}"
         payload = Unreadable(reason, f"{where}: {detail}", count)
         return _parcel(Run.of([DefaultRecord(0, batch.last_offset, batch.max_timestamp, 0, None, payload, [])]))
+
+
+def _bounded(run: Run, most: int) -> Run:
+    """The run, with `Unreadable` for the messages of more than so many bytes."""
+    for i in np.flatnonzero(run.sizes > most).tolist():
+        detail = f"{run.sizes[i]} bytes with key and headers; at most {most} are accepted"
+        run.keys[i], run.values[i], run.sizes[i] = None, Unreadable(Reason.TOO_LARGE, detail), 0
+    return run
 
 
 def _parcel(run: Run) -> DefaultRecord:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kafka.record.default_records import DefaultRecordBatch
 
 from connectors.kafka import runs
-from connectors.kafka.runs import Run, runs_of
+from connectors.kafka.runs import Run, run_of, runs_of
 from tests.connectors.raw import batch, record, varint
 
 text = st.one_of(st.none(), st.binary(max_size=20), st.integers(60, 70).map(bytes), st.integers(8185, 8200).map(bytes))
@@ -79,6 +79,38 @@ def test_damaged_records(messages: list[tuple[bytes | None, bytes | None, list[A
     count = data.draw(st.one_of(st.just(len(messages)), st.integers(-1, 20)))
     struct.pack_into(">i", whole, head - 4, count)
     assert read(bytes(whole[:cut])) == expected(bytes(whole[:cut]))
+
+
+@given(
+    st.lists(st.tuples(st.lists(plain, min_size=1, max_size=5), st.sampled_from([0, 8])), min_size=1, max_size=5),
+    st.data(),
+)
+def test_several_batches_read_as_one(
+    several: list[tuple[list[tuple[bytes | None, bytes | None, list[Any]]], int]], data: st.DataObject
+) -> None:
+    """They are what each of them is by itself, or are left to be read so."""
+    wholes, first = [], 0
+    for messages, stamped in several:
+        records = b"".join(record(i, *message) for i, message in enumerate(messages))
+        whole = bytearray(batch(records, len(messages), stamped, 1000 + first))
+        struct.pack_into(">q", whole, 0, first)
+        wholes.append(whole)
+        first += len(messages)
+    separate = [row for whole in wholes for row in expected(bytes(whole))[0]]
+    run = run_of([DefaultRecordBatch(whole) for whole in wholes])
+    assert run is not None
+    columns = run.offsets.tolist(), run.times.tolist(), run.sizes.tolist(), run.keys, run.values
+    assert list(zip(*columns, strict=True)) == separate
+
+    head = DefaultRecordBatch.HEADER_STRUCT.size
+    damaged = data.draw(st.integers(0, len(wholes) - 1))
+    count = len(several[damaged][0])
+    said = data.draw(st.integers(1, 9).filter(lambda n: n != count))
+    struct.pack_into(">i", wholes[damaged], head - 4, said)
+    if len(wholes) > 1:  # what one says too many another may say too few
+        other = (damaged + 1) % len(wholes)
+        struct.pack_into(">i", wholes[other], head - 4, max(1, len(several[other][0]) + count - said))
+    assert run_of([DefaultRecordBatch(whole) for whole in wholes]) is None
 
 
 def test_a_part_of_a_run() -> None:

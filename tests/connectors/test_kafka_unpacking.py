@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -167,3 +168,50 @@ def test_without_the_guard_the_client_is_stuck(kafka: SimpleNamespace, topic: Ca
         read_on()
     assert consumer.position(where) == 0
     consumer.close()
+
+
+def test_who_reads_slowly_holds_no_more_than_a_fetch_of_each_partition(
+    kafka: SimpleNamespace, topic: Callable[..., str]
+) -> None:
+    """Nothing is fetched of a partition before what was fetched of it has been handed over, message by message here."""
+    name = topic(4)
+    several = batch(b"".join(record(i, None, bytes(64 * 1024)) for i in range(10)), 10)
+    for partition in range(4):
+        for _ in range(12):
+            send(kafka.bootstrap, name, several, partition)
+    there = 4 * 12 * len(several)
+    consumer = KafkaConsumer(bootstrap_servers=kafka.bootstrap, enable_auto_commit=False, max_poll_records=1)
+    guard(consumer)
+    partitions = [TopicPartition(name, p) for p in range(4)]
+    consumer.assign(partitions)
+    consumer.seek_to_beginning()
+    tracemalloc.start()
+    try:
+        held, taken = 0, 0
+        deadline = time.monotonic() + 60
+        while taken < 60:
+            assert time.monotonic() < deadline
+            taken += sum(len(run) for runs in consumer.poll(timeout_ms=200).values() for run in runs)
+            time.sleep(0.01)
+            held = max(held, tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+        consumer.close()
+    assert there > 30 * MIB
+    assert held < 12 * MIB, "a MiB of each partition, a few times over while it is read"
+
+
+def test_a_poll_brings_what_there_is_when_it_begins(
+    kafka: SimpleNamespace, topic: Callable[..., str], reader: Callable[..., KafkaConsumer]
+) -> None:
+    """Not what there was when the poll before began, which the client would have asked for by then."""
+    name = topic()
+    consumer = reader(name)
+    assert consumer.poll(timeout_ms=300) == {}  # a request waits at the broker from now on
+    found = []
+    for number in range(3):
+        send(kafka.bootstrap, name, batch(record(0, b"k", b"%d" % number), 1))
+        time.sleep(0.2)  # for an answer to come that nobody has asked for, if so
+        if number != 1:
+            found.append([run.values for runs in consumer.poll(timeout_ms=10_000).values() for run in runs])
+    assert found == [[[b"0"]], [[b"1", b"2"]]]
