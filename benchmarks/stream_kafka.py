@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
 import resource
 import threading
 import time
@@ -12,6 +13,8 @@ import urllib.request
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -133,36 +136,71 @@ def _resident_of(process: int) -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-class _Producer(threading.Thread):
-    """Sends at a steady rate, in small batches, each partition in its turn; and remembers when the wild ones went."""
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """late: seconds that a batch went after its time, at most. went: record whose reading is wild → when that went."""
 
-    def __init__(self, options: argparse.Namespace, bootstrap: str, topic: str, wild: int) -> None:
-        super().__init__(daemon=True)
-        self._rate, self._seconds = options.rate, options.seconds
-        self._wire, self._feeds = Wire(bootstrap, topic), _messages(options, "json", wild)
-        self.sent = 0
-        self.late = 0.0
-        self.went: dict[str, float] = {}
+    events: int
+    late: float
+    went: dict[str, float]
 
-    def run(self) -> None:
-        mark = b"%r" % WILD
-        began = time.monotonic()
-        for partition in itertools.cycle(range(PARTITIONS)):
-            messages = list(itertools.islice(self._feeds[partition], SMALL))
-            records = records_of(messages)  # type: ignore[arg-type]
-            due = began + self.sent / self._rate
-            if due > began + self._seconds:
-                break
-            now = time.monotonic()
-            if due > now:
-                time.sleep(due - now)
-            self.late = max(self.late, now - due)
-            at = self._wire.send(partition, records, SMALL)
-            self._wire.settle(at_most=16)
-            self.sent += SMALL
-            self.went |= {key.decode(): at for key, value in messages if key is not None and mark in value}
-        self._wire.settle()
-        self._wire.close()
+
+class _Producer:
+    """Sends at a steady rate, in small batches, each partition in its turn; and remembers when the wild ones went.
+
+    A process of its own, or it would share an interpreter with who reads the alerts. ahead: the messages are put
+    together before the first one goes, for that is no work of a stream's.
+    """
+
+    def __init__(self, options: argparse.Namespace, bootstrap: str, topic: str, wild: int, ahead: bool) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._results, theirs = context.Pipe()
+        self._process = context.Process(target=_produce, args=(options, bootstrap, topic, wild, ahead, theirs))
+        self._process.start()
+        self._results.recv()
+
+    def start(self) -> None:
+        self._results.send("go")
+
+    def is_alive(self) -> bool:
+        return not self._results.poll()
+
+    def join(self) -> _Sent:
+        """What it did, when it has done so."""
+        sent: _Sent = self._results.recv()
+        self._process.join()
+        return sent
+
+
+def _produce(
+    options: argparse.Namespace, bootstrap: str, topic: str, wild: int, ahead: bool, results: Connection
+) -> None:
+    mark = b"%r" % WILD
+    wire, feeds = Wire(bootstrap, topic), _messages(options, "json", wild)
+
+    def batches() -> Iterator[tuple[int, bytes, list[str]]]:
+        for turn in range(-(-options.rate * options.seconds // SMALL)):
+            messages = list(itertools.islice(feeds[turn % PARTITIONS], SMALL))
+            marked = [key.decode() for key, value in messages if key is not None and mark in value]
+            yield turn % PARTITIONS, records_of(messages), marked
+
+    due_batches = list(batches()) if ahead else batches()
+    results.send("ready")
+    results.recv()
+    sent, late, went, began = 0, 0.0, {}, time.monotonic()
+    for partition, records, marked in due_batches:
+        due = began + sent / options.rate
+        now = time.monotonic()
+        if due > now:
+            time.sleep(due - now)
+        late = max(late, now - due)
+        at = wire.send(partition, records, SMALL)
+        wire.settle(at_most=16)
+        sent += SMALL
+        went |= dict.fromkeys(marked, at)
+    wire.settle()
+    wire.close()
+    results.send(_Sent(sent, late, went))
 
 
 class _Alerts(threading.Thread):
@@ -200,7 +238,7 @@ def sustained(options: argparse.Namespace, folder: Path) -> Rows:
         topic = _topic(broker.bootstrap)
         with _consuming(options, folder, broker.bootstrap, topic) as consumer:
             consumer.wait_until_ready()
-            producer = _Producer(options, broker.bootstrap, topic, 0)
+            producer = _Producer(options, broker.bootstrap, topic, 0, ahead=False)
             producer.start()
             lags, memory = [], []
             began = time.monotonic()
@@ -209,6 +247,7 @@ def sustained(options: argparse.Namespace, folder: Path) -> Rows:
                 lags.append(_lag(consumer))
                 memory.append(_resident_of(consumer.process.pid))
             took = time.monotonic() - began
+            sent = producer.join()
             accepted = int(consumer.metrics()["deformer_events_total"])
             consumer.stop()
         third = len(lags) // 3
@@ -216,7 +255,7 @@ def sustained(options: argparse.Namespace, folder: Path) -> Rows:
             "preset": options.preset,
             "features": options.features,
             "threads": options.threads,
-            "produced_/s": round(producer.sent / took),
+            "produced_/s": round(sent.events / took),
             "accepted_/s": round(accepted / took),
             "seconds": round(took),
             "lag_first_third": round(median(lags[:third])),
@@ -235,32 +274,30 @@ def latency(options: argparse.Namespace, folder: Path) -> Rows:
             consumer.wait_until_ready()
             alerts = _Alerts(broker.bootstrap, f"{topic}-alerts")
             alerts.start()
-            producer = _Producer(options, broker.bootstrap, topic, options.rate // 5 // PARTITIONS + 1)
+            producer = _Producer(options, broker.bootstrap, topic, options.rate // 5 // PARTITIONS + 1, ahead=True)
             producer.start()
-            producer.join()
+            sent = producer.join()
             time.sleep(2)
             alerts.over.set()
             alerts.join()
             means = _means(consumer.metrics())
             consumer.stop()
-        warm = sorted(producer.went, key=lambda record: producer.went[record])[10:]
+        warm = sorted(sent.went, key=lambda record: sent.went[record])[10:]
         missing = [record for record in warm if record not in alerts.came]
-        millis = sorted(
-            1000 * (alerts.came[record] - producer.went[record]) for record in warm if record in alerts.came
-        )
+        millis = sorted(1000 * (alerts.came[record] - sent.went[record]) for record in warm if record in alerts.came)
         cuts = quantiles(millis, n=100)
         yield {
             "preset": options.preset,
             "features": options.features,
             "threads": options.threads,
-            "events_/s": round(producer.sent / options.seconds),
+            "events_/s": round(sent.events / options.seconds),
             "alerts": len(millis),
             "without_an_alert": len(missing),
             "median_ms": round(cuts[49], 1),
             "p90_ms": round(cuts[89], 1),
             "p99_ms": round(cuts[98], 1),
             **means,
-            "producer_late_ms": round(1000 * producer.late),
+            "producer_late_ms": round(1000 * sent.late),
         }
 
 
