@@ -22,6 +22,7 @@ from deformer_stream.command import (
     debugging,
     leave_a_core,
     run,
+    share_the_interpreter,
     stop_on_signals,
 )
 
@@ -47,6 +48,7 @@ def _consume() -> click.Command:
         committed after both are safe. SIGINT and SIGTERM end it gracefully.
         """
         leave_a_core()
+        share_the_interpreter()
         from deformer_stream import log, metrics
         from deformer_stream.reload import ModelWatch
         from deformer_stream.runtime import Road, WallClock

@@ -178,6 +178,16 @@ class PartitionedSource(EventSource, Protocol):
         """(topic, partition) → messages not read yet, as far as known."""
 
 
+@runtime_checkable
+class UnhurriedSource(PartitionedSource, Protocol):
+    """A source that can be polled while it commits."""
+
+    def begin_commit(self, saved: Mapping[int, Saved], ended: Callable[[], None]) -> None:
+        """As `commit`, but it need not be over on return. From then on it is the source's: `poll` may be called, and
+        what sinks write meanwhile goes with the next commit, which waits for this one. ended: called, perhaps from
+        another thread, when it has taken effect; not where that took more than one attempt."""
+
+
 class Sink(Protocol):
     """Where effects go. `write` may buffer; after `flush` returns, everything written is safe, or will be with the next
     commit of the source, all or nothing, where both belong to one transaction."""

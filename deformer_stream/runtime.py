@@ -11,7 +11,8 @@
 
 The order of 4 and 5 is the guarantee: a position is committed only together with, or after, every effect of the events
 before it. With a transaction (Kafka) nothing is lost and nothing comes twice; without one a crash repeats work, and
-repeated alerts have equal ids.
+repeated alerts have equal ids. A transaction is waited for by the next commit only: while the broker is at it, the next
+messages are polled and scored, and their effects go with the next one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,16 @@ from deformer_stream.core.batch import NO_TIME, Effects, EventBatch, Rejected
 from deformer_stream.core.engine import Engine, OpenRecords
 from deformer_stream.errors import ConfigError
 from deformer_stream.metrics import Metrics
-from deformer_stream.ports import Clock, EventSource, PartitionedSource, Payload, Polled, Saved, Sink
+from deformer_stream.ports import (
+    Clock,
+    EventSource,
+    PartitionedSource,
+    Payload,
+    Polled,
+    Saved,
+    Sink,
+    UnhurriedSource,
+)
 from deformer_stream.recovery import Recovery
 
 SUMMARY_SECONDS = 60.0
@@ -254,14 +264,23 @@ class Road:
 
     def _commit(self, final: bool = False) -> None:
         """Hop 5. final: snapshots of all partitions, so that whoever takes them over has no history to handle."""
-        with self.metrics.commit.time(), self._pace.timed():
+        began = time.perf_counter()
+
+        def ended() -> None:
+            self.metrics.commit.observe(time.perf_counter() - began)
+
+        with self._pace.timed():
             for sink in self.sinks:
                 sink.flush()  # 5.1
             if self._shared is None:
                 self.source.commit()
-                return
+                return ended()
             saved = self.recovery.saved(self._now(), self._shared.assigned if final else ())  # 5.2
-            self._shared.commit(saved)  # 5.3
+            if isinstance(self._shared, UnhurriedSource) and not final:
+                self._shared.begin_commit(saved, ended)  # 5.3
+            else:
+                self._shared.commit(saved)  # 5.3
+                ended()
             self.recovery.keep(saved)
         self.metrics.lags(self._shared.lag())
         log.get("runtime").debug("commit", saved=sorted(saved))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,10 @@ ALPHA = (0.3, 0.1, 0.02)
 PARTITIONS = 3
 DRIFT = 1.1
 """A level that nearly every partition gets to at some time, by chance."""
+
+
+Goal = tuple[dict[int, int], Mapping[int, Saved], list[tuple[Effects, Payload | None]]]
+"""Of a commit: positions, what is kept of the partitions, and effects."""
 
 
 class CrashError(Exception):
@@ -133,16 +137,29 @@ class Member:
             raise CrashError
 
     def _commit(self, saved: Mapping[int, Saved]) -> None:
+        self._take_effect(*self._goal(saved))
+
+    def _goal(self, saved: Mapping[int, Saved]) -> Goal:
+        live = self._assigned - self._recovering.keys() - set(self._new)
+        pending, self._pending = self._pending, []
+        return {p: self._next[p] for p in live}, saved, pending
+
+    def _take_effect(
+        self,
+        positions: Mapping[int, int],
+        saved: Mapping[int, Saved],
+        pending: Sequence[tuple[Effects, Payload | None]],
+    ) -> None:
         """All or nothing."""
-        for p in self._assigned - self._recovering.keys() - set(self._new):
+        for p, position in positions.items():
             kept = self.world.kept[p]
-            kept.position = self._next[p]
+            kept.position = position
             new = saved.get(p, Saved())
             if new.snapshot is not None:
                 kept.snapshot, kept.taken, kept.decisions = new.snapshot, kept.position, ()
             elif new.decisions is not None:
                 kept.decisions += (new.decisions,)
-        for effects, data in self._pending:
+        for effects, data in pending:
             for alert in effects.alerts:
                 self.world.alerts.append((alert.id, alert.record, alert.raised_at))
             self.world.notices += [notice.id for notice in effects.drifts]
@@ -150,7 +167,6 @@ class Member:
                 assert isinstance(data, Messages)
                 place = int(data.partitions[refusal.message]), int(data.offsets[refusal.message])
                 self.world.letters.append((*place, refusal.reason.value))
-        self._pending = []
 
     def write(self, effects: Effects, data: Payload | None) -> None:
         self._pending.append((effects, data))
@@ -158,6 +174,33 @@ class Member:
     def flush(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Unhurried(Member):
+    """Its commits take effect while it goes on, at the latest with the next one; or never, if it dies before that."""
+
+    _begun: Goal | None = None
+
+    def begin_commit(self, saved: Mapping[int, Saved], ended: Callable[[], None]) -> None:
+        self._end()
+        self._begun = self._goal(saved)
+        ended()
+
+    def poll(self, timeout: float) -> Polled:
+        if self._dice(0.5):
+            self._end()
+        return super().poll(timeout)
+
+    def _commit(self, saved: Mapping[int, Saved]) -> None:
+        self._end()
+        super()._commit(saved)
+
+    def _end(self) -> None:
+        if self._begun is not None:
+            if self._dice(self.crash):
+                raise CrashError
+            self._take_effect(*self._begun)
+            self._begun = None
 
 
 def world_of(loaded: Artifact, seed: int, records: int = 40) -> World:
@@ -179,10 +222,17 @@ def world_of(loaded: Artifact, seed: int, records: int = 40) -> World:
 
 
 def live(
-    world: World, loaded: Artifact, assigned: set[int], seed: int, crash: float, move: float, every: float
+    world: World,
+    loaded: Artifact,
+    assigned: set[int],
+    seed: int,
+    crash: float,
+    move: float,
+    every: float,
+    kind: type[Member] = Member,
 ) -> None:
     """One life, to whatever end. every: seconds between snapshots."""
-    member = Member(world, assigned, seed, crash, move)
+    member = kind(world, assigned, seed, crash, move)
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits(), DRIFT, effort="off")
     road = Road(
         member,
@@ -202,15 +252,15 @@ def live(
 
 
 @settings(max_examples=15)
-@given(seed=st.integers(0, 2**20), every=st.sampled_from([0.0, 0.03, 100.0]))
-def test_many_lives_commit_what_one_does(loaded: Artifact, seed: int, every: float) -> None:
+@given(seed=st.integers(0, 2**20), every=st.sampled_from([0.0, 0.03, 100.0]), kind=st.sampled_from([Member, Unhurried]))
+def test_many_lives_commit_what_one_does(loaded: Artifact, seed: int, every: float, kind: type[Member]) -> None:
     whole, cut = (world_of(loaded, seed % 5, records=25) for _ in range(2))
     live(whole, loaded, set(range(PARTITIONS)), 0, 0.0, 0.0, 100.0)
     assert whole.done
     lives = 0
     while not cut.done:
         rest = {p for p, kept in cut.kept.items() if kept.position < len(cut.events[p])}
-        live(cut, loaded, rest, seed + lives, 0.04, 0.03, every)
+        live(cut, loaded, rest, seed + lives, 0.04, 0.03, every, kind)
         lives += 1
         assert lives < 500
     assert len(whole.alerts) > 10

@@ -15,10 +15,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import kafka.errors as errors
 from kafka import KafkaProducer
+from kafka.producer.sender import Sender
 from kafka.record.default_records import DefaultRecordBatchBuilder
 
 from connectors.kafka.client import CONNECT_SECONDS, DELIVERY_SECONDS, FLUSH_SECONDS, mapped, producer
@@ -28,8 +29,31 @@ BATCH_BYTES = 16_384
 TRANSACTION_SECONDS = 30.0
 """The broker aborts a transaction whose process has been silent for so long; readers of the topics wait for it."""
 
-AGAIN_SECONDS = 0.02
-"""Between two attempts to begin a transaction, as Java clients have it; kafka-python sleeps for 0.1 s by itself."""
+AGAIN_SECONDS = 0.005
+"""Between two attempts to begin a transaction; Java clients sleep for 20 ms, kafka-python for 100 by itself. The broker
+takes a few milliseconds to end the transaction before, and an alert waits for that."""
+
+
+class _Sender(Sender):  # type: ignore[misc]  # the client ships no types
+    """The producer's network thread, with fewer answers of the broker to wait for.
+
+    Where the broker is asked something about the transaction, the client lets messages wait for the answer; those whose
+    partitions have been added to the transaction need not. And partitions are added together: while messages are being
+    `put` nothing is asked, or the first of them would go ahead of the others'.
+    """
+
+    putting = False
+
+    def run_once(self) -> None:
+        if self.putting:
+            self._client.poll(timeout_ms=self.config["retry_backoff_ms"])
+            return
+        transaction = self._transaction_manager
+        useless = transaction.has_error() or transaction.is_bumping_epoch()
+        if transaction.has_in_flight_transactional_request() and not useless:
+            self._send_producer_data()
+        super().run_once()
+
 
 Header = tuple[str, bytes]
 Result = TypeVar("Result")
@@ -68,9 +92,12 @@ class Delivery:
         self._servers, self._security, self.limits = bootstrap_servers, security, limits
         self._transactional_id = transactional_id
         self._pending: list[Outgoing] = []
-        self._under_way: list[Outgoing] = []  # transmitted, not settled
+        self._gathered: list[Outgoing] = []  # to go with the next sending
+        self._under_way: list[Outgoing] = []  # sent, not settled
         self._producer: KafkaProducer | None = None
+        self._known: set[str] = set()  # topics that it has sent to
         self._open = False  # a transaction has begun
+        self._call: _Call[None] | None = None  # in the background
         self.failed = False
         """The last sending did not end well. Whether it took effect is not known until `renew`."""
         self.renew()
@@ -89,36 +116,35 @@ class Delivery:
     def drop(self, partitions: Iterable[int]) -> None:
         """Forget what belongs to partitions that are no longer ours."""
         gone = set(partitions)
-        for messages in (self._under_way, self._pending):
+        for messages in (self._under_way, self._gathered, self._pending):
             messages[:] = [message for message in messages if message.source not in gone]
 
+    def gather(self) -> None:
+        """What was put until now goes with the next sending, what is put from now on with the one after that."""
+        self._gathered += self._pending
+        self._pending.clear()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is anything that was gathered and not settled."""
+        return bool(self._under_way or self._gathered)
+
     def transmit(self, state: Sequence[Outgoing], within: float | None = None) -> list[int]:
-        """Send everything put and then `state`; offsets of the latter. With transactions they are not visible yet.
+        """Send everything put and then `state`, see `send`."""
+        self.gather()
+        return self.send(state, within)
+
+    def send(self, state: Sequence[Outgoing], within: float | None = None) -> list[int]:
+        """Send everything gathered and then `state`; offsets of the latter. With transactions they are not visible yet.
 
         within: seconds. Raises the client's errors."""
-        self._under_way += self._pending
-        self._pending.clear()
-        messages = [*self._under_way, *state]
+        messages = self._due(state)
         if not messages:
             return []
         sender = self._sender()
-
-        def send() -> list[int]:
-            if self.exactly_once:
-                sender.begin_transaction()
-            sent = [
-                sender.send(m.topic, value=m.value, key=m.key, headers=m.headers, partition=m.partition)
-                for m in messages
-            ]
-            sender.flush(timeout=FLUSH_SECONDS)
-            for future in sent:
-                if future.failed():
-                    raise future.exception
-            return [int(future.value.offset) for future in sent[len(messages) - len(state) :]]
-
-        offsets = self._attempt(send, within)
+        sent = self._noted(_Call(lambda: _settle(sender, self._put(sender, messages))), within)
         self._open = self.exactly_once
-        return offsets
+        return sent[len(messages) - len(state) :]
 
     def seal(self, offsets: dict[Any, Any], group: Any, within: float | None = None) -> bool:
         """Commit the open transaction together with these offsets of the consumer `group`; false where there is none,
@@ -132,18 +158,58 @@ class Delivery:
             sender.send_offsets_to_transaction(offsets, group)
             sender.commit_transaction()
 
-        self._attempt(commit, within)
+        self._noted(_Call(commit), within)
         self._open = False
         return True
 
+    def begin(
+        self,
+        state: Sequence[Outgoing],
+        offsets: Callable[[Callable[[], list[int]]], dict[Any, Any]],
+        group: Any,
+        ended: Callable[[], None],
+    ) -> None:
+        """Send everything gathered and then `state`, and commit it, in a thread of its own; `end` waits for it.
+
+        offsets: what to commit for the consumer `group`; it is given a call that waits for the offsets of `state`.
+        ended: called in that thread when all is committed. Raises the client's errors."""
+        messages, sender = self._due(state), self._sender()
+
+        def commit() -> None:
+            sent = self._put(sender, messages)
+            where = offsets(lambda: _settle(sender, sent)[len(messages) - len(state) :])
+            sender.send_offsets_to_transaction(where, group)  # the messages go out beside it, see `_Sender`
+            _settle(sender, sent)
+            sender.commit_transaction()
+            ended()
+
+        self._call = _Call(commit)
+
+    @property
+    def begun(self) -> bool:
+        """`begin` was called, and `end` was not."""
+        return self._call is not None
+
+    @property
+    def over(self) -> bool:
+        """What was begun has ended, well or not: `end` says so at once."""
+        return self._call is not None and self._call.over
+
+    def end(self, within: float | None = None) -> None:
+        """Wait for what was begun. within: seconds. Raises the client's errors."""
+        call, self._call = self._call, None
+        if call is not None:
+            self._noted(call, within)
+
     def settled(self) -> None:
-        """What was transmitted is committed; what was put since then is still to be sent."""
+        """What was sent is committed; what was put since then is still to be sent."""
         self._under_way.clear()
 
     def renew(self) -> None:
         """A fresh producer, at the beginning and after a failure. When this returns, the broker has completed or
         aborted what was open. Raises Unavailable or ConfigError."""
         self._abandon()
+        self._call, self._known = None, set()
         extra: dict[str, Any] = {}
         if self._transactional_id is not None:
             extra = {
@@ -164,6 +230,7 @@ class Delivery:
             except DeformerError:
                 made.close(timeout=0)  # or its thread would go on trying
                 raise
+            made._sender.__class__ = _Sender
         self._producer, self._open, self.failed = made, False, False
 
     def close(self) -> None:
@@ -188,11 +255,46 @@ class Delivery:
             raise errors.KafkaConnectionError("the producer is being renewed")
         return self._producer
 
-    def _attempt(self, call: Callable[[], Result], within: float | None) -> Result:
-        self.failed = True
-        result = _bounded(call, FLUSH_SECONDS + DELIVERY_SECONDS if within is None else max(0.0, within))
-        self.failed = False
-        return result
+    def _due(self, state: Sequence[Outgoing]) -> list[Outgoing]:
+        """What was not settled, what was gathered, and then this."""
+        self._under_way += self._gathered
+        self._gathered.clear()
+        return [*self._under_way, *state]
+
+    def _put(self, sender: KafkaProducer, messages: Sequence[Outgoing]) -> list[Any]:
+        """Futures of the messages, on their way in a transaction that is open from now on."""
+        if self.exactly_once:
+            sender.begin_transaction()
+        topics = {message.topic for message in messages}
+        sender._sender.putting = topics <= self._known  # others the thread has to ask for
+        try:
+            sent = [
+                sender.send(m.topic, value=m.value, key=m.key, headers=m.headers, partition=m.partition)
+                for m in messages
+            ]
+        finally:
+            sender._sender.putting = False
+            sender._sender.wakeup()
+        self._known |= topics
+        return sent
+
+    def _noted(self, call: _Call[Result], within: float | None) -> Result:
+        """The call's result. Whatever it raises is the end of the producer."""
+        try:
+            return call.result(FLUSH_SECONDS + DELIVERY_SECONDS if within is None else max(0.0, within))
+        except BaseException:
+            self.failed = True
+            raise
+
+
+def _settle(sender: KafkaProducer, sent: Sequence[Any]) -> list[int]:
+    """Offsets of the messages, once the broker has them. To ask for each is no formality: the client would commit a
+    transaction of which a message has expired."""
+    sender.flush(timeout=FLUSH_SECONDS)
+    for future in sent:
+        if future.failed():
+            raise future.exception
+    return [int(future.value.offset) for future in sent]
 
 
 def _close(sender: KafkaProducer) -> None:
@@ -201,23 +303,32 @@ def _close(sender: KafkaProducer) -> None:
         sender.close(timeout=FLUSH_SECONDS)
 
 
-def _bounded(call: Callable[[], Result], within: float) -> Result:
-    """The call's result, within so many seconds: the client's transactions wait for the broker for ever. A call that
-    does not come back is left behind in its thread. Raises what it raises, or KafkaTimeoutError."""
-    done: list[Result] = []
-    failed: list[BaseException] = []
+class _Call(Generic[Result]):
+    """A call in a thread of its own: the client's transactions wait for the broker for ever. A call that does not come
+    back is left behind."""
 
-    def run() -> None:
-        try:
-            done.append(call())
-        except BaseException as error:  # handed to the caller, whatever it is
-            failed.append(error)
+    def __init__(self, call: Callable[[], Result]) -> None:
+        self._done: list[Result] = []
+        self._failed: list[BaseException] = []
 
-    thread = threading.Thread(target=run, name="delivery", daemon=True)
-    thread.start()
-    thread.join(within)
-    if failed:
-        raise failed[0]
-    if not done:
-        raise errors.KafkaTimeoutError("the broker does not answer")
-    return done[0]
+        def run() -> None:
+            try:
+                self._done.append(call())
+            except BaseException as error:  # handed to the caller, whatever it is
+                self._failed.append(error)
+
+        self._thread = threading.Thread(target=run, name="delivery", daemon=True)
+        self._thread.start()
+
+    @property
+    def over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self, within: float) -> Result:
+        """The call's, within so many seconds. Raises what it raises, or KafkaTimeoutError."""
+        self._thread.join(within)
+        if self._failed:
+            raise self._failed[0]
+        if not self._done:
+            raise errors.KafkaTimeoutError("the broker does not answer")
+        return self._done[0]

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import kafka.errors as errors
 from kafka import KafkaConsumer
-from kafka.structs import MemberState, OffsetAndMetadata, TopicPartition
+from kafka.structs import ConsumerGroupMetadata, MemberState, TopicPartition
 
 from connectors.kafka.client import CONNECT_SECONDS, DELIVERY_SECONDS, connect, mapped, translate
-from connectors.kafka.delivery import Delivery, Outgoing
+from connectors.kafka.commits import Commits
+from connectors.kafka.delivery import Delivery
 from connectors.kafka.group import Rebalance, SameModel
 from connectors.kafka.incoming import messages_of
 from connectors.kafka.restore import LostState, restored
 from connectors.kafka.runs import Run
-from connectors.kafka.state import Attempt, Kept, StateTopic
+from connectors.kafka.state import StateTopic
 from connectors.kafka.unpacking import Bounds, guard
 from connectors.kafka.watch import Watch
 from deformer_stream import log
@@ -80,21 +79,15 @@ class KafkaSource:
         self.topic = topic
         self.hand_over: HandOver = _keep_nothing
         self._servers, self._start = bootstrap_servers, start
-        self._delivery, self._state, self._lost = delivery, state, lost
+        self._state, self._lost = state, lost
         self._session, self._patience = session_seconds, patience
         self._same_model = SameModel(model)
         self._polled: dict[TopicPartition, int] = {}  # next positions of what was polled
         self._settled: dict[TopicPartition, int] = {}  # next positions of what was polled and dealt with
-        self._committed: dict[TopicPartition, int] = {}
-        self._kept: dict[TopicPartition, Kept] = {}  # what is in force
-        self._saved: dict[int, Saved] = {}  # what is to go with the next commit
         self._gained: dict[TopicPartition, float] = {}  # partition that has not begun → since when
         self._unrestored = ""  # why not, as it was said last
         self._recovering: dict[TopicPartition, int] = {}  # partition → where its history ends
         self._revoked: list[int] = []
-        self._life, self._commits = uuid.uuid4().hex[:12], 0  # these name our commits
-        self._attempt: Attempt | None = None
-        self._confirmed = time.monotonic()
         self._closed = False
         self._consumer: KafkaConsumer = connect(
             KafkaConsumer,
@@ -114,6 +107,7 @@ class KafkaSource:
             heartbeat_interval_ms=int(HEARTBEAT_SECONDS * 1000),
         )
         guard(self._consumer, bounds)
+        self._commits = Commits(self._consumer, delivery, state)
         self._watch = Watch(self._consumer, bootstrap_servers, topic, patience)
         try:
             with mapped(bootstrap_servers, f"looking for topic {topic!r}", ValueError, TypeError):
@@ -152,6 +146,9 @@ class KafkaSource:
         works with another model, `StateError` where what is kept of a partition cannot be had.
         """
         self._settled = dict(self._polled)
+        commits = self._commits
+        if commits.over or (commits.begun and (self._gained or not commits.under_way or self._group() is None)):
+            self.end_commit()
         fetched = self._fetch(timeout)
         self._same_model.check()
         for partition, runs in fetched.items():
@@ -222,7 +219,7 @@ class KafkaSource:
             self._consumer.seek(tp, begun.position)
             self._consumer.resume(tp)
         if begun.kept is not None:
-            self._kept[tp] = begun.kept
+            self._commits.kept[tp] = begun.kept
         self._recovering[tp] = begun.restored.until
         return begun.restored
 
@@ -238,19 +235,40 @@ class KafkaSource:
         new messages, and what is still ours is committed. What was lost meanwhile is reported by the next poll. A
         failure is tried again until the patience is over: then Unavailable is raised.
         """
+        self._begin_commit(saved)
+        self.end_commit()
+
+    def begin_commit(self, saved: Mapping[int, Saved] = NOTHING, ended: Callable[[], None] = lambda: None) -> None:
+        """As `commit`, and where the commit is a transaction it need not be over on return: the next `poll` may be
+        called, and what sinks put meanwhile goes with the next commit. One that failed is tried again, as long as it
+        takes, by the next `poll` or commit after its end. ended: called when it has taken effect at its first attempt,
+        perhaps from another thread."""
+        self._begin_commit(saved)
+        group = self._group()
+        if group is None or not self._commits.begin_sending(group, ended):
+            self.end_commit()
+            ended()
+
+    def _begin_commit(self, saved: Mapping[int, Saved]) -> None:
         self._settled = dict(self._polled)
-        self._saved = dict(saved)
+        self.end_commit()
+        confirm = time.monotonic() - self._commits.confirmed > CONFIRM_SECONDS
+        self._commits.begin(self._positions(), saved, confirm)
+
+    def end_commit(self) -> None:
+        """Return when the commit that was begun, if any, has taken effect. Raises as `commit` does, and lets it be."""
         deadline = time.monotonic() + self._patience
         said: set[str] = set()
         again = False
-        while True:
+        while self._commits.begun:
             try:
                 if again:
                     self._finish_rebalance()
-                return self._try_to_commit()
+                self._try_to_commit()
             except (errors.KafkaError, OSError, Unavailable) as error:
                 ours = error if isinstance(error, Unavailable) else translate(error, self._servers, "committing")
                 if not isinstance(ours, Unavailable) or time.monotonic() > deadline:
+                    self._commits.forgo()
                     raise ours from error
                 if (kind := type(error).__name__) not in said:
                     log.get("kafka").warning("commit failed, will be tried again", error=kind)
@@ -261,68 +279,25 @@ class KafkaSource:
 
     def _try_to_commit(self) -> None:
         """One attempt. Raises the client's errors and ours."""
-        group = self._consumer.group_metadata()
-        if self._consumer.assignment() and group.state is not MemberState.STABLE:
-            raise errors.RebalanceInProgressError()
-        if self._delivery is not None and self._delivery.failed:
-            self._delivery.renew()
-        if self._attempt is not None:
-            self._learn_outcome(self._attempt)
-        self._attempt = attempt = self._prepare(self._positions())
-        if self._delivery is None or not self._delivery.seal(attempt.offsets, group):
-            self._consumer.commit(attempt.offsets, timeout_ms=DELIVERY_SECONDS * 1000)
-        self._conclude(attempt)
+        group = None
+        if not self._commits.under_way:
+            if (group := self._group()) is None:
+                raise errors.RebalanceInProgressError()
+            self._commits.recover()
+        rest = self._commits.send(group)
+        if rest is not None:
+            self._consumer.commit(rest, timeout_ms=DELIVERY_SECONDS * 1000)
+        self._commits.conclude()
 
-    def _learn_outcome(self, attempt: Attempt) -> None:
-        """Whether the commit whose answer got lost took effect, as the broker tells now that nothing is open."""
-        for tp in attempt.offsets.keys() & attempt.kept.keys():
-            found = self._consumer.committed(tp, metadata=True, timeout_ms=DELIVERY_SECONDS * 1000)
-            if found is not None and found.metadata == attempt.kept[tp].metadata():
-                return self._conclude(attempt)
+    def _group(self) -> ConsumerGroupMetadata | None:
+        """Our place in the group; None while that is being dealt out anew."""
+        group = self._consumer.group_metadata()
+        return None if self._consumer.assignment() and group.state is not MemberState.STABLE else group
 
     def _positions(self) -> dict[TopicPartition, int]:
         """Where our partitions are; not of those whose history is not over, their commit stands."""
         live = [tp for tp in self._consumer.assignment() if tp not in self._recovering and tp not in self._gained]
         return {tp: at for tp in live if (at := self._position(tp)) >= 0}
-
-    def _prepare(self, positions: dict[TopicPartition, int], within: float | None = None) -> Attempt:
-        """Transmit what goes with these positions, within so many seconds; what is to be committed then."""
-        self._commits += 1
-        commit = f"{self._life}-{self._commits}"
-        kept = dict(self._kept)
-        messages: list[Outgoing] = []
-        begins: list[tuple[TopicPartition, int]] = []
-        for tp, position in positions.items():
-            saved = self._saved.get(tp.partition)
-            if self._state is not None and saved is not None:
-                if saved.snapshot is not None:
-                    begins.append((tp, len(messages)))
-                more, kept[tp] = self._state.messages(tp.partition, position, saved, kept.get(tp), commit)
-                messages += more
-        kept = {tp: replace(k, commit=commit) for tp, k in kept.items()}
-        if self._delivery is not None:
-            sent = self._delivery.transmit(messages, within)
-            for tp, first in begins:
-                kept[tp] = replace(kept[tp], at=sent[first])
-        again = time.monotonic() - self._confirmed > CONFIRM_SECONDS
-        offsets = {
-            tp: OffsetAndMetadata(at, kept[tp].metadata() if tp in kept else "", -1)
-            for tp, at in positions.items()
-            if again or self._committed.get(tp) != at or tp.partition in self._saved
-        }
-        return Attempt(offsets, kept, self._saved)
-
-    def _conclude(self, attempt: Attempt) -> None:
-        """It has taken effect."""
-        self._attempt = None
-        if attempt.offsets:
-            self._confirmed = time.monotonic()
-        self._committed.update({tp: offset.offset for tp, offset in attempt.offsets.items()})
-        self._kept.update({tp: attempt.kept[tp] for tp in attempt.offsets if tp in attempt.kept})
-        if self._saved is attempt.saved:
-            self._saved = {}
-        if self._delivery is not None:
-            self._delivery.settled()
 
     def _finish_rebalance(self) -> None:
         """Let the client rejoin its group while nothing is delivered: partitions are paused, new ones as they come."""
@@ -368,20 +343,29 @@ class KafkaSource:
         leaving = {tp: self._settled[tp] for tp in partitions if tp in self._settled and tp not in self._recovering}
         if leaving and not self._closed:
             deadline = time.monotonic() + self._session / 2  # while we wait here, no heartbeat goes out
-            self._saved = dict(self.hand_over(frozenset(tp.partition for tp in leaving)))
-            settled = {tp: at for tp, at in self._settled.items() if tp not in self._recovering}
             try:
-                if self._delivery is not None and self._delivery.failed:
-                    raise errors.KafkaConnectionError("an earlier commit has not ended")
-                self._attempt = attempt = self._prepare(settled, deadline - time.monotonic())
-                group, left = self._consumer.group_metadata(), deadline - time.monotonic()
-                if self._delivery is None or not self._delivery.seal(attempt.offsets, group, left):
-                    await self._consumer.commit_async(attempt.offsets)
-                self._conclude(attempt)
+                if self._commits.begun:  # what it keeps comes before what we hand over
+                    await self._commit_within(deadline)
+                saved = self.hand_over(frozenset(tp.partition for tp in leaving))
+                settled = {tp: at for tp, at in self._settled.items() if tp not in self._recovering}
+                self._commits.begin(settled, saved)
+                try:
+                    await self._commit_within(deadline)
+                finally:
+                    self._commits.forgo()
             except (errors.KafkaError, DeformerError) as error:
                 # The next owner repeats these messages. To raise here would end the group's rebalance instead.
                 log.get("kafka").warning("revoked partitions not committed", error=type(error).__name__)
         self._lose(partitions)
+
+    async def _commit_within(self, deadline: float) -> None:
+        """One attempt, without asking how an earlier one went. Raises the client's errors and ours."""
+        if self._commits.failed:
+            raise errors.KafkaConnectionError("an earlier commit has not ended")
+        rest = self._commits.send(self._consumer.group_metadata(), deadline - time.monotonic())
+        if rest is not None:
+            await self._consumer.commit_async(rest)
+        self._commits.conclude()
 
     def _leave(self, partitions: Iterable[TopicPartition]) -> None:
         self._same_model.leave()
@@ -389,11 +373,7 @@ class KafkaSource:
 
     def _lose(self, partitions: Iterable[TopicPartition]) -> None:
         for tp in partitions:
-            for known in (self._polled, self._settled, self._committed, self._kept, self._recovering, self._gained):
+            for known in (self._polled, self._settled, self._recovering, self._gained):
                 known.pop(tp, None)
-            if self._attempt is not None:
-                self._attempt.offsets.pop(tp, None)
-            self._saved.pop(tp.partition, None)
             self._revoked.append(tp.partition)
-        if self._delivery is not None:
-            self._delivery.drop(tp.partition for tp in partitions)
+        self._commits.lose(partitions)

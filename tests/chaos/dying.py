@@ -13,7 +13,6 @@ from typing import Any
 
 from kafka import KafkaConsumer, KafkaProducer
 
-from connectors.kafka.delivery import Delivery
 from connectors.kafka.sink import KafkaSink
 from deformer_stream import cli
 from deformer_stream.core.engine import Engine
@@ -25,7 +24,7 @@ STEPS: dict[str, tuple[type, str, bool]] = {
     "5.1-flushed": (KafkaSink, "flush", True),
     "5.2-saved": (Recovery, "saved", True),
     "5.3-begun": (KafkaProducer, "begin_transaction", True),
-    "5.3-transmitted": (Delivery, "transmit", True),
+    "5.3-transmitted": (KafkaProducer, "flush", True),
     "5.3-offsets-sent": (KafkaProducer, "send_offsets_to_transaction", True),
     "5.3-transaction-ended": (KafkaProducer, "commit_transaction", True),
     "5.3-offsets-committed": (KafkaConsumer, "commit", True),

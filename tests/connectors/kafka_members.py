@@ -188,6 +188,16 @@ class Member:
         saved = self._saved(frozenset(snapshots))
         self.sink.flush()
         self.source.commit(saved)
+        self._keep(saved)
+
+    def begin_commit(self, ended: Callable[[], None] = lambda: None) -> None:
+        """The same, without waiting for it."""
+        saved = self._saved(())
+        self.sink.flush()
+        self.source.begin_commit(saved, ended)
+        self._keep(saved)
+
+    def _keep(self, saved: Mapping[int, Saved]) -> None:
         for partition, kept in saved.items():
             if partition in self._unsaved:
                 self._unsaved[partition] = []
