@@ -135,7 +135,7 @@ INLINE v16 within(size_t seen, size_t from, v16 v, float otherwise) {
 }
 
 /* A query's scores, to be scaled, into weights, zero where it sees nothing; its own one besides, where it has one. */
-static void soften(float *row, size_t seen, size_t width, float *own, float scale) {
+static void soften(float *row, size_t seen, size_t used, float *own, float scale) {
     v16 top = all(own ? *own : -INFINITY), total = all(0);
     for (size_t i = 0; i < seen; i += LANES) top = larger(top, within(seen, i, load(row + i), -INFINITY));
     float peak = largest(top);
@@ -146,14 +146,14 @@ static void soften(float *row, size_t seen, size_t width, float *own, float scal
         store(row + i, e);
     }
     float norm = 1.0f / (sum(total) + self[0]);
-    for (size_t i = 0; i < width; i += LANES) store(row + i, i < seen ? load(row + i) * norm : all(0));
+    for (size_t i = 0; i < used; i += LANES) store(row + i, i < seen ? load(row + i) * norm : all(0));
     if (own) *own = self[0] * norm;
 }
 
 /* Of one record: qkv (T, 3 d) → attended (queries, d); keeps weights in pairs of rows, and own ones. */
 static void attend(size_t d, size_t heads, Shape s, const num *qkv, num *paired, float *own, num *attended,
                    Attention *t) {
-    size_t d_head = d / heads, stride = 3 * d, identities = s.identities;
+    size_t d_head = d / heads, stride = 3 * d, identities = s.identities, used = whole(s.keys, LANES);
     float scale = 1.0f / sqrtf((float)d_head);
     for (size_t h = 0; h < heads; h++, qkv += d_head, attended += d_head, own += identities) {
         const num *k = qkv + d, *v = k + d, *keys = k + identities * stride, *values = v + identities * stride;
@@ -164,9 +164,9 @@ static void attend(size_t d, size_t heads, Shape s, const num *qkv, num *paired,
             for (size_t i = r; i < r + 2; i++) {
                 float *row = t->scores + i * s.width;
                 if (i < identities) own[i] = inner(qkv + i * stride, k + i * stride, d_head);
-                soften(row, i < s.queries ? reach(i, identities) : 0, s.width, i < identities ? own + i : NULL, scale);
+                soften(row, i < s.queries ? reach(i, identities) : 0, used, i < identities ? own + i : NULL, scale);
             }
-            for (size_t i = 0; i < s.width; i += LANES) {
+            for (size_t i = 0; i < used; i += LANES) {
                 v16 low = load(t->scores + r * s.width + i), high = load(t->scores + (r + 1) * s.width + i);
                 put(t->plain + r * s.width + i, low), put(t->plain + (r + 1) * s.width + i, high);
                 put_rows(paired + i / COLUMNS * COLUMNS * s.pairs + i % COLUMNS * PAIR, low, high);
@@ -181,7 +181,7 @@ static void attend(size_t d, size_t heads, Shape s, const num *qkv, num *paired,
 /* The way back: g (queries, d) of what was attended → g_qkv (T, 3 d). */
 static void attend_back(size_t d, size_t heads, Shape s, const num *qkv, const num *paired, const float *own,
                         const num *g, num *g_qkv, Attention *t) {
-    size_t d_head = d / heads, stride = 3 * d, identities = s.identities;
+    size_t d_head = d / heads, stride = 3 * d, identities = s.identities, used = whole(s.keys, LANES);
     float scale = 1.0f / sqrtf((float)d_head);
     for (size_t h = 0; h < heads; h++, qkv += d_head, g += d_head, g_qkv += d_head, own += identities) {
         const num *k = qkv + d, *v = k + d, *weights = paired;
@@ -203,7 +203,7 @@ static void attend_back(size_t d, size_t heads, Shape s, const num *qkv, const n
                 mean[q] = sum(total[q]) + (r + q < identities ? self[q] * own[r + q] : 0);
                 if (r + q < identities) t->own[r + q] = scale * own[r + q] * (self[q] - mean[q]);
             }
-            for (size_t i = 0; i < s.width; i += LANES) {
+            for (size_t i = 0; i < used; i += LANES) {
                 size_t place = i / COLUMNS * COLUMNS * s.pairs + i % COLUMNS * PAIR;
                 get_rows(weights + place, w, w + 1);
                 for (int q = 0; q < 2; q++) {
