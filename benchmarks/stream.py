@@ -6,7 +6,8 @@ sustained    messages produced at a rate (--rate) for a time (--seconds): the la
 latency      from produce to alert, at a rate; an alert is visible once it is committed
 start        from the start of the process until it is ready
 memory       a million open records with 20 readings each, in one process
-replay       Parquet in, scores out, and what memory it takes
+replay       Parquet in, scores out, as a share of what the layers' products alone would allow, and the memory it takes,
+             by tenths of the way: for --events and for a million, or a fifth (50 million: 2 GB on disk, where TMPDIR is)
 """
 
 from __future__ import annotations
