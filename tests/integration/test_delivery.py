@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,30 +13,10 @@ from kafka import KafkaAdminClient, KafkaProducer
 
 from connectors.kafka import ensure_topics, produce
 from deformer_stream import artifact
-from tests.conftest import ROOT
 from tests.integration.programs import Cluster, Consume, errors_of, run, until
 from tests.models import SCHEMA, rows_of, write_model
 
 pytestmark = pytest.mark.kafka
-
-
-@pytest.mark.slow
-def test_chaos_in_small() -> None:
-    """Kills, injected deaths, moving partitions, a broker restart: the same alerts, in both kinds of delivery."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.chaos", "--size", "small", "--seed", "3"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:] + done.stdout
-    figures = json.loads(done.stdout.splitlines()[-1])
-    assert figures["alerts"] > 100
-    once, twice = figures["exactly-once"], figures["at-least-once"]
-    assert once["lost"] == once["extra"] == once["doubled"] == once["letters_lost"] == once["letters_doubled"] == 0
-    assert twice["lost"] == twice["extra"] == twice["letters_lost"] == 0
-    assert min(once["kills"], twice["kills"]) >= 4
 
 
 def options(cluster: Cluster, topic: str, model: Path, *more: object) -> list[object]:

@@ -1,0 +1,31 @@
+"""Everything at once, in small: a file of its own, for it takes as long as many others."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+
+
+def test_chaos_in_small() -> None:
+    """Kills, injected deaths, moving partitions, a broker restart: the same alerts, in both kinds of delivery."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.chaos", "--size", "small", "--seed", "3"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["alerts"] > 100
+    once, twice = figures["exactly-once"], figures["at-least-once"]
+    assert once["lost"] == once["extra"] == once["doubled"] == once["letters_lost"] == once["letters_doubled"] == 0
+    assert twice["lost"] == twice["extra"] == twice["letters_lost"] == 0
+    assert min(once["kills"], twice["kills"]) >= 4
