@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,7 +27,7 @@ from benchmarks.recovery import ready_after
 from connectors.kafka import ensure_topics
 from deformer_stream import artifact
 from tests.conftest import load_broker_script
-from tests.integration.programs import Consume
+from tests.integration.programs import Cluster, Consume
 
 Rows = Iterator[dict[str, Any]]
 
@@ -54,8 +54,11 @@ def _consuming(options: argparse.Namespace, folder: Path, bootstrap: str, topic:
 
 
 def _topic(bootstrap: str) -> str:
+    """A new topic whose partitions have leaders: `Wire` takes no for an answer."""
     name = f"events-{uuid.uuid4().hex[:8]}"
     ensure_topics(bootstrap, {name: {"num_partitions": PARTITIONS}})
+    with closing(Cluster(bootstrap)) as cluster:
+        cluster.ends(name)
     return name
 
 

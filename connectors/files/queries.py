@@ -75,10 +75,6 @@ def impute(source: Path, output: Path, model: DEformer, how: Filling, advance: A
     table = _open(source, model, how)
     features = {name: model.schema.features[code] for name, code in model.schema.codes.items()}
     present = [name for name in table.schema.names if name in features]
-    if absent := [name for name, feature in features.items() if name not in present and not feature.context]:
-        log.get("impute").info(
-            "features without a column are not filled in: add it, with nulls", features=absent[:SHOWN]
-        )
     types = {name: csv_type(table, features[name]) for name in present} if table.rows is None else {}
     kinds = {field.name: types.get(field.name, field.type) for field in table.schema}
     fields = [out for name in table.schema.names for out in _fields(name, kinds[name], features.get(name), how)]
@@ -116,6 +112,10 @@ def impute(source: Path, output: Path, model: DEformer, how: Filling, advance: A
         sink.close()
     finally:
         sink.discard()
+    if absent := [name for name, feature in features.items() if name not in present and not feature.context]:
+        log.get("impute").info(
+            "features without a column are not filled in: add it, with nulls", features=absent[:SHOWN]
+        )
     return cells
 
 
