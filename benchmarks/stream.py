@@ -7,7 +7,7 @@ latency      from produce to alert, at a rate; an alert is visible once it is co
 start        from the start of the process until it is ready
 memory       a million open records with 20 readings each, in one process
 replay       Parquet in, scores out, as a share of what the layers' products alone would allow, and the memory it takes,
-             by tenths of the way: for --events and for a million, or a fifth (50 million: 2 GB on disk, where TMPDIR is)
+             by tenths of the way: for --events and for a million, or a fifth (50 million: 2 GB of disk at TMPDIR)
 """
 
 from __future__ import annotations
