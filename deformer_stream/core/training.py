@@ -41,9 +41,9 @@ class _Network(ctypes.Structure):
 
 class _Work(ctypes.Structure):
     _fields_ = fields(
-        "records identities values unit rows threads",
+        "records identities values unit rows shares",
         "records identities values unit rows x hidden n1 qkv paired attended n2 up slope own scale1 scale2 "
-        "by_qkv by_out by_up by_down by_bias threads next",
+        "by_qkv by_out by_up by_down by_bias shares next",
     )
 
 
@@ -121,8 +121,8 @@ class Layers:
         held["paired"] = self._room("paired", c.layers, N, c.heads, columns, T + 1)
         exact = {"scale1": (c.layers, rows), "scale2": (c.layers, rows), "own": (c.layers, N, c.heads, L)}
         held |= {name: self._room(name, *shape, dtype=torch.float32) for name, shape in exact.items()}
-        threads = min(torch.get_num_threads(), -(-N // unit))
-        numbers = {"records": N, "identities": L, "values": L - 1, "unit": unit, "rows": rows, "threads": threads}
+        shares = min(torch.get_num_threads(), -(-N // unit))
+        numbers = {"records": N, "identities": L, "values": L - 1, "unit": unit, "rows": rows, "shares": shares}
         return numbers, held
 
     def _run(self, back: bool, given: dict[str, Tensor]) -> None:
@@ -132,7 +132,7 @@ class Layers:
             self.library.train_layers,
             lambda counter: work(next=counter),
             (self.now, self.packed, given),
-            numbers["threads"],
+            numbers["shares"],
             ctypes.byref(network),
             back,
         )
@@ -154,7 +154,7 @@ class Layers:
         x = torch.empty(N, numbers["identities"] + numbers["values"], d)
         shapes: dict[str, tuple[int, ...]] = {"qkv": (3 * d, d), "out": (d, d), "up": (c.feedforward, d)}
         shapes |= {"down": (d, c.feedforward), "bias": (5 * d + c.feedforward,)}
-        by = {f"by_{name}": torch.zeros(numbers["threads"], c.layers, *shape) for name, shape in shapes.items()}
+        by = {f"by_{name}": torch.zeros(numbers["shares"], c.layers, *shape) for name, shape in shapes.items()}
         self._run(True, {"x": x, "hidden": gradient.contiguous()} | by)
         *weights, bias = (t.sum(0) for t in by.values())
         return x, *weights, *torch.split(bias, [3 * d, d, c.feedforward, d], 1)

@@ -2,8 +2,7 @@
  *
  * Norms stand in front of the maps, so their weights are part of those of the maps (`core/training.py`), and all that is
  * left of them here is to standardise. A record has identity tokens z and, after them, value tokens u. A unit of work is
- * some whole records, which go through all layers, forward or back, while they are in the processor's cache. Each thread
- * has units and gradients of its own, always the same, so that sums run in the same order every time. */
+ * some whole records, which go through all layers, forward or back, while they are in the processor's cache. */
 #include "attention.h"
 
 typedef struct {
@@ -19,9 +18,9 @@ typedef struct {
     float *x, *hidden;
     num *n1, *qkv, *paired, *attended, *n2, *up, *slope; /* by layer: what the way back needs */
     float *own, *scale1, *scale2;
-    float *by_qkv, *by_out, *by_up, *by_down, *by_bias; /* (threads, layers, …) gradients of weights, zeros at first */
-    int64_t threads;
-    int64_t *next; /* the thread to begin next: its units are always the same, so that sums are */
+    float *by_qkv, *by_out, *by_up, *by_down, *by_bias; /* (shares, layers, …) gradients of weights, zeros at first */
+    int64_t shares; /* of the units: always the same ones in each, so that sums run in the same order */
+    int64_t *next;  /* the share to be taken next */
 } Work;
 
 typedef struct {
@@ -146,7 +145,7 @@ static void forward(const Network *net, const Work *work, size_t from, size_t to
     }
 }
 
-static void backward(const Network *net, const Work *work, size_t from, size_t to, size_t thread, Scratch *t) {
+static void backward(const Network *net, const Work *work, size_t from, size_t to, size_t share, Scratch *t) {
     size_t d = net->d, wide = net->feedforward, identities = work->identities, keys = work->values;
     size_t tokens = identities + keys, records = to - from;
     float *x = t->x;
@@ -154,7 +153,7 @@ static void backward(const Network *net, const Work *work, size_t from, size_t t
     memcpy(x, work->hidden + from * identities * d, 4 * records * identities * d);
     for (size_t l = net->layers; l--;) {
         size_t last = l + 1 == (size_t)net->layers, queries = last ? identities : tokens, rows = records * queries;
-        size_t begin = l * work->rows + from * queries, mine = thread * net->layers + l;
+        size_t begin = l * work->rows + from * queries, mine = share * net->layers + l;
         Shape s = {identities, queries, keys, whole(keys + !keys, COLUMNS), whole(queries, 2)};
         const num *n2 = work->n2 + begin * d, *up = work->up + begin * wide, *slope = work->slope + begin * wide;
         float *bias = work->by_bias + mine * (5 * d + wide);
@@ -204,7 +203,8 @@ static void *room(size_t bytes) {
     return p;
 }
 
-/* A thread's units, forward or back (from gradients in `hidden` to those in x). Returns 0, or -1 for lack of memory. */
+/* Take shares until none is left; several threads may. back: from gradients in `hidden` to those in x. Returns 0, or -1
+ * where memory is short. */
 int64_t train_layers(const Network *net, int64_t back, const Work *work) {
     size_t d = net->d, tokens = work->identities + work->values, rows = work->unit * tokens + ROWS;
     size_t width = whole(work->values + 1, COLUMNS), one = whole(tokens, ROWS) + ROWS, square = one * width;
@@ -221,10 +221,10 @@ int64_t train_layers(const Network *net, int64_t back, const Work *work) {
     int fine = 1;
     for (int i = 0; i < 11; i++) fine &= (*halves[i] = room(sizeof(num) * sizes[i])) != NULL;
     for (int i = 0; i < 4; i++) fine &= (*floats[i] = room(4 * lengths[i])) != NULL;
-    size_t thread = __atomic_fetch_add(work->next, 1, __ATOMIC_RELAXED), step = work->threads * work->unit;
-    for (size_t at = thread * work->unit, end = work->records; fine && at < end; at += step)
-        if (back) backward(net, work, at, less(at + work->unit, end), thread, &t);
-        else forward(net, work, at, less(at + work->unit, end), &t);
+    for (int64_t share; fine && (share = __atomic_fetch_add(work->next, 1, __ATOMIC_RELAXED)) < work->shares;)
+        for (size_t at = share * work->unit, end = work->records; at < end; at += work->shares * work->unit)
+            if (back) backward(net, work, at, less(at + work->unit, end), share, &t);
+            else forward(net, work, at, less(at + work->unit, end), &t);
     for (int i = 0; i < 11; i++) free(*halves[i]);
     for (int i = 0; i < 4; i++) free(*floats[i]);
     return fine ? 0 : -1;
