@@ -56,10 +56,11 @@ def numbered(count: int, keys: int = 10, first: int = 0) -> list[tuple[bytes, by
 
 
 def until(true: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
-    """Repeat `true` until it is; it waits by itself."""
+    """Repeat `true` until it is."""
     deadline = time.monotonic() + patience
     while not true():
         assert time.monotonic() < deadline, f"in vain: {what}"
+        time.sleep(0.01)  # others may be at it in threads of theirs
 
 
 def committed(kafka: SimpleNamespace, topic: str, group: str = "g") -> dict[int, int]:
