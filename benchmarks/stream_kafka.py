@@ -26,6 +26,7 @@ from benchmarks.feed import BATCH, WILD, Events, Wire, calm_calibration, model_o
 from benchmarks.recovery import ready_after
 from connectors.kafka import ensure_topics
 from deformer_stream import artifact
+from deformer_stream.pacing import paced
 from tests.conftest import load_broker_script
 from tests.integration.programs import Cluster, Consume
 
@@ -187,23 +188,19 @@ def _produce(
             marked = [key.decode() for key, value in messages if key is not None and mark in value]
             yield turn % PARTITIONS, records_of(messages), marked
 
-    due_batches = list(batches()) if ahead else batches()
+    prepared = list(batches()) if ahead else batches()
     results.send("ready")
     results.recv()
-    sent, late, went, began = 0, 0.0, {}, time.monotonic()
-    for partition, records, marked in due_batches:
-        due = began + sent / options.rate
-        now = time.monotonic()
-        if due > now:
-            time.sleep(due - now)
-        late = max(late, now - due)
+    every, times, went = SMALL / options.rate, list[float](), dict[str, float]()
+    for partition, records, marked in paced(prepared, 1 / every):
         at = wire.send(partition, records, SMALL)
         wire.settle(at_most=16)
-        sent += SMALL
+        times.append(at)
         went |= dict.fromkeys(marked, at)
     wire.settle()
     wire.close()
-    results.send(_Sent(sent, late, went))
+    late = max(at - times[0] - turn * every for turn, at in enumerate(times))
+    results.send(_Sent(SMALL * len(times), late, went))
 
 
 class _Alerts(threading.Thread):

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from connectors.files.sinks import _ParquetSink
-from connectors.files.tables import LINES, Table, csv_type, find
+from connectors.files.tables import LINES, Table, csv_type, find, type_of
 from deformer_stream import log
 from deformer_stream.codec import Codec
 from deformer_stream.codec.columns import in_seconds, plain
@@ -172,10 +172,6 @@ def _open(source: Path, model: DEformer, how: Filling) -> Table:
     return table
 
 
-def _type_of(feature: Feature) -> pa.DataType:
-    return pa.string() if feature.labels else pa.float64()
-
-
 def _bounded(feature: Feature | None) -> bool:
     return feature is not None and not feature.context and not feature.labels
 
@@ -191,7 +187,7 @@ def _type(kind: pa.DataType, feature: Feature) -> pa.DataType:
     """The type of a column that was filled: as before, but without a dictionary and with values;
     times of day become seconds."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return _type_of(feature) if pa.types.is_null(kind) or pa.types.is_time(kind) else kind
+    return type_of(feature) if pa.types.is_null(kind) or pa.types.is_time(kind) else kind
 
 
 def _complete(column: pa.Array, feature: Feature, values: Floats, where: str) -> pa.Array:

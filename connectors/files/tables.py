@@ -103,9 +103,12 @@ class Table:
 def csv_type(table: Table, feature: Feature) -> pa.DataType:
     """What a CSV's column of this feature is to be read as: labels as text, numbers as such or as times of day."""
     kind = table.schema.field(feature.name).type
-    if feature.kind == "discrete":
-        return pa.string()
-    return kind if daytime(kind) else pa.float64()
+    return kind if daytime(kind) and not feature.labels else type_of(feature)
+
+
+def type_of(feature: Feature) -> pa.DataType:
+    """Labels are text, all else is numbers."""
+    return pa.string() if feature.labels else pa.float64()
 
 
 def _open_csv(path: Path, types: Mapping[str, pa.DataType] | None) -> pc_csv.CSVStreamingReader:

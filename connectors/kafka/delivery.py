@@ -129,11 +129,6 @@ class Delivery:
         """Whether there is anything that was gathered and not settled."""
         return bool(self._under_way or self._gathered)
 
-    def transmit(self, state: Sequence[Outgoing], within: float | None = None) -> list[int]:
-        """Send everything put and then `state`, see `send`."""
-        self.gather()
-        return self.send(state, within)
-
     def send(self, state: Sequence[Outgoing], within: float | None = None) -> list[int]:
         """Send everything gathered and then `state`; offsets of the latter. With transactions they are not visible yet.
 

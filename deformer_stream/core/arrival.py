@@ -99,7 +99,7 @@ def _together(records: Records, batch: EventBatch, owner: Ints, now: int) -> Acc
     np.add.at(records.count, slots, 1)
     np.add.at(records.absent, owner[~known], 1)
     records.last[touched] = now
-    whole = np.flatnonzero(records.count[touched] + records.absent[touched] == len(records.schema))
+    whole = np.flatnonzero(records.whole(touched))
     for slot in touched[whole[np.argsort(-back[whole])]].tolist():  # in the order of their last events
         accepted.ended[slot] = Closing.COMPLETE
         records.partitions[int(records.source[slot])].close(records.ids[slot])

@@ -16,7 +16,6 @@ typedef struct {
     float *scores, *own;
 } Attention;
 
-INLINE size_t whole(size_t n, size_t of) { return (n + of - 1) / of * of; }
 INLINE size_t less(size_t a, size_t b) { return a < b ? a : b; }
 
 /* How many values a query sees, and the most that any of some queries does. */

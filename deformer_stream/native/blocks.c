@@ -42,23 +42,13 @@ typedef struct {
 int64_t pair(void) { return PAIR; }
 
 /* Layer normalisation of a row, into float and num where given. */
-static void normalise(const float *x, size_t d, const float *weight, const float *bias, float *out, num *rounded) {
-    v16 total = all(0), squares = all(0);
-    for (size_t i = 0; i < d; i += LANES) total += load(x + i);
-    float mean = sum(total) / d;
-    for (size_t i = 0; i < d; i += LANES) {
-        v16 y = load(x + i) - mean;
-        squares += y * y;
-    }
-    float scale = 1.0f / sqrtf(sum(squares) / d + 1e-5f);
+static void normalise(const float *x, size_t d, const float *weight, const float *bias, float *out, num *half) {
+    float mean, scale = moments(x, d, &mean);
     for (size_t i = 0; i < d; i += LANES) {
         v16 y = (load(x + i) - mean) * scale * load(weight + i) + load(bias + i);
         if (out) store(out + i, y);
-        if (rounded) put(rounded + i, y);
+        if (half) put(half + i, y);
     }
-}
-static void copied(const float *x, size_t n, num *out) {
-    for (size_t i = 0; i < n; i += LANES) put(out + i, load(x + i));
 }
 
 typedef struct {
@@ -268,7 +258,7 @@ static void run_unit(const Network *net, const Work *work, int64_t unit, Scratch
         int last = l + 1 == (size_t)net->layers;
         for (size_t r = 0; r < rows; r++)
             if (net->pre) normalise(x + r * d, d, layer->norm1, layer->norm1_bias, NULL, s->a + r * d);
-            else copied(x + r * d, d, s->a + r * d);
+            else rounded(x + r * d, d, s->a + r * d);
         /* From the last layer on only identity tokens are asked for anything: values have no query there. */
         size_t queries = last ? asked : rows;
         project(s->a, (Rows){queries, d, 3 * d}, d, layer->qkv, layer->qkv_bias, d, s->qkv, &s->errand);
@@ -283,13 +273,6 @@ static void run_unit(const Network *net, const Work *work, int64_t unit, Scratch
         finish(net, layer, x, s->a, queries, s);
     }
     memcpy(z, x, asked * d * sizeof *x);
-}
-
-INLINE size_t whole(size_t n) { return (n + ROWS - 1) / ROWS * ROWS; }
-static void *aligned(size_t bytes) {
-    void *p = aligned_alloc(64, (bytes + 63) / 64 * 64);
-    if (p) memset(p, 0, bytes);
-    return p;
 }
 
 /* Take units until none is left; several threads may. Returns 0, or -1 where memory is short. */
@@ -308,16 +291,16 @@ int64_t run_layers(const Network *net, const Work *work) {
         size_t n = held(work, i) * net->kept;
         tokens = n > tokens ? n : tokens;
     }
-    rows = whole(rows);
+    rows = whole(rows, ROWS);
     Scratch s = {.most = (tokens + PAGE) / PAGE * PAGE};
-    s.x = aligned(rows * d * sizeof(float));
-    s.a = aligned(rows * d * sizeof(num));
-    s.hidden = aligned(whole(CHUNK) * net->feedforward * sizeof(num));
-    s.query = aligned(2 * d * sizeof(num));
-    s.qkv = aligned(rows * 3 * d * sizeof(float));
-    s.weights = aligned(2 * net->heads * s.most * sizeof(float));
-    const num **page = aligned((s.most / PAGE + 1) * sizeof *page);
-    s.errand.block = aligned((blocks + 1) * sizeof *s.errand.block);
+    s.x = room(rows * d * sizeof(float));
+    s.a = room(rows * d * sizeof(num));
+    s.hidden = room(whole(CHUNK, ROWS) * net->feedforward * sizeof(num));
+    s.query = room(2 * d * sizeof(num));
+    s.qkv = room(rows * 3 * d * sizeof(float));
+    s.weights = room(2 * net->heads * s.most * sizeof(float));
+    const num **page = room((s.most / PAGE + 1) * sizeof *page);
+    s.errand.block = room((blocks + 1) * sizeof *s.errand.block);
     int fine = s.errand.block && s.x && s.a && s.hidden && s.query && s.qkv && s.weights && page;
     if (fine)
         for (int64_t u; (u = __atomic_fetch_add(work->next, 1, __ATOMIC_RELAXED)) < work->units;)

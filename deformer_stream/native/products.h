@@ -74,6 +74,29 @@ INLINE v16 dot(v16 total, const num *a, const num *b) {
 #endif
 }
 
+static void rounded(const float *x, size_t n, num *out) {
+    for (size_t i = 0; i < n; i += LANES) put(out + i, load(x + i));
+}
+/* What a row is multiplied by, once its mean is taken away, to have variance 1. */
+INLINE float moments(const float *x, size_t d, float *mean) {
+    v16 total = all(0), squares = all(0);
+    for (size_t i = 0; i < d; i += LANES) total += load(x + i);
+    *mean = sum(total) / d;
+    for (size_t i = 0; i < d; i += LANES) {
+        v16 y = load(x + i) - *mean;
+        squares += y * y;
+    }
+    return 1.0f / sqrtf(sum(squares) / d + 1e-5f);
+}
+
+INLINE size_t whole(size_t n, size_t of) { return (n + of - 1) / of * of; }
+/* Zeros, or NULL where memory is short. */
+static void *room(size_t bytes) {
+    void *p = aligned_alloc(64, whole(bytes, 64));
+    if (p) memset(p, 0, bytes);
+    return p;
+}
+
 /* sums[r] = row r of a times 32 columns of weights. a: (ROWS, inputs), `stride` apart; b: (inputs / PAIR, 32, PAIR). */
 INLINE void product(const num *a, size_t stride, size_t inputs, const num *b, v16 sums[ROWS][2]) {
     v16 c[ROWS][2];

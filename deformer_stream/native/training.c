@@ -30,14 +30,7 @@ typedef struct {
 } Scratch;
 
 static float standardise(const float *x, size_t d, num *out) {
-    v16 total = all(0), squares = all(0);
-    for (size_t i = 0; i < d; i += LANES) total += load(x + i);
-    float mean = sum(total) / d;
-    for (size_t i = 0; i < d; i += LANES) {
-        v16 y = load(x + i) - mean;
-        squares += y * y;
-    }
-    float scale = 1.0f / sqrtf(sum(squares) / d + 1e-5f);
+    float mean, scale = moments(x, d, &mean);
     for (size_t i = 0; i < d; i += LANES) put(out + i, (load(x + i) - mean) * scale);
     return scale;
 }
@@ -48,9 +41,6 @@ static void standardise_back(const float *g, const num *row, float scale, size_t
     float mean = sum(total) / d, slope = sum(along) / d;
     for (size_t i = 0; i < d; i += LANES)
         store(g_x + i, load(g_x + i) + scale * (load(g + i) - mean - slope * get(row + i)));
-}
-static void rounded(const float *x, size_t n, num *out) {
-    for (size_t i = 0; i < n; i += LANES) put(out + i, load(x + i));
 }
 static void sum_rows(const num *g, size_t rows, size_t n, float *out) {
     for (size_t i = 0; i < n; i += LANES) {
@@ -195,12 +185,6 @@ void pack_weights(const num *weights, int64_t layers, int64_t columns, int64_t i
         pack_across(weights, inputs, columns, inputs, on);
         pack_along(weights, inputs, columns, inputs, back);
     }
-}
-
-static void *room(size_t bytes) {
-    void *p = aligned_alloc(64, whole(bytes, 64));
-    if (p) memset(p, 0, bytes);
-    return p;
 }
 
 /* Take shares until none is left; several threads may. back: from gradients in `hidden` to those in x. Returns 0, or -1

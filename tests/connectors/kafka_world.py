@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 
 from connectors.kafka import Delivery, KafkaSink, ensure_topics, topics_of
+from connectors.kafka.delivery import Outgoing
 from deformer_stream.core.batch import AlertRaised, Closed, Effects, EventBatch, Rejected, Scored
 from deformer_stream.ports import Payload
+from tests.integration import programs
 
 PATIENCE = 30.0
 STAMP = time.time_ns() // 1_000_000
@@ -28,11 +31,17 @@ class Bytes:
         return b"x" * int(alert.record) if alert.record.isdigit() else f"{alert.id}:{alert.record}".encode()
 
 
+def transmit(delivery: Delivery, state: Sequence[Outgoing]) -> list[int]:
+    """Send everything put and then `state`, see `Delivery.send`."""
+    delivery.gather()
+    return delivery.send(state)
+
+
 class SentAtFlush(KafkaSink):
     """A sink without a source: its flush stands for the commit that sends what was written."""
 
     def flush(self) -> None:
-        self._delivery.transmit([])
+        transmit(self._delivery, [])
         self._delivery.settled()
 
 
@@ -55,12 +64,7 @@ def numbered(count: int, keys: int = 10, first: int = 0) -> list[tuple[bytes, by
     return [(b"key-%d" % (i % keys), b"%d" % i, STAMP + i) for i in range(first, first + count)]
 
 
-def until(true: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
-    """Repeat `true` until it is."""
-    deadline = time.monotonic() + patience
-    while not true():
-        assert time.monotonic() < deadline, f"in vain: {what}"
-        time.sleep(0.01)  # others may be at it in threads of theirs
+until = partial(programs.until, patience=PATIENCE, pause=0.01)
 
 
 def committed(kafka: SimpleNamespace, topic: str, group: str = "g") -> dict[int, int]:

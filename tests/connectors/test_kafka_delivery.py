@@ -16,7 +16,7 @@ from connectors.kafka import Delivery
 from connectors.kafka.delivery import Outgoing
 from deformer_stream.errors import ConfigError
 from tests.connectors.kafka_members import Group, Member, following, of_each
-from tests.connectors.kafka_world import PATIENCE, read, settle, until
+from tests.connectors.kafka_world import read, settle, transmit, until
 
 pytestmark = pytest.mark.kafka
 
@@ -56,7 +56,7 @@ def seal(group: Group, delivery: Delivery, position: int = 7) -> bool:
 
 
 def deliver(group: Group, delivery: Delivery) -> None:
-    delivery.transmit([])
+    transmit(delivery, [])
     seal(group, delivery)
     delivery.settled()
     settle(group.bootstrap, group.alerts_topic)
@@ -69,7 +69,7 @@ def test_a_transaction_shows_nothing_before_its_seal_and_everything_after(
     delivery = start(world, opened)
     for i in range(3):
         delivery.put(message(world, i))
-    offsets = delivery.transmit([kept(world, 0), kept(world, 1)])
+    offsets = transmit(delivery, [kept(world, 0), kept(world, 1)])
     assert offsets == [0, 1]
     assert values(world, "read_uncommitted") == [0, 1, 2], "it is there"
     assert values(world) == [], "and cannot be seen"
@@ -87,20 +87,20 @@ def test_without_transactions_what_is_transmitted_is_there(group: Callable[..., 
     world = group(mode="at-least-once")
     delivery = start(world, opened)
     delivery.put(message(world, 0))
-    assert delivery.transmit([kept(world, 0)]) == [0]
+    assert transmit(delivery, [kept(world, 0)]) == [0]
     assert values(world) == [0]
-    assert delivery.transmit([kept(world, 1)]) == [1]
+    assert transmit(delivery, [kept(world, 1)]) == [1]
     assert values(world) == [0, 0], "what is not settled goes again"
     assert not seal(world, delivery), "the positions are still to be committed"
     delivery.settled()
-    assert delivery.transmit([]) == []
+    assert transmit(delivery, []) == []
     assert values(world) == [0, 0]
 
 
 def test_nothing_to_send_opens_no_transaction(either: Callable[..., Group], opened: list[Delivery]) -> None:
     world = either()
     delivery = start(world, opened)
-    assert delivery.transmit([]) == []
+    assert transmit(delivery, []) == []
     assert not seal(world, delivery)
     assert world.positions() == {}
 
@@ -112,7 +112,7 @@ def test_what_is_put_after_the_transmission_is_not_settled_with_it(
     world = either()
     delivery = start(world, opened)
     delivery.put(message(world, 0))
-    delivery.transmit([])
+    transmit(delivery, [])
     seal(world, delivery)
     delivery.put(message(world, 1))
     delivery.settled()
@@ -121,7 +121,7 @@ def test_what_is_put_after_the_transmission_is_not_settled_with_it(
 
 
 def stale_group(world: Group, delivery: Delivery, opened: list[Delivery]) -> None:
-    delivery.transmit([kept(world, 0)])
+    transmit(delivery, [kept(world, 0)])
     stranger = ConsumerGroupMetadata(world.name, 999, "nobody", None)
     delivery.seal({TopicPartition(world.topic, 0): OffsetAndMetadata(1, "", -1)}, stranger)
 
@@ -129,11 +129,11 @@ def stale_group(world: Group, delivery: Delivery, opened: list[Delivery]) -> Non
 def closed_producer(world: Group, delivery: Delivery, opened: list[Delivery]) -> None:
     assert delivery._producer is not None
     delivery._producer.close()
-    delivery.transmit([kept(world, 0)])
+    transmit(delivery, [kept(world, 0)])
 
 
 def fenced(world: Group, delivery: Delivery, opened: list[Delivery]) -> None:
-    delivery.transmit([kept(world, 0)])
+    transmit(delivery, [kept(world, 0)])
     other = start(world, opened)  # the same name: a successor of this process, or a misconfigured neighbour
     other.put(message(world, 100))
     deliver(world, other)
@@ -152,7 +152,7 @@ def test_a_failed_transaction_shows_nothing_and_is_sent_once_after_renewal(
         fail(world, delivery, opened)
     assert delivery.failed
     with pytest.raises(refusals.KafkaError):  # a producer that has failed is not used again
-        delivery.transmit([])
+        transmit(delivery, [])
     delivery.renew()
     assert not delivery.failed
     settle(world.bootstrap, world.alerts_topic)
@@ -173,7 +173,7 @@ def test_a_call_that_does_not_come_back_is_a_failure(
     world = group()
     delivery = start(world, opened)
     delivery.put(message(world, 0))
-    delivery.transmit([])
+    transmit(delivery, [])
     assert delivery._producer is not None
     delivery._producer.close(timeout=0)
     monkeypatch.setattr("connectors.kafka.delivery.FLUSH_SECONDS", 1.0)
@@ -193,7 +193,7 @@ def test_producers_that_failed_leave_no_threads(either: Callable[..., Group], op
     with_one = threading.active_count()
     for i in range(3):
         delivery.put(message(world, i))
-        delivery.transmit([])
+        transmit(delivery, [])
         delivery.renew()
 
     def ended() -> bool:
@@ -203,7 +203,7 @@ def test_producers_that_failed_leave_no_threads(either: Callable[..., Group], op
     until(ended, "the end of the producers that were renewed")
     delivery.close()
     delivery.close()
-    until(lambda: threading.active_count() <= before, "the end of the last producer", PATIENCE)
+    until(lambda: threading.active_count() <= before, "the end of the last producer")
 
 
 def test_messages_of_partitions_that_moved_are_forgotten(either: Callable[..., Group], opened: list[Delivery]) -> None:

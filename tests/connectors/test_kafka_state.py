@@ -20,7 +20,7 @@ from connectors.kafka.state import Kept
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.ports import Restored, Saved
 from tests.connectors.kafka_members import MODES, Group, Reader, of_each
-from tests.connectors.kafka_world import admin_of, numbered, read, until
+from tests.connectors.kafka_world import admin_of, numbered, read, transmit, until
 
 pytestmark = pytest.mark.kafka
 
@@ -182,7 +182,7 @@ def test_a_thousand_decisions_come_back_in_order(either: Callable[..., Group]) -
     for i, decided in enumerate(decisions):
         more, kept = state.messages(0, i, Saved(decisions=decided), kept, f"c{i}")
         messages += more
-    at = delivery.transmit(messages)[0]
+    at = transmit(delivery, messages)[0]
     delivery.seal({TopicPartition(world.topic, 0): OffsetAndMetadata(1, "", -1)}, ConsumerGroupMetadata(world.name))
     delivery.close()
     assert state.read(0, replace(kept, at=at)) == (LARGE, decisions)

@@ -60,12 +60,12 @@ def errors_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if line and not line.startswith("{")]
 
 
-def until(true: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
+def until(true: Callable[[], bool], what: str, patience: float = PATIENCE, pause: float = 0.05) -> None:
     """Ask again and again; the waiting between is no hiding of a race but what polling is."""
     deadline = time.monotonic() + patience
     while not true():
         assert time.monotonic() < deadline, f"in vain: {what}"
-        time.sleep(0.05)
+        time.sleep(pause)
 
 
 class Consume:
@@ -116,7 +116,7 @@ class Consume:
     def wait_until_ready(self) -> None:
         self.wait_for(lambda: bool(self.events("partition restored")), "partitions")
 
-    def wait_for(self, true: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
+    def wait_for(self, true: Callable[[], bool], what: str, patience: float = PATIENCE, pause: float = 0.05) -> None:
         def check() -> bool:
             assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.said()}"
             return true()
