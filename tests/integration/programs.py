@@ -121,7 +121,7 @@ class Consume:
             assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.said()}"
             return true()
 
-        until(check, what, patience)
+        until(check, what, patience, pause)
 
     def stop(self) -> dict[str, Any]:
         """Ask it to end as an orchestrator does; its last log line, with the totals of its life."""
