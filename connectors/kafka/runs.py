@@ -1,28 +1,35 @@
 """The records of a batch as columns: no object for each of them.
 
-A batch is unpacked a run at a time. In a run of the common form (no headers, numbers of the usual size) only the places
-of its records are found one by one, for each begins where the one before ends; all else is read for all of them at
-once. A run with anything else in it is left to the client's own parser, record by record, which also says what is wrong
-with it. Format: https://kafka.apache.org/documentation/#recordbatch
+A batch is unpacked a run at a time. A run of the common form (no headers, numbers of the usual size) is read by
+compiled code (`records.c`). Without, only the places of its records are found one by one, for each begins where the one
+before ends; all else is read for all of them at once. A run with anything else in it is left to the client's own
+parser, record by record, which also says what is wrong with it. Format:
+https://kafka.apache.org/documentation/#recordbatch
 """
 
 from __future__ import annotations
 
+import ctypes
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import kafka.errors as errors
 import numpy as np
 from kafka.record.default_records import DefaultRecord, DefaultRecordBatch
 from numpy.typing import NDArray
 
+from deformer_stream import native
+
 Ints = NDArray[np.int64]
 
 RECORDS = 1024
 """Most records of a run: enough for the work on columns to count, few enough to hold twice."""
-LONGEST_NUMBER = 5
-"""Bytes of a number in the common form; a longer one would mean more than 4 GiB, or seven weeks of one batch."""
+LONGEST_LENGTH, LONGEST_NUMBER = 4, 5
+"""Bytes of a record's length and of its other numbers in the common form; longer ones would mean more than 128 MiB, or
+seven weeks of one batch."""
 UNPARSABLE = (errors.KafkaError, ValueError, struct.error)
 """What the client's parser raises."""
 
@@ -141,35 +148,57 @@ class _Columns:
 
 def _columns(buffer: bytes, at: int, count: int) -> _Columns | None:
     """So many records from this place on; None where one is not of the common form."""
-    places = _places(buffer, at, count)
-    if places is None:
+    read = _compiled() or _read
+    found = np.empty((8, count), np.int64)
+    if not read(buffer, at, found):
         return None
-    starts, ends = np.array(places[0]), np.array(places[1])
+    starts, ends, millis, numbers, *spans = found
+    keys, values = (_slices(buffer, first, first + np.maximum(size, 0), size) for first, size in (spans[:2], spans[2:]))
+    return _Columns(starts, ends, millis, numbers, keys, values)
+
+
+@cache
+def _compiled() -> Callable[[bytes, int, Ints], bool] | None:
+    """As `_read`, or None where there is no compiled code."""
+    library = native.compiled(Path(__file__).parent, "messages are read without compiled code, more slowly")
+    if library is None:
+        return None
+    function = library.read_records
+    function.argtypes = [ctypes.c_char_p, *[ctypes.c_int64] * 3, *[ctypes.c_int32] * 2, ctypes.c_void_p]
+
+    def read(buffer: bytes, at: int, out: Ints) -> bool:
+        where = out.ctypes.data
+        return bool(function(buffer, len(buffer), at, out.shape[1], LONGEST_LENGTH, LONGEST_NUMBER, where))
+
+    return read
+
+
+def _read(buffer: bytes, at: int, out: Ints) -> bool:
+    """Where the parts of records stand, from this place on. Into the rows of `out`, (8, N): where a record begins,
+    after its length, and ends; its time and offset after the batch's first; where its key begins, and the key's length,
+    -1 for none; the same of its value. False where one is not of the common form."""
+    places = _places(buffer, at, out.shape[1])
+    if places is None:
+        return False
+    out[:2] = places
+    starts, ends = out[:2]
     raw = np.frombuffer(buffer, np.uint8)
     try:
         plain = raw[starts] < 128  # attributes, which mean nothing
-        place = starts + 1
-        numbers: list[Ints] = []
-        spans: list[tuple[Ints, Ints]] = []
-        for is_length in (False, False, True, True):  # time, offset, key, value
-            number, place, short = _numbers(raw, place)
-            plain &= short & (number >= -1) if is_length else short
-            numbers.append(number)
-            if is_length:
-                spans.append((place, place + np.maximum(number, 0)))
-                place = spans[-1][1]
-        plain &= (raw[place] == 0) & (place + 1 == ends)  # no headers
+        out[2], place, short = _numbers(raw, starts + 1)
+        out[3], place, also = _numbers(raw, place)
+        plain &= short & also
+        for row in (4, 6):
+            out[row + 1], out[row], short = _numbers(raw, place)
+            plain &= short & (out[row + 1] >= -1)
+            place = out[row] + np.maximum(out[row + 1], 0)
+        return bool((plain & (raw[place] == 0) & (place + 1 == ends)).all())  # no headers
     except IndexError:
-        return None
-    if not plain.all():
-        return None
-    millis, offset, *lengths = numbers
-    keys, values = (_slices(buffer, *span, size) for span, size in zip(spans, lengths, strict=True))
-    return _Columns(starts, ends, millis, offset, keys, values)
+        return False
 
 
 def _places(buffer: bytes, at: int, count: int) -> tuple[list[int], list[int]] | None:
-    """Where so many records begin, after their length, and end."""
+    """Where so many records begin, after their length, and end; None where one is not of the common form."""
     starts: list[int] = []
     ends: list[int] = []
     begin, end = starts.append, ends.append

@@ -1,9 +1,9 @@
 """Code compiled on the machine it runs on, at first use; without, scoring works several times slower, training less.
 
-The C compiler (`cc`, or what CC names) makes a library of the sources beside this file for the processor at hand. It is
-kept under the user's cache directory, by the digest of all that went into it, in a directory that only the user can
-write; what is found there was made by the same user from the same sources. No compiler, or an attempt that fails, means
-no library and a line in the log: `core.model` then does the work.
+The C compiler (`cc`, or what CC names) makes a library of the sources in a folder for the processor at hand. It is kept
+under the user's cache directory, by the digest of all that went into it, in a directory that only the user can write;
+what is found there was made by the same user from the same sources. No compiler, or an attempt that fails, means no
+library and a line in the log: NumPy and PyTorch then do the work.
 """
 
 from __future__ import annotations
@@ -29,19 +29,25 @@ LONGEST = 120
 
 @cache
 def library(rounded: bool) -> ctypes.CDLL | None:
-    """The sources as one library, factors of products rounded to bfloat16 or not; None where it cannot be had."""
+    """The sources beside this file as one library, factors of products rounded to bfloat16 or not; None where it cannot
+    be had."""
+    return compiled(SOURCES, "scoring runs without compiled code, several times slower", *(["-DROUNDED"] * rounded))
+
+
+def compiled(sources: Path, without: str, *more: str) -> ctypes.CDLL | None:
+    """The sources in a folder as one library; None where it cannot be had. without: what that means, for the log."""
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
-        log.get("native").info("no C compiler: scoring runs without compiled code, several times slower")
+        log.get("native").info(f"no C compiler: {without}")
         return None
-    flags = (*FLAGS, *(["-DROUNDED"] if rounded else []))
+    flags = (*FLAGS, *more)
     try:
-        place = _directory() / f"{_digest(compiler, flags)}.so"
+        place = _directory() / f"{_digest(compiler, flags, sources)}.so"
         if not place.exists():
-            _compile(compiler, flags, place)
+            _compile(compiler, flags, sources, place)
         return ctypes.CDLL(str(place))
     except (OSError, subprocess.SubprocessError) as error:
-        log.get("native").warning("scoring runs without compiled code, several times slower", why=_why(error))
+        log.get("native").warning(without, why=_why(error))
         return None
 
 
@@ -61,11 +67,11 @@ def _directory() -> Path:
     return directory
 
 
-def _digest(compiler: str, flags: tuple[str, ...]) -> str:
+def _digest(compiler: str, flags: tuple[str, ...], sources: Path) -> str:
     """Of the sources, the way to compile them, and the processor they are compiled for."""
     version = _run([compiler, "--version"])
     digest = hashlib.sha256(repr((version, compiler, flags, platform.machine(), _processor())).encode())
-    for source in sorted(SOURCES.glob("*.[ch]")):
+    for source in sorted(sources.glob("*.[ch]")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:32]
 
@@ -85,13 +91,13 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
-def _compile(compiler: str, flags: tuple[str, ...], place: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], sources: Path, place: Path) -> None:
     """Beside its final name, then renamed: two processes that start at once make the same file."""
     handle, partial = tempfile.mkstemp(suffix=".so", dir=place.parent)
     os.close(handle)
     try:
-        sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
-        _run([compiler, *flags, "-o", partial, *sources, "-lm"])
+        files = [str(source) for source in sorted(sources.glob("*.c"))]
+        _run([compiler, *flags, "-o", partial, *files, "-lm"])
         os.replace(partial, place)
     finally:
         Path(partial).unlink(missing_ok=True)

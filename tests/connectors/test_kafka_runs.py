@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import kafka.errors as errors
@@ -43,10 +44,16 @@ def read(data: bytes) -> tuple[list[Row], bool]:
     return found, True
 
 
-@pytest.fixture(autouse=True)
-def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a few records are several runs."""
-    monkeypatch.setattr(runs, "RECORDS", 4)
+@pytest.fixture(autouse=True, params=["compiled", "numpy"])
+def short_runs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """So that a few records are several runs; with compiled code and without."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "RECORDS", 4)
+        if request.param == "numpy":
+            patch.setattr(runs, "_compiled", lambda: None)
+        else:
+            assert runs._compiled() is not None
+        yield
 
 
 @given(st.lists(st.one_of(plain, plain, st.tuples(text, text, headers)), max_size=12), st.sampled_from([0, 8]))
