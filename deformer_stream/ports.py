@@ -180,7 +180,10 @@ class PartitionedSource(EventSource, Protocol):
 
 @runtime_checkable
 class UnhurriedSource(PartitionedSource, Protocol):
-    """A source that can be polled while it commits."""
+    """A source that can be polled while it commits, and fetches while nobody waits for it."""
+
+    def ask(self) -> None:
+        """Begin to fetch what there is now: the next `poll` comes soon."""
 
     def begin_commit(self, saved: Mapping[int, Saved], ended: Callable[[], None]) -> None:
         """As `commit`, but it need not be over on return. From then on it is the source's: `poll` may be called, and

@@ -12,7 +12,8 @@
 The order of 4 and 5 is the guarantee: a position is committed only together with, or after, every effect of the events
 before it. With a transaction (Kafka) nothing is lost and nothing comes twice; without one a crash repeats work, and
 repeated alerts have equal ids. A transaction is waited for by the next commit only: while the broker is at it, the next
-messages are polled and scored, and their effects go with the next one.
+messages are polled and scored, and their effects go with the next one. And a source that fetches beside us is asked for
+the next messages when 3 is done, so that they are there after 5.
 """
 
 from __future__ import annotations
@@ -149,12 +150,14 @@ class Road:
     totals: Totals = field(default_factory=Totals)
     recovery: Recovery = field(init=False)
     _shared: PartitionedSource | None = field(init=False)
+    _unhurried: UnhurriedSource | None = field(init=False)
     _pace: Pace = field(init=False)
 
     def __post_init__(self) -> None:
         self.recovery = Recovery(self.engine, self.metrics, self.snapshot_interval)
         self._pace = Pace(self.commit_interval)
         self._shared = self.source if isinstance(self.source, PartitionedSource) else None
+        self._unhurried = self.source if isinstance(self.source, UnhurriedSource) else None
         if self._shared is not None:
             self._shared.hand_over = self._hand_over
 
@@ -169,8 +172,11 @@ class Road:
             batch, refused = (EventBatch.empty(), []) if data is None else self.codec.decode(data)  # 2
             started = time.perf_counter()
             effects = self.engine.handle(batch, self.clock.at(batch.times), self.recovery.restoring)  # 3
+            seconds = time.perf_counter() - started
+            if self._unhurried is not None:
+                self._unhurried.ask()
             effects = replace(effects, rejected=Rejected.merged([*refused, *effects.rejected]))
-            self._act(effects, data, time.perf_counter() - started)  # 4
+            self._act(effects, data, seconds)  # 4
             urgent = self._shared is not None and bool(effects.alerts or effects.drifts)
             if self._pace.due(urgent, self._behind):
                 self._commit()  # 5
@@ -276,8 +282,8 @@ class Road:
                 self.source.commit()
                 return ended()
             saved = self.recovery.saved(self._now(), self._shared.assigned if final else ())  # 5.2
-            if isinstance(self._shared, UnhurriedSource) and not final:
-                self._shared.begin_commit(saved, ended)  # 5.3
+            if self._unhurried is not None and not final:
+                self._unhurried.begin_commit(saved, ended)  # 5.3
             else:
                 self._shared.commit(saved)  # 5.3
                 ended()

@@ -181,6 +181,8 @@ class Unhurried(Member):
 
     _begun: Goal | None = None
 
+    def ask(self) -> None: ...
+
     def begin_commit(self, saved: Mapping[int, Saved], ended: Callable[[], None]) -> None:
         self._end()
         self._begun = self._goal(saved)

@@ -160,6 +160,10 @@ class KafkaSource:
             recovered = self._take_recovered()
         return Polled(messages_of(self.topic, fetched), revoked, begun, recovered)
 
+    def ask(self) -> None:
+        """Begin to fetch what there is now, for the next `poll`."""
+        self._consumer._fetcher.ask()
+
     def _poll(self, timeout: float) -> dict[TopicPartition, list[Run]]:
         try:
             return dict(self._consumer.poll(timeout_ms=timeout * 1000))

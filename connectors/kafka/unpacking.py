@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ import kafka.errors as errors
 import numpy as np
 from kafka import KafkaConsumer
 from kafka.consumer.fetcher import Fetcher
+from kafka.future import Future
 from kafka.record.default_records import DefaultRecord, DefaultRecordBatch
 
 from connectors.kafka.runs import RECORDS, UNPARSABLE, Run, run_of, runs_of
@@ -63,6 +65,7 @@ def guard(consumer: KafkaConsumer, bounds: Bounds | None = None) -> None:
     fetcher = consumer._fetcher
     fetcher.__class__ = _Fetcher
     fetcher.bounds = bounds or Bounds()
+    fetcher.asked = None
     fetcher.memory = np.empty(fetcher.bounds.batch, np.uint8).data  # pages are taken as they are written
 
 
@@ -71,22 +74,46 @@ class _TooLarge(Exception):  # noqa: N818  (control flow)
 
 
 class _Fetcher(Fetcher):  # type: ignore[misc]  # the client ships no types
-    """bounds, memory: set by `guard`. room: bytes that this poll may still return."""
+    """bounds, memory: set by `guard`. room: bytes that this poll may still return. asked: done when the broker has been
+    asked, where `ask` was called since the last poll."""
 
     bounds: Bounds
     memory: memoryview
     room: int
+    asked: Future | None
+
+    def ask(self) -> None:
+        """Ask the broker for what there is, without waiting for anything: the next poll will want it soon."""
+        self.asked = self._net.call_soon_with_future(self._send_fetches_async)
 
     def fetch_records(self, max_records: int, update_offsets: bool = True, timeout_ms: float | None = None) -> Any:
         """The client asks the broker ahead, whenever it hands out the last of what it has. The answer holds what was
         there by then, so all that came while those messages were dealt with would wait for the poll after the next:
-        here only a poll that leaves messages behind asks ahead, the others ask when they begin."""
+        here only a poll that leaves messages behind asks ahead, the others ask when they begin, or were asked for."""
+        asked, self.asked = self.asked, None
+        if asked is not None:
+            self._net.run(self._manager.wait_for, asked, None)
         records, partial = self.fetched_records(max_records, update_offsets=update_offsets)
-        if not records:
-            return super().fetch_records(max_records, update_offsets=update_offsets, timeout_ms=timeout_ms)
-        if self._next_partition_records and not partial:
-            self.send_fetches()
-        return records, False
+        if records:
+            if self._next_partition_records and not partial:
+                self.send_fetches()
+            return records, False
+        waited = self._net.run(self._answered, timeout_ms)
+        return self.fetched_records(max_records, update_offsets=update_offsets)[0], not waited
+
+    async def _answered(self, timeout_ms: float | None) -> bool:
+        """Ask, and wait for the first answer of any broker; false where there is none to be had. In one go, for each
+        time the client's thread is asked for something costs as much as an answer of the broker."""
+        await self._send_fetches_async()
+        awaited = [*self._fetch_futures, *([] if self._reset_task is None else [self._reset_task])]
+        awaited = [future for future in awaited if not future.is_done]
+        first = Future()
+        for future in awaited:
+            future.add_both(lambda _: None if first.is_done else first.success(None))
+        if awaited:
+            with suppress(errors.KafkaTimeoutError):
+                await self._manager.wait_for(first, timeout_ms)
+        return bool(awaited)
 
     def fetched_records(self, *args: Any, **kwargs: Any) -> Any:
         self.room = self.bounds.poll
