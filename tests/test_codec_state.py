@@ -158,6 +158,14 @@ def test_decisions_come_back_as_they_were(closed: list[str], alerted: dict[str, 
     assert list(again.alerted) == list(alerted)
 
 
+@pytest.mark.parametrize(("records", "smaller"), [(10, False), (10_000, True)])
+def test_what_is_much_is_compressed(records: int, smaller: bool) -> None:
+    decisions = Decisions(tuple(f"record-{i}" for i in range(records)))
+    data = encode_decisions(decisions)
+    assert (len(data) < sum(map(len, decisions.closed))) == smaller
+    assert decode_decisions(data) == decisions
+
+
 def test_format_version_2() -> None:
     """Bytes written by a release are read for ever, or VERSION counts up."""
     assert VERSION == 3

@@ -2,10 +2,11 @@
 
     magic (8 bytes) | kind (1) | format version (2, big-endian) | SHA-256 of the body (32) | body
 
-The body is an Arrow IPC stream of one row in which every column is a list, its buffers compressed with zstd. Nothing of
-it is parsed before its checksum is verified, and nothing is used before it is checked. Version 1, of a single alpha, is
-read too: it does not say at which alpha a record had alerted, so that such a record alerts no more. Version 3 is
-written where readings of one time wait for each other; version 2, which earlier releases read, elsewhere.
+The body is an Arrow IPC stream of one row in which every column is a list, its buffers compressed with zstd where there
+is much of it. Nothing of it is parsed before its checksum is verified, and nothing is used before it is checked.
+Version 1, of a single alpha, is read too: it does not say at which alpha a record had alerted, so that such a record
+alerts no more. Version 3 is written where readings of one time wait for each other; version 2, which earlier releases
+read, elsewhere.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ MAGIC = b"deformer"
 VERSION = 3
 HEAD = struct.Struct(">8scH32s")
 SNAPSHOT, DECISIONS = b"S", b"D"
+LARGE = 16_384
+"""Bytes from which on state is compressed: the decisions that an alert waits for are few, gain nothing by it, and would
+take four times as long to encode."""
 AGES = 2**61
 """Microseconds; no age is as large."""
 REMEDY = "restore it, or say with --lost-state how to go on without it"
@@ -211,7 +215,8 @@ def _sealed(kind: bytes, columns: Columns, types: Mapping[str, pa.DataType]) -> 
     lists = [pa.LargeListArray.from_arrays([0, len(v)], pa.array(v, types[name])) for name, v in columns.items()]
     batch = pa.RecordBatch.from_arrays(lists, list(columns))
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+    options = pa.ipc.IpcWriteOptions(compression="zstd" if batch.nbytes >= LARGE else None)
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
         writer.write_batch(batch)
     body: bytes = sink.getvalue().to_pybytes()
     version = 3 if _SINCE[3] & columns.keys() else 2
