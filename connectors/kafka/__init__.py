@@ -2,8 +2,8 @@
 
 `client` connects and turns the client's errors into ours. `source` reads and commits; `group` says who may share its
 partitions, `restore` where one begins, `watch` that none falls silent, `unpacking` that no batch bursts. `sink` words
-alerts and dead letters, `state` what is kept of open records; `delivery` sends both with the commit, all or nothing.
-`produce` generates load.
+alerts and dead letters, `state` what is kept of open records; `delivery` sends both with the commit, all or nothing
+(`transactions`). `produce` generates load.
 
 The client is kafka-python. Three things about it shape these files: a consumer belongs to one thread; its rebalance
 listener runs on the client's own thread while ours waits inside `poll`, `commit` or `close`, so what they share needs

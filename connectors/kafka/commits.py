@@ -87,8 +87,11 @@ class Commits:
         delivery = self._delivery
         if delivery is None or not delivery.exactly_once or delivery.failed or self._attempt is not None:
             return False
-        words = self._worded()
-        if not (delivery.waiting or words.messages):
+        return self._begin_transaction(delivery, self._worded(), group, ended)
+
+    def _begin_transaction(self, delivery: Delivery, words: Words, group: Any, ended: Callable[[], None]) -> bool:
+        """False where none is needed: there is nothing to send, or it goes without."""
+        if not delivery.exactly_once or not (delivery.waiting or words.messages):
             return False
 
         def offsets(sent: Callable[[], list[int]]) -> Offsets:
@@ -104,19 +107,23 @@ class Commits:
         """One attempt, as far as the delivery goes: the one in the background, where there is one. The offsets that
         the consumer has to commit then; None where they have been. within: seconds."""
         delivery = self._delivery
-        if delivery is not None and delivery.begun:
+        words = self._words if self.under_way else self._worded()
+        if delivery is not None and (
+            self.under_way or self._begin_transaction(delivery, words, group, ended=lambda: None)
+        ):
             delivery.end(within)
             return None
-        words = self._worded()
-        sent = [] if delivery is None else delivery.send(words.messages, within)
-        self._attempt = self._sealed(words, sent)
-        sealed = delivery is not None and delivery.seal(dict(self._attempt.offsets), group, within)
-        return None if sealed else self._attempt.offsets
+        self._attempt = self._sealed(words, [] if delivery is None else delivery.send(words.messages, within))
+        return self._attempt.offsets
+
+    def renew(self) -> None:
+        """End what a failed attempt has left open, if any: until then, whoever asks for committed positions waits."""
+        if self._delivery is not None and self._delivery.failed:
+            self._delivery.renew()
 
     def recover(self) -> None:
         """After a failed attempt: what is open is ended, and whether the attempt took effect is known."""
-        if self._delivery is not None and self._delivery.failed:
-            self._delivery.renew()
+        self.renew()
         if self._attempt is not None:
             self._learn_outcome(self._attempt)
 

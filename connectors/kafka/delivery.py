@@ -6,8 +6,7 @@ committed afterwards. In both, what was not acknowledged stays here and is sent 
 has gone to another consumer is dropped, for that one does the work again.
 
 A transaction that failed ends its producer. Its successor has the same transactional id, so the broker completes or
-aborts whatever was left open before the first new message; a producer that were used again would carry offsets of the
-failed transaction into the next one (kafka-python 3.0.12 keeps them).
+aborts whatever was left open before the first new message.
 """
 
 from __future__ import annotations
@@ -19,44 +18,19 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import kafka.errors as errors
 from kafka import KafkaProducer
-from kafka.producer.sender import Sender
 from kafka.record.default_records import DefaultRecordBatchBuilder
 
-from connectors.kafka.client import CONNECT_SECONDS, DELIVERY_SECONDS, FLUSH_SECONDS, mapped, producer
+from connectors.kafka.client import CONNECT_SECONDS, DELIVERY_SECONDS, FLUSH_SECONDS, connect, mapped, producer
+from connectors.kafka.transactions import Offsets, Transactions
 from deformer_stream.errors import DeformerError
 
 BATCH_BYTES = 16_384
 TRANSACTION_SECONDS = 30.0
 """The broker aborts a transaction whose process has been silent for so long; readers of the topics wait for it."""
 
-AGAIN_SECONDS = 0.005
-"""Between two attempts to begin a transaction; Java clients sleep for 20 ms, kafka-python for 100 by itself. The broker
-takes a few milliseconds to end the transaction before, and an alert waits for that."""
-
-
-class _Sender(Sender):  # type: ignore[misc]  # the client ships no types
-    """The producer's network thread, with fewer answers of the broker to wait for.
-
-    Where the broker is asked something about the transaction, the client lets messages wait for the answer; those whose
-    partitions have been added to the transaction need not. And partitions are added together: while messages are being
-    `put` nothing is asked, or the first of them would go ahead of the others'.
-    """
-
-    putting = False
-
-    def run_once(self) -> None:
-        if self.putting:
-            self._client.poll(timeout_ms=self.config["retry_backoff_ms"])
-            return
-        transaction = self._transaction_manager
-        useless = transaction.has_error() or transaction.is_bumping_epoch()
-        if transaction.has_in_flight_transactional_request() and not useless:
-            self._send_producer_data()
-        super().run_once()
-
-
 Header = tuple[str, bytes]
 Result = TypeVar("Result")
+Producer = TypeVar("Producer")
 
 
 class Outgoing(NamedTuple):
@@ -94,9 +68,7 @@ class Delivery:
         self._pending: list[Outgoing] = []
         self._gathered: list[Outgoing] = []  # to go with the next sending
         self._under_way: list[Outgoing] = []  # sent, not settled
-        self._producer: KafkaProducer | None = None
-        self._known: set[str] = set()  # topics that it has sent to
-        self._open = False  # a transaction has begun
+        self._producer: KafkaProducer | Transactions | None = None
         self._call: _Call[None] | None = None  # in the background
         self.failed = False
         """The last sending did not end well. Whether it took effect is not known until `renew`."""
@@ -130,52 +102,30 @@ class Delivery:
         return bool(self._under_way or self._gathered)
 
     def send(self, state: Sequence[Outgoing], within: float | None = None) -> list[int]:
-        """Send everything gathered and then `state`; offsets of the latter. With transactions they are not visible yet.
-
-        within: seconds. Raises the client's errors."""
+        """Send everything gathered and then `state`, without a transaction; offsets of the latter, when the broker has
+        all of it. within: seconds. Raises the client's errors."""
         messages = self._due(state)
         if not messages:
             return []
-        sender = self._sender()
-        sent = self._noted(_Call(lambda: _settle(sender, self._put(sender, messages))), within)
-        self._open = self.exactly_once
-        return sent[len(messages) - len(state) :]
-
-    def seal(self, offsets: dict[Any, Any], group: Any, within: float | None = None) -> bool:
-        """Commit the open transaction together with these offsets of the consumer `group`; false where there is none,
-        then the offsets are still to be committed. within: seconds. Raises the client's errors, CommitFailedError if
-        the group has rebalanced."""
-        if not self._open:
-            return False
-        sender = self._sender()
-
-        def commit() -> None:
-            sender.send_offsets_to_transaction(offsets, group)
-            sender.commit_transaction()
-
-        self._noted(_Call(commit), within)
-        self._open = False
-        return True
+        sender = self._usable(KafkaProducer)
+        return self._noted(_Call(lambda: _sent(sender, messages)), within)[len(messages) - len(state) :]
 
     def begin(
         self,
         state: Sequence[Outgoing],
-        offsets: Callable[[Callable[[], list[int]]], dict[Any, Any]],
+        offsets: Callable[[Callable[[], list[int]]], Offsets],
         group: Any,
         ended: Callable[[], None],
     ) -> None:
-        """Send everything gathered and then `state`, and commit it, in a thread of its own; `end` waits for it.
+        """Commit a transaction of everything gathered and then `state`, in a thread of its own; `end` waits for it.
 
         offsets: what to commit for the consumer `group`; it is given a call that waits for the offsets of `state`.
-        ended: called in that thread when all is committed. Raises the client's errors."""
-        messages, sender = self._due(state), self._sender()
+        ended: called in that thread when all is committed. Raises the client's errors, CommitFailedError (`end`) if
+        the group has rebalanced."""
+        messages, transactions = self._due(state), self._usable(Transactions)
 
         def commit() -> None:
-            sent = self._put(sender, messages)
-            where = offsets(lambda: _settle(sender, sent)[len(messages) - len(state) :])
-            sender.send_offsets_to_transaction(where, group)  # the messages go out beside it, see `_Sender`
-            _settle(sender, sent)
-            sender.commit_transaction()
+            transactions.commit(messages, lambda sent: offsets(lambda: sent()[len(messages) - len(state) :]), group)
             ended()
 
         self._call = _Call(commit)
@@ -204,49 +154,52 @@ class Delivery:
         """A fresh producer, at the beginning and after a failure. When this returns, the broker has completed or
         aborted what was open. Raises Unavailable or ConfigError."""
         self._abandon()
-        self._call, self._known = None, set()
-        extra: dict[str, Any] = {}
-        if self._transactional_id is not None:
-            extra = {
-                "transactional_id": self._transactional_id,
-                "transaction_timeout_ms": int(TRANSACTION_SECONDS * 1000),
-                "max_block_ms": int(DELIVERY_SECONDS * 1000),
-                # Where the broker is still at work on the transaction before, an alert waits for this.
-                "retry_backoff_ms": int(AGAIN_SECONDS * 1000),
-            }
+        self._call = None
+        self._producer = self._without_transactions() if self._transactional_id is None else self._with_transactions()
+        self.failed = False
+
+    def _without_transactions(self) -> KafkaProducer:
         sizes = self.limits.values()
-        made = producer(
-            self._servers, self._security, max_request_size=max(sizes), batch_size=min(BATCH_BYTES, *sizes), **extra
+        return producer(self._servers, self._security, max_request_size=max(sizes), batch_size=min(BATCH_BYTES, *sizes))
+
+    def _with_transactions(self) -> Transactions:
+        made = connect(
+            Transactions,
+            self._servers,
+            self._security,
+            transactional_id=self._transactional_id,
+            limits=self.limits,
+            timeout=TRANSACTION_SECONDS,
+            patience=DELIVERY_SECONDS,
         )
-        if self._transactional_id is not None:
-            try:
-                with mapped(self._servers, f"opening transactions as {self._transactional_id!r}"):
-                    made.init_transactions()
-            except DeformerError:
-                made.close(timeout=0)  # or its thread would go on trying
-                raise
-            made._sender.__class__ = _Sender
-        self._producer, self._open, self.failed = made, False, False
+        try:
+            with mapped(self._servers, f"opening transactions as {self._transactional_id!r}"):
+                made.open()
+        except DeformerError:
+            made.leave()
+            raise
+        return made
 
     def close(self) -> None:
         """Let go of the producer; what was not sent is not sent any more."""
-        if self._producer is not None:
-            if self.failed:
-                return self._abandon()
+        if isinstance(self._producer, KafkaProducer) and not self.failed:
             with mapped(self._servers, "closing the producer"):
                 self._producer.close(timeout=CONNECT_SECONDS)
                 self._producer = None
+        self._abandon()
 
     def _abandon(self) -> None:
-        """End a producer that has failed, without waiting for what it still holds: the client would wait for that, and
-        leave its thread running if it waits in vain."""
-        if self._producer is not None:
+        """End a producer that may have failed, without waiting for what it still holds: KafkaProducer would wait for
+        that, and leave its thread running if it waits in vain."""
+        if isinstance(self._producer, Transactions):
+            self._producer.leave()
+        elif self._producer is not None:
             self._producer._sender.force_close()
             threading.Thread(target=_close, args=(self._producer,), daemon=True).start()
-            self._producer = None
+        self._producer = None
 
-    def _sender(self) -> KafkaProducer:
-        if self._producer is None or self.failed:
+    def _usable(self, kind: type[Producer]) -> Producer:
+        if not isinstance(self._producer, kind) or self.failed:
             raise errors.KafkaConnectionError("the producer is being renewed")
         return self._producer
 
@@ -255,23 +208,6 @@ class Delivery:
         self._under_way += self._gathered
         self._gathered.clear()
         return [*self._under_way, *state]
-
-    def _put(self, sender: KafkaProducer, messages: Sequence[Outgoing]) -> list[Any]:
-        """Futures of the messages, on their way in a transaction that is open from now on."""
-        if self.exactly_once:
-            sender.begin_transaction()
-        topics = {message.topic for message in messages}
-        sender._sender.putting = topics <= self._known  # others the thread has to ask for
-        try:
-            sent = [
-                sender.send(m.topic, value=m.value, key=m.key, headers=m.headers, partition=m.partition)
-                for m in messages
-            ]
-        finally:
-            sender._sender.putting = False
-            sender._sender.wakeup()
-        self._known |= topics
-        return sent
 
     def _noted(self, call: _Call[Result], within: float | None) -> Result:
         """The call's result. Whatever it raises is the end of the producer."""
@@ -282,11 +218,11 @@ class Delivery:
             raise
 
 
-def _settle(sender: KafkaProducer, sent: Sequence[Any]) -> list[int]:
-    """Offsets of the messages, once the broker has them. To ask for each is no formality: the client would commit a
-    transaction of which a message has expired."""
+def _sent(sender: KafkaProducer, messages: Sequence[Outgoing]) -> list[int]:
+    """Offsets of the messages, when the broker has them."""
+    sent = [sender.send(m.topic, value=m.value, key=m.key, headers=m.headers, partition=m.partition) for m in messages]
     sender.flush(timeout=FLUSH_SECONDS)
-    for future in sent:
+    for future in sent:  # the client does not raise by itself what became of each
         if future.failed():
             raise future.exception
     return [int(future.value.offset) for future in sent]
@@ -299,8 +235,7 @@ def _close(sender: KafkaProducer) -> None:
 
 
 class _Call(Generic[Result]):
-    """A call in a thread of its own: the client's transactions wait for the broker for ever. A call that does not come
-    back is left behind."""
+    """A call in a thread of its own. One that does not come back in time is left behind."""
 
     def __init__(self, call: Callable[[], Result]) -> None:
         self._done: list[Result] = []

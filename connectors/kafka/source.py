@@ -150,6 +150,7 @@ class KafkaSource:
         if commits.over or (commits.begun and (self._gained or not commits.under_way or self._group() is None)):
             self.end_commit()
         fetched = self._fetch(timeout)
+        self._end_failed()
         self._same_model.check()
         for partition, runs in fetched.items():
             self._polled[partition] = int(runs[-1].offsets[-1]) + 1
@@ -189,6 +190,15 @@ class KafkaSource:
             self._watch.failed(error)
             time.sleep(min(timeout, RETRY_SECONDS))
         return {}
+
+    def _end_failed(self) -> None:
+        """What a hand-over that failed has left open is ended now, or everyone would wait for it who begins with a
+        partition. Where the broker does not answer, the next poll or commit tries again."""
+        if self._commits.failed and not self._commits.begun:
+            try:
+                self._commits.renew()
+            except Unavailable as error:
+                log.get("kafka").debug("the producer is not renewed yet", why=str(error))
 
     def _take_recovered(self) -> tuple[int, ...]:
         """The partitions whose history is over; what follows it may be transaction markers, which are never polled."""

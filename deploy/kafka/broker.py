@@ -206,12 +206,18 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def start(brokers: int = 1, port: int | None = None, listeners: Mapping[str, Listener] | None = None) -> Broker:
+def start(
+    brokers: int = 1,
+    port: int | None = None,
+    listeners: Mapping[str, Listener] | None = None,
+    features: Mapping[str, int] | None = None,
+) -> Broker:
     """Start a cluster on fresh data and wait until every broker is in service. The caller must `stop` it.
 
     port: of the first broker, the others follow it; None takes free ones. listeners: name → further listener of the
     first broker, where clients must show who they are; names are letters, and not SSL, which means more to the image.
-    Raises BrokerError where the means are missing (run `ensure`) or the cluster does not come up.
+    features: name → version, to have the cluster as one of an older release makes it (transaction.version=1). Raises
+    BrokerError where the means are missing (run `ensure`) or the cluster does not come up.
     """
     if brokers < 1:
         raise BrokerError(f"--brokers {brokers}: at least one broker is needed")
@@ -219,8 +225,10 @@ def start(brokers: int = 1, port: int | None = None, listeners: Mapping[str, Lis
     engine = None if by_java else container_engine()
     if not by_java and engine is None:
         raise BrokerError("the jars of Apache Kafka are missing: run `python deploy/kafka/broker.py ensure`")
-    if engine is not None and brokers > 1:
-        raise BrokerError(f"several brokers need Java {JAVA} and Maven: install them, or run one broker in {engine}")
+    if engine is not None and (brokers > 1 or features):
+        raise BrokerError(
+            f"several brokers, or features, need Java {JAVA} and Maven: install them, or run one broker in {engine}"
+        )
     for attempt in range(3):
         free = free_ports(2 * brokers + len(listeners or {}))
         ports = free[:brokers] if port is None else list(range(port, port + brokers))
@@ -238,7 +246,7 @@ def start(brokers: int = 1, port: int | None = None, listeners: Mapping[str, Lis
         ]
         try:
             if engine is None:
-                _start_java(broker, nodes)
+                _start_java(broker, nodes, features or {})
             else:
                 _start_container(broker, engine, nodes[0], [ports[0], *(p for p, _ in doors.values())])
             broker._await(range(1, brokers + 1))
@@ -251,7 +259,7 @@ def start(brokers: int = 1, port: int | None = None, listeners: Mapping[str, Lis
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def _start_java(broker: Broker, nodes: list[dict[str, str]]) -> None:
+def _start_java(broker: Broker, nodes: list[dict[str, str]], features: Mapping[str, int]) -> None:
     folder = Path(broker.folder)
     cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=").replace("-", "A")
     for number, settings in enumerate(nodes, 1):
@@ -259,6 +267,7 @@ def _start_java(broker: Broker, nodes: list[dict[str, str]]) -> None:
         config = folder / f"server-{number}.properties"
         config.write_text("".join(f"{key}={value}\n" for key, value in settings.items()))
         form = [*_JAVA, "kafka.tools.StorageTool", "format", "-t", cluster, "-c", str(config)]
+        form += [word for name, version in features.items() for word in ("--feature", f"{name}={version}")]
         done = subprocess.run(form, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise BrokerError(f"formatting the broker's storage failed: {_last_line(done.stderr or done.stdout)}")

@@ -14,6 +14,7 @@ from typing import Any
 from kafka import KafkaConsumer, KafkaProducer
 
 from connectors.kafka.sink import KafkaSink
+from connectors.kafka.transactions import Transactions
 from deformer_stream import cli
 from deformer_stream.core.engine import Engine
 from deformer_stream.recovery import Recovery
@@ -23,17 +24,21 @@ STEPS: dict[str, tuple[type, str, bool]] = {
     "4-writing": (KafkaSink, "write", False),
     "5.1-flushed": (KafkaSink, "flush", True),
     "5.2-saved": (Recovery, "saved", True),
-    "5.3-begun": (KafkaProducer, "begin_transaction", True),
+    "5.3-begun": (Transactions, "register", True),
+    "5.3-on-its-way": (Transactions, "send_offsets", False),
+    "5.3-answered": (Transactions, "end", False),
+    "5.3-transaction-ended": (Transactions, "end", True),
     "5.3-transmitted": (KafkaProducer, "flush", True),
-    "5.3-offsets-sent": (KafkaProducer, "send_offsets_to_transaction", True),
-    "5.3-transaction-ended": (KafkaProducer, "commit_transaction", True),
     "5.3-offsets-committed": (KafkaConsumer, "commit", True),
     "5.3-kept": (Recovery, "keep", False),
 }
 """Step → the method that takes it, and whether death comes after it rather than before."""
 
-TRANSACTIONS = {"5.3-begun", "5.3-offsets-sent", "5.3-transaction-ended"}
+TRANSACTIONS = {step for step, (kind, _, _) in STEPS.items() if kind is Transactions}
 """Steps that only a transaction has."""
+
+NO_TRANSACTIONS = {"5.3-transmitted"}
+"""Steps that are only taken without."""
 
 
 def fatal(kind: type, name: str, after: bool, turn: int) -> None:

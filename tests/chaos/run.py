@@ -20,7 +20,7 @@ import numpy as np
 from kafka import KafkaProducer
 
 from connectors.kafka import ensure_topics
-from tests.chaos.dying import STEPS, TRANSACTIONS
+from tests.chaos.dying import NO_TRANSACTIONS, STEPS, TRANSACTIONS
 from tests.conftest import load_broker_script
 from tests.integration.programs import Cluster, Consume, until
 from tests.models import SCHEMA, rows_of, write_model
@@ -121,7 +121,8 @@ class Fire:
         self.serial = 0
         self.counts: Counter[str] = Counter()
         self.steps: Counter[str] = Counter()
-        self.left = [step for step in STEPS if mode == "exactly-once" or step not in TRANSACTIONS]
+        others = NO_TRANSACTIONS if mode == "exactly-once" else TRANSACTIONS
+        self.left = [step for step in STEPS if step not in others]
         world.dice.shuffle(self.left)
         self.members: dict[int, Consume] = {i: self.start(i) for i in range(world.size.consumers)}
         self.guest: Consume | None = None

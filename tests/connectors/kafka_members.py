@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -13,9 +13,10 @@ import numpy as np
 import orjson
 from kafka.admin import MemberToRemove
 from kafka.errors import KafkaError, RetriableError
-from kafka.structs import OffsetAndMetadata
+from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata, TopicPartition
 
 from connectors.kafka import Delivery, KafkaSink, KafkaSource, StateTopic, ensure_topics, produce, topics_of
+from connectors.kafka.delivery import Outgoing
 from deformer_stream.errors import DeformerError
 from deformer_stream.ports import NOTHING, Messages, Payload, Polled, Restored, Saved
 from tests.connectors.kafka_world import PATIENCE, Bytes, admin_of, alert, effects, numbered, read, settle, until
@@ -287,6 +288,29 @@ class Group:
         reader = Reader(*self.open(instance, model, **options))
         self.members.append(reader)
         return reader
+
+    def commit(
+        self,
+        delivery: Delivery,
+        state: Sequence[Outgoing] = (),
+        member: ConsumerGroupMetadata | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> list[int]:
+        """Send everything put and then `state`, with a transaction that commits a position, or without; offsets of the
+        latter. member: none is allowed, for a group that has none. meanwhile: done in the open transaction."""
+        delivery.gather()
+        if not delivery.exactly_once:
+            return delivery.send(state)
+        found: list[int] = []
+
+        def offsets(sent: Callable[[], list[int]]) -> dict[TopicPartition, OffsetAndMetadata]:
+            found.extend(sent())
+            meanwhile()
+            return {TopicPartition(self.topic, 0): OffsetAndMetadata(7, "as said", -1)}
+
+        delivery.begin(state, offsets, member or ConsumerGroupMetadata(self.name, -1, "", None), lambda: None)
+        delivery.end()
+        return found
 
     def abandon(self, member: Member | Reader) -> None:
         """As if the process had been killed and its session were over: it does nothing more, and the group knows."""

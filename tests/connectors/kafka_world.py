@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -12,7 +12,6 @@ from typing import Any
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 
 from connectors.kafka import Delivery, KafkaSink, ensure_topics, topics_of
-from connectors.kafka.delivery import Outgoing
 from deformer_stream.core.batch import AlertRaised, Closed, Effects, EventBatch, Rejected, Scored
 from deformer_stream.ports import Payload
 from tests.integration import programs
@@ -31,17 +30,12 @@ class Bytes:
         return b"x" * int(alert.record) if alert.record.isdigit() else f"{alert.id}:{alert.record}".encode()
 
 
-def transmit(delivery: Delivery, state: Sequence[Outgoing]) -> list[int]:
-    """Send everything put and then `state`, see `Delivery.send`."""
-    delivery.gather()
-    return delivery.send(state)
-
-
 class SentAtFlush(KafkaSink):
     """A sink without a source: its flush stands for the commit that sends what was written."""
 
     def flush(self) -> None:
-        transmit(self._delivery, [])
+        self._delivery.gather()
+        self._delivery.send([])
         self._delivery.settled()
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from kafka import KafkaProducer
 from kafka import errors as refusals
 
+from connectors.kafka.transactions import Transactions
 from tests.connectors.kafka_members import Group, Member, following, of_each
 from tests.connectors.kafka_world import until
 
@@ -22,17 +21,17 @@ class Held:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.go, self.failing = threading.Event(), 0
         self.waiting = threading.Event()
-        really = KafkaProducer.commit_transaction
+        really = Transactions.end
 
-        def act(producer: Any) -> None:
+        def act(transactions: Transactions) -> None:
             self.waiting.set()
             assert self.go.wait(60.0), "the test lets it go"
             if self.failing:
                 self.failing -= 1
                 raise refusals.KafkaTimeoutError()
-            really(producer)
+            really(transactions)
 
-        patch.setattr(KafkaProducer, "commit_transaction", act)
+        patch.setattr(Transactions, "end", act)
 
 
 @pytest.fixture

@@ -8,15 +8,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from kafka import KafkaConsumer, KafkaProducer, TopicPartition
+from kafka import KafkaConsumer, TopicPartition
 from kafka import errors as refusals
 from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata
 
 from connectors.kafka import Delivery
 from connectors.kafka.delivery import Outgoing
+from connectors.kafka.transactions import Transactions
 from deformer_stream.errors import ConfigError
 from tests.connectors.kafka_members import Group, Member, following, of_each
-from tests.connectors.kafka_world import read, settle, transmit, until
+from tests.connectors.kafka_world import read, settle, until
 
 pytestmark = pytest.mark.kafka
 
@@ -49,33 +50,26 @@ def values(group: Group, isolation: str = "read_committed") -> list[int]:
     return [int(record.value) for record in read(group.bootstrap, group.alerts_topic, isolation)]
 
 
-def seal(group: Group, delivery: Delivery, position: int = 7) -> bool:
-    """Commit a position for a group of consumers that has no members, which is allowed."""
-    offsets = {TopicPartition(group.topic, 0): OffsetAndMetadata(position, "as said", -1)}
-    return delivery.seal(offsets, ConsumerGroupMetadata(group.name, -1, "", None))
-
-
 def deliver(group: Group, delivery: Delivery) -> None:
-    transmit(delivery, [])
-    seal(group, delivery)
+    group.commit(delivery)
     delivery.settled()
     settle(group.bootstrap, group.alerts_topic)
 
 
-def test_a_transaction_shows_nothing_before_its_seal_and_everything_after(
+def test_a_transaction_shows_nothing_before_its_end_and_everything_after(
     group: Callable[..., Group], opened: list[Delivery]
 ) -> None:
     world = group()
     delivery = start(world, opened)
     for i in range(3):
         delivery.put(message(world, i))
-    offsets = transmit(delivery, [kept(world, 0), kept(world, 1)])
-    assert offsets == [0, 1]
-    assert values(world, "read_uncommitted") == [0, 1, 2], "it is there"
-    assert values(world) == [], "and cannot be seen"
-    assert world.positions() == {}
-    assert seal(world, delivery)
-    delivery.settled()
+
+    def look() -> None:
+        assert values(world, "read_uncommitted") == [0, 1, 2], "it is there"
+        assert values(world) == [], "and cannot be seen"
+        assert world.positions() == {}
+
+    assert world.commit(delivery, [kept(world, 0), kept(world, 1)], meanwhile=look) == [0, 1]
     settle(world.bootstrap, world.alerts_topic)
     assert values(world) == [0, 1, 2]
     assert [(r.offset, r.value) for r in read(world.bootstrap, world.state_topic)] == [(0, b"state 0"), (1, b"state 1")]
@@ -87,22 +81,13 @@ def test_without_transactions_what_is_transmitted_is_there(group: Callable[..., 
     world = group(mode="at-least-once")
     delivery = start(world, opened)
     delivery.put(message(world, 0))
-    assert transmit(delivery, [kept(world, 0)]) == [0]
+    assert world.commit(delivery, [kept(world, 0)]) == [0]
     assert values(world) == [0]
-    assert transmit(delivery, [kept(world, 1)]) == [1]
+    assert world.commit(delivery, [kept(world, 1)]) == [1]
     assert values(world) == [0, 0], "what is not settled goes again"
-    assert not seal(world, delivery), "the positions are still to be committed"
     delivery.settled()
-    assert transmit(delivery, []) == []
+    assert world.commit(delivery) == []
     assert values(world) == [0, 0]
-
-
-def test_nothing_to_send_opens_no_transaction(either: Callable[..., Group], opened: list[Delivery]) -> None:
-    world = either()
-    delivery = start(world, opened)
-    assert transmit(delivery, []) == []
-    assert not seal(world, delivery)
-    assert world.positions() == {}
 
 
 def test_what_is_put_after_the_transmission_is_not_settled_with_it(
@@ -112,8 +97,7 @@ def test_what_is_put_after_the_transmission_is_not_settled_with_it(
     world = either()
     delivery = start(world, opened)
     delivery.put(message(world, 0))
-    transmit(delivery, [])
-    seal(world, delivery)
+    world.commit(delivery)
     delivery.put(message(world, 1))
     delivery.settled()
     deliver(world, delivery)
@@ -121,38 +105,47 @@ def test_what_is_put_after_the_transmission_is_not_settled_with_it(
 
 
 def stale_group(world: Group, delivery: Delivery, opened: list[Delivery]) -> None:
-    transmit(delivery, [kept(world, 0)])
-    stranger = ConsumerGroupMetadata(world.name, 999, "nobody", None)
-    delivery.seal({TopicPartition(world.topic, 0): OffsetAndMetadata(1, "", -1)}, stranger)
+    world.commit(delivery, [kept(world, 0)], ConsumerGroupMetadata(world.name, 999, "nobody", None))
 
 
 def closed_producer(world: Group, delivery: Delivery, opened: list[Delivery]) -> None:
-    assert delivery._producer is not None
-    delivery._producer.close()
-    transmit(delivery, [kept(world, 0)])
+    assert isinstance(delivery._producer, Transactions)
+    delivery._producer.leave()
+    world.commit(delivery, [kept(world, 0)])
 
 
 def fenced(world: Group, delivery: Delivery, opened: list[Delivery]) -> None:
-    transmit(delivery, [kept(world, 0)])
-    other = start(world, opened)  # the same name: a successor of this process, or a misconfigured neighbour
-    other.put(message(world, 100))
-    deliver(world, other)
-    seal(world, delivery)
+    def take_over() -> None:
+        other = start(world, opened)  # the same name: a successor of this process, or a misconfigured neighbour
+        other.put(message(world, 100))
+        deliver(world, other)
+
+    world.commit(delivery, [kept(world, 0)], meanwhile=take_over)
 
 
-@pytest.mark.parametrize("fail", [stale_group, closed_producer, fenced])
+@pytest.mark.parametrize(
+    ("fail", "error"),
+    [
+        (stale_group, refusals.CommitFailedError),
+        (closed_producer, refusals.KafkaConnectionError),
+        (fenced, refusals.ProducerFencedError),
+    ],
+)
 def test_a_failed_transaction_shows_nothing_and_is_sent_once_after_renewal(
-    group: Callable[..., Group], opened: list[Delivery], fail: Callable[[Group, Delivery, list[Delivery]], None]
+    group: Callable[..., Group],
+    opened: list[Delivery],
+    fail: Callable[[Group, Delivery, list[Delivery]], None],
+    error: type[Exception],
 ) -> None:
     world = group()
     delivery = start(world, opened)
     for i in range(3):
         delivery.put(message(world, i))
-    with pytest.raises(refusals.KafkaError):
+    with pytest.raises(error):
         fail(world, delivery, opened)
     assert delivery.failed
     with pytest.raises(refusals.KafkaError):  # a producer that has failed is not used again
-        transmit(delivery, [])
+        world.commit(delivery)
     delivery.renew()
     assert not delivery.failed
     settle(world.bootstrap, world.alerts_topic)
@@ -166,23 +159,26 @@ def test_a_failed_transaction_shows_nothing_and_is_sent_once_after_renewal(
     assert values(world) == [*others, 0, 1, 2, 3]
 
 
-def test_a_call_that_does_not_come_back_is_a_failure(
-    group: Callable[..., Group], opened: list[Delivery], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The client's transactions wait for ever: here for the network thread of a producer that has ended."""
+def test_a_commit_that_does_not_come_back_is_left_behind(group: Callable[..., Group], opened: list[Delivery]) -> None:
+    """A broker may be silent for ever. Who does not wait for it any longer is rid of it, and so is the thread."""
     world = group()
     delivery = start(world, opened)
     delivery.put(message(world, 0))
-    transmit(delivery, [])
-    assert delivery._producer is not None
-    delivery._producer.close(timeout=0)
-    monkeypatch.setattr("connectors.kafka.delivery.FLUSH_SECONDS", 1.0)
-    monkeypatch.setattr("connectors.kafka.delivery.DELIVERY_SECONDS", 1.0)
+    before, go = threading.active_count(), threading.Event()
+    delivery.gather()
+    stranger = ConsumerGroupMetadata(world.name, -1, "", None)
+
+    def hang(sent: Callable[[], list[int]]) -> dict[TopicPartition, OffsetAndMetadata]:
+        go.wait(60.0)
+        return {}
+
+    delivery.begin([], hang, stranger, lambda: None)
     with pytest.raises(refusals.KafkaTimeoutError):
-        seal(world, delivery)
-    monkeypatch.undo()
+        delivery.end(within=0.2)
     delivery.renew()
     deliver(world, delivery)
+    go.set()
+    until(lambda: threading.active_count() <= before, "the end of the one that was left behind")
     assert values(world) == [0]
 
 
@@ -193,7 +189,7 @@ def test_producers_that_failed_leave_no_threads(either: Callable[..., Group], op
     with_one = threading.active_count()
     for i in range(3):
         delivery.put(message(world, i))
-        transmit(delivery, [])
+        world.commit(delivery)
         delivery.renew()
 
     def ended() -> bool:
@@ -267,8 +263,8 @@ class LostAnswer:
 
     def __init__(self, member: Member, patch: pytest.MonkeyPatch, takes_effect: bool) -> None:
         self.times = 1
-        last = "commit_transaction" if member.delivery.exactly_once else "commit"
-        client: Any = KafkaProducer if member.delivery.exactly_once else KafkaConsumer
+        last = "end" if member.delivery.exactly_once else "commit"
+        client: Any = Transactions if member.delivery.exactly_once else KafkaConsumer
         really = getattr(client, last)
 
         def act(*args: Any, **options: Any) -> None:
@@ -323,8 +319,8 @@ def test_handing_over_without_an_answer(
     answers = LostAnswer(first, monkeypatch, takes_effect)
     second = world.join()
     with following(second.turn):
-        until(lambda: bool(first.turn()) and first.delivery.failed, "the hand-over")
-        assert answers.times == 0
+        until(lambda: bool(first.turn()) and answers.times == 0, "the hand-over")
+        assert not first.delivery.failed, "nobody has to wait for what it left open"
         world.produce(40)
         handled = len(first.handled)
         first.read(handled + 1)

@@ -219,7 +219,7 @@ def test_handing_over_has_a_deadline(group: Callable[..., Group], monkeypatch: p
     first, second = world.join(session_seconds=6.0), world.join(session_seconds=6.0)
     first.read(40)
     hanging = threading.Event()
-    monkeypatch.setattr(first.delivery._producer, "commit_transaction", lambda: hanging.wait(30.0) or None)
+    monkeypatch.setattr(first.delivery._producer, "end", lambda: hanging.wait(30.0) or None)
 
     def live() -> None:
         first.turn()

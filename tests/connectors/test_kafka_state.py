@@ -11,16 +11,16 @@ from typing import Any
 import kafka.errors as refusals
 import numpy as np
 import pytest
-from kafka import KafkaConsumer, KafkaProducer, TopicPartition
+from kafka import KafkaConsumer
 from kafka.admin import ConfigResource, ConfigResourceType
-from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata
 
 from connectors.kafka import produce
 from connectors.kafka.state import Kept
+from connectors.kafka.transactions import Transactions
 from deformer_stream.errors import ConfigError, Unavailable
 from deformer_stream.ports import Restored, Saved
 from tests.connectors.kafka_members import MODES, Group, Reader, of_each
-from tests.connectors.kafka_world import admin_of, numbered, read, transmit, until
+from tests.connectors.kafka_world import admin_of, numbered, read, until
 
 pytestmark = pytest.mark.kafka
 
@@ -101,7 +101,7 @@ def test_what_was_not_committed_does_not_come_back(
 
     with monkeypatch.context() as patch:
         patch.setattr(KafkaConsumer, "commit", fail)  # the last step in each mode
-        patch.setattr(KafkaProducer, "commit_transaction", fail)
+        patch.setattr(Transactions, "end", fail)
         for saved in (Saved(decisions=b"never"), Saved(snapshot=b"never")):
             with pytest.raises(Unavailable):
                 reader.source.commit({0: saved})
@@ -136,11 +136,11 @@ def test_a_life_that_ended_within_a_transaction(
     reader.source.commit({0: Saved(snapshot=b"in force")})
     reader.read(20)
 
-    def die(producer: KafkaProducer) -> None:
+    def die(transactions: Transactions) -> None:
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(KafkaProducer, "commit_transaction", die)
+        patch.setattr(Transactions, "end", die)
         with pytest.raises(Killed):
             reader.source.commit({0: Saved(snapshot=b"never")})
     if instance is None:
@@ -182,8 +182,7 @@ def test_a_thousand_decisions_come_back_in_order(either: Callable[..., Group]) -
     for i, decided in enumerate(decisions):
         more, kept = state.messages(0, i, Saved(decisions=decided), kept, f"c{i}")
         messages += more
-    at = transmit(delivery, messages)[0]
-    delivery.seal({TopicPartition(world.topic, 0): OffsetAndMetadata(1, "", -1)}, ConsumerGroupMetadata(world.name))
+    at = world.commit(delivery, messages)[0]
     delivery.close()
     assert state.read(0, replace(kept, at=at)) == (LARGE, decisions)
 

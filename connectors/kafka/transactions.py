@@ -1,0 +1,310 @@
+"""Kafka transactions in straight lines: messages and the positions they follow from, all of it or nothing.
+
+The requests are kafka-python's own, so are its connections, its metadata and its records. What is ours is the order in
+which they are sent (its producer has a network thread with queues between, and sends one request for a transaction at a
+time), see docs/decisions/0025. One commit is
+
+    AddPartitionsToTxn, AddOffsetsToTxn   to the transaction's coordinator, together
+    Produce                               to each partition's leader, when the partitions are added
+    TxnOffsetCommit                       to the group's coordinator, when the group is added
+    EndTxn                                when all of that is answered
+
+so three answers are waited for in a row. A broker has one connection, and answers what comes over it one after the
+other: that saves it from checking two requests of one transaction at once, of which it would refuse one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import kafka.errors as errors
+from kafka.partitioner import DefaultPartitioner
+from kafka.protocol.metadata import CoordinatorType
+from kafka.protocol.producer import (
+    AddOffsetsToTxnRequest,
+    AddPartitionsToTxnRequest,
+    EndTxnRequest,
+    InitProducerIdRequest,
+    ProduceRequest,
+    TxnOffsetCommitRequest,
+)
+from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata, TopicPartition
+
+from connectors.kafka.asking import Asking, check
+from connectors.kafka.batches import Batch, Batcher, Record, in_order, turns_of
+
+ENDING = frozenset({errors.ConcurrentTransactionsError.errno})
+"""The broker is still ending the transaction before."""
+
+MOVING = frozenset(
+    error.errno
+    for error in (
+        errors.CoordinatorLoadInProgressError,
+        errors.CoordinatorNotAvailableError,
+        errors.NotCoordinatorError,
+    )
+)
+"""Another broker coordinates the group, or is about to."""
+
+NO_ONE = -1
+
+Offsets = Mapping[TopicPartition, OffsetAndMetadata]
+
+
+class Transactions:
+    """The one process that writes under `transactional_id`, transaction by transaction.
+
+    Whatever a call raises, the transaction may be open, ended or aborted: this object is over then, and who opens
+    another one under the same id (`open`) ends what was left. Calls belong to one thread at a time and raise the
+    client's errors, KafkaTimeoutError after `patience` seconds; `leave` may be called from any thread and ends a call
+    that another one is in.
+
+    limits: topic → largest batch in bytes. timeout: seconds after which the broker aborts a transaction whose process
+    is silent. options: of the client, as `connect` gives them.
+    """
+
+    def __init__(
+        self,
+        transactional_id: str,
+        limits: Mapping[str, int],
+        timeout: float,
+        patience: float,
+        kafka_client: Callable[..., Any],
+        bootstrap_timeout_ms: int,
+        **options: Any,
+    ) -> None:
+        self._id, self._limits = transactional_id, limits
+        self._timeout, self._patience = timeout, patience
+        self._asking = Asking(patience, kafka_client, bootstrap_timeout_ms, **options)
+        self._cluster, self._partitioner = self._asking.cluster, DefaultPartitioner()
+        self._producer, self._epoch = NO_ONE, NO_ONE
+        self._batcher = Batcher(NO_ONE, NO_ONE, limits)
+        self._coordinator: Any = None  # the broker that coordinates our transactions
+        self._groups: dict[str, Any] = {}  # consumer group → the broker that coordinates it
+
+    def open(self) -> None:
+        """Become the process that writes under the id. On return the broker has ended what an earlier one left open."""
+        self._asking.using(self._open)
+
+    def commit(
+        self,
+        records: Sequence[Record],
+        offsets: Callable[[Callable[[], list[int]]], Offsets],
+        group: ConsumerGroupMetadata,
+    ) -> None:
+        """Write the records and commit the offsets of the consumer group: on return all of it is committed.
+
+        offsets: is given a call that waits for the offsets of the records, in their order."""
+        self._asking.using(lambda: self._commit(records, offsets, group))
+
+    def leave(self) -> None:
+        """Let go of the connections; a call that is under way in another thread raises soon, and does it then."""
+        self._asking.leave()
+
+    # --- a commit, step by step ---------------------------------------------------------------------------------------
+
+    def _commit(
+        self,
+        records: Sequence[Record],
+        offsets: Callable[[Callable[[], list[int]]], Offsets],
+        group: ConsumerGroupMetadata,
+    ) -> None:
+        batches = self._batcher.batches(records, self._partition)
+        group_added = self.register({batch.to for batch in batches}, group.group_id)
+        written = self.write(batches)
+        committed = offsets(lambda: in_order(batches, written()))
+        group_added()
+        offsets_answered = self.send_offsets(committed, group)
+        written()
+        offsets_answered()
+        self.end()
+
+    def register(self, partitions: Iterable[TopicPartition], group_id: str) -> Callable[[], None]:
+        """Add partitions and a group to the transaction, which begins with that; on return the partitions are added,
+        the group when the call that is returned has returned."""
+        topics = defaultdict(list)
+        for tp in sorted(partitions):
+            topics[tp.topic].append(tp.partition)
+
+        def add_partitions() -> Any:
+            entry = AddPartitionsToTxnRequest.AddPartitionsToTxnTopic
+            return self._asking.ask(
+                self._coordinator,
+                AddPartitionsToTxnRequest(
+                    v3_and_below_transactional_id=self._id,
+                    v3_and_below_producer_id=self._producer,
+                    v3_and_below_producer_epoch=self._epoch,
+                    v3_and_below_topics=[entry(name=name, partitions=numbers) for name, numbers in topics.items()],
+                    max_version=3,  # later ones are for brokers among themselves
+                ),
+            )
+
+        def add_group() -> Any:
+            return self._asking.ask(
+                self._coordinator,
+                AddOffsetsToTxnRequest(
+                    transactional_id=self._id,
+                    producer_id=self._producer,
+                    producer_epoch=self._epoch,
+                    group_id=group_id,
+                    max_version=4,
+                ),
+            )
+
+        asked = add_partitions() if topics else None
+        group_asked = add_group()
+        if asked is not None:
+            self._asking.insist(asked, add_partitions, _worst_of_partitions, ENDING)
+        return lambda: self._asking.insist(group_asked, add_group, lambda answer: int(answer.error_code), ENDING)
+
+    def write(self, batches: Sequence[Batch]) -> Callable[[], list[int]]:
+        """Send batches to the leaders of their partitions, each partition's in their order. The call that is returned
+        waits for the brokers, and gives the offset of each batch's first record."""
+        base: dict[int, int] = {}
+        under_way: list[Any] = []
+
+        def settle() -> None:
+            for asked in under_way:
+                for topic in self._asking.answer(asked).responses:
+                    for answer in topic.partition_responses:
+                        check(answer.error_code)
+                        base[expected.pop((topic.name, answer.index))] = int(answer.base_offset)
+            under_way.clear()
+            if expected:  # so that it is not taken for written
+                raise errors.KafkaError(f"the broker does not say what became of {sorted(expected)}")
+
+        def offsets() -> list[int]:
+            settle()
+            return [base[i] for i in range(len(batches))]
+
+        expected: dict[tuple[str, int], int] = {}
+        for turn in turns_of(batches, self._leader):
+            settle()
+            for leader, places in turn.items():
+                expected |= {tuple(batches[i].to): i for i in places}
+                under_way.append(self._asking.ask(leader, self._produce(batches[i] for i in places)))
+        return offsets
+
+    def send_offsets(self, offsets: Offsets, group: ConsumerGroupMetadata) -> Callable[[], None]:
+        """Commit positions of the consumer group with the transaction, if it takes them from this member: the call that
+        is returned waits for that."""
+        if not offsets:
+            return lambda: None
+        entry = TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
+        topics = defaultdict(list)
+        for tp, at in offsets.items():
+            topics[tp.topic].append(
+                entry.TxnOffsetCommitRequestPartition(
+                    partition_index=tp.partition,
+                    committed_offset=at.offset,
+                    committed_leader_epoch=at.leader_epoch,
+                    committed_metadata=at.metadata,
+                )
+            )
+
+        def ask() -> Any:
+            return self._asking.ask(
+                self._group_coordinator(group.group_id),
+                TxnOffsetCommitRequest(
+                    transactional_id=self._id,
+                    group_id=group.group_id,
+                    producer_id=self._producer,
+                    producer_epoch=self._epoch,
+                    generation_id=group.generation_id,
+                    member_id=group.member_id,
+                    group_instance_id=group.group_instance_id,
+                    topics=[entry(name=name, partitions=partitions) for name, partitions in topics.items()],
+                    max_version=4,  # from 3 on with the member in it: a stranger is refused
+                ),
+            )
+
+        def again() -> Any:
+            del self._groups[group.group_id]
+            return ask()
+
+        def code_of(answer: Any) -> int:
+            said = {(t.name, p.partition_index): int(p.error_code) for t in answer.topics for p in t.partitions}
+            return next((said[tp] for tp in offsets if said[tp]), 0)
+
+        asked = ask()
+        return lambda: self._asking.insist(asked, again, code_of, MOVING)
+
+    def end(self) -> None:
+        """Commit."""
+        asked = EndTxnRequest(
+            transactional_id=self._id,
+            producer_id=self._producer,
+            producer_epoch=self._epoch,
+            committed=True,
+            max_version=4,
+        )
+        check(self._asking.answer(self._asking.ask(self._coordinator, asked)).error_code)
+
+    # --- what that needs ----------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self._cluster.set_topics(self._limits)
+        answer = self._asking.patiently(self._become)
+        self._producer, self._epoch = answer.producer_id, answer.producer_epoch
+        self._batcher = Batcher(self._producer, self._epoch, self._limits)
+
+    def _become(self) -> Any:
+        self._asking.look_up()
+        self._coordinator = self._asking.find(CoordinatorType.TRANSACTION, self._id)
+        asked = InitProducerIdRequest(
+            transactional_id=self._id,
+            transaction_timeout_ms=int(1000 * self._timeout),
+            producer_id=NO_ONE,
+            producer_epoch=NO_ONE,
+            max_version=4,
+        )
+        answer = self._asking.answer(self._asking.ask(self._coordinator, asked))
+        check(answer.error_code)
+        return answer
+
+    def _partition(self, record: Record) -> TopicPartition:
+        if record.topic in self._cluster.unauthorized_topics:
+            raise errors.TopicAuthorizationFailedError()
+        if not self._cluster.partitions_for_topic(record.topic):
+            raise errors.UnknownTopicOrPartitionError()
+        if record.partition is not None:
+            return TopicPartition(record.topic, record.partition)
+        key, value = record.key, record.value
+        return TopicPartition(
+            record.topic, self._partitioner.partition(record.topic, key, key, value, value, self._cluster)
+        )
+
+    def _produce(self, batches: Iterable[Batch]) -> ProduceRequest:
+        entry = ProduceRequest.TopicProduceData
+        topics = defaultdict(list)
+        for to, records, _ in batches:
+            topics[to.topic].append(entry.PartitionProduceData(index=to.partition, records=records))
+        return ProduceRequest(
+            transactional_id=self._id,
+            acks=-1,
+            timeout_ms=int(1000 * self._patience),
+            topic_data=[entry(name=name, partition_data=partitions) for name, partitions in topics.items()],
+            min_version=3,
+            max_version=11,  # later ones add partitions to the transaction by themselves
+        )
+
+    def _leader(self, tp: TopicPartition) -> int:
+        leader = self._cluster.leader_for_partition(tp)
+        if leader is None or leader < 0:
+            raise errors.LeaderNotAvailableError()
+        return int(leader)
+
+    def _group_coordinator(self, group: str) -> Any:
+        if group not in self._groups:
+            self._groups[group] = self._asking.patiently(lambda: self._asking.find(CoordinatorType.GROUP, group))
+        return self._groups[group]
+
+
+def _worst_of_partitions(answer: Any) -> int:
+    """The code that says why partitions were not added, 0 where they were: of those that were not even tried, for the
+    others' sake, it says nothing."""
+    codes = {p.partition_error_code for t in answer.results_by_topic_v3_and_below for p in t.results_by_partition}
+    codes.discard(0)
+    return int(min(codes, key=lambda code: code == errors.OperationNotAttemptedError.errno, default=0))
