@@ -9,68 +9,40 @@ fixed.
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from deformer_stream.core.gaussians import VALUE_REACH, Gaussians, Guide
+from deformer_stream.core.gaussians import Guide
 from deformer_stream.core.heads import Conditional, Surprisal
-from deformer_stream.core.layers import Block, rounded
+from deformer_stream.core.layout import COLUMNS, Layout, fields, padded
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.pages import Pages, zeroed
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+Bools = NDArray[np.bool_]
 
 PAGE_TOKENS = 16
 """Tokens a page holds: a vector of the processor has a lane for each."""
-COLUMNS = 32
-"""Columns of weights that lie together."""
-UNIT_ROWS = 96
+UNIT_TOKENS = 96
 """Tokens that go through a layer together: a weight is read once for them, and they stay in the processor's cache."""
-LANES = 8
-"""Gaussians side by side."""
 ENTRIES = 5
 """Vectors of floats that a reading leaves for the guide besides its row of the Cholesky factor."""
 
 
-class _Layer(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_void_p)
-        for name in (
-            *("norm1", "norm1_bias", "norm2", "norm2_bias", "qkv_bias", "out_bias", "up_bias", "down_bias"),
-            *("qkv", "out", "up", "down"),
-        )
-    )
-
-
-def fields(numbers: str, spec: str) -> Any:
-    """Fields of a structure by their names: pointers but those in `numbers`."""
-    return tuple((n, ctypes.c_int64 if n in numbers.split() else ctypes.c_void_p) for n in spec.split())
-
-
-class _Network(ctypes.Structure):
-    _fields_ = fields("d heads feedforward layers kept pre relu", "d heads feedforward layers kept pre relu layer")
-
-
 class _Work(ctypes.Structure):
     _fields_ = fields(
-        "columns page_bytes units", "z u first asked start place pages columns pool page_bytes unit units next"
-    )
-
-
-class _Expectation(ctypes.Structure):
-    _fields_ = fields(
-        "components features columns page_bytes units",
-        "components features log_weights means covariances page_of place_in feature value log_weight mean scale "
-        "first asked start place pages columns pool page_bytes unit units next",
+        "records columns page_bytes unit_tokens",
+        "code value first asked start place pages pool log_weight mean scale hidden judged next "
+        "records columns page_bytes unit_tokens",
     )
 
 
@@ -91,15 +63,15 @@ class _Quantiles(ctypes.Structure):
 class Ragged:
     """The new readings of R records, one record after the other: M in all.
 
-    features, values: (M,), normalised units. first: (R + 1,) where each record's begin. start: (R,) readings that
-    its pages hold. pages: (R, columns), rows of the cache's table. place: (M,) how many readings of its record each one
-    sees, or None where it sees all before it; it goes into the place after those, over what is there. So a tree can be
-    a record, its nodes depth first. silent: (R,) so many of each record's readings, its first ones, only go into the
-    pages again; None where all are asked for.
+    features: (M,) codes. values: (M,) normalised units. first: (R + 1,) where each record's begin. start: (R,) readings
+    that its pages hold. pages: (R, columns), rows of the cache's table. place: (M,) how many readings of its record
+    each one sees, or None where it sees all before it; it goes into the place after those, over what is there. So a
+    tree can be a record, its nodes depth first. silent: (R,) so many of each record's readings, its first ones, only go
+    into the pages again; None where all are asked for.
     """
 
-    features: Tensor
-    values: Tensor
+    features: Ints
+    values: Floats
     first: Ints
     start: Ints
     pages: Ints
@@ -111,12 +83,13 @@ class Ragged:
         """(R + 1,) where each record's readings begin among those that are asked for."""
         return self.first if self.silent is None else self.first - np.append(0, np.cumsum(self.silent))
 
-    def wanted(self) -> slice | Tensor:
+    def wanted(self) -> Bools | slice:
         """Which readings are asked for: Z of M."""
         if self.silent is None:
             return slice(None)
         place = np.arange(self.first[-1]) - self.first[:-1].repeat(np.diff(self.first))
-        return torch.from_numpy(np.flatnonzero(place >= self.silent.repeat(np.diff(self.first))))
+        wanted: Bools = place >= self.silent.repeat(np.diff(self.first))
+        return wanted
 
 
 def fits(model: DEformer) -> bool:
@@ -170,28 +143,17 @@ def _rows(readings: int, vectors: int) -> tuple[Ints, Ints]:
     return np.ascontiguousarray(columns[0]), np.ascontiguousarray(columns[1])
 
 
-def padded(components: int) -> int:
-    return -(-components // LANES) * LANES
-
-
 class Compiled:
     """A model's weights, laid out for compiled code. library: what `blocks.c` and `density.c` became."""
 
     def __init__(self, model: DEformer, library: ctypes.CDLL) -> None:
         self.model, self.library = model, library
-        for name in ("run_layers", "expect_readings", "measure_surprise", "find_quantiles", "pair"):
+        for name in ("score_readings", "measure_surprise", "find_quantiles", "pair"):
             getattr(library, name).restype = ctypes.c_int64
         self.pair = int(library.pair())
-        self._held: list[Any] = []  # what the structures point to
-        config = model.config
-        layers = (_Layer * config.layers)(*(self._layer(cast(Block, block)) for block in model.blocks))
-        numbers = config.d_model, config.heads, config.feedforward, config.layers, model.tokens_kept
-        choices = config.norm == "pre", config.activation == "relu"
-        self.network = _Network(*numbers, *choices, ctypes.addressof(layers))
-        self._held.append(layers)
-        self.mixture = None if model.gaussians is None else self._mixture(model.gaussians)
         one = self.cache(0)
         self.record_bytes = one.pages_per_record * one.page_bytes
+        self.layout = Layout(model, self.pair, () if model.gaussians is None else (one.page_of, one.place_in))
 
     @staticmethod
     def of(model: DEformer) -> Compiled | None:
@@ -201,17 +163,20 @@ class Compiled:
     def cache(self, memory: int) -> CompiledCache:
         return CompiledCache(self.model, 4 // self.pair, memory)
 
+    def judge(self, cache: CompiledCache, ragged: Ragged) -> Floats:
+        """ln p, ln of the p-value and excess of the new readings that are asked for, (3, Z), see `heads.Judgement`. The
+        places of all in the pages must be reserved, and are filled."""
+        if ragged.silent is not None and self.model.tokens_kept == 2:  # identity tokens are in the pages, too
+            return self.judge(cache, replace(ragged, silent=None))[:, ragged.wanted()]
+        judged = np.empty((3, int(ragged.asked[-1])), np.float32)
+        self._score(cache, ragged, judged=judged)
+        return judged
+
     def conditionals(self, cache: CompiledCache, ragged: Ragged) -> Conditional:
-        """p(v | earlier) of the new readings that are asked for, (Z,). The places of all in the pages must be reserved,
-        and are filled."""
-        wanted, model = ragged.wanted(), self.model
-        if ragged.silent is not None and model.tokens_kept == 2:  # identity tokens are in the pages, too
-            return self.conditionals(cache, replace(ragged, silent=None))[wanted]
-        units, features = _units(ragged.first + ragged.asked), ragged.features[wanted]
-        guide = self._guide(cache, ragged, units, features)
-        z, u = model.asking(features, guide), model.telling(ragged.features, ragged.values)
-        hidden = self._layers(cache, ragged, units, z.contiguous(), u.contiguous())
-        conditional: Conditional = model.head(model.norm(hidden), features, guide)
+        """p(v | earlier) of new readings, all of which are asked for, (M,); else as `judge`."""
+        hidden = torch.empty(len(ragged.features), self.model.config.d_model)
+        guide = self._score(cache, ragged, hidden=hidden)
+        conditional: Conditional = self.model.head(self.model.norm(hidden), torch.from_numpy(ragged.features), guide)
         return conditional
 
     def whole(self, features: Tensor, values: Tensor, depth: Ints | None = None) -> Conditional:
@@ -223,15 +188,9 @@ class Compiled:
         pages = np.arange(N * cache.pages_per_record).reshape(N, -1)
         place = None if depth is None else np.tile(depth, N)
         first, start = L * np.arange(N + 1), np.zeros(N, np.int64)
-        ragged = Ragged(features.flatten(), values.flatten(), first, start, pages, place)
+        x = np.ascontiguousarray(values.flatten().numpy(), np.float32)
+        ragged = Ragged(features.flatten().numpy(), x, first, start, pages, place)
         return self.conditionals(cache, ragged).shaped(N, L)
-
-    def _layers(self, cache: CompiledCache, ragged: Ragged, units: Ints, z: Tensor, u: Tensor) -> Tensor:
-        """(Z, d) what comes out at identity tokens, in the place of these. z: (Z, d), u: (M, d) tokens."""
-        given = z, u, ragged.first, ragged.asked, ragged.start, ragged.place, ragged.pages
-        work = partial(_Work, *map(pointer, given), *self._place(cache, ragged, units))
-        run(self.library.run_layers, work, (self, given, cache, units), len(units) - 1, ctypes.byref(self.network))
-        return z
 
     def surprisal(self, conditional: Conditional, values: Tensor) -> Surprisal | None:
         """`Conditional.surprisal` of readings."""
@@ -256,53 +215,24 @@ class Compiled:
         run(self.library.find_quantiles, work, (self, given, out), -(-readings // 32))
         return conditional.quantiles(qs, out)
 
-    def _guide(self, cache: CompiledCache, ragged: Ragged, units: Ints, asked: Tensor) -> Guide | None:
-        """Of the readings of these features, (Z,)."""
-        if self.mixture is None or self.model.gaussians is None:
+    def _score(
+        self, cache: CompiledCache, ragged: Ragged, hidden: Tensor | None = None, judged: Floats | None = None
+    ) -> Guide | None:
+        """Into one of the two. Returns what the network was told."""
+        gaussians, first, asked = self.model.gaussians, ragged.first, ragged.asked
+        expected = None if gaussians is None else torch.empty(3, int(asked[-1]), padded(gaussians.components))
+        given = ragged.features, ragged.values, first, asked, ragged.start, ragged.place, ragged.pages, cache.pool
+        told = (None,) * 3 if expected is None else expected
+        sizes = len(ragged.start), ragged.pages.shape[1], cache.page_bytes, UNIT_TOKENS
+        pointers = [pointer(array) for array in (*given, *told, hidden, judged)]
+        units = int(first[-1] + asked[-1]) // UNIT_TOKENS + 1
+        held = self, given, expected, hidden, judged, cache
+        network = ctypes.byref(self.layout.network)
+        run(self.library.score_readings, lambda next: _Work(*pointers, next, *sizes), held, units, network)
+        if gaussians is None or expected is None:
             return None
-        K = self.model.gaussians.components
-        feature = self.model.gaussians.places[ragged.features]
-        values = ragged.values.double().clamp(-VALUE_REACH, VALUE_REACH)
-        out = torch.empty(3, len(asked), padded(K))
-        places = ragged.first, ragged.asked, ragged.start, ragged.place, ragged.pages
-        given = cache.page_of, cache.place_in, feature, values, *out, *places
-        work = partial(_Expectation, *self.mixture, *map(pointer, given), *self._place(cache, ragged, units))
-        run(self.library.expect_readings, work, (self, given, cache, units), len(units) - 1)
-        weights, means, scales = out[..., :K]
-        return Guide(torch.log_softmax(weights, -1), means, scales, self.model.gaussians.places[asked] >= 0)
-
-    def _place(self, cache: CompiledCache, ragged: Ragged, units: Ints) -> tuple[int | None, ...]:
-        columns = ragged.pages.shape[1]
-        return columns, pointer(cache.pool), cache.page_bytes, pointer(units), len(units) - 1
-
-    def _layer(self, block: Block) -> _Layer:
-        norms = [t for norm in (block.norm1, block.norm2) for t in (norm.weight, norm.bias)]
-        maps = block.qkv, block.out, block.up, block.down
-        given = [*norms, *(linear.bias for linear in maps), *(self._packed(linear) for linear in maps)]
-        return _Layer(*(pointer(self._kept(t.detach().contiguous())) for t in given))
-
-    def _kept(self, t: Any) -> Any:
-        self._held.append(t)
-        return t
-
-    def _packed(self, linear: nn.Linear) -> Tensor:
-        """(columns / 32, inputs / pair, 32, pair)"""
-        weight = linear.weight.detach()
-        weight = rounded(weight) if self.model.config.precision == "bfloat16" else weight
-        weight = weight.to(torch.bfloat16 if self.pair == 2 else torch.float32)
-        n, k = weight.shape
-        return weight.view(n // COLUMNS, COLUMNS, k // self.pair, self.pair).transpose(1, 2).contiguous()
-
-    def _mixture(self, gaussians: Gaussians) -> tuple[int | None, ...]:
-        """The first variant with its components last, beside some that weigh nothing."""
-        more = padded(gaussians.components) - gaussians.components
-        parts = gaussians.log_weights[0], gaussians.means[0].T, gaussians.covariances[0].permute(1, 2, 0)
-        fills = -math.inf, 0.0, 1.0
-        given = [
-            self._kept(nn.functional.pad(t.double(), (0, more), value=fill).contiguous())
-            for t, fill in zip(parts, fills, strict=True)
-        ]
-        return padded(gaussians.components), gaussians.means.shape[-1], *map(pointer, given)
+        known = gaussians.places[torch.from_numpy(ragged.features)] >= 0
+        return Guide(*expected[..., : gaussians.components], known)
 
 
 def run(
@@ -329,10 +259,3 @@ def _pool() -> ThreadPoolExecutor:
 
 def pointer(array: Any) -> int | None:
     return None if array is None else int(array.data_ptr() if isinstance(array, Tensor) else array.ctypes.data)
-
-
-def _units(first: Ints) -> Ints:
-    """(units + 1,) where units of whole records begin, each but the last of `UNIT_ROWS` tokens or one record more.
-    first: (R + 1,) where each record's tokens begin."""
-    number = first[:-1] // UNIT_ROWS
-    return np.append(np.flatnonzero(np.diff(number, prepend=-1)), len(first) - 1)

@@ -196,7 +196,7 @@ class DEformer(nn.Module):
         """(N, L) readings → their tokens z and u, (N, L, d) each, or the single ones. before: see `conditionals`."""
         if self.identity_encoder is not None:
             return [self.asking(features, guide), self.telling(features, values)]
-        identity = self._identity()
+        identity = self.identity()
         last = self._last(identity, self._readings(identity, features, values), past, before)
         own = nn.functional.embedding(features, identity)
         return [self._told(self.value_encoder(torch.cat([own, last], -1)), guide)]
@@ -204,12 +204,12 @@ class DEformer(nn.Module):
     def asking(self, features: Tensor, guide: Guide | None) -> Tensor:
         """S features → tokens z, (*S, d): it is this one's turn. Of pairs."""
         encoder = cast(Encoder, self.identity_encoder)
-        each = encoder(self._identity())  # looked up as embeddings are: the way back of an index is slow
+        each = encoder(self.identity())  # looked up as embeddings are: the way back of an index is slow
         return self._told(nn.functional.embedding(features, each), guide)
 
     def telling(self, features: Tensor, values: Tensor) -> Tensor:
         """S readings → tokens u, (*S, d): this is what came. Of pairs."""
-        u: Tensor = self.value_encoder(self._readings(self._identity(), features, values))
+        u: Tensor = self.value_encoder(self._readings(self.identity(), features, values))
         return u * math.sqrt(self.config.d_model)
 
     def _told(self, tokens: Tensor, guide: Guide | None) -> Tensor:
@@ -218,7 +218,7 @@ class DEformer(nn.Module):
             tokens = tokens + self.guidance(guide.told().to(self.dtype))
         return tokens * math.sqrt(self.config.d_model)
 
-    def _identity(self) -> Tensor:
+    def identity(self) -> Tensor:
         """(F, ·) what is known of each feature."""
         parts = []
         if self.embedding is not None:

@@ -140,18 +140,12 @@ class Generation:
         cache.reserve(slots, length)
         row, place = ragged(length)
         codes, raw = records.readings(slots[row], (start[row] + place)[:, None])
-        features = tensor(codes[:, 0], self.model)
-        values = tensor(self.schema.normalise(codes, raw)[:, 0], self.model)
+        values = self.schema.normalise(codes, raw)[:, 0].astype(np.float32)
         first = np.concatenate([[0], np.cumsum(length)])
         silent = before - start
-        ragged_ = Ragged(features, values, first, start, cache.table[slots], silent=silent if silent.any() else None)
-        with torch.inference_mode():
-            conditional = compiled.conditionals(cache, ragged_)
-            cache.length[slots] += length
-            values = values[ragged_.wanted()]
-            judged = conditional.judge(values, compiled.surprisal(conditional, values))
-        for target, found in zip(out, (judged.log_prob, judged.log_p_value, judged.excess), strict=True):
-            target[: len(values)] = found.numpy()
+        ragged_ = Ragged(codes[:, 0], values, first, start, cache.table[slots], silent=silent if silent.any() else None)
+        out[:, : int(fresh.sum())] = compiled.judge(cache, ragged_)
+        cache.length[slots] += length
 
     def _padded(
         self, records: Records, cache: KeyValueCache, slots: Ints, start: Ints, before: Ints, fresh: Ints
@@ -187,13 +181,9 @@ class Generation:
             for some in np.array_split(np.arange(len(slots)), -(-len(slots) // FORKS)):
                 self._forks.fork(cache, slots[some], start[some], length[some])
                 at = slice(int(first[some[0]]), int(first[some[-1]] + length[some[-1]]))
-                x, pages = tensor(values[at], self.model), self._forks.table[: len(some)]
                 begins = np.append(first[some] - at.start, at.stop - at.start)
-                ragged_ = Ragged(tensor(codes[at], self.model), x, begins, start[some], pages)
-                with torch.inference_mode():
-                    conditional = self.compiled.conditionals(self._forks, ragged_)
-                    judged = conditional.judge(x, self.compiled.surprisal(conditional, x))
-                out[:, at] = [t.numpy() for t in (judged.log_prob, judged.log_p_value, judged.excess)]
+                x, pages = values[at].astype(np.float32), self._forks.table[: len(some)]
+                out[:, at] = self.compiled.judge(self._forks, Ragged(codes[at], x, begins, start[some], pages))
         elif isinstance(cache, KeyValueCache):
             for rows in _groups(length, start):
                 place = np.arange(int(length[rows].max()))

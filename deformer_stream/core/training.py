@@ -20,8 +20,9 @@ from torch import Tensor
 
 from deformer_stream.core import compiled
 from deformer_stream.core.attention import LONGEST
-from deformer_stream.core.compiled import COLUMNS, fields, pointer
+from deformer_stream.core.compiled import pointer
 from deformer_stream.core.layers import Block
+from deformer_stream.core.layout import COLUMNS, fields
 from deformer_stream.core.model import DEformer
 
 UNIT_TOKENS = 240

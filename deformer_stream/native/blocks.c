@@ -1,4 +1,4 @@
-/* The Transformer's layers over a ragged list of readings, keys and values in the pages of their records.
+/* The network over a ragged list of readings, keys and values in the pages of their records.
  *
  * A reading that is asked for has two tokens, z and u; one that only goes into the pages again has u alone, which in the
  * last layer needs neither attention nor what follows it.
@@ -6,7 +6,7 @@
  * A unit of work is some whole records: each layer takes all their tokens, so units need nothing of each other, and a
  * thread takes the next one when it is done. Sums run in an order that does not depend on what else is in the unit, so
  * a reading's numbers are the same bits however its record is cut and whatever stands beside it. */
-#include "products.h"
+#include "head.h"
 
 #define PAGE 16
 #define CHUNK 96 /* rows whose hidden layer stays in the second cache */
@@ -21,23 +21,10 @@ typedef struct {
 typedef struct {
     int64_t d, heads, feedforward, layers, kept, pre, relu;
     const Layer *layer;
+    const Encoders *encoders;
+    const Gaussians *gaussians; /* or NULL */
+    const Head *head;
 } Network;
-
-typedef struct {
-    float *z;                /* (Z, d) tokens of the readings that are asked for; what comes out takes their place */
-    const float *u;          /* (M, d) tokens of all readings */
-    const int64_t *first;    /* (R + 1) where a record's readings begin */
-    const int64_t *asked;    /* (R + 1) where those begin that are asked for: a record's last ones */
-    const int64_t *start;    /* (R) readings that were there before */
-    const int64_t *place;    /* (M) or NULL: how many readings a reading sees, after which its own goes into the pages */
-    const int64_t *pages;    /* (R, columns) */
-    int64_t columns;
-    char *pool;
-    int64_t page_bytes;
-    const int64_t *unit;     /* (units + 1) where a unit's records begin */
-    int64_t units;
-    int64_t *next;           /* the unit to be taken next */
-} Work;
 
 int64_t pair(void) { return PAIR; }
 
@@ -54,6 +41,8 @@ static void normalise(const float *x, size_t d, const float *weight, const float
 typedef struct {
     num *a, *hidden, *query; /* (rows, d), (CHUNK, feedforward), (2, d) */
     float *x, *qkv, *weights; /* (rows, d) a unit's tokens z, then its u; (rows, 3 d), (2, heads, most tokens + PAGE) */
+    float *room;             /* of encoders and head */
+    double *expected;        /* (most readings of a record, components) */
     size_t most;
     Errand errand;
 } Scratch;
@@ -244,12 +233,24 @@ static void list_blocks(const Network *net, const Work *work, int64_t from, int6
             e->block[e->blocks++] = work->pool + work->pages[i * work->columns + p] * work->page_bytes;
 }
 
-static void run_unit(const Network *net, const Work *work, int64_t unit, Scratch *s, const num **page) {
-    int64_t from = work->unit[unit], to = work->unit[unit + 1], begin = work->first[from], ask = work->asked[from];
+/* From readings to tokens, those of what is asked for before all others. */
+static void enter(const Network *net, const Work *work, int64_t from, int64_t to, Scratch *s) {
+    int64_t begin = work->first[from], asked = work->asked[to] - work->asked[from];
+    const Gaussians *g = net->gaussians;
+    if (g) {
+        expect_all(g, work, from, to, s->expected);
+        tell_guide(g, work, from, to, s->qkv);
+    }
+    ask(net->encoders, net->d, work, from, to, g ? s->qkv : NULL, s->x);
+    tell(net->encoders, net->d, work->code + begin, work->value + begin, work->first[to] - begin, s->room,
+         s->x + asked * net->d);
+}
+
+static void run_unit(const Network *net, const Work *work, int64_t from, int64_t to, Scratch *s, const num **page) {
+    int64_t begin = work->first[from], ask = work->asked[from];
     size_t d = net->d, asked = work->asked[to] - ask, rows = asked + work->first[to] - begin;
-    float *z = work->z + ask * d, *x = s->x;
-    memcpy(x, z, asked * d * sizeof *x);
-    memcpy(x + asked * d, work->u + begin * d, (rows - asked) * d * sizeof *x);
+    float *x = s->x;
+    enter(net, work, from, to, s);
     size_t tiles = (rows + ROWS - 1) / ROWS, wide = net->feedforward;
     list_blocks(net, work, from, to, &s->errand);
     send(net, 0, tiles * 3 * d / COLUMNS, &s->errand);
@@ -272,14 +273,32 @@ static void run_unit(const Network *net, const Work *work, int64_t unit, Scratch
         send(net, l + 1, tiles * (2 * d + wide) / COLUMNS, &s->errand);
         finish(net, layer, x, s->a, queries, s);
     }
-    memcpy(z, x, asked * d * sizeof *x);
+    if (work->hidden) {
+        memcpy(work->hidden + ask * d, x, asked * d * sizeof *x);
+        return;
+    }
+    for (size_t r = 0; r < asked && net->head->norm; r++)
+        normalise(x + r * d, d, net->head->norm, net->head->norm_bias, x + r * d, NULL);
+    judge(net->head, net->gaussians, work, from, to, d, x, s->room);
+}
+
+/* The record that a unit begins with: it has the records of which a token of its own `unit_tokens` is the first. */
+static int64_t begin_of(const Work *work, int64_t unit) {
+    int64_t low = 0, high = work->records;
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (work->first[middle] + work->asked[middle] < unit * work->unit_tokens) low = middle + 1;
+        else high = middle;
+    }
+    return low;
 }
 
 /* Take units until none is left; several threads may. Returns 0, or -1 where memory is short. */
-int64_t run_layers(const Network *net, const Work *work) {
-    size_t rows = 0, tokens = 0, blocks = 0, d = net->d;
-    for (int64_t u = 0; u < work->units; u++) {
-        int64_t from = work->unit[u], to = work->unit[u + 1];
+int64_t score_readings(const Network *net, const Work *work) {
+    size_t rows = 0, most = 0, blocks = 0, d = net->d, R = work->records;
+    int64_t units = (work->first[R] + work->asked[R]) / work->unit_tokens + 1;
+    for (int64_t u = 0, from, to; u < units; u++) {
+        from = begin_of(work, u), to = begin_of(work, u + 1);
         size_t n = work->first[to] - work->first[from] + work->asked[to] - work->asked[from];
         rows = n > rows ? n : rows;
         size_t old = 0;
@@ -287,25 +306,30 @@ int64_t run_layers(const Network *net, const Work *work) {
             old += (work->start[i] * net->kept + PAGE - 1) / PAGE;
         blocks = old > blocks ? old : blocks;
     }
-    for (int64_t i = 0; i < work->unit[work->units]; i++) {
-        size_t n = held(work, i) * net->kept;
-        tokens = n > tokens ? n : tokens;
+    for (size_t i = 0; i < R; i++) {
+        size_t n = held(work, i);
+        most = n > most ? n : most;
     }
     rows = whole(rows, ROWS);
-    Scratch s = {.most = (tokens + PAGE) / PAGE * PAGE};
+    size_t encoded = 2 * TOLD * widest(net->encoders), judged = room_to_judge(net->head);
+    size_t told = net->gaussians ? 3 * net->gaussians->components : 0;
+    Scratch s = {.most = (most * net->kept + PAGE) / PAGE * PAGE};
     s.x = room(rows * d * sizeof(float));
     s.a = room(rows * d * sizeof(num));
     s.hidden = room(whole(CHUNK, ROWS) * net->feedforward * sizeof(num));
     s.query = room(2 * d * sizeof(num));
-    s.qkv = room(rows * 3 * d * sizeof(float));
+    s.qkv = room(rows * (told > 3 * d ? told : 3 * d) * sizeof(float));
     s.weights = room(2 * net->heads * s.most * sizeof(float));
+    s.room = room((encoded > judged ? encoded : judged) * sizeof(float));
+    s.expected = room(net->gaussians ? (most + 1) * net->gaussians->padded * sizeof(double) : 1);
     const num **page = room((s.most / PAGE + 1) * sizeof *page);
     s.errand.block = room((blocks + 1) * sizeof *s.errand.block);
-    int fine = s.errand.block && s.x && s.a && s.hidden && s.query && s.qkv && s.weights && page;
+    int fine = s.errand.block && s.x && s.a && s.hidden && s.query && s.qkv && s.weights && s.room && s.expected && page;
     if (fine)
-        for (int64_t u; (u = __atomic_fetch_add(work->next, 1, __ATOMIC_RELAXED)) < work->units;)
-            run_unit(net, work, u, &s, page);
-    free(s.x), free(s.a), free(s.hidden), free(s.query), free(s.qkv), free(s.weights), free(page);
-    free(s.errand.block);
+        for (int64_t u; (u = __atomic_fetch_add(work->next, 1, __ATOMIC_RELAXED)) < units;)
+            if (begin_of(work, u) < begin_of(work, u + 1))
+                run_unit(net, work, begin_of(work, u), begin_of(work, u + 1), &s, page);
+    free(s.x), free(s.a), free(s.hidden), free(s.query), free(s.qkv), free(s.weights), free(s.room), free(s.expected);
+    free(page), free(s.errand.block);
     return fine ? 0 : -1;
 }

@@ -16,6 +16,7 @@ typedef float v16 __attribute__((vector_size(64)));
 typedef int32_t i16 __attribute__((vector_size(64)));
 typedef uint16_t h16 __attribute__((vector_size(32)));
 
+INLINE size_t whole(size_t n, size_t of) { return (n + of - 1) / of * of; }
 INLINE v16 load(const float *p) { v16 v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store(float *p, v16 v) { memcpy(p, &v, sizeof v); }
 INLINE v16 all(float x) { return x - (v16){0}; }

@@ -89,7 +89,6 @@ INLINE float moments(const float *x, size_t d, float *mean) {
     return 1.0f / sqrtf(sum(squares) / d + 1e-5f);
 }
 
-INLINE size_t whole(size_t n, size_t of) { return (n + of - 1) / of * of; }
 /* Zeros, or NULL where memory is short. */
 static void *room(size_t bytes) {
     void *p = aligned_alloc(64, whole(bytes, 64));

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from deformer_stream import native
 from deformer_stream.core.batch import Contribution
-from deformer_stream.core.compiled import Compiled, CompiledCache, fits
+from deformer_stream.core.compiled import Compiled, CompiledCache, Ragged, fits
 from deformer_stream.core.conformal import Calibration
 from deformer_stream.core.engine import Engine, Limits
 from deformer_stream.core.explain import explain
@@ -140,6 +140,46 @@ def test_what_is_rebuilt_is_what_steps_have_left(
         found.append((said.log_likelihood, said.score, pages))
     for kept, rebuilt in zip(*found, strict=True):
         np.testing.assert_array_equal(rebuilt, kept)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    schema=schemas(most=24, context=True),
+    shape=SHAPES,
+    hidden=st.sampled_from([(), (24,), (40, 64)]),
+    identity=st.sampled_from(["embedding", "coordinates", "both"]),
+    wild=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_readings_are_judged_as_the_plain_network_judges_them(
+    schema: Schema,
+    shape: ModelConfig,
+    hidden: tuple[int, ...],
+    identity: Literal["embedding", "coordinates", "both"],
+    wild: bool,
+    seed: int,
+) -> None:
+    """ln p, p-value and excess, of wild values as well, whatever leads to the tokens; and the conditionals."""
+    model = compiled(model_of(schema, replace(shape, hidden=hidden, identity=identity), seed, torch.float32))
+    codes, raw = records_of(schema, 4, seed)
+    if wild:
+        raw = np.where(schema.linear[codes], raw * 10.0 ** np.random.default_rng(seed).integers(-2, 9, raw.shape), raw)
+    features, values = torch.from_numpy(codes), torch.from_numpy(normalised(schema, codes, raw)).float()
+    assert model.library is not None
+    code, L = Compiled(model, model.library), len(schema)
+    cache = code.cache(1 << 24)
+    cache.grow(4)
+    cache.reserve(np.arange(4), np.full(4, L))
+    ragged = Ragged(codes.ravel(), values.numpy().ravel(), L * np.arange(5), np.zeros(4, np.int64), cache.table)
+    with torch.inference_mode():
+        plain, other = model.conditionals(features, values), code.conditionals(cache, ragged)
+        expected = plain.judge(values, plain.surprisal(values))
+        again = other.shaped(4, L)
+        twice = again.judge(values, again.surprisal(values))
+    found = code.judge(cache, ragged).reshape(3, 4, L)
+    for one, two, three in zip(found, astuple(expected), astuple(twice), strict=True):
+        np.testing.assert_allclose(one, two.numpy(), rtol=1e-3, atol=2e-3)
+        np.testing.assert_allclose(one, three.numpy(), rtol=1e-4, atol=1e-3)
 
 
 def test_rounding_moves_scores_by_little_and_does_something() -> None:
