@@ -38,6 +38,8 @@ def raised(
 ) -> list[AlertRaised]:
     """The alerts of a batch, in order, at one reading the mildest first. passed: (M,) from `Generation.score`."""
     raising = np.flatnonzero(scored.alert)
+    if not len(raising):
+        return []
     slots, seen = accepted.slots[raising], accepted.seq[raising] + 1
     names = [batch.records[event] for event in accepted.events[raising].tolist()]
     reasons = _explained(records, alphas, effort, by_generation, slots, seen, names)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.core.batch import Closing, EventBatch, Reason, Rejected
 from deformer_stream.core.partition import Partition
+from deformer_stream.core.snapshot import runs
 
 if TYPE_CHECKING:
     from deformer_stream.core.records import Records
@@ -41,6 +42,8 @@ class Accepted:
 
 def enter(records: Records, batch: EventBatch, now: int, generation: int) -> tuple[Accepted, list[Rejected]]:
     """See `Records.accept`."""
+    if not len(batch):
+        return Accepted.none(), []
     found = None if batch.windowed is not None else _owners(records, batch, generation)
     if found is not None:
         return _together(records, batch, found, now), []
@@ -52,30 +55,34 @@ def _owners(records: Records, batch: EventBatch, generation: int) -> Ints | None
     refused."""
     n, capacity = len(records.schema), records.capacity
     ids, row = batch.names()
-    sources = batch.sources[np.arange(len(batch)) if batch.rows is None else batch.rows[:-1]].tolist()
-    if len(set(sources)) == 1:
-        slot_of = records.partition(sources[0]).slot_of
-        slots = np.array([slot_of.get(record, -1) for record in ids], np.int64)
+    sources = batch.sources[row if batch.rows is None else batch.rows[:-1]].tolist()
+    slot_of = {source: records.partition(source).slot_of for source in set(sources)}
+    if len(slot_of) == 1:
+        mine = slot_of[sources[0]]
+        slots = np.array([mine.get(record, -1) for record in ids], np.int64)
     else:
         pairs = zip(sources, ids, strict=True)
-        slots = np.array([records.partition(source).slot_of.get(record, -1) for source, record in pairs], np.int64)
+        slots = np.array([slot_of[source].get(record, -1) for source, record in pairs], np.int64)
     new: dict[tuple[int, str], int] = {}  # beyond all slots until it is known that they are needed
-    for i in np.flatnonzero(slots < 0).tolist():
+    for i in (slots < 0).nonzero()[0].tolist():
         source, record = sources[i], ids[i]
         if record in records.partition(source).closed:
             return None
         slots[i] = new.setdefault((source, record), capacity + len(new))
     owner = slots[row]
-    if len(np.unique(owner * n + batch.features)) < len(batch):
+    reading = owner * n + batch.features
+    reading.sort()
+    if (reading[1:] == reading[:-1]).any():
         return None
-    open_ = owner < capacity
+    open_ = owner < capacity if new else slice(None)
     byte, bit = _bits(records, owner[open_], batch.features[open_])
     if (records.settled.reshape(-1)[byte] & bit).any():
         return None
     if new:
         taken = np.array([records.take(record, source, records.partitions[source]) for source, record in new], np.int64)
         records.begin(taken, np.array([source for source, _ in new], np.int32), generation)
-        owner[~open_] = taken[owner[~open_] - capacity]
+        opening = owner >= capacity
+        owner[opening] = taken[owner[opening] - capacity]
     return owner
 
 
@@ -87,34 +94,31 @@ def _bits(records: Records, slots: Ints, codes: NDArray[np.int32]) -> tuple[Ints
 def _together(records: Records, batch: EventBatch, owner: Ints, now: int) -> Accepted:
     """Enter events into the logs of their records' slots, (N,)."""
     known = ~np.isnan(batch.values)
-    events = np.flatnonzero(known)
-    slots, place = owner[events], _places(owner, known) + records.count[owner]
-    accepted = Accepted(events, slots, place[events], {})
+    order = owner.argsort(kind="stable")
+    edges, there = runs(owner[order]), known[order]
+    begin, size = edges[:-1], edges[1:] - edges[:-1]
+    touched = owner[order[begin]]
+    place = np.empty(len(owner), np.int64)
+    before = there.cumsum() - there
+    place[order] = before + (records.count[touched] - before[begin]).repeat(size)
+    events = known.nonzero()[0]
+    accepted = Accepted(events, owner[events], place[events], {})
     np.bitwise_or.at(records.settled.reshape(-1), *_bits(records, owner, batch.features))
-    records.log_feature[slots, accepted.seq] = batch.features[events]
-    records.log_value[slots, accepted.seq] = batch.values[events]
+    records.log_feature[accepted.slots, accepted.seq] = batch.features[events]
+    records.log_value[accepted.slots, accepted.seq] = batch.values[events]
     for event, text in batch.unseen.items():
         records.unseen.setdefault(int(owner[event]), {})[int(place[event])] = text
-    touched, back = np.unique(owner[::-1], return_index=True)
-    np.add.at(records.count, slots, 1)
-    np.add.at(records.absent, owner[~known], 1)
+    came = np.add.reduceat(there, begin, dtype=np.int64)
+    records.count[touched] += came
+    records.absent[touched] += size - came
     records.last[touched] = now
-    whole = np.flatnonzero(records.whole(touched))
-    for slot in touched[whole[np.argsort(-back[whole])]].tolist():  # in the order of their last events
+    whole = records.whole(touched).nonzero()[0]
+    whole = whole[order[edges[whole + 1] - 1].argsort()]  # in the order of their last events
+    for slot in touched[whole].tolist():
         accepted.ended[slot] = Closing.COMPLETE
         records.partitions[int(records.source[slot])].close(records.ids[slot])
     records.is_open[touched[whole]] = False
     return accepted
-
-
-def _places(owner: Ints, known: NDArray[np.bool_]) -> Ints:
-    """(N,) how many known readings of its record come before each event in the batch."""
-    order = np.argsort(owner, kind="stable")
-    before: Ints = np.cumsum(known[order]) - known[order]
-    begins = np.flatnonzero(np.diff(owner[order], prepend=-1))
-    out = np.empty(len(owner), np.int64)
-    out[order] = before - np.repeat(before[begins], np.diff(np.append(begins, len(owner))))
-    return out
 
 
 def _one_by_one(records: Records, batch: EventBatch, now: int, generation: int) -> tuple[Accepted, list[Rejected]]:

@@ -279,14 +279,15 @@ class Closed:
         return len(self.records)
 
     @staticmethod
+    def empty() -> Closed:
+        f, i = np.empty(0), np.empty(0, np.int32)
+        return Closed([], [], i, i, np.empty(0, np.bool_), f, f, f, i, f, f)
+
+    @staticmethod
     def joined(parts: Sequence[Closed]) -> Closed:
         """Several closings as one, in order."""
-        parts = [part for part in parts if len(part)]
-        if len(parts) == 1:
-            return parts[0]
         if not parts:
-            f, i = np.empty(0), np.empty(0, np.int32)
-            return Closed([], [], i, i, np.empty(0, np.bool_), f, f, f, i, f, f)
+            return Closed.empty()
         return Closed(
             [record for part in parts for record in part.records],
             [reason for part in parts for reason in part.reasons],

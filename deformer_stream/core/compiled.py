@@ -22,7 +22,7 @@ from torch import Tensor
 
 from deformer_stream.core.gaussians import Guide
 from deformer_stream.core.heads import Conditional, Surprisal
-from deformer_stream.core.layout import COLUMNS, Layout, fields, padded
+from deformer_stream.core.layout import COLUMNS, LANES, Layout, fields, up_to
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.pages import Pages, zeroed
 
@@ -107,7 +107,7 @@ class CompiledCache(Pages):
         page_bytes = 2 * config.layers * config.d_model * PAGE_TOKENS * itemsize
         takes: list[Callable[[Ints], Ints]] = [lambda n: -(-n * kept // PAGE_TOKENS)]
         if model.gaussians is not None:
-            vector = 4 * padded(model.gaussians.components)
+            vector = 4 * up_to(model.gaussians.components, LANES)
             page_bytes = -(-max(page_bytes, (readings + ENTRIES) * vector) // 64) * 64
             self.page_of, self.place_in = _rows(readings, page_bytes // vector)
             ends = np.concatenate([[0], self.page_of + 1])  # columns of the table, less those of the tokens
@@ -220,7 +220,7 @@ class Compiled:
     ) -> Guide | None:
         """Into one of the two. Returns what the network was told."""
         gaussians, first, asked = self.model.gaussians, ragged.first, ragged.asked
-        expected = None if gaussians is None else torch.empty(3, int(asked[-1]), padded(gaussians.components))
+        expected = None if gaussians is None else torch.empty(3, int(asked[-1]), up_to(gaussians.components, LANES))
         given = ragged.features, ragged.values, first, asked, ragged.start, ragged.place, ragged.pages, cache.pool
         told = (None,) * 3 if expected is None else expected
         sizes = len(ragged.start), ragged.pages.shape[1], cache.page_bytes, UNIT_TOKENS
@@ -232,7 +232,8 @@ class Compiled:
         if gaussians is None or expected is None:
             return None
         known = gaussians.places[torch.from_numpy(ragged.features)] >= 0
-        return Guide(*expected[..., : gaussians.components], known)
+        weights, means, scales = expected[..., : gaussians.components]
+        return Guide(weights, means, scales, known)
 
 
 def run(

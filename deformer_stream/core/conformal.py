@@ -74,14 +74,20 @@ def advance(
     Sums run in arrival order, so that any split of the readings gives the same bits.
     """
     log_p = np.where(scored, TEMPER * np.minimum(log_p, 0.0), 0.0)
-    count = state.count[:, None] + np.cumsum(scored, 1)
-    total = np.cumsum(np.concatenate([state.total[:, None], -log_p], 1), 1)[:, 1:]
-    least = np.minimum.accumulate(np.concatenate([state.least[:, None], log_p], 1), 1)[:, 1:]
+    count = state.count[:, None] + scored.cumsum(1)
+    total = added(state.total, -log_p)
+    least = np.minimum.accumulate(np.minimum(log_p, state.least[:, None]), 1)
     g = np.where(count > 0, np.maximum(_fisher(count, total), _sidak(count, least)), 0.0)
     if decided is not None:
         g = np.where(decided, g, 0.0)
-    peak = np.maximum.accumulate(np.concatenate([state.peak[:, None], g], 1), 1)[:, 1:]
+    peak = np.maximum.accumulate(np.maximum(g, state.peak[:, None]), 1)
     return peak, PrefixState(count[:, -1], total[:, -1], least[:, -1], peak[:, -1])
+
+
+def added(start: Floats, more: Floats) -> Floats:
+    """Running sums of L numbers for each of R records, which begin with `start`, (R,); (R, L)."""
+    sums: Floats = np.concatenate([start[:, None], more], 1).cumsum(1)[:, 1:]
+    return sums
 
 
 def _fisher(count: NDArray[np.int64], total: Floats) -> Floats:
@@ -95,9 +101,10 @@ def _sidak(count: NDArray[np.int64], least: Floats) -> Floats:
     """B_k, by series where 1 − (1 − p)^k would cancel."""
     count = np.maximum(count, 1)
     tiny = least < -25.0
-    p = np.exp(np.where(tiny, -1.0, np.minimum(least, -1e-12)))
-    result: Floats = np.where(tiny, -least - np.log(count), -np.log(-np.expm1(count * np.log1p(-p))))
-    return result
+    some = bool(tiny.any())
+    p = np.exp(np.minimum(np.where(tiny, -1.0, least) if some else least, -1e-12))
+    result: Floats = -np.log(-np.expm1(count * np.log1p(-p)))
+    return np.where(tiny, -least - np.log(count), result) if some else result
 
 
 MOST = 20_000

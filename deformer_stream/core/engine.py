@@ -123,17 +123,16 @@ class Engine:
         now: microseconds since 1970, never before that of an earlier call. holding: partitions that are not restored
         yet, whose records neither the clock nor the bound closes."""
         accepted, rejected = self._accept(batch, now)
-        closing = self._closing(accepted, now, holding)
+        ending, reasons = self._closing(accepted, now, holding)
         waited: list[int] = []
         if self.records.ties:
-            ending = [slot for slots, _ in closing for slot in slots]
             waited = self._waited(now, {*ending, *accepted.slots.tolist()}, holding)
             batch, accepted = decide(self.records, batch, accepted, np.array(ending + waited, np.int64))
         scored, alerts = self._judge(batch, accepted)
-        closed = [self._close(slots, reason) for slots, reason in closing]
+        closed = self._close(ending, reasons)
         drifts, evidence = ([], {}) if self._watch is None else self._watch.told(self.current.model, now)
         decided = self.records.counted(waited)
-        return Effects(batch, scored, alerts, rejected, Closed.joined(closed), drifts, evidence, decided)
+        return Effects(batch, scored, alerts, rejected, closed, drifts, evidence, decided)
 
     def replay(self, batch: EventBatch, now: int) -> None:
         """As `handle`, of events that an earlier life has handled: what the log tells happens again, nothing is
@@ -289,6 +288,9 @@ class Engine:
 
     def _by_generation(self, slots: Ints) -> Iterator[tuple[Generation, Ints]]:
         """What scores these slots, and the places of those that it scores."""
+        if len(self._generations) == 1 and len(slots):
+            yield self.current, np.arange(len(slots))
+            return
         numbers = self.records.generation[slots]
         for number in np.unique(numbers).tolist():
             yield self._generations[number], np.flatnonzero(numbers == number)
@@ -299,18 +301,18 @@ class Engine:
         record, place = ragged(self.records.count[slots] - self.records.held[slots])
         self._score(slots[record], place, UNDECIDED)
 
-    def _closing(
-        self, accepted: Accepted, now: int, holding: Collection[int]
-    ) -> list[tuple[list[int], Closing | list[Closing]]]:
-        """What ends after a batch, slots and reason."""
+    def _closing(self, accepted: Accepted, now: int, holding: Collection[int]) -> tuple[list[int], list[Closing]]:
+        """What ends after a batch: slots, and the reason of each."""
         whole = self._whole(holding)
         idle = [slot for slot in self._idle(now, holding) if slot not in whole] if whole else self._idle(now, holding)
         gone = {*whole, *idle}
         excess = len(self.records) - len(gone) - self.limits.open_records
         stale = self.records.stalest(excess + len(gone), holding) if excess > 0 else []
         stale = [slot for slot in stale if slot not in gone][: max(0, excess)]
-        log = list(accepted.ended), list(accepted.ended.values())
-        return [log, (whole, Closing.COMPLETE), (idle, Closing.TIMEOUT), (stale, Closing.EVICTED)]
+        reasons = list(accepted.ended.values())
+        for slots, reason in (whole, Closing.COMPLETE), (idle, Closing.TIMEOUT), (stale, Closing.EVICTED):
+            reasons += [reason] * len(slots)
+        return [*accepted.ended, *whole, *idle, *stale], reasons
 
     def _waited(self, now: int, others: Collection[int], holding: Collection[int]) -> list[int]:
         """Slots, but these others, whose waiting readings have waited for long enough."""
@@ -339,6 +341,8 @@ class Engine:
         return whole
 
     def _close(self, slots: list[int], reason: Closing | list[Closing]) -> Closed:
+        if not slots:
+            return Closed.empty()
         closed = self.records.close(slots, reason)
         index, score = np.array(slots, np.int64), closed.anomaly_score.copy()
         for generation, rows in self._by_generation(index):
@@ -359,10 +363,12 @@ class Engine:
 
     def _let_go(self, slots: list[int]) -> None:
         """Give the slots of closed records to others."""
+        if not slots:
+            return
         for cache in self._caches.values():
             cache.drop(np.array(slots, np.int64))
         self.records.release(slots)
-        if slots and len(self._generations) > 1:
+        if len(self._generations) > 1:
             self._retire()
 
     def _retire(self) -> None:

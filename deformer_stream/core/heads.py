@@ -261,8 +261,10 @@ def log_gamma_sf(shape: Tensor, x: Tensor) -> Tensor:
     a and is cut before its terms grow otherwise.
     """
     far = x > 20.0 + shape
-    near: Tensor = torch.special.gammaincc(shape, torch.where(far, shape, x).clamp(min=0.0)).clamp(min=1e-38).log()
-    if not far.any():
+    beyond = bool(far.any())
+    within = torch.where(far, shape, x) if beyond else x
+    near: Tensor = torch.special.gammaincc(shape, within.clamp(min=0.0)).clamp(min=1e-38).log()
+    if not beyond:
         return near
     a, y = shape[far], x[far]
     term = torch.ones_like(y)

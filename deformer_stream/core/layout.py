@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deformer_stream.core.gaussians import Gaussians
-from deformer_stream.core.layers import Block, Encoder, rounded
+from deformer_stream.core.layers import Block, rounded
 from deformer_stream.core.model import DEformer
 
 COLUMNS = 32
@@ -93,56 +93,49 @@ class Layout:
         laid = weight.view(n // COLUMNS, COLUMNS, k // self._pair, self._pair).transpose(1, 2)
         return self._kept(laid, torch.bfloat16 if self._pair == 2 else torch.float32)
 
-    def _map(self, linear: nn.Linear, inputs: int, scale: float = 1.0) -> _Map:
-        """Of so many inputs, of which the last may be nothing."""
-        n, k = linear.weight.shape
-        more = -n % COLUMNS
-        weight = nn.functional.pad(scale * linear.weight.detach(), (0, inputs - k, 0, more))
-        laid = weight.view(-1, COLUMNS, inputs).transpose(1, 2)
-        return _Map(inputs, n + more, self._kept(laid), self._kept(nn.functional.pad(scale * linear.bias, (0, more))))
+    def _map(self, weight: Tensor, bias: Tensor, inputs: int) -> _Map:
+        """Of so many inputs, of which the last may be nothing. weight: (outputs, inputs); bias: (outputs,)."""
+        outputs = up_to(len(weight), COLUMNS)
+        laid = enlarged(weight, outputs, inputs).view(-1, COLUMNS, inputs).transpose(1, 2)
+        return _Map(inputs, outputs, self._kept(laid), self._kept(enlarged(bias, outputs)))
 
     def _encoders(self, model: DEformer) -> _Encoders:
         """Tokens are scaled by √d; so is the last map that leads to them."""
-        root = math.sqrt(model.config.d_model)
-        first, *others = cast(Sequence[nn.Linear], cast(Encoder, model.value_encoder).maps)
+        root, features = math.sqrt(model.config.d_model), torch.arange(len(model.schema))
+        linears = cast(Sequence[nn.Linear], model.value_encoder.maps)
+        pairs = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
+        pairs[-1] = root * pairs[-1][0], root * pairs[-1][1]
+        width = up_to(len(pairs[0][1]), COLUMNS)
+        tables = self._shares(model, *pairs[0], width)
+        maps, inputs = [], width
+        for weight, bias in pairs[1:]:
+            maps.append(self._map(weight, bias, inputs))
+            inputs = maps[-1].columns
         with torch.no_grad():
-            features = torch.arange(len(model.schema))
-            identity = model.asking(features, None)
-            if model.guidance is not None:
+            identity, guidance = model.asking(features, None), None
+            if model.guidance is not None:  # what it adds in any case is part of the identities
                 identity = identity + root * model.guidance.bias
-            known = model.identity().double()
-            weight = nn.functional.pad(first.weight.double(), (0, 0, 0, -len(first.weight) % COLUMNS))
-            weight = weight if others else root * weight
-            bias = nn.functional.pad(first.bias.double(), (0, len(weight) - len(first.bias)))
-            ends = known.shape[1], 1, 2 if model.cycles is not None else 0, model.label_width
-            own, number, turned, label = weight.split(ends, 1)
-            turned = nn.functional.pad(turned, (0, 2 - turned.shape[1]))
-            shares = known @ own.T + (bias if others else root * bias)
-            labels = label.new_zeros(1, 0) if model.label_embedding is None else model.label_embedding.weight.double()
-            cycles = torch.zeros(len(features), 2) if model.cycles is None else model.cycles
-            maps, width = [], len(weight)
-            for linear in others:
-                maps.append(self._map(linear, width, root if linear is others[-1] else 1.0))
-                width = maps[-1].columns
-            guidance = None if model.guidance is None else self._told(model.guidance, root)
-        tables = identity, shares, torch.cat([number, turned], 1).T, cycles, labels @ label.T
+                told = root * model.guidance.weight, torch.zeros_like(model.guidance.bias)
+                guidance = self._at(self._map(*told, model.guidance.in_features))
         counts = (self._kept(t, torch.int64) for t in (model.label_offsets, model.label_counts))
-        return _Encoders(
-            *(len(weight), len(maps), *map(self._kept, tables), *counts, self._at((_Map * len(maps))(*maps))),
-            guidance,
-        )
+        given = *map(self._kept, (identity, *tables)), *counts
+        return _Encoders(width, len(maps), *given, self._at((_Map * len(maps))(*maps)), guidance)
 
-    def _told(self, guidance: nn.Linear, root: float) -> int:
-        """Without what it adds in any case, which is part of the identities."""
-        inner = nn.Linear(guidance.in_features, guidance.out_features)
-        inner.weight, inner.bias = guidance.weight, nn.Parameter(torch.zeros_like(guidance.bias))
-        return self._at(self._map(inner, guidance.in_features, root))
+    def _shares(self, model: DEformer, weight: Tensor, bias: Tensor, width: int) -> list[Tensor]:
+        """What features, numbers and labels add to the first hidden layer of u, with the angles of cycles."""
+        known = model.identity().detach().double()
+        ends = [known.shape[1], 1, 2 if model.cycles is not None else 0, model.label_width]
+        own, number, turned, label = torch.split(enlarged(weight, width).double(), ends, 1)
+        rows = torch.zeros(1, 0) if model.label_embedding is None else model.label_embedding.weight.detach()
+        cycles = torch.zeros(len(known), 2) if model.cycles is None else model.cycles
+        shares = known @ own.T + enlarged(bias, width)
+        return [shares, torch.cat([number, enlarged(turned, width, 2)], 1).T, cycles, rows.double() @ label.T]
 
     def _gaussians(self, gaussians: Gaussians | None, rows: Sequence[Any]) -> _Gaussians | None:
         """The first variant with its components last, beside some that weigh nothing."""
         if gaussians is None:
             return None
-        C = padded(gaussians.components)
+        C = up_to(gaussians.components, LANES)
         parts = gaussians.log_weights[0], gaussians.means[0].T, gaussians.covariances[0].permute(1, 2, 0)
         given = [
             self._kept(nn.functional.pad(t.double(), (0, C - gaussians.components), value=fill), torch.float64)
@@ -155,14 +148,22 @@ class Layout:
         head, d = model.head, model.config.d_model
         norm = (model.norm.weight, model.norm.bias) if isinstance(model.norm, nn.LayerNorm) else ()
         unseen = torch.stack([torch.log1p(-head.unseen), torch.log(head.unseen)], 1)
-        adjust = None if head.adjust is None else self._at(self._map(head.adjust, d))
+        adjust, guides = None, 0
+        if head.adjust is not None:
+            adjust = self._at(self._map(head.adjust.weight, head.adjust.bias, d))
+            guides = head.adjust.out_features // 3
         return _Head(
-            *(head.mixtures, 0 if head.adjust is None else head.adjust.out_features // 3, head.labels),
-            *(map(self._kept, norm) if norm else (None, None)),
+            *(head.mixtures, guides, head.labels, *(map(self._kept, norm) if norm else (None, None))),
             *(self._kept(head.floor), self._kept(unseen), self._kept(head.counts, torch.int64)),
-            *(self._at(self._map(head.project, d)), adjust),
+            *(self._at(self._map(head.project.weight, head.project.bias, d)), adjust),
         )
 
 
-def padded(components: int) -> int:
-    return -(-components // LANES) * LANES
+def up_to(n: int, of: int) -> int:
+    return -(-n // of) * of
+
+
+def enlarged(t: Tensor, rows: int, columns: int | None = None) -> Tensor:
+    """With zeros, to so many rows, and columns of a matrix."""
+    wider = () if t.dim() == 1 else (0, 0 if columns is None else columns - t.shape[1])
+    return nn.functional.pad(t.detach(), (*wider, 0, rows - len(t)))

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.core.snapshot import ragged
+
 Ints = NDArray[np.int64]
 
 ALIGNED = 64
@@ -56,10 +58,7 @@ class Pages:
 
     def held(self, readings: Ints) -> Ints:
         """Pages that so many readings take."""
-        total = np.zeros_like(readings)
-        for take in self.takes:
-            total += take(readings)
-        return total
+        return sum((take(readings) for take in self.takes[1:]), self.takes[0](readings))
 
     def pin(self, slots: Ints) -> None:
         """Say that these slots, and only these, are in use: they are not evicted until the next call."""
@@ -68,13 +67,14 @@ class Pages:
 
     def reserve(self, slots: Ints, counts: Ints) -> NDArray[np.bool_]:
         """Give each slot the pages for so many more readings, evicting others; (R,) bool, whether it got them."""
-        have, want = self.length[slots], self.length[slots] + counts
+        have = self.length[slots]
+        want = have + counts
         need = self.held(want) - self.held(have)
-        short = int(need.sum()) - self.free_count
-        if short > 0:
-            self._evict(short)
-        fits = np.cumsum(need) <= self.free_count
-        row, column = self._places(np.where(fits, have, want), want)
+        most = int(need.sum())
+        if most > self.free_count:
+            self._evict(most - self.free_count)
+        fits = need.cumsum() <= self.free_count
+        row, column = self._places(have if fits.all() else np.where(fits, have, want), want)
         self.free_count -= len(row)
         self.table[slots[row], column] = self.free[self.free_count : self.free_count + len(row)]
         return fits
@@ -84,9 +84,9 @@ class Pages:
         rows, columns = [], []
         for take, begin in zip(self.takes, self.begins.tolist(), strict=False):
             before = take(have)
-            need = take(want) - before
-            rows.append(np.repeat(np.arange(len(need)), need))
-            columns.append(np.arange(need.sum()) - np.repeat(np.cumsum(need) - need - before - begin, need))
+            row, place = ragged(take(want) - before)
+            rows.append(row)
+            columns.append(place + (before[row] + begin))
         return np.concatenate(rows), np.concatenate(columns)
 
     def _evict(self, pages: int) -> None:
@@ -98,6 +98,8 @@ class Pages:
 
     def drop(self, slots: Ints) -> None:
         """Forget these slots; their readings will be prefilled again if they are asked for."""
+        if not len(slots):
+            return
         row, column = self._places(np.zeros(len(slots), np.int64), self.length[slots])
         self.free[self.free_count : self.free_count + len(row)] = self.table[slots[row], column]
         self.free_count += len(row)

@@ -205,8 +205,10 @@ class Schema:
         """Raw values to the model's units, elementwise; label codes stay as they are, NaN stays NaN."""
         location, scale = self._affine
         with np.errstate(over="ignore"):
-            z = np.clip((values - location[codes]) / scale[codes], -1e300, 1e300)
+            z: NDArray[np.float64] = np.maximum(np.minimum((values - location[codes]) / scale[codes], 1e300), -1e300)
         size = np.abs(z)
+        if not (size > LINEAR).any():
+            return z
         tail = np.sign(z) * (LINEAR + np.log1p(np.maximum(size - LINEAR, 0.0)))
         normal: NDArray[np.float64] = np.where((size > LINEAR) & ~self.discrete[codes], tail, z)
         return normal

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from deformer_stream.core.blocks import symmetric
 from deformer_stream.core.cache import KeyValueCache, Shape, shape_of, tensor
 from deformer_stream.core.compiled import Compiled, CompiledCache, Ragged
-from deformer_stream.core.conformal import Calibration, advance
+from deformer_stream.core.conformal import Calibration, added, advance
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.records import Records
-from deformer_stream.core.snapshot import ragged
+from deformer_stream.core.snapshot import ragged, runs
 
 Cache = KeyValueCache | CompiledCache
 Ints = NDArray[np.int64]
@@ -45,11 +45,8 @@ class Generation:
         self.schema = model.schema
         self.compiled = Compiled.of(model)
         self._forks: CompiledCache | None = None  # where branches of open records live while a block is judged
-
-    @property
-    def shape(self) -> Shape:
-        """What two generations must have in common to share a cache."""
-        return *shape_of(self.model), None if self.compiled is None else self.model.config.precision
+        # What two generations must have in common to share a cache.
+        self.shape: Shape = *shape_of(model), None if self.compiled is None else model.config.precision
 
     def cache(self, memory: int) -> Cache:
         """An empty one of at most so many bytes."""
@@ -61,10 +58,12 @@ class Generation:
         (4, M); how many of the alphas, given the largest first, each of them is the first to pass, (M,); and how many
         records' cache was built again."""
         # Readings of one record stand together, in its order, from `first` on.
-        order = np.lexsort((seq, slots))
-        slots, first, fresh = np.unique(slots[order], return_index=True, return_counts=True)
-        before = seq[order][first]
-        tied = records.log_tied[slots.repeat(fresh), seq[order]] if records.ties else None
+        order = slots.argsort(kind="stable")
+        ordered, seq = slots[order], seq[order]
+        edges = runs(ordered)
+        first, fresh = edges[:-1], edges[1:] - edges[:-1]
+        slots, before = ordered[first], seq[first]
+        tied = records.log_tied[ordered, seq] if records.ties else None
         surprises, rebuilt = self._surprises(records, cache, slots, before, fresh, tied)
         decided = None if tied is None else ~np.append(tied[1:], False)
         columns = np.empty((4, len(seq)))
@@ -103,9 +102,11 @@ class Generation:
             some, seen = slots[part], before[part]
             cache.pin(some)
             start = cache.length[some]
-            cache.drop(some[start != seen])
-            start = np.where(start == seen, start, 0)
-            rebuilt += int(((start == 0) & (seen > 0)).sum())
+            lost = start != seen
+            if lost.any():
+                cache.drop(some[lost])
+                start[lost] = 0
+                rebuilt += int((lost & (seen > 0)).sum())
             if self.compiled is not None and isinstance(cache, CompiledCache):
                 self._ragged(
                     self.compiled, records, cache, some, start, seen, fresh[part], out[:, offset[part.start] :]
@@ -182,8 +183,8 @@ class Generation:
                 self._forks.fork(cache, slots[some], start[some], length[some])
                 at = slice(int(first[some[0]]), int(first[some[-1]] + length[some[-1]]))
                 begins = np.append(first[some] - at.start, at.stop - at.start)
-                x, pages = values[at].astype(np.float32), self._forks.table[: len(some)]
-                out[:, at] = self.compiled.judge(self._forks, Ragged(codes[at], x, begins, start[some], pages))
+                given = codes[at], values[at].astype(np.float32), begins, start[some], self._forks.table[: len(some)]
+                out[:, at] = self.compiled.judge(self._forks, Ragged(*given))
         elif isinstance(cache, KeyValueCache):
             for rows in _groups(length, start):
                 place = np.arange(int(length[rows].max()))
@@ -215,27 +216,29 @@ class Generation:
         surprises: (3, R, L), see `_surprises`; decided: (R, L), see `advance`. Returns log-likelihood, running
         log-likelihood, score and p-value, (4, R, L); and how many alphas are passed there for the first time, (R, L).
         """
-        log_likelihood, log_p, excess = surprises
-        codes, _ = records.readings(slots, np.where(new, before[:, None] + np.arange(new.shape[1]), 0))
-        scored = new & ~self.schema.context[codes]
-        gain = np.where(scored, log_likelihood, 0.0)
-        running = np.cumsum(np.concatenate([records.log_likelihood[slots, None], gain], 1), 1)[:, 1:]
-        # Summed in arrival order, as the likelihood is, so that any split of the readings gives the same bits.
-        sums = np.concatenate([records.excess[slots, None], np.where(scored, excess, 0.0)], 1)
+        scored = new
+        if self.schema.context.any():
+            codes, _ = records.readings(slots, np.where(new, before[:, None] + np.arange(new.shape[1]), 0))
+            scored = new & ~self.schema.context[codes]
+        gain, log_p, excess = np.where(scored, surprises, 0.0)
         score, state = advance(records.state(slots), log_p, scored, decided)
         p_value = self.calibration.judge(score, lambda: [records.ids[slot] for slot in slots.tolist()])
         newly = self._passed(records, slots, np.where(new, p_value, 1.0), before, alphas)
+        # Summed in arrival order, as the statistics are, so that any split of the readings gives the same bits.
+        running = added(records.log_likelihood[slots], gain)
         records.store(slots, state)
         records.log_likelihood[slots] = running[:, -1]
-        records.excess[slots] = np.cumsum(sums, 1)[:, -1]
+        records.excess[slots] = added(records.excess[slots], excess)[:, -1]
         records.p_value[slots] = p_value[:, -1]
-        return np.stack([np.where(scored, log_likelihood, np.nan), running, score, p_value]), newly
+        return np.stack([np.where(scored, surprises[0], np.nan), running, score, p_value]), newly
 
     @staticmethod
     def _passed(records: Records, slots: Ints, p_value: Floats, start: Ints, alphas: Floats) -> Ints:
         """How many of the alphas, the largest first, R records pass at each place for the first time, (R, L), which the
         records remember. p_value: (R, L), 1 where nothing is decided; never rises from there on. start: (R,), of the
         first place."""
+        if not len(alphas) or p_value.min() > alphas[0]:
+            return np.zeros(p_value.shape, np.int64)
         told = (alphas >= records.alert_alpha[slots, None]).sum(1)
         passed = np.maximum.accumulate((p_value[..., None] <= alphas).sum(-1), 1)
         passed = np.maximum(np.concatenate([told[:, None], passed], 1), told[:, None])
@@ -249,6 +252,9 @@ class Generation:
 
 def _passes(cache: Cache, slots: Ints, before: Ints, fresh: Ints) -> Iterator[slice]:
     """Which of R records go through the network together: `GROUP_READINGS` to process, or one record; all pages fit."""
+    if (before + fresh).sum() <= GROUP_READINGS and len(slots) * cache.pages_per_record <= cache.pages:
+        yield slice(0, len(slots))
+        return
     pages, at = np.cumsum(cache.held(before + fresh)), 0
     readings = np.cumsum(np.where(cache.length[slots] == before, fresh, before + fresh))
     while at < len(slots):
@@ -261,6 +267,9 @@ def _passes(cache: Cache, slots: Ints, before: Ints, fresh: Ints) -> Iterator[sl
 
 def _groups(length: Ints, start: Ints) -> Iterator[Ints]:
     """Rows that go through the network together: about equally many readings to process, similar pasts."""
+    if len(length) * int((length + start).max(initial=0)) <= SMALL_READINGS:
+        yield np.arange(len(length))
+        return
     order = np.argsort(length, kind="stable")
     values, index, counts = np.unique(length[order], return_index=True, return_counts=True)
     begin = work = 0
