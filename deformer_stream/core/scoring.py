@@ -252,7 +252,7 @@ class Generation:
 
 def _passes(cache: Cache, slots: Ints, before: Ints, fresh: Ints) -> Iterator[slice]:
     """Which of R records go through the network together: `GROUP_READINGS` to process, or one record; all pages fit."""
-    if (before + fresh).sum() <= GROUP_READINGS and len(slots) * cache.pages_per_record <= cache.pages:
+    if len(slots) and (before + fresh).sum() <= GROUP_READINGS and len(slots) * cache.pages_per_record <= cache.pages:
         yield slice(0, len(slots))
         return
     pages, at = np.cumsum(cache.held(before + fresh)), 0
