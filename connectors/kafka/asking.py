@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import selectors
 import threading
 import time
 from collections.abc import Callable
@@ -49,7 +50,12 @@ class Asking:
     ) -> None:
         self._patience = patience
         self._client = kafka_client(
-            max_in_flight_requests_per_connection=IN_FLIGHT, request_timeout_ms=int(1000 * patience), **options
+            max_in_flight_requests_per_connection=IN_FLIGHT,
+            request_timeout_ms=int(1000 * patience),
+            # Of a few sockets it is as quick as epoll, and what is waited for changes without a call of the system:
+            # after each of those this thread waits for the interpreter.
+            selector=selectors.PollSelector,
+            **options,
         )
         self._manager = self._client._manager
         self._net = self._manager._net

@@ -62,8 +62,11 @@ class Commits:
 
     @property
     def failed(self) -> bool:
-        """Before another attempt `recover` is needed."""
-        return self._delivery is not None and self._delivery.failed
+        """Before another attempt `recover` is needed: without transactions, to send twice is allowed."""
+        delivery = self._delivery
+        if delivery is None:
+            return False
+        return delivery.failed or (delivery.exactly_once and not delivery.begun and self._attempt is not None)
 
     @property
     def under_way(self) -> bool:

@@ -327,3 +327,23 @@ def test_handing_over_without_an_answer(
         first.commit()
         until(lambda: bool(first.turn()) and world.consumed(first, second), "all messages")
     world.check(first, second)
+
+
+def test_handing_over_again_before_it_is_known_how_the_first_time_went(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took effect: what was sent with it must not be sent again."""
+    world = group(3)
+    world.produce(60)
+    first = world.join()
+    first.read(60)
+    answers = LostAnswer(first, monkeypatch, takes_effect=True)
+    second = world.join()
+    with following(second.turn):
+        until(lambda: bool(first.turn()) and answers.times == 0, "the first hand-over")
+        third = world.join()
+        with following(third.turn):
+            until(lambda: bool(first.turn()) and len(first.source.assigned) == 1, "the second hand-over")
+            first.commit()
+            until(lambda: bool(first.turn()) and world.consumed(first, second, third), "all messages")
+    world.check(first, second, third)
