@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -41,7 +40,7 @@ ENTRIES = 5
 class _Work(ctypes.Structure):
     _fields_ = fields(
         "records columns page_bytes unit_tokens",
-        "code value first asked start place pages pool log_weight mean scale hidden judged next "
+        "network code value first asked start place pages pool log_weight mean scale hidden judged next "
         "records columns page_bytes unit_tokens",
     )
 
@@ -57,6 +56,10 @@ class _Quantiles(ctypes.Structure):
     _fields_ = fields(
         "readings components quantiles", "log_weights means scales levels out readings components quantiles next"
     )
+
+
+class _Parts(ctypes.Structure):
+    _fields_ = fields("parts failed", "function work parts failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +151,7 @@ class Compiled:
 
     def __init__(self, model: DEformer, library: ctypes.CDLL) -> None:
         self.model, self.library = model, library
-        for name in ("score_readings", "measure_surprise", "find_quantiles", "pair"):
-            getattr(library, name).restype = ctypes.c_int64
+        library.pair.restype = ctypes.c_int64
         self.pair = int(library.pair())
         one = self.cache(0)
         self.record_bytes = one.pages_per_record * one.page_bytes
@@ -200,7 +202,7 @@ class Compiled:
         parts = conditional.log_weights, conditional.means, conditional.scales, values
         given = [t.float().contiguous() for t in parts]
         work = partial(_Surprise, *map(pointer, (*given, *out)), values.numel(), conditional.means.shape[-1])
-        run(self.library.measure_surprise, work, (self, given, out), -(-values.numel() // 32))
+        run(self.library, "measure_surprise", work, -(-values.numel() // 32))
         return Surprisal(*out)
 
     def quantiles(self, conditional: Conditional, qs: Sequence[float]) -> Tensor:
@@ -212,7 +214,7 @@ class Compiled:
         given = [t.float().contiguous() for t in parts]
         readings = conditional.discrete.numel()
         work = partial(_Quantiles, *map(pointer, (*given, out)), readings, conditional.means.shape[-1], len(qs))
-        run(self.library.find_quantiles, work, (self, given, out), -(-readings // 32))
+        run(self.library, "find_quantiles", work, -(-readings // 32))
         return conditional.quantiles(qs, out)
 
     def _score(
@@ -226,9 +228,8 @@ class Compiled:
         sizes = len(ragged.start), ragged.pages.shape[1], cache.page_bytes, UNIT_TOKENS
         pointers = [pointer(array) for array in (*given, *told, hidden, judged)]
         units = int(first[-1] + asked[-1]) // UNIT_TOKENS + 1
-        held = self, given, expected, hidden, judged, cache
-        network = ctypes.byref(self.layout.network)
-        run(self.library.score_readings, lambda next: _Work(*pointers, next, *sizes), held, units, network)
+        network = ctypes.addressof(self.layout.network)
+        run(self.library, "score_readings", lambda next: _Work(network, *pointers, next, *sizes), units)
         if gaussians is None or expected is None:
             return None
         known = gaussians.places[torch.from_numpy(ragged.features)] >= 0
@@ -236,26 +237,31 @@ class Compiled:
         return Guide(weights, means, scales, known)
 
 
-def run(
-    function: Callable[..., int], work: Callable[[int | None], ctypes.Structure], held: Any, units: int, *first: Any
-) -> None:
-    """On all threads, which take units from a common counter. held: what the work points to; a thread keeps it even
-    when the caller is interrupted. Raises MemoryError."""
+def run(library: ctypes.CDLL, name: str, work: Callable[[int | None], ctypes.Structure], units: int) -> None:
+    """The library's function of this name on all threads, which take units from a common counter. What the work points
+    to must outlive the call. Raises MemoryError."""
     counter = np.zeros(1, np.int64)
-    job = work(pointer(counter))
-
-    def call(held: Any = (held, counter)) -> int:
-        return function(*first, ctypes.byref(job))
-
-    more = min(torch.get_num_threads(), units) - 1
-    others = [_pool().submit(call) for _ in range(more)]
-    if min([call(), *(other.result() for other in others)]) < 0:
+    job, threads = work(pointer(counter)), torch.get_num_threads()
+    function = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    parts = _Parts(function, ctypes.addressof(job), units, 0)
+    team = _team() if min(threads, units) > 1 else None
+    if team is None:
+        library.take_part(ctypes.byref(parts))
+    else:
+        team(library.take_part, ctypes.byref(parts), threads, 0)
+    if parts.failed:
         raise MemoryError("the network's scratch does not fit into memory")
 
 
 @cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "scoring")
+def _team() -> Callable[..., None] | None:
+    """OpenMP's, of the library that PyTorch has loaded: (function, what it is called with, threads, 0). Its threads are
+    those that PyTorch's operators run on, which wait for more before they sleep: others would wait for the cores that
+    they wait on. None where PyTorch does without OpenMP."""
+    team: Any = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    if team is not None:
+        team.restype, team.argtypes = None, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    return cast("Callable[..., None] | None", team)
 
 
 def pointer(array: Any) -> int | None:

@@ -42,9 +42,9 @@ class _Network(ctypes.Structure):
 
 class _Work(ctypes.Structure):
     _fields_ = fields(
-        "records identities values unit rows shares",
-        "records identities values unit rows x hidden n1 qkv paired attended n2 up slope own scale1 scale2 "
-        "by_qkv by_out by_up by_down by_bias shares next",
+        "back records identities values unit rows shares",
+        "network back records identities values unit rows x hidden n1 qkv paired attended n2 up slope own scale1 "
+        "scale2 by_qkv by_out by_up by_down by_bias shares next",
     )
 
 
@@ -61,8 +61,7 @@ class Layers:
     def __init__(self, model: DEformer, library: ctypes.CDLL) -> None:
         self.model, self.library = model, library
         number, address = ctypes.c_int64, ctypes.c_void_p
-        library.pair.restype = library.train_layers.restype = number
-        library.train_layers.argtypes = address, number, address
+        library.pair.restype = number
         library.pack_weights.restype, library.pack_weights.argtypes = None, (address, *[number] * 3, *[address] * 2)
         self.pair = int(library.pair())
         self.dtype = torch.bfloat16 if self.pair == 2 else torch.float32
@@ -128,15 +127,9 @@ class Layers:
 
     def _run(self, back: bool, given: dict[str, Tensor]) -> None:
         network, numbers, held = self.now
-        work = partial(_Work, **numbers, **{name: pointer(t) for name, t in (held | given).items()})
-        compiled.run(
-            self.library.train_layers,
-            lambda counter: work(next=counter),
-            (self.now, self.packed, given),
-            numbers["shares"],
-            ctypes.byref(network),
-            back,
-        )
+        pointers = {name: pointer(t) for name, t in (held | given).items()}
+        work = partial(_Work, ctypes.addressof(network), back, **numbers, **pointers)
+        compiled.run(self.library, "train_layers", lambda counter: work(next=counter), numbers["shares"])
 
     def forward(self, x: Tensor, maps: Sequence[Tensor]) -> Tensor:
         """x: (N, T, d) tokens, z before u; overwritten."""

@@ -18,7 +18,7 @@ typedef struct {
     const num *qkv, *out, *up, *down; /* (columns / 32, inputs / PAIR, 32, PAIR) */
 } Layer;
 
-typedef struct {
+typedef struct Network {
     int64_t d, heads, feedforward, layers, kept, pre, relu;
     const Layer *layer;
     const Encoders *encoders;
@@ -294,7 +294,8 @@ static int64_t begin_of(const Work *work, int64_t unit) {
 }
 
 /* Take units until none is left; several threads may. Returns 0, or -1 where memory is short. */
-int64_t score_readings(const Network *net, const Work *work) {
+int64_t score_readings(const Work *work) {
+    const Network *net = work->network;
     size_t rows = 0, most = 0, blocks = 0, d = net->d, R = work->records;
     int64_t units = (work->first[R] + work->asked[R]) / work->unit_tokens + 1;
     for (int64_t u = 0, from, to; u < units; u++) {

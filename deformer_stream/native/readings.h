@@ -4,6 +4,7 @@
 #include "products.h"
 
 typedef struct {
+    const struct Network *network;
     const int64_t *code;     /* (M) features */
     const float *value;      /* (M) normalised */
     const int64_t *first;    /* (R + 1) where a record's readings begin */

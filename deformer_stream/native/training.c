@@ -13,8 +13,9 @@ typedef struct {
 } Network;
 
 typedef struct {
-    /* unit: records of one. rows: room for a layer's tokens. x: tokens (M, d), overwritten. hidden: what leaves at z */
-    int64_t records, identities, values, unit, rows;
+    const Network *network;
+    /* back: from gradients in `hidden` to those in x. unit: records of one. rows: room for a layer's tokens. x: tokens (M, d), overwritten. hidden: what leaves at z */
+    int64_t back, records, identities, values, unit, rows;
     float *x, *hidden;
     num *n1, *qkv, *paired, *attended, *n2, *up, *slope; /* by layer: what the way back needs */
     float *own, *scale1, *scale2;
@@ -187,9 +188,9 @@ void pack_weights(const num *weights, int64_t layers, int64_t columns, int64_t i
     }
 }
 
-/* Take shares until none is left; several threads may. back: from gradients in `hidden` to those in x. Returns 0, or -1
- * where memory is short. */
-int64_t train_layers(const Network *net, int64_t back, const Work *work) {
+/* Take shares until none is left; several threads may. Returns 0, or -1 where memory is short. */
+int64_t train_layers(const Work *work) {
+    const Network *net = work->network;
     size_t d = net->d, tokens = work->identities + work->values, rows = work->unit * tokens + ROWS;
     size_t width = whole(work->values + 1, COLUMNS), one = whole(tokens, ROWS) + ROWS, square = one * width;
     size_t widest = 3 * d < (size_t)net->feedforward ? net->feedforward : 3 * d;
@@ -207,7 +208,7 @@ int64_t train_layers(const Network *net, int64_t back, const Work *work) {
     for (int i = 0; i < 4; i++) fine &= (*floats[i] = room(4 * lengths[i])) != NULL;
     for (int64_t share; fine && (share = __atomic_fetch_add(work->next, 1, __ATOMIC_RELAXED)) < work->shares;)
         for (size_t at = share * work->unit, end = work->records; at < end; at += work->shares * work->unit)
-            if (back) backward(net, work, at, less(at + work->unit, end), share, &t);
+            if (work->back) backward(net, work, at, less(at + work->unit, end), share, &t);
             else forward(net, work, at, less(at + work->unit, end), &t);
     for (int i = 0; i < 11; i++) free(*halves[i]);
     for (int i = 0; i < 4; i++) free(*floats[i]);
