@@ -4,8 +4,8 @@ What it computes, gradients included, is what `DEformer.conditionals` computes w
 reference, and do the work where this code is not made for the model (`fits`) or there is no compiler. Where its library
 rounds, factors of products are rounded to bfloat16 as under autocast, and the rest is float32.
 
-A norm's weights are part of those of the map that follows: W (w · n + b) + c = (W w) n + (W b + c), and the queries'
-scale likewise. All of that is done by tensors' own arithmetic, gradients as well; the compiled code only standardises.
+A layer's weights go in as they are, and their gradients come out, each in a tensor of its own; in between they are
+packed as factors of products, those of a norm within those of the map that follows it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deformer_stream.core import compiled
@@ -30,12 +32,14 @@ UNIT_TOKENS = 240
 SPARE = 12
 """Rows after the last one that may be read, in vain."""
 MAPS = ("qkv", "out", "up", "down")
+OWN = [f"{name}.{kind}" for name in ("norm1", "norm2", *MAPS) for kind in ("weight", "bias")]
+"""A layer's weights, in the order in which compiled code knows them."""
 
 
 class _Network(ctypes.Structure):
     _fields_ = fields(
         "d heads feedforward layers relu",
-        "d heads feedforward layers relu qkv out up down qkv_back out_back up_back down_back "
+        "d heads feedforward layers relu own qkv out up down qkv_back out_back up_back down_back "
         "qkv_bias out_bias up_bias down_bias",
     )
 
@@ -44,7 +48,7 @@ class _Work(ctypes.Structure):
     _fields_ = fields(
         "back records identities values unit rows shares",
         "network back records identities values unit rows x hidden n1 qkv paired attended n2 up slope own scale1 "
-        "scale2 by_qkv by_out by_up by_down by_bias shares next",
+        "scale2 by_qkv by_out by_up by_down by_bias learned shares next",
     )
 
 
@@ -60,14 +64,13 @@ class Layers:
 
     def __init__(self, model: DEformer, library: ctypes.CDLL) -> None:
         self.model, self.library = model, library
-        number, address = ctypes.c_int64, ctypes.c_void_p
-        library.pair.restype = number
-        library.pack_weights.restype, library.pack_weights.argtypes = None, (address, *[number] * 3, *[address] * 2)
+        self.own = [cast(Block, block).get_parameter(name) for block in model.blocks for name in OWN]
+        library.pair.restype = ctypes.c_int64
         self.pair = int(library.pair())
         self.dtype = torch.bfloat16 if self.pair == 2 else torch.float32
         self.kept: dict[str, Tensor] = {}
         self.calls = 0
-        self.now: tuple[_Network, dict[str, int], dict[str, Tensor]]
+        self.now: tuple[_Network, dict[str, int], dict[str, Any]]
 
     @staticmethod
     def of(model: DEformer, library: ctypes.CDLL | None) -> Layers | None:
@@ -77,20 +80,7 @@ class Layers:
 
     def __call__(self, z: Tensor, u: Tensor) -> Tensor:
         """(N, L, d) tokens of identities and of values → (N, L, d) what comes out at identities."""
-        return cast(Tensor, _Pass.apply(self, torch.cat([z, u[:, :-1]], 1), *self._maps()))  # nobody sees the last u
-
-    def _maps(self) -> list[Tensor]:
-        """Weights (layers, outputs, inputs) of qkv, out, up, down, then their biases (layers, outputs)."""
-        blocks = [cast(Block, block) for block in self.model.blocks]
-
-        def stacked(name: str) -> Tensor:
-            return torch.stack([block.get_parameter(name) for block in blocks])
-
-        maps, biases = ([stacked(f"{name}.{kind}") for name in MAPS] for kind in ("weight", "bias"))
-        for i, norm in ((0, "norm1"), (2, "norm2")):
-            biases[i] = biases[i] + torch.einsum("lnk,lk->ln", maps[i], stacked(f"{norm}.bias"))
-            maps[i] = maps[i] * stacked(f"{norm}.weight").unsqueeze(1)
-        return maps + biases
+        return cast(Tensor, _Pass.apply(self, torch.cat([z, u[:, :-1]], 1), *self.own))  # nobody sees the last u
 
     def _room(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory that is kept from call to call, (*shape)."""
@@ -99,67 +89,71 @@ class Layers:
             self.kept[name] = torch.empty(size, dtype=dtype or self.dtype)
         return self.kept[name][:size].view(shape)
 
-    def _network(self, maps: Sequence[Tensor]) -> tuple[_Network, Any]:
-        """What compiled code is told of the weights, which are packed; and what that points to."""
-        c, held = self.model.config, dict[str, Tensor]()
-        for name, weights, bias in zip(MAPS, maps[:4], maps[4:], strict=True):
-            given = weights.to(self.dtype).contiguous()
-            on, back = (self._room(f"{name}{way}", *given.shape) for way in ("_on", "_back"))
-            self.library.pack_weights(pointer(given), *given.shape, pointer(on), pointer(back))
-            held |= {name: on, f"{name}_back": back, f"{name}_bias": bias.contiguous()}
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        """Of maps: (outputs, inputs)."""
+        d, wide = self.model.config.d_model, self.model.config.feedforward
+        return {"qkv": (3 * d, d), "out": (d, d), "up": (wide, d), "down": (d, wide)}
+
+    def _network(self) -> tuple[_Network, dict[str, Any]]:
+        """What compiled code is told of the weights, and the memory for what it makes of them."""
+        c = self.model.config
+        held: dict[str, Any] = {"own": _addresses(self.own)}
+        for name, shape in self._shapes().items():
+            held |= {name + way: self._room(name + way, c.layers, *shape) for way in ("", "_back")}
+            held[f"{name}_bias"] = self._room(f"{name}_bias", c.layers, shape[0], dtype=torch.float32)
         pointers = {name: pointer(t) for name, t in held.items()}
-        numbers = c.d_model, c.heads, c.feedforward, c.layers, c.activation == "relu"
-        return _Network(*numbers, **pointers), held
+        return _Network(c.d_model, c.heads, c.feedforward, c.layers, c.activation == "relu", **pointers), held
 
     def _work(self, records: int, tokens: int) -> tuple[dict[str, int], dict[str, Tensor]]:
         """What compiled code is told of a batch: numbers, and the memory for what is kept."""
         c, N, T, L = self.model.config, records, tokens, (tokens + 1) // 2
         d, rows, unit = c.d_model, N * T + SPARE, max(1, round(UNIT_TOKENS / T))
+        shares = min(torch.get_num_threads(), -(-N // unit))
         widths = {"n1": d, "qkv": 3 * d, "attended": d, "n2": d, "up": c.feedforward, "slope": c.feedforward}
-        held = {name: self._room(name, c.layers, rows, width) for name, width in widths.items()}
+        held = {name: self._room(f"of {name}", c.layers, rows, width) for name, width in widths.items()}
         columns = COLUMNS * max(1, -(-(L - 1) // COLUMNS))
         held["paired"] = self._room("paired", c.layers, N, c.heads, columns, T + 1)
-        exact = {"scale1": (c.layers, rows), "scale2": (c.layers, rows), "own": (c.layers, N, c.heads, L)}
+        exact: dict[str, tuple[int, ...]] = {"scale1": (c.layers, rows), "scale2": (c.layers, rows)}
+        exact |= {"own": (c.layers, N, c.heads, L), "by_bias": (shares, c.layers, 5 * d + c.feedforward)}
+        exact |= {f"by_{name}": (shares, c.layers, *shape) for name, shape in self._shapes().items()}
         held |= {name: self._room(name, *shape, dtype=torch.float32) for name, shape in exact.items()}
-        shares = min(torch.get_num_threads(), -(-N // unit))
         numbers = {"records": N, "identities": L, "values": L - 1, "unit": unit, "rows": rows, "shares": shares}
         return numbers, held
 
-    def _run(self, back: bool, given: dict[str, Tensor]) -> None:
+    def _run(self, name: str, units: int, back: bool = False, **given: Any) -> None:
         network, numbers, held = self.now
         pointers = {name: pointer(t) for name, t in (held | given).items()}
         work = partial(_Work, ctypes.addressof(network), back, **numbers, **pointers)
-        compiled.run(self.library, "train_layers", lambda counter: work(next=counter), numbers["shares"])
+        compiled.run(self.library, name, lambda counter: work(next=counter), units)
 
-    def forward(self, x: Tensor, maps: Sequence[Tensor]) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x: (N, T, d) tokens, z before u; overwritten."""
         N, T, d = x.shape
-        network, self.packed = self._network(maps)
+        network, self.packed = self._network()
         self.now = network, *self._work(N, T)
         self.calls += 1
         hidden = torch.empty(N, (T + 1) // 2, d)
-        self._run(False, {"x": x, "hidden": hidden})
+        self._run("fold_weights", self.model.config.layers * len(MAPS))
+        self._run("train_layers", self.now[1]["shares"], x=x, hidden=hidden)
         return hidden
 
     def backward(self, gradient: Tensor) -> tuple[Tensor, ...]:
-        """Of what `forward` gave last → of x and of the maps."""
-        c, (_, numbers, _) = self.model.config, self.now
+        """Of what `forward` gave last → of x and of the layers' weights."""
+        _, numbers, _ = self.now
         N, _, d = gradient.shape
         x = torch.empty(N, numbers["identities"] + numbers["values"], d)
-        shapes: dict[str, tuple[int, ...]] = {"qkv": (3 * d, d), "out": (d, d), "up": (c.feedforward, d)}
-        shapes |= {"down": (d, c.feedforward), "bias": (5 * d + c.feedforward,)}
-        by = {f"by_{name}": torch.zeros(numbers["shares"], c.layers, *shape) for name, shape in shapes.items()}
-        self._run(True, {"x": x, "hidden": gradient.contiguous()} | by)
-        *weights, bias = (t.sum(0) for t in by.values())
-        return x, *weights, *torch.split(bias, [3 * d, d, c.feedforward, d], 1)
+        self._run("train_layers", numbers["shares"], back=True, x=x, hidden=gradient.contiguous())
+        learned = [torch.empty_like(p) for p in self.own]
+        self._run("unfold_gradients", self.model.config.layers * len(MAPS), learned=_addresses(learned))
+        return x, *learned
 
 
 class _Pass(torch.autograd.Function):
-    """Tokens (N, T, d), z before u, and `Layers._maps` → (N, L, d)."""
+    """Tokens (N, T, d), z before u, and the layers' weights → (N, L, d)."""
 
     @staticmethod
-    def forward(ctx: Any, layers: Layers, x: Tensor, *maps: Tensor) -> Tensor:
-        hidden = layers.forward(x.clone(), maps)
+    def forward(ctx: Any, layers: Layers, x: Tensor, *own: Tensor) -> Tensor:
+        hidden = layers.forward(x.clone())
         ctx.layers, ctx.call = layers, layers.calls
         return hidden
 
@@ -168,3 +162,7 @@ class _Pass(torch.autograd.Function):
         if ctx.call != ctx.layers.calls:
             raise RuntimeError("the layers were called again before their gradients were taken")
         return None, *ctx.layers.backward(gradient)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
+    return np.array([t.data_ptr() for t in tensors], np.int64)

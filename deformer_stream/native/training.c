@@ -1,15 +1,18 @@
 /* The Transformer's layers over whole records, forward and back, weights' gradients included.
  *
- * Norms stand in front of the maps, so their weights are part of those of the maps (`core/training.py`), and all that is
- * left of them here is to standardise. A record has identity tokens z and, after them, value tokens u. A unit of work is
- * some whole records, which go through all layers, forward or back, while they are in the processor's cache. */
+ * Norms stand in front of the maps, so their weights become part of those of the maps, W (w n + b) + c = (W w) n + (W b + c),
+ * and all that is left of them is to standardise. A record has identity tokens z and, after them, value tokens u. A unit
+ * of work is some whole records, which go through all layers, forward or back, while they are in the processor's cache. */
 #include "attention.h"
+
+enum { QKV, OUT, UP, DOWN, MAPS };
+enum { NORMS = 2, PARAMETERS = 2 * (NORMS + MAPS) }; /* weights and bias of each */
 
 typedef struct {
     int64_t d, heads, feedforward, layers, relu;
-    /* of all layers: (layers, columns / 32, inputs / PAIR, 32, PAIR), of gradients the same of the transposed */
-    const num *qkv, *out, *up, *down, *qkv_back, *out_back, *up_back, *down_back;
-    const float *qkv_bias, *out_bias, *up_bias, *down_bias;
+    const float *const *own; /* (layers, PARAMETERS) the network's own weights, of norms and then of maps */
+    num *on[MAPS], *back[MAPS]; /* (layers, columns / 32, inputs / PAIR, 32, PAIR), and the same of the transposed */
+    float *bias[MAPS]; /* (layers, columns) */
 } Network;
 
 typedef struct {
@@ -19,7 +22,8 @@ typedef struct {
     float *x, *hidden;
     num *n1, *qkv, *paired, *attended, *n2, *up, *slope; /* by layer: what the way back needs */
     float *own, *scale1, *scale2;
-    float *by_qkv, *by_out, *by_up, *by_down, *by_bias; /* (shares, layers, …) gradients of weights, zeros at first */
+    float *by[MAPS], *by_bias; /* (shares, layers, …) gradients of folded weights and biases */
+    float *const *learned;     /* (layers, PARAMETERS) gradients of the network's own */
     int64_t shares; /* of the units: always the same ones in each, so that sums run in the same order */
     int64_t *next;  /* the share to be taken next */
 } Work;
@@ -114,7 +118,7 @@ static void forward(const Network *net, const Work *work, size_t from, size_t to
         Shape s = {identities, queries, keys, whole(keys + !keys, COLUMNS), whole(queries, 2)};
         num *n1 = work->n1 + begin * d, *qkv = work->qkv + begin * 3 * d;
         for (size_t r = 0; r < rows; r++) work->scale1[begin + r] = standardise(x + r * d, d, n1 + r * d);
-        multiply(KEPT, net, n1, rows, d, net->qkv + l * 3 * d * d, net->qkv_bias + l * 3 * d, 3 * d, qkv, NULL);
+        multiply(KEPT, net, n1, rows, d, net->on[QKV] + l * 3 * d * d, net->bias[QKV] + l * 3 * d, 3 * d, qkv, NULL);
         if (last) { /* from here on only identity tokens are asked for anything */
             float *hidden = work->hidden + from * identities * d;
             for (size_t i = 0; i < to - from; i++)
@@ -129,10 +133,10 @@ static void forward(const Network *net, const Work *work, size_t from, size_t to
             attend(d, net->heads, s, qkv + i * tokens * 3 * d, paired, work->own + place * identities,
                    attended + i * queries * d, &t->attention);
         }
-        multiply(ADDED, net, attended, rows, d, net->out + l * d * d, net->out_bias + l * d, d, x, NULL);
+        multiply(ADDED, net, attended, rows, d, net->on[OUT] + l * d * d, net->bias[OUT] + l * d, d, x, NULL);
         for (size_t r = 0; r < rows; r++) work->scale2[begin + r] = standardise(x + r * d, d, n2 + r * d);
-        multiply(ACTIVATED, net, n2, rows, d, net->up + l * wide * d, net->up_bias + l * wide, wide, up, slope);
-        multiply(ADDED, net, up, rows, wide, net->down + l * wide * d, net->down_bias + l * d, d, x, NULL);
+        multiply(ACTIVATED, net, n2, rows, d, net->on[UP] + l * wide * d, net->bias[UP] + l * wide, wide, up, slope);
+        multiply(ADDED, net, up, rows, wide, net->on[DOWN] + l * wide * d, net->bias[DOWN] + l * d, d, x, NULL);
     }
 }
 
@@ -149,15 +153,15 @@ static void backward(const Network *net, const Work *work, size_t from, size_t t
         const num *n2 = work->n2 + begin * d, *up = work->up + begin * wide, *slope = work->slope + begin * wide;
         float *bias = work->by_bias + mine * (5 * d + wide);
         rounded(x, rows * d, g_x);
-        learn(g_x, up, rows, d, wide, work->by_down + mine * wide * d, bias + 4 * d + wide, t);
-        multiply(SLOPED, net, g_x, rows, d, net->down_back + l * wide * d, NULL, wide, g_up, (num *)slope);
-        learn(g_up, n2, rows, wide, d, work->by_up + mine * wide * d, bias + 4 * d, t);
-        multiply(WIDE, net, g_up, rows, wide, net->up_back + l * wide * d, NULL, d, t->g, NULL);
+        learn(g_x, up, rows, d, wide, work->by[DOWN] + mine * wide * d, bias + 4 * d + wide, t);
+        multiply(SLOPED, net, g_x, rows, d, net->back[DOWN] + l * wide * d, NULL, wide, g_up, (num *)slope);
+        learn(g_up, n2, rows, wide, d, work->by[UP] + mine * wide * d, bias + 4 * d, t);
+        multiply(WIDE, net, g_up, rows, wide, net->back[UP] + l * wide * d, NULL, d, t->g, NULL);
         for (size_t r = 0; r < rows; r++)
             standardise_back(t->g + r * d, n2 + r * d, work->scale2[begin + r], d, x + r * d);
         rounded(x, rows * d, g_x);
-        learn(g_x, work->attended + begin * d, rows, d, d, work->by_out + mine * d * d, bias + 3 * d, t);
-        multiply(KEPT, net, g_x, rows, d, net->out_back + l * d * d, NULL, d, g_up, NULL);
+        learn(g_x, work->attended + begin * d, rows, d, d, work->by[OUT] + mine * d * d, bias + 3 * d, t);
+        multiply(KEPT, net, g_x, rows, d, net->back[OUT] + l * d * d, NULL, d, g_up, NULL);
         begin = l * work->rows + from * tokens, rows = records * tokens;
         for (size_t i = records; i--;) {
             size_t place = (l * work->records + from + i) * net->heads;
@@ -172,19 +176,87 @@ static void backward(const Network *net, const Work *work, size_t from, size_t t
                         g_up + i * queries * d, to, &t->attention);
         }
         const num *n1 = work->n1 + begin * d;
-        learn(g_qkv, n1, rows, 3 * d, d, work->by_qkv + mine * 3 * d * d, bias, t);
-        multiply(WIDE, net, g_qkv, rows, 3 * d, net->qkv_back + l * 3 * d * d, NULL, d, t->g, NULL);
+        learn(g_qkv, n1, rows, 3 * d, d, work->by[QKV] + mine * 3 * d * d, bias, t);
+        multiply(WIDE, net, g_qkv, rows, 3 * d, net->back[QKV] + l * 3 * d * d, NULL, d, t->g, NULL);
         for (size_t r = 0; r < rows; r++)
             standardise_back(t->g + r * d, n1 + r * d, work->scale1[begin + r], d, x + r * d);
     }
     memcpy(work->x + from * tokens * d, x, 4 * records * tokens * d);
 }
 
-/* Weights (layers, columns, inputs) as the right factor of products, forward and back. */
-void pack_weights(const num *weights, int64_t layers, int64_t columns, int64_t inputs, num *on, num *back) {
-    for (; layers--; weights += columns * inputs, on += columns * inputs, back += columns * inputs) {
-        pack_across(weights, inputs, columns, inputs, on);
-        pack_along(weights, inputs, columns, inputs, back);
+/* One map of one layer. first: where its columns begin among those of all maps of the layer. weights: where its own are,
+ * the bias after them. norm: where those of the norm before it are, negative where there is none. */
+typedef struct {
+    size_t layer, kind, columns, inputs, size, first, weights;
+    int64_t norm;
+} Map;
+static Map map_of(const Network *net, int64_t unit) {
+    size_t d = net->d, wide = net->feedforward, kind = unit % MAPS, at = unit / MAPS * PARAMETERS;
+    size_t columns[] = {3 * d, d, wide, d}, first[] = {0, 3 * d, 4 * d, 4 * d + wide};
+    size_t inputs = kind == DOWN ? wide : d, size = columns[kind] * inputs;
+    int64_t norm = kind == QKV ? (int64_t)at : kind == UP ? (int64_t)at + 2 : -1;
+    return (Map){unit / MAPS, kind, columns[kind], inputs, size, first[kind], at + 2 * (NORMS + kind), norm};
+}
+
+/* Take maps until none is left: from the network's own weights to right factors of products, forward and back. */
+int64_t fold_weights(const Work *work) {
+    const Network *net = work->network;
+    num *folded = room(sizeof(num) * net->d * (net->feedforward + 3 * net->d));
+    if (!folded) return -1;
+    for (int64_t unit; (unit = __atomic_fetch_add(work->next, 1, __ATOMIC_RELAXED)) < net->layers * MAPS;) {
+        Map m = map_of(net, unit);
+        const float *own = net->own[m.weights], *bias = net->own[m.weights + 1];
+        const float *const *norm = m.norm < 0 ? NULL : net->own + m.norm;
+        for (size_t r = 0; r < m.columns; r++) {
+            v16 shift = all(0);
+            for (size_t i = 0; i < m.inputs; i += LANES) {
+                v16 w = load(own + r * m.inputs + i);
+                put(folded + r * m.inputs + i, norm ? w * load(norm[0] + i) : w);
+                if (norm) shift += w * load(norm[1] + i);
+            }
+            net->bias[m.kind][m.layer * m.columns + r] = bias[r] + sum(shift);
+        }
+        pack_across(folded, m.inputs, m.columns, m.inputs, net->on[m.kind] + m.layer * m.size);
+        pack_along(folded, m.inputs, m.columns, m.inputs, net->back[m.kind] + m.layer * m.size);
+    }
+    free(folded);
+    return 0;
+}
+
+/* Take maps until none is left: from gradients of all shares to those of the network's own weights. */
+int64_t unfold_gradients(const Work *work) {
+    const Network *net = work->network;
+    for (int64_t unit; (unit = __atomic_fetch_add(work->next, 1, __ATOMIC_RELAXED)) < net->layers * MAPS;) {
+        Map m = map_of(net, unit);
+        float *const *norm = m.norm < 0 ? NULL : work->learned + m.norm;
+        const float *own = net->own[m.weights], *by = work->by[m.kind] + m.layer * m.size;
+        for (size_t r = 0; r < m.columns; r++) {
+            float shift = 0;
+            for (int64_t s = 0; s < work->shares; s++)
+                shift += work->by_bias[(s * net->layers + m.layer) * (5 * net->d + net->feedforward) + m.first + r];
+            work->learned[m.weights + 1][r] = shift;
+            for (size_t i = 0, at = r * m.inputs; i < m.inputs; i += LANES, at += LANES) {
+                v16 w = load(own + at), g = all(0);
+                for (int64_t s = 0; s < work->shares; s++) g += load(by + s * net->layers * m.size + at);
+                if (norm) {
+                    store(norm[0] + i, (r ? load(norm[0] + i) : all(0)) + g * w);
+                    store(norm[1] + i, (r ? load(norm[1] + i) : all(0)) + shift * w);
+                    g = g * load(net->own[m.norm] + i) + shift * load(net->own[m.norm + 1] + i);
+                }
+                store(work->learned[m.weights] + at, g);
+            }
+        }
+    }
+    return 0;
+}
+
+/* A share's gradients begin with zeros. */
+static void forget(const Network *net, const Work *work, size_t share) {
+    size_t columns = net->layers * (5 * net->d + net->feedforward);
+    memset(work->by_bias + share * columns, 0, 4 * columns);
+    for (int64_t kind = 0; kind < MAPS; kind++) {
+        size_t size = net->layers * map_of(net, kind).size;
+        memset(work->by[kind] + share * size, 0, 4 * size);
     }
 }
 
@@ -206,10 +278,12 @@ int64_t train_layers(const Work *work) {
     int fine = 1;
     for (int i = 0; i < 11; i++) fine &= (*halves[i] = room(sizeof(num) * sizes[i])) != NULL;
     for (int i = 0; i < 4; i++) fine &= (*floats[i] = room(4 * lengths[i])) != NULL;
-    for (int64_t share; fine && (share = __atomic_fetch_add(work->next, 1, __ATOMIC_RELAXED)) < work->shares;)
+    for (int64_t share; fine && (share = __atomic_fetch_add(work->next, 1, __ATOMIC_RELAXED)) < work->shares;) {
+        if (work->back) forget(net, work, share);
         for (size_t at = share * work->unit, end = work->records; at < end; at += work->shares * work->unit)
             if (work->back) backward(net, work, at, less(at + work->unit, end), share, &t);
             else forward(net, work, at, less(at + work->unit, end), &t);
+    }
     for (int i = 0; i < 11; i++) free(*halves[i]);
     for (int i = 0; i < 4; i++) free(*floats[i]);
     return fine ? 0 : -1;
