@@ -126,6 +126,8 @@ class Fit:
         self.scored = int((~data.schema.context).sum())
         self.average = copy.deepcopy(model).eval().requires_grad_(False)
         self.best = {name: p.clone() for name, p in self.average.named_parameters()}
+        self.weights: list[Tensor] = list(model.parameters())
+        self.averages: list[Tensor] = list(self.average.parameters())
         self.optimizer = _optimiser(model, recipe)
         self.low_precision = low_precision(recipe.training_precision, model.device)
         model.fast_layers = fast_layers(model) if self.low_precision else None
@@ -155,6 +157,7 @@ class Fit:
         step. costs: asked once where there is a time limit. Raises `Interrupted` when told to stop."""
         saved = self.budget.elapsed
         exhausted = self.since_best >= self.recipe.patience
+        self.model.train()
         with _deterministic(self.model.device):
             while (self.progress < 1.0 or not self.step) and not exhausted:
                 self._train_step()
@@ -201,16 +204,14 @@ class Fit:
     def _train_step(self) -> None:
         rows = self._batch_rows()
         samples = draw(self.data, rows, self.noise, self.recipe.arrival_share, seeded(self.seed, 0x57E9, self.step))
-        self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.model.device)
         for part in self.peers.parts(len(rows), self.recipe.accumulate):
             dropout = seeded(self.seed, 0x57E9, self.step, part.start)
             torch.manual_seed(dropout.initial_seed())  # of the global generator, from which it draws
             total += self._backward(samples[part], rows[part], len(rows))
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        self.peers.add_up([total, *(p.grad for p in parameters if p.grad is not None)])
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.recipe.clip)
+        self.peers.add_up([total, *(p.grad for p in self.weights if p.grad is not None)])
+        norm = torch.nn.utils.clip_grad_norm_(self.weights, self.recipe.clip)
         if not bool(torch.isfinite(norm)):
             raise ConfigError(
                 f"training diverged at step {self.step}: the gradient is not finite; lower learning_rate in --config"
@@ -248,7 +249,7 @@ class Fit:
         gamma = 1.0 / self.recipe.averaging
         keep = (1.0 - 1.0 / self.step) ** (gamma + 1.0)
         with torch.no_grad():
-            torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1.0 - keep)
+            torch._foreach_lerp_(self.averages, self.weights, 1.0 - keep)
 
     def _evaluation_due(self) -> bool:
         """At every thirtieth of the schedule; under a time limit so that it takes at most a ninth of the time."""
@@ -292,11 +293,11 @@ class Fit:
     def _validation_at_first(self) -> float:
         """Of the weights that training began with, which say what the guide says, or the model that is adapted: no run
         ends with worse ones."""
-        now = [p.clone() for p in self.average.parameters()]
+        now = [p.clone() for p in self.averages]
         with torch.no_grad():
-            torch._foreach_copy_(list(self.average.parameters()), list(self.best.values()))
+            torch._foreach_copy_(self.averages, list(self.best.values()))
             nll = self._validation()
-            torch._foreach_copy_(list(self.average.parameters()), now)
+            torch._foreach_copy_(self.averages, now)
         return nll
 
     def save(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -69,20 +69,24 @@ class Muon(torch.optim.Optimizer):
                 target.add_(update, alpha=-rate)
 
     def _adam(self, group: dict[str, Any]) -> None:
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            state = self.state[p]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                state["mean"], state["square"] = torch.zeros_like(p), torch.zeros_like(p)
-            state["step"] += 1
-            state["mean"].lerp_(p.grad, 1 - BETAS[0])
-            state["square"].lerp_(p.grad * p.grad, 1 - BETAS[1])
-            t = float(state["step"])
-            scale = (state["square"] / (1 - BETAS[1] ** t)).sqrt_().add_(EPSILON)
-            p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.addcdiv_(state["mean"], scale, value=-group["lr"] / (1 - BETAS[0] ** t))
+        weights = [p for p in group["params"] if p.grad is not None]
+        if not weights:
+            return
+        for p in weights:
+            if not self.state[p]:
+                self.state[p]["step"] = torch.zeros((), dtype=torch.float32)
+                self.state[p]["mean"], self.state[p]["square"] = torch.zeros_like(p), torch.zeros_like(p)
+        gradients = [cast(Tensor, p.grad) for p in weights]
+        steps, means, squares = ([self.state[p][name] for p in weights] for name in ("step", "mean", "square"))
+        torch._foreach_add_(steps, 1)
+        torch._foreach_lerp_(means, gradients, 1 - BETAS[0])
+        torch._foreach_lerp_(squares, torch._foreach_mul(gradients, gradients), 1 - BETAS[1])
+        times = [float(t) for t in steps]
+        scales = torch._foreach_div(squares, [1 - BETAS[1] ** t for t in times])
+        torch._foreach_sqrt_(scales)
+        torch._foreach_add_(scales, EPSILON)
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_addcdiv_(weights, means, scales, [-group["lr"] / (1 - BETAS[0] ** t) for t in times])
 
 
 def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:

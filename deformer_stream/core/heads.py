@@ -333,7 +333,7 @@ class Head(nn.Module):
         J = self.mixtures
         weights, raw, means = out[..., :J], out[..., J : 2 * J], out[..., 2 * J : 3 * J]
         floor = self.floor.to(out.dtype)[features].unsqueeze(-1)
-        scales = floor + nn.functional.softplus(raw)
+        scales = floor + nn.functional.softplus(raw.contiguous())  # of what lies apart, it is several times slower
         if self.adjust is not None and guide is not None:
             more, shift, widen = self.adjust(hidden).to(out.dtype).chunk(3, -1)
             weights = torch.cat([weights, guide.log_weights.to(out.dtype) + more], -1)

@@ -149,11 +149,11 @@ class Layers:
 
 
 class _Pass(torch.autograd.Function):
-    """Tokens (N, T, d), z before u, and the layers' weights → (N, L, d)."""
+    """Tokens (N, T, d), z before u, overwritten, for nobody else has them, and the layers' weights → (N, L, d)."""
 
     @staticmethod
     def forward(ctx: Any, layers: Layers, x: Tensor, *own: Tensor) -> Tensor:
-        hidden = layers.forward(x.clone())
+        hidden = layers.forward(x)
         ctx.layers, ctx.call = layers, layers.calls
         return hidden
 
