@@ -35,7 +35,7 @@ def model(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Trained on the experiment without anomalies."""
     out = tmp_path_factory.mktemp("skab") / "model"
     table = data_dir / "skab" / "anomaly-free"
-    words = ["--out", out, "--preset", "tiny", "--epochs", "20", "--exclude", "datetime"]
+    words = ["--out", out, "--preset", "tiny", "--epochs", "8", "--exclude", "datetime"]
     done("deformer-train", table, *words, timeout=400)
     return out
 

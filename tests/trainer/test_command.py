@@ -158,7 +158,7 @@ def test_a_signal_keeps_progress_and_resume_continues(
     tmp_path: Path, table: Path, config: Path, number: signal.Signals, code: int, here: Run
 ) -> None:
     out = tmp_path / "model"
-    arguments = [table, "--out", out, "--config", config, "--epochs", 60]
+    arguments = [table, "--out", out, "--config", config, "--epochs", 15]
     with subprocess.Popen(
         command(*arguments),
         stderr=subprocess.PIPE,

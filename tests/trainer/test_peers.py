@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -66,19 +68,9 @@ def test_parts_of_all_processes_are_the_whole_step_once(records: int, size: int,
     assert [i for part in parts for i in range(records)[part]] == list(range(records))
 
 
-def run(table: Path, out: Path, *options: str, processes: int = 1) -> torch.Tensor:
+def run(table: Path, out: Path, *options: str, processes: int) -> torch.Tensor:
     """What the model thinks after a run of the command by so many processes, started as torchrun would."""
-    command = [
-        sys.executable,
-        "-m",
-        "trainer.cli",
-        str(table),
-        "--out",
-        str(out),
-        "--training-precision",
-        "float32",
-        *options,
-    ]
+    command = [sys.executable, "-m", "trainer.cli", str(table), "--out", str(out), *options]
     shared = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     shared |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = [
@@ -94,12 +86,17 @@ def run(table: Path, out: Path, *options: str, processes: int = 1) -> torch.Tens
     return opinion(artifact.read(out).model)
 
 
-def test_two_processes_end_where_one_does_with_the_doubled_batch(tmp_path: Path) -> None:
+def test_two_processes_end_where_one_does_with_the_doubled_batch(
+    tmp_path: Path, cli: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one is this process."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     table = write(tmp_path / "table.parquet", mixed(np.random.default_rng(4), 300))
-    (tmp_path / "train.toml").write_text(CONFIG)
-    options = ["--config", str(tmp_path / "train.toml"), "--epochs", "2"]
     (tmp_path / "half.toml").write_text(CONFIG + "batch = 16\n")
     (tmp_path / "whole.toml").write_text(CONFIG + "batch = 32\n")
-    two = run(table, tmp_path / "two", *options[2:], "--config", str(tmp_path / "half.toml"), processes=2)
-    one = run(table, tmp_path / "one", *options[2:], "--config", str(tmp_path / "whole.toml"))
-    torch.testing.assert_close(two, one, atol=1e-3, rtol=1e-3)
+    options = ["--epochs", "2", "--training-precision", "float32", "--config"]
+    two = run(table, tmp_path / "two", *options, str(tmp_path / "half.toml"), processes=2)
+    one = tmp_path / "one"
+    done = cli(table, "--out", one, *options, tmp_path / "whole.toml", program="deformer-train")
+    assert done.code == 0, done.err
+    torch.testing.assert_close(two, opinion(artifact.read(one).model), atol=1e-3, rtol=1e-3)

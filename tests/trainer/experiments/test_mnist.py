@@ -21,13 +21,13 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     folder = tmp_path_factory.mktemp("images")
-    data = write_images(folder / "data", 500, 300, 40)
-    given = {"preset": "small", "override": f"{TINY},batch=4,epochs=4", "orders": 2, "test_records": 30}
+    data = write_images(folder / "data", 500, 60, 40)
+    given = {"preset": "small", "override": f"{TINY},batch=2,epochs=3", "orders": 2, "test_records": 30}
     return runner.run(EXPERIMENT, settings(folder / "out", data, **given))
 
 
 def test_the_nll_falls_below_that_of_independent_pixels(outcome: Outcome) -> None:
-    known = np.concatenate([corner(500, 0), corner(300, 1)])
+    known = np.concatenate([corner(500, 0), corner(60, 1)])
     p = np.clip(known.mean(0), 1e-3, 1 - 1e-3)
     independent = -(p * np.log(p) + (1 - p) * np.log(1 - p)).sum()
     history = outcome.results["history"]
