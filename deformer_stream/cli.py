@@ -23,7 +23,7 @@ from deformer_stream.command import (
     leave_a_core,
     run,
     share_the_interpreter,
-    spare_what_is_loaded,
+    sparing_what_is_loaded,
     stop_on_signals,
 )
 
@@ -86,8 +86,8 @@ def _consume() -> click.Command:
                 ModelWatch(loaded, settings.device, asked, settings.compiled == "auto").take,
                 lambda found: opening.codec(found, settings, order="arrival"),
             )
-            spare_what_is_loaded()
-            totals = road.run(stop)
+            with sparing_what_is_loaded():
+                totals = road.run(stop)
         logger.info("stopped", **totals.shown(), open=len(engine.records))
 
     return consume

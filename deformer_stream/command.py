@@ -11,7 +11,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -98,11 +99,16 @@ def share_the_interpreter() -> None:
     sys.setswitchinterval(0.0005)
 
 
-def spare_what_is_loaded() -> None:
+@contextmanager
+def sparing_what_is_loaded() -> Iterator[None]:
     """Let the garbage collector pass over all that is there now: a look at the modules and the model alone would hold
     up an alert for 0.14 s, again and again."""
     gc.collect()
     gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def run(command: click.Command, name: str) -> None:

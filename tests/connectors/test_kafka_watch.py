@@ -144,7 +144,11 @@ def test_a_broker_that_is_away(own: Any, worlds: list[Group], monkeypatch: pytes
         member.commit()
         member.read(40)
     impatient = [other.join(patience=1.0) for _ in range(3)]  # one of them has no partition
-    until(lambda: all(m.turn() for m in impatient) and sorted(len(m.live) for m in impatient) == [0, 1, 1], "0 + 1 + 1")
+    with following(impatient[0].turn), following(impatient[1].turn):  # they join together, as processes do
+        until(
+            lambda: bool(impatient[2].turn()) and sorted(len(m.live) for m in impatient) == [0, 1, 1],
+            "0 + 1 + 1",
+        )
     busy = next(member for member in impatient if member.live)
     newcomers = [world.join(patience=60.0) for world in worlds]
     own.kill(1)
