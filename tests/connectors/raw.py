@@ -15,6 +15,8 @@ import cramjam
 import crc32c
 
 GZIP, SNAPPY, LZ4, ZSTD = 1, 2, 3, 4
+LEADERLESS = 6
+"""What a broker answers that does not lead the partition."""
 Header = tuple[bytes, bytes]
 
 
@@ -93,9 +95,11 @@ def send(bootstrap: str, topic: str, one_batch: bytes, partition: int = 0) -> in
     name = topic.encode()
     request = struct.pack(">hhih4s", 0, 7, 1, 4, b"test") + struct.pack(">hhi", -1, -1, 30_000)
     request += struct.pack(">ih", 1, len(name)) + name + struct.pack(">iii", 1, partition, len(one_batch)) + one_batch
-    with socket.create_connection((host, int(port)), 60) as s, s.makefile("rb") as answers:
-        s.sendall(struct.pack(">i", len(request)) + request)
-        answer = answers.read(*struct.unpack(">i", answers.read(4)))
-    error, offset = struct.unpack_from(">hq", answer, 4 + 4 + 2 + len(name) + 4 + 4)
+    error, offset, deadline = LEADERLESS, 0, time.monotonic() + 30
+    while error == LEADERLESS and time.monotonic() < deadline:  # as a partition is when its topic has just been made
+        with socket.create_connection((host, int(port)), 60) as s, s.makefile("rb") as answers:
+            s.sendall(struct.pack(">i", len(request)) + request)
+            answer = answers.read(*struct.unpack(">i", answers.read(4)))
+        error, offset = struct.unpack_from(">hq", answer, 4 + 4 + 2 + len(name) + 4 + 4)
     assert error == 0, f"the broker answers {error}"
     return int(offset)
