@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kafka.codec import has_lz4
 from kafka.record.default_records import DefaultRecordBatchBuilder
@@ -21,19 +21,24 @@ SEQUENCES = 2**31
 MAGIC = 2
 
 
-class Record(Protocol):
-    """A message. partition: None is by key, as every Kafka client has it (murmur2)."""
+Header = tuple[str, bytes]
 
-    @property
-    def topic(self) -> str: ...
-    @property
-    def partition(self) -> int | None: ...
-    @property
-    def key(self) -> bytes | None: ...
-    @property
-    def value(self) -> bytes | None: ...
-    @property
-    def headers(self) -> Sequence[tuple[str, bytes]]: ...
+
+class Outgoing(NamedTuple):
+    """A message on its way. source: the partition of events that it comes from. partition: of `topic`, None is by key,
+    as every Kafka client has it (murmur2)."""
+
+    source: int
+    topic: str
+    key: bytes | None
+    value: bytes | None
+    headers: list[Header]
+    partition: int | None = None
+
+
+def size_of(message: Outgoing) -> int:
+    """An upper bound of what the message takes in the topic's log, by the client's own estimate."""
+    return int(DefaultRecordBatchBuilder.estimate_size_in_bytes(message.key, message.value, message.headers))
 
 
 class Batch(NamedTuple):
@@ -53,14 +58,14 @@ class Batcher:
         self._compression = DefaultRecordBatchBuilder.CODEC_LZ4 if has_lz4() else DefaultRecordBatchBuilder.CODEC_NONE
         self._next: dict[TopicPartition, int] = defaultdict(int)
 
-    def batches(self, records: Sequence[Record], partition_of: Callable[[Record], TopicPartition]) -> list[Batch]:
+    def batches(self, records: Sequence[Outgoing], partition_of: Callable[[Outgoing], TopicPartition]) -> list[Batch]:
         """All of the records, each partition's in their order."""
         places: dict[TopicPartition, list[int]] = defaultdict(list)
         for i, record in enumerate(records):
             places[partition_of(record)].append(i)
         return [batch for to, of_one in places.items() for batch in self._of_one(to, records, of_one)]
 
-    def _of_one(self, to: TopicPartition, records: Sequence[Record], places: Sequence[int]) -> Iterator[Batch]:
+    def _of_one(self, to: TopicPartition, records: Sequence[Outgoing], places: Sequence[int]) -> Iterator[Batch]:
         first = 0
         while first < len(places):
             builder = MemoryRecordsBuilder(
@@ -75,7 +80,7 @@ class Batcher:
             at = first
             while at < len(places):
                 record = records[places[at]]
-                if builder.append(None, record.key, record.value, list(record.headers)) is None:
+                if builder.append(None, record.key, record.value, record.headers) is None:
                     break  # it is full
                 at += 1
             builder.close()

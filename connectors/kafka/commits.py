@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from kafka import KafkaConsumer
 from kafka.structs import OffsetAndMetadata, TopicPartition
 
+from connectors.kafka.batches import Outgoing
 from connectors.kafka.client import DELIVERY_SECONDS
-from connectors.kafka.delivery import Delivery, Outgoing
+from connectors.kafka.delivery import Delivery
 from connectors.kafka.state import Attempt, Kept, StateTopic
 from deformer_stream.ports import Saved
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import kafka.errors as errors
 from kafka import KafkaProducer
-from kafka.record.default_records import DefaultRecordBatchBuilder
 
+from connectors.kafka.batches import Outgoing, size_of
 from connectors.kafka.client import CONNECT_SECONDS, DELIVERY_SECONDS, FLUSH_SECONDS, connect, mapped, producer
 from connectors.kafka.transactions import Offsets, Transactions
 from deformer_stream.errors import DeformerError
@@ -28,25 +28,8 @@ BATCH_BYTES = 16_384
 TRANSACTION_SECONDS = 30.0
 """The broker aborts a transaction whose process has been silent for so long; readers of the topics wait for it."""
 
-Header = tuple[str, bytes]
 Result = TypeVar("Result")
 Producer = TypeVar("Producer")
-
-
-class Outgoing(NamedTuple):
-    """A message on its way. source: the partition of events that it comes from. partition: of `topic`, None: by key."""
-
-    source: int
-    topic: str
-    key: bytes | None
-    value: bytes | None
-    headers: list[Header]
-    partition: int | None = None
-
-
-def size_of(message: Outgoing) -> int:
-    """An upper bound of what the message takes in the topic's log, by the client's own estimate."""
-    return int(DefaultRecordBatchBuilder.estimate_size_in_bytes(message.key, message.value, message.headers))
 
 
 class Delivery:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from connectors.kafka.delivery import Delivery, Header, Outgoing, size_of
+from connectors.kafka.batches import Header, Outgoing, size_of
+from connectors.kafka.delivery import Delivery
 from connectors.kafka.state import SETTINGS
 from deformer_stream.codec import encode_drift, payload_of, position
 from deformer_stream.core.batch import AlertRaised, Effects, Rejected

@@ -18,8 +18,9 @@ import orjson
 from kafka import KafkaConsumer, TopicPartition
 from kafka.structs import OffsetAndMetadata
 
+from connectors.kafka.batches import Outgoing
 from connectors.kafka.client import CONNECT_SECONDS, connect, mapped
-from connectors.kafka.delivery import TRANSACTION_SECONDS, Outgoing
+from connectors.kafka.delivery import TRANSACTION_SECONDS
 from deformer_stream.errors import ConfigError, InvariantViolated, StateError
 from deformer_stream.ports import Saved
 

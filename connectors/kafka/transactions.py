@@ -33,7 +33,7 @@ from kafka.protocol.producer import (
 from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata, TopicPartition
 
 from connectors.kafka.asking import Asking, check
-from connectors.kafka.batches import Batch, Batcher, Record, in_order, turns_of
+from connectors.kafka.batches import Batch, Batcher, Outgoing, in_order, turns_of
 
 ENDING = frozenset({errors.ConcurrentTransactionsError.errno})
 """The broker is still ending the transaction before."""
@@ -90,7 +90,7 @@ class Transactions:
 
     def commit(
         self,
-        records: Sequence[Record],
+        records: Sequence[Outgoing],
         offsets: Callable[[Callable[[], list[int]]], Offsets],
         group: ConsumerGroupMetadata,
     ) -> None:
@@ -107,7 +107,7 @@ class Transactions:
 
     def _commit(
         self,
-        records: Sequence[Record],
+        records: Sequence[Outgoing],
         offsets: Callable[[Callable[[], list[int]]], Offsets],
         group: ConsumerGroupMetadata,
     ) -> None:
@@ -145,9 +145,7 @@ class Transactions:
             return self._asking.ask(
                 self._coordinator,
                 AddOffsetsToTxnRequest(
-                    transactional_id=self._id,
-                    producer_id=self._producer,
-                    producer_epoch=self._epoch,
+                    **self._signature,
                     group_id=group_id,
                     max_version=4,
                 ),
@@ -208,10 +206,8 @@ class Transactions:
             return self._asking.ask(
                 self._group_coordinator(group.group_id),
                 TxnOffsetCommitRequest(
-                    transactional_id=self._id,
+                    **self._signature,
                     group_id=group.group_id,
-                    producer_id=self._producer,
-                    producer_epoch=self._epoch,
                     generation_id=group.generation_id,
                     member_id=group.member_id,
                     group_instance_id=group.group_instance_id,
@@ -234,13 +230,16 @@ class Transactions:
     def end(self) -> None:
         """Commit."""
         asked = EndTxnRequest(
-            transactional_id=self._id,
-            producer_id=self._producer,
-            producer_epoch=self._epoch,
+            **self._signature,
             committed=True,
             max_version=4,
         )
         check(self._asking.answer(self._asking.ask(self._coordinator, asked)).error_code)
+
+    @property
+    def _signature(self) -> dict[str, Any]:
+        """Who asks, as every request of a transaction says it."""
+        return {"transactional_id": self._id, "producer_id": self._producer, "producer_epoch": self._epoch}
 
     # --- what that needs ----------------------------------------------------------------------------------------------
 
@@ -264,7 +263,7 @@ class Transactions:
         check(answer.error_code)
         return answer
 
-    def _partition(self, record: Record) -> TopicPartition:
+    def _partition(self, record: Outgoing) -> TopicPartition:
         if record.topic in self._cluster.unauthorized_topics:
             raise errors.TopicAuthorizationFailedError()
         if not self._cluster.partitions_for_topic(record.topic):

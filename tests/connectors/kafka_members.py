@@ -16,7 +16,7 @@ from kafka.errors import KafkaError, RetriableError
 from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata, TopicPartition
 
 from connectors.kafka import Delivery, KafkaSink, KafkaSource, StateTopic, ensure_topics, produce, topics_of
-from connectors.kafka.delivery import Outgoing
+from connectors.kafka.batches import Outgoing
 from deformer_stream.errors import DeformerError
 from deformer_stream.ports import NOTHING, Messages, Payload, Polled, Restored, Saved
 from tests.connectors.kafka_world import PATIENCE, Bytes, admin_of, alert, effects, numbered, read, settle, until

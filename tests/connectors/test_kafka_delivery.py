@@ -13,7 +13,7 @@ from kafka import errors as refusals
 from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata
 
 from connectors.kafka import Delivery
-from connectors.kafka.delivery import Outgoing
+from connectors.kafka.batches import Outgoing
 from connectors.kafka.transactions import Transactions
 from deformer_stream.errors import ConfigError
 from tests.connectors.kafka_members import Group, Member, following, of_each

@@ -16,7 +16,7 @@ from kafka import KafkaProducer, TopicPartition
 from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata
 
 from connectors.kafka import Delivery, ensure_topics
-from connectors.kafka.delivery import Outgoing
+from connectors.kafka.batches import Outgoing
 from connectors.kafka.transactions import Transactions
 from tests.conftest import start_broker
 from tests.connectors.kafka_members import Group, following
