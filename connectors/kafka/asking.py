@@ -19,6 +19,32 @@ PAUSE_SHARE = 0.1
 """What the broker is not ready for is asked again after a millisecond, or a tenth of the time that it has taken so far:
 mostly it is still ending the transaction before, which takes it a few milliseconds, and an alert waits for that."""
 
+MOVING = frozenset(
+    error.errno
+    for error in (
+        errors.CoordinatorLoadInProgressError,
+        errors.CoordinatorNotAvailableError,
+        errors.NotCoordinatorError,
+    )
+)
+"""Another broker coordinates the group or the transactions, or is about to."""
+
+LEADERLESS = frozenset(
+    error.errno
+    for error in (
+        errors.UnknownTopicOrPartitionError,
+        errors.LeaderNotAvailableError,
+        errors.NotLeaderForPartitionError,
+        errors.KafkaStorageError,
+        errors.NotEnoughReplicasError,
+        errors.NotEnoughReplicasAfterAppendError,
+    )
+)
+"""Another broker leads the partition, or is about to; or the broker has not heard of it yet."""
+
+PASSING = MOVING | LEADERLESS | {errors.ConcurrentTransactionsError.errno}
+"""The last one: the broker is still ending the transaction before."""
+
 _FENCED = (errors.InvalidProducerEpochError, errors.ProducerFencedError)
 _REGROUPED = (errors.IllegalGenerationError, errors.UnknownMemberIdError)
 
@@ -116,14 +142,33 @@ class Asking:
         return asked.value
 
     def insist(
-        self, asked: Any, again: Callable[[], Any], code_of: Callable[[Any], int], passing: frozenset[int]
+        self, asked: Any, ask: Callable[[], Any], code_of: Callable[[Any], int], find: Callable[[], object]
     ) -> None:
-        """Ask until the answer's code is none of those that pass by themselves; to ask twice must do no harm."""
+        """Ask until the answer's code is none of those that pass by themselves; to ask twice must do no harm. find: who
+        is asked, anew."""
         began = time.monotonic()
-        while (code := code_of(self.answer(asked))) in passing:
-            self._pause(max(PAUSE_SECONDS, PAUSE_SHARE * (time.monotonic() - began)))
-            asked = again()
+        while (code := code_of(self.answer(asked))) in PASSING:
+            self.pause_since(began)
+            if code in MOVING:
+                find()
+            asked = ask()
         check(code)
+
+    def patiently(self, call: Callable[[], Result], between: Callable[[], object] = lambda: None) -> Result:
+        """The call's result, of as many attempts as it takes while brokers look for their coordinators and leaders."""
+        began = time.monotonic()
+        while True:
+            try:
+                return call()
+            except errors.RetriableError:
+                if time.monotonic() > self._deadline or self._left.is_set():
+                    raise
+            self.pause_since(began)
+            between()
+
+    def pause_since(self, began: float) -> None:
+        """Before asking again what was first asked then."""
+        self._pause(max(PAUSE_SECONDS, PAUSE_SHARE * (time.monotonic() - began)))
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -138,17 +183,6 @@ class Asking:
         if now > self._deadline:
             raise errors.KafkaTimeoutError("the broker does not answer")
         self._net.poll(timeout_ms=1000 * max(0.0, min(until, self._deadline) - now))
-
-    def patiently(self, call: Callable[[], Result]) -> Result:
-        """The call's result, of as many attempts as it takes while brokers look for their coordinators."""
-        began = time.monotonic()
-        while True:
-            try:
-                return call()
-            except errors.RetriableError:
-                if time.monotonic() > self._deadline or self._left.is_set():
-                    raise
-            self._pause(max(PAUSE_SECONDS, PAUSE_SHARE * (time.monotonic() - began)))
 
     def _let_go(self) -> None:
         """Close the connections if no call uses them; the call does it otherwise, when it ends."""

@@ -15,8 +15,10 @@ other: that saves it from checking two requests of one transaction at once, of w
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import kafka.errors as errors
@@ -32,21 +34,8 @@ from kafka.protocol.producer import (
 )
 from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata, TopicPartition
 
-from connectors.kafka.asking import Asking, check
+from connectors.kafka.asking import LEADERLESS, Asking, check
 from connectors.kafka.batches import Batch, Batcher, Outgoing, in_order, turns_of
-
-ENDING = frozenset({errors.ConcurrentTransactionsError.errno})
-"""The broker is still ending the transaction before."""
-
-MOVING = frozenset(
-    error.errno
-    for error in (
-        errors.CoordinatorLoadInProgressError,
-        errors.CoordinatorNotAvailableError,
-        errors.NotCoordinatorError,
-    )
-)
-"""Another broker coordinates the group, or is about to."""
 
 NO_ONE = -1
 
@@ -144,32 +133,45 @@ class Transactions:
         def add_group() -> Any:
             return self._asking.ask(
                 self._coordinator,
-                AddOffsetsToTxnRequest(
-                    **self._signature,
-                    group_id=group_id,
-                    max_version=4,
-                ),
+                AddOffsetsToTxnRequest(**self._signature, group_id=group_id, max_version=4),
             )
 
         asked = add_partitions() if topics else None
         group_asked = add_group()
         if asked is not None:
-            self._asking.insist(asked, add_partitions, _worst_of_partitions, ENDING)
-        return lambda: self._asking.insist(group_asked, add_group, lambda answer: int(answer.error_code), ENDING)
+            self._asking.insist(asked, add_partitions, _worst_of_partitions, self._find_coordinator)
+        return lambda: self._asking.insist(group_asked, add_group, _code, self._find_coordinator)
 
     def write(self, batches: Sequence[Batch]) -> Callable[[], list[int]]:
         """Send batches to the leaders of their partitions, each partition's in their order. The call that is returned
         waits for the brokers, and gives the offset of each batch's first record."""
         base: dict[int, int] = {}
+        expected: dict[tuple[str, int], int] = {}
         under_way: list[Any] = []
+        began = time.monotonic()
+
+        def send(leader: int, places: Sequence[int]) -> None:
+            expected.update({tuple(batches[i].to): i for i in places})
+            under_way.append(self._asking.ask(leader, self._produce(batches[i] for i in places)))
 
         def settle() -> None:
-            for asked in under_way:
-                for topic in self._asking.answer(asked).responses:
-                    for answer in topic.partition_responses:
-                        check(answer.error_code)
-                        base[expected.pop((topic.name, answer.index))] = int(answer.base_offset)
-            under_way.clear()
+            while under_way:
+                refused: list[int] = []
+                for asked in under_way:
+                    for topic in self._asking.answer(asked).responses:
+                        for answer in topic.partition_responses:
+                            place = expected.pop((topic.name, answer.index))
+                            if answer.error_code in LEADERLESS:
+                                refused.append(place)
+                            else:
+                                check(answer.error_code)
+                                base[place] = int(answer.base_offset)
+                under_way.clear()
+                if refused:  # the broker knows by its number a batch that it has after all
+                    self._asking.pause_since(began)
+                    self._asking.look_up()
+                    for place in refused:
+                        send(self._leader(batches[place].to), [place])
             if expected:  # so that it is not taken for written
                 raise errors.KafkaError(f"the broker does not say what became of {sorted(expected)}")
 
@@ -177,12 +179,10 @@ class Transactions:
             settle()
             return [base[i] for i in range(len(batches))]
 
-        expected: dict[tuple[str, int], int] = {}
         for turn in turns_of(batches, self._leader):
             settle()
             for leader, places in turn.items():
-                expected |= {tuple(batches[i].to): i for i in places}
-                under_way.append(self._asking.ask(leader, self._produce(batches[i] for i in places)))
+                send(leader, places)
         return offsets
 
     def send_offsets(self, offsets: Offsets, group: ConsumerGroupMetadata) -> Callable[[], None]:
@@ -216,25 +216,20 @@ class Transactions:
                 ),
             )
 
-        def again() -> Any:
-            del self._groups[group.group_id]
-            return ask()
-
         def code_of(answer: Any) -> int:
             said = {(t.name, p.partition_index): int(p.error_code) for t in answer.topics for p in t.partitions}
             return next((said[tp] for tp in offsets if said[tp]), 0)
 
         asked = ask()
-        return lambda: self._asking.insist(asked, again, code_of, MOVING)
+        return lambda: self._asking.insist(asked, ask, code_of, lambda: self._groups.pop(group.group_id, None))
 
     def end(self) -> None:
         """Commit."""
-        asked = EndTxnRequest(
-            **self._signature,
-            committed=True,
-            max_version=4,
-        )
-        check(self._asking.answer(self._asking.ask(self._coordinator, asked)).error_code)
+
+        def ask() -> Any:
+            return self._asking.ask(self._coordinator, EndTxnRequest(**self._signature, committed=True, max_version=4))
+
+        self._asking.insist(ask(), ask, _code, self._find_coordinator)
 
     @property
     def _signature(self) -> dict[str, Any]:
@@ -251,7 +246,7 @@ class Transactions:
 
     def _become(self) -> Any:
         self._asking.look_up()
-        self._coordinator = self._asking.find(CoordinatorType.TRANSACTION, self._id)
+        self._find_coordinator()
         asked = InitProducerIdRequest(
             transactional_id=self._id,
             transaction_timeout_ms=int(1000 * self._timeout),
@@ -262,6 +257,10 @@ class Transactions:
         answer = self._asking.answer(self._asking.ask(self._coordinator, asked))
         check(answer.error_code)
         return answer
+
+    def _find_coordinator(self) -> None:
+        find = partial(self._asking.find, CoordinatorType.TRANSACTION, self._id)
+        self._coordinator = self._asking.patiently(find)
 
     def _partition(self, record: Outgoing) -> TopicPartition:
         if record.topic in self._cluster.unauthorized_topics:
@@ -290,15 +289,22 @@ class Transactions:
         )
 
     def _leader(self, tp: TopicPartition) -> int:
-        leader = self._cluster.leader_for_partition(tp)
-        if leader is None or leader < 0:
-            raise errors.LeaderNotAvailableError()
-        return int(leader)
+        def known() -> int:
+            leader = self._cluster.leader_for_partition(tp)
+            if leader is None or leader < 0:
+                raise errors.LeaderNotAvailableError()
+            return int(leader)
+
+        return self._asking.patiently(known, between=self._asking.look_up)
 
     def _group_coordinator(self, group: str) -> Any:
         if group not in self._groups:
-            self._groups[group] = self._asking.patiently(lambda: self._asking.find(CoordinatorType.GROUP, group))
+            self._groups[group] = self._asking.patiently(partial(self._asking.find, CoordinatorType.GROUP, group))
         return self._groups[group]
+
+
+def _code(answer: Any) -> int:
+    return int(answer.error_code)
 
 
 def _worst_of_partitions(answer: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 import uuid
 from collections import defaultdict
@@ -20,10 +21,11 @@ from connectors.kafka.batches import Outgoing
 from connectors.kafka.transactions import Transactions
 from tests.conftest import start_broker
 from tests.connectors.kafka_members import Group, following
-from tests.connectors.kafka_world import read, settle, until
+from tests.connectors.kafka_world import admin_of, read, settle, until
 
 pytestmark = pytest.mark.kafka
 
+PREFERRED = 0
 Sent = dict[tuple[str, int], list[tuple[int, bytes]]]
 
 
@@ -130,6 +132,21 @@ def test_commits_in_close_succession(kafka: SimpleNamespace, topic: Callable[...
     assert sorted(int(r.value) for r in read(kafka.bootstrap, name)) == [*range(30)]
 
 
+def test_a_partition_that_comes_into_being_meanwhile(kafka: SimpleNamespace, topic: Callable[..., str]) -> None:
+    """Brokers learn one after the other that there is a partition, and who leads it: the commit waits for that."""
+    name = topic(1)
+    delivery = Delivery(kafka.bootstrap, None, {name: 100_000}, name)
+    with admin_of(kafka.bootstrap) as admin:
+        creation = threading.Timer(0.3, lambda: admin.create_partitions({name: 2}))
+        creation.start()
+        assert commit(delivery, [Outgoing(0, name, None, b"early", [], 1)]) == [0]
+        creation.join()
+    assert not delivery.failed
+    delivery.close()
+    settle(kafka.bootstrap, name)
+    assert [(r.partition, r.value) for r in read(kafka.bootstrap, name)] == [(1, b"early")]
+
+
 def test_two_that_have_one_name(kafka: SimpleNamespace, topic: Callable[..., str]) -> None:
     """The later one is in charge: the earlier one writes nothing more, in no transaction that is yet to begin."""
     name = topic(1)
@@ -175,10 +192,44 @@ def test_on_an_older_broker_which_restarts_between_commits(older: Any) -> None:
     world.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def three() -> Iterator[Any]:
     with start_broker(brokers=3) as cluster:
         yield cluster
+
+
+def move(bootstrap: str, *topics: str) -> None:
+    """Another broker leads each partition of these topics, and does what goes with it, from now on."""
+    with admin_of(bootstrap) as admin:
+        replicas = {
+            TopicPartition(topic["name"], partition["partition_index"]): partition["replica_nodes"]
+            for topic in admin.describe_topics(topics)
+            for partition in topic["partitions"]
+        }
+        refusals_of = admin.alter_partition_reassignments({tp: [*of[1:], of[0]] for tp, of in replicas.items()})
+        assert not any(refusals_of.values())
+        until(lambda: not admin.list_partition_reassignments(), "the new order of replicas")
+        admin.elect_leaders(PREFERRED, list(topics))
+
+
+def test_brokers_take_over_from_each_other(three: Any) -> None:
+    """Who leads partitions, coordinates transactions, coordinates the group: each in its turn becomes another one
+    between two commits, which is no reason for a commit to fail."""
+    name = f"events-{uuid.uuid4().hex[:8]}"
+    ensure_topics(three.bootstrap, {name: {"num_partitions": 3}})
+    delivery = Delivery(three.bootstrap, None, {name: 100_000}, name)
+    turns = [(), (name,), ("__transaction_state",), ("__consumer_offsets",)]
+    turns.append((name, "__transaction_state", "__consumer_offsets"))
+    for turn, topics in enumerate(turns):
+        if topics:
+            move(three.bootstrap, *topics)
+        for time_of_turn in range(2):
+            state = [Outgoing(0, name, None, b"%d" % turn, [], partition) for partition in range(3)]
+            assert commit(delivery, state, 2 * turn + time_of_turn)
+            assert not delivery.failed
+    delivery.close()
+    settle(three.bootstrap, name)
+    assert sorted(int(r.value) for r in read(three.bootstrap, name)) == sorted([*range(len(turns))] * 6)
 
 
 @pytest.mark.slow
