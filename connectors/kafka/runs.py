@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import kafka.errors as errors
 import numpy as np
@@ -101,27 +102,50 @@ def _one_by_one(batch: DefaultRecordBatch, count: int) -> Iterator[Run]:
         raise failure
 
 
-def run_of(batches: Sequence[DefaultRecordBatch]) -> Run | None:
-    """All records of batches that are not compressed, which follow each other; None where one of them is not of the
-    common form. Of many small batches each by itself would cost as much as a large one."""
-    parts = [bytes(memoryview(batch._buffer)[batch._pos :]) for batch in batches]
-    counts = [batch.records_count for batch in batches]
-    found = _columns(b"".join(parts), 0, sum(counts))
-    if found is None or found.ends[np.cumsum(counts) - 1].tolist() != np.cumsum([len(part) for part in parts]).tolist():
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The records of batches that follow each other, as one run. place: after them in the buffer; next_offset,
+    leader_epoch: as the last of them has it."""
+
+    run: Run
+    place: int
+    next_offset: int
+    leader_epoch: int
+
+
+def batches_at(buffer: bytes, at: int) -> Batches | None:
+    """What the batches from this place on hold, as far as they are small, of the common form, and need nothing but to
+    be read: no compression, no transaction, and a checksum that is right. Of many small batches each by itself would
+    cost as much as a large one. None where the first is none of these, or there is no compiled code."""
+    library = _library()
+    if library is None:
         return None
-    return found.run(batches, counts)
+    out, after = np.empty((8, RECORDS), np.int64), np.empty(3, np.int64)
+    form = RECORDS, LONGEST_LENGTH, LONGEST_NUMBER
+    count = library.read_batches(buffer, len(buffer), at, *form, out.ctypes.data, after.ctypes.data)
+    if count == 0:
+        return None
+    found = _Columns.of(buffer, out[:, :count])
+    run = Run(found.numbers, found.millis, found.ends - found.starts, found.keys, found.values)
+    return Batches(run, *after.tolist())
 
 
 def _common(batch: DefaultRecordBatch, count: int) -> tuple[Run, int] | None:
     """The next records and the place after them; None where one is not of the common form."""
-    found = _columns(batch._buffer, batch._pos, count)
-    return None if found is None else (found.run([batch], [count]), int(found.ends[-1]))
+    out = np.empty((8, count), np.int64)
+    if not _read(batch._buffer, batch._pos, out):
+        return None
+    found = _Columns.of(batch._buffer, out)
+    if batch.timestamp_type == DefaultRecordBatch.LOG_APPEND_TIME:
+        times = np.full(count, batch.max_timestamp)
+    else:
+        times = batch.first_timestamp + found.millis
+    run = Run(batch.base_offset + found.numbers, times, found.ends - found.starts, found.keys, found.values)
+    return run, int(found.ends[-1])
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """N records as they stand in their batches. ends: the places after them; millis, numbers: after the batch's first
-    time and offset."""
+class _Columns(NamedTuple):
+    """N records as they stand in a buffer. ends: the places after them; millis, numbers: their times and offsets."""
 
     starts: Ints
     ends: Ints
@@ -130,53 +154,33 @@ class _Columns:
     keys: list[bytes | None]
     values: list[bytes | None]
 
-    def run(self, batches: Sequence[DefaultRecordBatch], counts: Sequence[int]) -> Run:
-        """counts: how many of the records each batch has."""
-
-        def each(of_batches: list[int]) -> Ints:
-            return np.repeat(np.array(of_batches, np.int64), counts)
-
-        by_broker = [batch.timestamp_type == DefaultRecordBatch.LOG_APPEND_TIME for batch in batches]
-        firsts = [
-            batch.max_timestamp if told else batch.first_timestamp
-            for batch, told in zip(batches, by_broker, strict=True)
-        ]
-        times = each(firsts) + np.where(each(by_broker), 0, self.millis)
-        offsets = each([batch.base_offset for batch in batches]) + self.numbers
-        return Run(offsets, times, self.ends - self.starts, self.keys, self.values)
-
-
-def _columns(buffer: bytes, at: int, count: int) -> _Columns | None:
-    """So many records from this place on; None where one is not of the common form."""
-    read = _compiled() or _read
-    found = np.empty((8, count), np.int64)
-    if not read(buffer, at, found):
-        return None
-    starts, ends, millis, numbers, *spans = found
-    keys, values = (_slices(buffer, first, first + np.maximum(size, 0), size) for first, size in (spans[:2], spans[2:]))
-    return _Columns(starts, ends, millis, numbers, keys, values)
+    @staticmethod
+    def of(buffer: bytes, rows: Ints) -> _Columns:
+        """rows: (8, N), see `_read`."""
+        starts, ends, millis, numbers, key, key_size, value, value_size = rows
+        keys, values = _slices(buffer, key, key_size), _slices(buffer, value, value_size)
+        return _Columns(starts, ends, millis, numbers, keys, values)
 
 
 @cache
-def _compiled() -> Callable[[bytes, int, Ints], bool] | None:
-    """As `_read`, or None where there is no compiled code."""
-    library = native.compiled(Path(__file__).parent, "messages are read without compiled code, more slowly")
-    if library is None:
-        return None
-    function = library.read_records
-    function.argtypes = [ctypes.c_char_p, *[ctypes.c_int64] * 3, *[ctypes.c_int32] * 2, ctypes.c_void_p]
-
-    def read(buffer: bytes, at: int, out: Ints) -> bool:
-        where = out.ctypes.data
-        return bool(function(buffer, len(buffer), at, out.shape[1], LONGEST_LENGTH, LONGEST_NUMBER, where))
-
-    return read
+def _library(*more: str) -> ctypes.CDLL | None:
+    """more: flags for the compiler."""
+    library = native.compiled(Path(__file__).parent, "messages are read without compiled code, more slowly", *more)
+    if library is not None:
+        library.read_records.argtypes = [ctypes.c_char_p, *[ctypes.c_int64] * 3, *[ctypes.c_int32] * 2, ctypes.c_void_p]
+        library.read_batches.argtypes = [*library.read_records.argtypes, ctypes.c_void_p]
+        library.read_batches.restype = ctypes.c_int64
+    return library
 
 
 def _read(buffer: bytes, at: int, out: Ints) -> bool:
     """Where the parts of records stand, from this place on. Into the rows of `out`, (8, N): where a record begins,
     after its length, and ends; its time and offset after the batch's first; where its key begins, and the key's length,
     -1 for none; the same of its value. False where one is not of the common form."""
+    library = _library()
+    if library is not None:
+        form = out.shape[1], LONGEST_LENGTH, LONGEST_NUMBER
+        return bool(library.read_records(buffer, len(buffer), at, *form, out.ctypes.data))
     places = _places(buffer, at, out.shape[1])
     if places is None:
         return False
@@ -245,9 +249,7 @@ def _numbers(raw: NDArray[np.uint8], at: Ints) -> tuple[Ints, Ints, NDArray[np.b
     return (number >> 1) ^ -(number & 1), at, ~more
 
 
-def _slices(buffer: bytes, starts: Ints, ends: Ints, lengths: Ints) -> list[bytes | None]:
-    spans = zip(starts.tolist(), ends.tolist(), strict=True)
-    if (lengths >= 0).all():
-        return [buffer[start:end] for start, end in spans]
-    there = (lengths >= 0).tolist()
-    return [buffer[start:end] if given else None for (start, end), given in zip(spans, there, strict=True)]
+def _slices(buffer: bytes, starts: Ints, lengths: Ints) -> list[bytes | None]:
+    """The byte strings at these places; None for a length below 0."""
+    spans = zip(starts.tolist(), lengths.tolist(), strict=True)
+    return [buffer[at : at + length] if length >= 0 else None for at, length in spans]

@@ -26,8 +26,9 @@ from kafka import KafkaConsumer
 from kafka.consumer.fetcher import Fetcher
 from kafka.future import Future
 from kafka.record.default_records import DefaultRecord, DefaultRecordBatch
+from kafka.record.memory_records import MemoryRecords
 
-from connectors.kafka.runs import RECORDS, UNPARSABLE, Run, run_of, runs_of
+from connectors.kafka.runs import UNPARSABLE, Batches, Run, batches_at, runs_of
 from deformer_stream.core.batch import Reason
 from deformer_stream.ports import Unreadable
 
@@ -180,69 +181,41 @@ class _Taken:
 class _Batches:
     """The batches of a fetched partition, as the client's own class for them has it; small ones several at a time."""
 
-    def __init__(self, records: Any, fetcher: _Fetcher) -> None:
+    def __init__(self, records: MemoryRecords, fetcher: _Fetcher) -> None:
         self._records, self._fetcher = records, fetcher
-        self._seen: Any = None  # the next batch, or what it raised
 
     def next_batch(self) -> Any:
-        batch = self._taken()
+        records = self._records
+        if not records.has_next():
+            return None
+        found = batches_at(records._buffer, records._pos - len(records._next_slice))
+        if found is not None:
+            records._pos = found.place
+            records._cache_next()
+            return _SmallBatches(found, self._fetcher)
+        batch = records.next_batch()
         # Only version 2 holds many messages here: brokers have converted older ones since Kafka 3.0.
-        if batch is None or batch.magic < 2:
-            return batch
-        batches, count = [batch], batch.records_count
-        while _is_small(batches[-1]) and _is_small(self._look()) and count + self._seen.records_count <= RECORDS:
-            count += self._seen.records_count
-            batches.append(self._taken())
-        return _Batch(batch, self._fetcher) if len(batches) == 1 else _SmallBatches(batches, self._fetcher)
-
-    def _look(self) -> Any:
-        if self._seen is None:
-            try:
-                self._seen = self._records.next_batch()
-            except UNPARSABLE as error:  # its turn comes
-                self._seen = error
-        return self._seen
-
-    def _taken(self) -> Any:
-        batch, self._seen = self._look(), None
-        if isinstance(batch, Exception):
-            raise batch
-        return batch
-
-
-def _is_small(batch: object) -> bool:
-    """Whether it may be unpacked together with others: its checksum is right, and there is nothing else to say of it
-    than which records it has, no compression, no transaction."""
-    if not isinstance(batch, DefaultRecordBatch):
-        return False
-    simple = batch.magic == 2 and batch.attributes & ~DefaultRecordBatch.TIMESTAMP_TYPE_MASK == 0
-    return bool(simple and 0 < batch.records_count <= RECORDS // 4 and batch.validate_crc())
+        return batch if batch.magic < 2 else _Batch(batch, self._fetcher)
 
 
 class _SmallBatches:
-    """Several batches as one."""
+    """Several batches as one, whose checksums are right."""
 
     is_control_batch = False
     magic = 2
 
-    def __init__(self, batches: list[DefaultRecordBatch], fetcher: _Fetcher) -> None:
-        self._batches, self._fetcher = batches, fetcher
-        self.base_offset = batches[0].base_offset
-        self.next_offset, self.leader_epoch = batches[-1].next_offset, batches[-1].leader_epoch
+    def __init__(self, found: Batches, fetcher: _Fetcher) -> None:
+        self._run, self._fetcher = found.run, fetcher
+        self.next_offset, self.leader_epoch = found.next_offset, found.leader_epoch
 
     def validate_crc(self) -> bool:
-        return True  # each of them was
+        return True
 
     def has_producer_id(self) -> bool:
         return False  # that would matter in a transaction
 
     def __iter__(self) -> Iterator[DefaultRecord]:
-        run = run_of(self._batches)
-        if run is not None:
-            yield _parcel(_bounded(run, self._fetcher.bounds.message))
-            return
-        for batch in self._batches:
-            yield from _Batch(batch, self._fetcher)
+        yield _parcel(_bounded(self._run, self._fetcher.bounds.message))
 
 
 class _Batch:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import crc32c
 import kafka.errors as errors
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from kafka.record.default_records import DefaultRecordBatch
 
 from connectors.kafka import runs
-from connectors.kafka.runs import Run, run_of, runs_of
+from connectors.kafka.runs import Run, batches_at, runs_of
 from tests.connectors.raw import batch, record, varint
 
 text = st.one_of(st.none(), st.binary(max_size=20), st.integers(60, 70).map(bytes), st.integers(8185, 8200).map(bytes))
@@ -37,23 +39,28 @@ def read(data: bytes) -> tuple[list[Row], bool]:
     found: list[Row] = []
     try:
         for run in runs_of(DefaultRecordBatch(data)):
-            columns = run.offsets.tolist(), run.times.tolist(), run.sizes.tolist(), run.keys, run.values
-            found += zip(*columns, strict=True)
+            found += rows_of(run)
     except (errors.KafkaError, ValueError, struct.error):
         return found, False
     return found, True
 
 
-@pytest.fixture(autouse=True, params=["compiled", "numpy"])
-def short_runs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """So that a few records are several runs; with compiled code and without."""
+def rows_of(run: Run) -> list[Row]:
+    columns = run.offsets.tolist(), run.times.tolist(), run.sizes.tolist(), run.keys, run.values
+    return list(zip(*columns, strict=True))
+
+
+@pytest.fixture(autouse=True, scope="module", params=["compiled", "compiled for any processor", "numpy"])
+def library(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """What reads, with so short runs that a few records are several; None where that is NumPy."""
+    found = None
+    if request.param != "numpy":
+        found = runs._library(*["-DPORTABLE"] * (request.param != "compiled"))
+        assert found is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "RECORDS", 4)
-        if request.param == "numpy":
-            patch.setattr(runs, "_compiled", lambda: None)
-        else:
-            assert runs._compiled() is not None
-        yield
+        patch.setattr(runs, "_library", lambda: found)
+        yield found
 
 
 @given(st.lists(st.one_of(plain, plain, st.tuples(text, text, headers)), max_size=12), st.sampled_from([0, 8]))
@@ -88,36 +95,78 @@ def test_damaged_records(messages: list[tuple[bytes | None, bytes | None, list[A
     assert read(bytes(whole[:cut])) == expected(bytes(whole[:cut]))
 
 
-@given(
-    st.lists(st.tuples(st.lists(plain, min_size=1, max_size=5), st.sampled_from([0, 8])), min_size=1, max_size=5),
-    st.data(),
-)
-def test_several_batches_read_as_one(
-    several: list[tuple[list[tuple[bytes | None, bytes | None, list[Any]]], int]], data: st.DataObject
-) -> None:
-    """They are what each of them is by itself, or are left to be read so."""
-    wholes, first = [], 0
-    for messages, stamped in several:
+several = st.lists(st.tuples(st.lists(plain, min_size=1, max_size=3), st.sampled_from([0, 8])), min_size=1, max_size=4)
+COUNT, CHECKSUM, ATTRIBUTES = 57, 17, 21
+
+
+def in_succession(of: list[Any]) -> list[bytearray]:
+    """A batch of each, as they follow each other in a partition."""
+    wholes, first = [], 7
+    for leader_epoch, (messages, stamped) in enumerate(of):
         records = b"".join(record(i, *message) for i, message in enumerate(messages))
         whole = bytearray(batch(records, len(messages), stamped, 1000 + first))
         struct.pack_into(">q", whole, 0, first)
+        struct.pack_into(">i", whole, 12, leader_epoch)
         wholes.append(whole)
         first += len(messages)
-    separate = [row for whole in wholes for row in expected(bytes(whole))[0]]
-    run = run_of([DefaultRecordBatch(whole) for whole in wholes])
-    assert run is not None
-    columns = run.offsets.tolist(), run.times.tolist(), run.sizes.tolist(), run.keys, run.values
-    assert list(zip(*columns, strict=True)) == separate
+    return wholes
 
-    head = DefaultRecordBatch.HEADER_STRUCT.size
-    damaged = data.draw(st.integers(0, len(wholes) - 1))
-    count = len(several[damaged][0])
-    said = data.draw(st.integers(1, 9).filter(lambda n: n != count))
-    struct.pack_into(">i", wholes[damaged], head - 4, said)
-    if len(wholes) > 1:  # what one says too many another may say too few
-        other = (damaged + 1) % len(wholes)
-        struct.pack_into(">i", wholes[other], head - 4, max(1, len(several[other][0]) + count - said))
-    assert run_of([DefaultRecordBatch(whole) for whole in wholes]) is None
+
+def sealed(whole: bytearray) -> bytearray:
+    """With the checksum that belongs to it now."""
+    struct.pack_into(">I", whole, CHECKSUM, crc32c.crc32c(whole[ATTRIBUTES:]))
+    return whole
+
+
+def read_at_once(wholes: list[bytearray]) -> int:
+    """How many batches are read as one; these are what each of them is by itself."""
+    data = b"any" + b"".join(wholes)
+    found = batches_at(data, 3)
+    if found is None:
+        return 0
+    ends = list(itertools.accumulate(map(len, wholes), initial=3))
+    read = wholes[: ends.index(found.place)]
+    assert rows_of(found.run) == [row for whole in read for row in expected(bytes(whole))[0]]
+    last = DefaultRecordBatch(read[-1])
+    assert (found.next_offset, found.leader_epoch) == (last.next_offset, last.leader_epoch)
+    return len(read)
+
+
+@given(several)
+def test_small_batches_are_read_as_one(library: Any, of: list[Any]) -> None:
+    """As many as a run holds records."""
+    wholes = [sealed(whole) for whole in in_succession(of)]
+    counts = itertools.accumulate(len(messages) for messages, _ in of)
+    assert read_at_once(wholes) == (0 if library is None else sum(count <= 4 for count in counts))
+
+
+NOT_SMALL = {
+    "wrong checksum": lambda whole: whole.__setitem__(-1, whole[-1] ^ 1),
+    "a record more": lambda whole: (struct.pack_into(">i", whole, COUNT, 3), sealed(whole)),
+    "a record less": lambda whole: (struct.pack_into(">i", whole, COUNT, 1), sealed(whole)),
+    "no records": lambda whole: (struct.pack_into(">i", whole, COUNT, 0), sealed(whole)),
+    "fewer than none": lambda whole: (struct.pack_into(">i", whole, COUNT, -1), sealed(whole)),
+    "compressed": lambda whole: (struct.pack_into(">h", whole, ATTRIBUTES, 3), sealed(whole)),
+    "of a transaction": lambda whole: (struct.pack_into(">h", whole, ATTRIBUTES, 16), sealed(whole)),
+    "of the broker": lambda whole: (struct.pack_into(">h", whole, ATTRIBUTES, 32), sealed(whole)),
+    "of a kind to come": lambda whole: (struct.pack_into(">h", whole, ATTRIBUTES, -32768), sealed(whole)),
+    "older": lambda whole: struct.pack_into(">b", whole, 16, 1),
+    "longer than what is there": lambda whole: struct.pack_into(">i", whole, 8, len(whole) - 11),
+    "shorter than its head": lambda whole: struct.pack_into(">i", whole, 8, 48),
+    "of no length": lambda whole: struct.pack_into(">i", whole, 8, -1),
+    "cut off": lambda whole: whole.__delitem__(slice(-1, None)),
+    "cut off in its head": lambda whole: whole.__delitem__(slice(60, None)),
+    "of another form": lambda whole: (whole.__setitem__(62, 128), sealed(whole)),
+}
+
+
+@pytest.mark.parametrize("change", NOT_SMALL.values(), ids=NOT_SMALL)
+@pytest.mark.parametrize("before", [0, 1])
+def test_anything_else_is_left_to_be_read_by_itself(library: Any, change: Callable[[Any], Any], before: int) -> None:
+    wholes = [sealed(whole) for whole in in_succession([([(b"k", b"v", [])] * 2, 0)] * (before + 1))]
+    assert read_at_once(wholes) == (0 if library is None else before + 1)
+    change(wholes[-1])
+    assert read_at_once(wholes) == (0 if library is None else before)
 
 
 def test_a_part_of_a_run() -> None:
