@@ -56,7 +56,8 @@ def calm_calibration() -> Calibration:
 @dataclass(frozen=True, slots=True)
 class Events:
     """Readings of records of which `open` are open at once, each completed by its last reading; then the next ones
-    come. partition: of these records, part of their ids. wild: every so many readings is `WILD`, 0 for none."""
+    come. partition: of these records, part of their ids. wild: one in so many readings is `WILD`, at random, 0 for
+    none."""
 
     features: int
     open: int
@@ -67,17 +68,16 @@ class Events:
     def readings(self) -> Iterator[tuple[str, str, float]]:
         """Record, feature, value, for ever."""
         rng = np.random.default_rng((self.seed, self.partition))
-        generation, count = 0, 0
+        generation = 0
         while True:
             orders = np.argsort(rng.random((self.open, self.features)), 1)
             values = np.round(rng.normal(size=(self.open, self.features)), 5).tolist()
             names = [f"p{self.partition}-{generation}/{i:05d}" for i in range(self.open)]
             for place in range(self.features):
                 codes = orders[:, place].tolist()
+                wild = (rng.random(self.open) * self.wild < 1).tolist() if self.wild else [False] * self.open
                 for i in rng.permutation(self.open).tolist():
-                    count += 1
-                    value = WILD if self.wild and count % self.wild == 0 else values[i][place]
-                    yield names[i], f"f{codes[i]}", value
+                    yield names[i], f"f{codes[i]}", WILD if wild[i] else values[i][place]
             generation += 1
 
     def singles(self) -> Iterator[tuple[bytes, bytes]]:

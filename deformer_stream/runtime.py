@@ -11,9 +11,10 @@
 
 The order of 4 and 5 is the guarantee: a position is committed only together with, or after, every effect of the events
 before it. With a transaction (Kafka) nothing is lost and nothing comes twice; without one a crash repeats work, and
-repeated alerts have equal ids. A transaction is waited for by the next commit only: while the broker is at it, the next
-messages are polled and scored, and their effects go with the next one. And a source that fetches beside us is asked for
-the next messages when 3 is done, so that they are there after 5.
+repeated alerts have equal ids. A transaction that no alert waits for is waited for by the next commit only: while the
+broker is at it, the next messages are polled and scored, and their effects go with the next one. One with an alert is
+waited for at once: scoring meanwhile would delay it, for both want the interpreter. And a source that fetches beside us
+is asked for the next messages when 3 is done, so that they are there after 5.
 """
 
 from __future__ import annotations
@@ -83,15 +84,17 @@ class Pace:
 
     def __init__(self, interval: float, now: Callable[[], float] = time.monotonic) -> None:
         self._interval, self._now = interval, now
-        self._ended, self._took, self._urgent = now(), 0.0, False
+        self._ended, self._took = now(), 0.0
+        self.urgent = False
+        """An alert waits for the next commit."""
 
     def due(self, urgent: bool, behind: Callable[[], bool]) -> bool:
         """urgent: an alert was raised since the last call. behind: asked only where it matters."""
-        self._urgent = urgent or self._urgent
+        self.urgent = urgent or self.urgent
         since = self._now() - self._ended
         if since >= self._interval:
             return True
-        return self._urgent and (since >= 4 * self._took or not behind())
+        return self.urgent and (since >= 4 * self._took or not behind())
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -99,7 +102,7 @@ class Pace:
         began = self._now()
         yield
         self._ended = self._now()
-        self._took, self._urgent = self._ended - began, False
+        self._took, self.urgent = self._ended - began, False
 
 
 @dataclass(slots=True)
@@ -282,7 +285,7 @@ class Road:
                 self.source.commit()
                 return ended()
             saved = self.recovery.saved(self._now(), self._shared.assigned if final else ())  # 5.2
-            if self._unhurried is not None and not final:
+            if self._unhurried is not None and not final and (not self._pace.urgent or self._behind()):
                 self._unhurried.begin_commit(saved, ended)  # 5.3
             else:
                 self._shared.commit(saved)  # 5.3

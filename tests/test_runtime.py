@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from deformer_stream.core.model import DEformer
 from deformer_stream.core.schema import Schema
 from deformer_stream.core.windows import Window
 from deformer_stream.metrics import Metrics
-from deformer_stream.ports import Polled
+from deformer_stream.ports import NOTHING, HandOver, Polled, Saved
 from deformer_stream.runtime import EventClock, Pace, Road, WallClock
 from deformer_stream.testing import ManualClock, MemorySink, MemorySource
 from tests.models import TRAINING, rows_of
@@ -220,3 +221,41 @@ def test_an_alert_is_committed_at_once_unless_the_stream_lags() -> None:
     assert not pace.due(False, lambda: False)
     now[0] += 1.0
     assert pace.due(False, lambda: True)
+
+
+class Unhurried(MemorySource):
+    """Of its commits it says which were waited for. unread: messages that it has not brought yet."""
+
+    model = ""
+    assigned = frozenset({0})
+    unread = 0
+
+    def __init__(self, messages: list[bytes]) -> None:
+        super().__init__(messages, chunk=1)
+        self.hand_over: HandOver = lambda partitions: {}
+        self.waited: list[bool] = []
+
+    def lag(self) -> dict[tuple[str, int], int]:
+        return {("memory", 0): self.unread}
+
+    def ask(self) -> None: ...
+
+    def commit(self, saved: Mapping[int, Saved] = NOTHING) -> None:
+        self.waited.append(True)
+
+    def begin_commit(self, saved: Mapping[int, Saved], ended: Callable[[], None]) -> None:
+        self.waited.append(False)
+        ended()
+
+
+@pytest.mark.parametrize("unread", [0, 100_000])
+def test_a_commit_is_waited_for_where_an_alert_waits_for_it(loaded: Artifact, unread: int) -> None:
+    """Unless the stream lags; the last one is, whatever it holds."""
+    source, sink = Unhurried(whole_records(loaded)), MemorySink()
+    source.unread = unread
+    codec, engine = Codec(loaded.schema), engine_of(loaded)
+    Road(source, codec, engine, [sink], ManualClock(), Metrics(), False, commit_interval=0.0).run(threading.Event())
+    alerting = [bool(effects.alerts) for effects in sink.effects]
+    assert any(alerting)
+    assert not all(alerting)
+    assert source.waited == [alert and not unread for alert in alerting] + [True]
