@@ -58,6 +58,10 @@ class _Quantiles(ctypes.Structure):
     )
 
 
+class _Readings(ctypes.Structure):
+    _fields_ = fields("records", "slot first surprises scored decided running out records")
+
+
 class _Parts(ctypes.Structure):
     _fields_ = fields("parts failed", "function work parts failed")
 
@@ -151,7 +155,7 @@ class Compiled:
 
     def __init__(self, model: DEformer, library: ctypes.CDLL) -> None:
         self.model, self.library = model, library
-        library.pair.restype = ctypes.c_int64
+        library.pair.restype, library.advance.restype = ctypes.c_int64, None
         self.pair = int(library.pair())
         one = self.cache(0)
         self.record_bytes = one.pages_per_record * one.page_bytes
@@ -173,6 +177,25 @@ class Compiled:
         judged = np.empty((3, int(ragged.asked[-1])), np.float32)
         self._score(cache, ragged, judged=judged)
         return judged
+
+    def advance(
+        self,
+        running: NDArray[np.void],
+        slots: Ints,
+        edges: Ints,
+        surprises: NDArray[np.float64],
+        scored: Bools | None,
+        decided: Bools | None,
+        columns: NDArray[np.float64],
+    ) -> None:
+        """Go on with R records, whose slots are given, (R,), by M readings: a record's are those from one edge to the
+        next, (R + 1,).
+
+        running: `records.RUNNING` of all slots, brought up to date but for the p-value. surprises: (3, M) ln p, ln of
+        the p-value, excess. scored, decided: (M,), see `conformal.advance`; None where all are. columns: its first
+        rows, (M,) each, get ln p, NaN where it is not scored, its running sum, and the running statistic."""
+        arrays = slots, edges, surprises, scored, decided, running, columns
+        self.library.advance(ctypes.byref(_Readings(*map(pointer, arrays), len(slots))))
 
     def conditionals(self, cache: CompiledCache, ragged: Ragged) -> Conditional:
         """p(v | earlier) of new readings, all of which are asked for, (M,); else as `judge`."""

@@ -195,15 +195,21 @@ class Calibration:
         p: Floats = ((1.0 + at_least) / (len(self.scores) + 1.0)).astype(np.float64)
         return p
 
-    def judge(self, score: Floats, records: Callable[[], Sequence[str]]) -> Floats:
-        """P-values of R records' running statistics, (R, L), each by its group. records: says their ids."""
+    def judge(
+        self, score: Floats, records: Callable[[], Sequence[str]], counts: NDArray[np.int64] | None = None
+    ) -> Floats:
+        """P-values of R records' running statistics, (R, L), each by its group. records: says their ids. counts: (R,)
+        how many statistics are a record's, where they stand one record after the other, (M,)."""
         p = self.p_value(score)
         if self.groups:
             rows: dict[str, list[int]] = {}
             for row, record in enumerate(records()):
                 rows.setdefault(group_of(record, self.separator), []).append(row)
             for name in rows.keys() & self.groups.keys():
-                p[rows[name]] = self.groups[name].p_value(score[rows[name]])
+                own = np.zeros(sum(map(len, rows.values())), bool)
+                own[rows[name]] = True
+                own = own if counts is None else own.repeat(counts)
+                p[own] = self.groups[name].p_value(score[own])
         return p
 
     def alarming(self, alpha: float) -> Callable[[Floats, Sequence[str]], NDArray[np.bool_]]:

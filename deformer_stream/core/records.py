@@ -14,10 +14,16 @@ from numpy.typing import NDArray
 
 from deformer_stream.core.arrival import Accepted, enter
 from deformer_stream.core.batch import NO_TIME, Closed, Closing, EventBatch, Rejected
-from deformer_stream.core.conformal import PrefixState
 from deformer_stream.core.partition import REMEMBERED, Partition
 from deformer_stream.core.schema import Schema
 from deformer_stream.core.snapshot import QUIET, Alerted
+
+_SUMS = "total", "least", "peak", "log_likelihood", "excess", "p_value"
+RUNNING = np.dtype([("scored", np.int64), *((name, np.float64) for name in _SUMS)])
+"""What a record carries from reading to reading: the parts of `PrefixState`; beside them the sums of ln p and of the
+excess of the surprisals, and the p-value. Compiled code knows it, too (`native/statistics.c`)."""
+UNSCORED = np.array((0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0), RUNNING)
+"""Before the first reading."""
 
 SAMPLE = 17
 """Every so many openings it is looked whether the id is open in another partition; a prime, so that no regular input
@@ -60,13 +66,7 @@ class Records:
         self.log_tied = self._column("log_tied", np.zeros((0, n if ties else 0), bool))
         self.held = self._column("held", np.zeros(0, np.int64))
         self.instant = self._column("instant", np.zeros(0, np.int64))
-        self.log_likelihood = self._column("log_likelihood", np.zeros(0))
-        self.scored = self._column("scored", np.zeros(0, np.int64))
-        self.total = self._column("total", np.zeros(0))
-        self.least = self._column("least", np.zeros(0))
-        self.peak = self._column("peak", np.zeros(0))
-        self.excess = self._column("excess", np.zeros(0))
-        self.p_value = self._column("p_value", np.zeros(0))
+        self.running = self._column("running", np.zeros(0, RUNNING))
         self.alert_seq = self._column("alert_seq", np.zeros(0, np.int32))
         self.alert_alpha = self._column("alert_alpha", np.zeros(0))
 
@@ -135,9 +135,7 @@ class Records:
 
     def unscore(self, slots: NDArray[np.int64]) -> None:
         """The running numbers of these records are those before their first reading."""
-        for sums in (self.log_likelihood, self.scored, self.total, self.least, self.peak, self.excess):
-            sums[slots] = 0
-        self.p_value[slots] = 1.0
+        self.running[slots] = UNSCORED
 
     def accept(self, batch: EventBatch, now: int, generation: int = 0) -> tuple[Accepted, list[Rejected]]:
         """Enter a batch into the logs; what is a duplicate or late is refused. now: microseconds. generation: of the
@@ -149,13 +147,6 @@ class Records:
         if self.alert_seq[slot] < 0:
             self.alert_seq[slot] = told.seq
         self.alert_alpha[slot] = min(self.alert_alpha[slot], told.alpha)
-
-    def state(self, slots: NDArray[np.int64]) -> PrefixState:
-        return PrefixState(self.scored[slots], self.total[slots], self.least[slots], self.peak[slots])
-
-    def store(self, slots: NDArray[np.int64], state: PrefixState) -> None:
-        self.scored[slots], self.total[slots] = state.count, state.total
-        self.least[slots], self.peak[slots] = state.least, state.peak
 
     def readings(
         self, slots: NDArray[np.int64], places: NDArray[np.int64]
@@ -218,12 +209,12 @@ class Records:
             self.source[index],
             self.count[index].astype(np.int32),
             self.whole(index),
-            self.log_likelihood[index],
-            self.excess[index],
-            self.p_value[index],
+            self.running["log_likelihood"][index],
+            self.running["excess"][index],
+            self.running["p_value"][index],
             self.alert_seq[index],
             self.alert_alpha[index],
-            self.peak[index],
+            self.running["peak"][index],
         )
 
     def whole(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:

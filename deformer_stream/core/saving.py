@@ -26,7 +26,7 @@ def taken(records: Records, source: int, now: int, models: Mapping[int, str], dr
     unseen = _unseen(records, slots)
     windows = partition.watermarks.windows()
     index = dict(zip(ids, range(len(ids)), strict=True)) if windows else {}
-    marks = partition.watermarks.marks
+    marks, running = partition.watermarks.marks, records.running
     return Snapshot(
         vocabulary=Vocabulary.of(records.schema),
         models=tuple(models[g] for g in generations.tolist()),
@@ -38,13 +38,13 @@ def taken(records: Records, source: int, now: int, models: Mapping[int, str], dr
         values=records.log_value[slots[record], place],
         absent_counts=np.bincount(absent_record, minlength=len(ids)).astype(np.int32),
         absent=absent.astype(np.int16),
-        log_likelihood=records.log_likelihood[slots],
-        scored=records.scored[slots].astype(np.int32),
-        total=records.total[slots],
-        least=records.least[slots],
-        peak=records.peak[slots],
-        excess=records.excess[slots],
-        p_value=records.p_value[slots],
+        log_likelihood=running["log_likelihood"][slots],
+        scored=running["scored"][slots].astype(np.int32),
+        total=running["total"][slots],
+        least=running["least"][slots],
+        peak=running["peak"][slots],
+        excess=running["excess"][slots],
+        p_value=running["p_value"][slots],
         alert_seq=records.alert_seq[slots],
         alert_alpha=records.alert_alpha[slots],
         unseen_record=np.array([i for i, _, _ in unseen], np.int32),
@@ -105,9 +105,8 @@ def put(records: Records, source: int, snapshot: Snapshot, now: int, generation:
     settled[record, snapshot.features] = True
     settled[ragged(snapshot.absent_counts)[0], snapshot.absent] = True
     records.settled[slots] = np.packbits(settled, axis=1, bitorder="little")
-    records.log_likelihood[slots], records.scored[slots] = snapshot.log_likelihood, snapshot.scored
-    records.total[slots], records.least[slots], records.peak[slots] = snapshot.total, snapshot.least, snapshot.peak
-    records.excess[slots], records.p_value[slots] = snapshot.excess, snapshot.p_value
+    for name in records.running.dtype.names or ():
+        records.running[name][slots] = getattr(snapshot, name)
     records.alert_seq[slots], records.alert_alpha[slots] = snapshot.alert_seq, snapshot.alert_alpha
     rows, places = snapshot.unseen_record, snapshot.unseen_place
     for slot, at, text in zip(slots[rows].tolist(), places.tolist(), snapshot.unseen_text, strict=True):

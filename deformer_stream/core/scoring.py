@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from deformer_stream.core.blocks import symmetric
 from deformer_stream.core.cache import KeyValueCache, Shape, shape_of, tensor
 from deformer_stream.core.compiled import Compiled, CompiledCache, Ragged
-from deformer_stream.core.conformal import Calibration, added, advance
+from deformer_stream.core.conformal import Calibration, PrefixState, added, advance
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.records import Records
 from deformer_stream.core.snapshot import ragged, runs
@@ -66,21 +66,13 @@ class Generation:
         tied = records.log_tied[ordered, seq] if records.ties else None
         surprises, rebuilt = self._surprises(records, cache, slots, before, fresh, tied)
         decided = None if tied is None else ~np.append(tied[1:], False)
-        columns = np.empty((4, len(seq)))
-        passed = np.zeros(len(seq), np.int64)
-        for rows in _groups(fresh, np.zeros_like(fresh)):
-            place = np.arange(int(fresh[rows].max()))
-            new = place < fresh[rows, None]
-            source = np.where(new, first[rows, None] + place, 0)
-            ends = None if decided is None else decided[source]
-            scores, newly = self._judge(records, slots[rows], before[rows], new, surprises[:, source], alphas, ends)
-            target = order[source[new]]
-            columns[:, target], passed[target] = scores[:, new], newly[new]
+        columns, passed = np.empty((4, len(seq))), np.empty(len(seq), np.int64)
+        columns[:, order], passed[order] = self._judge(records, slots, edges, seq, surprises, alphas, decided)
         return columns, passed, rebuilt
 
     def rank(self, records: Records, slots: Ints) -> Floats:
         """`anomaly_score` of R records whose logs are complete as far as they will ever be, (R,)."""
-        ranking, excess = self.model.ranking, records.excess[slots]
+        ranking, excess = self.model.ranking, records.running["excess"][slots]
         if ranking is None or not len(slots):
             return excess
         count = records.count[slots]
@@ -205,49 +197,81 @@ class Generation:
         self,
         records: Records,
         slots: Ints,
-        before: Ints,
-        new: Bools,
+        edges: Ints,
+        seq: Ints,
         surprises: Floats,
         alphas: Floats,
-        decided: Bools | None = None,
+        decided: Bools | None,
     ) -> tuple[Floats, Ints]:
-        """Go on with R records by new readings, (R, L) with padding at the end, after the first `before`, (R,).
+        """Go on with R records, (R,), by M readings that stand one record after the other, (R + 1,) where each begins.
 
-        surprises: (3, R, L), see `_surprises`; decided: (R, L), see `advance`. Returns log-likelihood, running
-        log-likelihood, score and p-value, (4, R, L); and how many alphas are passed there for the first time, (R, L).
-        """
-        scored = new
-        if self.schema.context.any():
-            codes, _ = records.readings(slots, np.where(new, before[:, None] + np.arange(new.shape[1]), 0))
-            scored = new & ~self.schema.context[codes]
-        gain, log_p, excess = np.where(scored, surprises, 0.0)
-        score, state = advance(records.state(slots), log_p, scored, decided)
-        p_value = self.calibration.judge(score, lambda: [records.ids[slot] for slot in slots.tolist()])
-        newly = self._passed(records, slots, np.where(new, p_value, 1.0), before, alphas)
+        seq: (M,) their places in the records. surprises: (3, M), see `_surprises`; decided: (M,), see `advance`.
+        Returns log-likelihood, running log-likelihood, score and p-value, (4, M); and how many alphas are passed there
+        for the first time, (M,)."""
+        fresh, context, scored = edges[1:] - edges[:-1], self.schema.context, None
+        if context.any():
+            scored = ~context[records.log_feature[slots.repeat(fresh), seq]]
+        columns = np.empty((4, len(seq)))
+        if self.compiled is not None:
+            self.compiled.advance(records.running, slots, edges, surprises, scored, decided, columns)
+        else:
+            _advance(records.running, slots, edges, surprises, scored, decided, columns)
+        columns[3] = self.calibration.judge(columns[2], lambda: [records.ids[slot] for slot in slots.tolist()], fresh)
+        records.running["p_value"][slots] = columns[3, edges[1:] - 1]
+        return columns, _passed(records, slots.repeat(fresh), seq, columns[3], alphas)
+
+
+def _advance(
+    running: NDArray[np.void],
+    slots: Ints,
+    edges: Ints,
+    surprises: Floats,
+    scored: Bools | None,
+    decided: Bools | None,
+    columns: Floats,
+) -> None:
+    """`Compiled.advance`, by `conformal.advance`."""
+    first, fresh = edges[:-1], edges[1:] - edges[:-1]
+    columns[0] = surprises[0] if scored is None else np.where(scored, surprises[0], np.nan)
+    for rows in _groups(fresh, np.zeros_like(fresh)):
+        before = running[slots[rows]]
+        place = np.arange(int(fresh[rows].max()))
+        new = place < fresh[rows, None]
+        source = np.where(new, first[rows, None] + place, 0)
+        counted = new if scored is None else new & scored[source]
+        gain, log_p, excess = np.where(counted, surprises[:, source], 0.0)
+        state = PrefixState(before["scored"], before["total"], before["least"], before["peak"])
+        score, state = advance(state, log_p, counted, None if decided is None else decided[source])
         # Summed in arrival order, as the statistics are, so that any split of the readings gives the same bits.
-        running = added(records.log_likelihood[slots], gain)
-        records.store(slots, state)
-        records.log_likelihood[slots] = running[:, -1]
-        records.excess[slots] = added(records.excess[slots], excess)[:, -1]
-        records.p_value[slots] = p_value[:, -1]
-        return np.stack([np.where(scored, surprises[0], np.nan), running, score, p_value]), newly
+        likelihood, beyond = added(before["log_likelihood"], gain), added(before["excess"], excess)
+        columns[1:3, source[new]] = np.stack([likelihood, score])[:, new]
+        for name, last in (
+            ("scored", state.count),
+            ("total", state.total),
+            ("least", state.least),
+            ("peak", state.peak),
+            ("log_likelihood", likelihood[:, -1]),
+            ("excess", beyond[:, -1]),
+        ):
+            running[name][slots[rows]] = last
 
-    @staticmethod
-    def _passed(records: Records, slots: Ints, p_value: Floats, start: Ints, alphas: Floats) -> Ints:
-        """How many of the alphas, the largest first, R records pass at each place for the first time, (R, L), which the
-        records remember. p_value: (R, L), 1 where nothing is decided; never rises from there on. start: (R,), of the
-        first place."""
-        if not len(alphas) or p_value.min() > alphas[0]:
-            return np.zeros(p_value.shape, np.int64)
-        told = (alphas >= records.alert_alpha[slots, None]).sum(1)
-        passed = np.maximum.accumulate((p_value[..., None] <= alphas).sum(-1), 1)
-        passed = np.maximum(np.concatenate([told[:, None], passed], 1), told[:, None])
-        newly: Ints = np.diff(passed, axis=1)
-        rows = np.flatnonzero(passed[:, -1] > told)
-        records.alert_alpha[slots[rows]] = alphas[passed[rows, -1] - 1]
-        first = rows[records.alert_seq[slots[rows]] < 0]
-        records.alert_seq[slots[first]] = start[first] + np.argmax(newly[first] > 0, 1)
-        return newly
+
+def _passed(records: Records, slots: Ints, seq: Ints, p_value: Floats, alphas: Floats) -> Ints:
+    """How many of the alphas, the largest first, each of M readings is the first of its record to pass, (M,), which the
+    records remember. A record's readings come in order."""
+    passed = np.zeros(len(seq), np.int64)
+    if not len(alphas) or p_value.min(initial=1.0) > alphas[0]:
+        return passed
+    level = (p_value[:, None] <= alphas).sum(1)
+    told = (alphas >= records.alert_alpha[slots, None]).sum(1)
+    for i in (level > told).nonzero()[0].tolist():
+        slot = slots[i]
+        more = int(level[i] - (alphas >= records.alert_alpha[slot]).sum())
+        if more > 0:
+            passed[i], records.alert_alpha[slot] = more, alphas[level[i] - 1]
+            if records.alert_seq[slot] < 0:
+                records.alert_seq[slot] = seq[i]
+    return passed
 
 
 def _passes(cache: Cache, slots: Ints, before: Ints, fresh: Ints) -> Iterator[slice]:

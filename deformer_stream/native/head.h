@@ -1,6 +1,7 @@
 /* From what comes out of the network to what scoring asks of readings. */
 #ifndef HEAD_H
 #define HEAD_H
+#include "gamma.h"
 #include "guide.h"
 #include "mixture.h"
 
@@ -14,28 +15,6 @@ typedef struct {
     const int64_t *count;             /* (F) labels of a feature, 0 where it is a number */
     const Map *project, *adjust;      /* adjust: NULL without a guide */
 } Head;
-
-/* ln Q(a, x) of a Gamma(a, 1) law: by the series of 1 − Q or by Lentz's continued fraction, whichever is the quicker
- * (DLMF 8.11.4, 8.9.2). */
-static double log_gamma_sf(double a, double x) {
-    if (!(x > 0)) return 0;
-    int sign;
-    double factor = a * log(x) - x - lgamma_r(a, &sign);
-    if (x < a + 1) {
-        double term = 1 / a, total = term;
-        for (double n = a + 1; term > 1e-9 * total; n++) total += term *= x / n;
-        return log1p(-fmin(exp(factor) * total, 1 - 1e-16));
-    }
-    double b = x + 1 - a, c = 1e300, d = 1 / b, h = d, step = 0;
-    for (int i = 1; fabs(step - 1) > 1e-9 && i < 1000; i++) {
-        double t = i * (a - i);
-        b += 2;
-        d = 1 / (t * d + b);
-        c = b + t / c;
-        h *= step = c * d;
-    }
-    return factor + log(h);
-}
 
 /* ln(1 + e^x) */
 INLINE v16 softplus(v16 x) {
@@ -62,7 +41,7 @@ static void judge_number(Surprisal s, float *out, size_t apart) {
     float least = fminf(s.least, s.value), gap = fmaxf(s.mean - least, 0.1f);
     float theta = fminf(fmaxf(s.variance / gap, 1), 100), shape = fminf(fmaxf(gap / theta, 0.01f), 50);
     out[0] = -s.value;
-    out[apart] = (float)log_gamma_sf(shape, (s.value - least) / theta);
+    out[apart] = (float)log_gamma_sf(shape, (s.value - least) / theta, 1e-9);
     out[2 * apart] = s.value - s.mean;
 }
 

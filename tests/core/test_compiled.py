@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from deformer_stream import native
 from deformer_stream.core.batch import Contribution
 from deformer_stream.core.compiled import Compiled, CompiledCache, Ragged, fits
-from deformer_stream.core.conformal import Calibration
+from deformer_stream.core.conformal import Calibration, PrefixState, added, advance
 from deformer_stream.core.engine import Engine, Limits
 from deformer_stream.core.explain import explain
 from deformer_stream.core.heads import Conditional
 from deformer_stream.core.model import PRESETS, DEformer, ModelConfig
 from deformer_stream.core.orders import conditionals, each_last
+from deformer_stream.core.records import UNSCORED
 from deformer_stream.core.schema import Feature, Schema
 from tests.core.test_engine import RUN, Collected, batch_of, stream
 from tests.core.worlds import model_of, normalised, records_of, schemas
@@ -140,6 +141,41 @@ def test_what_is_rebuilt_is_what_steps_have_left(
         found.append((said.log_likelihood, said.score, pages))
     for kept, rebuilt in zip(*found, strict=True):
         np.testing.assert_array_equal(rebuilt, kept)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**16), most=st.sampled_from([1, 3, 40, 900]), masked=st.booleans())
+def test_statistics_go_on_as_the_rule_says(seed: int, most: int, masked: bool) -> None:
+    """From mild to very wild readings, in two pieces; of records in any slots, some without a reading in a piece."""
+    model = compiled(model_of(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
+    assert model.library is not None
+    rng, code, R = np.random.default_rng(seed), Compiled(model, model.library), 6
+    slots, running = rng.permutation(9)[:R], np.full(9, UNSCORED)
+    pieces = []
+    for _ in range(2):
+        edges = np.append(0, np.cumsum(rng.integers(0, most + 1, R)))
+        M = int(edges[-1])
+        surprises = -(rng.exponential(size=(3, M)) * 10.0 ** rng.choice([-3, 0, 0, 0, 0, 1, 6, 30], (3, M)))
+        scored, decided = rng.random((2, M)) < 0.7 if masked else (None, None)
+        columns = np.empty((4, M))
+        code.advance(running, slots, edges, surprises, scored, decided, columns)
+        pieces.append((edges, surprises, scored, decided, columns))
+    for i, slot in enumerate(slots.tolist()):
+        state, sums = PrefixState.start(1), np.zeros((2, 1))
+        for edges, surprises, scored, decided, columns in pieces:
+            at = slice(edges[i], edges[i + 1])
+            if at.start == at.stop:
+                continue
+            on = np.ones(surprises.shape[1], bool) if scored is None else scored
+            said = np.where(on, surprises, 0.0)[:, None, at]
+            score, state = advance(state, said[1], on[None, at], None if decided is None else decided[None, at])
+            log_likelihood = added(sums[0], said[0])
+            sums = np.stack([log_likelihood[:, -1], added(sums[1], said[2])[:, -1]])
+            np.testing.assert_array_equal(columns[0, at], np.where(on, surprises[0], np.nan)[at])
+            np.testing.assert_allclose(columns[1:3, at], [log_likelihood[0], score[0]], rtol=1e-10, atol=1e-12)
+        expected = state.count, state.total, state.least, state.peak, *sums
+        got = [running[name][slot] for name in ("scored", "total", "least", "peak", "log_likelihood", "excess")]
+        np.testing.assert_allclose(got, np.array(expected).ravel(), rtol=1e-10, atol=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
