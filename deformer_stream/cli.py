@@ -48,6 +48,7 @@ def _consume() -> click.Command:
         Alerts go to the alerts topic and to standard output, refused events to the dead-letter topic; offsets are
         committed after both are safe. SIGINT and SIGTERM end it gracefully.
         """
+        stop, asked = stop_on_signals(), asked_by_hangup()  # before what takes seconds to load
         leave_a_core()
         share_the_interpreter()
         from deformer_stream import log, metrics
@@ -57,7 +58,6 @@ def _consume() -> click.Command:
         settings = load(ConsumeSettings, flags, config, "consume")
         log.configure(debugging())
         logger = log.get("consume")
-        stop, asked = stop_on_signals(), asked_by_hangup()
         loaded, engine = opening.model(settings, settings.drift or math.inf)
         codec = opening.codec(loaded, settings, order="arrival")
         measures = metrics.Metrics()
@@ -97,12 +97,13 @@ def _live_edge(
     settings: ConsumeSettings, codec: Codec, model: str, ends: ExitStack
 ) -> tuple[EventSource, list[Sink], bool]:
     """Source, sinks, and whether the input has an end. `ends` closes them, the source last."""
-    from connectors.files import AlertLines, open_source
+    from connectors.files import AlertLines, kept_apart, open_source
 
     source: EventSource
     sinks: list[Sink] = []
     servers, topic = _kafka_address(settings)
     if topic is None:
+        kept_apart([str(settings.source)], {"--alerts": settings.alerts})
         source = open_source(
             [str(settings.source)],
             codec.schema,
@@ -210,9 +211,17 @@ def _replay() -> click.Command:
         settings = load(ReplaySettings, flags, config, "replay")
         log.configure(debugging())
         stop = stop_on_signals()
-        loaded, engine = opening.model(settings, settings.drift)
-        from connectors.files import AlertLines, ExplanationsParquet, RecordsParquet, RejectedLines, ScoresParquet
+        from connectors.files import (
+            AlertLines,
+            ExplanationsParquet,
+            RecordsParquet,
+            RejectedLines,
+            ScoresParquet,
+            kept_apart,
+        )
 
+        kept_apart(inputs, settings.outputs())
+        loaded, engine = opening.model(settings, settings.drift)
         codec, source = opening.tables(inputs, loaded, settings)
         with ExitStack() as ends:
             sinks: list[Sink] = []

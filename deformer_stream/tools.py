@@ -30,13 +30,14 @@ def produce() -> click.Command:
     @debug_option
     def command(inputs: tuple[str, ...], config: Path | None, **flags: Any) -> int:
         """Turn a table into an asynchronous stream of readings."""
-        from connectors.files import events_of
+        from connectors.files import events_of, kept_apart
         from deformer_stream import artifact, log
         from deformer_stream.progress import Progress
 
         settings = load(ProduceSettings, flags, config, "produce")
         log.configure(debugging())
         stop = stop_on_signals()
+        kept_apart(inputs, {"--output": settings.output})
         features = None
         if settings.model is not None:
             rows = artifact.read_manifest(settings.model)["features"]

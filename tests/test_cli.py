@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -167,6 +169,21 @@ def test_a_failed_replay_leaves_no_half_results(cli: Run, model_dir: Path, tmp_p
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.parquet", "scores.parquet", "wide.parquet"]
 
 
+def test_no_command_overwrites_what_it_reads(
+    cli: Run, model_dir: Path, tmp_path: Path, wide: Path, lines: Path
+) -> None:
+    table, log = wide.read_bytes(), lines.read_bytes()
+    for words in (
+        ["replay", wide, "--output", wide, "--model", model_dir],
+        ["replay", lines, "--alerts", lines, "--model", model_dir],
+        ["replay", wide, "--output", tmp_path / "s", "--records", tmp_path / "s", "--model", model_dir],
+        ["consume", "--source", lines, "--alerts", lines, "--model", model_dir],
+        ["produce", lines, "--output", lines],
+    ):
+        failed(cli(*words), 2, "choose another path")
+    assert (wide.read_bytes(), lines.read_bytes()) == (table, log)
+
+
 def test_standard_input(model_dir: Path, lines: Path) -> None:
     words = [sys.executable, "-m", "deformer_stream.cli", "replay", "-", "--model", str(model_dir), "--alpha", "0.3"]
     with lines.open() as file:
@@ -227,6 +244,21 @@ def test_consume_ends_gracefully(model_dir: Path, lines: Path, number: int) -> N
     assert (stopped["event"], stopped["events"]) == ("stopped", len(lines.read_text().splitlines()))
     assert stopped["open"] > 0
     assert "Traceback" not in err
+
+
+def test_consume_ends_gracefully_while_it_starts(model_dir: Path) -> None:
+    """Whoever stops it in the seconds in which libraries and the model are loaded gets 0, too."""
+    words = [sys.executable, "-m", "deformer_stream.cli", "consume", "--source", "-", "--model", str(model_dir)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        status, deadline = Path(f"/proc/{process.pid}/status"), time.monotonic() + 60
+        while not int(re.findall(r"SigCgt:\s*(\w+)", status.read_text())[0], 16) >> (signal.SIGTERM - 1) & 1:
+            assert time.monotonic() < deadline
+        process.send_signal(signal.SIGTERM)
+        err = process.stderr.read()
+        assert process.wait(timeout=60) == 0, err
+    stopped = json.loads(err.splitlines()[-1])
+    assert (stopped["event"], stopped["events"]) == ("stopped", 0)
 
 
 def test_unreachable_broker(cli: Run, model_dir: Path) -> None:

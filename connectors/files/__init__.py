@@ -14,6 +14,7 @@ from connectors.files.sinks import (
 )
 from connectors.files.sources import FileSource, StandardInput, open_source
 from connectors.files.stream import events_of
+from connectors.files.tables import kept_apart
 
 __all__ = [
     "AlertLines",
@@ -25,5 +26,6 @@ __all__ = [
     "ScoresParquet",
     "StandardInput",
     "events_of",
+    "kept_apart",
     "open_source",
 ]

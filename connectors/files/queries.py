@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from connectors.files.sinks import _ParquetSink
-from connectors.files.tables import LINES, Table, csv_type, find, type_of
+from connectors.files.tables import LINES, Table, csv_type, enumerated, find, type_of
 from deformer_stream import log
 from deformer_stream.codec import Codec
 from deformer_stream.codec.columns import in_seconds, plain
@@ -159,12 +159,12 @@ def _open(source: Path, model: DEformer, how: Filling) -> Table:
         raise InputError(f"{source}: one wide table is filled at a time; name one Parquet or CSV file")
     table = Table.open(files[0])
     names = set(table.schema.names)
-    if len(names) < len(table.schema.names):
-        raise InputError(f"{source}: two columns have the same name; rename one")
     known = [f for f in model.schema.features if f.name in names]
     if not known:
-        want = ", ".join(model.schema.names[:8])
-        raise InputError(f"{source}: no column is a feature of the model ({want} …); check the model")
+        want = enumerated(model.schema.names)
+        raise InputError(
+            f"{source}: no column is a feature of the model ({table.shown()} against {want}); check the model"
+        )
     needed = [set(how.ends(f.name)) for f in known if _bounded(f)] + ([{DRAW}] if how.draws else [])
     for taken in (names & some for some in needed):
         if taken:

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from connectors.files.beside import Behind
+from connectors.files.tables import CSV, LINES, PARQUET
 from deformer_stream.codec import encode_alert, encode_drift, encode_rejected
 from deformer_stream.core.batch import NO_TIME, AlertRaised, Closed, Effects, EventBatch
 from deformer_stream.core.schema import Schema
@@ -89,6 +90,8 @@ class _ParquetSink:
 
     def __init__(self, path: str | Path, columns: pa.Schema) -> None:
         self._path = Path(path)
+        if self._path.suffix.lower() in CSV + LINES:
+            raise ConfigError(f"{path}: what is written is Parquet; let the name end in .parquet")
         self._part = self._path.with_name(self._path.name + ".part")
         self._columns = columns
         self._pending: list[pa.RecordBatch] = []
@@ -285,6 +288,8 @@ class LinesSink:
     def __init__(self, path: str | Path, append: bool = False) -> None:
         self._path = Path(path)
         self._standard = str(path) == "-"
+        if self._path.suffix.lower() in PARQUET + CSV:
+            raise ConfigError(f"{path}: what is written are JSON lines; let the name end in .jsonl")
         with _opening(self._path):
             torn = append and not self._standard and _ends_within_a_line(self._path)
             self._file: IO[bytes] = sys.stdout.buffer if self._standard else self._path.open("ab" if append else "wb")

@@ -19,7 +19,19 @@ import pyarrow as pa
 
 from connectors.files.beside import Ahead
 from connectors.files.reorder import reordered_lines, reordered_rows
-from connectors.files.tables import BLOCK, LINES, PARQUET, Layout, LineSplitter, Table, csv_type, find, lines
+from connectors.files.tables import (
+    BLOCK,
+    LINES,
+    PARQUET,
+    RECORD,
+    Layout,
+    LineSplitter,
+    Table,
+    csv_type,
+    enumerated,
+    find,
+    lines,
+)
 from deformer_stream.codec import Fields, Order, Windows
 from deformer_stream.codec.columns import cells, text_ids, textual
 from deformer_stream.core.batch import NO_TIME
@@ -38,7 +50,7 @@ def open_source(
     order: Order = "arrival",
     seed: int = 0,
     fields: Fields | None = None,
-    record_column: str = "record",
+    record_column: str = RECORD,
     time_column: str | None = None,
     batch_events: int = 8192,
     max_message_bytes: int = 1_048_576,
@@ -209,14 +221,12 @@ class _WideTable:
         columns, known = table.schema.names, settings.schema.codes
         features = [column for column in columns if column in known]
         if not features:
-            have, want = ", ".join(columns[:8]), ", ".join(settings.schema.names[:8])
+            want = enumerated(settings.schema.names)
             raise InputError(
-                f"{table.path}: no column is a feature of the model ({have} … against {want} …); check the model"
+                f"{table.path}: no column is a feature of the model ({table.shown()} against {want}); check the model"
             )
-        if settings.time is not None and settings.time not in columns:
-            raise InputError(
-                f"{table.path}: there is no time column {settings.time!r}; the columns are {', '.join(columns)}"
-            )
+        table.demand("time", settings.time)
+        table.demand("record", None if settings.record == RECORD else settings.record)
         rest = [column for column in columns if column not in known]
         stamps = [column for column in rest if pa.types.is_timestamp(table.schema.field(column).type)]
         time = settings.time or next(iter(stamps), None)

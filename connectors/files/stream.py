@@ -14,7 +14,7 @@ import orjson
 import pyarrow as pa
 
 from connectors.files.sources import names_of
-from connectors.files.tables import LINES, Layout, Table, find, lines, reading
+from connectors.files.tables import LINES, RECORD, Layout, Table, find, lines, reading
 from deformer_stream.codec.columns import categorical, daytime, in_seconds, micros_of_column, number, text_ids
 from deformer_stream.codec.refusal import Refusal
 from deformer_stream.codec.times import micros, micros_of_text
@@ -41,7 +41,7 @@ def events_of(
     shuffle_within: float = 0.0,
     seed: int = 0,
     layout: Layout | None = None,
-    record_column: str = "record",
+    record_column: str = RECORD,
     time_column: str | None = None,
     exclude: Sequence[str] = (),
     features: Sequence[str] | None = None,
@@ -158,15 +158,17 @@ def _wide(
     table: Table, name: str | None, record: str, time: str | None, wanted: _Wanted, seconds: Iterator[int]
 ) -> Iterator[Row]:
     columns = table.schema.names
+    table.demand("time", time)
+    table.demand("record", None if record == RECORD else record)
     id_column = record if record in columns else None
     stamps = [c for c in columns if pa.types.is_timestamp(table.schema.field(c).type)]
-    time = _time_column(table, time) or next(iter(stamps), None)
+    time = time or next(iter(stamps), None)
     kinds = dict(zip(columns, table.schema.types, strict=True))
     used = [
         c for c in columns if c not in (id_column, time) and wanted(c) and (categorical(kinds[c]) or daytime(kinds[c]))
     ]
     if not used:
-        raise InputError(f"{table.path}: no column to send (of {', '.join(columns[:8])}); check --exclude and --model")
+        raise InputError(f"{table.path}: no column to send (of {table.shown()}); check --exclude and --model")
     first, last = 0, 0
     extra = [c for c in (id_column, time) if c is not None]
     for batch in table.batches([*used, *extra], ROWS, _text(id_column)):
@@ -188,7 +190,8 @@ def _long(table: Table, owner: str, time: str | None, wanted: _Wanted, seconds: 
     for column in (owner, "feature", "value"):
         if column not in columns:
             raise InputError(f"{table.path}: a long table needs a column {column!r}; rename one, or use --layout wide")
-    time = _time_column(table, time) or ("time" if "time" in columns else None)
+    table.demand("time", time)
+    time = time or ("time" if "time" in columns else None)
     used = [c for c in (owner, "feature", "value", "label", time) if c is not None and c in columns]
     first, last = 0, 0
     for batch in table.batches(used, ROWS, _text(owner)):
@@ -203,14 +206,6 @@ def _long(table: Table, owner: str, time: str | None, wanted: _Wanted, seconds: 
             if values[i] is not None and wanted(names[i]):
                 yield last, id_, [(names[i], values[i])]
         first += batch.num_rows
-
-
-def _time_column(table: Table, time: str | None) -> str | None:
-    if time is not None and time not in table.schema.names:
-        raise InputError(
-            f"{table.path}: there is no time column {time!r}; the columns are {', '.join(table.schema.names)}"
-        )
-    return time
 
 
 def _times(table: Table, batch: pa.RecordBatch, time: str | None, first: int, seconds: Iterator[int]) -> list[int]:

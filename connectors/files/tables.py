@@ -17,11 +17,14 @@ import pyarrow.parquet as pq
 
 from deformer_stream.codec.columns import daytime
 from deformer_stream.core.schema import Feature
-from deformer_stream.errors import InputError
+from deformer_stream.errors import ConfigError, InputError
 
 Layout = Literal["wide", "long"]
 
 PARQUET, CSV, LINES = (".parquet", ".pq"), (".csv", ".tsv"), (".jsonl", ".ndjson", ".json")
+RECORD = "record"
+"""The column of record ids in wide tables, if there is one and no other is asked for."""
+
 BLOCK = 1 << 20
 """Bytes of text read at a time."""
 
@@ -47,6 +50,22 @@ def find(inputs: Sequence[str | Path]) -> list[Path]:
     return files
 
 
+def kept_apart(inputs: Sequence[str | Path], outputs: Mapping[str, str | Path | None]) -> None:
+    """No output takes the place of an input or of another output. inputs: files and folders. outputs: by option, None
+    or "" where there is none. Standard streams ("-"), and what is no regular file (/dev/null), cannot be lost. Raises
+    `ConfigError`, and `InputError` where there is no such input."""
+    entries = [entry for entry in inputs if str(entry) != "-"]
+    taken = {path.resolve(): "an input" for path in (find(entries) if entries else [])}
+    for option, given in outputs.items():
+        if given is None or str(given) in ("", "-"):
+            continue
+        path = Path(given).resolve()
+        if path in taken:
+            raise ConfigError(f"{option} {given}: this file is {taken[path]}, too; choose another path")
+        if path.is_file() or not path.exists():
+            taken[path] = f"that of {option}"
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Maps what the file system and Arrow raise about `path` to `InputError`."""
@@ -70,13 +89,29 @@ class Table:
 
     @staticmethod
     def open(path: Path) -> Table:
-        """Read only what describes the table. Raises `InputError`."""
+        """Read only what describes the table. Raises `InputError`, also where two columns have one name."""
         with reading(path):
             if path.suffix.lower() in PARQUET:
                 with pq.ParquetFile(path) as file:
-                    return Table(path, file.schema_arrow.remove_metadata(), file.metadata.num_rows)
-            with _open_csv(path, None) as reader:
-                return Table(path, reader.schema, None)
+                    table = Table(path, file.schema_arrow.remove_metadata(), file.metadata.num_rows)
+            else:
+                with _open_csv(path, None) as reader:
+                    table = Table(path, reader.schema, None)
+        names = table.schema.names
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InputError(f"{path}: two columns are called {twice!r}; rename one")
+        return table
+
+    def demand(self, what: str, name: str | None) -> None:
+        """Raises `InputError` where there is no column of that name. None demands nothing."""
+        if name is not None and name not in self.schema.names:
+            columns = ", ".join(self.schema.names)
+            raise InputError(f"{self.path}: there is no {what} column {name!r}; the columns are {columns}")
+
+    def shown(self) -> str:
+        """The columns' names for a message, the first of them."""
+        return enumerated(self.schema.names)
 
     def layout(
         self, asked: Layout | None, record: str = "record", feature: str = "feature", value: str = "value"
@@ -98,6 +133,11 @@ class Table:
                 for block in reader:
                     for start in range(0, block.num_rows, rows):
                         yield block.slice(start, rows)
+
+
+def enumerated(names: Sequence[str]) -> str:
+    """Names for a message; of many the first eight."""
+    return (", ".join(names[:8]) + (", …" if len(names) > 8 else "")) or "none"
 
 
 def csv_type(table: Table, feature: Feature) -> pa.DataType:

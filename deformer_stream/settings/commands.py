@@ -176,7 +176,7 @@ class ConsumeSettings(_Alerting, _Kafka):
     source: str | None = Field(
         None, description="In place of --topic: kafka://HOST:PORT/TOPIC, a file, or - for standard input."
     )
-    group: str = Field("deformer-stream", description="Consumer group.")
+    group: str = Field("deformer-stream", min_length=1, description="Consumer group.")
     from_: Literal["earliest", "latest"] = Field(
         "earliest", validation_alias="DEFORMER_FROM", description="Where a group without committed offsets begins."
     )
@@ -282,6 +282,11 @@ class ReplaySettings(TableSettings, _Alerting):
         None, description="Why records raised alerts, a row per reading of each alert, most suspicious first (Parquet)."
     )
     rejected: Path | None = Field(None, description="Refused events with their reasons (JSON lines).")
+
+    def outputs(self) -> dict[str, str | Path | None]:
+        """The files that are written, by option."""
+        names = ("output", "records", "alerts", "explain", "rejected")
+        return {flag_of(name): getattr(self, name) for name in names}
 
     @model_validator(mode="after")
     def _explained(self) -> Self:

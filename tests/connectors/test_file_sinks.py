@@ -59,6 +59,12 @@ def test_a_sink_that_cannot_be_written(tmp_path: Path) -> None:
         ScoresParquet(tmp_path / "no" / "scores.parquet", SCHEMA)
     with pytest.raises(ConfigError, match="cannot be written"):
         AlertLines(tmp_path)
+    for name in ("scores.csv", "scores.jsonl"):
+        with pytest.raises(ConfigError, match=r"Parquet.*\.parquet$"):
+            ScoresParquet(tmp_path / name, SCHEMA)
+    with pytest.raises(ConfigError, match=r"JSON lines.*\.jsonl$"):
+        AlertLines(tmp_path / "alerts.parquet")
+    assert list(tmp_path.iterdir()) == []
     full = AlertLines("/dev/full")
     full.write(*effects_of(0))
     with pytest.raises(Unavailable, match="writing failed"):
