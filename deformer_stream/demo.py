@@ -26,6 +26,7 @@ from deformer_stream.core.batch import AlertRaised, Effects
 from deformer_stream.core.engine import Engine, Limits
 from deformer_stream.core.schema import Schema
 from deformer_stream.demo_report import Outcome, Reading, Summary, headline, reasons, report, summarise
+from deformer_stream.errors import ConfigError
 from deformer_stream.metrics import Metrics
 from deformer_stream.ports import Payload
 from deformer_stream.runtime import EventClock, Road, Totals
@@ -83,13 +84,17 @@ def alert_line(alert: AlertRaised, fault: str) -> Text:
 
 def run(output: Path, seed: int, train_time: str = "60s", open_report: bool = False) -> int:
     """Run the demo; writes `normal.parquet`, `model/`, `pumps.parquet` (the records that are streamed) and
-    `report.html` under `output`. Returns the exit status: 0, or the trainer's where it fails."""
+    `report.html` under `output`. Returns the exit status: 0, or the trainer's where it fails. Raises `ConfigError`
+    where `output` cannot be written."""
     console = Console(highlight=False)
-    output.mkdir(parents=True, exist_ok=True)
     table, model = output / "normal.parquet", output / "model"
 
     step(console, 1, f"Simulate twelve pumps: {TRAINING_RECORDS:,} normal records of {len(FEATURES)} sensors")
-    pq.write_table(simulate(TRAINING_RECORDS, seed=2 * seed).normals(), table)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        pq.write_table(simulate(TRAINING_RECORDS, seed=2 * seed).normals(), table)
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be written ({error.strerror or error}); name another") from None
     console.print(f"  wrote {table}")
 
     step(console, 2, f"Learn what is normal ({train_time} on this machine)")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -11,13 +13,16 @@ from deformer_stream.core.conformal import ALPHAS
 from deformer_stream.core.schema import Feature
 from deformer_stream.core.slots import in_words, single
 
+WIDTH = 160
+"""Columns of text where nobody says how wide a line may be: names are for searching, so they stay whole."""
+
 LABELS = 6
 """Labels of a feature that are shown."""
 
 
 def describe(loaded: Artifact, console: Console | None = None) -> None:
     """Print the features, the calibration and the training summary of a model."""
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     config, calibration = loaded.model.config, loaded.calibration
     parameters = sum(p.numel() for p in loaded.model.parameters())
     console.print(f"[bold]{_plain(str(loaded.directory))}[/bold]")

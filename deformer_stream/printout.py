@@ -12,7 +12,16 @@ from typing import Annotated, Any, cast
 from pydantic import TypeAdapter, ValidationError
 
 from deformer_stream.errors import ConfigError
-from deformer_stream.settings import COMMANDS, Settings, flag_of, input_name, read_file, shown_default, variable_of
+from deformer_stream.settings import (
+    COMMANDS,
+    Settings,
+    flag_of,
+    input_name,
+    read_file,
+    reason,
+    shown_default,
+    variable_of,
+)
 
 
 def in_force(cls: type[Settings], config: Path | None, section: str) -> list[str]:
@@ -49,7 +58,7 @@ def _check(cls: type[Settings], name: str, value: Any) -> None:
     try:
         TypeAdapter(annotated).validate_python(value)
     except ValidationError as error:
-        raise ConfigError(f"{flag_of(name)}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+        raise ConfigError(f"{flag_of(name)}: {reason(error.errors()[0])}") from None
 
 
 def as_markdown() -> str:

@@ -20,6 +20,7 @@ from deformer_stream.core.conformal import Calibration
 from deformer_stream.core.model import PRESETS, DEformer
 from deformer_stream.core.schema import Feature, Schema
 from deformer_stream.demo_report import Outcome, Reading, Summary
+from deformer_stream.errors import ConfigError
 from deformer_stream.simulate import FAULTS, FEATURES, MODES, simulate
 
 
@@ -238,6 +239,13 @@ def test_a_trainer_that_fails_ends_the_demo_with_its_status(
     assert demo.run(tmp_path, seed=0, train_time="soon") == 2
     assert "max-time" in capfd.readouterr().err
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "TRAINING_RECORDS", 50)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--output .*file/demo cannot be written"):
+        demo.run(tmp_path / "file" / "demo", seed=0)
 
 
 @pytest.mark.slow

@@ -129,6 +129,19 @@ def test_every_option_is_a_flag(command: str) -> None:
     assert CliRunner().invoke(run, []).exit_code == 0
 
 
+def test_help_says_what_a_value_is() -> None:
+    @click.command()
+    @options(ConsumeSettings)
+    def run(**given: Any) -> None: ...
+
+    text = " ".join(CliRunner().invoke(run, ["--help"]).output.split())
+    for words in (
+        *("--model PATH", "--alpha SHARE[,…]", "--cache-memory SIZE", "--record-timeout TIME", "--grace TIME"),
+        *("--max-poll-records N", "--drift X", "--topic TEXT", "--from [earliest|latest]"),
+    ):
+        assert words in text
+
+
 def test_defaults_are_those_of_the_contract(bare: pytest.MonkeyPatch) -> None:
     consume = load(ConsumeSettings, REQUIRED["consume"], None, "consume")
     assert (consume.bootstrap_servers, consume.alpha, consume.from_) == ("localhost:9092", (0.01,), "earliest")
@@ -197,7 +210,10 @@ def test_bad_sizes(bare: pytest.MonkeyPatch, text: str) -> None:
         ({"grace": "-2s", "window": "10s"}, "--grace"),
         ({"window": "0s"}, "--window"),
         ({"window": "0.5ms"}, "--window"),
-        ({"window": "ten seconds"}, "--window"),
+        ({"window": "ten seconds"}, "--window ten seconds ("),
+        ({"alpha": "2"}, "--alpha 2 (DEFORMER_ALPHA in the environment, alpha in the file): it should be less than 1"),
+        ({"max_poll_records": "many"}, "it should be a valid integer;"),
+        ({"group": ""}, "--group ("),
     ],
 )
 def test_impossible_options(bare: pytest.MonkeyPatch, flags: dict[str, Any], word: str) -> None:

@@ -32,7 +32,7 @@ from deformer_stream.settings.commands import (
     ScoringSettings,
     TableSettings,
 )
-from deformer_stream.settings.loading import TRAINING, input_name, load, options, read_file, shown_default
+from deformer_stream.settings.loading import TRAINING, input_name, load, options, read_file, reason, shown_default
 
 __all__ = [
     "COMMANDS",
@@ -60,6 +60,7 @@ __all__ = [
     "load",
     "options",
     "read_file",
+    "reason",
     "shown_default",
     "variable_of",
 ]

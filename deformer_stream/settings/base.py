@@ -72,6 +72,10 @@ Shares = Annotated[
 """One or several, comma-separated; the largest first."""
 
 
+UNITS: dict[Any, str] = {_seconds: "TIME", _bytes: "SIZE", _listed: "SHARE[,…]"}
+"""What stands in the help for a value that is read so."""
+
+
 def written(default: str | float, description: str) -> Any:
     """A field whose default reads as a person would write it."""
     return Field(default, description=description)

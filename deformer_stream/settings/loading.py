@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import click
-from pydantic import ValidationError
+from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
 from deformer_stream.errors import ConfigError
-from deformer_stream.settings.base import PREFIX, Settings, SettingsType, flag_of, variable_of
+from deformer_stream.settings.base import PREFIX, UNITS, Settings, SettingsType, flag_of, variable_of
 from deformer_stream.settings.commands import COMMANDS
 
 TRAINING = "train"
 """The table of `deformer-train` in a configuration file that all commands share."""
+
+
+LONGEST = 40
+"""Characters of a refused value that is repeated in the message."""
 
 
 def load(cls: type[SettingsType], flags: dict[str, Any], config: Path | None = None, section: str = "") -> SettingsType:
@@ -30,11 +35,21 @@ def load(cls: type[SettingsType], flags: dict[str, Any], config: Path | None = N
     except ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0]).removeprefix(PREFIX).lower() if first["loc"] else ""
-        message = "it is required" if first["type"] == "missing" else first["msg"].removeprefix("Value error, ")
         if not field:
-            raise ConfigError(f"{section}: {message}; see --help".removeprefix(": ")) from None
+            raise ConfigError(f"{section}: {reason(first)}; see --help".removeprefix(": ")) from None
         where = f"{variable_of(field)} in the environment, {flag_of(field)[2:]} in the file"
-        raise ConfigError(f"{flag_of(field)} ({where}): {message}; see --help") from None
+        told = first["input"] if field != "sasl_password" and first["type"] != "missing" else None
+        short = isinstance(told, str | int | float) and str(told).isprintable() and 0 < len(str(told)) <= LONGEST
+        value = f" {told}" if short else ""
+        raise ConfigError(f"{flag_of(field)}{value} ({where}): {reason(first)}; see --help") from None
+
+
+def reason(error: Mapping[str, Any]) -> str:
+    """What pydantic holds against a value, in our words. error: one of `ValidationError.errors()`."""
+    if error["type"] == "missing":
+        return "it is required"
+    words: str = error["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
+    return re.sub("^(Input|String) should", "it should", words)
 
 
 def input_name(cls: type[Settings], field: str) -> str:
@@ -84,6 +99,17 @@ def _click_type(annotation: Any) -> tuple[Any, bool]:
     return click.STRING, annotation is bool
 
 
+def _metavar(info: FieldInfo) -> str | None:
+    """What stands for the value in the help; None where click says it (choices, switches)."""
+    kinds = [info.annotation, *get_args(info.annotation)]
+    marks = [*info.metadata, *(mark for kind in kinds for mark in getattr(kind, "__metadata__", ()))]
+    for mark in marks:
+        if isinstance(mark, BeforeValidator) and mark.func in UNITS:
+            return UNITS[mark.func]
+    plain = {get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds}
+    return next((word for kind, word in {int: "N", float: "X", Path: "PATH"}.items() if kind in plain), None)
+
+
 def shown_default(info: FieldInfo) -> str | None:
     """The default as a person would write it; None where there is none worth a word."""
     if info.is_required() or info.default in (None, ""):
@@ -99,8 +125,8 @@ def options(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callable[...,
             kind, switch = _click_type(info.annotation)
             default = shown_default(info)
             text = (info.description or "") + (f"  [default: {default}]" if default else "")
-            extra: dict[str, Any] = {"is_flag": True, "default": None} if switch else {"type": kind, "default": None}
-            function = click.option(flag_of(name), name, help=text, **extra)(function)
+            extra = {"is_flag": True} if switch else {"type": kind, "metavar": _metavar(info)}
+            function = click.option(flag_of(name), name, help=text, default=None, **extra)(function)
         path = click.Path(path_type=Path)
         config = click.option("--config", type=path, envvar=PREFIX + "CONFIG", help="TOML file with options.")
         return config(function)
