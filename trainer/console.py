@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from types import TracebackType
@@ -40,6 +41,11 @@ def show_kinds(data: Prepared) -> None:
         console.print(f"left out: {count} {reason}", markup=False)
 
 
+def _rounded(nats: float) -> float | None:
+    """JSON has no word for a number that is not known yet."""
+    return None if math.isnan(nats) else round(nats, 4)
+
+
 class Watch:
     """A bar on a terminal, a log line every few seconds otherwise; a context manager, called with every status."""
 
@@ -53,7 +59,8 @@ class Watch:
 
     def __call__(self, status: Status) -> None:
         if self._bar is not None:
-            words = f"epoch {status.epoch} · train {status.train:.3f} · validation {status.validation:.3f} nats"
+            known = "" if math.isnan(status.validation) else f" · validation {status.validation:.3f} nats"
+            words = f"epoch {status.epoch} · train {status.train:.3f}{known}"
             self._bar.update(self._task, completed=status.progress, words=words)
         elif time.monotonic() - self._said > LINE_SECONDS:
             self._said = time.monotonic()
@@ -62,8 +69,8 @@ class Watch:
                 step=status.step,
                 epoch=status.epoch,
                 progress=round(status.progress, 3),
-                train=round(status.train, 4),
-                validation=round(status.validation, 4),
+                train=_rounded(status.train),
+                validation=_rounded(status.validation),
             )
 
     def __enter__(self) -> Watch:

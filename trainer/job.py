@@ -224,7 +224,7 @@ def _part(budget: Budget, parts: int) -> Budget:
 
 @contextmanager
 def _working_folder(out: Path) -> Iterator[Path]:
-    """`DIR.training`, held by this process alone. It stays where the run does not finish."""
+    """`DIR.training`, held by this process alone. It stays where a run is interrupted that can be resumed."""
     artifact.check_target(out)
     folder = _folder_of(out)
     try:
@@ -239,7 +239,11 @@ def _working_folder(out: Path) -> Iterator[Path]:
             raise ConfigError(
                 f"--out {out}: another deformer-train is at work in {folder}; wait or choose another name"
             ) from None
-        yield folder
+        try:
+            yield folder
+        finally:
+            if folder.exists() and not (folder / checkpoint.FILE).exists():
+                shutil.rmtree(folder)
 
 
 def _folder_of(out: Path) -> Path:

@@ -148,15 +148,19 @@ def open_source(
     if (label is None) != (normal is None):
         raise ConfigError("--label and --normal belong together: the column and the value that marks a normal row")
     if label is not None and label not in schema.names:
-        raise ConfigError(f"--label {label}: {files[0]} has no such column")
+        raise ConfigError(f"--label {label}: {files[0]} has no such column; it has {', '.join(schema.names)}")
     return Source(files, schema, layout, label, normal, window)
 
 
 def _read_schema(path: Path) -> pa.Schema:
     try:
-        return pq.read_schema(path)
+        schema = pq.read_schema(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError(f"{path}: not a readable Parquet file ({_first_line(error)}); convert or remove it") from error
+    if len(set(schema.names)) < len(schema.names):
+        twice = next(name for name in schema.names if schema.names.count(name) > 1)
+        raise InputError(f"{path}: two columns are called {twice!r}; rename one")
+    return schema
 
 
 def _first_line(error: Exception) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -221,6 +222,7 @@ def test_options_come_from_flags_environment_and_file_in_that_order(
         (["MISSING", "--out", "OUT"], 3, "no such file"),
         (["TEXT", "--out", "OUT"], 3, "not a readable Parquet file"),
         (["TABLE", "--out", "OUT", "--layout", "long"], 3, "'record' is missing"),
+        (["TWICE", "--out", "OUT"], 3, "two columns are called 'a'"),
     ],
 )
 def test_errors_are_one_line_with_an_exit_code(
@@ -230,12 +232,19 @@ def test_errors_are_one_line_with_an_exit_code(
     (tmp_path / "bad.toml").write_text("widgets = 3\n")
     (tmp_path / "odd.toml").write_text("d_model = 10\nheads = 3\n")
     names = {"TABLE": table, "OUT": tmp_path / "model", "MISSING": tmp_path / "missing.parquet"}
-    names |= {"TEXT": tmp_path / "text.parquet", "BAD": tmp_path / "bad.toml", "ODD": tmp_path / "odd.toml"}
+    pq.write_table(pa.table([[1.0] * 30, [2.0] * 30], names=["a", "a"]), tmp_path / "twice.parquet")
+    names |= {
+        "TWICE": tmp_path / "twice.parquet",
+        "TEXT": tmp_path / "text.parquet",
+        "BAD": tmp_path / "bad.toml",
+        "ODD": tmp_path / "odd.toml",
+    }
     done = here(*(names.get(a, a) for a in arguments))
     assert done.code == code, done.err
     assert words in done.err
     assert len(done.lines) == 1
     assert not (tmp_path / "model").exists()
+    assert not (tmp_path / "model.training").exists()  # there is nothing to resume
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
