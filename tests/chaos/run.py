@@ -239,7 +239,8 @@ class Fire:
         return False
 
     def end(self) -> None:
-        """In order, so that what is left open is committed."""
+        """In order, so that what is left open is committed. One that has only begun to start knows no signal yet."""
+        self.gather()
         for member in [*self.members.values(), *([self.guest] if self.guest else [])]:
             member.stop()
 
