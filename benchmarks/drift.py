@@ -57,7 +57,7 @@ Notice = Callable[[Floats, Floats], "int | None"]
 def ours(level: float) -> Notice:
     def first(calibration: Floats, stream: Floats) -> int | None:
         watch = Watch(Calibration.of(calibration, "random"), "model", level)
-        watch.observe(0, [str(i) for i in range(len(stream))], stream)
+        watch.observe([0] * len(stream), [str(i) for i in range(len(stream))], stream)
         reached = watch.take_reached()
         return reached[0].records if reached else None
 

@@ -22,8 +22,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from struct import unpack
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,21 +49,21 @@ RECENT = 64
 
 class Ruler:
     """Finds the bin of a statistic among calibration statistics, (n,), of which equal ones are put in an order by
-    chance. prior: calibration places by bin."""
+    chance. prior: calibration places by bin; above: of those above it; places: of all."""
 
     def __init__(self, scores: Floats, seed: int) -> None:
         grid, jitter = _grid(scores), np.random.default_rng(seed).random(len(scores))
         order = np.lexsort((jitter, grid))
         self._grid, self._jitter = grid[order], jitter[order]
-        places = len(scores) + 1
-        starts = [2**b - 1 for b in range(places.bit_length())]
-        self.prior = [min(2**b, places - start) for b, start in enumerate(starts) if start < places]
+        self.places = len(scores) + 1
+        self.above = [2**b - 1 for b in range(self.places.bit_length())]
+        self.prior = [min(2**b, self.places - start) for b, start in enumerate(self.above)]
 
-    def bins(self, scores: Floats, jitter: Floats) -> list[int]:
+    def bins(self, scores: Floats, jitter: Sequence[float]) -> list[int]:
         """Of R statistics; among equal ones `jitter`, (R,) uniform, decides."""
         grid = _grid(scores)
         first, last = np.searchsorted(self._grid, grid, "left"), np.searchsorted(self._grid, grid, "right")
-        for i in np.flatnonzero(first < last).tolist():
+        for i in (first < last).nonzero()[0].tolist():
             first[i] += np.searchsorted(self._jitter[first[i] : last[i]], jitter[i])
         return [(len(self._grid) - at + 1).bit_length() - 1 for at in first.tolist()]
 
@@ -80,15 +81,16 @@ def _untouched(records: int) -> float:
 class Evidence:
     """What is known of one partition, record by record."""
 
-    def __init__(self, model: str) -> None:
-        self.model, self.records, self.alarmed = model, 0, False
+    def __init__(self, model: str, records: int = 0) -> None:
+        self.model, self.records, self.alarmed = model, records, False
         self.capital = [0.0] * len(BETS)
+        self._untouched = _untouched(records)
         self.counts: dict[str, list[int]] = {}
 
     @staticmethod
     def of(drift: Drift) -> Evidence:
-        evidence = Evidence(drift.model)
-        evidence.records, evidence.alarmed, evidence.capital = drift.records, drift.alarmed, list(drift.capital)
+        evidence = Evidence(drift.model, drift.records)
+        evidence.alarmed, evidence.capital = drift.alarmed, list(drift.capital)
         evidence.counts = {group: list(counts) for group, counts in drift.counts.items()}
         return evidence
 
@@ -98,21 +100,27 @@ class Evidence:
 
     @property
     def martingale(self) -> float:
-        return sum(self.capital) / len(BETS) + _untouched(self.records)
+        return sum(self.capital) / len(BETS) + self._untouched
 
-    def add(self, group: str, prior: Sequence[int], bin: int, smooth: float) -> None:
-        """One record more. prior: calibration places by bin. smooth: uniform, breaks the ties within the bin."""
-        counts = self.counts.setdefault(group, [0] * len(prior))
-        above = sum(prior[:bin]) + sum(counts[:bin])
-        p = (above + smooth * (prior[bin] + counts[bin])) / (sum(prior) + sum(counts))
+    def add(self, group: str, ruler: Ruler, bin: int, smooth: float) -> None:
+        """One record more. smooth: uniform, breaks the ties within the bin."""
+        counts = self.counts.get(group)
+        if counts is None:
+            counts = self.counts[group] = [0] * len(ruler.prior)
+        above = ruler.above[bin] + sum(counts[:bin])
+        p = (above + smooth * (ruler.prior[bin] + counts[bin])) / (ruler.places + sum(counts))
         counts[bin] += 1
         self.records += 1
-        stake = _untouched(self.records - 1) - _untouched(self.records)
+        before, self._untouched = self._untouched, _untouched(self.records)
+        stake = before - self._untouched
         self.capital = [min((c + stake) * e * p ** (e - 1.0), MOST) for c, e in zip(self.capital, BETS, strict=True)]
 
 
 Log = tuple[Ints, Floats]
 """The readings of a record: feature codes and raw values in order of arrival, each (L,)."""
+
+
+Key = TypeVar("Key", int, str)
 
 
 class Reached(NamedTuple):
@@ -132,6 +140,7 @@ class Watch:
         self.model, self.level = model, level
         self._usual, self._separator = calibration.surprise, calibration.separator
         seed = int.from_bytes(hashlib.blake2b(model.encode(), digest_size=8).digest(), "big")
+        self._hash = hashlib.blake2b(f"{model}\0".encode("utf-8", "surrogatepass"), digest_size=16)
         self._rulers = {"": Ruler(calibration.scores, seed)}
         self._rulers |= {name: Ruler(own.scores, seed) for name, own in calibration.groups.items()}
         self._partitions: dict[int, Evidence] = {}
@@ -139,27 +148,38 @@ class Watch:
         self._changed: set[int] = set()
         self._reached: list[Reached] = []
 
-    def observe(self, source: int, records: Sequence[str], scores: Floats, logs: Iterable[Log] = ()) -> None:
-        """These records of a partition have ended, in this order. logs: readings of the last `RECENT` of them."""
-        evidence = self._partitions.setdefault(source, Evidence(self.model))
-        self._changed.add(source)
-        if math.isfinite(self.level):
-            self._recent.setdefault(source, deque(maxlen=RECENT)).extend(logs)
-        uniforms = np.array([_uniforms(record, self.model) for record in records])
-        groups = [self._group(record) for record in records]
-        bins = [0] * len(records)
-        for group in dict.fromkeys(groups):
-            rows = [i for i, name in enumerate(groups) if name == group]
-            for row, found in zip(rows, self._rulers[group].bins(scores[rows], uniforms[rows, 0]), strict=True):
-                bins[row] = found
-        for record, group, at, smooth in zip(records, groups, bins, uniforms[:, 1].tolist(), strict=True):
-            evidence.add(group, self._rulers[group].prior, at, smooth)
+    def observe(
+        self, sources: Sequence[int], records: Sequence[str], scores: Floats, log: Callable[[int], Log] | None = None
+    ) -> None:
+        """R records of these partitions have ended, in this order. scores: (R,). log: the readings of the i-th."""
+        self._changed.update(sources)
+        if log is not None and math.isfinite(self.level):
+            for source, rows in _rows(sources).items():
+                self._recent.setdefault(source, deque(maxlen=RECENT)).extend(map(log, rows[-RECENT:]))
+        chance = [self._uniforms(record) for record in records]
+        found: list[tuple[str, int]] = [("", 0)] * len(records)
+        for group, rows in _rows(map(self._group, records)).items():
+            bins = self._rulers[group].bins(scores[rows], [chance[i][0] for i in rows])
+            for i, bin in zip(rows, bins, strict=True):
+                found[i] = group, bin
+        for source, record, (group, bin), (_, smooth) in zip(sources, records, found, chance, strict=True):
+            evidence = self._partitions.get(source)
+            if evidence is None:
+                evidence = self._partitions[source] = Evidence(self.model)
+            evidence.add(group, self._rulers[group], bin, smooth)
             martingale = evidence.martingale
             if evidence.alarmed:
                 evidence.alarmed = martingale >= 1.0
             elif martingale >= self.level:
                 evidence.alarmed = True
                 self._reached.append(Reached(record, source, martingale, evidence.records))
+
+    def _uniforms(self, record: str) -> tuple[float, float]:
+        """Two numbers in (0, 1] that chance could have drawn, the same whenever the record is seen."""
+        hashed = self._hash.copy()
+        hashed.update(record.encode("utf-8", "surrogatepass"))
+        u, v = unpack(">QQ", hashed.digest())
+        return (u + 1) * 2.0**-64, (v + 1) * 2.0**-64
 
     def _group(self, record: str) -> str:
         name = group_of(record, self._separator) if self._separator else ""
@@ -214,11 +234,12 @@ class Watch:
         return {source: math.log10(evidence.martingale) for source, evidence in self._partitions.items()}
 
 
-def _uniforms(record: str, model: str) -> tuple[float, float]:
-    """Two numbers in (0, 1] that chance could have drawn, the same whenever the record is seen."""
-    digest = hashlib.blake2b(f"{model}\0{record}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
-    u, v = (int.from_bytes(half, "big") + 1 for half in (digest[:8], digest[8:]))
-    return u / 2**64, v / 2**64
+def _rows(keys: Iterable[Key]) -> dict[Key, list[int]]:
+    """Where each key stands."""
+    rows: dict[Key, list[int]] = {}
+    for row, key in enumerate(keys):
+        rows.setdefault(key, []).append(row)
+    return rows
 
 
 def notice_id(reached: Reached, model: str) -> str:

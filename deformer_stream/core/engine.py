@@ -19,7 +19,7 @@ from deformer_stream.core.arrival import Accepted
 from deformer_stream.core.batch import AlertRaised, Closed, Closing, Effects, EventBatch, Rejected, Scored
 from deformer_stream.core.cache import Shape
 from deformer_stream.core.conformal import Calibration, Ties
-from deformer_stream.core.drift import RECENT, Watch
+from deformer_stream.core.drift import Watch
 from deformer_stream.core.explain import Effort
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.partition import REMEMBERED
@@ -355,11 +355,11 @@ class Engine:
     def _observe(self, watch: Watch, closed: Closed, slots: Ints) -> None:
         """Records that ended by themselves, judged by the current model, go into the evidence of drift."""
         ended = np.array([reason in NATURAL for reason in closed.reasons], bool)
-        ended &= (closed.events > 0) & (self.records.generation[slots] == self._newest)
-        for source in np.unique(closed.sources[ended]).tolist():
-            rows = np.flatnonzero(ended & (closed.sources == source))
-            logs = map(self.records.log, slots[rows[-RECENT:]].tolist())
-            watch.observe(source, [closed.records[row] for row in rows.tolist()], closed.score[rows], logs)
+        rows = (ended & (closed.events > 0) & (self.records.generation[slots] == self._newest)).nonzero()[0]
+        rows = rows[closed.sources[rows].argsort(kind="stable")]
+        mine = slots[rows].tolist()
+        names = [closed.records[row] for row in rows.tolist()]
+        watch.observe(closed.sources[rows].tolist(), names, closed.score[rows], lambda i: self.records.log(mine[i]))
 
     def _let_go(self, slots: list[int]) -> None:
         """Give the slots of closed records to others."""

@@ -41,7 +41,7 @@ def noisy(rng: np.random.Generator, count: int) -> Floats:
 
 
 def notices(watch: Watch, scores: Floats, source: int = 0) -> list[Reached]:
-    watch.observe(source, [f"r{i}" for i in range(len(scores))], scores)
+    watch.observe([source] * len(scores), [f"r{i}" for i in range(len(scores))], scores)
     return watch.take_reached()
 
 
@@ -76,7 +76,7 @@ def test_groups_are_ranked_among_their_own() -> None:
         watch = Watch(calibration, f"m{life}", level)
         for start in range(0, 200, 10):
             name = "hot" if start >= 100 else "calm"  # in the mix this would be drift
-            watch.observe(0, [f"{name}/{start + i}" for i in range(10)], smooth(rng, 10) + 5 * (name == "hot"))
+            watch.observe([0] * 10, [f"{name}/{start + i}" for i in range(10)], smooth(rng, 10) + 5 * (name == "hot"))
         told += bool(watch.take_reached())
         assert set(watch.of(0).counts) == {"calm", "hot"}  # type: ignore[union-attr]
     assert told <= binomial_upper(lives, 1 / level)
@@ -125,10 +125,10 @@ def test_any_cut_and_any_life_gives_the_same(seed: int, cuts: Sequence[int], cal
     scores = stepped(rng, sum(cuts)) + 2.0 * (np.arange(sum(cuts)) > 20)
     names = [f"r{i}" for i in range(len(scores))]
     whole, parts, at = Watch(calibration, "m", 5.0), Watch(calibration, "m", 5.0), 0
-    whole.observe(3, names, scores)
+    whole.observe([3] * len(names), names, scores)
     told = []
     for cut in cuts:
-        parts.observe(3, names[at : at + cut], scores[at : at + cut])
+        parts.observe([3] * cut, names[at : at + cut], scores[at : at + cut])
         told += parts.take_reached()
         drift = parts.of(3)
         parts, at = Watch(calibration, "m", 5.0), at + cut
@@ -153,7 +153,7 @@ def test_the_gambler_breaks_even() -> None:
     ends = []
     for life in range(4000):
         watch = Watch(Calibration.of(smooth(rng, 10), "random"), f"m{life}", math.inf)
-        watch.observe(0, ["a", "b", "c"], smooth(rng, 3))
+        watch.observe([0] * 3, ["a", "b", "c"], smooth(rng, 3))
         drift = watch.of(0)
         assert drift is not None
         ends.append(drift.capital[-1] + 4**-PRIOR)
@@ -165,7 +165,7 @@ def test_places_of_the_bins_are_those_of_the_calibration() -> None:
     for n in range(40):
         ruler = Ruler(np.arange(float(n)), 0)
         assert sum(ruler.prior) == n + 1
-        bins = ruler.bins(np.arange(-0.5, n), np.full(n + 1, 0.5))
+        bins = ruler.bins(np.arange(-0.5, n), [0.5] * (n + 1))
         assert np.bincount(bins).tolist() == ruler.prior
 
 
