@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from deformer_stream.core.model import DEformer, ModelConfig
 from deformer_stream.core.schema import Schema
 from deformer_stream.errors import ConfigError
+from deformer_stream.settings import reason
 from trainer.data import Prepared, fingerprint
 from trainer.fit import Recipe
 
@@ -123,4 +124,4 @@ def _typed(name: str, kind: Any, text: str) -> Any:
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        raise ConfigError(f"--override {name}={text}: {error.errors()[0]['msg']}") from None
+        raise ConfigError(f"--override {name}={text}: {reason(error.errors()[0])}") from None
