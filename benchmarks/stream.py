@@ -3,7 +3,7 @@
 stages       events a second of each hop in one process, without Kafka, by a model with and without a guide
 throughput   events a second through a real Kafka from a topic filled beforehand: one reading a message, many, Arrow
 sustained    messages produced at a rate (--rate) for a time (--seconds): the lag must not grow
-latency      from produce to alert, at a rate; an alert is visible once it is committed
+latency      from produce to alert, at several rates (--rates); an alert is visible once it is committed
 start        from the start of the process until it is ready
 memory       a million open records with 20 readings each, in one process
 replay       Parquet in, scores out, as a share of what the layers' products alone would allow, and the memory it takes,
@@ -80,7 +80,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--precision", default="bfloat16", choices=["float32", "bfloat16"], help="replay, memory")
     parser.add_argument("--events", type=int, default=1_000_000, help="throughput: in the topic; replay: in the table")
     parser.add_argument("--payloads", default="json,many,arrow", help="throughput: which, comma-separated")
-    parser.add_argument("--rate", type=int, default=20_000, help="sustained, latency: events a second")
+    parser.add_argument("--rate", type=int, default=40_000, help="sustained: events a second")
+    parser.add_argument("--rates", default="500,5000,20000,45000", help="latency: the same, each in its turn")
     parser.add_argument("--seconds", type=int, default=20, help="sustained, latency: how long")
     parser.add_argument("--records", type=int, default=1_000_000, help="memory: open at once")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="of consume")

@@ -267,7 +267,12 @@ def sustained(options: argparse.Namespace, folder: Path) -> Rows:
 
 
 def latency(options: argparse.Namespace, folder: Path) -> Rows:
-    """From handing a reading to the broker's connection until its alert is read, by one clock."""
+    """From handing a reading to the broker's connection until its alert is read, by one clock, at each rate."""
+    for rate in map(int, options.rates.split(",")):
+        yield _latency(argparse.Namespace(**{**vars(options), "rate": rate}), folder)
+
+
+def _latency(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with load_broker_script().start() as broker:
         topic = _topic(broker.bootstrap)
         with _consuming(options, folder, broker.bootstrap, topic) as consumer:
@@ -286,7 +291,7 @@ def latency(options: argparse.Namespace, folder: Path) -> Rows:
         missing = [record for record in warm if record not in alerts.came]
         millis = sorted(1000 * (alerts.came[record] - sent.went[record]) for record in warm if record in alerts.came)
         cuts = quantiles(millis, n=100)
-        yield {
+        return {
             "preset": options.preset,
             "features": options.features,
             "threads": options.threads,
