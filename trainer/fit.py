@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -191,7 +192,7 @@ class Fit:
 
     def status(self) -> Status:
         last = self.history[-1] if self.history else {"train": math.nan, "validation": math.nan}
-        train, validation = float(np.mean(self.losses)) if self.losses else last["train"], last["validation"]
+        train, validation = fmean(self.losses) if self.losses else last["train"], last["validation"]
         return Status(self.step, self.steps, self.step // self.steps_per_epoch, self.progress, train, validation)
 
     def _batch_rows(self) -> Any:
@@ -207,15 +208,18 @@ class Fit:
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.model.device)
         for part in self.peers.parts(len(rows), self.recipe.accumulate):
-            dropout = seeded(self.seed, 0x57E9, self.step, part.start)
-            torch.manual_seed(dropout.initial_seed())  # of the global generator, from which it draws
+            if self.model.config.dropout:  # it draws from the global generator
+                torch.manual_seed(seeded(self.seed, 0x57E9, self.step, part.start).initial_seed())
             total += self._backward(samples[part], rows[part], len(rows))
-        self.peers.add_up([total, *(p.grad for p in self.weights if p.grad is not None)])
-        norm = torch.nn.utils.clip_grad_norm_(self.weights, self.recipe.clip)
-        if not bool(torch.isfinite(norm)):
+        gradients = [p.grad for p in self.weights if p.grad is not None]
+        self.peers.add_up([total, *gradients])
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        if not math.isfinite(norm):
             raise ConfigError(
                 f"training diverged at step {self.step}: the gradient is not finite; lower learning_rate in --config"
             )
+        if norm > self.recipe.clip:
+            torch._foreach_mul_(gradients, self.recipe.clip / norm)
         rate = self._learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -277,7 +281,7 @@ class Fit:
                 "epoch": self.step / self.steps_per_epoch,
                 "seconds": round(self.budget.elapsed, 2),
                 "learning_rate": self._learning_rate(),
-                "train": float(np.mean(self.losses)),
+                "train": fmean(self.losses),
                 "validation": nll,
             }
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -90,7 +90,7 @@ class Conditional:
         mean, scale, weight = (t.unsqueeze(-2) for t in (self.means, self.scales, self.log_weights))
         height = weight - torch.log(scale) - _LOG_SQRT_2PI
         parts = torch.split(x, max(1, MOST_NUMBERS // max(1, mean.numel())), -1)
-        out = [torch.logsumexp(height - 0.5 * ((part.unsqueeze(-1) - mean) / scale).square(), -1) for part in parts]
+        out = [cast(Tensor, _LogDensity.apply(part.unsqueeze(-1), height, mean, scale)) for part in parts]
         return out[0] if len(out) == 1 else torch.cat(out, -1)
 
     def _mass(self, codes: Tensor) -> Tensor:
@@ -254,6 +254,29 @@ class Conditional:
         return self.surprise(values)[0]
 
 
+class _LogDensity(torch.autograd.Function):
+    """ln Σ_j exp(h_j − ½ z_j²), z_j = (x − μ_j) / σ_j. x: (*S, M, 1); h, μ, σ: (*S, 1, J) → (*S, M).
+
+    Its gradient is made of the components' shares in the density: fewer passes than back through each operator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, height: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+        z = (x - mean) / scale
+        parts = height - 0.5 * z.square()
+        out = torch.logsumexp(parts, -1, keepdim=True)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(z, scale, (parts - out).exp())
+        return out.squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        z, scale, share = ctx.saved_tensors
+        by_height = gradient.unsqueeze(-1) * share
+        by_mean = by_height * z / scale
+        by_x = -by_mean.sum(-1, keepdim=True)
+        return by_x, *(t.sum_to_size(scale.shape) for t in (by_height, by_mean, by_mean * z))
+
+
 def log_gamma_sf(shape: Tensor, x: Tensor) -> Tensor:
     """ln Q(a, x), the log survival function of a Gamma(a, 1) law, without underflow far out.
 
@@ -331,7 +354,7 @@ class Head(nn.Module):
         out = self.project(hidden)
         out = out if out.dtype == torch.float64 else out.float()
         J = self.mixtures
-        weights, raw, means = out[..., :J], out[..., J : 2 * J], out[..., 2 * J : 3 * J]
+        weights, raw, means, logits = torch.split(out, [J, J, J, self.labels], -1)
         floor = self.floor.to(out.dtype)[features].unsqueeze(-1)
         scales = floor + nn.functional.softplus(raw.contiguous())  # of what lies apart, it is several times slower
         if self.adjust is not None and guide is not None:
@@ -345,7 +368,7 @@ class Head(nn.Module):
             torch.log_softmax(weights, -1) if J else weights,
             means,
             scales,
-            self._log_mass(out[..., 3 * J :], features),
+            self._log_mass(logits, features),
         )
 
     def _log_mass(self, logits: Tensor, features: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +13,20 @@ from deformer_stream.core.config import ModelConfig
 
 
 class Encoder(nn.Module):
-    """g(·) of the paper: linear maps with a ReLU between them."""
+    """g(·) of the paper: linear maps with a ReLU between them. What comes out is √outputs times as large, the size in
+    which tokens enter the layers; the last map's weights are scaled for that, which are fewer than tokens."""
 
     def __init__(self, inputs: int, hidden: tuple[int, ...], outputs: int) -> None:
         super().__init__()
+        self.size = math.sqrt(outputs)
         widths = (inputs, *hidden, outputs)
         self.maps = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
-        for i, linear in enumerate(self.maps):
-            x = linear(nn.functional.relu(x) if i else x)
-        return x
+        *hidden, last = cast(list[nn.Linear], list(self.maps))
+        for linear in hidden:
+            x = nn.functional.relu(linear(x))
+        return nn.functional.linear(x, self.size * last.weight, self.size * last.bias)
 
 
 class Block(nn.Module):

@@ -210,13 +210,14 @@ class DEformer(nn.Module):
     def telling(self, features: Tensor, values: Tensor) -> Tensor:
         """S readings → tokens u, (*S, d): this is what came. Of pairs."""
         u: Tensor = self.value_encoder(self._readings(self.identity(), features, values))
-        return u * math.sqrt(self.config.d_model)
+        return u
 
     def _told(self, tokens: Tensor, guide: Guide | None) -> Tensor:
         """With what the Gaussians expect, in the size in which tokens enter the layers."""
-        if guide is not None and self.guidance is not None:
-            tokens = tokens + self.guidance(guide.told().to(self.dtype))
-        return tokens * math.sqrt(self.config.d_model)
+        if guide is None or self.guidance is None:
+            return tokens
+        expected: Tensor = math.sqrt(self.config.d_model) * self.guidance(guide.told().to(self.dtype))
+        return tokens + expected
 
     def identity(self) -> Tensor:
         """(F, ·) what is known of each feature."""
@@ -283,9 +284,10 @@ class DEformer(nn.Module):
             guide = self.gaussians(features, values)
         full_precision = torch.autocast(self.device.type, enabled=False)  # readings and densities, whatever layers do
         with full_precision:
-            kinds = self._kinds(codes, values, guide, None, before)
             if self.fast_layers is not None and before is None:
-                return cast(Conditional, self.head(self.norm(self.fast_layers(*kinds)), codes, guide))
+                z, u = self.asking(codes, guide), self.telling(codes[:, :-1], values[:, :-1])  # nobody sees the last u
+                return cast(Conditional, self.head(self.norm(self.fast_layers(z, u)), codes, guide))
+            kinds = self._kinds(codes, values, guide, None, before)
         x = torch.cat(kinds, 1)
         for layer, block in enumerate(self._layers(), 1):
             q, k, v = block.project(x)

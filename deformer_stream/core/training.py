@@ -47,7 +47,7 @@ class _Network(ctypes.Structure):
 class _Work(ctypes.Structure):
     _fields_ = fields(
         "back records identities values unit rows shares",
-        "network back records identities values unit rows x hidden n1 qkv paired attended n2 up slope own scale1 "
+        "network back records identities values unit rows z u hidden n1 qkv paired attended n2 up slope own scale1 "
         "scale2 by_qkv by_out by_up by_down by_bias learned shares next",
     )
 
@@ -70,7 +70,8 @@ class Layers:
         self.dtype = torch.bfloat16 if self.pair == 2 else torch.float32
         self.kept: dict[str, Tensor] = {}
         self.calls = 0
-        self.now: tuple[_Network, dict[str, int], dict[str, Any]]
+        self.known: tuple[int, ...] = ()
+        self.told: dict[str, Any] = {}
 
     @staticmethod
     def of(model: DEformer, library: ctypes.CDLL | None) -> Layers | None:
@@ -79,8 +80,8 @@ class Layers:
         return layers if layers is not None and layers.pair == 2 else None
 
     def __call__(self, z: Tensor, u: Tensor) -> Tensor:
-        """(N, L, d) tokens of identities and of values → (N, L, d) what comes out at identities."""
-        return cast(Tensor, _Pass.apply(self, torch.cat([z, u[:, :-1]], 1), *self.own))  # nobody sees the last u
+        """(N, L, d) tokens of identities and (N, L − 1, d) of values → (N, L, d) what comes out at identities."""
+        return cast(Tensor, _Pass.apply(self, z, u, *self.own))
 
     def _room(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory that is kept from call to call, (*shape)."""
@@ -94,19 +95,27 @@ class Layers:
         d, wide = self.model.config.d_model, self.model.config.feedforward
         return {"qkv": (3 * d, d), "out": (d, d), "up": (wide, d), "down": (d, wide)}
 
-    def _network(self) -> tuple[_Network, dict[str, Any]]:
-        """What compiled code is told of the weights, and the memory for what it makes of them."""
+    def _tell(self, records: int, readings: int) -> None:
+        """What compiled code is told of the weights and of a batch, unless that is what it was told before."""
+        known = records, readings, torch.get_num_threads(), *(p.data_ptr() for p in self.own)
+        if known != self.known:
+            self.network = self._network()
+            self.known, self.told = known, {"network": ctypes.addressof(self.network)} | self._work(records, readings)
+
+    def _network(self) -> _Network:
+        """The weights, and the memory for what is made of them."""
         c = self.model.config
-        held: dict[str, Any] = {"own": _addresses(self.own)}
+        self.addresses = _addresses(self.own)
+        held: dict[str, Any] = {"own": self.addresses}
         for name, shape in self._shapes().items():
             held |= {name + way: self._room(name + way, c.layers, *shape) for way in ("", "_back")}
             held[f"{name}_bias"] = self._room(f"{name}_bias", c.layers, shape[0], dtype=torch.float32)
         pointers = {name: pointer(t) for name, t in held.items()}
-        return _Network(c.d_model, c.heads, c.feedforward, c.layers, c.activation == "relu", **pointers), held
+        return _Network(c.d_model, c.heads, c.feedforward, c.layers, c.activation == "relu", **pointers)
 
-    def _work(self, records: int, tokens: int) -> tuple[dict[str, int], dict[str, Tensor]]:
-        """What compiled code is told of a batch: numbers, and the memory for what is kept."""
-        c, N, T, L = self.model.config, records, tokens, (tokens + 1) // 2
+    def _work(self, records: int, readings: int) -> dict[str, Any]:
+        """A batch: numbers, and the memory for what is kept."""
+        c, N, L, T = self.model.config, records, readings, 2 * readings - 1
         d, rows, unit = c.d_model, N * T + SPARE, max(1, round(UNIT_TOKENS / T))
         shares = min(torch.get_num_threads(), -(-N // unit))
         widths = {"n1": d, "qkv": 3 * d, "attended": d, "n2": d, "up": c.feedforward, "slope": c.feedforward}
@@ -118,42 +127,36 @@ class Layers:
         exact |= {f"by_{name}": (shares, c.layers, *shape) for name, shape in self._shapes().items()}
         held |= {name: self._room(name, *shape, dtype=torch.float32) for name, shape in exact.items()}
         numbers = {"records": N, "identities": L, "values": L - 1, "unit": unit, "rows": rows, "shares": shares}
-        return numbers, held
+        return numbers | {name: pointer(t) for name, t in held.items()}
 
     def _run(self, name: str, units: int, back: bool = False, **given: Any) -> None:
-        network, numbers, held = self.now
-        pointers = {name: pointer(t) for name, t in (held | given).items()}
-        work = partial(_Work, ctypes.addressof(network), back, **numbers, **pointers)
+        work = partial(_Work, back=back, **self.told, **{name: pointer(t) for name, t in given.items()})
         compiled.run(self.library, name, lambda counter: work(next=counter), units)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (N, T, d) tokens, z before u; overwritten."""
-        N, T, d = x.shape
-        network, self.packed = self._network()
-        self.now = network, *self._work(N, T)
+    def forward(self, z: Tensor, u: Tensor) -> Tensor:
+        self._tell(*z.shape[:2])
         self.calls += 1
-        hidden = torch.empty(N, (T + 1) // 2, d)
+        hidden = torch.empty(z.shape)
         self._run("fold_weights", self.model.config.layers * len(MAPS))
-        self._run("train_layers", self.now[1]["shares"], x=x, hidden=hidden)
+        self._run("train_layers", self.told["shares"], z=z.contiguous(), u=u.contiguous(), hidden=hidden)
         return hidden
 
     def backward(self, gradient: Tensor) -> tuple[Tensor, ...]:
-        """Of what `forward` gave last → of x and of the layers' weights."""
-        _, numbers, _ = self.now
-        N, _, d = gradient.shape
-        x = torch.empty(N, numbers["identities"] + numbers["values"], d)
-        self._run("train_layers", numbers["shares"], back=True, x=x, hidden=gradient.contiguous())
+        """Of what `forward` gave last → of z, u and the layers' weights."""
+        (N, L, d), z = gradient.shape, torch.empty(gradient.shape)
+        u = torch.empty(N, L - 1, d)
+        self._run("train_layers", self.told["shares"], back=True, z=z, u=u, hidden=gradient.contiguous())
         learned = [torch.empty_like(p) for p in self.own]
         self._run("unfold_gradients", self.model.config.layers * len(MAPS), learned=_addresses(learned))
-        return x, *learned
+        return z, u, *learned
 
 
 class _Pass(torch.autograd.Function):
-    """Tokens (N, T, d), z before u, overwritten, for nobody else has them, and the layers' weights → (N, L, d)."""
+    """Tokens z (N, L, d) and u (N, L − 1, d), and the layers' weights → (N, L, d)."""
 
     @staticmethod
-    def forward(ctx: Any, layers: Layers, x: Tensor, *own: Tensor) -> Tensor:
-        hidden = layers.forward(x)
+    def forward(ctx: Any, layers: Layers, z: Tensor, u: Tensor, *own: Tensor) -> Tensor:
+        hidden = layers.forward(z, u)
         ctx.layers, ctx.call = layers, layers.calls
         return hidden
 

@@ -35,6 +35,20 @@ INLINE void get_rows(const num *p, v16 *low, v16 *high) {
     else *low = get(p), *high = get(p + COLUMNS);
 }
 
+/* The same of numbers that lie in rows already, the second of zeros where there is none; `apart` without pairs. */
+INLINE void copy_rows(const num *low, const num *high, num *to, size_t apart) {
+#if PAIR == 2
+    h16 words[2] = {{0}};
+    memcpy(words, low, sizeof *words);
+    if (high) memcpy(words + 1, high, sizeof *words);
+    i16 both = __builtin_convertvector(words[0], i16) | __builtin_convertvector(words[1], i16) << 16;
+    memcpy(to, &both, sizeof both);
+    (void)apart;
+#else
+    store(to, load(low)), store(to + apart, high ? load(high) : all(0));
+#endif
+}
+
 /* Rows into columns, pair by pair: word c of row r becomes word r of row c. */
 #ifdef __AVX512F__
 INLINE void turn_square(const num *from, size_t stride, size_t rows, size_t words, num *to, size_t apart) {
@@ -81,9 +95,11 @@ static void pack_across(const num *from, size_t stride, size_t rows, size_t inpu
 static void pack_along(const num *from, size_t stride, size_t rows, size_t width, num *to) {
     size_t block = whole(rows, 2) * COLUMNS;
     for (size_t r = 0; r < rows; r += 2, from += 2 * stride, to += 2 * COLUMNS)
-        for (size_t i = 0; i < width; i += LANES)
-            put_rows(to + i / COLUMNS * block + i % COLUMNS * PAIR, get(from + i),
-                     r + 1 < rows ? get(from + stride + i) : all(0));
+        for (size_t i = 0; i < width; i += LANES) {
+            __builtin_prefetch(from + 8 * stride + i); /* often from afar */
+            copy_rows(from + i, r + 1 < rows ? from + stride + i : NULL, to + i / COLUMNS * block + i % COLUMNS * PAIR,
+                      COLUMNS);
+        }
 }
 
 /* out (queries, width) = a (queries, inputs) times keys: no more than a query may see need be right. */

@@ -96,18 +96,22 @@ static void *room(size_t bytes) {
     return p;
 }
 
-/* sums[r] = row r of a times 32 columns of weights. a: (ROWS, inputs), `stride` apart; b: (inputs / PAIR, 32, PAIR). */
-INLINE void product(const num *a, size_t stride, size_t inputs, const num *b, v16 sums[ROWS][2]) {
+/* sums[r] = row r of a times 32 columns of weights. a: ROWS rows, `stride` apart, and `step` from one number (pair) of a
+ * row to the next; b: (inputs / PAIR, 32, PAIR). */
+INLINE void product_of(const num *a, size_t stride, size_t step, size_t inputs, const num *b, v16 sums[ROWS][2]) {
     v16 c[ROWS][2];
     for (int r = 0; r < ROWS; r++) c[r][0] = c[r][1] = all(0);
-    for (size_t k = 0; k < inputs; k += PAIR, b += COLUMNS * PAIR) {
+    for (size_t k = 0; k < inputs; k += PAIR, a += step, b += COLUMNS * PAIR) {
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; r++) {
-            c[r][0] = dot(c[r][0], a + r * stride + k, b);
-            c[r][1] = dot(c[r][1], a + r * stride + k, b + LANES * PAIR);
+            c[r][0] = dot(c[r][0], a + r * stride, b);
+            c[r][1] = dot(c[r][1], a + r * stride, b + LANES * PAIR);
         }
     }
     for (int r = 0; r < ROWS; r++) sums[r][0] = c[r][0], sums[r][1] = c[r][1];
+}
+INLINE void product(const num *a, size_t stride, size_t inputs, const num *b, v16 sums[ROWS][2]) {
+    product_of(a, stride, PAIR, inputs, b, sums);
 }
 
 /* Φ(x). Before it is rounded to bfloat16 a minimax polynomial of (Φ(x) - 1/2) / x in x^2 on |x| <= 4.2 will do (error

@@ -6,6 +6,7 @@
 #include "attention.h"
 
 enum { QKV, OUT, UP, DOWN, MAPS };
+enum { LEFT = 48 }; /* columns side by side in a left factor: whole vectors and whole ROWS */
 enum { NORMS = 2, PARAMETERS = 2 * (NORMS + MAPS) }; /* weights and bias of each */
 
 typedef struct {
@@ -17,9 +18,10 @@ typedef struct {
 
 typedef struct {
     const Network *network;
-    /* back: from gradients in `hidden` to those in x. unit: records of one. rows: room for a layer's tokens. x: tokens (M, d), overwritten. hidden: what leaves at z */
+    /* back: from gradients in `hidden` to those in z and u. unit: records of one. rows: room for a layer's tokens. z, u:
+     * tokens (records, identities, d) and (records, values, d). hidden: what leaves at z */
     int64_t back, records, identities, values, unit, rows;
-    float *x, *hidden;
+    float *z, *u, *hidden;
     num *n1, *qkv, *paired, *attended, *n2, *up, *slope; /* by layer: what the way back needs */
     float *own, *scale1, *scale2;
     float *by[MAPS], *by_bias; /* (shares, layers, …) gradients of folded weights and biases */
@@ -47,21 +49,27 @@ static void standardise_back(const float *g, const num *row, float scale, size_t
     for (size_t i = 0; i < d; i += LANES)
         store(g_x + i, load(g_x + i) + scale * (load(g + i) - mean - slope * get(row + i)));
 }
-static void sum_rows(const num *g, size_t rows, size_t n, float *out) {
-    for (size_t i = 0; i < n; i += LANES) {
-        v16 total = all(0);
-        for (size_t r = 0; r < rows; r++) total += get(g + r * n + i);
-        store(out + i, load(out + i) + total);
-    }
+/* Add up rows, and lay them as the left factor of a product that sums over them: (columns / LEFT, rows / PAIR, LEFT,
+ * PAIR). */
+static void pack_left(const num *g, size_t rows, size_t columns, num *to, float *total, int anew) {
+    for (size_t n = 0; n < columns; n += LEFT, to += LEFT * whole(rows, 2))
+        for (size_t i = n; i < less(n + LEFT, columns); i += LANES) {
+            v16 even = all(0), odd = all(0);
+            num *place = to + (i - n) * PAIR;
+            for (size_t r = 0; r < rows; r += 2, place += 2 * LEFT) {
+                const num *low = g + r * columns + i, *high = r + 1 < rows ? low + columns : NULL;
+                copy_rows(low, high, place, LEFT);
+                even += get(low), odd += high ? get(high) : all(0);
+            }
+            store(total + i, even + odd + (anew ? all(0) : load(total + i)));
+        }
 }
-/* What a map's weights (columns, inputs) and its bias get from the gradients g of what it put out for rows of `a`. */
+/* What a map's weights (columns, inputs) and its bias get from the gradients g of what it put out for rows of `a`.
+ * anew: they have nothing yet. */
 static void learn(const num *g, const num *a, size_t rows, size_t columns, size_t inputs, float *weights, float *bias,
-                  Scratch *t) {
+                  int anew, Scratch *t) {
     size_t pairs = whole(rows, 2);
-    sum_rows(g, rows, columns, bias);
-    pack_along(g, columns, rows, columns, t->wide[2]);
-    for (size_t n = 0; n < columns; n += COLUMNS)
-        turn(t->wide[2] + n * pairs, COLUMNS * PAIR, pairs / PAIR, COLUMNS, t->wide[3] + n * pairs, pairs);
+    pack_left(g, rows, columns, t->wide[3], bias, anew);
     pack_along(a, inputs, rows, inputs, t->wide[2]);
     for (size_t m = 0; m < columns; m += ROWS)
         for (size_t n = 0; n < inputs; n += COLUMNS) {
@@ -70,11 +78,12 @@ static void learn(const num *g, const num *a, size_t rows, size_t columns, size_
                 __builtin_prefetch(weights + r * inputs + n, 1);
                 __builtin_prefetch(weights + r * inputs + n + LANES, 1);
             }
-            product(t->wide[3] + m * pairs, pairs, pairs, t->wide[2] + n * pairs, sums);
+            const num *left = t->wide[3] + m / LEFT * LEFT * pairs + m % LEFT * PAIR;
+            product_of(left, PAIR, LEFT * PAIR, pairs, t->wide[2] + n * pairs, sums);
             for (size_t r = m, end = less(m + ROWS, columns); r < end; r++)
                 for (int half = 0; half < 2; half++) {
                     float *out = weights + r * inputs + n + half * LANES;
-                    store(out, load(out) + sums[r - m][half]);
+                    store(out, sums[r - m][half] + (anew ? all(0) : load(out)));
                 }
         }
 }
@@ -87,6 +96,11 @@ INLINE void multiply(int kind, const Network *net, const num *a, size_t rows, si
     for (size_t n = 0; n < columns; n += COLUMNS, weights += COLUMNS * inputs)
         for (size_t m = 0; m < rows; m += ROWS) {
             v16 sums[ROWS][2];
+            for (size_t r = m, end = less(m + ROWS, rows); r < end; r++) { /* from afar, meanwhile */
+                if (kind == ACTIVATED || kind == KEPT) __builtin_prefetch((num *)out + r * columns + n, 1);
+                if (kind == ACTIVATED) __builtin_prefetch(slope + r * columns + n, 1);
+                if (kind == SLOPED) __builtin_prefetch(slope + r * columns + n);
+            }
             product(a + m * inputs, inputs, inputs, weights, sums);
             for (size_t r = m, end = less(m + ROWS, rows); r < end; r++)
                 for (int half = 0; half < 2; half++) {
@@ -111,7 +125,12 @@ INLINE void multiply(int kind, const Network *net, const num *a, size_t rows, si
 static void forward(const Network *net, const Work *work, size_t from, size_t to, Scratch *t) {
     size_t d = net->d, wide = net->feedforward, identities = work->identities, keys = work->values;
     size_t tokens = identities + keys, rows = (to - from) * tokens, first = from * tokens;
-    float *x = work->x + first * d;
+    float *x = t->x;
+    for (size_t i = from; i < to; i++) {
+        float *one = x + (i - from) * tokens * d;
+        memcpy(one, work->z + i * identities * d, 4 * identities * d);
+        memcpy(one + identities * d, work->u + i * keys * d, 4 * keys * d);
+    }
     for (size_t l = 0; l < (size_t)net->layers; l++) {
         size_t begin = l * work->rows + first, last = l + 1 == (size_t)net->layers;
         size_t queries = last ? identities : tokens;
@@ -140,7 +159,8 @@ static void forward(const Network *net, const Work *work, size_t from, size_t to
     }
 }
 
-static void backward(const Network *net, const Work *work, size_t from, size_t to, size_t share, Scratch *t) {
+static void backward(const Network *net, const Work *work, size_t from, size_t to, size_t share, int anew,
+                     Scratch *t) {
     size_t d = net->d, wide = net->feedforward, identities = work->identities, keys = work->values;
     size_t tokens = identities + keys, records = to - from;
     float *x = t->x;
@@ -153,20 +173,23 @@ static void backward(const Network *net, const Work *work, size_t from, size_t t
         const num *n2 = work->n2 + begin * d, *up = work->up + begin * wide, *slope = work->slope + begin * wide;
         float *bias = work->by_bias + mine * (5 * d + wide);
         rounded(x, rows * d, g_x);
-        learn(g_x, up, rows, d, wide, work->by[DOWN] + mine * wide * d, bias + 4 * d + wide, t);
+        learn(g_x, up, rows, d, wide, work->by[DOWN] + mine * wide * d, bias + 4 * d + wide, anew, t);
         multiply(SLOPED, net, g_x, rows, d, net->back[DOWN] + l * wide * d, NULL, wide, g_up, (num *)slope);
-        learn(g_up, n2, rows, wide, d, work->by[UP] + mine * wide * d, bias + 4 * d, t);
+        learn(g_up, n2, rows, wide, d, work->by[UP] + mine * wide * d, bias + 4 * d, anew, t);
         multiply(WIDE, net, g_up, rows, wide, net->back[UP] + l * wide * d, NULL, d, t->g, NULL);
         for (size_t r = 0; r < rows; r++)
             standardise_back(t->g + r * d, n2 + r * d, work->scale2[begin + r], d, x + r * d);
         rounded(x, rows * d, g_x);
-        learn(g_x, work->attended + begin * d, rows, d, d, work->by[OUT] + mine * d * d, bias + 3 * d, t);
+        learn(g_x, work->attended + begin * d, rows, d, d, work->by[OUT] + mine * d * d, bias + 3 * d, anew, t);
         multiply(KEPT, net, g_x, rows, d, net->back[OUT] + l * d * d, NULL, d, g_up, NULL);
         begin = l * work->rows + from * tokens, rows = records * tokens;
         for (size_t i = records; i--;) {
             size_t place = (l * work->records + from + i) * net->heads;
             const num *paired = work->paired + place * s.width * whole(tokens, 2);
             num *to = g_qkv + i * tokens * 3 * d;
+            if (i) /* what the next one looks at comes from afar */
+                for (size_t at = 0; at < tokens * 3 * d; at += 64 / sizeof(num))
+                    __builtin_prefetch(work->qkv + (begin + (i - 1) * tokens) * 3 * d + at, 0, 2);
             if (last) { /* values have no queries there */
                 memmove(x + i * tokens * d, x + i * identities * d, 4 * identities * d);
                 memset(x + (i * tokens + identities) * d, 0, 4 * keys * d);
@@ -176,12 +199,15 @@ static void backward(const Network *net, const Work *work, size_t from, size_t t
                         g_up + i * queries * d, to, &t->attention);
         }
         const num *n1 = work->n1 + begin * d;
-        learn(g_qkv, n1, rows, 3 * d, d, work->by[QKV] + mine * 3 * d * d, bias, t);
+        learn(g_qkv, n1, rows, 3 * d, d, work->by[QKV] + mine * 3 * d * d, bias, anew, t);
         multiply(WIDE, net, g_qkv, rows, 3 * d, net->back[QKV] + l * 3 * d * d, NULL, d, t->g, NULL);
         for (size_t r = 0; r < rows; r++)
             standardise_back(t->g + r * d, n1 + r * d, work->scale1[begin + r], d, x + r * d);
     }
-    memcpy(work->x + from * tokens * d, x, 4 * records * tokens * d);
+    for (size_t i = from; i < to; i++, x += tokens * d) {
+        memcpy(work->z + i * identities * d, x, 4 * identities * d);
+        memcpy(work->u + i * keys * d, x + identities * d, 4 * keys * d);
+    }
 }
 
 /* One map of one layer. first: where its columns begin among those of all maps of the layer. weights: where its own are,
@@ -250,20 +276,11 @@ int64_t unfold_gradients(const Work *work) {
     return 0;
 }
 
-/* A share's gradients begin with zeros. */
-static void forget(const Network *net, const Work *work, size_t share) {
-    size_t columns = net->layers * (5 * net->d + net->feedforward);
-    memset(work->by_bias + share * columns, 0, 4 * columns);
-    for (int64_t kind = 0; kind < MAPS; kind++) {
-        size_t size = net->layers * map_of(net, kind).size;
-        memset(work->by[kind] + share * size, 0, 4 * size);
-    }
-}
-
 /* Take shares until none is left; several threads may. Returns 0, or -1 where memory is short. */
 int64_t train_layers(const Work *work) {
     const Network *net = work->network;
     size_t d = net->d, tokens = work->identities + work->values, rows = work->unit * tokens + ROWS;
+    size_t way_back = work->back ? rows : 1; /* rows that only the way back needs */
     size_t width = whole(work->values + 1, COLUMNS), one = whole(tokens, ROWS) + ROWS, square = one * width;
     size_t widest = 3 * d < (size_t)net->feedforward ? net->feedforward : 3 * d;
     size_t packed = whole(d / net->heads, COLUMNS) * (one + COLUMNS);
@@ -271,17 +288,17 @@ int64_t train_layers(const Work *work) {
     Attention *a = &t.attention;
     num **halves[] = {&t.a,          &a->plain,     &a->turned, &a->packed[0], &a->packed[1], &a->packed[2],
                       &a->packed[3], &t.wide[0],    &t.wide[1], &t.wide[2],    &t.wide[3]};
-    size_t sizes[] = {rows * d, square,        whole(width, ROWS) * one, packed,        packed, packed,
-                      square,   rows * widest, rows * widest,            rows * widest, (rows + 2) * (widest + ROWS)};
+    size_t wide = way_back * widest, sizes[] = {way_back * d, square, whole(width, ROWS) * one, packed, packed, packed,
+                                                square, wide, wide, wide, (way_back + 2) * (widest + LEFT)};
     float **floats[] = {&t.x, &t.g, &a->scores, &a->own};
-    size_t lengths[] = {rows * d, rows * d, square, tokens};
+    size_t lengths[] = {rows * d, way_back * d, square, tokens};
     int fine = 1;
     for (int i = 0; i < 11; i++) fine &= (*halves[i] = room(sizeof(num) * sizes[i])) != NULL;
     for (int i = 0; i < 4; i++) fine &= (*floats[i] = room(4 * lengths[i])) != NULL;
     for (int64_t share; fine && (share = __atomic_fetch_add(work->next, 1, __ATOMIC_RELAXED)) < work->shares;) {
-        if (work->back) forget(net, work, share);
-        for (size_t at = share * work->unit, end = work->records; at < end; at += work->shares * work->unit)
-            if (work->back) backward(net, work, at, less(at + work->unit, end), share, &t);
+        size_t first = share * work->unit, end = work->records;
+        for (size_t at = first; at < end; at += work->shares * work->unit)
+            if (work->back) backward(net, work, at, less(at + work->unit, end), share, at == first, &t);
             else forward(net, work, at, less(at + work->unit, end), &t);
     }
     for (int i = 0; i < 11; i++) free(*halves[i]);
