@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise, repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,21 +56,18 @@ def _owners(records: Records, batch: EventBatch, generation: int) -> Ints | None
     refused."""
     n, capacity = len(records.schema), records.capacity
     ids, row = batch.names()
-    sources = batch.sources[row if batch.rows is None else batch.rows[:-1]].tolist()
-    slot_of = {source: records.partition(source).slot_of for source in set(sources)}
-    if len(slot_of) == 1:
-        mine = slot_of[sources[0]]
-        slots = np.array([mine.get(record, -1) for record in ids], np.int64)
-    else:
-        pairs = zip(sources, ids, strict=True)
-        slots = np.array([slot_of[source].get(record, -1) for source, record in pairs], np.int64)
+    origin = batch.sources if batch.rows is None else batch.sources[batch.rows[:-1]]
+    sources, found = origin.tolist(), list[int]()
+    for begin, end in pairwise(runs(origin).tolist()):  # what comes of one partition stands together, mostly
+        found += map(records.partition(sources[begin]).slot_of.get, ids[begin:end], repeat(-1))
+    slots = np.array(found, np.int64)
     new: dict[tuple[int, str], int] = {}  # beyond all slots until it is known that they are needed
     for i in (slots < 0).nonzero()[0].tolist():
         source, record = sources[i], ids[i]
-        if record in records.partition(source).closed:
+        if record in records.partitions[source].closed:
             return None
         slots[i] = new.setdefault((source, record), capacity + len(new))
-    owner = slots[row]
+    owner = slots if batch.rows is None else slots[row]
     reading = owner * n + batch.features
     reading.sort()
     if (reading[1:] == reading[:-1]).any():
@@ -114,10 +112,11 @@ def _together(records: Records, batch: EventBatch, owner: Ints, now: int) -> Acc
     records.last[touched] = now
     whole = records.whole(touched).nonzero()[0]
     whole = whole[order[edges[whole + 1] - 1].argsort()]  # in the order of their last events
-    for slot in touched[whole].tolist():
+    done = touched[whole]
+    for slot, source in zip(done.tolist(), records.source[done].tolist(), strict=True):
         accepted.ended[slot] = Closing.COMPLETE
-        records.partitions[int(records.source[slot])].close(records.ids[slot])
-    records.is_open[touched[whole]] = False
+        records.partitions[source].close(records.ids[slot])
+    records.is_open[done] = False
     return accepted
 
 

@@ -131,7 +131,7 @@ class CompiledCache(Pages):
         self.grow(len(slots))
         mine = np.arange(len(slots))
         self.reserve(mine, lengths + counts)
-        row, column = self._places(np.zeros_like(lengths), lengths)
+        row, column = self._places(self._more(np.zeros_like(lengths), lengths))
         here, there = (cache.pool.reshape(cache.pages, -1) for cache in (self, other))
         here[self.table[row, column]] = there[other.table[slots[row], column]]
         self.length[mine] = lengths + counts
@@ -263,10 +263,9 @@ class Compiled:
 def run(library: ctypes.CDLL, name: str, work: Callable[[int | None], ctypes.Structure], units: int) -> None:
     """The library's function of this name on all threads, which take units from a common counter. What the work points
     to must outlive the call. Raises MemoryError."""
-    counter = np.zeros(1, np.int64)
-    job, threads = work(pointer(counter)), torch.get_num_threads()
-    function = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-    parts = _Parts(function, ctypes.addressof(job), units, 0)
+    counter = ctypes.c_int64(0)
+    job, threads = work(ctypes.addressof(counter)), torch.get_num_threads()
+    parts = _Parts(_address(library, name), ctypes.addressof(job), units, 0)
     team = _team() if min(threads, units) > 1 else None
     if team is None:
         library.take_part(ctypes.byref(parts))
@@ -274,6 +273,12 @@ def run(library: ctypes.CDLL, name: str, work: Callable[[int | None], ctypes.Str
         team(library.take_part, ctypes.byref(parts), threads, 0)
     if parts.failed:
         raise MemoryError("the network's scratch does not fit into memory")
+
+
+@cache
+def _address(library: ctypes.CDLL, name: str) -> int | None:
+    """Of a function."""
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
 
 
 @cache

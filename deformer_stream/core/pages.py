@@ -69,22 +69,29 @@ class Pages:
         """Give each slot the pages for so many more readings, evicting others; (R,) bool, whether it got them."""
         have = self.length[slots]
         want = have + counts
-        need = self.held(want) - self.held(have)
+        more = self._more(have, want)
+        need = sum((added for _, added in more[1:]), more[0][1])
         most = int(need.sum())
+        fits = np.ones(len(slots), bool)
         if most > self.free_count:
             self._evict(most - self.free_count)
-        fits = need.cumsum() <= self.free_count
-        row, column = self._places(have if fits.all() else np.where(fits, have, want), want)
+            fits = need.cumsum() <= self.free_count
+            more = self._more(np.where(fits, have, want), want)
+        row, column = self._places(more)
         self.free_count -= len(row)
         self.table[slots[row], column] = self.free[self.free_count : self.free_count + len(row)]
         return fits
 
-    def _places(self, have: Ints, want: Ints) -> tuple[Ints, Ints]:
-        """Rows and columns of the table that R records need for `want` readings and not for `have`."""
+    def _more(self, have: Ints, want: Ints) -> list[tuple[Ints, Ints]]:
+        """For each thing that is kept, pages that R records have for `have` readings, and need more for `want`."""
+        pages = [(take(have), take(want)) for take in self.takes]
+        return [(before, after - before) for before, after in pages]
+
+    def _places(self, more: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
+        """Rows and columns of the table for the pages that R records need more, see `_more`."""
         rows, columns = [], []
-        for take, begin in zip(self.takes, self.begins.tolist(), strict=False):
-            before = take(have)
-            row, place = ragged(take(want) - before)
+        for (before, added), begin in zip(more, self.begins.tolist(), strict=False):
+            row, place = ragged(added)
             rows.append(row)
             columns.append(place + (before[row] + begin))
         return np.concatenate(rows), np.concatenate(columns)
@@ -100,7 +107,7 @@ class Pages:
         """Forget these slots; their readings will be prefilled again if they are asked for."""
         if not len(slots):
             return
-        row, column = self._places(np.zeros(len(slots), np.int64), self.length[slots])
+        row, column = self._places(self._more(np.zeros(len(slots), np.int64), self.length[slots]))
         self.free[self.free_count : self.free_count + len(row)] = self.table[slots[row], column]
         self.free_count += len(row)
         self.length[slots] = 0

@@ -101,12 +101,11 @@ class Records:
         self.free.extend(range(new - 1, old - 1, -1))
 
     def take(self, record: str, source: int, partition: Partition) -> int:
-        """A slot for a new record, whose arrays are as they were until `begin`."""
+        """A slot for a new record, in which no feature is settled; its other arrays are as they were until `begin`."""
         if not self.free:
             self._grow()
         slot = self.free.pop()
         self.ids[slot] = record
-        self.settled[slot] = 0
         partition.slot_of[record] = slot
         self.openings += 1
         if self.openings % SAMPLE == 0 and len(self.partitions) > 1:
@@ -241,8 +240,10 @@ class Records:
         records.late_ties = self.late_ties
         return records
 
-    def release(self, slots: Iterable[int]) -> None:
+    def release(self, slots: Collection[int]) -> None:
         """Give closed slots to new records."""
-        for slot in slots:
-            self.unseen.pop(slot, None)
-            self.free.append(slot)
+        self.settled[list(slots)] = 0
+        self.free.extend(slots)
+        if self.unseen:
+            for slot in slots:
+                self.unseen.pop(slot, None)
