@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from deformer_stream import artifact, charts, html
 from deformer_stream.artifact import Artifact
 from deformer_stream.core.batch import Effects
-from deformer_stream.core.conformal import ALPHAS, MOST, Calibration, Ties, group_of, trimmed
+from deformer_stream.core.conformal import ALPHAS, MOST, Calibration, Ties, group_of, rows_by, trimmed
 from deformer_stream.core.drift import surprise_of
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.windows import MARK
@@ -141,9 +141,7 @@ def recalibrated(
     if group_by is None:
         return Recalibrated(before, pool, len(scores), {}, least, 0)
     separator = MARK if group_by == DEVICE else group_by
-    rows: dict[str, list[int]] = {}
-    for row, record in enumerate(peaks.records):
-        rows.setdefault(group_of(record, separator), []).append(row)
+    rows = rows_by(group_of(record, separator) for record in peaks.records)
     ungrouped = len(rows.pop("", []))
     if not rows:
         raise InputError(

@@ -225,8 +225,7 @@ class _WideTable:
             raise InputError(
                 f"{table.path}: no column is a feature of the model ({table.shown()} against {want}); check the model"
             )
-        table.demand("time", settings.time)
-        table.demand("record", None if settings.record == RECORD else settings.record)
+        table.demand(settings.time, settings.record)
         rest = [column for column in columns if column not in known]
         stamps = [column for column in rest if pa.types.is_timestamp(table.schema.field(column).type)]
         time = settings.time or next(iter(stamps), None)

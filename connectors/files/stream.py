@@ -158,8 +158,7 @@ def _wide(
     table: Table, name: str | None, record: str, time: str | None, wanted: _Wanted, seconds: Iterator[int]
 ) -> Iterator[Row]:
     columns = table.schema.names
-    table.demand("time", time)
-    table.demand("record", None if record == RECORD else record)
+    table.demand(time, record)
     id_column = record if record in columns else None
     stamps = [c for c in columns if pa.types.is_timestamp(table.schema.field(c).type)]
     time = time or next(iter(stamps), None)
@@ -190,7 +189,7 @@ def _long(table: Table, owner: str, time: str | None, wanted: _Wanted, seconds: 
     for column in (owner, "feature", "value"):
         if column not in columns:
             raise InputError(f"{table.path}: a long table needs a column {column!r}; rename one, or use --layout wide")
-    table.demand("time", time)
+    table.demand(time)
     time = time or ("time" if "time" in columns else None)
     used = [c for c in (owner, "feature", "value", "label", time) if c is not None and c in columns]
     first, last = 0, 0

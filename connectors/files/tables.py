@@ -103,11 +103,12 @@ class Table:
             raise InputError(f"{path}: two columns are called {twice!r}; rename one")
         return table
 
-    def demand(self, what: str, name: str | None) -> None:
-        """Raises `InputError` where there is no column of that name. None demands nothing."""
-        if name is not None and name not in self.schema.names:
-            columns = ", ".join(self.schema.names)
-            raise InputError(f"{self.path}: there is no {what} column {name!r}; the columns are {columns}")
+    def demand(self, time: str | None, record: str = RECORD) -> None:
+        """Raises `InputError` where a column that was asked for is not there; `RECORD` nobody need have asked for."""
+        for what, name in (("time", time), ("record", None if record == RECORD else record)):
+            if name is not None and name not in self.schema.names:
+                columns = ", ".join(self.schema.names)
+                raise InputError(f"{self.path}: there is no {what} column {name!r}; the columns are {columns}")
 
     def shown(self) -> str:
         """The columns' names for a message, the first of them."""

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import kafka.errors as errors
 import numpy as np
@@ -125,9 +124,8 @@ def batches_at(buffer: bytes, at: int) -> Batches | None:
     count = library.read_batches(buffer, len(buffer), at, *form, out.ctypes.data, after.ctypes.data)
     if count == 0:
         return None
-    found = _Columns.of(buffer, out[:, :count])
-    run = Run(found.numbers, found.millis, found.ends - found.starts, found.keys, found.values)
-    return Batches(run, *after.tolist())
+    rows = out[:, :count]
+    return Batches(_run(buffer, rows, rows[3], rows[2]), *after.tolist())
 
 
 def _common(batch: DefaultRecordBatch, count: int) -> tuple[Run, int] | None:
@@ -135,31 +133,18 @@ def _common(batch: DefaultRecordBatch, count: int) -> tuple[Run, int] | None:
     out = np.empty((8, count), np.int64)
     if not _read(batch._buffer, batch._pos, out):
         return None
-    found = _Columns.of(batch._buffer, out)
+    _, ends, millis, numbers, *_ = out
     if batch.timestamp_type == DefaultRecordBatch.LOG_APPEND_TIME:
         times = np.full(count, batch.max_timestamp)
     else:
-        times = batch.first_timestamp + found.millis
-    run = Run(batch.base_offset + found.numbers, times, found.ends - found.starts, found.keys, found.values)
-    return run, int(found.ends[-1])
+        times = batch.first_timestamp + millis
+    return _run(batch._buffer, out, batch.base_offset + numbers, times), int(ends[-1])
 
 
-class _Columns(NamedTuple):
-    """N records as they stand in a buffer. ends: the places after them; millis, numbers: their times and offsets."""
-
-    starts: Ints
-    ends: Ints
-    millis: Ints
-    numbers: Ints
-    keys: list[bytes | None]
-    values: list[bytes | None]
-
-    @staticmethod
-    def of(buffer: bytes, rows: Ints) -> _Columns:
-        """rows: (8, N), see `_read`."""
-        starts, ends, millis, numbers, key, key_size, value, value_size = rows
-        keys, values = _slices(buffer, key, key_size), _slices(buffer, value, value_size)
-        return _Columns(starts, ends, millis, numbers, keys, values)
+def _run(buffer: bytes, rows: Ints, offsets: Ints, times: Ints) -> Run:
+    """N records of a buffer. rows: (8, N), see `_read`."""
+    starts, ends, _, _, key, key_size, value, value_size = rows
+    return Run(offsets, times, ends - starts, _slices(buffer, key, key_size), _slices(buffer, value, value_size))
 
 
 @cache

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -154,24 +154,28 @@ class Transactions:
             expected.update({tuple(batches[i].to): i for i in places})
             under_way.append(self._asking.ask(leader, self._produce(batches[i] for i in places)))
 
+        def answers() -> Iterator[tuple[int, Any]]:
+            """What became of each batch, as brokers say it."""
+            for asked in under_way:
+                for topic in self._asking.answer(asked).responses:
+                    for answer in topic.partition_responses:
+                        yield expected.pop((topic.name, answer.index)), answer
+
         def settle() -> None:
             while under_way:
                 refused: list[int] = []
-                for asked in under_way:
-                    for topic in self._asking.answer(asked).responses:
-                        for answer in topic.partition_responses:
-                            place = expected.pop((topic.name, answer.index))
-                            if answer.error_code in LEADERLESS:
-                                refused.append(place)
-                            else:
-                                check(answer.error_code)
-                                base[place] = int(answer.base_offset)
+                for place, answer in answers():
+                    if answer.error_code in LEADERLESS:
+                        refused.append(place)
+                    else:
+                        check(answer.error_code)
+                        base[place] = int(answer.base_offset)
                 under_way.clear()
                 if refused:  # the broker knows by its number a batch that it has after all
                     self._asking.pause_since(began)
                     self._asking.look_up()
-                    for place in refused:
-                        send(self._leader(batches[place].to), [place])
+                for place in refused:
+                    send(self._leader(batches[place].to), [place])
             if expected:  # so that it is not taken for written
                 raise errors.KafkaError(f"the broker does not say what became of {sorted(expected)}")
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -116,6 +116,17 @@ def group_of(record: str, separator: str) -> str:
     return record.rpartition(separator)[0]
 
 
+Key = TypeVar("Key", int, str)
+
+
+def rows_by(keys: Iterable[Key]) -> dict[Key, list[int]]:
+    """Where each key stands, in the order in which they first come."""
+    rows: dict[Key, list[int]] = {}
+    for row, key in enumerate(keys):
+        rows.setdefault(key, []).append(row)
+    return rows
+
+
 def trimmed(statistics: Floats, share: float) -> Floats:
     """Ascending, without this share of the largest, rounded: of records that may hold as many anomalies. Where they
     hold none, up to this share of normal records alerts beside α."""
@@ -202,9 +213,7 @@ class Calibration:
         how many statistics are a record's, where they stand one record after the other, (M,)."""
         p = self.p_value(score)
         if self.groups:
-            rows: dict[str, list[int]] = {}
-            for row, record in enumerate(records()):
-                rows.setdefault(group_of(record, self.separator), []).append(row)
+            rows = rows_by(group_of(record, self.separator) for record in records())
             for name in rows.keys() & self.groups.keys():
                 own = np.zeros(sum(map(len, rows.values())), bool)
                 own[rows[name]] = True

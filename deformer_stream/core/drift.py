@@ -24,13 +24,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from struct import unpack
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.core.batch import DriftNotice, Moved
-from deformer_stream.core.conformal import NOISE, Calibration, group_of, survey
+from deformer_stream.core.conformal import NOISE, Calibration, group_of, rows_by, survey
 from deformer_stream.core.model import DEformer
 from deformer_stream.core.snapshot import Drift
 
@@ -120,9 +120,6 @@ Log = tuple[Ints, Floats]
 """The readings of a record: feature codes and raw values in order of arrival, each (L,)."""
 
 
-Key = TypeVar("Key", int, str)
-
-
 class Reached(NamedTuple):
     """The end of a record has brought the evidence of its partition to the level. records: seen by then."""
 
@@ -154,11 +151,11 @@ class Watch:
         """R records of these partitions have ended, in this order. scores: (R,). log: the readings of the i-th."""
         self._changed.update(sources)
         if log is not None and math.isfinite(self.level):
-            for source, rows in _rows(sources).items():
+            for source, rows in rows_by(sources).items():
                 self._recent.setdefault(source, deque(maxlen=RECENT)).extend(map(log, rows[-RECENT:]))
         chance = [self._uniforms(record) for record in records]
         found: list[tuple[str, int]] = [("", 0)] * len(records)
-        for group, rows in _rows(map(self._group, records)).items():
+        for group, rows in rows_by(map(self._group, records)).items():
             bins = self._rulers[group].bins(scores[rows], [chance[i][0] for i in rows])
             for i, bin in zip(rows, bins, strict=True):
                 found[i] = group, bin
@@ -232,14 +229,6 @@ class Watch:
     def log10(self) -> dict[int, float]:
         """By partition, log10 of the martingale."""
         return {source: math.log10(evidence.martingale) for source, evidence in self._partitions.items()}
-
-
-def _rows(keys: Iterable[Key]) -> dict[Key, list[int]]:
-    """Where each key stands."""
-    rows: dict[Key, list[int]] = {}
-    for row, key in enumerate(keys):
-        rows.setdefault(key, []).append(row)
-    return rows
 
 
 def notice_id(reached: Reached, model: str) -> str:

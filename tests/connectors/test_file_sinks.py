@@ -11,7 +11,7 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 
-from connectors.files import AlertLines, LinesSink, RecordsParquet, ScoresParquet, sinks
+from connectors.files import AlertLines, LinesSink, RecordsParquet, ScoresParquet, kept_apart, sinks
 from deformer_stream.errors import ConfigError, Unavailable
 from tests.contracts.effects import SCHEMA, effects_of
 
@@ -102,3 +102,19 @@ def test_events_as_lines(tmp_path: Path) -> None:
     sink.close()
     sink.close()
     assert (tmp_path / "events.jsonl").read_bytes() == b'{"record":"r"}\n{"record":"s"}\n'
+
+
+def test_what_is_written_takes_the_place_of_no_input_and_no_other_output(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    (folder / "a.parquet").touch()
+    (tmp_path / "link.parquet").symlink_to(folder / "a.parquet")
+    free = tmp_path / "new.parquet"
+    kept_apart([folder], {"--output": free, "--records": None, "--alerts": "", "--rejected": "-"})
+    kept_apart(["-"], {"--output": "-", "--alerts": "-"})
+    kept_apart([folder], {"--alerts": "/dev/null", "--rejected": "/dev/null"})
+    for taken in (folder / "a.parquet", tmp_path / "link.parquet", folder / ".." / "logs" / "a.parquet"):
+        with pytest.raises(ConfigError, match=r"--output .* is an input"):
+            kept_apart([folder], {"--output": taken})
+    with pytest.raises(ConfigError, match=r"--records .* is that of --output"):
+        kept_apart([folder], {"--output": free, "--records": str(free)})

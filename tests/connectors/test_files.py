@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from connectors.files import FileSource, StandardInput, kept_apart, open_source
+from connectors.files import FileSource, StandardInput, open_source
 from connectors.files.tables import LineSplitter
 from deformer_stream.codec import Codec, Order, Windows, position
 from deformer_stream.core.batch import NO_TIME, Rejected
@@ -352,22 +352,6 @@ def test_faults_name_the_file_and_the_remedy(tmp_path: Path) -> None:
 def table_of(path: Path, table: pa.Table) -> Path:
     pq.write_table(table, path)
     return path
-
-
-def test_what_is_written_takes_the_place_of_no_input_and_no_other_output(tmp_path: Path) -> None:
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    parquet(folder / "a.parquet", a=[1.0])
-    (tmp_path / "link.parquet").symlink_to(folder / "a.parquet")
-    free = tmp_path / "new.parquet"
-    kept_apart([folder], {"--output": free, "--records": None, "--alerts": "", "--rejected": "-"})
-    kept_apart(["-"], {"--output": "-", "--alerts": "-"})
-    kept_apart([folder], {"--alerts": "/dev/null", "--rejected": "/dev/null"})
-    for taken in (folder / "a.parquet", tmp_path / "link.parquet", folder / ".." / "logs" / "a.parquet"):
-        with pytest.raises(ConfigError, match=r"--output .* is an input"):
-            kept_apart([folder], {"--output": taken})
-    with pytest.raises(ConfigError, match=r"--records .* is that of --output"):
-        kept_apart([folder], {"--output": free, "--records": str(free)})
 
 
 def test_a_file_that_is_damaged_inside_is_an_input_error(tmp_path: Path) -> None:
