@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as with_
 from itertools import islice
@@ -30,6 +30,8 @@ BATCH = 500
 """Messages of a record batch: what a producer gathers in some milliseconds at the rates measured here."""
 WILD = 1e9
 """A value that no model expects: its record alerts at once, whatever came before."""
+ANSWERED = 4 + 2 + 8 + 8 + 8
+"""Bytes that a broker answers about a partition: its number, an error, offset, time, where the log begins."""
 _VARINT = [varint(n) for n in range(2**14)]
 
 
@@ -135,14 +137,17 @@ class Wire:
         self._topic = topic.encode()
         self._sent = 0
 
-    def send(self, partition: int, records: bytes, count: int) -> float:
-        """Send records as a batch of now; the time of sending, seconds since 1970."""
+    def send(self, batches: Sequence[tuple[int, bytes, int]]) -> float:
+        """Send batches of now, of different partitions, in one request: partition, records and how many these are. The
+        time of sending, seconds since 1970."""
         now = time.time()
-        body = batch(records, count, 0, int(now * 1000))
         name = self._topic
-        head = struct.pack(">hhih4s", 0, 7, 1, 4, b"feed") + struct.pack(">hhi", -1, 1, 30_000)
-        head += struct.pack(">ih", 1, len(name)) + name + struct.pack(">iii", 1, partition, len(body))
-        self._socket.sendall(struct.pack(">i", len(head) + len(body)) + head + body)
+        body = struct.pack(">hhih4s", 0, 7, 1, 4, b"feed") + struct.pack(">hhi", -1, 1, 30_000)
+        body += struct.pack(">ih", 1, len(name)) + name + struct.pack(">i", len(batches))
+        for partition, records, count in batches:
+            data = batch(records, count, 0, int(now * 1000))
+            body += struct.pack(">ii", partition, len(data)) + data
+        self._socket.sendall(struct.pack(">i", len(body)) + body)
         self._sent += 1
         return now
 
@@ -151,8 +156,11 @@ class Wire:
         refused."""
         while self._sent > at_most:
             answer = self._answers.read(*struct.unpack(">i", self._answers.read(4)))
-            (error,) = struct.unpack_from(">h", answer, 4 + 4 + 2 + len(self._topic) + 4 + 4)
-            assert error == 0, f"the broker answers {error}"
+            at = 4 + 4 + 2 + len(self._topic)
+            (partitions,) = struct.unpack_from(">i", answer, at)
+            found = (struct.unpack_from(">ih", answer, at + 4 + ANSWERED * i) for i in range(partitions))
+            refused = {partition: error for partition, error in found if error}
+            assert not refused, f"the broker answers {refused}"
             self._sent -= 1
 
     def close(self) -> None:

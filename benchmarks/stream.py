@@ -83,6 +83,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--rate", type=int, default=40_000, help="sustained: events a second")
     parser.add_argument("--rates", default="500,5000,20000,45000", help="latency: the same, each in its turn")
     parser.add_argument("--seconds", type=int, default=20, help="sustained, latency: how long")
+    parser.add_argument("--warm", type=int, default=30, help="latency: seconds before what is measured")
     parser.add_argument("--records", type=int, default=1_000_000, help="memory: open at once")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="of consume")
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="of consume, many times")

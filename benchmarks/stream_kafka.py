@@ -36,8 +36,8 @@ PARTITIONS = 4
 OPEN = 1024
 """Records open at once in each partition."""
 PATIENCE = 120.0
-SMALL = 20
-"""Messages of a batch where latency is measured: what a producer gathers in a few milliseconds."""
+LINGER = 0.005
+"""Seconds for which a producer gathers messages, all partitions' in one request: a Kafka producer's default."""
 READINGS = {"json": 1, "many": 4, "arrow": 1000}
 """Readings of a message."""
 
@@ -77,7 +77,7 @@ def _fill(options: argparse.Namespace, bootstrap: str, topic: str, payload: str)
     each = max(1, BATCH // READINGS[payload])
     sent = 0
     for partition in itertools.cycle(range(PARTITIONS)):
-        wire.send(partition, records_of(list(itertools.islice(feeds[partition], each))), each)
+        wire.send([(partition, records_of(list(itertools.islice(feeds[partition], each))), each)])
         wire.settle(at_most=8)
         sent += each * READINGS[payload]
         if sent >= options.events and partition == PARTITIONS - 1:
@@ -142,7 +142,8 @@ def _resident_of(process: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """late: seconds that a batch went after its time, at most. went: record whose reading is wild → when that went."""
+    """late: seconds that a request went after its time, at most. went: record whose reading is wild → when that went.
+    Both of the time after the warm-up."""
 
     events: int
     late: float
@@ -150,16 +151,18 @@ class _Sent:
 
 
 class _Producer:
-    """Sends at a steady rate, in small batches, each partition in its turn; and remembers when the wild ones went.
+    """Sends at a steady rate, a request every `LINGER`; and remembers when the wild ones went.
 
     A process of its own, or it would share an interpreter with who reads the alerts. ahead: the messages are put
-    together before the first one goes, for that is no work of a stream's.
+    together before the first one goes, for that is no work of a stream's. warm: seconds that are not spoken of.
     """
 
-    def __init__(self, options: argparse.Namespace, bootstrap: str, topic: str, wild: int, ahead: bool) -> None:
+    def __init__(
+        self, options: argparse.Namespace, bootstrap: str, topic: str, wild: int = 0, warm: int = 0, ahead: bool = False
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._results, theirs = context.Pipe()
-        self._process = context.Process(target=_produce, args=(options, bootstrap, topic, wild, ahead, theirs))
+        self._process = context.Process(target=_produce, args=(options, bootstrap, topic, wild, warm, ahead, theirs))
         self._process.start()
         self._results.recv()
 
@@ -177,30 +180,39 @@ class _Producer:
 
 
 def _produce(
-    options: argparse.Namespace, bootstrap: str, topic: str, wild: int, ahead: bool, results: Connection
+    options: argparse.Namespace, bootstrap: str, topic: str, wild: int, warm: int, ahead: bool, results: Connection
 ) -> None:
     mark = b"%r" % WILD
     wire, feeds = Wire(bootstrap, topic), _messages(options, "json", wild)
 
-    def batches() -> Iterator[tuple[int, bytes, list[str]]]:
-        for turn in range(-(-options.rate * options.seconds // SMALL)):
-            messages = list(itertools.islice(feeds[turn % PARTITIONS], SMALL))
-            marked = [key.decode() for key, value in messages if key is not None and mark in value]
-            yield turn % PARTITIONS, records_of(messages), marked
+    def requests() -> Iterator[tuple[list[tuple[int, bytes, int]], list[str]]]:
+        for numbers in shares(options.rate, warm + options.seconds):
+            some = [list(itertools.islice(feed, n)) for feed, n in zip(feeds, numbers, strict=True)]
+            marked = [key.decode() for messages in some for key, value in messages if key is not None and mark in value]
+            yield [(p, records_of(messages), len(messages)) for p, messages in enumerate(some) if messages], marked
 
-    prepared = list(batches()) if ahead else batches()
+    prepared = list(requests()) if ahead else requests()
     results.send("ready")
     results.recv()
-    every, times, went = SMALL / options.rate, list[float](), dict[str, float]()
-    for partition, records, marked in paced(prepared, 1 / every):
-        at = wire.send(partition, records, SMALL)
+    times, events, went = list[float](), 0, dict[str, float]()
+    for batches, marked in paced(prepared, 1 / LINGER):
+        times.append(wire.send(batches) if batches else time.time())
         wire.settle(at_most=16)
-        times.append(at)
-        went |= dict.fromkeys(marked, at)
+        events += sum(count for _, _, count in batches)
+        for record in marked:
+            went.setdefault(record, times[-1])  # a record alerts at its first wild reading
     wire.settle()
     wire.close()
-    late = max(at - times[0] - turn * every for turn, at in enumerate(times))
-    results.send(_Sent(SMALL * len(times), late, went))
+    first = round(warm / LINGER)
+    late = max(at - times[0] - turn * LINGER for turn, at in enumerate(times[first:], first))
+    results.send(_Sent(events, late, {record: at for record, at in went.items() if at >= times[first]}))
+
+
+def shares(rate: float, seconds: float) -> Iterator[list[int]]:
+    """For each request, how many messages each partition gets: one after the other in turn."""
+    for turn in range(round(seconds / LINGER)):
+        begin, end = (int(rate * LINGER * t) for t in (turn, turn + 1))
+        yield [len(range(begin + (p - begin) % PARTITIONS, end, PARTITIONS)) for p in range(PARTITIONS)]
 
 
 class _Alerts(threading.Thread):
@@ -234,11 +246,11 @@ def _lag(consumer: Consume) -> int:
 
 def sustained(options: argparse.Namespace, folder: Path) -> Rows:
     """The lag second by second while messages come at the rate."""
-    with load_broker_script().start() as broker:
+    with load_broker_script().start(lasting=True) as broker:
         topic = _topic(broker.bootstrap)
         with _consuming(options, folder, broker.bootstrap, topic) as consumer:
             consumer.wait_until_ready()
-            producer = _Producer(options, broker.bootstrap, topic, 0, ahead=False)
+            producer = _Producer(options, broker.bootstrap, topic)
             producer.start()
             lags, memory = [], []
             began = time.monotonic()
@@ -267,35 +279,38 @@ def sustained(options: argparse.Namespace, folder: Path) -> Rows:
 
 
 def latency(options: argparse.Namespace, folder: Path) -> Rows:
-    """From handing a reading to the broker's connection until its alert is read, by one clock, at each rate."""
+    """From handing a reading to the broker's connection until its alert is read, by one clock, at each rate; of what
+    was sent after `--warm` seconds, in which the broker's Java compiles itself."""
     for rate in map(int, options.rates.split(",")):
         yield _latency(argparse.Namespace(**{**vars(options), "rate": rate}), folder)
 
 
 def _latency(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    with load_broker_script().start() as broker:
+    with load_broker_script().start(lasting=True) as broker:
         topic = _topic(broker.bootstrap)
         with _consuming(options, folder, broker.bootstrap, topic) as consumer:
             consumer.wait_until_ready()
             alerts = _Alerts(broker.bootstrap, f"{topic}-alerts")
             alerts.start()
-            producer = _Producer(options, broker.bootstrap, topic, options.rate // 5 // PARTITIONS + 1, ahead=True)
+            wild = options.rate // 5 // PARTITIONS + 1
+            producer = _Producer(options, broker.bootstrap, topic, wild, options.warm, ahead=True)
             producer.start()
+            time.sleep(options.warm)
+            before = consumer.metrics()
             sent = producer.join()
             time.sleep(2)
             alerts.over.set()
             alerts.join()
-            means = _means(consumer.metrics())
+            means = _means(before, consumer.metrics())
             consumer.stop()
-        warm = sorted(sent.went, key=lambda record: sent.went[record])[10:]
-        missing = [record for record in warm if record not in alerts.came]
-        millis = sorted(1000 * (alerts.came[record] - sent.went[record]) for record in warm if record in alerts.came)
+        missing = sent.went.keys() - alerts.came.keys()
+        millis = [1000 * (alerts.came[record] - at) for record, at in sent.went.items() if record in alerts.came]
         cuts = quantiles(millis, n=100)
         return {
             "preset": options.preset,
             "features": options.features,
             "threads": options.threads,
-            "events_/s": round(sent.events / options.seconds),
+            "events_/s": round(sent.events / (options.warm + options.seconds)),
             "alerts": len(millis),
             "without_an_alert": len(missing),
             "median_ms": round(cuts[49], 1),
@@ -306,15 +321,18 @@ def _latency(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         }
 
 
-def _means(metrics: dict[str, float]) -> dict[str, float]:
-    """What batches and commits were like in the mean."""
+def _means(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """What batches and commits were like in the mean, between two readings of the metrics."""
 
     def mean(name: str) -> float:
-        return metrics[f"deformer_{name}_sum"] / max(1.0, metrics[f"deformer_{name}_count"])
+        total, count = (
+            after[f"deformer_{name}_{kind}"] - before[f"deformer_{name}_{kind}"] for kind in ("sum", "count")
+        )
+        return total / max(1.0, count)
 
     return {
         "batch_events": round(mean("batch_events")),
-        "alert_raised_after_ms": round(1000 * mean("event_to_alert_seconds"), 1),
+        "alert_out_after_ms": round(1000 * mean("event_to_alert_seconds"), 1),
         "scoring_ms": round(1000 * mean("scoring_seconds"), 1),
         "commit_ms": round(1000 * mean("commit_seconds"), 1),
     }
@@ -324,7 +342,7 @@ def start(options: argparse.Namespace, folder: Path, times: int = 5) -> Rows:
     """Until `/readyz` says so: partitions assigned and restored."""
     options = argparse.Namespace(**{**vars(options), "preset": "small", "features": 40})
     took = []
-    with load_broker_script().start() as broker:
+    with load_broker_script().start(lasting=True) as broker:
         for _ in range(times):
             topic = _topic(broker.bootstrap)
             began = time.monotonic()

@@ -13,6 +13,7 @@ from kafka.record.default_records import DefaultRecordBatch
 
 from benchmarks import stream
 from benchmarks.feed import WILD, Events, calm_calibration, model_of, records_of, schema_of
+from benchmarks.stream_kafka import LINGER, shares
 from connectors.kafka.runs import runs_of
 from deformer_stream.codec import Codec
 from deformer_stream.core.engine import Engine
@@ -60,3 +61,14 @@ def test_results_of_other_parts_are_kept(tmp_path: Path) -> None:
     assert "| decode /s |" in text
     assert "| 1,000,000 |" in text
     assert "2.5" not in text
+
+
+@pytest.mark.parametrize("rate", [30, 500, 999, 20_000])
+def test_requests_share_the_rate_among_partitions(rate: int) -> None:
+    requests = list(shares(rate, 2))
+    assert len(requests) == round(2 / LINGER)
+    total = np.cumsum(requests, 0)
+    assert total[-1].sum() == 2 * rate
+    assert total[-1].max() - total[-1].min() <= 1
+    due = rate * LINGER * np.arange(1, len(requests) + 1)
+    assert np.abs(total.sum(1) - due).max() <= 1

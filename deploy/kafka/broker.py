@@ -48,8 +48,11 @@ from means import (
 )
 from nodes import Listener, quick, settings_of
 
-_JAVA = ["java", "-Xmx512m", "-Xms256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData"]
+_JAVA = ["java", "-Xmx512m", "-Xms256m", "-XX:+UseSerialGC", "-XX:-UsePerfData"]
 _JAVA += [f"-Dlog4j2.configurationFile={HERE / 'log4j2.properties'}", "-cp", f"{LIB}/*"]
+_BRIEF = "-XX:TieredStopAtLevel=1"
+"""For what is over within a minute or two: compiled once, and soon, where otherwise what runs often is compiled anew,
+and better."""
 
 STATE = STORE / "started.json"
 START_SECONDS = 90.0
@@ -106,6 +109,7 @@ class Broker:
 
     `guarded` has the address of every further listener by its name. Brokers are numbered from 1, in the order of
     `bootstrap`. One that was ended by `kill` or `stop_node` comes back with `start_node`, with its data and its port.
+    lasting: see `start`.
     """
 
     bootstrap: str
@@ -114,6 +118,7 @@ class Broker:
     pids: list[int | None] = field(default_factory=list)  # of broker 1, 2, …; None while it is down
     engine: str | None = None
     container: str | None = None
+    lasting: bool = False
 
     def kill(self, node: int) -> None:
         """End broker `node` as a power cut would: SIGKILL."""
@@ -130,7 +135,7 @@ class Broker:
             if self.container is not None and self.engine is not None:
                 _engine(self.engine, "start", self.container)
             elif self._pid(node) is None:
-                self.pids[node - 1] = _launch(Path(self.folder), node)
+                self.pids[node - 1] = _launch(Path(self.folder), node, self.lasting)
         self._await(nodes)
 
     def stop(self) -> None:
@@ -211,13 +216,15 @@ def start(
     port: int | None = None,
     listeners: Mapping[str, Listener] | None = None,
     features: Mapping[str, int] | None = None,
+    lasting: bool = False,
 ) -> Broker:
     """Start a cluster on fresh data and wait until every broker is in service. The caller must `stop` it.
 
     port: of the first broker, the others follow it; None takes free ones. listeners: name → further listener of the
     first broker, where clients must show who they are; names are letters, and not SSL, which means more to the image.
-    features: name → version, to have the cluster as one of an older release makes it (transaction.version=1). Raises
-    BrokerError where the means are missing (run `ensure`) or the cluster does not come up.
+    features: name → version, to have the cluster as one of an older release makes it (transaction.version=1).
+    lasting: it is for more than a few minutes, and quicker after the first one. Raises BrokerError where the means are
+    missing (run `ensure`) or the cluster does not come up.
     """
     if brokers < 1:
         raise BrokerError(f"--brokers {brokers}: at least one broker is needed")
@@ -234,7 +241,8 @@ def start(
         ports = free[:brokers] if port is None else list(range(port, port + brokers))
         if port is not None and (taken := [p for p in ports if brokers_known(f"127.0.0.1:{p}")]):
             raise BrokerError(f"port {taken[0]} already has a broker: stop it or choose another --port")
-        broker = Broker(",".join(f"127.0.0.1:{p}" for p in ports), tempfile.mkdtemp(prefix="deformer-kafka-"))
+        addresses = ",".join(f"127.0.0.1:{p}" for p in ports)
+        broker = Broker(addresses, tempfile.mkdtemp(prefix="deformer-kafka-"), lasting=lasting)
         host = "127.0.0.1" if engine is None else "0.0.0.0"  # noqa: S104 -- within the container
         doors = {
             name: (p, door) for p, (name, door) in zip(free[2 * brokers :], (listeners or {}).items(), strict=True)
@@ -266,20 +274,21 @@ def _start_java(broker: Broker, nodes: list[dict[str, str]], features: Mapping[s
         settings = {**quick(len(nodes)), **settings, "log.dirs": str(folder / f"data-{number}")}
         config = folder / f"server-{number}.properties"
         config.write_text("".join(f"{key}={value}\n" for key, value in settings.items()))
-        form = [*_JAVA, "kafka.tools.StorageTool", "format", "-t", cluster, "-c", str(config)]
+        form = [*_JAVA, _BRIEF, "kafka.tools.StorageTool", "format", "-t", cluster, "-c", str(config)]
         form += [word for name, version in features.items() for word in ("--feature", f"{name}={version}")]
         done = subprocess.run(form, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise BrokerError(f"formatting the broker's storage failed: {_last_line(done.stderr or done.stdout)}")
-        broker.pids.append(_launch(folder, number))
+        broker.pids.append(_launch(folder, number, broker.lasting))
 
 
-def _launch(folder: Path, number: int) -> int:
+def _launch(folder: Path, number: int, lasting: bool) -> int:
     """Start broker `number` on what `folder` has of it; its process id."""
+    words = _JAVA if lasting else [*_JAVA, _BRIEF]
     with (folder / f"broker-{number}.log").open("ab") as out:
         # A session of its own: Ctrl-C reaches this script alone, which then stops the broker in order.
         process = subprocess.Popen(
-            [*_JAVA, f"-Djava.io.tmpdir={folder}", "kafka.Kafka", str(folder / f"server-{number}.properties")],
+            [*words, f"-Djava.io.tmpdir={folder}", "kafka.Kafka", str(folder / f"server-{number}.properties")],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
@@ -325,7 +334,7 @@ def _run(args: argparse.Namespace) -> None:
 
     signal.signal(signal.SIGTERM, end)
     try:
-        with start(args.brokers, args.port) as broker:
+        with start(args.brokers, args.port, lasting=True) as broker:
             print(
                 f"Apache Kafka {kafka_version()} at {broker.bootstrap} (Ctrl-C ends it and removes its data)",
                 flush=True,
@@ -341,7 +350,7 @@ def _start(args: argparse.Namespace) -> None:
     ensure()
     if STATE.exists():
         raise BrokerError(f"a broker was started before ({STATE}): run `python deploy/kafka/broker.py stop` first")
-    broker = start(args.brokers, args.port)
+    broker = start(args.brokers, args.port, lasting=True)
     STORE.mkdir(exist_ok=True)
     STATE.write_text(json.dumps(asdict(broker)))
     print(broker.bootstrap)
