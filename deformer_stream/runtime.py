@@ -13,8 +13,8 @@ The order of 4 and 5 is the guarantee: a position is committed only together wit
 before it. With a transaction (Kafka) nothing is lost and nothing comes twice; without one a crash repeats work, and
 repeated alerts have equal ids. A transaction that no alert waits for is waited for by the next commit only: while the
 broker is at it, the next messages are polled and scored, and their effects go with the next one. One with an alert is
-waited for at once: scoring meanwhile would delay it, for both want the interpreter. And a source that fetches beside us
-is asked for the next messages when 3 is done, so that they are there after 5.
+waited for at once, and by this thread: whatever went on beside it would delay it, for all want the interpreter. So a
+source that fetches beside us is asked for the next messages after that, and they come while we log and count.
 """
 
 from __future__ import annotations
@@ -176,20 +176,22 @@ class Road:
             started = time.perf_counter()
             effects = self.engine.handle(batch, self.clock.at(batch.times), self.recovery.restoring)  # 3
             seconds = time.perf_counter() - started
-            if self._unhurried is not None:
-                self._unhurried.ask()
             effects = replace(effects, rejected=Rejected.merged([*refused, *effects.rejected]))
-            self._act(effects, data, seconds)  # 4
+            self._act(effects, data)  # 4
             urgent = self._shared is not None and bool(effects.alerts or effects.drifts)
             if self._pace.due(urgent, self._behind):
                 self._commit()  # 5
+            if self._unhurried is not None:
+                self._unhurried.ask()
+            self._tell(effects, seconds)
             if time.monotonic() - summed >= SUMMARY_SECONDS:
                 log.get("runtime").info("summary", **self.totals.shown(), open=len(self.engine.records))
                 summed = time.monotonic()
             if self.progress is not None and polled.data is not None:
                 self.progress(len(polled.data))
         if self.finite and self.source.exhausted:
-            self._act(self.engine.finish(), None, 0.0)
+            self._act(effects := self.engine.finish(), None)
+            self._tell(effects, 0.0)
         self._commit(final=True)
         return self.totals
 
@@ -219,7 +221,8 @@ class Road:
         """Follow the partitions that come and go; what is left of the data once their history is handled."""
         now = self._now()
         if polled.revoked:
-            self._act(self.engine.revoke(polled.revoked), None, 0.0)
+            self._act(effects := self.engine.revoke(polled.revoked), None)
+            self._tell(effects, 0.0)
             self.recovery.forget(polled.revoked)
             log.get("runtime").info("partitions revoked", partitions=list(polled.revoked))
         for restored in polled.restored:
@@ -229,10 +232,14 @@ class Road:
             self.recovery.go_live(partition)
         return data
 
-    def _act(self, effects: Effects, data: Payload | None, seconds: float) -> None:
-        """Hop 4, and the counting of it."""
+    def _act(self, effects: Effects, data: Payload | None) -> None:
+        """Hop 4."""
         for sink in self.sinks:
             sink.write(effects, data)
+        self.recovery.note(effects)
+
+    def _tell(self, effects: Effects, seconds: float) -> None:
+        """Log and count what one batch led to; an alert does not wait for that. seconds: what it took to score."""
         for alert in effects.alerts if not self.finite else ():
             log.get("runtime").info(
                 "alert", id=alert.id, record=alert.record, raised_at=alert.raised_at, p_value=alert.p_value
@@ -245,7 +252,6 @@ class Road:
                 log10_martingale=round(notice.log10, 2),
                 features=[one.feature for one in notice.moved],
             )
-        self.recovery.note(effects)
         self.totals.add(effects)
         metrics = self.metrics
         metrics.observe(effects, seconds)

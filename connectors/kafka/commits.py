@@ -91,12 +91,19 @@ class Commits:
         delivery = self._delivery
         if delivery is None or not delivery.exactly_once or delivery.failed or self._attempt is not None:
             return False
-        return self._begin_transaction(delivery, self._worded(), group, ended)
-
-    def _begin_transaction(self, delivery: Delivery, words: Words, group: Any, ended: Callable[[], None]) -> bool:
-        """False where none is needed: there is nothing to send, or it goes without."""
-        if not delivery.exactly_once or not (delivery.waiting or words.messages):
+        words = self._worded()
+        if not self._needs_transaction(words):
             return False
+        delivery.begin(words.messages, self._sealing(words), group, ended)
+        return True
+
+    def _needs_transaction(self, words: Words) -> bool:
+        """Where it does not, there is nothing to send, or it goes without."""
+        delivery = self._delivery
+        return delivery is not None and delivery.exactly_once and (delivery.waiting or bool(words.messages))
+
+    def _sealing(self, words: Words) -> Callable[[Callable[[], list[int]]], Offsets]:
+        """What asks for the messages' offsets where they matter, and answers with what is to be committed."""
 
         def offsets(sent: Callable[[], list[int]]) -> Offsets:
             attempt = self._sealed(words, sent() if words.begins else [])
@@ -104,18 +111,22 @@ class Commits:
                 self._attempt = attempt
             return dict(attempt.offsets)
 
-        delivery.begin(words.messages, offsets, group, ended)
-        return True
+        return offsets
 
     def send(self, group: Any, within: float | None = None) -> Offsets | None:
         """One attempt, as far as the delivery goes: the one in the background, where there is one. The offsets that
         the consumer has to commit then; None where they have been. within: seconds."""
         delivery = self._delivery
-        words = self._words if self.under_way else self._worded()
-        if delivery is not None and (
-            self.under_way or self._begin_transaction(delivery, words, group, ended=lambda: None)
-        ):
+        if delivery is not None and self.under_way:
             delivery.end(within)
+            return None
+        words = self._worded()
+        if delivery is not None and self._needs_transaction(words):
+            if within is None:
+                delivery.commit(words.messages, self._sealing(words), group)
+            else:
+                delivery.begin(words.messages, self._sealing(words), group, ended=lambda: None)
+                delivery.end(within)
             return None
         self._attempt = self._sealed(words, [] if delivery is None else delivery.send(words.messages, within))
         return self._attempt.offsets

@@ -91,7 +91,8 @@ class Delivery:
         if not messages:
             return []
         sender = self._usable(KafkaProducer)
-        return self._noted(_Call(lambda: _sent(sender, messages)), within)[len(messages) - len(state) :]
+        call = _Call(lambda: _sent(sender, messages))
+        return self._noted(lambda: call.result(within))[len(messages) - len(state) :]
 
     def begin(
         self,
@@ -105,13 +106,28 @@ class Delivery:
         offsets: what to commit for the consumer `group`; it is given a call that waits for the offsets of `state`.
         ended: called in that thread when all is committed. Raises the client's errors, CommitFailedError (`end`) if
         the group has rebalanced."""
+        self._call = _Call(self._transaction(state, offsets, group, ended))
+
+    def commit(
+        self, state: Sequence[Outgoing], offsets: Callable[[Callable[[], list[int]]], Offsets], group: Any
+    ) -> None:
+        """As `begin` and `end`, by this thread: the end of another one's work takes a while to be noticed."""
+        self._noted(self._transaction(state, offsets, group, ended=lambda: None))
+
+    def _transaction(
+        self,
+        state: Sequence[Outgoing],
+        offsets: Callable[[Callable[[], list[int]]], Offsets],
+        group: Any,
+        ended: Callable[[], None],
+    ) -> Callable[[], None]:
         messages, transactions = self._due(state), self._usable(Transactions)
 
         def commit() -> None:
             transactions.commit(messages, lambda sent: offsets(lambda: sent()[len(messages) - len(state) :]), group)
             ended()
 
-        self._call = _Call(commit)
+        return commit
 
     @property
     def begun(self) -> bool:
@@ -127,7 +143,7 @@ class Delivery:
         """Wait for what was begun. within: seconds. Raises the client's errors."""
         call, self._call = self._call, None
         if call is not None:
-            self._noted(call, within)
+            self._noted(lambda: call.result(within))
 
     def settled(self) -> None:
         """What was sent is committed; what was put since then is still to be sent."""
@@ -192,10 +208,10 @@ class Delivery:
         self._gathered.clear()
         return [*self._under_way, *state]
 
-    def _noted(self, call: _Call[Result], within: float | None) -> Result:
-        """The call's result. Whatever it raises is the end of the producer."""
+    def _noted(self, result: Callable[[], Result]) -> Result:
+        """What comes of sending. Whatever it raises is the end of the producer."""
         try:
-            return call.result(FLUSH_SECONDS + DELIVERY_SECONDS if within is None else max(0.0, within))
+            return result()
         except BaseException:
             self.failed = True
             raise
@@ -237,9 +253,9 @@ class _Call(Generic[Result]):
     def over(self) -> bool:
         return not self._thread.is_alive()
 
-    def result(self, within: float) -> Result:
+    def result(self, within: float | None) -> Result:
         """The call's, within so many seconds. Raises what it raises, or KafkaTimeoutError."""
-        self._thread.join(within)
+        self._thread.join(FLUSH_SECONDS + DELIVERY_SECONDS if within is None else max(0.0, within))
         if self._failed:
             raise self._failed[0]
         if not self._done:
