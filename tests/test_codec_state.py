@@ -25,6 +25,7 @@ from deformer_stream.codec.state import (
     encode_decisions,
     encode_snapshot,
 )
+from deformer_stream.core.remembered import Texts
 from deformer_stream.core.snapshot import Alerted, Blocks, Decisions, Drift, Snapshot, Vocabulary
 from deformer_stream.errors import StateError
 from tests.core.lives import same_snapshot
@@ -66,7 +67,7 @@ EXAMPLE = Snapshot(
     window_record=ints(1),
     window_device=["pump-8"],
     window_deadline=np.array([1_583_750_080_000_000]),
-    closed=["b", "a", ""],
+    closed=Texts.of(["b", "a", ""]),
     devices=["pump-9", "pump-8"],
     marks=np.array([-5, 1_583_750_073_000_000]),
     drift=Drift("fedcba9876543210", 7, (0.5, 1e-9, 12.25), True, {"": (1, 0, 2), "pump-7": (4,)}),
@@ -130,7 +131,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         window_record=windowed,
         window_device=[draw(texts) for _ in windowed],
         window_deadline=rng.integers(-(2**60), 2**60, len(windowed)),
-        closed=draw(st.lists(texts, max_size=8)),
+        closed=Texts.of(draw(st.lists(texts, max_size=8))),
         devices=devices,
         marks=rng.integers(-(2**60), 2**60, len(devices)),
         drift=draw(drifts),

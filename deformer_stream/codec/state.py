@@ -14,13 +14,14 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from deformer_stream.core.drift import BETS, MOST
+from deformer_stream.core.remembered import Texts
 from deformer_stream.core.snapshot import (
     ALL_TOLD,
     QUIET,
@@ -45,7 +46,8 @@ AGES = 2**61
 """Microseconds; no age is as large."""
 REMEDY = "restore it, or say with --lost-state how to go on without it"
 
-Columns = Mapping[str, "Sequence[str] | NDArray[Any]"]
+Column: TypeAlias = "Sequence[str] | Texts | NDArray[Any]"
+Columns = Mapping[str, Column]
 
 _TEXT = pa.large_string()  # all ids of a partition together may be long
 _VOCABULARY = {"names": _TEXT, "kinds": _TEXT, "label_counts": pa.int32(), "labels": _TEXT}
@@ -99,7 +101,7 @@ class _Nonsense(Exception):  # noqa: N818  (control flow: becomes a `StateError`
 
 def encode_snapshot(snapshot: Snapshot) -> bytes:
     vocabulary = snapshot.vocabulary
-    columns: dict[str, Sequence[str] | NDArray[Any]] = {
+    columns: dict[str, Column] = {
         "names": vocabulary.names,
         "kinds": vocabulary.kinds,
         "label_counts": np.array([len(labels) for labels in vocabulary.labels], np.int32),
@@ -121,6 +123,7 @@ def decode_snapshot(data: bytes, where: str = "the saved state") -> Snapshot:
         vocabulary = _vocabulary(*(columns.pop(name) for name in _VOCABULARY))
         drift = _drift(columns)
         ties = _blocks(columns) if "tied" in columns else None
+        columns["closed"] = Texts.of(columns["closed"])
         snapshot = Snapshot(vocabulary, tuple(columns.pop("models")), **columns, drift=drift, ties=ties)
         _check(snapshot)
     except _Nonsense as error:
@@ -137,7 +140,7 @@ def verify(snapshot: bytes, decisions: Iterable[bytes]) -> None:
 
 def encode_decisions(decisions: Decisions) -> bytes:
     alerted = decisions.alerted
-    columns: dict[str, Sequence[str] | NDArray[Any]] = {
+    columns: dict[str, Column] = {
         "closed": decisions.closed,
         "alerted": list(alerted),
         "alert_seq": np.array([told.seq for told in alerted.values()], np.int32),
@@ -184,7 +187,7 @@ def _waited(records: list[str], counts: NDArray[np.int32]) -> dict[str, tuple[in
     return waited
 
 
-def _drift_columns(drift: Drift | None) -> dict[str, Sequence[str] | NDArray[Any]]:
+def _drift_columns(drift: Drift | None) -> dict[str, Column]:
     counts = [] if drift is None else list(drift.counts.values())
     return {
         "drift_model": [] if drift is None else [drift.model],
@@ -212,16 +215,23 @@ def _drift(columns: dict[str, Any]) -> Drift | None:
 
 
 def _sealed(kind: bytes, columns: Columns, types: Mapping[str, pa.DataType]) -> bytes:
-    lists = [pa.LargeListArray.from_arrays([0, len(v)], pa.array(v, types[name])) for name, v in columns.items()]
+    lists = [pa.LargeListArray.from_arrays([0, len(v)], _array(v, types[name])) for name, v in columns.items()]
     batch = pa.RecordBatch.from_arrays(lists, list(columns))
     sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression="zstd" if batch.nbytes >= LARGE else None)
+    # Threads would each keep memory of their own for it, and gain nothing: the other cores have work.
+    options = pa.ipc.IpcWriteOptions(compression="zstd" if batch.nbytes >= LARGE else None, use_threads=False)
     with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
         writer.write_batch(batch)
     body: bytes = sink.getvalue().to_pybytes()
     version = 3 if _SINCE[3] & columns.keys() else 2
     head: bytes = HEAD.pack(MAGIC, kind, version, hashlib.sha256(body).digest())
     return head + body
+
+
+def _array(column: Column, kind: pa.DataType) -> pa.Array:
+    if isinstance(column, Texts):
+        return pa.LargeStringArray.from_buffers(len(column), pa.py_buffer(column.edges), pa.py_buffer(column.utf8))
+    return pa.array(column, kind)
 
 
 def _opened(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[str, Any]:

@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
-
+from deformer_stream.core.remembered import Remembered
 from deformer_stream.core.windows import Watermarks
 
 REMEMBERED = 200_000
 """Ids of closed records that are remembered per partition, so that their late events are refused rather than opening
 them anew; and devices whose watermarks are."""
-
-
-class Remembered:
-    """The latest `most` of the ids that were added, each by its first time, the earliest first: a set and a queue, half
-    the bytes of an ordered dictionary."""
-
-    def __init__(self, most: int, ids: Iterable[str] = ()) -> None:
-        self.most = most
-        self._ids: set[str] = set()
-        self._order: deque[str] = deque()
-        for record in ids:
-            self.add(record)
-
-    def add(self, record: str) -> None:
-        if record not in self._ids:
-            self._ids.add(record)
-            self._order.append(record)
-            if len(self._order) > self.most:
-                self._ids.remove(self._order.popleft())
-
-    def __contains__(self, record: str) -> bool:
-        return record in self._ids
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._order)
 
 
 class Partition:
@@ -63,5 +36,6 @@ class Partition:
         """From now on the id is closed; its slot, if it was open."""
         slot = self.slot_of.pop(record, None)
         self.watermarks.close(record)
-        self.closed.add(record)
+        if slot is not None or record not in self.closed:
+            self.closed.add(record)
         return slot

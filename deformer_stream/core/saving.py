@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.core.partition import Partition, Remembered
+from deformer_stream.core.partition import Partition
 from deformer_stream.core.records import Records
+from deformer_stream.core.remembered import Remembered
 from deformer_stream.core.snapshot import Blocks, Drift, Snapshot, Vocabulary, ragged
 
 Ints = NDArray[np.int64]
@@ -53,7 +54,7 @@ def taken(records: Records, source: int, now: int, models: Mapping[int, str], dr
         window_record=np.array([index[record] for record, _, _ in windows], np.int32),
         window_device=[device for _, device, _ in windows],
         window_deadline=np.array([deadline for _, _, deadline in windows], np.int64),
-        closed=list(partition.closed),
+        closed=partition.closed.texts(),
         devices=list(marks),
         marks=np.fromiter(marks.values(), np.int64, len(marks)),
         drift=drift,

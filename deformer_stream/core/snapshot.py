@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.core.remembered import Texts
 from deformer_stream.core.schema import Kind, Schema
 
 QUIET = 1.0
@@ -147,7 +148,7 @@ class Snapshot:
     window_record: NDArray[np.int32]
     window_device: list[str]
     window_deadline: NDArray[np.int64]
-    closed: list[str]
+    closed: Texts
     devices: list[str]
     marks: NDArray[np.int64]
     drift: Drift | None = None

@@ -221,6 +221,8 @@ def same_snapshot(a: Snapshot, b: Snapshot, tolerance: float = 0.0) -> None:
             np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=f.name)
         elif f.name == "drift":
             same_drift(x, y)
+        elif f.name == "closed":
+            assert list(x) == list(y)
         elif f.name == "ties":
             assert (x is None) == (y is None)
             for part in ("tied", "held", "instant") if x is not None else ():
