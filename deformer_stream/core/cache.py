@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deformer_stream.core.model import DEformer, Extension, Past
-from deformer_stream.core.pages import Pages, zeroed
+from deformer_stream.core.pages import Ints, Pages, zeroed
 
 PAGE_TOKENS = 8
 """Tokens a page holds: small records waste little, and gathering stays a few large copies."""
@@ -28,7 +28,10 @@ def shape_of(model: DEformer) -> Shape:
 
 class KeyValueCache(Pages):
     """A pool of pages per layer. memory: bytes all pages may take together (at least one record always fits).
-    Positions are counted in readings; a reading leaves `DEformer.tokens_kept` tokens."""
+    Positions are counted in readings; a reading leaves `DEformer.tokens_kept` tokens.
+
+    What is decided about pages is decided on arrays (`seen`, `room`), what is read and written on the device is a
+    function of tensors, without a look at what they hold (`past`, `keep`): so it can be recorded (`core.passes`)."""
 
     def __init__(self, model: DEformer, memory: int) -> None:
         config = model.config
@@ -37,55 +40,77 @@ class KeyValueCache(Pages):
             (2 * config.layers * config.d_model + 2 * model.keeps_readings) * PAGE_TOKENS * model.dtype.itemsize
         )
         super().__init__(len(model.schema), (lambda n: -(-n * self.kept // PAGE_TOKENS),), page_bytes, memory)
+        self.nowhere = self.pages  # a page more, where padding goes
         # Heads before tokens, so that a record's pages of one head come out of a gather as one contiguous matrix.
-        shape = (self.pages, config.heads, PAGE_TOKENS, config.d_model // config.heads)
+        shape = (self.pages + 1, config.heads, PAGE_TOKENS, config.d_model // config.heads)
         self.keys, self.values = ([_zeros(shape, model) for _ in range(config.layers)] for _ in range(2))
-        self.readings = _zeros((self.pages, PAGE_TOKENS, 2), model) if model.keeps_readings else None
+        self.readings = _zeros((self.pages + 1, PAGE_TOKENS, 2), model) if model.keeps_readings else None
 
-    def gather(self, slots: NDArray[np.int64], lengths: NDArray[np.int64] | None = None) -> Past:
-        """The pasts of R slots, padded to the longest; or their first so many readings, (R,)."""
+    def seen(self, slots: Ints, lengths: Ints | None = None) -> tuple[Ints, Ints]:
+        """Where the cached tokens of R slots are: their pages, (R, P), as many as the longest has, and how many tokens
+        are in use, (R,). Of their first `lengths` readings, (R,), or of all."""
         lengths = self.length[slots] if lengths is None else lengths
         pages = int(self.held(lengths.max(keepdims=True))[0]) if len(slots) else 0
-        # (R, H, pages) in that order: index (page, head) pairs of the pools.
-        pairs = self.table[slots, :pages][:, None, :] * self.heads + np.arange(self.heads)[:, None]
-        index = torch.from_numpy(pairs.reshape(-1)).to(self.device)
+        return self.table[slots, :pages], lengths * self.kept
+
+    def room(self, slots: Ints, counts: Ints, tokens: int) -> tuple[Ints, Ints]:
+        """Room for the first `counts` (R,) new readings of each of R slots, which bring so many `tokens`: the place of
+        each token in the pools, (R, tokens), and how many readings are kept, (R,). A slot that gets no page is dropped
+        and keeps none."""
+        fits = self.reserve(slots, counts)
+        counts = np.where(fits, counts, 0)
+        new = np.arange(tokens)
+        token = (self.length[slots] * self.kept)[:, None] + new
+        kept = new < (counts * self.kept)[:, None]
+        page = np.take_along_axis(self.table[slots], np.where(kept, token // PAGE_TOKENS, 0), 1)
+        places = np.where(kept, page, self.nowhere) * PAGE_TOKENS + token % PAGE_TOKENS
+        self.drop(slots[~fits])
+        return places, counts
+
+    def past(self, pages: Tensor, tokens: Tensor) -> Past:
+        """What is there, see `seen`, padded to the longest."""
+        R, P = pages.shape
+        # (R, H, P) in that order: index (page, head) pairs of the pools.
+        pairs = pages.unsqueeze(1) * self.heads + torch.arange(self.heads, device=pages.device).unsqueeze(1)
 
         def gathered(pool: Tensor) -> Tensor:
-            rows = pool.view(self.pages * self.heads, -1).index_select(0, index)
-            return rows.view(len(slots), self.heads, pages * PAGE_TOKENS, pool.shape[-1])
+            rows = pool.view(len(pool) * self.heads, -1).index_select(0, pairs.flatten())
+            return rows.view(R, self.heads, P * PAGE_TOKENS, pool.shape[-1])
 
-        lengths_in_tokens = torch.from_numpy(lengths * self.kept).to(self.device)
-        readings = None
-        if self.readings is not None:
-            held = torch.from_numpy(self.table[slots, :pages].reshape(-1)).to(self.device)
-            readings = self.readings.index_select(0, held).view(len(slots), pages * PAGE_TOKENS, 2)
         keys, values = ([gathered(pool) for pool in pools] for pools in (self.keys, self.values))
-        return Past(keys, values, lengths_in_tokens, readings)
+        return Past(keys, values, tokens, self.told(pages))
 
-    def append(self, slots: NDArray[np.int64], extension: Extension, counts: NDArray[np.int64]) -> None:
-        """Keep the first `counts` (R,) new readings of each of R slots; a slot that gets no page is dropped."""
-        fits = self.reserve(slots, counts)
-        self.drop(slots[~fits])
-        counts = np.where(fits, counts, 0)
-        M = extension.keys[0].shape[2]
-        kept = np.arange(M) < (counts * self.kept)[:, None]
-        token = np.where(kept, (self.length[slots] * self.kept)[:, None] + np.arange(M), 0)
-        page = np.take_along_axis(self.table[slots], token // PAGE_TOKENS, 1)
-        # (R, H, M) places of single tokens in the pools.
-        head = np.arange(self.heads)[:, None]
-        place = (page[:, None] * self.heads + head) * PAGE_TOKENS + (token % PAGE_TOKENS)[:, None]
-        everything = bool(kept.all())
-        chosen = np.flatnonzero(np.broadcast_to(kept[:, None], place.shape))
-        flat = torch.from_numpy(place.reshape(-1)[chosen]).to(self.device)
-        source = torch.from_numpy(chosen).to(self.device)
+    def told(self, pages: Tensor) -> Tensor | None:
+        """`Past.readings`, alone."""
+        if self.readings is None:
+            return None
+        R, P = pages.shape
+        return self.readings.index_select(0, pages.flatten()).view(R, P * PAGE_TOKENS, 2)
+
+    def keep(self, extension: Extension, places: Tensor) -> None:
+        """Keep what readings have left at these places, see `room`."""
+        heads = torch.arange(self.heads, device=places.device).unsqueeze(1)
+        page, within = places.unsqueeze(1) // PAGE_TOKENS, places.unsqueeze(1) % PAGE_TOKENS
+        flat = ((page * self.heads + heads) * PAGE_TOKENS + within).flatten()
         for pools, added in ((self.keys, extension.keys), (self.values, extension.values)):
             for pool, block in zip(pools, added, strict=True):
-                rows = block.reshape(-1, pool.shape[-1])
-                pool.view(-1, pool.shape[-1]).index_copy_(0, flat, rows if everything else rows.index_select(0, source))
+                pool.view(-1, pool.shape[-1]).index_copy_(0, flat, block.reshape(-1, pool.shape[-1]))
         if self.readings is not None and extension.readings is not None:
-            single = torch.from_numpy((page * PAGE_TOKENS + token % PAGE_TOKENS)[kept]).to(self.device)
-            self.readings.view(-1, 2).index_copy_(0, single, extension.readings[torch.from_numpy(kept)])
+            self.readings.view(-1, 2).index_copy_(0, places.flatten(), extension.readings.reshape(-1, 2))
+
+    def gather(self, slots: Ints, lengths: Ints | None = None) -> Past:
+        """The pasts of R slots, padded to the longest; or their first so many readings, (R,)."""
+        pages, tokens = self.seen(slots, lengths)
+        return self.past(self._sent(pages), self._sent(tokens))
+
+    def append(self, slots: Ints, extension: Extension, counts: Ints) -> None:
+        """Keep the first `counts` (R,) new readings of each of R slots; a slot that gets no page is dropped."""
+        places, counts = self.room(slots, counts, extension.keys[0].shape[2])
+        self.keep(extension, self._sent(places))
         self.length[slots] += counts
+
+    def _sent(self, array: Ints) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
 
 
 def _zeros(shape: tuple[int, ...], model: DEformer) -> Tensor:

@@ -92,8 +92,9 @@ def added(start: Floats, more: Floats) -> Floats:
 
 def _fisher(count: NDArray[np.int64], total: Floats) -> Floats:
     """G_k: sf of χ² with 2k degrees of freedom at 2t is Q(k, t)."""
-    shape = torch.from_numpy(np.maximum(count, 1).astype(np.float64))
-    result: Floats = -log_gamma_sf(shape, torch.from_numpy(np.ascontiguousarray(total))).numpy()
+    shape = np.maximum(count, 1).astype(np.float64)
+    x = torch.from_numpy(np.ascontiguousarray(total))
+    result: Floats = -log_gamma_sf(torch.from_numpy(shape), x, shape.max(initial=1.0)).numpy()
     return np.maximum(result, 0.0)
 
 

@@ -35,8 +35,12 @@ class Guide:
     scales: Tensor
     known: Tensor
 
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.log_weights, self.means, self.scales, self.known
+
     def __getitem__(self, index: Any) -> Guide:
-        return Guide(*(t[index] for t in (self.log_weights, self.means, self.scales, self.known)))
+        return Guide(*(part[index] for part in self.parts))
 
     def told(self) -> Tensor:
         """(*S, 3K) numbers of a size that suits a network; zeros where nothing is known."""

@@ -34,6 +34,7 @@ MOST_NUMBERS = 2**20
 # Probabilists' Gauss–Hermite nodes and weights; three are exact for the first two moments of a Gaussian's surprisal.
 _NODES = (-math.sqrt(3.0), 0.0, math.sqrt(3.0))
 _WEIGHTS = (1 / 6, 2 / 3, 1 / 6)
+_MOST_SHAPE = 50.0
 _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 _SHIFTS = 30
 
@@ -197,10 +198,9 @@ class Conditional:
         """Points and weights, (*S, 3J) each, for expectations of continuous readings: E f(V) ≈ Σ_m w_m f(x_m).
 
         Gauss–Hermite quadrature per component: E f(V) ≈ Σ_j w_j Σ_m ω_m f(μ_j + σ_j ξ_m)."""
-        nodes = torch.tensor(_NODES, dtype=self.means.dtype, device=self.means.device)
-        weights = torch.tensor(_WEIGHTS, dtype=self.means.dtype, device=self.means.device)
-        x = (self.means.unsqueeze(-1) + self.scales.unsqueeze(-1) * nodes).flatten(-2)
-        return x, (self.log_weights.exp().unsqueeze(-1) * weights).flatten(-2)
+        weights = self.log_weights.exp()
+        x = torch.stack([self.means + node * self.scales for node in _NODES], -1)
+        return x.flatten(-2), torch.stack([weight * weights for weight in _WEIGHTS], -1).flatten(-2)
 
     def surprisal_moments(self) -> tuple[Tensor, Tensor, Tensor]:
         """Least value, mean (the entropy) and variance of −ln p(V) under the mixture itself, each S."""
@@ -230,8 +230,8 @@ class Conditional:
             # be ill-conditioned and exaggerate what lies just outside.
             gap = (surprisal.mean - least).clamp(min=0.1)
             theta = (surprisal.variance / gap).clamp(1.0, 100.0)
-            shape = (gap / theta).clamp(0.01, 50.0)
-            log_p = log_gamma_sf(shape, (surprisal.value - least) / theta)
+            shape = (gap / theta).clamp(0.01, _MOST_SHAPE)
+            log_p = log_gamma_sf(shape, (surprisal.value - least) / theta, _MOST_SHAPE)
             excess = surprisal.value - surprisal.mean
         if self._has_discrete:
             own = self._mass(values)
@@ -277,27 +277,30 @@ class _LogDensity(torch.autograd.Function):
         return by_x, *(t.sum_to_size(scale.shape) for t in (by_height, by_mean, by_mean * z))
 
 
-def log_gamma_sf(shape: Tensor, x: Tensor) -> Tensor:
-    """ln Q(a, x), the log survival function of a Gamma(a, 1) law, without underflow far out.
+def log_gamma_sf(shape: Tensor, x: Tensor, most: float) -> Tensor:
+    """ln Q(a, x), the log survival function of a Gamma(a, 1) law, without underflow far out. most: bound on the shapes.
 
-    Far out it is the leading factor times the asymptotic series (DLMF 8.11.2), which ends by itself for a whole number
-    a and is cut before its terms grow otherwise.
+    Far out it is the leading factor over Legendre's continued fraction (DLMF 8.9.2), from below, with as many levels as
+    such a bound takes for ten digits. On a GPU nobody waits to hear whether anything is far out.
     """
     far = x > 20.0 + shape
-    beyond = bool(far.any())
-    within = torch.where(far, shape, x) if beyond else x
-    near: Tensor = torch.special.gammaincc(shape, within.clamp(min=0.0)).clamp(min=1e-38).log()
-    if not beyond:
-        return near
-    a, y = shape[far], x[far]
-    term = torch.ones_like(y)
-    series = torch.ones_like(y)
-    for n in range(1, 6 + int(a.max())):
-        following = term * (a - n) / y
-        term = torch.where(following.abs() < term.abs(), following, torch.zeros_like(term))
-        series = series + term
-    tail: Tensor = near.masked_scatter(far, (a - 1) * y.log() - y - torch.lgamma(a) + series.log())
-    return tail
+    if far.device.type == "cpu" and not bool(far.any()):
+        return _log_near(shape, x)
+    beyond = x - shape
+    fraction = beyond + (2.0 * _levels(most) + 1.0)
+    for k in range(_levels(most), 0, -1):
+        fraction = torch.addcdiv(beyond + (2.0 * k - 1.0), shape - k, fraction, value=k)
+    tail = shape * x.log() - x - torch.lgamma(shape) - fraction.log()
+    return torch.where(far, tail, _log_near(shape, torch.where(far, shape, x)))
+
+
+def _levels(shape: float) -> int:
+    return 6 + int(1.5 * math.sqrt(shape))
+
+
+def _log_near(shape: Tensor, x: Tensor) -> Tensor:
+    near: Tensor = torch.special.gammaincc(shape, x.clamp(min=0.0)).clamp(min=1e-38).log()
+    return near
 
 
 def _categorical(log_weights: Tensor, generator: torch.Generator | None) -> Tensor:

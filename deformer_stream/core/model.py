@@ -312,20 +312,21 @@ class DEformer(nn.Module):
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def extend(self, features: Tensor, values: Tensor, past: Past) -> Extension:
+    def extend(self, features: Tensor, values: Tensor, past: Past, guide: Guide | None = None) -> Extension:
         """The next L readings of R records with cached pasts; L = 1 is a step.
 
         features, values: (R, L), padding (−1) only at the end of a row. Keys and values of padding are returned too;
-        the caller keeps the first `lengths × tokens_kept` of each row.
+        the caller keeps the first `lengths × tokens_kept` of each row. guide: what `expected` says, where it was asked
+        before. Nothing else here looks at what tensors hold or makes one on the CPU, so that it can be recorded.
         """
         if past.readings is None and self.keeps_readings:
             raise ValueError("a past without readings is of no use to a model with Gaussians or single tokens")
         codes = features.clamp(min=0)
-        ahead = torch.arange(past.keys[0].shape[2], device=self.device) >= past.lengths[:, None]
-        guide = self._guide_on(features, values, past, ahead)
+        guide = self.expected(features, values, past) if guide is None else guide
         x = self.tokens(codes, values, guide, past)
         T, P = x.shape[1], past.keys[0].shape[2]
-        blocked, ahead = ~self._mask(T), ahead[:, None, None]
+        blocked = ~self._mask(T)
+        ahead = (torch.arange(P, device=self.device) >= past.lengths[:, None])[:, None, None]
         kinds = 1 if self.memory is None else 2
         keep = slice(kinds - self.tokens_kept, None, kinds // self.tokens_kept)
         kept_keys, kept_values = [], []
@@ -346,15 +347,16 @@ class DEformer(nn.Module):
             x = block.finish(x, attended.transpose(1, 2).flatten(2))
         readings = None
         if self.keeps_readings:
-            readings = torch.stack([features.to(self.dtype), values.to(self.dtype)], -1)
+            readings = torch.stack([codes.to(self.dtype), values.to(self.dtype)], -1)
             readings = readings.repeat_interleave(self.tokens_kept, 1)
         return Extension(self.head(self.norm(x), codes, guide), kept_keys, kept_values, readings)
 
-    def _guide_on(self, features: Tensor, values: Tensor, past: Past, ahead: Tensor) -> Guide | None:
-        """What the Gaussians expect of new readings (R, L) after the cached ones. ahead: (R, P) tokens not in use."""
+    def expected(self, features: Tensor, values: Tensor, past: Past) -> Guide | None:
+        """What the Gaussians expect of new readings (R, L) after those of the past, whose keys it does not look at."""
         if self.gaussians is None or past.readings is None:
             return None
         step = self.tokens_kept
+        ahead = torch.arange(past.readings.shape[1], device=self.device) >= past.lengths[:, None]
         codes = past.readings[..., 0].long().masked_fill(ahead, -1)[:, ::step]
         earlier = past.readings[:, ::step, 1].to(values.dtype)
         guide: Guide = self.gaussians(torch.cat([codes, features], 1), torch.cat([earlier, values], 1))

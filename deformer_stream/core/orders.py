@@ -123,7 +123,6 @@ def conditionals(
         rows = torch.arange(A, device=device)[:, None] * P + path
         guide = model.gaussians(ordered, x[:, nodes].flatten(0, 1))[rows, place]
     if guide is not None:
-        parts = guide.log_weights, guide.means, guide.scales, guide.known
-        guide = Guide(*(torch.unflatten(t, 1, (-1, each)).flatten(0, 1) for t in parts))
+        guide = Guide(*(torch.unflatten(part, 1, (-1, each)).flatten(0, 1) for part in guide.parts))
     found = model.conditionals(features.reshape(-1, each), x.reshape(-1, each), guide, before[:each, :each])
     return found.shaped(A, T)

@@ -14,6 +14,7 @@ from deformer_stream.core.cache import KeyValueCache, Shape, shape_of, tensor
 from deformer_stream.core.compiled import Compiled, CompiledCache, Ragged
 from deformer_stream.core.conformal import Calibration, PrefixState, added, advance
 from deformer_stream.core.model import DEformer
+from deformer_stream.core.passes import Pass, Passes
 from deformer_stream.core.records import Records
 from deformer_stream.core.snapshot import ragged, runs
 
@@ -45,6 +46,7 @@ class Generation:
         self.schema = model.schema
         self.compiled = Compiled.of(model)
         self._forks: CompiledCache | None = None  # where branches of open records live while a block is judged
+        self._passes: Passes | None = None  # without compiled code, over the cache used last
         # What two generations must have in common to share a cache.
         self.shape: Shape = *shape_of(model), None if self.compiled is None else model.config.precision
 
@@ -151,15 +153,14 @@ class Generation:
         column = np.arange(int(length.max()))
         valid = column < length[:, None]
         codes, raw = records.readings(slots, np.where(valid, start[:, None] + column, 0))
-        features = tensor(np.where(valid, codes, -1), self.model)
-        values = tensor(self.schema.normalise(codes, raw), self.model)
-        with torch.inference_mode():
-            extension = self.model.extend(features, values, cache.gather(slots))
-            cache.append(slots, extension, length)
-            conditional = extension.conditional
-            judged = conditional.judge(values, conditional.surprisal(values))
-        found = [t.double().cpu().numpy() for t in (judged.log_prob, judged.log_p_value, judged.excess)]
-        return valid & (column >= (before - start)[:, None]), np.stack(found)
+        if self._passes is None or self._passes.cache is not cache:
+            self._passes = Passes(self.model, cache)
+        pages, tokens = cache.seen(slots)
+        places, kept = cache.room(slots, length, len(column) * cache.kept)
+        features, values = np.where(valid, codes, -1), self.schema.normalise(codes, raw)
+        found = self._passes(Pass(features, values, pages, tokens, places))
+        cache.length[slots] += kept
+        return valid & (column >= (before - start)[:, None]), found
 
     def _branches(
         self, records: Records, cache: Cache, slots: Ints, start: Ints, length: Ints, codes: Ints, raw: Floats

@@ -145,8 +145,15 @@ def test_log_gamma_sf_against_numerical_integration(a: float, x: float) -> None:
     if x > 1:  # near zero the integrand has a pole for a < 1
         top = log_density.max()
         expected = top + math.log(np.trapezoid(np.exp(log_density - top), t))
-        got = log_gamma_sf(torch.tensor([a], dtype=torch.float64), torch.tensor([x], dtype=torch.float64)).item()
+        got = log_gamma_sf(torch.tensor([a], dtype=torch.float64), torch.tensor([x], dtype=torch.float64), 40).item()
         assert got == pytest.approx(expected, abs=2e-3, rel=1e-4)
+
+
+@given(a=st.floats(0.05, 50), more=st.floats(0.001, 200))
+def test_far_out_the_tail_goes_on_where_it_can_still_be_computed_otherwise(a: float, more: float) -> None:
+    shape, x = torch.tensor([a], dtype=torch.float64), torch.tensor([a + 20 + more], dtype=torch.float64)
+    expected = torch.special.gammaincc(shape, x).log().item()
+    assert log_gamma_sf(shape, x, 50).item() == pytest.approx(expected, rel=1e-9)
 
 
 def test_scales_keep_their_floor() -> None:
