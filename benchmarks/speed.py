@@ -8,7 +8,8 @@ the Gaussians that guide the network. The baseline scores each new event as the 
 of the same weights over all readings so far, batch 1, in float32. The ceiling is the rate of the layers' matrix
 products, in the precision of the row, measured in the same run, divided by the products of an event (two tokens through
 every matrix of the layers). "in model" counts what `Generation.score` takes, without the engine's bookkeeping. The pool
-of pages has been in use before, as in a consumer that runs for a while.
+of pages has been in use before, as in a consumer that runs for a while. Where there is a GPU the same cases are
+measured on it, too, with its own baseline and ceiling; of a recorded pass nobody can say where its time went.
 """
 
 from __future__ import annotations
@@ -35,18 +36,20 @@ from deformer_stream.core.conformal import Calibration
 from deformer_stream.core.engine import Engine, Limits
 from deformer_stream.core.heads import Conditional, Head
 from deformer_stream.core.model import PRESETS, DEformer, ModelConfig
+from deformer_stream.core.passes import Passes
 from deformer_stream.core.records import Records
 from deformer_stream.core.schema import Feature, Schema
 from deformer_stream.core.scoring import Generation
 
 ROUNDS = 5
+CPU = torch.device("cpu")
 REPLAYED = 20_000
 """Readings of a round of replay, about."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A row of the table. compiled: whether compiled code may score."""
+    """A row of the table. compiled: whether compiled code may score. device: torch's name of it."""
 
     preset: str
     features: int
@@ -54,6 +57,7 @@ class Case:
     precision: str = "bfloat16"
     gaussians: int = 0
     compiled: bool = True
+    device: str = "cpu"
 
     @property
     def config(self) -> ModelConfig:
@@ -73,6 +77,9 @@ CASES = (
     Case("small", 100, 2048),
     Case("small", 500, 512),
 )
+ON_GPU = tuple(
+    replace(case, compiled=False, device="cuda") for case in (*CASES, Case("base", 40, 4096)) if case.compiled
+)
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -81,13 +88,16 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def product_rate(d: int, dtype: torch.dtype, rows: int = 2048) -> float:
-    """FLOP/s of the matrix products a layer consists of."""
-    x, up, down = (torch.randn(shape).to(dtype) for shape in ((rows, d), (4 * d, d), (d, 4 * d)))
+def product_rate(d: int, dtype: torch.dtype, device: torch.device = CPU) -> float:
+    """FLOP/s of the matrix products a layer consists of, of as many rows as keep the device busy."""
+    rows = 2048 if device.type == "cpu" else 65_536
+    x, up, down = (torch.randn(shape, device=device).to(dtype) for shape in ((rows, d), (4 * d, d), (d, 4 * d)))
 
     def work() -> None:
         for _ in range(10):
             torch.nn.functional.linear(torch.nn.functional.linear(x, up), down)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     work()
     return 10 * 2 * 2 * rows * d * 4 * d / median(timed(work) for _ in range(ROUNDS))
@@ -98,7 +108,7 @@ def ceiling_of(model: DEformer, rebuilt: int = 0) -> float:
     for each event."""
     dtype = torch.bfloat16 if model.config.precision == "bfloat16" else torch.float32
     flops = flops_per_event(model) + rebuilt * flops_per_rebuilt(model)
-    return product_rate(model.config.d_model, dtype) / flops
+    return product_rate(model.config.d_model, dtype, model.device) / flops
 
 
 def flops_per_event(model: DEformer) -> float:
@@ -122,9 +132,12 @@ class Profile:
         (Generation, "_judge", "statistics"),
         (Records, "log", "readings"),
         (Records, "readings", "readings"),
-        (KeyValueCache, "gather", "cache"),
-        (KeyValueCache, "append", "cache"),
-        (DEformer, "_guide_on", "guide"),
+        (KeyValueCache, "seen", "cache"),
+        (KeyValueCache, "room", "cache"),
+        (KeyValueCache, "past", "cache"),
+        (KeyValueCache, "keep", "cache"),
+        (Passes, "__call__", "network"),
+        (DEformer, "expected", "guide"),
         (DEformer, "asking", "tokens"),
         (DEformer, "telling", "tokens"),
         (Compiled, "judge", "network"),
@@ -173,8 +186,8 @@ class World:
         self.rng = np.random.default_rng(0)
         features, records = case.features, case.records
         schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(features)))
-        self.model = DEformer(schema, case.config).eval()
-        self.published = DEformer(schema, replace(case.config, precision="float32")).eval()
+        self.model = DEformer(schema, case.config).to(case.device).eval()
+        self.published = DEformer(schema, replace(case.config, precision="float32")).to(case.device).eval()
         self.published.load_state_dict(self.model.state_dict())
         if case.compiled:
             self.model.library = native.library(case.precision == "bfloat16")
@@ -220,13 +233,14 @@ class World:
         return rates | {"prefill": prefill, "steps_profile": shares(profile)}
 
     def one_by_one(self, lengths: np.ndarray, count: int = 20) -> float:
-        codes, values = torch.from_numpy(self.orders), torch.from_numpy(self.values).float()
+        device = self.published.device
+        codes, values = torch.from_numpy(self.orders).to(device), torch.from_numpy(self.values).float().to(device)
 
         def work() -> None:
             with torch.inference_mode():
                 for r in range(count):
                     n = int(lengths[r]) + 1
-                    self.published.log_prob(codes[r : r + 1, :n], values[r : r + 1, :n])
+                    float(self.published.log_prob(codes[r : r + 1, :n], values[r : r + 1, :n])[0, -1])
 
         return count / timed(work)
 
@@ -257,6 +271,7 @@ def measure(case: Case) -> dict[str, Any]:
         "precision": case.precision,
         "gaussians": case.gaussians,
         "compiled": world.model.library is not None,
+        "device": case.device,
         "ceiling": ceiling_of(world.model),
     }
     row |= world.live() | world.replay()
@@ -285,12 +300,16 @@ def table(rows: list[dict[str, Any]]) -> str:
         steps, replay = (
             f"{100 * r[f'{kind}_vs_ceiling']:.0f} ({100 * r[f'{kind}_in_model_vs_ceiling']:.0f})" for kind in kinds
         )
-        code = "compiled" if r["compiled"] else "plain"
-        cells = [r["preset"], r["features"], r["precision"], r["gaussians"] or "–", code, f"{r['ceiling']:,.0f}"]
+        cells = [r["preset"], r["features"], r["precision"], r["gaussians"] or "–", code(r), f"{r['ceiling']:,.0f}"]
         cells += [f"{r['full_forward']:,.0f}", f"{r['steps']:,.0f}", f"{r['steps_vs_full_forward']:.0f}", steps]
         cells += [f"{r['prefill']:,.0f}", f"{r['replay']:,.0f}", replay]
         lines.append("| " + " | ".join(str(c) for c in cells) + " |")
     return "\n".join(lines)
+
+
+def code(row: dict[str, Any]) -> str:
+    """What scores."""
+    return "GPU" if row["device"] == "cuda" else "compiled" if row["compiled"] else "plain"
 
 
 def stages(rows: list[dict[str, Any]]) -> str:
@@ -299,7 +318,7 @@ def stages(rows: list[dict[str, Any]]) -> str:
     lines = ["| row | " + " | ".join(names) + " |", "|" + "---|" * (len(names) + 1)]
     for r in rows:
         guide = f", {r['gaussians']} Gaussians" if r["gaussians"] else ""
-        title = f"{r['preset']} {r['features']}, {r['precision']}{guide}{'' if r['compiled'] else ', plain'}"
+        title = f"{r['preset']} {r['features']}, {r['precision']}{guide}{'' if r['compiled'] else f', {code(r)}'}"
         for kind in ("steps", "replay"):
             cells = [f"{r[f'{kind}_profile'].get(name, 0):.0f}" for name in names]
             lines.append(f"| {title}: {kind} | " + " | ".join(cells) + " |")
@@ -311,13 +330,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one small row, to see that it runs")
     parser.add_argument("--rows", type=int, nargs="*", help="these rows only, by number from 0; nothing is written")
     arguments = parser.parse_args()
-    cases = [Case("tiny", 8, 256)] if arguments.quick else list(CASES)
-    cases = cases if arguments.rows is None else [CASES[i] for i in arguments.rows]
+    gpu = torch.cuda.is_available()
+    every = CASES + ON_GPU if gpu else CASES
+    cases = [Case("tiny", 8, 256)] if arguments.quick else list(every)
+    cases = cases if arguments.rows is None else [every[i] for i in arguments.rows]
     rows = []
     for case in cases:
         rows.append(measure(case))
         print(json.dumps(rows[-1]), flush=True)
-    when = f"{machine()}, {today()}; medians of {ROUNDS} or more rounds, events a second."
+    where = f"{machine()}; {torch.cuda.get_device_name()}" if gpu else machine()
+    when = f"{where}, {today()}; medians of {ROUNDS} or more rounds, events a second."
     text = f"# Speed\n\n{when}\n\n{table(rows)}\n\nWhere the time goes, percent:\n\n{stages(rows)}\n"
     if arguments.quick or arguments.rows is not None:
         print("\n" + text)

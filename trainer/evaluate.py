@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.core.model import DEformer
 from trainer.data import Prepared
-from trainer.sampling import Noise, arrange, random_keys, read_rows, seeded, take
+from trainer.sampling import Noise, arrange, random_keys, read_rows, seeded, sent, take
 
 BATCH = 512
 
@@ -61,7 +61,7 @@ def held_out(
                 if ranks is not None and k < arrival_share * orders:
                     keys = ranks
                 features, order = arrange(values, keys)
-                out = model.log_prob(features.to(device), take(values, order).to(device)).double().cpu()
+                out = model.log_prob(sent(features, device), sent(take(values, order), device)).double().cpu()
                 nll[part] -= out.sum(1).numpy() / orders
                 use = (features >= 0) & scored[features.clamp(min=0)]
                 codes = features[use].numpy()

@@ -31,7 +31,7 @@ from trainer.muon import Muon
 from trainer.options import Optimizer, Precision
 from trainer.peers import Peers
 from trainer.precision import fast_layers, low_precision
-from trainer.sampling import Noise, Samples, arrange, draw, seeded, take
+from trainer.sampling import Noise, Samples, arrange, draw, seeded, sent, take
 
 EVALUATIONS = 30
 """How often a whole run is validated."""
@@ -230,13 +230,14 @@ class Fit:
 
     def _backward(self, samples: Samples, rows: Any, records: int) -> Tensor:
         """Add the gradient of a part of a step of so many records; the part's share of the loss."""
-        features, order = arrange(samples.values, samples.keys)
         device = self.model.device
-        features, taken = features.to(device), take(samples.values, order).to(device)
+        places, order = arrange(samples.values, samples.keys)
+        here = places, take(samples.values, order), samples.hidden.gather(1, order)
+        features, taken, hidden = (sent(tensor, device) for tensor in here)
         guide = None if self.guides is None else self.guides.without_own_fold(features, taken, rows)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.low_precision):
             log_p = self.model.log_prob(features, taken, guide)
-        log_p = log_p.masked_fill(samples.hidden.gather(1, order).to(device), 0.0)
+        log_p = log_p.masked_fill(hidden, 0.0)
         loss = -log_p.sum() / records / self.scored
         torch.autograd.backward(loss)
         return loss.detach()

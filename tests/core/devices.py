@@ -6,9 +6,10 @@ operator that is given tensors of two devices is refused as it would be, and so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from deformer_stream.core.passes import Work
 
+Module = TypeVar("Module", bound=nn.Module)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
 
 
@@ -33,10 +35,21 @@ def on_cpu(work: Work) -> Work:
 
 
 @contextmanager
-def fake() -> Iterator[Callable[[nn.Module], Any]]:
-    """Where a module can be put onto a GPU that is not there, and tensors made on it."""
-    with FakeTensorMode() as mode:
-        yield lambda module: module._apply(lambda t: mode.from_tensor(t).to("cuda"))
+def fake() -> Iterator[FakeTensorMode]:
+    """Where tensors are fake, and autocast and pinned memory are what they are where a GPU is."""
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        patch("torch.cuda.is_available", lambda: True),
+        patch("torch.cuda.is_bf16_supported", lambda: True),
+        patch.object(Tensor, "pin_memory", lambda self: self),
+    ):
+        yield mode
+
+
+def on_gpu(module: Module, mode: FakeTensorMode) -> Module:
+    """The module on a GPU that is not there."""
+    module._apply(lambda t: mode.from_tensor(t).to("cuda"))
+    return module
 
 
 class Recordable(TorchDispatchMode):

@@ -18,7 +18,7 @@ from deformer_stream.core.engine import Engine, Limits
 from deformer_stream.core.model import DEformer, ModelConfig
 from deformer_stream.core.passes import Pass, Passes, Recorder, Work, common
 from deformer_stream.core.schema import Schema
-from tests.core.devices import Recordable, fake, on_cpu
+from tests.core.devices import Recordable, fake, on_cpu, on_gpu
 from tests.core.test_compiled import PRECISIONS, Precision
 from tests.core.test_engine import CONFIG, RUN, SCHEMA, Collected, batch_of, stream
 from tests.core.worlds import configs, model_of, records_of, schemas
@@ -128,8 +128,8 @@ def test_a_pass_can_be_recorded(schema: Schema, config: ModelConfig, readings: i
     """On a GPU that is not there: no operator is given tensors of two devices, nobody looks at what tensors hold, and,
     but for what the Gaussians are asked beforehand, none is made on the CPU."""
     model = model_of(schema, replace(config, precision=precision), dtype=torch.float32)
-    with fake() as gpu, patch.object(passes, "recorder", lambda device: None):
-        cache = KeyValueCache(gpu(model), 0)
+    with fake() as mode, patch.object(passes, "recorder", lambda device: None):
+        cache = KeyValueCache(on_gpu(model, mode), 0)
         new = torch.zeros(16, readings, dtype=torch.long, device="cuda")
         pages, places = new.expand(16, 4), new.repeat(1, model.tokens_kept)
         given = Pass(new, new.float(), pages, new[:, 0], places)

@@ -1,0 +1,56 @@
+"""A step of training on a GPU that is not there mixes no devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from deformer_stream.core.model import DEformer, ModelConfig
+from tests.core.devices import fake, on_gpu
+from tests.trainer.tables import mixed, prepared
+from trainer import fit as training
+from trainer import gaussians
+from trainer.budget import Budget
+from trainer.data import TRAIN
+from trainer.fit import Fit, Recipe
+from trainer.options import Optimizer
+from trainer.sampling import Noise, Samples, arrange, draw, seeded
+
+CONFIG = ModelConfig(d_model=64, layers=2, heads=4, feedforward=96, mixtures=3, hidden=(16,), dropout=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # to copy a model
+@pytest.mark.parametrize("optimizer", ["adamw", "adam"])
+@pytest.mark.parametrize("change", [{}, {"gaussians": 1}, {"tokens": "single"}, {"memory": "all"}])
+def test_a_step_on_a_gpu_that_is_not_there(tmp_path: Path, optimizer: Optimizer, change: dict[str, object]) -> None:
+    """In low precision, with dropout, guided and not. The way back is PyTorch's own and needs a real one."""
+    data = prepared(tmp_path, mixed(np.random.default_rng(3), 200))
+    guides = gaussians.fit(data, 1, 0)
+    assert guides is not None
+    rows = data.rows(TRAIN)[:32]
+    drawn = draw(data, rows, Noise.of(data.schema, 0.05, 0.01), 0.5, seeded(1))
+    arranged = arrange(drawn.values, drawn.keys)
+    recipe = Recipe(batch=32, learning_rate=1e-3, epochs=1, optimizer=optimizer)
+    model = DEformer(data.schema, replace(CONFIG, **change))  # type: ignore[arg-type]
+    with fake() as mode:
+        on_gpu(model, mode)
+        guided = replace(guides, folds=on_gpu(guides.folds, mode)) if model.gaussians is not None else None
+        fit = Fit(data, model, recipe, 0, tmp_path, Budget(), {}, guided)
+        assert fit.low_precision
+        assert model.fast_layers is None
+        fit.model.train()
+        places = [mode.from_tensor(tensor) for tensor in arranged]
+        samples = Samples(*(mode.from_tensor(tensor) for tensor in (drawn.values, drawn.keys, drawn.hidden)))
+        with patch.object(training, "arrange", lambda values, keys: places), patch("torch.autograd.backward"):
+            loss = fit._backward(samples, rows, len(rows))
+        for weight in fit.weights:
+            weight.grad = torch.zeros_like(weight)
+        fit.optimizer.step()
+        fit.step += 1
+        fit._update_average()
+    assert (loss.device.type, loss.dtype) == ("cuda", torch.float32)
