@@ -34,12 +34,12 @@ class KeyValueCache(Pages):
     function of tensors, without a look at what they hold (`past`, `keep`): so it can be recorded (`core.passes`)."""
 
     def __init__(self, model: DEformer, memory: int) -> None:
-        config = model.config
-        self.kept, self.heads, self.device = model.tokens_kept, config.heads, model.device
+        config, kept = model.config, model.tokens_kept
+        self.kept, self.heads, self.device = kept, config.heads, model.device
         page_bytes = (
             (2 * config.layers * config.d_model + 2 * model.keeps_readings) * PAGE_TOKENS * model.dtype.itemsize
         )
-        super().__init__(len(model.schema), (lambda n: -(-n * self.kept // PAGE_TOKENS),), page_bytes, memory)
+        super().__init__(len(model.schema), (lambda n: -(-n * kept // PAGE_TOKENS),), page_bytes, memory)
         self.nowhere = self.pages  # a page more, where padding goes
         # Heads before tokens, so that a record's pages of one head come out of a gather as one contiguous matrix.
         shape = (self.pages + 1, config.heads, PAGE_TOKENS, config.d_model // config.heads)

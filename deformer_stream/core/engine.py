@@ -383,6 +383,8 @@ class Engine:
         shapes = {generation.shape: generation for generation in self._generations.values()}
         if shapes.keys() != self._caches.keys():
             self._caches.clear()
+            for generation in self._generations.values():
+                generation.forget()
             memory = self.limits.cache_bytes // len(shapes)
             self._caches = {shape: generation.cache(memory) for shape, generation in shapes.items()}
             self._make_room()

@@ -62,7 +62,7 @@ class Passes:
         with torch.inference_mode():
             recorded = self._recorded(new)
             if recorded is not None:
-                return recorded(new)
+                return recorded(new, self.expected)
             given = Pass(*(tensor(array, self.model) for array in new))
             return np.asarray(self.judged(given, self.expected(given)).cpu().numpy())
 
@@ -121,7 +121,7 @@ class Recorded:
     def __init__(self, passes: Passes, shape: Shape, record: Recorder) -> None:
         (records, readings, pages), model = shape, passes.model
         page, place = passes.cache.nowhere, passes.cache.nowhere * PAGE_TOKENS
-        self.expected, self.device, pinned = passes.expected, model.device, model.device.type == "cuda"
+        self.device, pinned = model.device, model.device.type == "cuda"
         self.padding: Pass[Any] = Pass(-1, 0.0, page, 0, place)
         each = records, readings
         shapes: Pass[Any] = Pass(each, each, (records, pages), (records,), (records, readings * model.tokens_kept))
@@ -138,14 +138,14 @@ class Recorded:
         self.arrays = [part.numpy() for part in parts(self.here)]
         given = parts(self.there)
         self._send(())  # while it is recorded there is nothing but padding
-        self.given, self.guide = given, self.expected(given)
+        self.given, self.guide = given, passes.expected(given)
         self.work = record(lambda: passes.judged(given, self.guide))
 
-    def __call__(self, new: Pass[NDArray[Any]]) -> Floats:
+    def __call__(self, new: Pass[NDArray[Any]], expected: Callable[[Pass[Tensor]], Guide | None]) -> Floats:
         """See `Passes`."""
         records, readings = new.features.shape
         self._send(new)
-        fresh = self.expected(self.given)
+        fresh = expected(self.given)
         if self.guide is not None and fresh is not None:
             for kept, part in zip(self.guide.parts, fresh.parts, strict=True):
                 kept.copy_(part)

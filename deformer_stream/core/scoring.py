@@ -54,6 +54,10 @@ class Generation:
         """An empty one of at most so many bytes."""
         return KeyValueCache(self.model, memory) if self.compiled is None else self.compiled.cache(memory)
 
+    def forget(self) -> None:
+        """Let go of the cache used last, so that its memory comes free."""
+        self._passes = None
+
     def score(self, records: Records, cache: Cache, slots: Ints, seq: Ints, alphas: Floats) -> tuple[Floats, Ints, int]:
         """Judge M readings that are in the logs, given their slots and places in the record, each (M,); a record's come
         in order, and those before them are judged already. Returns log-likelihood, its running sum, score and p-value,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -115,6 +116,18 @@ def test_models_do_not_share_what_is_recorded() -> None:
     for plain, quick in zip(*said, strict=True):
         np.testing.assert_allclose(quick, plain, atol=1e-9)
     assert said[0][1][0] != said[0][1][1]
+
+
+def test_a_cache_that_was_given_up_is_let_go() -> None:
+    """Before the next one takes its memory, although records go on by the model that used it."""
+    first, second = model_of(SCHEMA, CONFIG), model_of(SCHEMA, replace(CONFIG, layers=1))
+    calibration = Calibration.of(np.arange(100.0), "random")
+    engine = Engine(first, calibration, "1", 0.05)
+    engine.handle(batch_of([("a", 0, 1.0)]), 0)
+    given_up = weakref.ref(engine.cache)
+    assert engine.change(second, calibration, "2", "finish") == "finish"
+    assert given_up() is None
+    assert len(engine.handle(batch_of([("a", 1, 1.0), ("b", 1, 1.0)]), 1).scored) == 2
 
 
 @settings(max_examples=40)
