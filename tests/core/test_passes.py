@@ -48,7 +48,7 @@ def same(a: Collected, b: Collected) -> None:
         np.testing.assert_allclose(np.array(closed[1:], float), np.array(b.closed[record][1:], float), atol=1e-8)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     schema=schemas(most=24, context=True),
     config=configs,
@@ -130,7 +130,7 @@ def test_a_cache_that_was_given_up_is_let_go() -> None:
     assert len(engine.handle(batch_of([("a", 1, 1.0), ("b", 1, 1.0)]), 1).scored) == 2
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     schema=schemas(most=12, context=True),
     config=configs,
@@ -147,7 +147,7 @@ def test_a_pass_can_be_recorded(schema: Schema, config: ModelConfig, readings: i
         pages, places = new.expand(16, 4), new.repeat(1, model.tokens_kept)
         given = Pass(new, new.float(), pages, new[:, 0], places)
         run = Passes(model, cache)
-        with torch.inference_mode():
+        with torch.no_grad():  # in inference mode operators that are made of others are not seen through
             guide = run.expected(given)
             with Recordable():
                 out = run.judged(given, guide)
