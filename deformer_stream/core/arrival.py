@@ -64,9 +64,12 @@ def _owners(records: Records, batch: EventBatch, generation: int) -> Ints | None
     new: dict[tuple[int, str], int] = {}  # beyond all slots until it is known that they are needed
     for i in (slots < 0).nonzero()[0].tolist():
         source, record = sources[i], ids[i]
-        if record in records.partitions[source].closed:
-            return None
-        slots[i] = new.setdefault((source, record), capacity + len(new))
+        opens = new.get((source, record))
+        if opens is None:
+            if record in records.partitions[source].closed:
+                return None
+            opens = new[source, record] = capacity + len(new)
+        slots[i] = opens
     owner = slots if batch.rows is None else slots[row]
     reading = owner * n + batch.features
     reading.sort()

@@ -36,86 +36,75 @@ class Texts:
 class Remembered:
     """The latest `most` of the ids that were added, the earliest first.
 
-    Ids are numbered from 1 as they come. Their bytes go round in a ring, and where they end is found by number; a hash
-    table holds the latest of each chain of ids, which leads from number to earlier number. Ids are forgotten in the
-    order in which they came, so a chain is over where it leads to one that is forgotten, and nothing is ever taken out.
-    That is some 25 bytes an id and its length, in a few pieces of memory that stay where they are. Strings in a set and
-    a queue are four times as much, and lie scattered among those of batches, whose memory they keep from being freed.
+    Ids are numbered from 1 as they come. Their bytes stand one after the other, and where they end is found by number;
+    a hash table holds the latest of each chain of ids, which leads from number to earlier number. Ids are forgotten in
+    the order in which they came, so a chain is over where it leads to one that is forgotten, and nothing is ever taken
+    out. That is some 25 bytes an id and up to twice its length, in a few pieces of memory that stay where they are.
+    Strings in a set and a queue are three times as much, and lie scattered among those of batches, whose memory they
+    keep from being freed.
     """
 
     def __init__(self, most: int, ids: Iterable[str] = ()) -> None:
         self.most = most
         self._latest = self._forgotten = 0  # numbers
-        self._ring = _Ring()
+        self._utf8 = bytearray(64)
+        self._base = self._end = 0  # where it begins and where the latest id ends, in bytes from the first id ever
         # By number, in turn; one place more than there are ids, for the first one begins where the last forgotten ends.
-        self._ends, self._earlier = array("q", [0]), array("q", [0])
+        self._turn, self._ends, self._earlier = most + 1, array("q", [0]), array("q", [0])
         self._chains = array("q", bytes(8 << max(0, most.bit_length() - 1)))
+        self._mask = len(self._chains) - 1
         for record in ids:
             self.add(record)
 
     def add(self, record: str) -> None:
         """An id that is not among them."""
-        spread = hash(record)
+        spread, utf8 = hash(record), record.encode()
+        if self._end - self._base + len(utf8) > len(self._utf8):
+            self._make_room(len(utf8))
+        begin = self._end - self._base
+        self._utf8[begin : begin + len(utf8)] = utf8
+        self._end += len(utf8)
         number = self._latest = self._latest + 1
-        chain = spread & (len(self._chains) - 1)
-        end, earlier = self._ring.add(record.encode()), self._chains[chain]
-        if number <= self.most:
-            self._ends.append(end)
-            self._earlier.append(earlier)
+        chain = spread & self._mask
+        if number < self._turn:
+            self._ends.append(self._end)
+            self._earlier.append(self._chains[chain])
         else:
-            place = number % (self.most + 1)
-            self._ends[place], self._earlier[place] = end, earlier
+            place = number % self._turn
+            self._ends[place], self._earlier[place] = self._end, self._chains[chain]
             self._forgotten += 1
-            self._ring.begin = self._ends[self._forgotten % (self.most + 1)]
         self._chains[chain] = number << TAG | spread >> TAGGED & TAGS
+
+    def _make_room(self, more: int) -> None:
+        """For so many bytes, and so that it need not be done again soon."""
+        kept = self._kept()
+        self._base = self._end - len(kept)
+        if len(self._utf8) < len(kept) + len(kept) // 4 + more:
+            self._utf8 = bytearray(len(kept) + len(kept) // 2 + more)
+        self._utf8[: len(kept)] = kept
+
+    def _kept(self) -> bytes:
+        begin = self._ends[self._forgotten % self._turn]
+        return bytes(self._utf8[begin - self._base : self._end - self._base])
 
     def __contains__(self, record: str) -> bool:
         spread = hash(record)
-        found, forgotten = self._chains[spread & (len(self._chains) - 1)], self._forgotten
-        tag = spread >> TAGGED & TAGS
+        found, forgotten, tag = self._chains[spread & self._mask], self._forgotten, spread >> TAGGED & TAGS
         while (number := found >> TAG) > forgotten:
-            if found & TAGS == tag and self._utf8(number) == record.encode():
+            if found & TAGS == tag and self._is(number, record.encode()):
                 return True
-            found = self._earlier[number % (self.most + 1)]
+            found = self._earlier[number % self._turn]
         return False
 
-    def _utf8(self, number: int) -> bytes:
-        return self._ring.between(*(self._ends[n % (self.most + 1)] for n in (number - 1, number)))
+    def _is(self, number: int, utf8: bytes) -> bool:
+        begin, end = (self._ends[n % self._turn] - self._base for n in (number - 1, number))
+        return self._utf8[begin:end] == utf8
 
     def texts(self) -> Texts:
         """The ids as they are now."""
+        kept = self._kept()
         numbers = np.arange(self._forgotten, self._latest + 1)
-        edges = np.array(self._ends)[numbers % (self.most + 1)]
-        return Texts(self._ring.between(self._ring.begin, self._ring.end), edges - self._ring.begin)
+        return Texts(kept, np.array(self._ends)[numbers % self._turn] - (self._end - len(kept)))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.texts())
-
-
-class _Ring:
-    """Bytes that come at the end and go at the beginning. Their places are counted from the first byte ever."""
-
-    def __init__(self) -> None:
-        self.begin = self.end = 0
-        self._bytes = bytearray(64)
-
-    def add(self, more: bytes) -> int:
-        """The place after it."""
-        room, size = len(self._bytes), self.end - self.begin + len(more)
-        if size > room:
-            kept, self.end = self.between(self.begin, self.end), self.begin
-            self._bytes = bytearray(size + size // 4)
-            self.add(kept)
-            room = len(self._bytes)
-        start = self.end % room
-        until = start + len(more)
-        self._bytes[start:until] = more[: room - start]
-        if until > room:
-            self._bytes[: until - room] = more[room - start :]
-        self.end += len(more)
-        return self.end
-
-    def between(self, begin: int, end: int) -> bytes:
-        start = begin % len(self._bytes)
-        part = bytes(self._bytes[start : start + end - begin])
-        return part + self._bytes[: end - begin - len(part)]
