@@ -18,6 +18,12 @@ typedef float num;
 #define ROWS 12 /* 24 sums, 2 columns of weights: most of the 32 registers */
 #else
 #define ROWS 3
+#ifdef __AVX__
+enum { REGISTER = 8 }; /* floats */
+#else
+enum { REGISTER = 4 };
+#endif
+typedef float part __attribute__((vector_size(4 * REGISTER)));
 #endif
 #define COLUMNS 32
 
@@ -99,6 +105,7 @@ static void *room(size_t bytes) {
 /* sums[r] = row r of a times 32 columns of weights. a: ROWS rows, `stride` apart, and `step` from one number (pair) of a
  * row to the next; b: (inputs / PAIR, 32, PAIR). */
 INLINE void product_of(const num *a, size_t stride, size_t step, size_t inputs, const num *b, v16 sums[ROWS][2]) {
+#ifdef __AVX512F__
     v16 c[ROWS][2];
     for (int r = 0; r < ROWS; r++) c[r][0] = c[r][1] = all(0);
     for (size_t k = 0; k < inputs; k += PAIR, a += step, b += COLUMNS * PAIR) {
@@ -109,6 +116,21 @@ INLINE void product_of(const num *a, size_t stride, size_t step, size_t inputs, 
         }
     }
     for (int r = 0; r < ROWS; r++) sums[r][0] = c[r][0], sums[r][1] = c[r][1];
+#else /* vectors longer than the processor's would not stay in its registers */
+    enum { PARTS = COLUMNS / REGISTER };
+    part c[ROWS][PARTS], weights;
+    for (int r = 0; r < ROWS; r++)
+        for (int p = 0; p < PARTS; p++) c[r][p] = (part){0};
+    for (size_t k = 0; k < inputs; k++, a += step, b += COLUMNS)
+#pragma GCC unroll 8
+        for (int p = 0; p < PARTS; p++) {
+            memcpy(&weights, b + p * REGISTER, sizeof weights);
+#pragma GCC unroll 3
+            for (int r = 0; r < ROWS; r++) c[r][p] += a[r * stride] * weights;
+        }
+    for (int r = 0; r < ROWS; r++)
+        for (int p = 0; p < PARTS; p++) memcpy((float *)sums[r] + p * REGISTER, &c[r][p], sizeof(part));
+#endif
 }
 INLINE void product(const num *a, size_t stride, size_t inputs, const num *b, v16 sums[ROWS][2]) {
     product_of(a, stride, PAIR, inputs, b, sums);
