@@ -52,7 +52,7 @@ class Recipe:
     the average of weights reaches back over about this share of the steps so far. patience: validations without
     progress before training stops; by default it never does, for a falling rate of learning gains most at the end.
     accumulate: batches whose gradients are added up for one step, which is that of one batch so many times as large.
-    training_precision: of the layers' matrix products; auto is bfloat16 where the processor multiplies it natively.
+    training_precision: of the layers' matrix products; auto is bfloat16 where that is quicker.
     """
 
     batch: int
@@ -131,7 +131,7 @@ class Fit:
         self.averages: list[Tensor] = list(self.average.parameters())
         self.optimizer = _optimiser(model, recipe)
         self.low_precision = low_precision(recipe.training_precision, model.device)
-        model.fast_layers = fast_layers(model) if self.low_precision else None
+        model.fast_layers = fast_layers(model, self.low_precision)
         self.step = 0
         self.since_best = 0
         self.best_validation = math.inf

@@ -106,7 +106,7 @@ class TrainSettings(Settings):
     seed: int = Field(0, ge=0, description="Of splits, orders, noise and initial weights.")
     resume: bool = Field(False, description="Continue an interrupted run; starts from the beginning if there is none.")
     training_precision: Precision | None = Field(
-        None, description="Of the matrix products of training; auto takes bfloat16 where the processor has it."
+        None, description="Of the matrix products of training; auto takes bfloat16 where that is quicker."
     )
     accumulate: int | None = Field(
         None, ge=1, description="Batches that make one step: as one batch so many times as large, in less memory."

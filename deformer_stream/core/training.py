@@ -27,8 +27,8 @@ from deformer_stream.core.layers import Block
 from deformer_stream.core.layout import COLUMNS, fields
 from deformer_stream.core.model import DEformer
 
-UNIT_TOKENS = 240
-"""Tokens, about, that go through all layers together."""
+UNIT_TOKENS = 120
+"""Tokens, about, that go through all layers together; twice as many of half the size."""
 SPARE = 12
 """Rows after the last one that may be read, in vain."""
 MAPS = ("qkv", "out", "up", "down")
@@ -73,12 +73,6 @@ class Layers:
         self.known: tuple[int, ...] = ()
         self.told: dict[str, Any] = {}
 
-    @staticmethod
-    def of(model: DEformer, library: ctypes.CDLL | None) -> Layers | None:
-        """None without a library, or where it does not multiply in bfloat16: the layers' own way is as fast then."""
-        layers = None if library is None else Layers(model, library)
-        return layers if layers is not None and layers.pair == 2 else None
-
     def __call__(self, z: Tensor, u: Tensor) -> Tensor:
         """(N, L, d) tokens of identities and (N, L − 1, d) of values → (N, L, d) what comes out at identities."""
         return cast(Tensor, _Pass.apply(self, z, u, *self.own))
@@ -116,7 +110,7 @@ class Layers:
     def _work(self, records: int, readings: int) -> dict[str, Any]:
         """A batch: numbers, and the memory for what is kept."""
         c, N, L, T = self.model.config, records, readings, 2 * readings - 1
-        d, rows, unit = c.d_model, N * T + SPARE, max(1, round(UNIT_TOKENS / T))
+        d, rows, unit = c.d_model, N * T + SPARE, max(1, round(UNIT_TOKENS * self.pair / T))
         shares = min(torch.get_num_threads(), -(-N // unit))
         widths = {"n1": d, "qkv": 3 * d, "attended": d, "n2": d, "up": c.feedforward, "slope": c.feedforward}
         held = {name: self._room(f"of {name}", c.layers, rows, width) for name, width in widths.items()}

@@ -6,6 +6,7 @@
 #include "attention.h"
 
 enum { QKV, OUT, UP, DOWN, MAPS };
+enum { LINE = 64 / sizeof(num) }; /* numbers that come from memory at once */
 enum { LEFT = 48 }; /* columns side by side in a left factor: whole vectors and whole ROWS */
 enum { NORMS = 2, PARAMETERS = 2 * (NORMS + MAPS) }; /* weights and bias of each */
 
@@ -35,6 +36,15 @@ typedef struct {
     float *x, *g;
     Attention attention;
 } Scratch;
+
+/* What nobody reads soon goes to memory past the cache, where a vector is a whole line. */
+#if PAIR == 1 && defined(__AVX512F__)
+#define PAST_CACHE 1
+INLINE void put_away(num *p, v16 v) { _mm512_stream_ps(p, (__m512)v); }
+#else
+#define PAST_CACHE 0
+INLINE void put_away(num *p, v16 v) { put(p, v); }
+#endif
 
 static float standardise(const float *x, size_t d, num *out) {
     float mean, scale = moments(x, d, &mean);
@@ -96,11 +106,12 @@ INLINE void multiply(int kind, const Network *net, const num *a, size_t rows, si
     for (size_t n = 0; n < columns; n += COLUMNS, weights += COLUMNS * inputs)
         for (size_t m = 0; m < rows; m += ROWS) {
             v16 sums[ROWS][2];
-            for (size_t r = m, end = less(m + ROWS, rows); r < end; r++) { /* from afar, meanwhile */
-                if (kind == ACTIVATED || kind == KEPT) __builtin_prefetch((num *)out + r * columns + n, 1);
-                if (kind == ACTIVATED) __builtin_prefetch(slope + r * columns + n, 1);
-                if (kind == SLOPED) __builtin_prefetch(slope + r * columns + n);
-            }
+            for (size_t r = m, end = less(m + ROWS, rows); r < end; r++) /* from afar, meanwhile */
+                for (size_t i = n; i < n + COLUMNS; i += LINE) {
+                    if (kind == ACTIVATED || kind == KEPT) __builtin_prefetch((num *)out + r * columns + i, 1);
+                    if (kind == ACTIVATED && !PAST_CACHE) __builtin_prefetch(slope + r * columns + i, 1);
+                    if (kind == SLOPED) __builtin_prefetch(slope + r * columns + i);
+                }
             product(a + m * inputs, inputs, inputs, weights, sums);
             for (size_t r = m, end = less(m + ROWS, rows); r < end; r++)
                 for (int half = 0; half < 2; half++) {
@@ -113,10 +124,11 @@ INLINE void multiply(int kind, const Network *net, const num *a, size_t rows, si
                     if (kind == ADDED) store(wide, load(wide) + v);
                     if (kind == SLOPED) put(narrow, v * get(slope + place));
                     if (kind == ACTIVATED) {
-                        v16 share = net->relu ? chosen(v > 0, all(1), all(0)) : normal(v);
+                        v16 e = net->relu ? all(0) : bell(v);
+                        v16 share = net->relu ? chosen(v > 0, all(1), all(0)) : normal(v, e);
                         put(narrow, v * share);
-                        if (!net->relu) share += v * 0.39894228f * exponential(-0.5f * v * v);
-                        put(slope + place, share);
+                        share += v * 0.39894228f * e;
+                        put_away(slope + place, share);
                     }
                 }
         }

@@ -85,4 +85,3 @@ def test_other_networks_train_by_their_own_layers(change: dict[str, Any]) -> Non
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(5)))
     assert fits(model_of(schema, CONFIG, dtype=torch.float32))
     assert not fits(model_of(schema, replace(CONFIG, **change), dtype=torch.float32))
-    assert Layers.of(model_of(schema, CONFIG, dtype=torch.float32), None) is None
