@@ -27,7 +27,7 @@ typedef struct {
     float *own, *scale1, *scale2;
     float *by[MAPS], *by_bias; /* (shares, layers, …) gradients of folded weights and biases */
     float *const *learned;     /* (layers, PARAMETERS) gradients of the network's own */
-    int64_t shares; /* of the units: always the same ones in each, so that sums run in the same order */
+    int64_t shares; /* of the records: always the same ones in each, so that sums run in the same order */
     int64_t *next;  /* the share to be taken next */
 } Work;
 
@@ -308,8 +308,8 @@ int64_t train_layers(const Work *work) {
     for (int i = 0; i < 11; i++) fine &= (*halves[i] = room(sizeof(num) * sizes[i])) != NULL;
     for (int i = 0; i < 4; i++) fine &= (*floats[i] = room(4 * lengths[i])) != NULL;
     for (int64_t share; fine && (share = __atomic_fetch_add(work->next, 1, __ATOMIC_RELAXED)) < work->shares;) {
-        size_t first = share * work->unit, end = work->records;
-        for (size_t at = first; at < end; at += work->shares * work->unit)
+        size_t first = share * work->records / work->shares, end = (share + 1) * work->records / work->shares;
+        for (size_t at = first; at < end; at += work->unit)
             if (work->back) backward(net, work, at, less(at + work->unit, end), share, at == first, &t);
             else forward(net, work, at, less(at + work->unit, end), &t);
     }
