@@ -8,7 +8,8 @@ tokens; random orders of a whole batch at once, Adam, float32. It has our archit
 a copy of the weights, our loss ("apart" is by how much they differ, in nats a record). A step of ours is the trainer's
 own loop, with noise on readings, averaged weights and clipping. All are measured in turn, several times, and the best
 round of each counts: whoever else is at work only ever makes a round slower. A round begins with a step that does not
-count: training goes on, and nothing else has been in the processor's cache.
+count: training goes on, and nothing else has been in the processor's cache, another network's weights no more than the
+checkpoint that ends a run of the trainer.
 
 Presets: `small`, whose tokens look back at values alone, and `paper`, with the paper's mask; both on the same mask.
 """
@@ -135,7 +136,7 @@ class Line:
 
 
 Steps = Callable[[int], float]
-"""Trains so many steps and answers with the seconds of one."""
+"""Trains one step and then so many more, and answers with the seconds of one of these."""
 
 
 def plain_steps(model: Plain, x: Tensor, batch: int) -> Steps:
@@ -143,8 +144,9 @@ def plain_steps(model: Plain, x: Tensor, batch: int) -> Steps:
     generator = torch.Generator().manual_seed(0)
 
     def steps(count: int) -> float:
-        began = time.perf_counter()
-        for _ in range(count):
+        for step in range(count + 1):
+            if step == 1:
+                began = time.perf_counter()
             values = x[torch.randint(len(x), (batch,), generator=generator)]
             order = torch.rand(values.shape, generator=generator).argsort(1)
             loss = -model(order, values.gather(1, order)).sum(1).mean()
@@ -161,17 +163,15 @@ def our_steps(model: DEformer, data: Prepared, batch: int, precision: Precision,
     fit = Fit(data, model, recipe, 0, folder, Budget(), {})
 
     def steps(count: int) -> float:
-        last = fit.step + count
-        began = time.perf_counter()
-        ended = [began]
+        last, ended = fit.step + 1 + count, []
 
         def stop() -> bool:
-            ended[0] = time.perf_counter()
+            ended.append(time.perf_counter())
             return fit.step >= last
 
         with contextlib.suppress(Interrupted):
             fit.run(stop)
-        return (ended[0] - began) / count
+        return (ended[-1] - ended[0]) / count
 
     return steps
 
@@ -193,7 +193,7 @@ def measure(preset: str, features: int, batch: int, rounds: int, steps: int) -> 
             our_steps(ours[0], data, batch, "float32", Path(name)),
             our_steps(ours[1], data, batch, "auto", Path(name)),
         ]
-        seconds = [[(run(1), run(steps))[1] for run in runs] for _ in range(rounds)]
+        seconds = [[run(steps) for run in runs] for _ in range(rounds)]
     rates = [batch / min(column) for column in zip(*seconds, strict=True)]
     return Line(preset, features, batch, *rates, difference=float((both[0] - both[1]).abs()))
 
