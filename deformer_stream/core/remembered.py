@@ -47,14 +47,28 @@ class Remembered:
     def __init__(self, most: int, ids: Iterable[str] = ()) -> None:
         self.most = most
         self._latest = self._forgotten = 0  # numbers
-        self._utf8 = bytearray(64)
+        self._utf8 = bytearray()
         self._base = self._end = 0  # where it begins and where the latest id ends, in bytes from the first id ever
         # By number, in turn; one place more than there are ids, for the first one begins where the last forgotten ends.
         self._turn, self._ends, self._earlier = most + 1, array("q", [0]), array("q", [0])
         self._chains = array("q", bytes(8 << max(0, most.bit_length() - 1)))
         self._mask = len(self._chains) - 1
-        for record in ids:
-            self.add(record)
+        self._begin(list(ids))
+
+    def _begin(self, ids: list[str]) -> None:
+        """With as many of these as may be, at once: one by one they take twice as long."""
+        ids = ids[max(0, len(ids) - self.most) :]
+        texts, spread = Texts.of(ids), np.fromiter(map(hash, ids), np.int64, len(ids))
+        chain = spread & self._mask
+        entries = np.arange(1, len(ids) + 1) << TAG | spread >> TAGGED & TAGS
+        order = chain.argsort(kind="stable")
+        follows = chain[order[1:]] == chain[order[:-1]]
+        earlier = np.zeros(1 + len(ids), np.int64)
+        earlier[1 + order[1:][follows]] = entries[order[:-1][follows]]
+        self._ends, self._earlier = (array("q", column.tobytes()) for column in (texts.edges, earlier))
+        last = np.append(~follows, np.ones(min(1, len(ids)), np.bool_))
+        np.frombuffer(self._chains, np.int64)[chain[order[last]]] = entries[order[last]]
+        self._utf8, self._end, self._latest = bytearray(texts.utf8), len(texts.utf8), len(ids)
 
     def add(self, record: str) -> None:
         """An id that is not among them."""

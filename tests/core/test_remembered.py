@@ -30,9 +30,17 @@ def test_the_latest_are_known_in_the_order_in_which_they_came(tags: int, most: i
         assert [record in ids for record in IDS] == [record in kept for record in IDS]
 
 
-@given(most=st.integers(0, 6), given=st.lists(st.sampled_from(IDS), unique=True))
-def test_those_it_begins_with_are_added_one_by_one(most: int, given: list[str]) -> None:
-    assert list(Remembered(most, given)) == (given[-most:] if most else [])
+@given(most=st.integers(0, 6), ids=st.permutations(IDS), first=st.integers(0, len(IDS)))
+def test_those_it_begins_with_are_as_if_added_one_by_one(most: int, ids: list[str], first: int) -> None:
+    begun, grown = Remembered(most, ids[:first]), Remembered(most)
+    for record in ids[:first]:
+        grown.add(record)
+    for record in [None, *ids[first:]]:
+        if record is not None:
+            begun.add(record)
+            grown.add(record)
+        assert list(begun) == list(grown)
+        assert [known in begun for known in IDS] == [known in grown for known in IDS]
 
 
 def test_what_was_taken_of_it_stays_as_it_was() -> None:
