@@ -81,7 +81,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--events", type=int, default=1_000_000, help="throughput: in the topic; replay: in the table")
     parser.add_argument("--payloads", default="json,many,arrow", help="throughput: which, comma-separated")
     parser.add_argument("--rate", type=int, default=40_000, help="sustained: events a second")
-    parser.add_argument("--rates", default="500,5000,20000,45000", help="latency: the same, each in its turn")
+    parser.add_argument("--rates", default="500,5000,20000,30000,45000", help="latency: the same, each in its turn")
     parser.add_argument("--seconds", type=int, default=20, help="sustained, latency: how long")
     parser.add_argument("--warm", type=int, default=30, help="latency: seconds before what is measured")
     parser.add_argument("--records", type=int, default=1_000_000, help="memory: open at once")
