@@ -94,7 +94,7 @@ class Commits:
         words = self._worded()
         if not self._needs_transaction(words):
             return False
-        delivery.begin(words.messages, self._sealing(words), group, ended)
+        delivery.begin(delivery.transaction(words.messages, self._sealing(words), group, ended))
         return True
 
     def _needs_transaction(self, words: Words) -> bool:
@@ -122,10 +122,11 @@ class Commits:
             return None
         words = self._worded()
         if delivery is not None and self._needs_transaction(words):
+            transaction = delivery.transaction(words.messages, self._sealing(words), group)
             if within is None:
-                delivery.commit(words.messages, self._sealing(words), group)
+                delivery.commit(transaction)
             else:
-                delivery.begin(words.messages, self._sealing(words), group, ended=lambda: None)
+                delivery.begin(transaction)
                 delivery.end(within)
             return None
         self._attempt = self._sealed(words, [] if delivery is None else delivery.send(words.messages, within))

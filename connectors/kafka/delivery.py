@@ -94,40 +94,33 @@ class Delivery:
         call = _Call(lambda: _sent(sender, messages))
         return self._noted(lambda: call.result(within))[len(messages) - len(state) :]
 
-    def begin(
+    def transaction(
         self,
         state: Sequence[Outgoing],
         offsets: Callable[[Callable[[], list[int]]], Offsets],
         group: Any,
-        ended: Callable[[], None],
-    ) -> None:
-        """Commit a transaction of everything gathered and then `state`, in a thread of its own; `end` waits for it.
+        ended: Callable[[], None] = lambda: None,
+    ) -> Callable[[], None]:
+        """What commits a transaction of everything gathered and then `state`, for `commit` or `begin`.
 
         offsets: what to commit for the consumer `group`; it is given a call that waits for the offsets of `state`.
-        ended: called in that thread when all is committed. Raises the client's errors, CommitFailedError (`end`) if
-        the group has rebalanced."""
-        self._call = _Call(self._transaction(state, offsets, group, ended))
-
-    def commit(
-        self, state: Sequence[Outgoing], offsets: Callable[[Callable[[], list[int]]], Offsets], group: Any
-    ) -> None:
-        """As `begin` and `end`, by this thread: the end of another one's work takes a while to be noticed."""
-        self._noted(self._transaction(state, offsets, group, ended=lambda: None))
-
-    def _transaction(
-        self,
-        state: Sequence[Outgoing],
-        offsets: Callable[[Callable[[], list[int]]], Offsets],
-        group: Any,
-        ended: Callable[[], None],
-    ) -> Callable[[], None]:
+        ended: called by the same thread when all is committed."""
         messages, transactions = self._due(state), self._usable(Transactions)
 
-        def commit() -> None:
+        def run() -> None:
             transactions.commit(messages, lambda sent: offsets(lambda: sent()[len(messages) - len(state) :]), group)
             ended()
 
-        return commit
+        return run
+
+    def commit(self, transaction: Callable[[], None]) -> None:
+        """Return when it is committed. Raises the client's errors, CommitFailedError if the group has rebalanced."""
+        self._noted(transaction)
+
+    def begin(self, transaction: Callable[[], None]) -> None:
+        """Commit it in a thread of its own; `end` waits for that, and raises what `commit` would. Who has nothing else
+        to do had better commit: the end of another thread's work takes a while to be noticed."""
+        self._call = _Call(transaction)
 
     @property
     def begun(self) -> bool:

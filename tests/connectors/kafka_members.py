@@ -308,7 +308,7 @@ class Group:
             meanwhile()
             return {TopicPartition(self.topic, 0): OffsetAndMetadata(7, "as said", -1)}
 
-        delivery.begin(state, offsets, member or ConsumerGroupMetadata(self.name, -1, "", None), lambda: None)
+        delivery.begin(delivery.transaction(state, offsets, member or ConsumerGroupMetadata(self.name, -1, "", None)))
         delivery.end()
         return found
 

@@ -172,7 +172,7 @@ def test_a_commit_that_does_not_come_back_is_left_behind(group: Callable[..., Gr
         go.wait(60.0)
         return {}
 
-    delivery.begin([], hang, stranger, lambda: None)
+    delivery.begin(delivery.transaction([], hang, stranger))
     with pytest.raises(refusals.KafkaTimeoutError):
         delivery.end(within=0.2)
     delivery.renew()

@@ -38,7 +38,7 @@ def commit(delivery: Delivery, state: list[Outgoing], position: int = 1, group: 
         return {TopicPartition(state[0].topic, 0): OffsetAndMetadata(position, "", -1)}
 
     delivery.gather()
-    delivery.begin(state, offsets, ConsumerGroupMetadata(group, -1, "", None), lambda: None)
+    delivery.begin(delivery.transaction(state, offsets, ConsumerGroupMetadata(group, -1, "", None)))
     delivery.end()
     delivery.settled()
     return found
