@@ -92,15 +92,10 @@ class Commits:
         if delivery is None or not delivery.exactly_once or delivery.failed or self._attempt is not None:
             return False
         words = self._worded()
-        if not self._needs_transaction(words):
+        if not _needs_transaction(delivery, words):
             return False
         delivery.begin(delivery.transaction(words.messages, self._sealing(words), group, ended))
         return True
-
-    def _needs_transaction(self, words: Words) -> bool:
-        """Where it does not, there is nothing to send, or it goes without."""
-        delivery = self._delivery
-        return delivery is not None and delivery.exactly_once and (delivery.waiting or bool(words.messages))
 
     def _sealing(self, words: Words) -> Callable[[Callable[[], list[int]]], Offsets]:
         """What asks for the messages' offsets where they matter, and answers with what is to be committed."""
@@ -121,7 +116,7 @@ class Commits:
             delivery.end(within)
             return None
         words = self._worded()
-        if delivery is not None and self._needs_transaction(words):
+        if delivery is not None and _needs_transaction(delivery, words):
             transaction = delivery.transaction(words.messages, self._sealing(words), group)
             if within is None:
                 delivery.commit(transaction)
@@ -213,3 +208,8 @@ class Commits:
             self._goal = self._goal._replace(saved={})
         if self._delivery is not None:
             self._delivery.settled()
+
+
+def _needs_transaction(delivery: Delivery, words: Words) -> bool:
+    """Where it does not, there is nothing to send, or it goes without."""
+    return delivery.exactly_once and (delivery.waiting or bool(words.messages))

@@ -53,11 +53,12 @@ class Remembered:
         self._turn, self._ends, self._earlier = most + 1, array("q", [0]), array("q", [0])
         self._chains = array("q", bytes(8 << max(0, most.bit_length() - 1)))
         self._mask = len(self._chains) - 1
-        self._begin(list(ids))
+        begun = list(ids)
+        if begun := begun[max(0, len(begun) - most) :]:
+            self._begin(begun)
 
     def _begin(self, ids: list[str]) -> None:
-        """With as many of these as may be, at once: one by one they take twice as long."""
-        ids = ids[max(0, len(ids) - self.most) :]
+        """With these, at once: one by one they take twice as long."""
         texts, spread = Texts.of(ids), np.fromiter(map(hash, ids), np.int64, len(ids))
         chain = spread & self._mask
         entries = np.arange(1, len(ids) + 1) << TAG | spread >> TAGGED & TAGS
@@ -66,7 +67,7 @@ class Remembered:
         earlier = np.zeros(1 + len(ids), np.int64)
         earlier[1 + order[1:][follows]] = entries[order[:-1][follows]]
         self._ends, self._earlier = (array("q", column.tobytes()) for column in (texts.edges, earlier))
-        last = np.append(~follows, np.ones(min(1, len(ids)), np.bool_))
+        last = np.append(~follows, True)
         np.frombuffer(self._chains, np.int64)[chain[order[last]]] = entries[order[last]]
         self._utf8, self._end, self._latest = bytearray(texts.utf8), len(texts.utf8), len(ids)
 
