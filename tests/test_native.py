@@ -61,6 +61,16 @@ def test_a_compiler_that_fails_is_done_without_and_said(
     assert "no such option" in said or script == "exit 1"
 
 
+@pytest.mark.parametrize(("name", "singly"), [("AMD EPYC", False), ("Intel Xeon", True)])
+def test_pairs_are_multiplied_where_that_is_quick(
+    name: str, singly: bool, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": name, "avx512_bf16": True})
+    monkeypatch.setattr(native, "compiled", lambda sources, without, *flags: flags)
+    assert native.library(True) == ("-DROUNDED", *["-DSINGLY"] * singly)
+    assert native.library(False) == ()
+
+
 def test_what_others_can_write_is_not_loaded(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache.mkdir(parents=True)
     cache.chmod(0o777)

@@ -11,13 +11,10 @@ from trainer.options import Precision
 
 
 def low_precision(wanted: Precision, device: torch.device) -> bool:
-    """Whether to multiply in bfloat16: as wanted, otherwise where that is quicker. Intel's tiles (AMX) are; its vectors
-    take four times as long for pairs of bfloat16 as for float32, twice as many numbers."""
+    """Whether to multiply in bfloat16: as wanted, otherwise where that is quicker: with tiles (AMX) and some vectors."""
     if wanted != "auto" or device.type == "cuda":
         return wanted != "float32"
-    known = torch.cpu.get_capabilities()
-    vectors = known.get("avx512_bf16") and not str(known.get("cpu_name")).startswith("Intel")
-    return bool(known.get("amx_bf16") or vectors)
+    return bool(torch.cpu.get_capabilities().get("amx_bf16")) or native.quick_pairs()
 
 
 def fast_layers(model: DEformer, low: bool) -> Layers | None:

@@ -155,7 +155,9 @@ class Compiled:
 
     def __init__(self, model: DEformer, library: ctypes.CDLL) -> None:
         self.model, self.library = model, library
-        library.pair.restype, library.advance.restype = ctypes.c_int64, None
+        library.advance.restype = None
+        for number in (library.pair, library.cached_bytes):
+            number.restype = ctypes.c_int64
         self.pair = int(library.pair())
         one = self.cache(0)
         self.record_bytes = one.pages_per_record * one.page_bytes
@@ -167,7 +169,7 @@ class Compiled:
         return Compiled(model, model.library) if model.library is not None and fits(model) else None
 
     def cache(self, memory: int) -> CompiledCache:
-        return CompiledCache(self.model, 4 // self.pair, memory)
+        return CompiledCache(self.model, int(self.library.cached_bytes()), memory)
 
     def judge(self, cache: CompiledCache, ragged: Ragged) -> Floats:
         """ln p, ln of the p-value and excess of the new readings that are asked for, (3, Z), see `heads.Judgement`. The

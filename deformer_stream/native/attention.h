@@ -27,12 +27,18 @@ INLINE size_t farthest(size_t from, size_t to, size_t identities) {
 
 /* Numbers of two rows side by side, as factors of products lie. */
 INLINE void put_rows(num *p, v16 low, v16 high) {
-    if (PAIR == 2) put_both(p, low, high);
-    else put(p, low), put(p + COLUMNS, high);
+#if PAIR == 2
+    put_both(p, low, high);
+#else
+    put(p, low), put(p + COLUMNS, high);
+#endif
 }
 INLINE void get_rows(const num *p, v16 *low, v16 *high) {
-    if (PAIR == 2) get_both(p, low, high);
-    else *low = get(p), *high = get(p + COLUMNS);
+#if PAIR == 2
+    get_both(p, low, high);
+#else
+    *low = get(p), *high = get(p + COLUMNS);
+#endif
 }
 
 /* The same of numbers that lie in rows already, the second of zeros where there is none; `apart` without pairs. */

@@ -27,6 +27,7 @@ typedef struct Network {
 } Network;
 
 int64_t pair(void) { return PAIR; }
+int64_t cached_bytes(void) { return sizeof(cached); }
 
 /* Layer normalisation of a row, into float and num where given. */
 static void normalise(const float *x, size_t d, const float *weight, const float *bias, float *out, num *half) {
@@ -47,20 +48,21 @@ typedef struct {
     Errand errand;
 } Scratch;
 
-/* Keys go into a page column by column, (d / PAIR, PAGE, PAIR); values row by row, (PAGE, d), vectors in pairs. */
-static void keep(const float *qkv, size_t d, num *page, size_t place) {
-    num key[LANES];
+/* Keys go into a page column by column, (d / CACHED_PAIR, PAGE, CACHED_PAIR); values row by row, (PAGE, d), vectors in
+ * pairs. */
+static void keep(const float *qkv, size_t d, cached *page, size_t place) {
+    cached key[LANES];
     for (size_t i = 0; i < d; i += LANES) {
-        put(key, load(qkv + d + i));
-        for (size_t j = 0; j < LANES; j += PAIR)
-            memcpy(page + ((i + j) / PAIR * PAGE + place) * PAIR, key + j, sizeof(num) * PAIR);
+        put_cached(key, load(qkv + d + i));
+        for (size_t j = 0; j < LANES; j += CACHED_PAIR)
+            memcpy(page + ((i + j) / CACHED_PAIR * PAGE + place) * CACHED_PAIR, key + j, sizeof(cached) * CACHED_PAIR);
     }
     for (size_t i = 0; i < d; i += 2 * LANES)
         put_both(page + PAGE * d + place * d + i, load(qkv + 2 * d + i), load(qkv + 2 * d + i + LANES));
 }
 
 /* Weighted sums of values for BLOCK vectors of the output from vector `from` on; weight(q, vector) is w[q][head]. */
-INLINE void gather(int queries, int blocks, const num *const *page, const size_t *seen, size_t d, size_t d_head,
+INLINE void gather(int queries, int blocks, const cached *const *page, const size_t *seen, size_t d, size_t d_head,
                    size_t from, const float *weights, size_t stride, size_t heads, v16 out[2][BLOCK]) {
     const float *w[2][BLOCK];
     v16 c[2][BLOCK];
@@ -70,7 +72,7 @@ INLINE void gather(int queries, int blocks, const num *const *page, const size_t
             w[q][v] = weights + (q * heads + (from + v * LANES) / d_head) * stride;
         }
     for (size_t t = 0, most = seen[queries - 1]; t < most; t++) {
-        const num *row = page[t / PAGE] + PAGE * d + t % PAGE * d + from;
+        const cached *row = page[t / PAGE] + PAGE * d + t % PAGE * d + from;
         for (int v = 0; v < blocks; v += 2) {
             v16 low, high;
             get_both(row + v * LANES, &low, &high);
@@ -83,7 +85,7 @@ INLINE void gather(int queries, int blocks, const num *const *page, const size_t
 
 /* One reading's queries (z, u, or both) over the first seen[q] tokens of its pages; with `own` the first of them, the
  * identity token z, sees itself besides. qkv: (queries) rows of 3 d; out: (queries) rows of d. */
-INLINE void attend(int queries, const Network *net, const float *const *qkv, const num *const *page, const size_t *seen,
+INLINE void attend(int queries, const Network *net, const float *const *qkv, const cached *const *page, const size_t *seen,
                    int own, Scratch *s, num *const *out) {
     size_t d = net->d, heads = net->heads, d_head = d / heads;
     size_t most = seen[queries - 1], pages = (most + PAGE - 1) / PAGE, stride = s->most;
@@ -97,11 +99,13 @@ INLINE void attend(int queries, const Network *net, const float *const *qkv, con
             v16 c[2][4];
             for (int q = 0; q < queries; q++)
                 for (int j = 0; j < 4; j++) c[q][j] = all(0);
-            const num *keys = page[p] + h * d_head * PAGE, *query = s->query + h * d_head;
-            for (size_t i = 0; i < d_head; i += 4 * PAIR)
+            const cached *keys = page[p] + h * d_head * PAGE;
+            const num *query = s->query + h * d_head;
+            for (size_t i = 0; i < d_head; i += 4 * CACHED_PAIR)
                 for (int j = 0; j < 4; j++)
                     for (int q = 0; q < queries; q++)
-                        c[q][j] = dot(c[q][j], query + q * d + i + j * PAIR, keys + (i + j * PAIR) * PAGE);
+                        c[q][j] = dot_cached(c[q][j], query + q * d + i + j * CACHED_PAIR,
+                                             keys + (i + j * CACHED_PAIR) * PAGE);
             for (int q = 0; q < queries; q++) {
                 v16 score = (c[q][0] + c[q][1]) + (c[q][2] + c[q][3]);
                 score = chosen(lanes + (float)(p * PAGE) < (float)seen[q], score, all(-INFINITY));
@@ -156,11 +160,11 @@ INLINE void attend(int queries, const Network *net, const float *const *qkv, con
         }
     }
 }
-static void attend_both(const Network *net, const float *const *qkv, const num *const *page, const size_t *seen, int own,
+static void attend_both(const Network *net, const float *const *qkv, const cached *const *page, const size_t *seen, int own,
                         Scratch *s, num *const *out) {
     attend(2, net, qkv, page, seen, own, s, out);
 }
-static void attend_one(const Network *net, const float *const *qkv, const num *const *page, const size_t *seen, int own,
+static void attend_one(const Network *net, const float *const *qkv, const cached *const *page, const size_t *seen, int own,
                        Scratch *s, num *const *out) {
     attend(1, net, qkv, page, seen, own, s, out);
 }
@@ -196,19 +200,19 @@ static size_t held(const Work *work, int64_t record) {
 
 /* z, u: rows of queries, keys and values of what is asked for and of all; the results go to `attended`, in that order. */
 static void attend_record(const Network *net, const Work *work, int64_t record, size_t l, const float *z,
-                          const float *u, Scratch *s, num *attended_z, num *attended_u, const num **page) {
+                          const float *u, Scratch *s, num *attended_z, num *attended_u, const cached **page) {
     size_t d = net->d, begin = work->first[record], count = work->first[record + 1] - begin;
     size_t silent = count - (work->asked[record + 1] - work->asked[record]);
     int last = l + 1 == (size_t)net->layers, both = net->kept == 2;
     for (size_t p = 0; p < (held(work, record) * net->kept + PAGE - 1) / PAGE; p++)
-        page[p] = (num *)(work->pool + work->pages[record * work->columns + p] * work->page_bytes) + l * 2 * PAGE * d;
+        page[p] = (cached *)(work->pool + work->pages[record * work->columns + p] * work->page_bytes) + l * 2 * PAGE * d;
     for (size_t r = 0; r < count; r++, u += 3 * d, attended_u += d) {
         size_t before = work->place ? work->place[begin + r] : work->start[record] + r;
         size_t seen[2] = {both ? 2 * before + 1 : before, both ? 2 * before + 2 : before + 1};
         const float *rows[2] = {z, u};
         num *out[2] = {attended_z, attended_u};
         for (size_t t = seen[1] - net->kept; t < seen[1]; t++)
-            keep(t + 1 < seen[1] ? z : u, d, (num *)page[t / PAGE], t % PAGE);
+            keep(t + 1 < seen[1] ? z : u, d, (cached *)page[t / PAGE], t % PAGE);
         if (r < silent) {
             if (!last) attend_one(net, rows + 1, page, seen + 1, 0, s, out + 1);
             continue;
@@ -221,7 +225,7 @@ static void attend_record(const Network *net, const Work *work, int64_t record, 
 
 /* The blocks of a unit's records that attention of a layer will read, spread over so many products. */
 static void send(const Network *net, size_t l, size_t products, Errand *e) {
-    e->bytes = 2 * PAGE * net->d * sizeof(num);
+    e->bytes = 2 * PAGE * net->d * sizeof(cached);
     e->offset = l * e->bytes;
     e->at = e->line = 0;
     e->share = l < (size_t)net->layers ? e->blocks * (e->bytes / 64) / products + 1 : 0;
@@ -246,7 +250,7 @@ static void enter(const Network *net, const Work *work, int64_t from, int64_t to
          s->x + asked * net->d);
 }
 
-static void run_unit(const Network *net, const Work *work, int64_t from, int64_t to, Scratch *s, const num **page) {
+static void run_unit(const Network *net, const Work *work, int64_t from, int64_t to, Scratch *s, const cached **page) {
     int64_t begin = work->first[from], ask = work->asked[from];
     size_t d = net->d, asked = work->asked[to] - ask, rows = asked + work->first[to] - begin;
     float *x = s->x;
@@ -323,7 +327,7 @@ int64_t score_readings(const Work *work) {
     s.weights = room(2 * net->heads * s.most * sizeof(float));
     s.room = room((encoded > judged ? encoded : judged) * sizeof(float));
     s.expected = room(net->gaussians ? (most + 1) * net->gaussians->padded * sizeof(double) : 1);
-    const num **page = room((s.most / PAGE + 1) * sizeof *page);
+    const cached **page = room((s.most / PAGE + 1) * sizeof *page);
     s.errand.block = room((blocks + 1) * sizeof *s.errand.block);
     int fine = s.errand.block && s.x && s.a && s.hidden && s.query && s.qkv && s.weights && s.room && s.expected && page;
     if (fine)

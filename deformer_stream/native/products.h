@@ -1,12 +1,13 @@
 /* Matrix products of a few rows, with weights packed column block by column block.
  *
- * ROUNDED: factors are rounded to bfloat16, sums are float32. Where the processor multiplies pairs of bfloat16 they are
- * stored so; elsewhere the rounded numbers are kept as floats. */
+ * ROUNDED: factors are rounded to bfloat16, sums are float32. Where the processor multiplies pairs of bfloat16, and that
+ * is quick (not SINGLY), they are stored so; elsewhere the rounded numbers are kept as floats. What stays in a cache is in
+ * pairs either way. */
 #ifndef PRODUCTS_H
 #define PRODUCTS_H
 #include "lanes.h"
 
-#if defined(ROUNDED) && defined(__AVX512BF16__)
+#if defined(ROUNDED) && defined(__AVX512BF16__) && !defined(SINGLY)
 #define PAIR 2
 typedef uint16_t num;
 #else
@@ -27,16 +28,36 @@ typedef float part __attribute__((vector_size(4 * REGISTER)));
 #endif
 #define COLUMNS 32
 
-INLINE void put(num *p, v16 v) {
-#if PAIR == 2
-    __m256bh h = _mm512_cvtneps_pbh((__m512)v);
-    memcpy(p, &h, sizeof h);
-#else
 #ifdef ROUNDED
+typedef uint16_t cached; /* a number in a cache */
+#define CACHED_PAIR 2
+/* The nearest bfloat16s, as the lower halves of words. */
+INLINE i16 nearest(v16 v) {
+#ifdef __AVX512BF16__
+    return __builtin_convertvector((h16)_mm512_cvtneps_pbh((__m512)v), i16);
+#else
     i16 bits = (i16)v;
-    v = (v16)((bits + 0x7fff + ((bits >> 16) & 1)) & (int32_t)0xffff0000);
+    return ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & 0xffff;
 #endif
+}
+#else
+typedef float cached;
+#define CACHED_PAIR 1
+#endif
+
+INLINE void put_cached(cached *p, v16 v) {
+#ifdef ROUNDED
+    h16 halves = __builtin_convertvector(nearest(v), h16);
+    memcpy(p, &halves, sizeof halves);
+#else
     store(p, v);
+#endif
+}
+INLINE void put(num *p, v16 v) {
+#if PAIR == CACHED_PAIR
+    put_cached(p, v);
+#else
+    store(p, (v16)(nearest(v) << 16));
 #endif
 }
 INLINE v16 get(const num *p) {
@@ -48,18 +69,17 @@ INLINE v16 get(const num *p) {
     return load(p);
 #endif
 }
-/* Two vectors side by side, and back: as pairs of halves where numbers are halves, so that each is one operation away. */
-INLINE void put_both(num *p, v16 low, v16 high) {
-#if PAIR == 2
-    i16 both = __builtin_convertvector((h16)_mm512_cvtneps_pbh((__m512)low), i16);
-    both |= __builtin_convertvector((h16)_mm512_cvtneps_pbh((__m512)high), i16) << 16;
+/* Two vectors side by side, and back: as pairs of halves where these are halves, so that each is one operation away. */
+INLINE void put_both(cached *p, v16 low, v16 high) {
+#ifdef ROUNDED
+    i16 both = nearest(low) | nearest(high) << 16;
     memcpy(p, &both, sizeof both);
 #else
-    put(p, low), put(p + LANES, high);
+    store(p, low), store(p + LANES, high);
 #endif
 }
-INLINE void get_both(const num *p, v16 *low, v16 *high) {
-#if PAIR == 2
+INLINE void get_both(const cached *p, v16 *low, v16 *high) {
+#ifdef ROUNDED
     i16 both;
     memcpy(&both, p, sizeof both);
     *low = (v16)(both << 16), *high = (v16)(both & (int32_t)0xffff0000);
@@ -77,6 +97,17 @@ INLINE v16 dot(v16 total, const num *a, const num *b) {
     return (v16)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_set1_epi32(both), (__m512bh)factors);
 #else
     return total + *a * load(b);
+#endif
+}
+
+/* The same with factors from a cache, CACHED_PAIR of a lane beside each other. */
+INLINE v16 dot_cached(v16 total, const num *a, const cached *b) {
+#if PAIR == CACHED_PAIR
+    return dot(total, a, b);
+#else
+    v16 low, high;
+    get_both(b, &low, &high);
+    return total + a[0] * low + a[1] * high;
 #endif
 }
 

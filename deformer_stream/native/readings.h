@@ -54,7 +54,7 @@ static void mapped(const Map *map, const float *x, size_t stride, size_t rows, i
     for (size_t n = 0; n < (size_t)map->columns; n += COLUMNS) {
         size_t m = 0;
         for (; m + ROWS <= rows; m += ROWS) map_tile(map, x + m * stride, stride, ROWS, adds, n, out + m * to, to);
-        for (; m + 4 <= rows; m += 4) map_tile(map, x + m * stride, stride, 4, adds, n, out + m * to, to);
+        for (; ROWS > 4 && m + 4 <= rows; m += 4) map_tile(map, x + m * stride, stride, 4, adds, n, out + m * to, to);
         for (; m < rows; m++) map_tile(map, x + m * stride, stride, 1, adds, n, out + m * to, to);
     }
 }

@@ -114,6 +114,22 @@ def test_scores_do_not_depend_on_cuts_nor_on_eviction(
         np.testing.assert_allclose(again, whole, atol=TOLERANCE[precision])
 
 
+@pytest.mark.parametrize("memory", ["all", "values"])
+def test_rounded_factors_say_the_same_in_pairs_and_singly(memory: Literal["all", "values"]) -> None:
+    """In the same pages: a cache is no larger where the processor takes them one by one."""
+    schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(21)))
+    model = model_of(schema, replace(CONFIG, precision="bfloat16", memory=memory), dtype=torch.float32)
+    codes, raw = records_of(schema, 60, 1, missing=0.2)
+    found, pages = [], []
+    for singly in (False, True):
+        model.library = native.compiled(native.SOURCES, "", "-DROUNDED", *["-DSINGLY"] * singly)
+        assert model.library is not None, "the tests of compiled code need a C compiler"
+        pages.append(Compiled(model, model.library).record_bytes)
+        found.append(numbers(scored(model, codes, raw, 2), 60))
+    np.testing.assert_allclose(found[1], found[0], atol=TOLERANCE["bfloat16"])
+    assert pages[0] == pages[1]
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("gaussians", [0, 5])
 @pytest.mark.parametrize("memory", ["all", "values"])
