@@ -11,7 +11,7 @@ from trainer.options import Precision
 
 
 def low_precision(wanted: Precision, device: torch.device) -> bool:
-    """Whether to multiply in bfloat16: as wanted, otherwise where that is quicker: with tiles (AMX) and some vectors."""
+    """Whether to multiply in bfloat16: as wanted, otherwise where that is quicker: in tiles (AMX) and some vectors."""
     if wanted != "auto" or device.type == "cuda":
         return wanted != "float32"
     return bool(torch.cpu.get_capabilities().get("amx_bf16")) or native.quick_pairs()
