@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
@@ -12,6 +11,8 @@ from numpy.typing import NDArray
 TAG, TAGGED = 16, 32
 TAGS = (1 << TAG) - 1
 """With the number of an id goes a tag, so many bits of its hash from `TAGGED` on: it tells most others at a glance."""
+BLOCK = 10
+"""Ids whose numbers are equal but for so many bits stand in one piece, which goes when others take its turn."""
 
 
 class Texts:
@@ -36,22 +37,22 @@ class Texts:
 class Remembered:
     """The latest `most` of the ids that were added, the earliest first.
 
-    Ids are numbered from 1 as they come. Their bytes stand one after the other, and where they end is found by number;
-    a hash table holds the latest of each chain of ids, which leads from number to earlier number. Ids are forgotten in
-    the order in which they came, so a chain is over where it leads to one that is forgotten, and nothing is ever taken
-    out. That is some 25 bytes an id and up to twice its length, in a few pieces of memory that stay where they are.
-    Strings in a set and a queue are three times as much, and lie scattered among those of batches, whose memory they
-    keep from being freed.
+    Ids are numbered from 1 as they come. Their bytes stand one after the other, in blocks, and where they end is found
+    by number; a hash table holds the latest of each chain of ids, which leads from number to earlier number. Ids are
+    forgotten in the order in which they came, so a chain is over where it leads to one that is forgotten, and nothing
+    is ever taken out. That is some 17 bytes an id and its length, in pieces of memory that stay where they are: those
+    for `most` ids are asked for at once, and resident as far as they were used. Strings in a set and a queue are four
+    times as much, and lie scattered among those of batches, whose memory they keep from being freed.
     """
 
     def __init__(self, most: int, ids: Iterable[str] = ()) -> None:
         self.most = most
         self._latest = self._forgotten = 0  # numbers
-        self._utf8 = bytearray()
-        self._base = self._end = 0  # where it begins and where the latest id ends, in bytes from the first id ever
-        # By number, in turn; one place more than there are ids, for the first one begins where the last forgotten ends.
-        self._turn, self._ends, self._earlier = most + 1, array("q", [0]), array("q", [0])
-        self._chains = array("q", bytes(8 << max(0, most.bit_length() - 1)))
+        self._blocks = [bytearray() for _ in range(2 + (most >> BLOCK))]  # in turn, as their ids
+        self._turn = len(self._blocks) << BLOCK
+        self._ends = np.zeros(self._turn, np.int32).data  # in the blocks
+        self._earlier = np.zeros(self._turn, np.int64).data
+        self._chains = np.zeros(1 << max(0, most.bit_length() - 1), np.int64).data
         self._mask = len(self._chains) - 1
         begun = list(ids)
         if begun := begun[max(0, len(begun) - most) :]:
@@ -60,47 +61,33 @@ class Remembered:
     def _begin(self, ids: list[str]) -> None:
         """With these, at once: one by one they take twice as long."""
         texts, spread = Texts.of(ids), np.fromiter(map(hash, ids), np.int64, len(ids))
-        chain = spread & self._mask
-        entries = np.arange(1, len(ids) + 1) << TAG | spread >> TAGGED & TAGS
+        chain, number = spread & self._mask, np.arange(1, len(ids) + 1)
+        entries = number << TAG | spread >> TAGGED & TAGS
         order = chain.argsort(kind="stable")
         follows = chain[order[1:]] == chain[order[:-1]]
-        earlier = np.zeros(1 + len(ids), np.int64)
-        earlier[1 + order[1:][follows]] = entries[order[:-1][follows]]
-        self._ends, self._earlier = (array("q", column.tobytes()) for column in (texts.edges, earlier))
+        np.asarray(self._earlier)[number[order[1:][follows]]] = entries[order[:-1][follows]]
         last = np.append(~follows, True)
-        np.frombuffer(self._chains, np.int64)[chain[order[last]]] = entries[order[last]]
-        self._utf8, self._end, self._latest = bytearray(texts.utf8), len(texts.utf8), len(ids)
+        np.asarray(self._chains)[chain[order[last]]] = entries[order[last]]
+        first = np.maximum(number >> BLOCK << BLOCK, 1)  # of the block
+        np.asarray(self._ends)[number] = texts.edges[number] - texts.edges[first - 1]
+        edges = texts.edges[[*np.unique(first) - 1, -1]].tolist()
+        self._blocks[: len(edges) - 1] = (bytearray(texts.utf8[begin:end]) for begin, end in pairwise(edges))
+        self._latest = len(ids)
 
     def add(self, record: str) -> None:
         """An id that is not among them."""
-        spread, utf8 = hash(record), record.encode()
-        if self._end - self._base + len(utf8) > len(self._utf8):
-            self._make_room(len(utf8))
-        begin = self._end - self._base
-        self._utf8[begin : begin + len(utf8)] = utf8
-        self._end += len(utf8)
+        spread = hash(record)
         number = self._latest = self._latest + 1
-        chain = spread & self._mask
-        if number < self._turn:
-            self._ends.append(self._end)
-            self._earlier.append(self._chains[chain])
-        else:
-            place = number % self._turn
-            self._ends[place], self._earlier[place] = self._end, self._chains[chain]
-            self._forgotten += 1
+        which = (number >> BLOCK) % len(self._blocks)
+        if not number & (1 << BLOCK) - 1:
+            self._blocks[which] = bytearray()
+        block = self._blocks[which]
+        block += record.encode()
+        place, chain = number % self._turn, spread & self._mask
+        self._ends[place], self._earlier[place] = len(block), self._chains[chain]
         self._chains[chain] = number << TAG | spread >> TAGGED & TAGS
-
-    def _make_room(self, more: int) -> None:
-        """For so many bytes, and so that it need not be done again soon."""
-        kept = self._kept()
-        self._base = self._end - len(kept)
-        if len(self._utf8) < len(kept) + len(kept) // 4 + more:
-            self._utf8 = bytearray(len(kept) + len(kept) // 2 + more)
-        self._utf8[: len(kept)] = kept
-
-    def _kept(self) -> bytes:
-        begin = self._ends[self._forgotten % self._turn]
-        return bytes(self._utf8[begin - self._base : self._end - self._base])
+        if number > self.most:
+            self._forgotten += 1
 
     def __contains__(self, record: str) -> bool:
         spread = hash(record)
@@ -112,14 +99,26 @@ class Remembered:
         return False
 
     def _is(self, number: int, utf8: bytes) -> bool:
-        begin, end = (self._ends[n % self._turn] - self._base for n in (number - 1, number))
-        return self._utf8[begin:end] == utf8
+        block = self._blocks[(number >> BLOCK) % len(self._blocks)]
+        return block[self._begins(number) : self._ends[number % self._turn]] == utf8
+
+    def _begins(self, number: int) -> int:
+        """Where in its block an id begins."""
+        return self._ends[(number - 1) % self._turn] if number & (1 << BLOCK) - 1 else 0
 
     def texts(self) -> Texts:
         """The ids as they are now."""
-        kept = self._kept()
-        numbers = np.arange(self._forgotten, self._latest + 1)
-        return Texts(kept, np.array(self._ends)[numbers % self._turn] - (self._end - len(kept)))
+        first, pieces = self._forgotten + 1, list[bytearray]()
+        edges, ends = np.zeros(self._latest - self._forgotten + 1, np.int64), np.asarray(self._ends)
+        cut = self._begins(first)  # what was forgotten of the first block
+        for number in range(first >> BLOCK, 1 + (self._latest >> BLOCK)):
+            begin, over = max(first, number << BLOCK), 1 + min(self._latest, (number + 1 << BLOCK) - 1)
+            at = begin % self._turn
+            edges[begin - first + 1 : over - first + 1] = ends[at : at + over - begin] + (edges[begin - first] - cut)
+            block = self._blocks[number % len(self._blocks)]
+            pieces.append(block[cut:] if cut else block)
+            cut = 0
+        return Texts(b"".join(pieces), edges)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.texts())
