@@ -124,6 +124,7 @@ class Engine:
         yet, whose records neither the clock nor the bound closes."""
         accepted, rejected = self._accept(batch, now)
         ending, reasons = self._closing(accepted, now, holding)
+        self._make_way(ending, now)
         waited: list[int] = []
         if self.records.ties:
             waited = self._waited(now, {*ending, *accepted.slots.tolist()}, holding)
@@ -313,6 +314,13 @@ class Engine:
         for slots, reason in (whole, Closing.COMPLETE), (idle, Closing.TIMEOUT), (stale, Closing.EVICTED):
             reasons += [reason] * len(slots)
         return [*accepted.ended, *whole, *idle, *stale], reasons
+
+    def _make_way(self, ending: list[int], now: int) -> None:
+        """Pages of records that end without another reading go to those that are scored now."""
+        slots = np.array(ending, np.int64)
+        slots = slots[(self.records.last[slots] < now) & (self.records.held[slots] == 0)]
+        for cache in self._caches.values():
+            cache.drop(slots)
 
     def _waited(self, now: int, others: Collection[int], holding: Collection[int]) -> list[int]:
         """Slots, but these others, whose waiting readings have waited for long enough."""

@@ -38,6 +38,8 @@ class Pages:
         self.pages = max(self.pages_per_record, memory // page_bytes)
         self.free = np.arange(self.pages - 1, -1, -1)
         self.free_count = self.pages
+        # Most that were ever in use at once: the last to come free go first, so memory of the others was never touched.
+        self.most = 0
         self.table = np.zeros((0, self.pages_per_record), np.int64)
         self.length = np.zeros(0, np.int64)
         self.used = np.zeros(0, np.int64)
@@ -60,6 +62,12 @@ class Pages:
         """Pages that so many readings take."""
         return sum((take(readings) for take in self.takes[1:]), self.takes[0](readings))
 
+    def short_of(self, slots: Ints, readings: Ints) -> bool:
+        """Whether these slots, with so many readings each, (R,), want more pages than are free of those that were ever
+        in use."""
+        more = self.held(readings) - self.held(self.length[slots])
+        return int(more.sum()) > self.most - (self.pages - self.free_count)
+
     def pin(self, slots: Ints) -> None:
         """Say that these slots, and only these, are in use: they are not evicted until the next call."""
         self.clock += 1
@@ -80,6 +88,7 @@ class Pages:
         row, column = self._places(more)
         self.free_count -= len(row)
         self.table[slots[row], column] = self.free[self.free_count : self.free_count + len(row)]
+        self.most = max(self.most, self.pages - self.free_count)
         return fits
 
     def _more(self, have: Ints, want: Ints) -> list[tuple[Ints, Ints]]:

@@ -63,8 +63,8 @@ class Generation:
         in order, and those before them are judged already. Returns log-likelihood, its running sum, score and p-value,
         (4, M); how many of the alphas, given the largest first, each of them is the first to pass, (M,); and how many
         records' cache was built again."""
-        # Readings of one record stand together, in its order, from `first` on.
-        order = slots.argsort(kind="stable")
+        # Readings of one record stand together, in its order, from `first` on; first come the records that end here.
+        order = (slots + records.capacity * records.is_open[slots]).argsort(kind="stable")
         ordered, seq = slots[order], seq[order]
         edges = runs(ordered)
         first, fresh = edges[:-1], edges[1:] - edges[:-1]
@@ -95,8 +95,8 @@ class Generation:
         whether a reading is of the block of the one before it, where there are blocks."""
         out = np.empty((3, int(fresh.sum())))
         offset = np.cumsum(fresh) - fresh
-        rebuilt = 0
-        for part in _passes(cache, slots, before, fresh):
+        rebuilt, ended = 0, len(slots) - int(records.is_open[slots].sum())
+        for part in _passes(cache, slots, before, fresh, ended):
             some, seen = slots[part], before[part]
             cache.pin(some)
             start = cache.length[some]
@@ -121,6 +121,8 @@ class Generation:
                 row, place = ragged(fresh[part])
                 branches = partial(self._branches, records, cache)
                 out[:, at] = symmetric(records, some[row], seen[row] + place, tied[at], out[:, at], branches)
+            if part.stop < len(slots):
+                cache.drop(slots[part.start : min(part.stop, ended)])
         return out, rebuilt
 
     def _ragged(
@@ -279,9 +281,12 @@ def _passed(records: Records, slots: Ints, seq: Ints, p_value: Floats, alphas: F
     return passed
 
 
-def _passes(cache: Cache, slots: Ints, before: Ints, fresh: Ints) -> Iterator[slice]:
-    """Which of R records go through the network together: `GROUP_READINGS` to process, or one record; all pages fit."""
-    if len(slots) and (before + fresh).sum() <= GROUP_READINGS and len(slots) * cache.pages_per_record <= cache.pages:
+def _passes(cache: Cache, slots: Ints, before: Ints, fresh: Ints, ended: int) -> Iterator[slice]:
+    """Which of R records go through the network together: `GROUP_READINGS` to process, or one record; all pages fit.
+    The first ones, so many, end here: they go before the others where these want pages that were never in use."""
+    first = ended if 0 < ended < len(slots) and cache.short_of(slots, before + fresh) else len(slots)
+    few = (before + fresh).sum() <= GROUP_READINGS and len(slots) * cache.pages_per_record <= cache.pages
+    if few and 0 < first == len(slots):
         yield slice(0, len(slots))
         return
     pages, at = np.cumsum(cache.held(before + fresh)), 0
@@ -290,6 +295,8 @@ def _passes(cache: Cache, slots: Ints, before: Ints, fresh: Ints) -> Iterator[sl
         bound = int(pages[at - 1]) + cache.pages if at else cache.pages
         most = int(readings[at - 1]) + GROUP_READINGS if at else GROUP_READINGS
         end = min(int(np.searchsorted(pages, bound, "right")), int(np.searchsorted(readings, most, "right")))
+        if at < first:
+            end = min(end, first)
         yield slice(at, max(at + 1, end))
         at = max(at + 1, end)
 

@@ -192,6 +192,24 @@ def test_timeout_counts_from_the_last_accepted_event() -> None:
     assert engine.cache_bytes == 0
 
 
+@pytest.mark.parametrize("reason", [Closing.COMPLETE, Closing.TIMEOUT])
+def test_records_that_end_make_room_for_those_that_begin(reason: Closing) -> None:
+    """In one poll: memory of the cache that was never used stays so, and nothing is computed twice."""
+    model, calibration = make()
+    engine = Engine(model, calibration, "fp", 0.05, Limits(record_timeout=100))
+
+    def readings(name: str, *features: int) -> list[tuple[str, int, float]]:
+        return [(f"{name}{i}", f, 0.5) for f in features for i in range(9)]
+
+    engine.handle(batch_of(readings("a", *range(F - 1))), 0)
+    before = engine.cache.most
+    last = readings("a", F - 1) if reason is Closing.COMPLETE else []
+    effects = engine.handle(batch_of([*readings("b", *range(F - 1)), *last]), 50 if last else 100)
+    assert effects.closed.reasons == [reason] * 9
+    assert engine.cache.most == before == 9
+    assert engine.take_rebuilds() == 0
+
+
 def test_open_records_are_bounded() -> None:
     model, calibration = make()
     engine = Engine(model, calibration, "fp", 0.05, Limits(open_records=10))
