@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from deformer_stream import log
+from deformer_stream import heap, log
 from deformer_stream.codec import Codec
 from deformer_stream.codec.state import decode_decisions, decode_snapshot, encode_decisions, encode_snapshot
 from deformer_stream.core.batch import Effects
@@ -139,6 +139,7 @@ class Recovery:
     def _snapshot(self, partition: int, at: int) -> bytes:
         began = self._now()
         snapshot = encode_snapshot(self._engine.snapshot(partition, at))
+        heap.give_back()  # it took many times its size, and polls leave much, too
         took = self._now() - began
         self._due[partition] = self._now() + max(self._interval, took * len(self._decided) / OCCUPIED)
         log.get("recovery").info("snapshot", partition=partition, bytes=len(snapshot), seconds=round(took, 4))

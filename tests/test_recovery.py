@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deformer_stream import heap
 from deformer_stream.artifact import Artifact
 from deformer_stream.codec import Codec
 from deformer_stream.core.batch import NO_TIME, Effects
@@ -318,8 +319,10 @@ def test_wrongly_keyed_input_is_reported_once(loaded: Artifact, capsys: pytest.C
     assert capsys.readouterr().out.count("key messages by record id") == 1
 
 
-def test_decisions_follow_a_snapshot_that_was_committed(loaded: Artifact) -> None:
-    """The first one may come to nothing, because partitions move just then."""
+def test_decisions_follow_a_snapshot_that_was_committed(loaded: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one may come to nothing, because partitions move just then. What each of them took goes back."""
+    given_back = list[None]()
+    monkeypatch.setattr(heap, "give_back", lambda: given_back.append(None))
     lines = world_of(loaded, 1).events[0]
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
     recovery = Recovery(engine, Metrics(), interval=100.0)
@@ -338,3 +341,4 @@ def test_decisions_follow_a_snapshot_that_was_committed(loaded: Artifact) -> Non
     recovery.keep(saved)
     handle(lines[len(lines) // 2 :])
     assert recovery.saved(0)[0].decisions is not None
+    assert len(given_back) == 2
