@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from deformer_stream import opening, tools
+from deformer_stream import heap, opening, tools
 from deformer_stream.command import (
     HELP,
     LazyGroup,
@@ -51,6 +51,7 @@ def _consume() -> click.Command:
         stop, asked = stop_on_signals(), asked_by_hangup()  # before what takes seconds to load
         leave_a_core()
         share_the_interpreter()
+        heap.share()
         from deformer_stream import log, metrics
         from deformer_stream.reload import ModelWatch
         from deformer_stream.runtime import Road, WallClock

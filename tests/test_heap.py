@@ -1,8 +1,10 @@
-"""What is free goes back to the system, wherever it lies."""
+"""One heap for all threads; what is free in it goes back to the system."""
 
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -29,3 +31,22 @@ def test_what_is_free_goes_back() -> None:
     heap.give_back()
     assert resident() < before - 1.4 * PIECES * SIZE  # of 1.5
     assert not any(map(any, pieces))
+
+
+def test_threads_share_a_heap() -> None:
+    code = """
+import threading
+from pathlib import Path
+from deformer_stream import heap
+
+heap.share()
+taken = []
+thread = threading.Thread(target=lambda: taken.append(bytes(60_000)))
+thread.start()
+thread.join()
+area = next(line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("[heap]"))
+begin, end = (int(edge, 16) for edge in area.split()[0].split("-"))
+assert begin <= id(taken[0]) < end
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
