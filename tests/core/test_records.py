@@ -291,6 +291,9 @@ class CacheMachine(RuleBasedStateMachine):
         pages = np.concatenate([*held, self.cache.free[: self.cache.free_count]])
         assert sorted(pages.tolist()) == list(range(self.cache.pages)), "every page is in one place"
         assert self.cache.bytes == used * self.cache.page_bytes
+        assert used <= self.cache.most
+        untouched = np.arange(self.cache.pages - 1, self.cache.most - 1, -1)
+        np.testing.assert_array_equal(self.cache.free[: len(untouched)], untouched)
         for slot, pieces in self.truth.items():
             past = self.cache.gather(np.array([slot]))
             whole = torch.cat(pieces, 2)
