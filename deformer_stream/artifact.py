@@ -206,7 +206,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     version = manifest.get("format_version") if isinstance(manifest, dict) else None
     if not isinstance(manifest, dict) or version != _version(manifest):
         found = f"{path} has format version {_short(version)}"
-        raise ArtifactError(f"{found}, this package reads {FORMAT_VERSION} to {WINDOWED_VERSION}: train again")
+        newer = isinstance(version, int) and version > WINDOWED_VERSION
+        remedy = "install the newer deformer-stream that wrote it, or train again" if newer else "train again"
+        raise ArtifactError(f"{found}, this package reads {FORMAT_VERSION} to {WINDOWED_VERSION}: {remedy}")
     if not genuine:
         raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {_REMEDY}")
     return dict(manifest)
@@ -220,7 +222,7 @@ def _contents(path: Path, most: int, remedy: str = _REMEDY) -> bytes:
             raise ArtifactError(f"{path} is no file: {_REMEDY}")
         with path.open("rb") as file:
             return file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ArtifactError(f"{path} is missing: {remedy}") from None
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read ({error.strerror}): {_REMEDY}") from None

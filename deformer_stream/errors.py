@@ -12,6 +12,12 @@ A message is one line: what is wrong, where, and the remedy. An event that is re
 `deformer_stream.core.batch.Rejected`: bad input never stops the stream.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class DeformerError(Exception):
     """An error whose message is meant for the operator; `exit_code` is what the command ends with."""
@@ -53,3 +59,17 @@ class InvariantViolated(DeformerError):  # noqa: N818
     """The program contradicts itself: a bug, never the operator's fault."""
 
     exit_code = 1
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Maps what the file system raises while `path` is being written to `Unavailable`. A reader that went away
+    (`| head`) stays a `BrokenPipeError`: it is no fault, and the command line ends on it."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise Unavailable(
+            f"{path}: writing failed ({error.strerror or error}); make room or mend the disk, then run again"
+        ) from error

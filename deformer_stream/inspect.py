@@ -32,12 +32,13 @@ def describe(loaded: Artifact, console: Console | None = None) -> None:
     console.print(_features(single(loaded.schema).features))
     if said := in_words(loaded.schema):
         console.print(_plain(said))
+    console.print(f"Calibration: {len(calibration.scores)} normal records, {_plain(calibration.order)} order")
     console.print(_calibration(loaded))
     table = Table("training", "", title_justify="left")
     for key, value in loaded.manifest["training"].items():
         if isinstance(value, str | int | float):
-            shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-            table.add_row(_plain(key.replace("_", " ")), _plain(shown))
+            name = "data fingerprint" if key == "fingerprint" else key.replace("_", " ")  # the model has its own
+            table.add_row(_plain(name), _plain(_shown(value)))
     console.print(table)
     for name, own in calibration.groups.items():
         console.print(f"records {_plain(name + calibration.separator)}… are judged by {len(own.scores)} of their own")
@@ -47,6 +48,12 @@ def describe(loaded: Artifact, console: Console | None = None) -> None:
         console.print("Ties are held: readings of one record and one time are judged together.")
     if calibration.order == "random":
         console.print("Calibrated in random orders: alpha holds where readings arrive in any order, each as likely.")
+
+
+def _shown(value: str | float) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _features(features: tuple[Feature, ...]) -> Table:
@@ -61,8 +68,7 @@ def _features(features: tuple[Feature, ...]) -> Table:
 
 def _calibration(loaded: Artifact) -> Table:
     calibration = loaded.calibration
-    title = f"Calibration: {len(calibration.scores)} normal records, {_plain(calibration.order)} order"
-    table = Table("alpha", "alert when the score is above", title=title, title_justify="left")
+    table = Table("alpha", "alert when the score is above")
     for alpha in ALPHAS:
         out = calibration.beyond([alpha])
         text = "out of reach: too few calibration records" if out else f"{calibration.threshold(alpha):.3f}"

@@ -147,6 +147,15 @@ def test_format_version(directory: Path, version: object) -> None:
         refused(directory, artifact.MANIFEST, "format version", repr(version), "train again")
 
 
+def test_a_newer_format_asks_for_a_newer_package(directory: Path) -> None:
+    forge(directory, lambda manifest: manifest.update(format_version=99))
+    refused(directory, "format version 99", "install the newer deformer-stream", "or train again")
+
+
+def test_a_file_in_place_of_a_model(directory: Path) -> None:
+    refused(directory / artifact.REPORT, "is missing", "give the directory that deformer-train wrote")
+
+
 @pytest.mark.parametrize(
     "text",
     [

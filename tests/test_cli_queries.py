@@ -243,3 +243,10 @@ def test_sample_refuses(cli: Run, model_dir: Path, tmp_path: Path) -> None:
     failed(cli("sample", "--model", model_dir, "--count", "0", "--output", tmp_path / "s"), 2, "--count")
     failed(cli("sample", "--model", model_dir), 2, "--output")
     failed(cli("sample", "--model", tmp_path, "--output", tmp_path / "s"), 3, "manifest.json")
+
+
+def test_a_folder_is_refused_before_anything_is_drawn(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    failed(cli("sample", "--model", model_dir, "--output", folder), 2, "Is a directory", "choose another path")
+    assert list(tmp_path.iterdir()) == [folder]

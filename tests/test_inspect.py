@@ -78,3 +78,11 @@ def test_command(model_dir: Path, cli: Callable[..., SimpleNamespace]) -> None:
     ended = cli("inspect", model_dir, "--json")
     assert (ended.code, ended.err) == (0, "")
     assert json.loads(ended.out) == artifact.read(model_dir).manifest
+
+
+def test_summary_in_words(tmp_path: Path) -> None:
+    training = {"fingerprint": "0123", "stopped_early": False}
+    artifact.write(tmp_path / "model", DEformer(SCHEMA, CONFIG), Calibration.of(np.ones(3), "random"), training, "")
+    rows = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in shown(tmp_path / "model").splitlines()]
+    assert ["data fingerprint", "0123"] in rows
+    assert ["stopped early", "no"] in rows

@@ -15,22 +15,23 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from deformer_stream.errors import InputError
+from deformer_stream.errors import InputError, writing
 
 FILE = "checkpoint.safetensors"
 
 
 def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-    """Write tensors and JSON-ready state durably."""
+    """Write tensors and JSON-ready state durably. Raises `Unavailable` where the disk has no room."""
     data = safetensors.torch.save(
         {name: t.detach().cpu().contiguous() for name, t in tensors.items()}, {"state": json.dumps(state)}
     )
     partial = folder / (FILE + ".partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(folder / FILE)
+    with writing(folder / FILE):
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(folder / FILE)
 
 
 def load_state(folder: Path) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ from deformer_stream.core.slots import repeated, single
 from deformer_stream.core.windows import Window, duration
 from deformer_stream.errors import ConfigError, InputError
 from trainer.kinds import ColumnStatistics, Excluded, adoptable, infer
+from trainer.scratch import mapped
 from trainer.tables import (
     DEVICE,
     FEATURE,
@@ -281,7 +282,7 @@ def encode(
 ) -> tuple[NDArray[np.float32], NDArray[np.int16] | None]:
     """Pass 2: the matrix of normalised values and, for the long layout, the order of arrival, as files in `folder`."""
     shape = (source.records, len(schema))
-    values = np.lib.format.open_memmap(folder / "values.npy", "w+", np.float32, shape)
+    values = mapped(folder / "values.npy", np.float32, shape)
     _fill(values, np.nan)
     if source.layout == "wide":
         for block in source.blocks():
@@ -290,8 +291,8 @@ def encode(
                 values[block.rows, code] = encode_block(schema, code, block, mixed=False)
         values.flush()
         return values, None
-    events = np.lib.format.open_memmap(folder / "events.npy", "w+", np.int64, shape)
-    times = np.lib.format.open_memmap(folder / "times.npy", "w+", np.int64, shape)
+    events = mapped(folder / "events.npy", np.int64, shape)
+    times = mapped(folder / "times.npy", np.int64, shape)
     _fill(events, -1)
     duplicates = 0
     for block in source.blocks():
@@ -352,7 +353,7 @@ def _ranks(
 ) -> NDArray[np.int16]:
     """(N, F) place of each reading in its record: by time, ties and unknown times by place in the input. With ties held
     readings of one time have one place."""
-    ranks = np.lib.format.open_memmap(folder / "ranks.npy", "w+", np.int16, values.shape)
+    ranks = mapped(folder / "ranks.npy", np.int16, values.shape)
     for start in range(0, len(values), CHUNK):
         part = slice(start, start + CHUNK)
         present = np.isfinite(values[part])

@@ -114,7 +114,7 @@ def train(
         if peers.size > 1:
             budget.clock = fit.budget.clock = time.monotonic  # the others have done their part
         if fitted.steps < FEWEST_STEPS and budget.limit is not None:
-            say(f"--max-time left room for {fitted.steps} steps of training, which is next to nothing; allow more time")
+            say(f"--max-time left next to no time to train (steps: {fitted.steps}); allow more")
         say("calibrating")
         rows = data.rows(CALIBRATION)
         rows = calibration_rows(rows, settings.seed + 2, math.ceil(fit.budget.share * len(rows)))

@@ -50,7 +50,8 @@ def _curves(fitted: Fitted) -> list[str]:
         html.paragraph(
             f"Training {end}: {fitted.steps:,} steps, {fitted.epochs:.1f} passes over the training records. "
             f"The weights kept are the averaged ones of step {best['step']:,.0f}. Smaller is better; a training curve "
-            "far below the validation curve means that the model learns records by heart."
+            "far below the validation curve means that the model learns records by heart. It "
+            "may lie above: training adds noise to the readings, and its weights are the latest, not averaged ones."
         ),
         charts.line_chart(
             {

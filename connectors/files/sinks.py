@@ -6,6 +6,7 @@ for lines: what was written before it is in the file.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from connectors.files.tables import CSV, LINES, PARQUET
 from deformer_stream.codec import encode_alert, encode_drift, encode_rejected
 from deformer_stream.core.batch import NO_TIME, AlertRaised, Closed, Effects, EventBatch
 from deformer_stream.core.schema import Schema
-from deformer_stream.errors import ConfigError, Unavailable
+from deformer_stream.errors import ConfigError, writing
 from deformer_stream.ports import Payload
 
 ROW_GROUP = 131_072
@@ -101,6 +102,8 @@ class _ParquetSink:
         # Fractions hardly ever repeat: looking for those that do takes longer than all else, and makes files larger.
         repeated = [field.name for field in columns if not pa.types.is_floating(field.type)]
         with _opening(self._path):
+            if self._path.is_dir():  # or it would be found out when the rows are there
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             self._writer = pq.ParquetWriter(self._part, columns, compression="zstd", use_dictionary=repeated)
 
     def _add(self, batch: pa.RecordBatch) -> None:
@@ -116,7 +119,7 @@ class _ParquetSink:
         self._behind.do(lambda: self._put(group))
 
     def _put(self, group: pa.Table) -> None:
-        with _writing(self._path):
+        with writing(self._path):
             self._writer.write_table(group)
 
     def flush(self) -> None:
@@ -130,7 +133,7 @@ class _ParquetSink:
             self._write()
         self._behind.wait()
         self._behind.end()
-        with _writing(self._path):
+        with writing(self._path):
             self._writer.close()
             with self._part.open("rb") as file:
                 os.fsync(file.fileno())
@@ -299,12 +302,12 @@ class LinesSink:
     def lines(self, lines: list[bytes]) -> None:
         """Append these lines, given without their ends."""
         if lines:
-            with _writing(self._path):
+            with writing(self._path):
                 self._file.write(b"\n".join(lines) + b"\n")
 
     def flush(self) -> None:
         """Standard output has been handed over, a file's lines are with the operating system."""
-        with _writing(self._path):
+        with writing(self._path):
             self._file.flush()
 
     def close(self) -> None:
@@ -312,7 +315,7 @@ class LinesSink:
         if self._standard:
             self.flush()
         elif not self._file.closed:
-            with _writing(self._path), self._file:
+            with writing(self._path), self._file:
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
@@ -356,16 +359,3 @@ def _opening(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror or error}); choose another path") from error
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """A reader that went away (`| head`) stays a `BrokenPipeError`: it is no fault, and the command line ends on it."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise Unavailable(
-            f"{path}: writing failed ({error.strerror or error}); make room or mend the disk, then run again"
-        ) from error
