@@ -288,6 +288,7 @@ def _calibrate() -> click.Command:
             totals = road.run(stop)
         source.close()
         if stop.is_set():
+            click.echo("interrupted: nothing was written", err=True)
             return 130
         order = peaks.order(opening.order_of_rows(loaded, settings), settings.order)
         ties = settings.ties or loaded.calibration.ties

@@ -176,3 +176,15 @@ def test_two_arrival_laws_are_refused(cli: Run, model_dir: Path, tmp_path: Path)
     assert cli("calibrate", *words).code == 2
     assert cli("calibrate", *words, "--order", "schema").code == 0
     assert artifact.read(tmp_path / "m").calibration.order == "schema"
+
+
+def test_an_interrupted_one_says_that_nothing_was_written(
+    cli: Run, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = threading.Event()
+    stopped.set()
+    monkeypatch.setattr("deformer_stream.cli.stop_on_signals", lambda: stopped)
+    out = tmp_path / "m"
+    ended = cli("calibrate", lines_of(tmp_path / "new.jsonl", normals(60, 4)), "--model", model_dir, "--out", out)
+    assert (ended.code, ended.out, ended.lines) == (130, "", ["interrupted: nothing was written"])
+    assert not out.exists()
