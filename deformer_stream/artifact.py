@@ -31,7 +31,7 @@ from deformer_stream.core.compiled import fits
 from deformer_stream.core.conformal import Calibration
 from deformer_stream.core.model import DEformer, ModelConfig
 from deformer_stream.core.schema import Schema
-from deformer_stream.errors import ArtifactError, ConfigError
+from deformer_stream.errors import ArtifactError, ConfigError, writing
 
 FORMAT_VERSION, GROUPED_VERSION, HELD_VERSION, WINDOWED_VERSION = 1, 2, 3, 4
 """The second with calibrations of groups, the third with ties held, the fourth with the window that records are cut out
@@ -80,7 +80,8 @@ def write(directory: Path, model: DEformer, calibration: Calibration, training: 
 
     training: the summary (JSON values; numbers that are not finite become null). report: an HTML page. A model that
     stands there is replaced; if anything fails it stays as it was. Raises `ConfigError` where the directory cannot be
-    written or holds something else, `ArtifactError` for a model that `read` would refuse.
+    made or holds something else, `Unavailable` where writing fails, `ArtifactError` for a model that `read` would
+    refuse.
     """
     directory = Path(directory).absolute()
     check_target(directory)
@@ -105,20 +106,21 @@ def write(directory: Path, model: DEformer, calibration: Calibration, training: 
             f"{MANIFEST} would have {len(rendered)} bytes, at most {LARGEST_MANIFEST} can be read again"
         )
     _build(json.loads(rendered), weights, directory)
-    partial = None
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-        partial.chmod(0o755)
-        _write_durably(partial / WEIGHTS, weights)
-        _write_durably(partial / MANIFEST, rendered)
-        _write_durably(partial / REPORT, report.encode("utf-8", "backslashreplace"))
-        _sync(partial)
-        _replace(partial, directory)
     except OSError as error:
-        raise ConfigError(f"{directory} cannot be written ({error.strerror}): make room, or name another") from error
+        raise ConfigError(f"{directory} cannot be written ({error.strerror}): name another directory") from error
+    try:
+        with writing(directory):
+            partial.chmod(0o755)
+            _write_durably(partial / WEIGHTS, weights)
+            _write_durably(partial / MANIFEST, rendered)
+            _write_durably(partial / REPORT, report.encode("utf-8", "backslashreplace"))
+            _sync(partial)
+            _replace(partial, directory)
     finally:
-        if partial is not None and partial.exists():
+        if partial.exists():
             shutil.rmtree(partial)
     return str(manifest["fingerprint"])
 

@@ -65,6 +65,11 @@ def stop_on_signals() -> threading.Event:
     return stop
 
 
+def interrupted_by_termination() -> None:
+    """SIGTERM ends the command as Ctrl-C does: what it has begun to write is taken away."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 def asked_by_hangup() -> threading.Event:
     """SIGHUP asks for the model to be read again."""
     asked = threading.Event()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deformer_stream.command import HELP, debug_option, debugging, stop_on_signals
+from deformer_stream.command import HELP, debug_option, debugging, interrupted_by_termination, stop_on_signals
 
 if TYPE_CHECKING:
     from deformer_stream.codec.packing import Packing
@@ -111,6 +111,7 @@ def impute() -> click.Command:
     @debug_option
     def command(table: Path, config: Path | None, **flags: Any) -> None:
         """Fill the nulls of a wide table (Parquet, CSV) given what is there, with intervals or joint draws."""
+        interrupted_by_termination()
         from connectors.files import queries
         from deformer_stream import artifact, log
         from deformer_stream.progress import Progress
@@ -137,6 +138,7 @@ def sample() -> click.Command:
     @debug_option
     def command(config: Path | None, **flags: Any) -> None:
         """Draw records that the model holds for normal, in raw units."""
+        interrupted_by_termination()
         from connectors.files import queries
         from deformer_stream import artifact, log
         from deformer_stream.progress import Progress

@@ -20,7 +20,7 @@ import torch
 
 from deformer_stream import artifact
 from deformer_stream.core.conformal import Calibration
-from deformer_stream.errors import ArtifactError, ConfigError
+from deformer_stream.errors import ArtifactError, ConfigError, Unavailable
 from tests.core.worlds import model_of, normalised, records_of
 from tests.fuzz.forgery import signed
 from tests.models import CONFIG, SCHEMA, TRAINING, calibration_of, small_model, write_model
@@ -345,7 +345,7 @@ def test_failed_write_leaves_the_old_model(
     monkeypatch.setattr(artifact, "_write_durably", failing(artifact._write_durably))
     monkeypatch.setattr(artifact, "_sync", failing(artifact._sync))
     monkeypatch.setattr(Path, "rename", failing(Path.rename))
-    with pytest.raises(ConfigError if isinstance(error, OSError) else KeyboardInterrupt) as caught:
+    with pytest.raises(Unavailable if isinstance(error, OSError) else KeyboardInterrupt) as caught:
         write_model(tmp_path / "model", seed=1)
     monkeypatch.undo()
     if isinstance(error, OSError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +49,26 @@ def test_impute(cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path
     temperatures = filled.column("temperature").to_numpy()
     np.testing.assert_allclose(temperatures * 10, np.round(temperatures * 10), atol=1e-9)
     assert set(filled.column("state").to_pylist()) <= {"idle", "run", "stop", "unheard of"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_takes_away_what_was_begun(
+    cli: Run, model_dir: Path, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    seen = list[Path]()
+
+    def signalled(*given: object) -> None:
+        seen.extend(tmp_path.glob("*.part"))
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(query, "sample", signalled)
+    monkeypatch.setattr(query, "fill", signalled)
+    out = tmp_path / "y.parquet"
+    for words in (("sample", "--count", 10), ("impute", wide)):
+        failed(cli(*words, "--model", model_dir, "--output", out), 130, "interrupted")
+        assert seen
+        assert not list(tmp_path.glob("y*"))
+        seen.clear()
 
 
 def test_impute_says_which_features_have_no_column(
