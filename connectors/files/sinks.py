@@ -358,4 +358,5 @@ def _opening(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror or error}); choose another path") from error
+        why = os.strerror(error.errno) if error.errno else error  # Arrow's text names the file under its working name
+        raise ConfigError(f"{path}: cannot be written ({why}); choose another path") from error

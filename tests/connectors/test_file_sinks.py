@@ -55,7 +55,7 @@ def test_alerts_on_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sink_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match=r"scores\.parquet: cannot be written \(No such file or directory\)"):
         ScoresParquet(tmp_path / "no" / "scores.parquet", SCHEMA)
     with pytest.raises(ConfigError, match="cannot be written"):
         AlertLines(tmp_path)
