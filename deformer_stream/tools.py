@@ -17,7 +17,7 @@ from deformer_stream.command import HELP, debug_option, debugging, interrupted_b
 if TYPE_CHECKING:
     from deformer_stream.codec.packing import Packing
 
-SECTIONS = ["consume", "replay", "calibrate", "produce", "impute", "sample"]
+SECTIONS = ["consume", "replay", "calibrate", "produce", "impute", "sample", "demo"]
 """The commands with options of `settings`; named here too, since importing them takes time."""
 
 
@@ -203,21 +203,16 @@ def config() -> click.Command:
 
 
 def demo() -> click.Command:
+    from deformer_stream.settings import DemoSettings, load, options
+
     @click.command("demo", context_settings=HELP)
-    @click.option(
-        "--output",
-        type=click.Path(path_type=Path),
-        default=Path("demo-output"),
-        show_default=True,
-        help="Where to write.",
-    )
-    @click.option("--seed", type=int, default=0, show_default=True)
-    @click.option("--train-time", default="60s", show_default=True, help="Time to train.")
+    @options(DemoSettings)
     @debug_option
-    def command(output: Path, seed: int, train_time: str) -> int:
+    def command(config: Path | None, **flags: Any) -> int:
         """Simulate a fleet of pumps, train for a minute, and watch alerts fall before records are complete."""
+        settings = load(DemoSettings, flags, config, "demo")
         from deformer_stream import demo as show
 
-        return show.run(output, seed, train_time)
+        return show.run(settings.output, settings.seed, f"{settings.train_time:.12g}s")
 
     return command

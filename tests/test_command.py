@@ -48,7 +48,7 @@ def test_help_is_light(program: str, flag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["--version"], [], ["nonsense"], ["demo", "--help"], ["inspect", "--help"]]
+    "words", [["--help"], ["--version"], [], ["nonsense"], ["config", "--help"], ["inspect", "--help"]]
 )
 def test_listing_commands_is_lighter_still(words: list[str]) -> None:
     """Without a command's own options not even the settings are built."""
@@ -83,7 +83,7 @@ def test_version(cli: Callable[..., SimpleNamespace]) -> None:
         (["nonsense"], "deformer-stream --help"),
         (["replay"], "INPUT"),
         (["inspect"], "DIRECTORY"),
-        (["config", "demo"], "consume"),
+        (["config", "inspect"], "consume"),
         (["consume", "--from", "never"], "--from"),
         (["consume", "--alpha"], "--alpha"),
     ],

@@ -4,8 +4,10 @@ import io
 import math
 import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -246,6 +248,22 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--output .*file/demo cannot be written"):
         demo.run(tmp_path / "file" / "demo", seed=0)
+
+
+def test_its_options_come_from_flags_environment_and_file(
+    cli: Callable[..., SimpleNamespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Path, int, str]] = []
+    monkeypatch.setattr(demo, "run", lambda *words: asked.append(words) or 0)
+    file = tmp_path / "demo.toml"
+    file.write_text('[demo]\noutput = "of-the-file"\ntrain-time = "3m"\nseed = 3\n')
+    monkeypatch.setenv("DEFORMER_TRAIN_TIME", "1500000s")
+    assert [cli("demo", *words).code for words in ((), ("--config", file, "--seed", "7"))] == [0, 0]
+    assert asked == [(Path("demo-output"), 0, "1500000s"), (Path("of-the-file"), 7, "1500000s")]
+    monkeypatch.setenv("DEFORMER_TRAIN_TIME", "soon")
+    ended = cli("demo")
+    assert (ended.code, len(ended.lines)) == (2, 1)
+    assert "DEFORMER_TRAIN_TIME" in ended.lines[0]
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ REQUIRED: dict[str, dict[str, str]] = {
     "produce": {"topic": "t"},
     "impute": {"model": "m", "output": "o.parquet"},
     "sample": {"model": "m", "output": "o.parquet"},
+    "demo": {},
 }
 LOGIN = {"security_protocol": "SASL_SSL", "sasl_mechanism": "PLAIN", "sasl_username": "me"}
 NEEDED = ("source", "output", "topic", *LOGIN, "sasl_password", "sasl_password_file")

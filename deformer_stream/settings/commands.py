@@ -377,6 +377,14 @@ class SampleSettings(_Model):
     seed: int = Field(0, ge=0, lt=2**63, description="Of the draws; equal seeds draw equal records.")
 
 
+class DemoSettings(Settings):
+    """`deformer-stream demo`"""
+
+    output: Path = Field(Path("demo-output"), description="Folder to write tables, model and report into.")
+    seed: int = Field(0, ge=0, description="Of the simulated fleet and of training.")
+    train_time: Timeout = written("60s", "Time to train.")
+
+
 def _one_of(settings: SettingsType, *names: str) -> SettingsType:
     """Exactly one of these options is there, and not empty."""
     given = [name for name in names if getattr(settings, name) is not None]
@@ -392,4 +400,5 @@ COMMANDS: dict[str, type[Settings]] = {
     "produce": ProduceSettings,
     "impute": ImputeSettings,
     "sample": SampleSettings,
+    "demo": DemoSettings,
 }
