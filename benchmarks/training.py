@@ -198,6 +198,11 @@ def measure(preset: str, features: int, batch: int, rounds: int, steps: int) -> 
     return Line(preset, features, batch, *rates, difference=float((both[0] - both[1]).abs()))
 
 
+def record(line: Line) -> dict[str, Any]:
+    """A line as JSON has it."""
+    return {"benchmark": "training"} | asdict(line)
+
+
 def table_of(lines: list[Line]) -> str:
     text = ["| preset | features | batch | plain PyTorch | ours, float32 | ours | ratio | apart |"]
     text.append("|---|---|---|---|---|---|---|---|")
@@ -221,12 +226,12 @@ def main() -> None:
         batch, steps = (128, 3) if preset == "small" else (16, 1)
         for features in map(int, arguments.features.split(",")):
             lines.append(measure(preset, features, batch, arguments.rounds, steps))
-            print(json.dumps({"benchmark": "training"} | asdict(lines[-1])), flush=True)
+            print(json.dumps(record(lines[-1])), flush=True)
     text = (
         f"# Training speed\n\n{machine()}, {arguments.threads} threads used, {today()}; records "
         f"trained on a second, the best of {arguments.rounds} rounds in turn.\n\n{table_of(lines)}\n"
     )
-    publish("training", text)
+    publish("training", text, [record(line) for line in lines])
 
 
 if __name__ == "__main__":

@@ -143,3 +143,19 @@ def test_the_plain_model_computes_the_same_density(preset: str) -> None:
     plain.copy(ours)
     order, values = torch.rand(7, 5).argsort(1), torch.randn(7, 5)
     torch.testing.assert_close(plain(order, values), ours.log_prob(order, values))
+
+
+def test_training_keeps_its_table_and_a_line_of_each_measurement(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(training, "measure", lambda *asked: training.Line(*asked[:3], 10.0, 30.0, 40.0, 1e-6))
+    monkeypatch.setattr(sys, "argv", ["training", "--presets", "small", "--features", "8,21"])
+    training.main()
+    kept = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]
+    assert [(line["benchmark"], line["features"], line["ours"]) for line in kept] == [
+        ("training", 8, 40.0),
+        ("training", 21, 40.0),
+    ]
+    assert "| small | 21 |" in (tmp_path / "training.md").read_text()
