@@ -55,4 +55,4 @@ def test_time_that_is_gone_at_once_still_makes_a_model_and_that_is_said(tmp_path
     said: list[str] = []
     result = train([table], settings, budget=Budget(5.0, spent=6.0), say=said.append)
     assert result.fitted.steps == 1
-    assert any("room for 1 steps" in line for line in said)
+    assert any("next to no time to train (steps: 1)" in line for line in said)
