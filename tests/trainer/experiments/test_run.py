@@ -65,7 +65,7 @@ def test_what_a_run_leaves(whole: Outcome, table: Path) -> None:
     detector = deformer_stream.load(whole.directory / "model")
     page = (whole.directory / "model" / "report.html").read_text()
     assert "cannot be compared" in page  # 686 rows are not the table
-    assert "0.68" not in re.sub("<svg.*?</svg>", "", page, flags=re.DOTALL)  # which are full of numbers
+    assert not re.search(r"(?<!\d)0\.68(?!\d)", page)
     # The model streams: reading by reading it gives what whole records give.
     data = EXPERIMENT.load(table, PRESETS["small"], 0)
     row = data.prepared.values[data.prepared.rows(TEST)[0]].astype(float)
