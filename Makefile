@@ -81,10 +81,10 @@ chaos: $(VENV)/.dev kafka-jars ## consumers killed, moved, cut off: nothing lost
 	$(BIN)/python -m tests.chaos --size $(CHAOS)
 
 kafka-jars: $(VENV)/.made ## fetch Apache Kafka by Maven (once)
-	@if [ -z "$$DEFORMER_TEST_BOOTSTRAP" ]; then $(BIN)/python deploy/kafka/broker.py ensure; fi
+	@if [ -z "$$DEFORMER_TEST_BOOTSTRAP" ]; then $(BIN)/python tests/kafka/broker.py ensure; fi
 
 kafka: $(VENV)/.made ## a broker on localhost:$(KAFKA_PORT), until Ctrl-C
-	$(BIN)/python deploy/kafka/broker.py run --port $(KAFKA_PORT)
+	$(BIN)/python tests/kafka/broker.py run --port $(KAFKA_PORT)
 
 clean: ## remove what the targets made
 	rm -rf $(VENV) .kafka .fuzz demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

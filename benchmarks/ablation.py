@@ -29,15 +29,15 @@ import torch
 from benchmarks.command import Kept, again, launch, machine, parser, publish
 from benchmarks.density import ORDERS, encoded, halves, sources
 from benchmarks.tables import markdown_head, markdown_row, preset_for, seeds_of
-from deformer_stream.core.model import DEformer
 from deformer_stream.errors import ConfigError
-from trainer import gaussians
+from deformer_stream.model.deformer import DEformer
+from trainer import gaussian_prior
 from trainer.budget import Budget
 from trainer.data import TRAIN, DataOptions, Prepared, prepare
 from trainer.evaluate import held_out
 from trainer.fit import Fit
-from trainer.options import Everything
 from trainer.recipes import choose_gaussians, choose_recipe, model_config
+from trainer.settings import Everything
 
 TABLES = "annthyroid,cardio,fault,pendigits,satellite,vowels"
 DEFAULT = "default"
@@ -74,7 +74,7 @@ class Table:
         self.data = prepare([folder / "train" / "rows.parquet"], DataOptions(seed=seed), folder / "train")
         self.held = encoded(self.data, folder / "held" / "rows.parquet", folder / "held")
         began = time.process_time()
-        self.guides = gaussians.fit(self.data, choose_gaussians(self.settings({})), seed)
+        self.guides = gaussian_prior.fit(self.data, choose_gaussians(self.settings({})), seed)
         self.seconds = time.process_time() - began
 
     def settings(self, options: dict[str, Any]) -> Everything:

@@ -37,14 +37,15 @@ from numpy.typing import NDArray
 
 from benchmarks.command import launch, machine, parser, publish, today
 from benchmarks.tables import ALPHA, find_tables, learn, need_peers, split
-from deformer_stream import Detector, native
-from deformer_stream.core.batch import NO_TIME, AlertRaised, Contribution, EventBatch
-from deformer_stream.core.compiled import Compiled
-from deformer_stream.core.engine import Limits
-from deformer_stream.core.explain import explain
-from deformer_stream.core.model import PRESETS, DEformer
-from deformer_stream.core.schema import Feature, Schema
+from deformer_stream import Detector
+from deformer_stream.engine.engine import Limits
+from deformer_stream.engine.events import NO_TIME, AlertRaised, Contribution, EventBatch
+from deformer_stream.engine.explain import explain
 from deformer_stream.errors import InputError
+from deformer_stream.kernels import build
+from deformer_stream.kernels.cpu import Compiled
+from deformer_stream.model.deformer import PRESETS, DEformer
+from deformer_stream.model.schema import Feature, Schema
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -231,7 +232,7 @@ def cost(runs: int = COST_RUNS) -> list[dict[str, Any]]:
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(COST_FEATURES)))
     torch.manual_seed(0)
     model = DEformer(schema, PRESETS["small"]).eval()
-    model.library = native.library(False)
+    model.library = build.library(False)
     compiled = Compiled.of(model)
     rng = np.random.default_rng(0)
 

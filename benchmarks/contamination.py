@@ -40,7 +40,7 @@ from benchmarks.tables import (
     split,
 )
 from deformer_stream import Detector
-from deformer_stream.core.conformal import Calibration, trimmed
+from deformer_stream.calibration.conformal import Calibration, trimmed
 from deformer_stream.errors import ConfigError
 
 Floats = NDArray[np.float64]

@@ -36,8 +36,8 @@ from benchmarks.tables import find_tables, need_peers, preset_for, seeds_of, spl
 from trainer.data import CALIBRATION, Prepared, encode
 from trainer.evaluate import held_out
 from trainer.job import Result, train
-from trainer.options import Everything
 from trainer.sampling import Noise, read_rows, seeded
+from trainer.settings import Everything
 from trainer.tables import index_records, open_source
 
 Floats = NDArray[np.float64]

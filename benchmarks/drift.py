@@ -6,7 +6,7 @@ Models, splits and units are those of `benchmarks.early` (`--models DIR` shares 
 the calibration and those of the test, come in random orders, and each has the statistic M of alerts. A life draws anew
 which of them are the calibration and which the stream, so that all are exchangeable in fact, and sends the stream to
 
-    ours              `core/drift.py`, at the level that bounds the chance of a false notice, ever, by its inverse
+    ours              `calibration/drift.py`, at the level that bounds the chance of a false notice, ever, by its inverse
     ADWIN, KSWIN      River, as they come, on the records' p-values among the calibration
     Page-Hinkley      likewise, on minus the p-values: it looks for a growing mean, so for more anomalous records
 
@@ -33,8 +33,8 @@ from numpy.typing import NDArray
 from benchmarks.command import launch, machine, parser, publish, today
 from benchmarks.early import LAWS, Case, prepare
 from benchmarks.tables import find_tables, markdown_head, markdown_row, seeds_of
-from deformer_stream.core.conformal import Calibration, record_statistics, survey
-from deformer_stream.core.drift import RECENT, Watch, moved
+from deformer_stream.calibration.conformal import Calibration, record_statistics, survey
+from deformer_stream.calibration.drift import RECENT, Watch, moved
 from deformer_stream.errors import ConfigError
 
 Floats = NDArray[np.float64]

@@ -4,7 +4,7 @@
 
 Splits, training and tables are those of `benchmarks.tables`; of the test rows at most 2000 normals and 1000 anomalies.
 Each record's features come in a random order of its own. Every contender gives a statistic for each prefix of a record
-and is judged by the same rule (`core/conformal.py`): the largest statistic so far, against the largest ones over the
+and is judged by the same rule (`calibration/conformal.py`): the largest statistic so far, against the largest ones over the
 lives of the same calibration records. "Complete" decides by the same statistic once, at the last feature, against the
 calibration records' statistics there. Contenders, trained on the rows that our model was trained on:
 
@@ -40,13 +40,12 @@ from benchmarks.command import RESULTS, launch, machine, parser, publish, today
 from benchmarks.early_report import report, summary
 from benchmarks.tables import find_tables, need_peers, preset_for, seeds_of, split
 from deformer_stream import load
-from deformer_stream.core.cache import tensor
-from deformer_stream.core.conformal import Calibration, PrefixState, advance
-from deformer_stream.core.model import DEformer
-from deformer_stream.core.schema import Schema
+from deformer_stream.calibration.conformal import Calibration, PrefixState, advance
+from deformer_stream.model.deformer import DEformer, tensor
+from deformer_stream.model.schema import Schema
 from trainer.data import CALIBRATION, assign_split, encode
 from trainer.job import train
-from trainer.options import Everything
+from trainer.settings import Everything
 from trainer.tables import index_records, open_source
 
 Floats = NDArray[np.float64]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.tables import markdown_head, markdown_row
-from deformer_stream import charts, html
+from deformer_stream.report import charts, html
 
 CALIBRATED = {"random": "calibrated in random order", "group": "by group"}
 

@@ -19,11 +19,11 @@ import orjson
 import pyarrow as pa
 import torch
 
-from deformer_stream import native
-from deformer_stream.core.compiled import fits
-from deformer_stream.core.conformal import Calibration
-from deformer_stream.core.model import PRESETS, DEformer
-from deformer_stream.core.schema import Feature, Schema
+from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.kernels import build
+from deformer_stream.kernels.cpu import fits
+from deformer_stream.model.deformer import PRESETS, DEformer
+from deformer_stream.model.schema import Feature, Schema
 from tests.connectors.raw import batch, varint
 
 BATCH = 500
@@ -46,7 +46,7 @@ def model_of(preset: str, features: int, gaussians: int, precision: str = "float
     config = with_(PRESETS[preset], gaussians=gaussians, precision=precision)  # type: ignore[arg-type]
     model = DEformer(schema_of(features), config).eval()
     if fits(model):
-        model.library = native.library(model.config.precision == "bfloat16")
+        model.library = build.library(model.config.precision == "bfloat16")
     return model
 
 

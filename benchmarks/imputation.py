@@ -8,7 +8,7 @@ are filled. Each reading of these is missing with probability 10%, 30% or 50%, w
 the same for all contenders, and all learn from the same complete training rows (ours keeps a fifth of them for the
 calibration of alerts, and a tenth of the rest for validation).
 
-- ours: `core.query.fill`, each missing reading given all present ones; the conditional mean for the squared error, the
+- ours: `engine.queries.fill`, each missing reading given all present ones; the conditional mean for the squared error, the
   conditional median for the absolute one, and the central 90% interval. Preset tiny.
 - mean: of the training rows.
 - kNN: scikit-learn's KNNImputer, 5 neighbours weighted by distance.
@@ -40,8 +40,8 @@ from benchmarks.command import Kept, again, launch, machine, parser, publish, to
 from benchmarks.density import halves
 from benchmarks.tables import NEIGHBOURS, find_tables, learn, markdown_head, markdown_row, need_peers, seeds_of
 from deformer_stream import Detector, load
-from deformer_stream.core.query import fill
-from deformer_stream.core.schema import Schema, label_of
+from deformer_stream.engine.queries import fill
+from deformer_stream.model.schema import Schema, label_of
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.command import machine, publish, today
 from connectors.kafka import ensure_topics, produce
-from deformer_stream.command import calm_threads
+from deformer_stream.cli_utils import calm_threads
 from tests.conftest import load_broker_script
 from tests.integration.programs import Cluster, Consume
 from tests.models import SCHEMA, rows_of, write_model

@@ -34,10 +34,10 @@ from numpy.typing import NDArray
 
 from benchmarks.command import launch, machine, parser, publish, today
 from benchmarks.tables import markdown_head, markdown_row, tables_folder
-from deformer_stream.core.conformal import Calibration, record_excess
+from deformer_stream.calibration.conformal import Calibration, record_excess
 from deformer_stream.errors import ConfigError, InputError
 from trainer.job import train
-from trainer.options import Everything
+from trainer.settings import Everything
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

@@ -28,18 +28,18 @@ import numpy as np
 import torch
 
 from benchmarks.command import machine, publish, today
-from deformer_stream import native
-from deformer_stream.core.batch import NO_TIME, EventBatch
-from deformer_stream.core.cache import KeyValueCache
-from deformer_stream.core.compiled import Compiled
-from deformer_stream.core.conformal import Calibration
-from deformer_stream.core.engine import Engine, Limits
-from deformer_stream.core.heads import Conditional, Head
-from deformer_stream.core.model import PRESETS, DEformer, ModelConfig
-from deformer_stream.core.passes import Passes
-from deformer_stream.core.records import Records
-from deformer_stream.core.schema import Feature, Schema
-from deformer_stream.core.scoring import Generation
+from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.engine.engine import Engine, Limits
+from deformer_stream.engine.events import NO_TIME, EventBatch
+from deformer_stream.engine.records import Records
+from deformer_stream.engine.scoring import Generation
+from deformer_stream.kernels import build
+from deformer_stream.kernels.cpu import Compiled
+from deformer_stream.kernels.cuda_graphs import Passes
+from deformer_stream.kernels.kv_cache import KeyValueCache
+from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
+from deformer_stream.model.distributions import Conditional, Head
+from deformer_stream.model.schema import Feature, Schema
 
 ROUNDS = 5
 CPU = torch.device("cpu")
@@ -190,7 +190,7 @@ class World:
         self.published = DEformer(schema, replace(case.config, precision="float32")).to(case.device).eval()
         self.published.load_state_dict(self.model.state_dict())
         if case.compiled:
-            self.model.library = native.library(case.precision == "bfloat16")
+            self.model.library = build.library(case.precision == "bfloat16")
         # Nothing alerts: explanations are timed apart.
         self.calibration = Calibration.of(1e6 + np.arange(100.0), "random")
         self.features, self.records = features, records

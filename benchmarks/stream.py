@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks import stream_kafka, stream_local
 from benchmarks.command import RESULTS, machine, today
-from deformer_stream.command import calm_threads
+from deformer_stream.cli_utils import calm_threads
 
 Rows = Iterator[dict[str, Any]]
 

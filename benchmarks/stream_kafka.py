@@ -25,8 +25,8 @@ from kafka import KafkaConsumer, TopicPartition
 from benchmarks.feed import BATCH, WILD, Events, Wire, calm_calibration, model_of, records_of
 from benchmarks.recovery import ready_after
 from connectors.kafka import ensure_topics
-from deformer_stream import artifact
-from deformer_stream.pacing import paced
+from deformer_stream import model_store
+from deformer_stream.runtime.rate_limit import paced
 from tests.conftest import load_broker_script
 from tests.integration.programs import Cluster, Consume
 
@@ -46,7 +46,9 @@ READINGS = {"json": 1, "many": 4, "arrow": 1000}
 def _consuming(options: argparse.Namespace, folder: Path, bootstrap: str, topic: str, *words: str) -> Iterator[Consume]:
     model = folder / f"{options.preset}-{options.features}-{options.gaussians}"
     if not model.exists():
-        artifact.write(model, model_of(options.preset, options.features, options.gaussians), calm_calibration(), {}, "")
+        model_store.write(
+            model, model_of(options.preset, options.features, options.gaussians), calm_calibration(), {}, ""
+        )
     given = [word for setting in options.set for word in ("--" + setting).split("=", 1)]
     where = ["--topic", topic, "--group", topic, "--bootstrap-servers", bootstrap, "--model", model, "--alerts", ""]
     log = folder / f"{topic}.log"

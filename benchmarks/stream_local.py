@@ -25,12 +25,12 @@ from benchmarks.speed import ceiling_of
 from connectors.files import ScoresParquet
 from connectors.kafka.incoming import messages_of
 from connectors.kafka.runs import runs_of
-from deformer_stream import artifact
+from deformer_stream import model_store
 from deformer_stream.codec import Codec
-from deformer_stream.core.batch import NO_TIME, EventBatch
-from deformer_stream.core.engine import Engine, Limits
-from deformer_stream.core.model import DEformer
-from deformer_stream.core.records import Records
+from deformer_stream.engine.engine import Engine, Limits
+from deformer_stream.engine.events import NO_TIME, EventBatch
+from deformer_stream.engine.records import Records
+from deformer_stream.model.deformer import DEformer
 from tests.connectors.raw import batch
 from tests.integration.programs import command, environment
 
@@ -167,7 +167,7 @@ def replay(options: argparse.Namespace, folder: Path) -> Rows:
     """The command as a process, over whole records in a wide table, and the engine alone, against the ceiling. Seconds
     count from the start of the process."""
     model = model_of(options.preset, options.features, options.gaussians, options.precision)
-    artifact.write(folder / "replayed", model, calm_calibration(), {}, "")
+    model_store.write(folder / "replayed", model, calm_calibration(), {}, "")
     table, scores = folder / "replay.parquet", folder / "scores.parquet"
     for events in (min(1_000_000, options.events // 5), options.events):
         _table(table, events // options.features, options.features)

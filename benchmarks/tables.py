@@ -32,10 +32,10 @@ from numpy.typing import NDArray
 
 from benchmarks.command import launch, machine, parser, publish, today
 from deformer_stream import Detector, load
-from deformer_stream.demo_report import false_alarm_bound
+from deformer_stream.demo.report import false_alarm_bound
 from deformer_stream.errors import ConfigError, InputError
 from trainer.job import Result, train
-from trainer.options import Everything, Preset
+from trainer.settings import Everything, Preset
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

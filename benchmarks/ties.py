@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 from benchmarks.command import launch, machine, parser, publish, today
 from benchmarks.early import ALPHA, SHARES, Case, judge, prepare, worth
 from benchmarks.tables import find_tables, need_peers, seeds_of
-from deformer_stream.core.batch import EventBatch
-from deformer_stream.core.conformal import Calibration, Ties
-from deformer_stream.core.engine import Engine
-from deformer_stream.core.model import DEformer
+from deformer_stream.calibration.conformal import Calibration, Ties
+from deformer_stream.engine.engine import Engine
+from deformer_stream.engine.events import EventBatch
+from deformer_stream.model.deformer import DEformer
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -34,13 +34,13 @@ from torch import Tensor, nn
 
 from benchmarks.command import machine, publish, today
 from benchmarks.feed import schema_of
-from deformer_stream.core.heads import SCALE_FLOOR
-from deformer_stream.core.model import PRESETS, DEformer, ModelConfig
+from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
+from deformer_stream.model.distributions import SCALE_FLOOR
+from experiments.experiment import in_memory
 from trainer.budget import Budget
 from trainer.data import TRAIN, VALIDATION, Prepared
-from trainer.experiments.experiment import in_memory
 from trainer.fit import Fit, Interrupted, Recipe
-from trainer.options import Precision
+from trainer.settings import Precision
 
 RECORDS = 2048
 

@@ -1,7 +1,7 @@
 """Anomaly alerts with a guaranteed false-alarm rate, raised before the record is complete.
 
 `load(DIR)` reads a model directory and gives a `Detector` that scores, explains and imputes; see
-`deformer_stream.library`.
+`deformer_stream.api`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deformer_stream.library import Detector, Imputed, RecordScores, Scorer, Update, load
+    from deformer_stream.api import Detector, Imputed, RecordScores, Scorer, Update, load
 
 __version__ = "0.1.0"
 __all__ = ["Detector", "Imputed", "RecordScores", "Scorer", "Update", "__version__", "load"]
@@ -18,7 +18,7 @@ __all__ = ["Detector", "Imputed", "RecordScores", "Scorer", "Update", "__version
 def __getattr__(name: str) -> Any:
     """The library's names are imported on first use: `deformer-stream --help` must not wait for torch."""
     if name in __all__:
-        from deformer_stream import library
+        from deformer_stream import api
 
-        return getattr(library, name)
+        return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

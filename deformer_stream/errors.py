@@ -9,7 +9,7 @@
     └── InvariantViolated  (exit 1)  report a bug
 
 A message is one line: what is wrong, where, and the remedy. An event that is refused is no exception but a value,
-`deformer_stream.core.batch.Rejected`: bad input never stops the stream.
+`deformer_stream.engine.events.Rejected`: bad input never stops the stream.
 """
 
 from __future__ import annotations

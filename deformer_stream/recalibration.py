@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream import artifact, charts, html
-from deformer_stream.artifact import Artifact
-from deformer_stream.core.batch import Effects
-from deformer_stream.core.conformal import ALPHAS, MOST, Calibration, Ties, group_of, rows_by, trimmed
-from deformer_stream.core.drift import surprise_of
-from deformer_stream.core.model import DEformer
-from deformer_stream.core.windows import MARK
+from deformer_stream import model_store
+from deformer_stream.calibration.conformal import ALPHAS, MOST, Calibration, Ties, group_of, rows_by, trimmed
+from deformer_stream.calibration.drift import surprise_of
+from deformer_stream.codec.inputs import Payload, WideRows
+from deformer_stream.engine.events import Effects
 from deformer_stream.errors import ConfigError, InputError
-from deformer_stream.ports import Payload, WideRows
+from deformer_stream.model.deformer import DEformer
+from deformer_stream.model.windows import MARK
+from deformer_stream.model_store import Artifact
+from deformer_stream.report import charts, html
 
 LOGGED = 2_000
 """Records by which the usual surprise of each feature is told."""
@@ -170,12 +171,12 @@ def written(found: Recalibrated, loaded: Artifact, directory: Any, alphas: Seque
         "groups_pooled": len(found.pooled),
     }
     try:
-        page = (loaded.directory / artifact.REPORT).read_text("utf-8")
+        page = (loaded.directory / model_store.REPORT).read_text("utf-8")
     except (OSError, UnicodeDecodeError):
         page = ""
     report = html.extended(page, "Calibration report", *_section(found, loaded.fingerprint, alphas))
     training = loaded.manifest["training"] | {"recalibrated": note}
-    return artifact.write(directory, loaded.model, found.calibration, training, report)
+    return model_store.write(directory, loaded.model, found.calibration, training, report)
 
 
 def _section(found: Recalibrated, fingerprint: str, alphas: Sequence[float]) -> list[str]:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.core.batch import NO_TIME, AlertRaised, Closed, Effects, Rejected
-from deformer_stream.ports import Messages, Payload, Polled
+from deformer_stream.codec.inputs import Messages, Payload
+from deformer_stream.engine.events import NO_TIME, AlertRaised, Closed, Effects, Rejected
+from deformer_stream.runtime.ports import Polled
 
 Message = bytes | tuple[bytes | None, bytes | None]
 """A payload, or a key and a payload; a payload of None is a tombstone."""

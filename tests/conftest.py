@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, settings
 
-from deformer_stream.command import calm_threads
+from deformer_stream.cli_utils import calm_threads
 
 if TYPE_CHECKING:
-    from deformer_stream.artifact import Artifact
+    from deformer_stream.model_store import Artifact
 
 calm_threads()
 # The models of tests are small: one thread is as fast as two, and tests run beside each other (`make test`).
@@ -35,8 +35,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def load_broker_script() -> ModuleType:
-    """`deploy/kafka/broker.py`, a script that is no part of any package, and `means.py` beside it."""
-    folder = str(ROOT / "deploy" / "kafka")
+    """`tests/kafka/broker.py`, a script that is no part of any package, and `means.py` beside it."""
+    folder = str(ROOT / "tests" / "kafka")
     if folder not in sys.path:
         sys.path.append(folder)
     return importlib.import_module("broker")
@@ -102,9 +102,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def loaded(model_dir: Path) -> Artifact:
     """The same, read."""
-    from deformer_stream import artifact
+    from deformer_stream import model_store
 
-    return artifact.read(model_dir)
+    return model_store.read(model_dir)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def cli(
         monkeypatch.delenv(name)
 
     def run(*words: object, program: str = "deformer-stream") -> SimpleNamespace:
-        from deformer_stream import cli as command_line
+        from deformer_stream.cli import main as command_line
         from trainer import cli as training
 
         mains = {

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream import artifact
-from deformer_stream.core.conformal import Calibration, record_statistics
-from deformer_stream.core.model import DEformer, ModelConfig
-from deformer_stream.core.schema import Feature, Schema
-from tests.core.worlds import model_of, normalised, records_of
+from deformer_stream import model_store
+from deformer_stream.calibration.conformal import Calibration, record_statistics
+from deformer_stream.model.deformer import DEformer, ModelConfig
+from deformer_stream.model.schema import Feature, Schema
+from tests.engine.worlds import model_of, normalised, records_of
 
 SCHEMA = Schema(
     (
@@ -42,7 +42,7 @@ def calibration_of(model: DEformer, n: int = 199, seed: int = 7, order: str = "r
 def write_model(directory: Path, seed: int = 0, order: str = "random") -> Path:
     """A model directory as `deformer-train` would have written it."""
     model = small_model(seed)
-    artifact.write(directory, model, calibration_of(model, order=order), TRAINING, "<!doctype html><p>report</p>")
+    model_store.write(directory, model, calibration_of(model, order=order), TRAINING, "<!doctype html><p>report</p>")
     return directory
 
 

@@ -11,8 +11,8 @@ import click
 import pytest
 import yaml
 
-from deformer_stream.cli import _consume
-from deformer_stream.metrics import Metrics
+from deformer_stream.cli.main import _consume
+from deformer_stream.runtime.metrics import Metrics
 from tests.conftest import ROOT
 
 DEPLOY = ROOT / "deploy"

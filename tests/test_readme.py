@@ -12,10 +12,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from deformer_stream.core.batch import Reason
-from deformer_stream.metrics import Metrics
-from deformer_stream.printout import as_markdown
-from deformer_stream.simulate import simulate
+from deformer_stream.cli.config_report import as_markdown
+from deformer_stream.demo.simulate import simulate
+from deformer_stream.engine.events import Reason
+from deformer_stream.runtime.metrics import Metrics
 from tests.conftest import ROOT
 from tests.series import series, table_of
 
@@ -39,7 +39,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     programs = {
         "deformer-train": ["-m", "trainer.cli"],
-        "deformer-stream": ["-m", "deformer_stream.cli"],
+        "deformer-stream": ["-m", "deformer_stream.cli.main"],
         "python": [],
     }
     return subprocess.run(

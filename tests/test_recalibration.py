@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import deformer_stream
-from deformer_stream import artifact
-from deformer_stream.core.conformal import Calibration
-from deformer_stream.reload import ModelWatch
+from deformer_stream import model_store
+from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.runtime.reload import ModelWatch
 from tests.models import SCHEMA, rows_of, write_model
 
 Run = Callable[..., SimpleNamespace]
@@ -46,7 +46,7 @@ def test_the_new_calibration_is_what_replay_finds(cli: Run, model_dir: Path, tmp
     assert cli("replay", lines, "--model", model_dir, "--output", scores).code == 0
     ended = cli("calibrate", lines, "--model", model_dir, "--out", out)
     assert (ended.code, len(ended.lines)) == (0, 1), ended.err
-    before, after = artifact.read(model_dir), artifact.read(out)
+    before, after = model_store.read(model_dir), model_store.read(out)
     table = pq.read_table(scores).to_pydict()
     peak: dict[str, float] = {}
     for record, score in zip(table["record"], table["score"], strict=True):
@@ -66,7 +66,7 @@ def test_the_new_calibration_is_what_replay_finds(cli: Run, model_dir: Path, tmp
 def test_what_changed_is_said(cli: Run, model_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "again"
     ended = cli("calibrate", wide(tmp_path / "new.parquet", 99, 3), "--model", model_dir, "--out", out, "--alpha", 0.3)
-    before, after = artifact.read(model_dir).calibration, artifact.read(out).calibration
+    before, after = model_store.read(model_dir).calibration, model_store.read(out).calibration
     assert after.order == before.order == "random"
     rows = {line.split()[0]: line.split()[1:] for line in ended.out.splitlines()}
     assert rows["alpha"] == ["before", "now", "in", "reach?"]
@@ -84,17 +84,17 @@ def test_the_most_surprising_can_be_left_out(cli: Run, model_dir: Path, tmp_path
     new, out = lines_of(tmp_path / "new.jsonl", normals(100, 11)), tmp_path / "again"
     words = ["calibrate", new, "--model", model_dir, "--out", out]
     assert cli(*words).code == 0
-    whole = artifact.read(out).calibration.scores
+    whole = model_store.read(out).calibration.scores
     assert cli(*words, "--trim", "0.05").code == 0
-    np.testing.assert_allclose(artifact.read(out).calibration.scores, whole[:95], rtol=1e-6)
+    np.testing.assert_allclose(model_store.read(out).calibration.scores, whole[:95], rtol=1e-6)
 
 
 def test_it_takes_the_place_of_the_old_one(cli: Run, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
-    before, asked = artifact.read(model), threading.Event()
+    before, asked = model_store.read(model), threading.Event()
     watch = ModelWatch(before, "cpu", asked)
     assert cli("calibrate", lines_of(tmp_path / "new.jsonl", normals(60, 4)), "--model", model).code == 0
-    after = artifact.read(model)
+    after = model_store.read(model)
     assert len(after.calibration.scores) == 60 != len(before.calibration.scores)
     asked.set()  # as SIGHUP does
     while (found := watch.take()) is None:
@@ -112,10 +112,10 @@ def test_groups_get_their_own(cli: Run, model_dir: Path, tmp_path: Path) -> None
     assert "2 groups have calibrations of their own: north/a (60), north/b (50)" in ended.out
     assert "1 groups with fewer than 49 records are judged with all records together: south (10)" in ended.out
     assert "3 records name no group" in ended.out
-    calibration = artifact.read(out).calibration
+    calibration = model_store.read(out).calibration
     assert {name: len(own.scores) for name, own in calibration.groups.items()} == {"north/a": 60, "north/b": 50}
     assert len(calibration.scores) == 123
-    assert artifact.read_manifest(out)["format_version"] == 2
+    assert model_store.read_manifest(out)["format_version"] == 2
     assert "north/a" in cli("inspect", out).out
     said = cli("replay", tmp_path / "new.jsonl", "--model", out, "--alpha", "0.018").err
     assert "alpha 0.018 is out of reach in 1 of 2 groups: north/b" in said
@@ -123,10 +123,10 @@ def test_groups_get_their_own(cli: Run, model_dir: Path, tmp_path: Path) -> None
 
 def test_a_stream_is_judged_by_its_group(model_dir: Path, tmp_path: Path) -> None:
     """A group whose normal records are far more surprising than the others' still keeps alpha."""
-    loaded = artifact.read(model_dir)
+    loaded = model_store.read(model_dir)
     groups = {"loud": loaded.calibration.scores + 1e6, "calm": loaded.calibration.scores}
     pooled = Calibration.of(np.concatenate(list(groups.values())), "random")
-    artifact.write(tmp_path / "m", loaded.model, pooled.grouped(groups, "@", 99), {}, "")
+    model_store.write(tmp_path / "m", loaded.model, pooled.grouped(groups, "@", 99), {}, "")
     detector = deformer_stream.load(tmp_path / "m")
     found = {}
     for record in ("loud@1", "calm@1", "other@1"):
@@ -148,7 +148,7 @@ def test_windows_are_groups_by_device(cli: Run, model_dir: Path, tmp_path: Path)
     words = ["--model", model_dir, "--out", tmp_path / "again", "--window", "10s", "--group-by", "device"]
     ended = cli("calibrate", tmp_path / "new.jsonl", *words, "--alpha", 0.05)
     assert ended.code == 0, ended.err
-    calibration = artifact.read(tmp_path / "again").calibration
+    calibration = model_store.read(tmp_path / "again").calibration
     assert {name: len(own.scores) for name, own in calibration.groups.items()} == {"pump-0": 40, "pump-1": 40}
 
 
@@ -175,7 +175,7 @@ def test_two_arrival_laws_are_refused(cli: Run, model_dir: Path, tmp_path: Path)
     words = [*files, "--model", model_dir, "--out", tmp_path / "m"]
     assert cli("calibrate", *words).code == 2
     assert cli("calibrate", *words, "--order", "schema").code == 0
-    assert artifact.read(tmp_path / "m").calibration.order == "schema"
+    assert model_store.read(tmp_path / "m").calibration.order == "schema"
 
 
 def test_an_interrupted_one_says_that_nothing_was_written(
@@ -183,7 +183,7 @@ def test_an_interrupted_one_says_that_nothing_was_written(
 ) -> None:
     stopped = threading.Event()
     stopped.set()
-    monkeypatch.setattr("deformer_stream.cli.stop_on_signals", lambda: stopped)
+    monkeypatch.setattr("deformer_stream.cli.main.stop_on_signals", lambda: stopped)
     out = tmp_path / "m"
     ended = cli("calibrate", lines_of(tmp_path / "new.jsonl", normals(60, 4)), "--model", model_dir, "--out", out)
     assert (ended.code, ended.out, ended.lines) == (130, "", ["interrupted: nothing was written"])

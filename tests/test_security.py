@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from deformer_stream import metrics
+from deformer_stream.runtime import metrics
 from tests.conftest import ROOT, free_port
 
-PLACES = ("deformer_stream", "trainer", "connectors", "deploy")
+PLACES = ("deformer_stream", "trainer", "connectors", "tests/kafka")
 MODULES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 CALLS = {
     *("eval", "exec", "compile", "__import__", "os.system", "os.popen", "subprocess.getoutput"),
@@ -62,7 +62,7 @@ def _path(node: ast.expr, names: dict[str, str]) -> str:
 
 def test_no_pickle_no_eval_no_shell() -> None:
     files = [path for place in PLACES for path in (ROOT / place).rglob("*.py")]
-    assert {path.relative_to(ROOT).parts[0] for path in files} == set(PLACES)
+    assert all(any(ROOT / place in path.parents for path in files) for place in PLACES)
     found = {str(path.relative_to(ROOT)): list(dangers(path.read_text())) for path in files}
     assert {path: what for path, what in found.items() if what} == {}
 

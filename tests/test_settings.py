@@ -13,8 +13,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from deformer_stream.cli.config_report import in_force
 from deformer_stream.errors import ConfigError
-from deformer_stream.printout import in_force
 from deformer_stream.settings import (
     COMMANDS,
     ConsumeSettings,

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream.core.batch import Closed, EventBatch
-from deformer_stream.core.conformal import MOST, Calibration, Survey, Ties, survey, trimmed
-from deformer_stream.core.engine import Engine
-from deformer_stream.core.model import DEformer
-from deformer_stream.core.schema import Schema
+from deformer_stream.calibration.conformal import MOST, Calibration, Survey, Ties, survey, trimmed
+from deformer_stream.engine.engine import Engine
+from deformer_stream.engine.events import Closed, EventBatch
 from deformer_stream.errors import ConfigError
+from deformer_stream.model.deformer import DEformer
+from deformer_stream.model.schema import Schema
 from trainer.data import Prepared
 from trainer.sampling import arrange, random_keys, read_rows, seeded, take
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from deformer_stream.command import debug_option, debugging, run
+from deformer_stream.cli_utils import debug_option, debugging, run
 from deformer_stream.settings import load, options
-from trainer.options import Everything, TrainSettings
+from trainer.settings import Everything, TrainSettings
 
 
 @click.command(name="deformer-train", context_settings={"help_option_names": ["-h", "--help"]})
@@ -31,9 +31,9 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
     log.configure(debugging())
     from trainer import console
     from trainer.budget import Budget
+    from trainer.distributed import joined
     from trainer.fit import Interrupted
     from trainer.job import StopSignals, assist, train
-    from trainer.peers import joined
 
     with joined() as peers, StopSignals() as stop, console.Watch() as watch:
         budget = Budget(settings.max_time, peers.clock, spent=peers.agree(time.monotonic() - began))

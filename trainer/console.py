@@ -12,8 +12,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from deformer_stream import log
-from deformer_stream.core.conformal import ALPHAS
-from deformer_stream.core.slots import in_words, single
+from deformer_stream.calibration.conformal import ALPHAS
+from deformer_stream.model.time_slots import in_words, single
 from trainer.data import Prepared
 from trainer.fit import Status
 from trainer.job import Result

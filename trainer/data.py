@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.core.batch import NO_TIME
-from deformer_stream.core.conformal import Ties
-from deformer_stream.core.schema import Feature, Kind, Schema, label_of
-from deformer_stream.core.slots import repeated, single
-from deformer_stream.core.windows import Window, duration
+from deformer_stream.calibration.conformal import Ties
+from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
-from trainer.kinds import ColumnStatistics, Excluded, adoptable, infer
+from deformer_stream.model.schema import Feature, Kind, Schema, label_of
+from deformer_stream.model.time_slots import repeated, single
+from deformer_stream.model.windows import Window, duration
+from trainer.feature_kinds import ColumnStatistics, Excluded, adoptable, infer
 from trainer.scratch import mapped
 from trainer.tables import (
     DEVICE,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream.core.model import DEformer
+from deformer_stream.model.deformer import DEformer
 from trainer.data import Prepared
 from trainer.sampling import Noise, arrange, random_keys, read_rows, seeded, sent, take
 

@@ -20,18 +20,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deformer_stream.core.model import DEformer
 from deformer_stream.errors import ConfigError
+from deformer_stream.model.deformer import DEformer
 from trainer import checkpoint
 from trainer.budget import Budget, Costs
 from trainer.data import TRAIN, VALIDATION, Prepared
+from trainer.distributed import Peers
 from trainer.evaluate import held_out
-from trainer.gaussians import Guides
+from trainer.gaussian_prior import Guides
 from trainer.muon import Muon
-from trainer.options import Optimizer, Precision
-from trainer.peers import Peers
 from trainer.precision import fast_layers, low_precision
 from trainer.sampling import Noise, Samples, arrange, draw, seeded, sent, take
+from trainer.settings import Optimizer, Precision
 
 EVALUATIONS = 30
 """How often a whole run is validated."""

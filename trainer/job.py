@@ -18,24 +18,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from deformer_stream import artifact
-from deformer_stream.core.conformal import Calibration
-from deformer_stream.core.model import DEformer, ModelConfig
-from deformer_stream.core.windows import Window
+from deformer_stream import model_store
+from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.errors import ConfigError
-from trainer import adapt, checkpoint, gaussians
+from deformer_stream.model.deformer import DEformer, ModelConfig
+from deformer_stream.model.windows import Window
+from trainer import checkpoint, finetune, gaussian_prior
 from trainer.budget import Budget, Costs
 from trainer.calibrate import calibrated, calibration_rows, choose_order, statistics, surveyed
 from trainer.data import CALIBRATION, TRAIN, DataOptions, Prepared, prepare
+from trainer.distributed import Peers
 from trainer.evaluate import HeldOut, held_out
+from trainer.exemplars import TYPICAL, rank
 from trainer.fit import ALONE, Fit, Fitted, Recipe, Status
 from trainer.folds import siblings
-from trainer.gaussians import Guides
-from trainer.options import Everything, names, periods
-from trainer.peers import Peers
-from trainer.ranking import TYPICAL, rank
+from trainer.gaussian_prior import Guides
+from trainer.outliers import sifted
 from trainer.recipes import SHAPE, choose_exemplars, choose_gaussians, choose_recipe, model_config
-from trainer.sift import sifted
+from trainer.settings import Everything, names, periods
 
 HELD_OUT_ROWS, HELD_OUT_ORDERS = 2000, 4
 TIMED_ROWS = 64
@@ -135,7 +135,7 @@ def train(
         )
         training = _summary(settings, data, fit.recipe, fitted, held, budget, str(model.device))
         page = render(data, fitted, calibration, held, training)
-        fingerprint = artifact.write(settings.out, model, calibration, training, page)
+        fingerprint = model_store.write(settings.out, model, calibration, training, page)
         shutil.rmtree(folder)
     return Result(settings.out, fingerprint, data, model, fitted, calibration, held, training)
 
@@ -187,7 +187,7 @@ def _fit(
     peers: Peers = ALONE,
 ) -> Fit:
     """Everything that training needs, before its first step. old: a model to adapt. state: of an earlier life."""
-    device = peers.device(artifact.device_named(settings.device))
+    device = peers.device(model_store.device_named(settings.device))
     recipe = choose_recipe(settings, int((data.split == TRAIN).sum()))
     torch.manual_seed(settings.seed)
     if old is not None:
@@ -196,7 +196,7 @@ def _fit(
         most, hurry = choose_gaussians(settings), lambda: budget.beyond(GUIDE_SHARE)
         if state is not None:  # as many as before, whatever the time
             most, hurry = state["identity"]["gaussians"], lambda: False
-        guides = gaussians.fit(data, most, settings.seed, hurry)
+        guides = gaussian_prior.fit(data, most, settings.seed, hurry)
         config = model_config(settings, data.schema.repeats)
         model = DEformer(data.schema, replace(config, gaussians=guides.components if guides else 0))
     if guides is not None:
@@ -225,7 +225,7 @@ def _part(budget: Budget, parts: int) -> Budget:
 @contextmanager
 def _working_folder(out: Path) -> Iterator[Path]:
     """`DIR.training`, held by this process alone. It stays where a run is interrupted that can be resumed."""
-    artifact.check_target(out)
+    model_store.check_target(out)
     folder = _folder_of(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -286,19 +286,19 @@ def _old_model(settings: Everything) -> DEformer | None:
     for name in ("gaussians", *SHAPE):
         if getattr(settings, name, None) is not None:
             raise ConfigError(f"--init-from: {name} is that of the model in {settings.init_from}; leave it out")
-    return artifact.read(settings.init_from).model.train()
+    return model_store.read(settings.init_from).model.train()
 
 
 def _adapted_model(old: DEformer, data: Prepared, seed: int) -> tuple[DEformer, Guides | None]:
-    guides = adapt.guides(old.gaussians, data, len(old.schema), seed) if old.gaussians is not None else None
-    model = adapt.extended(old, data.schema)
+    guides = finetune.guides(old.gaussians, data, len(old.schema), seed) if old.gaussians is not None else None
+    model = finetune.extended(old, data.schema)
     model.ranking = old.ranking  # until the exemplars of this table join them
     return model, guides
 
 
 def _identity(settings: Everything, data: Prepared, config: ModelConfig, recipe: Recipe) -> dict[str, Any]:
     """What a run and its continuation share."""
-    fleet = None if settings.init_from is None else artifact.read_manifest(settings.init_from)["fingerprint"]
+    fleet = None if settings.init_from is None else model_store.read_manifest(settings.init_from)["fingerprint"]
     identity = {"the model of --init-from": fleet, "the data's fingerprint": data.fingerprint}
     identity |= {"seed": settings.seed, "max_time": settings.max_time}
     return identity | {k: list(v) if isinstance(v, tuple) else v for k, v in (asdict(config) | asdict(recipe)).items()}

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from deformer_stream.core.model import DEformer
+from deformer_stream.model.deformer import DEformer
 
 MOMENTUM, BETAS, EPSILON = 0.95, (0.9, 0.95), 1e-8
 FACTOR = 10.0

@@ -6,12 +6,12 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from deformer_stream.core.model import PRESETS, ModelConfig
 from deformer_stream.errors import ConfigError
-from trainer import adapt
+from deformer_stream.model.deformer import PRESETS, ModelConfig
+from trainer import finetune
+from trainer.exemplars import EXEMPLARS
 from trainer.fit import Recipe
-from trainer.options import Everything, Optimizer
-from trainer.ranking import EXEMPLARS
+from trainer.settings import Everything, Optimizer
 
 SHAPE = {f.name for f in fields(ModelConfig)} - {"gaussians", "exemplars"}
 """Hyperparameters that a person may set; the table decides about Gaussians and exemplars."""
@@ -59,7 +59,7 @@ def choose_recipe(settings: Everything, rows: int) -> Recipe:
     batch = settings.batch or int(np.clip(2 ** round(np.log2(max(rows, 1) / 32)), 64, base.batch))
     steps_per_epoch = max(1, rows // min(batch, rows))
     epochs = settings.epochs or max(1, round(base.steps / steps_per_epoch))
-    rate = base.learning_rate * (adapt.RATE if settings.init_from is not None else 1.0)
+    rate = base.learning_rate * (finetune.RATE if settings.init_from is not None else 1.0)
     recipe = Recipe(batch, rate, epochs, optimizer=base.optimizer, smoothing=base.smoothing)
     given = {f.name: getattr(settings, f.name) for f in fields(Recipe) if f.name not in ("batch", "epochs")}
     return replace(recipe, **{k: v for k, v in given.items() if v is not None})

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from deformer_stream import charts, html
-from deformer_stream.core.conformal import ALPHAS, Calibration
-from deformer_stream.core.schema import Feature
-from deformer_stream.core.slots import in_words, single
+from deformer_stream.calibration.conformal import ALPHAS, Calibration
+from deformer_stream.model.schema import Feature
+from deformer_stream.model.time_slots import in_words, single
+from deformer_stream.report import charts, html
 from trainer.data import Prepared
 from trainer.evaluate import HeldOut
 from trainer.fit import Fitted

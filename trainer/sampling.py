@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deformer_stream.core.schema import Schema
+from deformer_stream.model.schema import Schema
 from trainer.data import Prepared
 
 

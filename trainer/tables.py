@@ -20,10 +20,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from deformer_stream.codec.columns import daytime, in_seconds
-from deformer_stream.core.batch import NO_TIME
-from deformer_stream.core.schema import label_of
-from deformer_stream.core.windows import Window, start_of
+from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.model.schema import label_of
+from deformer_stream.model.windows import Window, start_of
 
 Layout = Literal["wide", "long"]
 Form = Literal["number", "boolean", "text", "clock", "time", "other"]

@@ -13,7 +13,7 @@ from connectors.files.sinks import (
     ScoresParquet,
 )
 from connectors.files.sources import FileSource, StandardInput, open_source
-from connectors.files.stream import events_of
+from connectors.files.table_events import events_of
 from connectors.files.tables import kept_apart
 
 __all__ = [

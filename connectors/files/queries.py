@@ -17,11 +17,11 @@ from connectors.files.tables import LINES, Table, csv_type, enumerated, find, ty
 from deformer_stream import log
 from deformer_stream.codec import Codec
 from deformer_stream.codec.columns import in_seconds, plain
-from deformer_stream.core import query
-from deformer_stream.core.model import DEformer
-from deformer_stream.core.schema import Feature
+from deformer_stream.codec.inputs import WideRows
+from deformer_stream.engine import queries
 from deformer_stream.errors import InputError
-from deformer_stream.ports import WideRows
+from deformer_stream.model.deformer import DEformer
+from deformer_stream.model.schema import Feature
 
 ROWS = 4096
 """Rows read at a time."""
@@ -126,13 +126,13 @@ def _answers(
     first: row of the table, so that every batch draws by itself."""
     if how.draws:
         seed = int(np.random.SeedSequence([how.seed, first]).generate_state(1, np.uint64)[0] >> 1)
-        drawn = query.complete(model, values, gaps, how.draws, seed)
+        drawn = queries.complete(model, values, gaps, how.draws, seed)
         drawn = np.where(gaps, drawn, np.nan)
         return drawn.transpose(1, 0, 2).reshape(-1, drawn.shape[2]), []
-    filled = query.fill(model, values, gaps, how.interval)
+    filled = queries.fill(model, values, gaps, how.interval)
     new = {"median": filled.value, "mean": filled.mean, "mode": filled.mode}[how.estimate]
     new = np.where(np.isnan(new), filled.value, new)  # labels
-    ends = list(query.quantiles(model, values, gaps, sorted(how.quantiles))) if how.quantiles else []
+    ends = list(queries.quantiles(model, values, gaps, sorted(how.quantiles))) if how.quantiles else []
     return new, [filled.low, filled.high, *ends]
 
 
@@ -142,7 +142,7 @@ def sample(output: Path, model: DEformer, count: int, seed: int, advance: Advanc
     columns = pa.schema([(f.name, pa.string() if f.labels else pa.float64()) for f in features])
     sink = _Rows(output, columns)
     try:
-        for block in query.sample(model, count, seed):
+        for block in queries.sample(model, count, seed):
             arrays = [_texts(f, x) if f.labels else _numbers(x) for f, x in zip(features, block.T, strict=True)]
             sink.add(pa.RecordBatch.from_arrays(arrays, schema=columns))
             if advance is not None:

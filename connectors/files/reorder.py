@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from connectors.files.tables import lines
 from deformer_stream.codec import ROW_FILE, ROW_NUMBER, Fields, Order, record_hashes, shuffle_keys
 from deformer_stream.codec.columns import encoded, text_ids
-from deformer_stream.core.batch import NO_TIME
-from deformer_stream.core.schema import Schema
+from deformer_stream.codec.inputs import LongRows, Messages
+from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import InputError
-from deformer_stream.ports import LongRows, Messages
+from deformer_stream.model.schema import Schema
 
 LONGEST_REST = 16_384
 """Bytes of what all readings of a line share, and so of what is repeated for each; what is longer is no good event."""

@@ -19,13 +19,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from connectors.files.beside import Behind
+from connectors.files.background import Behind
 from connectors.files.tables import CSV, LINES, PARQUET
 from deformer_stream.codec import encode_alert, encode_drift, encode_rejected
-from deformer_stream.core.batch import NO_TIME, AlertRaised, Closed, Effects, EventBatch
-from deformer_stream.core.schema import Schema
+from deformer_stream.codec.inputs import Payload
+from deformer_stream.engine.events import NO_TIME, AlertRaised, Closed, Effects, EventBatch
 from deformer_stream.errors import ConfigError, writing
-from deformer_stream.ports import Payload
+from deformer_stream.model.schema import Schema
 
 ROW_GROUP = 131_072
 """Rows that are gathered before they are written: large enough to compress and scan well, small enough for memory."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from connectors.files.beside import Ahead
+from connectors.files.background import Ahead
 from connectors.files.reorder import reordered_lines, reordered_rows
 from connectors.files.tables import (
     BLOCK,
@@ -34,10 +34,11 @@ from connectors.files.tables import (
 )
 from deformer_stream.codec import Fields, Order, Windows
 from deformer_stream.codec.columns import cells, text_ids, textual
-from deformer_stream.core.batch import NO_TIME
-from deformer_stream.core.schema import Schema
+from deformer_stream.codec.inputs import LongRows, Messages, Payload, WideRows
+from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
-from deformer_stream.ports import LongRows, Messages, Payload, Polled, WideRows
+from deformer_stream.model.schema import Schema
+from deformer_stream.runtime.ports import Polled
 
 STANDARD_INPUT = "-"
 

@@ -16,8 +16,8 @@ import pyarrow.csv as pc_csv
 import pyarrow.parquet as pq
 
 from deformer_stream.codec.columns import daytime
-from deformer_stream.core.schema import Feature
 from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.model.schema import Feature
 
 Layout = Literal["wide", "long"]
 

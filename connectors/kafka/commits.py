@@ -19,7 +19,7 @@ from connectors.kafka.batches import Outgoing
 from connectors.kafka.client import DELIVERY_SECONDS
 from connectors.kafka.delivery import Delivery
 from connectors.kafka.state import Attempt, Kept, StateTopic
-from deformer_stream.ports import Saved
+from deformer_stream.runtime.ports import Saved
 
 Offsets = dict[TopicPartition, OffsetAndMetadata]
 

@@ -8,8 +8,8 @@ import numpy as np
 from kafka import TopicPartition
 
 from connectors.kafka.runs import Run
-from deformer_stream.core.batch import NO_TIME
-from deformer_stream.ports import Messages
+from deformer_stream.codec.inputs import Messages
+from deformer_stream.engine.events import NO_TIME
 
 
 def messages_of(topic: str, fetched: Mapping[TopicPartition, list[Run]]) -> Messages | None:

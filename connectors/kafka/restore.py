@@ -11,7 +11,7 @@ from connectors.kafka.client import DELIVERY_SECONDS
 from connectors.kafka.state import Kept, StateTopic
 from deformer_stream import log
 from deformer_stream.errors import StateError
-from deformer_stream.ports import Restored
+from deformer_stream.runtime.ports import Restored
 
 LostState = Literal["refuse", "rebuild", "forget"]
 """Where the state topic or messages of the events' topic are gone: end with the reason; rebuild open records from what

@@ -21,7 +21,7 @@ import numpy as np
 from kafka.record.default_records import DefaultRecord, DefaultRecordBatch
 from numpy.typing import NDArray
 
-from deformer_stream import native
+from deformer_stream.kernels import build
 
 Ints = NDArray[np.int64]
 
@@ -150,7 +150,7 @@ def _run(buffer: bytes, rows: Ints, offsets: Ints, times: Ints) -> Run:
 @cache
 def _library(*more: str) -> ctypes.CDLL | None:
     """more: flags for the compiler."""
-    library = native.compiled(Path(__file__).parent, "messages are read without compiled code, more slowly", *more)
+    library = build.compiled(Path(__file__).parent, "messages are read without compiled code, more slowly", *more)
     if library is not None:
         library.read_records.argtypes = [ctypes.c_char_p, *[ctypes.c_int64] * 3, *[ctypes.c_int32] * 2, ctypes.c_void_p]
         library.read_batches.argtypes = [*library.read_records.argtypes, ctypes.c_void_p]

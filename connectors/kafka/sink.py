@@ -8,8 +8,8 @@ from connectors.kafka.batches import Header, Outgoing, size_of
 from connectors.kafka.delivery import Delivery
 from connectors.kafka.state import SETTINGS
 from deformer_stream.codec import encode_drift, payload_of, position
-from deformer_stream.core.batch import AlertRaised, Effects, Rejected
-from deformer_stream.ports import Messages, Payload
+from deformer_stream.codec.inputs import Messages, Payload
+from deformer_stream.engine.events import AlertRaised, Effects, Rejected
 
 LETTER_BYTES = 2 * 2**20
 """Largest message of a dead-letter topic made by us: twice Kafka's default, for a letter is larger than its event."""

@@ -22,7 +22,7 @@ from connectors.kafka.unpacking import Bounds, guard
 from connectors.kafka.watch import Watch
 from deformer_stream import log
 from deformer_stream.errors import DeformerError, InvariantViolated, Unavailable
-from deformer_stream.ports import NOTHING, HandOver, Polled, Restored, Saved
+from deformer_stream.runtime.ports import NOTHING, HandOver, Polled, Restored, Saved
 
 _REBALANCING = (
     errors.RebalanceInProgressError,

@@ -22,7 +22,7 @@ from connectors.kafka.batches import Outgoing
 from connectors.kafka.client import CONNECT_SECONDS, connect, mapped
 from connectors.kafka.delivery import TRANSACTION_SECONDS
 from deformer_stream.errors import ConfigError, InvariantViolated, StateError
-from deformer_stream.ports import Saved
+from deformer_stream.runtime.ports import Saved
 
 FORMAT = 1
 _OURS = '{"deformer":'

@@ -29,8 +29,8 @@ from kafka.record.default_records import DefaultRecord, DefaultRecordBatch
 from kafka.record.memory_records import MemoryRecords
 
 from connectors.kafka.runs import UNPARSABLE, Batches, Run, batches_at, runs_of
-from deformer_stream.core.batch import Reason
-from deformer_stream.ports import Unreadable
+from deformer_stream.codec.inputs import Unreadable
+from deformer_stream.engine.events import Reason
 
 OVERHEAD = 100
 """Bytes that a message takes beside its own."""

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from deformer_stream.codec.arrow import ArrowDecoder
-from deformer_stream.codec.messages import MAX_TEXT, Fields, MessageDecoder
-from deformer_stream.codec.outward import encode_alert, encode_drift, encode_rejected, payload_of, position
+from deformer_stream.codec.arrow_messages import ArrowDecoder
+from deformer_stream.codec.encode import encode_alert, encode_drift, encode_rejected, payload_of, position
+from deformer_stream.codec.inputs import LongRows, Messages, Payload, WideRows
+from deformer_stream.codec.json_messages import MAX_TEXT, Fields, MessageDecoder
 from deformer_stream.codec.tables import ROW_FILE, ROW_NUMBER, LongDecoder, WideDecoder, record_hashes, shuffle_keys
-from deformer_stream.codec.times import MaxAhead, rfc3339
-from deformer_stream.codec.windows import Windows
-from deformer_stream.core.batch import AlertRaised, EventBatch, Rejected
-from deformer_stream.core.schema import Schema
+from deformer_stream.codec.timestamps import MaxAhead, rfc3339
+from deformer_stream.codec.windowing import Windows
+from deformer_stream.engine.events import AlertRaised, EventBatch, Rejected
 from deformer_stream.errors import ConfigError
-from deformer_stream.ports import LongRows, Messages, Payload, WideRows
+from deformer_stream.model.schema import Schema
 
 Order = Literal["arrival", "schema", "random"]
 """The order of the readings within a wide row: the table's column order, the model's, or a fresh permutation per

@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from deformer_stream.codec.messages import code_of_label
+from deformer_stream.codec.json_messages import code_of_label
 from deformer_stream.codec.refusal import Refusal, brief
-from deformer_stream.codec.times import FIRST_SECOND, LAST_SECOND, micros, micros_of_text, seconds_of_day
-from deformer_stream.core.batch import NO_TIME, Reason
-from deformer_stream.core.schema import DAY, Feature, label_of
+from deformer_stream.codec.timestamps import FIRST_SECOND, LAST_SECOND, micros, micros_of_text, seconds_of_day
+from deformer_stream.engine.events import NO_TIME, Reason
 from deformer_stream.errors import InputError
+from deformer_stream.model.schema import DAY, Feature, label_of
 
 
 def label_codes(

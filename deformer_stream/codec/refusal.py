@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deformer_stream.core.batch import Reason
+from deformer_stream.engine.events import Reason
 
 
 class Refusal(Exception):  # noqa: N818  (control flow, not an error)

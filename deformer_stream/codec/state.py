@@ -20,20 +20,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from deformer_stream.core.drift import BETS, MOST
-from deformer_stream.core.remembered import Texts
-from deformer_stream.core.snapshot import (
-    ALL_TOLD,
-    QUIET,
-    Alerted,
-    Blocks,
-    Decisions,
-    Drift,
-    Snapshot,
-    Vocabulary,
-    ragged,
-)
+from deformer_stream.calibration.drift import BETS, MOST
+from deformer_stream.calibration.drift_state import Drift
+from deformer_stream.engine.events import ALL_TOLD, QUIET, Alerted, Decisions
+from deformer_stream.engine.id_set import Texts
+from deformer_stream.engine.snapshot import Blocks, Snapshot, Vocabulary
 from deformer_stream.errors import StateError
+from deformer_stream.ragged import ragged
 
 MAGIC = b"deformer"
 VERSION = 3

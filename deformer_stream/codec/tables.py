@@ -30,14 +30,14 @@ from deformer_stream.codec.columns import (
     text_ids,
     textual,
 )
-from deformer_stream.codec.messages import MAX_TEXT, NAMED, Fields, unknown_feature, window_of
+from deformer_stream.codec.inputs import LongRows, WideRows
+from deformer_stream.codec.json_messages import MAX_TEXT, NAMED, Fields, unknown_feature, window_of
 from deformer_stream.codec.refusal import Refusal, is_unicode
-from deformer_stream.codec.times import MaxAhead
-from deformer_stream.codec.windows import Windows
-from deformer_stream.core.batch import NO_TIME, EventBatch, Reason, Rejected, Windowed
-from deformer_stream.core.schema import Schema
+from deformer_stream.codec.timestamps import MaxAhead
+from deformer_stream.codec.windowing import Windows
+from deformer_stream.engine.events import NO_TIME, EventBatch, Reason, Rejected, Windowed
 from deformer_stream.errors import InputError
-from deformer_stream.ports import LongRows, WideRows
+from deformer_stream.model.schema import Schema
 
 ROW_NUMBER, ROW_FILE = "__row__", "__file__"
 """Columns in which a long table whose rows were put in another order carries where each row came from."""

@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from deformer_stream.command import calm_threads
+from deformer_stream.cli_utils import calm_threads
 from tests.chaos.run import SIZES, chaos
 
 

@@ -15,9 +15,9 @@ from kafka import KafkaConsumer, KafkaProducer
 
 from connectors.kafka.sink import KafkaSink
 from connectors.kafka.transactions import Transactions
-from deformer_stream import cli
-from deformer_stream.core.engine import Engine
-from deformer_stream.recovery import Recovery
+from deformer_stream.cli import main
+from deformer_stream.engine.engine import Engine
+from deformer_stream.runtime.recovery import Recovery
 
 STEPS: dict[str, tuple[type, str, bool]] = {
     "3-handled": (Engine, "handle", True),
@@ -63,4 +63,4 @@ if __name__ == "__main__":
     step, turn, *rest = sys.argv[1:]
     fatal(*STEPS[step], int(turn))
     sys.argv = ["deformer-stream", *rest]
-    cli.main()
+    main.main()

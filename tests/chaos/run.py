@@ -132,7 +132,7 @@ class Fire:
         self.serial += 1
         seated = [] if seat is None else ["--instance", f"seat-{seat}"]
         log = self.world.logs / f"{self.group}-{self.serial:03d}.log"
-        module = ("tests.chaos.dying", *dying) if dying else ("deformer_stream.cli",)
+        module = ("tests.chaos.dying", *dying) if dying else ("deformer_stream.cli.main",)
         return Consume(log, *self.words, *seated, module=module)
 
     def kill(self) -> None:

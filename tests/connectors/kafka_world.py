@@ -12,8 +12,8 @@ from typing import Any
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 
 from connectors.kafka import Delivery, KafkaSink, ensure_topics, topics_of
-from deformer_stream.core.batch import AlertRaised, Closed, Effects, EventBatch, Rejected, Scored
-from deformer_stream.ports import Payload
+from deformer_stream.codec.inputs import Payload
+from deformer_stream.engine.events import AlertRaised, Closed, Effects, EventBatch, Rejected, Scored
 from tests.integration import programs
 
 PATIENCE = 30.0

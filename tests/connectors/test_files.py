@@ -17,9 +17,9 @@ import pytest
 from connectors.files import FileSource, StandardInput, open_source
 from connectors.files.tables import LineSplitter
 from deformer_stream.codec import Codec, Order, Windows, position
-from deformer_stream.core.batch import NO_TIME, Rejected
-from deformer_stream.core.schema import Feature, Schema
+from deformer_stream.engine.events import NO_TIME, Rejected
 from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.model.schema import Feature, Schema
 
 SCHEMA = Schema(
     (

@@ -12,7 +12,7 @@ from kafka.protocol.consumer.metadata import ConsumerProtocolSubscription
 from connectors.kafka import KafkaSource, produce
 from connectors.kafka.group import SameModel
 from deformer_stream.errors import ConfigError, DeformerError
-from deformer_stream.ports import Saved
+from deformer_stream.runtime.ports import Saved
 from tests.connectors.kafka_members import MODES, Group, Member, following, of_each
 from tests.connectors.kafka_world import numbered, until
 

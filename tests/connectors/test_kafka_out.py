@@ -17,13 +17,13 @@ from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 
 from connectors.kafka import KafkaSink, ensure_topics, produce
 from deformer_stream.codec import Codec
-from deformer_stream.codec.packing import Packing
-from deformer_stream.core.batch import Reason, Rejected
+from deformer_stream.codec.inputs import Messages
+from deformer_stream.codec.pack import Packing
+from deformer_stream.engine.events import Reason, Rejected
 from deformer_stream.errors import ConfigError
-from deformer_stream.ports import Messages
+from tests.codec.test_arrow_messages import SCHEMA
 from tests.connectors.kafka_world import Bytes, Topic, alert, effects, numbered, sink_of
 from tests.contracts.effects import notice_of
-from tests.test_codec_arrow import SCHEMA
 
 pytestmark = pytest.mark.kafka
 

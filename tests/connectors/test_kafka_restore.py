@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from connectors.kafka import ensure_topics, produce
 from connectors.kafka.state import ROOM, Kept
 from deformer_stream.errors import StateError
-from deformer_stream.ports import Restored, Saved
+from deformer_stream.runtime.ports import Restored, Saved
 from tests.connectors.kafka_members import Group, Reader
 from tests.connectors.kafka_world import admin_of, numbered, until
 

@@ -18,7 +18,7 @@ from connectors.kafka import produce
 from connectors.kafka.state import Kept
 from connectors.kafka.transactions import Transactions
 from deformer_stream.errors import ConfigError, Unavailable
-from deformer_stream.ports import Restored, Saved
+from deformer_stream.runtime.ports import Restored, Saved
 from tests.connectors.kafka_members import MODES, Group, Reader, of_each
 from tests.connectors.kafka_world import admin_of, numbered, read, until
 

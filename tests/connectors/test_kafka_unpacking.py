@@ -13,8 +13,8 @@ from kafka import KafkaConsumer, TopicPartition
 from kafka.errors import CorruptRecordError
 
 from connectors.kafka.unpacking import Bounds, guard
-from deformer_stream.core.batch import Reason
-from deformer_stream.ports import Unreadable
+from deformer_stream.codec.inputs import Unreadable
+from deformer_stream.engine.events import Reason
 from tests.connectors.raw import GZIP, LZ4, SNAPPY, ZSTD, batch, bomb, compressed, java_snappy, record, send
 
 pytestmark = pytest.mark.kafka

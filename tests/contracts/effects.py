@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from deformer_stream.core.batch import (
+from deformer_stream.calibration.drift_state import DriftNotice, Moved
+from deformer_stream.codec.inputs import Messages
+from deformer_stream.engine.events import (
     NO_TIME,
     AlertRaised,
     Closed,
     Closing,
     Contribution,
-    DriftNotice,
     Effects,
     EventBatch,
     Expected,
-    Moved,
     Reason,
     Rejected,
     Scored,
 )
-from deformer_stream.core.schema import Feature, Schema
-from deformer_stream.ports import Messages
+from deformer_stream.model.schema import Feature, Schema
 
 SCHEMA = Schema(
     (

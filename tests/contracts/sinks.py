@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from deformer_stream.core.batch import Effects
-from deformer_stream.ports import Payload, Sink
+from deformer_stream.codec.inputs import Payload
+from deformer_stream.engine.events import Effects
+from deformer_stream.runtime.ports import Sink
 from tests.contracts.effects import effects_of, nothing
 
 

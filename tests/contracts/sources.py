@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deformer_stream.codec import Codec, position
-from deformer_stream.core.schema import Feature, Schema
-from deformer_stream.ports import EventSource
+from deformer_stream.model.schema import Feature, Schema
+from deformer_stream.runtime.ports import EventSource
 
 SCHEMA = Schema(tuple(Feature(name, "continuous") for name in ("a", "b", "c")))
 

@@ -15,8 +15,9 @@ import pytest
 
 from connectors.files import AlertLines, RecordsParquet, RejectedLines, ScoresParquet, StandardInput, open_source
 from deformer_stream.codec import encode_alert, encode_rejected
-from deformer_stream.core.batch import Effects
-from deformer_stream.ports import EventSource, Payload
+from deformer_stream.codec.inputs import Payload
+from deformer_stream.engine.events import Effects
+from deformer_stream.runtime.ports import EventSource
 from deformer_stream.testing import MemorySink, MemorySource
 from tests.contracts import effects as made
 from tests.contracts.sinks import Drain, SinkContract

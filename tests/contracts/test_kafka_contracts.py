@@ -14,8 +14,8 @@ from kafka import KafkaConsumer, TopicPartition
 
 from connectors.kafka import KafkaSource, produce
 from deformer_stream.codec import encode_alert
-from deformer_stream.core.batch import Effects
-from deformer_stream.ports import Messages, Payload
+from deformer_stream.codec.inputs import Messages, Payload
+from deformer_stream.engine.events import Effects
 from tests.connectors.kafka_world import sink_of
 from tests.contracts.sinks import Drain, SinkContract
 from tests.contracts.sources import Feed, Reading, SourceContract

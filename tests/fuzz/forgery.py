@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from deformer_stream import artifact
+from deformer_stream import model_store
 from deformer_stream.codec import state
 from tests.fuzz.hostile import Random, altered, column, mutated
 
@@ -21,18 +21,18 @@ Manifest = dict[str, Any]
 def signed(manifest: Manifest) -> bytes:
     """The manifest as a file, with the fingerprints and the checksum that it should have."""
     with suppress(AttributeError, KeyError, TypeError, ValueError, ArithmeticError):  # then it is not the matter
-        schema = artifact.Schema.from_json(manifest["features"], manifest.get("window"))
+        schema = model_store.Schema.from_json(manifest["features"], manifest.get("window"))
         manifest["schema_fingerprint"] = schema.fingerprint
     if {"schema_fingerprint", "hyperparameters", "calibration", "files"} <= manifest.keys():
-        manifest["fingerprint"] = artifact._fingerprint(manifest)
-    manifest["sha256"] = artifact._digest(manifest)
-    return artifact._render(manifest)
+        manifest["fingerprint"] = model_store._fingerprint(manifest)
+    manifest["sha256"] = model_store._digest(manifest)
+    return model_store._render(manifest)
 
 
 def fitted(manifest: Manifest, weights: bytes) -> Manifest:
     """The manifest with the size and the checksum of these weights."""
     entry = {"size": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}
-    return manifest | {"files": {artifact.WEIGHTS: entry}}
+    return manifest | {"files": {model_store.WEIGHTS: entry}}
 
 
 def spoil(r: Random, directory: Path, manifest: Manifest, weights: bytes) -> None:
@@ -51,7 +51,7 @@ def spoil(r: Random, directory: Path, manifest: Manifest, weights: bytes) -> Non
     elif act < 7:
         weights = _spoiled(r, weights)
         raw = signed(fitted(dict(manifest), weights))
-    for name, data in ((artifact.MANIFEST, raw), (artifact.WEIGHTS, weights)):
+    for name, data in ((model_store.MANIFEST, raw), (model_store.WEIGHTS, weights)):
         if act < 7 or r.random() < 0.5:
             (directory / name).write_bytes(data)
         else:

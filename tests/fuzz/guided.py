@@ -6,7 +6,9 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(include=["deformer_stream.codec", "deformer_stream.artifact", "deformer_stream.core"]):
+with atheris.instrument_imports(
+    include=["deformer_stream.codec", "deformer_stream.model_store", "deformer_stream.core"]
+):
     from tests.fuzz.targets import TARGETS
 
 if __name__ == "__main__":

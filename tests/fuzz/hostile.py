@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from deformer_stream.core.batch import NO_TIME
-from deformer_stream.ports import Messages
+from deformer_stream.codec.inputs import Messages
+from deformer_stream.engine.events import NO_TIME
 from tests.models import SCHEMA
 
 NOW, STAMP = 1_700_000_000_000_000, '"2023-11-14T22:13:20Z"'

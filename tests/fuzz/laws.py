@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from deformer_stream import artifact
+from deformer_stream import model_store
 from deformer_stream.codec import MAX_TEXT, Codec, Windows, encode_alert, encode_rejected, position, rfc3339
+from deformer_stream.codec.inputs import LongRows, Messages, Payload, WideRows
 from deformer_stream.codec.state import decode_decisions, decode_snapshot, encode_decisions, encode_snapshot
-from deformer_stream.core.batch import NO_TIME, EventBatch, Reason, Rejected
-from deformer_stream.core.engine import Engine
-from deformer_stream.core.schema import Schema
-from deformer_stream.core.slots import repeated
-from deformer_stream.core.windows import Window
+from deformer_stream.engine.engine import Engine
+from deformer_stream.engine.events import NO_TIME, EventBatch, Reason, Rejected
 from deformer_stream.errors import ArtifactError, InputError, StateError
-from deformer_stream.ports import LongRows, Messages, Payload, WideRows
+from deformer_stream.model.schema import Schema
+from deformer_stream.model.time_slots import repeated
+from deformer_stream.model.windows import Window
 from tests.models import SCHEMA
 
 SECOND = 1_000_000
@@ -179,7 +179,7 @@ def engine_holds(engine: Engine, codec: Codec, data: Messages, now: int) -> Hand
 def directory_holds(directory: Path) -> bool:
     """A model directory is read or refused by name, in one line. Whether it was read."""
     try:
-        loaded = artifact.read(directory)
+        loaded = model_store.read(directory)
     except ArtifactError as error:
         is_one_line(str(error).removeprefix(str(directory)), 500)
         return False

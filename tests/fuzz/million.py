@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from connectors.kafka import produce
-from deformer_stream import artifact
+from deformer_stream import model_store
 from deformer_stream.codec import Codec, Windows
-from deformer_stream.core.engine import Engine
-from deformer_stream.ports import Messages
+from deformer_stream.codec.inputs import Messages
+from deformer_stream.engine.engine import Engine
 from tests.fuzz import hostile
 from tests.fuzz.laws import SECOND, Handled, engine_holds
 from tests.models import SCHEMA, write_model
@@ -88,7 +88,7 @@ def polls(n: int, seed: int) -> Iterator[Messages]:
 
 def in_process(model: Path, batches: Iterable[Messages]) -> Books:
     """Codec and engine, poll by poll. Raises AssertionError where a law does not hold."""
-    loaded = artifact.read(model)
+    loaded = model_store.read(model)
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, 0.01)
     codec = Codec(SCHEMA, windows=Windows(10 * SECOND, SECOND), max_ahead=3600 * SECOND)
     books = Books()

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from deformer_stream import artifact
+from deformer_stream import model_store
 from deformer_stream.codec import state
-from deformer_stream.ports import LongRows, Messages, WideRows
+from deformer_stream.codec.inputs import LongRows, Messages, WideRows
+from tests.codec.test_state import DECIDED, EXAMPLE
 from tests.fuzz import forgery, hostile, laws
 from tests.models import SCHEMA, write_model
-from tests.test_codec_state import DECIDED, EXAMPLE
 
 Target = Callable[[bytes], None]
 
@@ -75,8 +75,8 @@ def _good_model() -> tuple[Path, forgery.Manifest, bytes]:
     folder = Path(tempfile.mkdtemp(prefix="deformer-fuzz-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     write_model(folder / "good")
-    manifest = json.loads((folder / "good" / artifact.MANIFEST).read_bytes())
-    return folder, manifest, (folder / "good" / artifact.WEIGHTS).read_bytes()
+    manifest = json.loads((folder / "good" / model_store.MANIFEST).read_bytes())
+    return folder, manifest, (folder / "good" / model_store.WEIGHTS).read_bytes()
 
 
 def model_directories(data: bytes) -> None:

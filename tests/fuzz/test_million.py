@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deformer_stream.core.batch import Reason
+from deformer_stream.engine.events import Reason
 from tests.fuzz.million import agree, in_process, polls, through_kafka
 
 MESSAGES = 20_000

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from connectors.files import AlertLines, ExplanationsParquet, RecordsParquet, RejectedLines, ScoresParquet
 from deformer_stream.codec import encode_alert
-from deformer_stream.core.batch import NO_TIME
+from deformer_stream.engine.events import NO_TIME
 from tests.contracts.effects import SCHEMA, alert_of, effects_of, notice_of
 
 GOLDEN = Path(__file__).parent

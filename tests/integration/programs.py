@@ -20,7 +20,7 @@ from kafka.errors import RetriableError
 from tests.conftest import free_port
 
 PATIENCE = 120.0
-PROGRAMS = {"deformer-stream": "deformer_stream.cli", "deformer-train": "trainer.cli"}
+PROGRAMS = {"deformer-stream": "deformer_stream.cli.main", "deformer-train": "trainer.cli"}
 
 
 def command(program: str, *words: object) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from kafka import KafkaAdminClient, KafkaProducer
 
 from connectors.kafka import ensure_topics, produce
-from deformer_stream import artifact
+from deformer_stream import model_store
 from tests.integration.programs import Cluster, Consume, errors_of, run, until
 from tests.models import SCHEMA, rows_of, write_model
 
@@ -50,14 +50,14 @@ HALF, REST = SCHEMA.names[:3], SCHEMA.names[3:]
 def test_a_model_changes_under_way(cluster: Cluster, topic: Callable[..., str], tmp_path: Path, how: str) -> None:
     """Open records finish on their model or go over to the new one as a whole; later ones have the new one."""
     name, model = topic(2), write_model(tmp_path / "model", seed=0)
-    before = artifact.read_manifest(model)["fingerprint"]
+    before = model_store.read_manifest(model)["fingerprint"]
     early, late = records(0), records(1000)
     with Consume(tmp_path / "log", *options(cluster, name, model, "--open-records", how)) as consumer:
         consumer.wait_until_ready()
         sent = send(cluster, name, early, HALF)
         consumer.wait_for(lambda: consumer.metrics().get("deformer_events_total") == sent, "the first halves")
         write_model(model, seed=1)
-        after = artifact.read_manifest(model)["fingerprint"]
+        after = model_store.read_manifest(model)["fingerprint"]
         if how == "finish":
             consumer.process.send_signal(signal.SIGHUP)  # otherwise the changed directory is noticed
         consumer.wait_for(lambda: bool(consumer.events("model changed")), "the new model")
@@ -101,8 +101,8 @@ def test_two_models_in_one_group_are_refused(cluster: Cluster, topic: Callable[.
     assert refused.returncode == 2
     (line,) = errors_of(refused.stderr)
     assert "the consumer group scores with model" in line
-    assert artifact.read_manifest(mine)["fingerprint"] in line
-    assert artifact.read_manifest(other)["fingerprint"] in line
+    assert model_store.read_manifest(mine)["fingerprint"] in line
+    assert model_store.read_manifest(other)["fingerprint"] in line
 
 
 def test_a_damaged_snapshot_is_refused_and_can_be_done_without(

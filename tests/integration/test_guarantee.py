@@ -16,14 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
 
-from deformer_stream import artifact
+from deformer_stream import model_store
+from deformer_stream.calibration.conformal import Calibration, record_statistics
 from deformer_stream.codec import Codec
-from deformer_stream.core.conformal import Calibration, record_statistics
-from deformer_stream.core.engine import Engine
-from deformer_stream.core.schema import Schema
-from deformer_stream.metrics import Metrics
-from deformer_stream.runtime import EventClock, Road
-from deformer_stream.simulate import FEATURES, Fleet, Order, simulate
+from deformer_stream.demo.simulate import FEATURES, Fleet, Order, simulate
+from deformer_stream.engine.engine import Engine
+from deformer_stream.model.schema import Schema
+from deformer_stream.runtime.metrics import Metrics
+from deformer_stream.runtime.pipeline import EventClock, Road
 from deformer_stream.testing import MemorySink, MemorySource
 from tests.statistics import beta_binomial_upper
 
@@ -61,7 +61,7 @@ def in_arrival_order(fleet: Fleet, schema: Schema) -> tuple[NDArray[np.int64], N
 
 @pytest.mark.parametrize("law", ["random", "fixed", "bursty"])
 def test_false_alarms_keep_to_alpha(model_dir: Path, law: Order) -> None:
-    loaded = artifact.read(model_dir)
+    loaded = model_store.read(model_dir)
     codes, values = in_arrival_order(simulate(CALIBRATION, seed=2, order=law), loaded.schema)
     calibration = Calibration.of(record_statistics(loaded.model, codes, np.nan_to_num(values)), law)
     engine = Engine(loaded.model, calibration, loaded.fingerprint, ALPHA, effort="off")

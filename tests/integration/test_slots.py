@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from connectors.kafka import produce
-from deformer_stream import artifact
-from deformer_stream.core.schema import Feature, Schema
-from deformer_stream.core.slots import repeated
-from deformer_stream.core.windows import Window
-from tests.core.test_slots import CONFIG
-from tests.core.worlds import model_of
+from deformer_stream import model_store
+from deformer_stream.model.schema import Feature, Schema
+from deformer_stream.model.time_slots import repeated
+from deformer_stream.model.windows import Window
+from tests.engine.worlds import model_of
 from tests.integration.programs import Cluster, Consume
+from tests.model.test_time_slots import CONFIG
 from tests.models import TRAINING, calibration_of
 from tests.series import series
 
@@ -35,7 +35,7 @@ def test_series_of_devices(
     cluster: Cluster, topic: Callable[..., str], cli: Callable[..., SimpleNamespace], tmp_path: Path
 ) -> None:
     model = model_of(SERIES, CONFIG, 5, torch.float32)
-    artifact.write(tmp_path / "model", model, calibration_of(model), TRAINING, "<p>")
+    model_store.write(tmp_path / "model", model, calibration_of(model), TRAINING, "<p>")
     name, alerts = topic(4), topic(1, "alerts")
     events = series(100, seed=6)
     sent = [(event["device"].encode(), json.dumps(event).encode(), None) for event in events]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from deformer_stream.core.conformal import record_statistics
-from deformer_stream.core.model import DEformer, ModelConfig
+from deformer_stream.calibration.conformal import record_statistics
 from deformer_stream.errors import ConfigError
+from deformer_stream.model.deformer import DEformer, ModelConfig
 from tests.trainer.tables import mixed, prepared, write
 from trainer.calibrate import calibrate, calibration_rows, choose_order, statistics
 from trainer.data import CALIBRATION, DataOptions, Prepared, prepare

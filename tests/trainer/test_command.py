@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from deformer_stream import artifact
+from deformer_stream import model_store
 from tests.trainer.tables import mixed, write
 
 TINY = "\n".join(
@@ -92,7 +92,7 @@ def test_from_table_to_model_directory(tmp_path: Path, table: Path, config: Path
     ):
         assert words in done.stdout
     assert not (tmp_path / "model.training").exists()
-    loaded = artifact.read(out)
+    loaded = model_store.read(out)
     assert loaded.schema.names == ("a", "b", "c", "state")
     training = loaded.manifest["training"]
     assert training["rows"] == {"train": 259, "validation": 29, "calibration": 72}
@@ -118,7 +118,7 @@ def test_single_tokens_from_table_to_scores(tmp_path: Path, table: Path, config:
     out, scores = tmp_path / "model", tmp_path / "scores.parquet"
     trained = here(table, "--out", out, "--config", config, "--epochs", 3)
     assert trained.code == 0, trained.err
-    loaded = artifact.read(out)
+    loaded = model_store.read(out)
     assert loaded.model.config.tokens == "single"
     validation = [row["validation"] for row in loaded.manifest["training"]["history"]]
     assert min(validation) < validation[0] - 0.1
@@ -142,7 +142,7 @@ def test_an_existing_model_is_replaced_and_other_folders_are_not(
     prints = []
     for seed in (0, 1):
         assert here(table, "--out", out, "--config", config, "--epochs", 1, "--seed", seed).code == 0
-        prints.append(artifact.read(out).fingerprint)
+        prints.append(model_store.read(out).fingerprint)
     assert prints[0] != prints[1]
     precious = tmp_path / "precious"
     precious.mkdir()
@@ -185,7 +185,7 @@ def test_a_signal_keeps_progress_and_resume_continues(
     resumed = here(*arguments, "--resume")
     assert resumed.code == 0, resumed.err
     assert "continuing at step" in resumed.err
-    assert artifact.read(out).manifest["training"]["steps"] > 0
+    assert model_store.read(out).manifest["training"]["steps"] > 0
     assert not folder.exists()
 
 

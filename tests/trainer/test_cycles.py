@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from deformer_stream.core.schema import DAY
 from deformer_stream.errors import ConfigError
+from deformer_stream.model.schema import DAY
 from tests.commands import Run
 from tests.trainer.tables import prepared, write
 from trainer.job import train
-from trainer.options import Everything, periods
-from trainer.sift import distances
+from trainer.outliers import distances
+from trainer.settings import Everything, periods
 
 SMALL: dict[str, Any] = {"d_model": 32, "layers": 1, "heads": 2, "feedforward": 64, "mixtures": 3, "hidden": (32,)}
 

@@ -13,7 +13,7 @@ import pytest
 from deformer_stream.errors import ConfigError, InputError
 from tests.trainer.tables import write
 from trainer.data import CALIBRATION, TRAIN, VALIDATION, DataOptions, Prepared, assign_split, prepare
-from trainer.kinds import find_quantum
+from trainer.feature_kinds import find_quantum
 from trainer.tables import microseconds
 
 N = 400

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from deformer_stream.core.model import DEformer, ModelConfig
-from tests.core.devices import fake, on_gpu
+from deformer_stream.model.deformer import DEformer, ModelConfig
+from tests.engine.devices import fake, on_gpu
 from tests.trainer.tables import mixed, prepared
 from trainer import fit as training
-from trainer import gaussians
+from trainer import gaussian_prior
 from trainer.budget import Budget
 from trainer.data import TRAIN
 from trainer.fit import Fit, Recipe
-from trainer.options import Optimizer
 from trainer.sampling import Noise, Samples, arrange, draw, seeded
+from trainer.settings import Optimizer
 
 CONFIG = ModelConfig(d_model=64, layers=2, heads=4, feedforward=96, mixtures=3, hidden=(16,), dropout=0.1)
 
@@ -30,7 +30,7 @@ CONFIG = ModelConfig(d_model=64, layers=2, heads=4, feedforward=96, mixtures=3, 
 def test_a_step_on_a_gpu_that_is_not_there(tmp_path: Path, optimizer: Optimizer, change: dict[str, object]) -> None:
     """In low precision, with dropout, guided and not. The way back is PyTorch's own and needs a real one."""
     data = prepared(tmp_path, mixed(np.random.default_rng(3), 200))
-    guides = gaussians.fit(data, 1, 0)
+    guides = gaussian_prior.fit(data, 1, 0)
     assert guides is not None
     rows = data.rows(TRAIN)[:32]
     drawn = draw(data, rows, Noise.of(data.schema, 0.05, 0.01), 0.5, seeded(1))

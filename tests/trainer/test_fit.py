@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from deformer_stream.core.model import DEformer, ModelConfig
 from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.model.deformer import DEformer, ModelConfig
 from tests.trainer.tables import correlated, entropy, mixed, prepared
 from trainer import checkpoint
 from trainer.budget import Budget, Costs

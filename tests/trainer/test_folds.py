@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deformer_stream import artifact
+from deformer_stream import model_store
 from tests.trainer.tables import mixed, write
 from trainer.data import CALIBRATION, TRAIN, VALIDATION, DataOptions, prepare
 from trainer.folds import siblings
 from trainer.job import train
-from trainer.options import Everything
+from trainer.settings import Everything
 
 SMALL = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,), "gaussians": 2}
 
@@ -39,7 +39,7 @@ def test_all_records_calibrate(tmp_path: Path, rng: np.random.Generator) -> None
     options = {**SMALL, "epochs": 1, "device": "cpu", "preset": "tiny"}
     train([table], Everything(out=tmp_path / "folds", folds=3, **options), say=told.append)
     train([table], Everything(out=tmp_path / "split", calibration_share=1 / 3, **options))
-    many, few = (artifact.read(tmp_path / name) for name in ("folds", "split"))
+    many, few = (model_store.read(tmp_path / name) for name in ("folds", "split"))
     assert [line for line in told if "fold" in line] == ["fold 2 of 3", "fold 3 of 3"]
     assert (len(many.calibration.scores), len(few.calibration.scores)) == (90, 30)
     assert np.isin(few.calibration.scores, many.calibration.scores).all()

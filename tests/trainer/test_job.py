@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from deformer_stream.core.heads import Head
+from deformer_stream.model.distributions import Head
 from tests.trainer.tables import mixed, write
 from trainer.budget import Budget
 from trainer.job import train
-from trainer.options import Everything
+from trainer.settings import Everything
 
 SMALL: dict[str, Any] = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,)}
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from deformer_stream.core.model import DEformer, ModelConfig
-from deformer_stream.core.schema import Feature, Schema
+from deformer_stream.model.deformer import DEformer, ModelConfig
+from deformer_stream.model.schema import Feature, Schema
 from trainer.muon import Muon, orthogonalised
 
 CONFIG = ModelConfig(d_model=16, layers=2, heads=2, feedforward=24, mixtures=2, hidden=(16,))

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from deformer_stream.core.slots import single
-from deformer_stream.core.windows import Window
 from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.model.time_slots import single
+from deformer_stream.model.windows import Window
 from tests.series import series, table_of
 from trainer.data import DataOptions, Prepared, prepare
 

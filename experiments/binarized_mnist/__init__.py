@@ -1,0 +1,1 @@
+"""Binarised MNIST, the paper's first experiment: `python -m experiments.binarized_mnist --help`."""

@@ -1,0 +1,1 @@
+"""Household power, the paper's second experiment: `python -m experiments.power --help`."""

@@ -1,0 +1,74 @@
+"""The benchmark of the whole road feeds what it says, and keeps the results of parts that were not run."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+from kafka.record.default_records import DefaultRecordBatch
+
+from benchmarks import stream
+from benchmarks.feed import WILD, Events, calm_calibration, model_of, records_of, schema_of
+from benchmarks.stream_kafka import LINGER, shares
+from connectors.kafka.runs import runs_of
+from deformer_stream.codec import Codec
+from deformer_stream.codec.inputs import Messages
+from deformer_stream.engine.engine import Engine
+from tests.connectors.raw import batch
+
+FEATURES = 4
+
+
+@pytest.mark.parametrize("payload", ["singles", "many", "arrow"])
+def test_every_reading_is_accepted_once(payload: str) -> None:
+    events = Events(FEATURES, open=10)
+    feed = {"singles": events.singles(), "many": events.many(2), "arrow": events.arrow(40)}[payload]
+    sent = list(islice(feed, {"singles": 120, "many": 60, "arrow": 3}[payload]))
+    (run,) = runs_of(DefaultRecordBatch(batch(records_of(sent), len(sent))))
+    n = len(run)
+    data = Messages("t", run.keys, run.values, run.times * 1000, np.zeros(n, np.int32), run.offsets)
+    decoded, rejected = Codec(schema_of(FEATURES)).decode(data)
+    assert (len(decoded), rejected) == (120, [])
+    engine = Engine(model_of("tiny", FEATURES, 0), calm_calibration(), "benchmark", 0.01)
+    effects = engine.handle(decoded, 0)
+    assert (len(effects.scored), effects.rejected, effects.alerts) == (120, [], [])
+    assert len(effects.closed) == 30
+
+
+def test_a_wild_reading_alerts() -> None:
+    feed = Events(FEATURES, open=10, wild=25).singles()
+    payloads = [value for _, value in islice(feed, 400)]
+    wild = {orjson.loads(payload)["record"] for payload in payloads if b"%r" % WILD in payload}
+    assert 8 <= len(wild) <= 32  # 16 in the mean
+    n = len(payloads)
+    data = Messages("t", [None] * n, list(payloads), np.zeros(n, np.int64), np.zeros(n, np.int32), np.arange(n))
+    engine = Engine(model_of("tiny", FEATURES, 0), calm_calibration(), "benchmark", 0.01)
+    alerts = engine.handle(Codec(schema_of(FEATURES)).decode(data)[0], 0).alerts
+    assert {alert.record for alert in alerts} == wild
+
+
+def test_results_of_other_parts_are_kept(tmp_path: Path) -> None:
+    row = {"machine": "a machine", "date": "2026-01-01"}
+    stream.write([{"part": "start", **row, "median_s": 2.5}, {"part": "stages", **row, "decode_/s": 1000000}], tmp_path)
+    stream.write([{"part": "start", **row, "median_s": 1.5}], tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "stream.jsonl").read_text().splitlines()]
+    assert [(one["part"], one.get("median_s")) for one in rows] == [("stages", None), ("start", 1.5)]
+    text = (tmp_path / "stream.md").read_text()
+    assert "| decode /s |" in text
+    assert "| 1,000,000 |" in text
+    assert "2.5" not in text
+
+
+@pytest.mark.parametrize("rate", [30, 500, 999, 20_000])
+def test_requests_share_the_rate_among_partitions(rate: int) -> None:
+    requests = list(shares(rate, 2))
+    assert len(requests) == round(2 / LINGER)
+    total = np.cumsum(requests, 0)
+    assert total[-1].sum() == 2 * rate
+    assert total[-1].max() - total[-1].min() <= 1
+    due = rate * LINGER * np.arange(1, len(requests) + 1)
+    assert np.abs(total.sum(1) - due).max() <= 1

@@ -1,0 +1,274 @@
+"""`impute` and `sample`: tables in, tables out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+from deformer_stream.engine import queries
+from tests.commands import N, Run, failed
+from tests.models import SCHEMA
+
+
+def test_impute(cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path) -> None:
+    out = tmp_path / "filled.parquet"
+    ended = cli("impute", wide, "--model", model_dir, "--output", out, "--interval", "0.8")
+    assert (ended.code, ended.out) == (0, "")
+    filled = pq.read_table(out)
+    missing = {name: table.column(name).is_null().to_numpy() for name in SCHEMA.names}
+    cells = sum(int(missing[name].sum()) for name in SCHEMA.names if name != "load")
+    assert cells > 20
+    assert ended.lines == [f"{cells} missing values filled in {N} rows: {out}"]
+    expected = []
+    for name in table.schema.names:
+        expected += [name]
+        if name in ("temperature", "pressure", "vibration"):
+            expected += [f"{name}__low", f"{name}__high"]
+    assert filled.schema.names == expected
+    for name in table.schema.names:
+        before, after = table.column(name), filled.column(name)
+        assert before.type == after.type
+        gaps = missing.get(name, np.zeros(N, bool))
+        assert after.filter(pa.array(~gaps)).equals(before.filter(pa.array(~gaps)))
+        assert after.null_count == (int(gaps.sum()) if name == "load" else 0)
+        if f"{name}__low" in expected:
+            low, high = (filled.column(f"{name}__{end}") for end in ("low", "high"))
+            assert (low.is_null().to_numpy() == ~gaps).all()
+            assert (high.is_null().to_numpy() == ~gaps).all()
+            values = after.to_numpy()[gaps]
+            assert (low.to_numpy()[gaps] <= values + 0.05).all()  # a median moves to the sensor's grid
+            assert (values - 0.05 <= high.to_numpy()[gaps]).all()
+    temperatures = filled.column("temperature").to_numpy()
+    np.testing.assert_allclose(temperatures * 10, np.round(temperatures * 10), atol=1e-9)
+    assert set(filled.column("state").to_pylist()) <= {"idle", "run", "stop", "unheard of"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_takes_away_what_was_begun(
+    cli: Run, model_dir: Path, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    seen = list[Path]()
+
+    def signalled(*given: object) -> None:
+        seen.extend(tmp_path.glob("*.part"))
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(queries, "sample", signalled)
+    monkeypatch.setattr(queries, "fill", signalled)
+    out = tmp_path / "y.parquet"
+    for words in (("sample", "--count", 10), ("impute", wide)):
+        failed(cli(*words, "--model", model_dir, "--output", out), 130, "interrupted")
+        assert seen
+        assert not list(tmp_path.glob("y*"))
+        seen.clear()
+
+
+def test_impute_says_which_features_have_no_column(
+    cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path
+) -> None:
+    pq.write_table(table.drop_columns(["pressure", "valve", "load"]), wide)
+    ended = cli("impute", wide, "--model", model_dir, "--output", tmp_path / "filled.parquet")
+    told = json.loads(ended.lines[0])
+    assert (ended.code, told["features"]) == (0, ["pressure", "valve"])
+    assert "add it, with nulls" in told["event"]
+
+
+def test_impute_answers_as_the_library_does(
+    cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path
+) -> None:
+    import deformer_stream
+
+    out = tmp_path / "filled.parquet"
+    assert cli("impute", wide, "--model", model_dir, "--output", out).code == 0
+    detector = deformer_stream.load(model_dir)
+    for before, after in zip(table.to_pylist(), pq.read_table(out).to_pylist(), strict=True):
+        for name, imputed in detector.impute({name: before[name] for name in SCHEMA.names}).items():
+            assert after[name] == (
+                imputed.value if isinstance(imputed.value, str) else pytest.approx(imputed.value, 1e-3)
+            )
+            if imputed.low is not None:
+                assert after[f"{name}__low"] == pytest.approx(imputed.low, rel=1e-3, abs=1e-3)
+                assert after[f"{name}__high"] == pytest.approx(imputed.high, rel=1e-3, abs=1e-3)
+
+
+def test_impute_with_draws(cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path) -> None:
+    found = []
+    for seed in ("5", "5", "6"):
+        out = tmp_path / "drawn.parquet"
+        ended = cli("impute", wide, "--model", model_dir, "--output", out, "--draws", "3", "--seed", seed)
+        assert (ended.code, ended.lines[0].endswith(f"in {N} rows, 3 times each: {out}")) == (0, True)
+        found.append(pq.read_table(out))
+    assert found[0].equals(found[1])
+    assert not found[0].equals(found[2])
+    drawn = found[0]
+    assert drawn.schema.names == [*table.schema.names, "draw"]
+    assert drawn.column("draw").to_pylist() == [0, 1, 2] * N
+    rows = pa.array(np.repeat(np.arange(N), 3))
+    for name in table.schema.names:
+        before, after = table.column(name).take(rows), drawn.column(name)
+        there = before.is_valid()
+        assert after.filter(there).equals(before.filter(there))
+        assert after.null_count == (before.null_count if name == "load" else 0)
+    pressure = drawn.column("pressure").to_numpy().reshape(N, 3)[table.column("pressure").is_null().to_numpy()]
+    assert len(pressure) > 3
+    assert (pressure.std(1) > 0).any()
+
+
+def test_impute_with_quantiles_and_estimates(
+    cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path
+) -> None:
+    def column(name: str, *options: str) -> np.ndarray:
+        out = tmp_path / "f.parquet"
+        assert cli("impute", wide, "--model", model_dir, "--output", out, *options).code == 0
+        return np.asarray(pq.read_table(out).column(name).to_numpy())[gaps]
+
+    gaps = table.column("vibration").is_null().to_numpy()
+    low, middle = (column(f"vibration__q{q}", "--quantiles", "0.5,0.05") for q in ("0.05", "0.5"))
+    assert (low < middle).all()
+    np.testing.assert_allclose(low, column("vibration__low"), rtol=1e-5)
+    mean, mode = (column("vibration", "--estimate", name) for name in ("mean", "mode"))
+    assert (mean != column("vibration")).any()
+    assert (mode != mean).any()
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("temperature", pa.array([21, None, 23], pa.int32())),
+        ("temperature", pa.array([21, None, 23], pa.uint8())),
+        ("temperature", pa.array([21.5, None, float("nan")], pa.float32())),
+        ("temperature", pa.array([21, None, 23], pa.int64()).dictionary_encode()),
+        ("temperature", pa.nulls(3)),
+        ("temperature", pa.array(["21.50", None, "23.25"]).cast(pa.decimal128(8, 2))),
+        ("state", pa.array(["run", None, "stop"]).dictionary_encode()),
+        ("state", pa.array(["run", None, "stop"], pa.large_string())),
+        ("state", pa.nulls(3)),
+        ("valve", pa.array([True, None, False])),
+        ("valve", pa.array([True, True, False])),
+    ],
+    ids=str,
+)
+def test_impute_keeps_types(cli: Run, model_dir: Path, tmp_path: Path, column: str, values: pa.Array) -> None:
+    pq.write_table(pa.table({column: values, "pressure": [1.0, 1.1, None]}), tmp_path / "t.parquet")
+    ended = cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "f.parquet")
+    assert ended.code == 0, ended.err
+    kind = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
+    if pa.types.is_null(kind):
+        kind = pa.float64() if column == "temperature" else pa.string()
+    after = pq.read_table(tmp_path / "f.parquet").column(column)
+    assert after.type == kind
+    assert after.null_count == 0
+    for old, new in zip(values.to_pylist(), after.to_pylist(), strict=True):
+        assert new == new  # not NaN
+        assert old is None or old != old or old == new
+
+
+def test_impute_of_csv(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("temperature,state,note\n21.5,,a\n,run,b\n20,stop,\n")
+    assert cli("impute", tmp_path / "t.csv", "--model", model_dir, "--output", tmp_path / "f.parquet").code == 0
+    filled = pq.read_table(tmp_path / "f.parquet")
+    assert filled.column("temperature").null_count == filled.column("state").null_count == 0
+    assert filled.column("note").to_pylist()[:2] == ["a", "b"]
+
+
+def test_impute_leaves_infinite_readings(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    """Such a reading is neither there (nothing is concluded from it) nor missing."""
+    pq.write_table(pa.table({"temperature": [float("inf"), None], "pressure": [None, 1.0]}), tmp_path / "t.parquet")
+    assert cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "f.parquet").code == 0
+    filled = pq.read_table(tmp_path / "f.parquet").to_pylist()
+    assert filled[0]["temperature"] == float("inf")
+    assert filled[0]["temperature__low"] is None
+    assert np.isfinite(filled[0]["pressure"])
+
+
+def test_impute_in_blocks_is_the_same(
+    cli: Run, model_dir: Path, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for rows, readings in ((4096, 8192), (7, 10)):
+        monkeypatch.setattr("connectors.files.queries.ROWS", rows)
+        monkeypatch.setattr(queries, "GROUP_READINGS", readings)
+        assert cli("impute", wide, "--model", model_dir, "--output", tmp_path / "f.parquet").code == 0
+        found.append(pq.read_table(tmp_path / "f.parquet"))
+    assert found[0].schema == found[1].schema
+    for one, other in zip(found[0].columns, found[1].columns, strict=True):
+        if pa.types.is_floating(one.type):
+            np.testing.assert_allclose(one.to_numpy(), other.to_numpy(), rtol=1e-3, atol=0.11)
+        else:
+            assert one.equals(other)
+
+
+def test_impute_refuses(cli: Run, model_dir: Path, lines: Path, tmp_path: Path) -> None:
+    def refused(table: pa.Table, *words: str) -> None:
+        pq.write_table(table, tmp_path / "t.parquet")
+        failed(cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "f"), 3, *words)
+        assert not (tmp_path / "f").exists()
+        assert not list(tmp_path.glob("*.part"))
+
+    refused(pa.table({"a": [1]}), "no column is a feature")
+    refused(pa.table({"pressure": ["high"]}), "pressure", "string")
+    refused(pa.table({"pressure": [1.0], "pressure__low": [1.0]}), "pressure__low", "rename")
+    refused(pa.table({"valve": pa.array([0, None], pa.int8())}), "valve", "cannot hold")
+    words = ["--model", model_dir, "--output", tmp_path / "f"]
+    failed(cli("impute", lines, *words), 3, "wide table")
+    failed(cli("impute", tmp_path / "none.parquet", *words), 3, "none.parquet")
+    failed(cli("impute", tmp_path / "t.parquet", "--model", model_dir), 2, "--output")
+    failed(cli("impute", tmp_path / "t.parquet", *words, "--interval", "1"), 2, "--interval")
+    failed(cli("impute", tmp_path / "t.parquet", *words, "--draws", "2", "--quantiles", "0.1"), 2, "--draws")
+    failed(cli("impute", tmp_path / "t.parquet", *words, "--draws", "0"), 2, "--draws")
+    pq.write_table(pa.table({"pressure": [1.0], "draw": [1]}), tmp_path / "t.parquet")
+    failed(cli("impute", tmp_path / "t.parquet", *words, "--draws", "2"), 3, "'draw'", "rename")
+    failed(cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "no" / "f"), 2, "no/f")
+
+
+def test_impute_may_replace_its_input(cli: Run, model_dir: Path, wide: Path) -> None:
+    assert cli("impute", wide, "--model", model_dir, "--output", wide).code == 0
+    assert pq.read_table(wide).column("pressure").null_count == 0
+
+
+# sample
+
+
+def test_sample(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    found = []
+    for seed in ("1", "1", "2"):
+        out = tmp_path / "samples.parquet"
+        ended = cli("sample", "--model", model_dir, "--count", "1500", "--output", out, "--seed", seed)
+        assert (ended.code, ended.out, ended.lines) == (0, "", [f"1500 records drawn: {out}"])
+        found.append(pq.read_table(out))
+    assert found[0].equals(found[1])
+    assert not found[0].equals(found[2])
+    drawn = found[0]
+    assert drawn.num_rows == 1500
+    assert drawn.schema.names == list(SCHEMA.names)
+    assert drawn.column("load").null_count == 1500
+    for feature in SCHEMA.features[:5]:
+        column = drawn.column(feature.name)
+        assert column.null_count == 0
+        assert column.type == (pa.string() if feature.labels else pa.float64())
+        if feature.labels:
+            assert set(column.to_pylist()) == set(feature.labels)
+    temperatures = drawn.column("temperature").to_numpy()
+    assert len(set(temperatures)) > 50
+    assert all(float(f"{t:.1f}") == t for t in temperatures)
+
+
+def test_sample_refuses(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    failed(cli("sample", "--model", model_dir, "--count", "0", "--output", tmp_path / "s"), 2, "--count")
+    failed(cli("sample", "--model", model_dir), 2, "--output")
+    failed(cli("sample", "--model", tmp_path, "--output", tmp_path / "s"), 3, "manifest.json")
+
+
+def test_a_folder_is_refused_before_anything_is_drawn(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    failed(cli("sample", "--model", model_dir, "--output", folder), 2, "Is a directory", "choose another path")
+    assert list(tmp_path.iterdir()) == [folder]

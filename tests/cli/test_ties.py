@@ -1,0 +1,263 @@
+"""Ties held, from the outside: commands, library, training, restarts, and the false-alarm rate."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import deformer_stream
+from deformer_stream import model_store
+from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.codec import Codec
+from deformer_stream.codec.inputs import Messages
+from deformer_stream.engine.engine import Engine, Limits
+from deformer_stream.engine.events import NO_TIME, EventBatch
+from deformer_stream.errors import ConfigError
+from deformer_stream.runtime.metrics import Metrics
+from deformer_stream.runtime.ports import Restored
+from deformer_stream.runtime.recovery import Recovery
+from tests.engine.lives import same_snapshot
+from tests.engine.worlds import model_of
+from tests.models import CONFIG, SCHEMA, rows_of, small_model
+from tests.runtime.test_recovery import PARTITIONS, Kept, World, live
+from tests.statistics import beta_binomial_upper
+from trainer.calibrate import calibrate, choose_order
+from trainer.data import DataOptions, prepare
+from trainer.sampling import Noise, arrange, draw, seeded
+
+Run = Callable[..., SimpleNamespace]
+
+
+def events_of(count: int, seed: int, instants: int = 3) -> list[dict[str, Any]]:
+    """Readings of records in the order of their times, each at one of a few."""
+    rng = np.random.default_rng(seed)
+    return sorted(
+        (
+            {"record": f"r{i}", "feature": name, "value": value, "time": float(rng.integers(0, instants))}
+            for i, row in enumerate(rows_of(SCHEMA, count, seed))
+            for name, value in row.items()
+        ),
+        key=lambda event: event["time"],
+    )
+
+
+def written(path: Path, events: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return path
+
+
+def shuffled(events: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
+    """The same as another broker may hand them over."""
+    rng = np.random.default_rng(seed)
+    return sorted(rng.permutation(np.array(events)).tolist(), key=lambda event: event["time"])
+
+
+def judged(path: Path) -> dict[str, list[tuple[Any, ...]]]:
+    found: dict[str, list[tuple[Any, ...]]] = {}
+    for row in pq.read_table(path).to_pylist():
+        found.setdefault(row.pop("record"), []).append(tuple(row.values()))
+    return found
+
+
+def test_commands_follow_the_calibration(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    """calibrate --ties hold makes a model whose scores do not depend on the order within an instant; another order of
+    ties than the calibration's is warned of."""
+    held = tmp_path / "held"
+    ended = cli(
+        "calibrate",
+        written(tmp_path / "new.jsonl", events_of(120, 1)),
+        "--model",
+        model_dir,
+        "--out",
+        held,
+        "--ties",
+        "hold",
+    )
+    assert (ended.code, "ties held" in ended.err) == (0, True), ended.err
+    assert model_store.read(held).calibration.ties == "hold"
+    assert model_store.read(held).manifest["format_version"] == 3
+    assert "Ties are held" in cli("inspect", held).out
+    scores = []
+    for seed in (1, 2):
+        log, out = written(tmp_path / "log.jsonl", shuffled(events_of(40, 2), seed)), tmp_path / f"{seed}.parquet"
+        ended = cli("replay", log, "--model", held, "--output", out, "--alpha", "0.1")
+        assert (ended.code, "calibrated with" in ended.err) == (0, False), ended.err
+        scores.append(judged(out))
+    assert scores[0].keys() == scores[1].keys()
+    for record, rows in scores[0].items():
+        for left, right in zip(rows, scores[1][record], strict=True):
+            assert left[:5] == right[:5]
+            numbers = (np.array(row[5:], float) for row in (left, right))  # no ln p of context
+            np.testing.assert_allclose(*numbers, rtol=1e-4, atol=1e-5)
+    told = cli("replay", tmp_path / "log.jsonl", "--model", held, "--ties", "arrival")
+    assert (told.code, "calibrated with hold" in told.out + told.err) == (0, True)
+
+
+def test_training_calibrates_as_the_stream_judges(cli: Run, tmp_path: Path) -> None:
+    """The largest score of each record in a replay of the table is its statistic in training. Records are named by
+    their rows, for ids draw the orders of large blocks."""
+    events, rows = events_of(60, 3), dict[str, int]()
+    columns: dict[str, Any] = {name: [event[name] for event in events] for name in ("feature", "time")}
+    columns["record"] = [str(rows.setdefault(event["record"], len(rows))) for event in events]
+    columns["value"] = [str(event["value"]) for event in events]
+    log, model_dir, scores = tmp_path / "log.parquet", tmp_path / "model", tmp_path / "scores.parquet"
+    pq.write_table(pa.table(columns), log)
+    (tmp_path / "work").mkdir()
+    data = prepare([log], DataOptions(ties="hold", context=("load",)), tmp_path / "work")
+    assert data.ranks is not None
+    assert int(data.ranks.max()) == 2, "a place for each time"
+    with pytest.raises(ConfigError, match="--order random"):
+        choose_order("random", data)
+    model = model_of(data.schema, CONFIG, 0, torch.float32)
+    calibration = calibrate(model, data, np.arange(60), "arrival", 0)
+    assert calibration.ties == "hold"
+    model_store.write(model_dir, model, calibration, {}, "")
+    assert cli("replay", log, "--model", model_dir, "--output", scores).code == 0
+    largest = [max(row[-3] for row in rows) for rows in judged(scores).values()]
+    np.testing.assert_allclose(np.sort(largest), calibration.scores, rtol=1e-3)
+    samples = [draw(data, np.arange(60), Noise.of(data.schema), 1.0, seeded(seed)) for seed in (0, 1)]
+    first, second = (arrange(sample.values, sample.keys)[0] for sample in samples)
+    assert not torch.equal(first, second), "trained on any order of a block"
+    for keys in (samples[0].keys, samples[1].keys):
+        assert np.array_equal(np.floor(keys.numpy())[data.ranks >= 0], data.ranks[data.ranks >= 0])
+
+
+def test_a_wide_row_with_a_time_is_one_block(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    """It is decided once, at its end, and the order of the columns means nothing."""
+    rows = [
+        row | {"at": datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=i)}
+        for i, row in enumerate(rows_of(SCHEMA, 30, 6))
+    ]
+    table = pa.Table.from_pylist(rows)
+    likelihood, places = [], []
+    for names in (table.column_names, table.column_names[::-1]):
+        pq.write_table(table.select(names), tmp_path / "wide.parquet")
+        outputs = ("--records", tmp_path / "r.parquet", "--alerts", tmp_path / "a.jsonl")
+        ended = cli(
+            "replay", tmp_path / "wide.parquet", "--model", model_dir, "--ties", "hold", "--alpha", "0.5", *outputs
+        )
+        assert ended.code == 0, ended.err
+        records = {row["record"]: row for row in pq.read_table(tmp_path / "r.parquet").to_pylist()}
+        likelihood.append([records[r]["log_likelihood"] for r in sorted(records)])
+        alerts = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+        places.append({a["record"]: a["raised_at"] for a in alerts})
+        assert all(a["raised_at"] == records[a["record"]]["events"] for a in alerts)
+    assert places[0]
+    assert places[0] == places[1]
+    np.testing.assert_allclose(*likelihood, rtol=1e-4, atol=1e-4)
+
+
+def test_a_table_without_times_knows_no_ties(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": np.arange(50.0)}), tmp_path / "wide.parquet")
+    with pytest.raises(ConfigError, match="--ties hold"):
+        prepare([tmp_path / "wide.parquet"], DataOptions(ties="hold"), tmp_path)
+
+
+def test_the_library_says_what_waits(model_dir: Path) -> None:
+    detector = deformer_stream.load(model_dir)
+    scorer = detector.scorer(alpha=0.5, ties="hold")
+    first = scorer.update("r", "temperature", 900.0, time=1.0)
+    assert first.waits
+    assert np.isnan(first.p_value)
+    assert scorer.update("r", "vibration", -900.0, time=1.0).waits
+    later = scorer.update("r", "pressure", 1.0, time=2.0)
+    assert (later.waits, later.alert is not None and later.alert.raised_at) == (True, 2)
+    single = scorer.update("s", "pressure", 1.0)
+    assert (single.waits, np.isnan(single.p_value)) == (False, False), "without a time nothing is tied"
+    assert not scorer.update("s", "unheard of", 1.0).waits
+    assert scorer.update("t", "temperature", 900.0, time=1.0).waits
+    assert [alert.record for alert in scorer.finish()] == ["t"]
+    with pytest.raises(ValueError, match="tie_wait"):
+        detector.scorer(tie_wait=0)
+
+
+def test_many_lives_commit_what_one_does(model_dir: Path) -> None:
+    """As tests/runtime/test_recovery.py, with readings that wait when a life ends."""
+    loaded = model_store.read(model_dir)
+    loaded = replace(loaded, calibration=Calibration.of(loaded.calibration.scores, "arrival", ties="hold"))
+    lines = [[json.dumps(event).encode() for event in events_of(30, p)] for p in range(PARTITIONS)]
+    whole, cut = (World(lines, {p: Kept() for p in range(PARTITIONS)}) for _ in range(2))
+    live(whole, loaded, set(range(PARTITIONS)), 0, 0.0, 0.0, 100.0)
+    lives = 0
+    while not cut.done:
+        rest = {p for p, kept in cut.kept.items() if kept.position < len(lines[p])}
+        live(cut, loaded, rest, lives, 0.04, 0.03, 0.03)
+        lives += 1
+        assert lives < 500
+    assert lives > 3
+    assert len(whole.alerts) > 5
+    assert Counter(cut.alerts) == Counter(whole.alerts)
+
+
+def test_what_the_clock_decided_is_known_before_the_history(model_dir: Path) -> None:
+    """A reading that came too late for its time in the first life is too late in the second."""
+    loaded = model_store.read(model_dir)
+    events = [("temperature", 1.0), ("pressure", 1.0), ("vibration", 1.0), ("load", 2.0)]
+    lines = [json.dumps({"record": "r", "feature": name, "value": 3.0, "time": time}).encode() for name, time in events]
+    data = Messages(
+        "t", [None] * 4, list(lines), np.full(4, NO_TIME), np.zeros(4, np.int32), np.arange(4, dtype=np.int64)
+    )
+    codec = Codec(loaded.schema)
+
+    def life() -> tuple[Engine, Recovery]:
+        engine = Engine(loaded.model, loaded.calibration, "m", 0.1, Limits(tie_wait=10), ties="hold")
+        return engine, Recovery(engine, Metrics(), interval=100.0)
+
+    first, kept = life()
+    kept.restore(Restored(0, 0), 0)
+    kept.go_live(0)
+    begun = kept.saved(0)
+    kept.keep(begun)
+    for at, rows in ((1, [0, 1]), (11, []), (12, [2, 3])):
+        kept.note(first.handle(codec.decode(data.take(np.array(rows, np.int64)))[0], at))
+    decided = kept.saved(12)[0].decisions
+    assert decided is not None
+    second, again = life()
+    again.restore(Restored(0, 4, begun[0].snapshot, (decided,)), 12)
+    assert again.replay(data, codec, 12) is None
+    again.go_live(0)
+    same_snapshot(second.snapshot(0, 12), first.snapshot(0, 12), 1e-4)
+    ties = first.snapshot(0, 12).ties
+    assert ties is not None
+    assert ties.tied.tolist() == [False, True, False, False]
+
+
+def test_false_alarms_keep_to_alpha(tmp_path: Path) -> None:
+    """Calibrated with ties held and streamed so, however wrong the model (here untrained)."""
+    model, calibrated, others, alpha = small_model(), 1_000, 1_500, 0.05
+    readings = [
+        (str(i), SCHEMA.codes[name], value, int(time))
+        for i, row in enumerate(rows_of(SCHEMA, calibrated + others, 4))
+        for (name, value), time in zip(row.items(), np.random.default_rng(i).integers(0, 3, len(row)), strict=True)
+    ]
+    rng = np.random.default_rng(5)
+    order = np.lexsort((rng.random(len(readings)), [time for *_, time in readings]))
+    labels = SCHEMA.label_codes
+
+    def run(engine: Engine, mine: Callable[[int], bool]) -> Any:
+        some = [readings[i] for i in order if mine(int(readings[i][0]))]
+        values = [labels[f].get(v, len(labels[f])) if isinstance(v, str) else v for _, f, v, _ in some]
+        codes, none = np.array([f for _, f, _, _ in some], np.int32), np.zeros(len(some), np.int32)
+        times = np.array([time for *_, time in some])
+        first = engine.handle(EventBatch([r for r, *_ in some], codes, np.array(values, float), times, none, none), 0)
+        return first, engine.finish()
+
+    nothing = Calibration.of(np.empty(0), "arrival", ties="hold")
+    found = run(Engine(model, nothing, "m", (), effort="off"), lambda i: i < calibrated)
+    scores = np.concatenate([effects.closed.score for effects in found])
+    assert len(scores) == calibrated
+    engine = Engine(model, Calibration.of(scores, "arrival", ties="hold"), "m", alpha, Limits(), effort="off")
+    alerts = sum(len(effects.alerts) for effects in run(engine, lambda i: i >= calibrated))
+    assert 0 < alerts <= beta_binomial_upper(calibrated, others, alpha, 0.999)

@@ -1,0 +1,239 @@
+"""Messages that are Arrow streams: the same readings as in JSON, the same refusals, and nothing that bytes could do."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deformer_stream.codec import Codec, Windows
+from deformer_stream.codec.arrow_messages import READINGS
+from deformer_stream.codec.inputs import Messages
+from deformer_stream.engine.events import EventBatch, Reason, Rejected
+from deformer_stream.model.schema import Feature, Schema
+
+SCHEMA = Schema(
+    (
+        Feature("Pressure", "continuous"),
+        Feature("Current", "continuous"),
+        Feature("mode", "discrete", labels=("idle", "run")),
+    )
+)
+BROKER = 1_583_750_073_000_000
+
+
+def stream(columns: dict[str, Any], *more: dict[str, Any], **options: Any) -> bytes:
+    """One record batch for each mapping of names to arrays."""
+    batches = [pa.record_batch(list(part.values()), list(part)) for part in (columns, *more)]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batches[0].schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def decode(
+    *payloads: bytes, key: bytes | None = b"key", codec: Codec | None = None
+) -> tuple[EventBatch, list[Rejected]]:
+    n = len(payloads)
+    ints = np.arange(n)
+    data = Messages("t", [key] * n, list(payloads), np.full(n, BROKER), ints.astype(np.int32) + 5, ints)
+    return (codec or Codec(SCHEMA)).decode(data)
+
+
+def rows(batch: EventBatch) -> list[tuple[Any, ...]]:
+    names = [SCHEMA.names[code] for code in batch.features.tolist()]
+    values = [None if value != value else value for value in batch.values.tolist()]
+    unseen = [batch.unseen.get(i) for i in range(len(batch))]
+    return list(zip(batch.records, names, values, batch.times.tolist(), batch.messages.tolist(), unseen, strict=True))
+
+
+def refused(*payloads: bytes, **options: Any) -> Rejected:
+    batch, (rejected,) = decode(*payloads, **options)
+    assert len(batch) == 0
+    return rejected
+
+
+reading = st.one_of(
+    st.tuples(st.sampled_from(["Pressure", "Current", "unheard of"]), st.one_of(st.none(), st.floats(-1e9, 1e9))),
+    st.tuples(st.just("mode"), st.sampled_from(["idle", "run", "walk", None])),
+)
+event = st.tuples(st.sampled_from(["a", "b", "", None]), reading, st.one_of(st.none(), st.integers(0, 10**9)))
+
+
+@given(st.lists(st.lists(event, min_size=1, max_size=6), min_size=1, max_size=4), st.booleans())
+def test_readings_in_rows_are_those_of_as_many_json_messages(messages: list[list[Any]], packed: bool) -> None:
+    tables, singles, origin = [], [], []
+    for i, events in enumerate(messages):
+        features = pa.array([feature for _, (feature, _), _ in events])
+        labels = [value if isinstance(value, str) else None for _, (_, value), _ in events]
+        numbers = [None if isinstance(value, str) else value for _, (_, value), _ in events]
+        columns = {
+            "record": pa.array([record for record, _, _ in events], pa.string()),
+            "feature": features.dictionary_encode() if packed else features,
+            "value": pa.array(numbers, pa.float64()),
+            "label": pa.array(labels, pa.string()),
+            "time": pa.array([at for _, _, at in events], pa.float64()),
+        }
+        tables.append(stream(columns))
+        for record, (feature, value), at in events:
+            document = {"record": record, "feature": feature, "value": value, "time": at}
+            singles.append(orjson.dumps(document))
+            origin.append(i)
+    batch, rejected = decode(*tables)
+    alike, alone = decode(*singles)
+    moved = [(*row[:4], origin[row[4]], row[5]) for row in rows(alike)]
+    assert rows(batch) == moved
+    assert (batch.sources == batch.messages + 5).all()
+    merged = Rejected.merged([Rejected(origin[r.message], r.reason, r.detail, r.readings) for r in alone])
+    assert [(r.message, r.reason, r.readings) for r in rejected] == [(r.message, r.reason, r.readings) for r in merged]
+
+
+@given(st.lists(st.lists(st.one_of(st.none(), st.floats(-1e9, 1e9)), min_size=2, max_size=2), min_size=1, max_size=5))
+def test_records_in_rows_are_those_of_as_many_json_objects(cells: list[list[float | None]]) -> None:
+    """What has no column is not spoken of; a null will not be observed."""
+    names = [f"r{i}" for i in range(len(cells))]
+    columns = {"record": names, "Current": pa.array([c[0] for c in cells], pa.float64())}
+    columns["Pressure"] = pa.array([c[1] for c in cells], pa.float64())
+    batch, rejected = decode(stream(columns))
+    documents = [{"record": n, "values": {"Current": a, "Pressure": b}} for n, (a, b) in zip(names, cells, strict=True)]
+    alike, _ = decode(*map(orjson.dumps, documents))
+    assert [row[:4] for row in rows(batch)] == [row[:4] for row in rows(alike)]
+    assert rejected == []
+
+
+def test_streams_and_json_keep_their_order() -> None:
+    single = b'{"record":"j","feature":"Current","value":1}'
+    table = stream({"feature": ["Pressure", "mode"], "value": pa.array(["2", "new"])})
+    batch, rejected = decode(single, table, single.replace(b"1", b"3"))
+    assert [(row[0], row[1], row[2], row[4]) for row in rows(batch)] == [
+        ("j", "Current", 1.0, 0),
+        ("key", "Pressure", 2.0, 1),
+        ("key", "mode", 2.0, 1),
+        ("j", "Current", 3.0, 2),
+    ]
+    assert batch.unseen == {2: "new"}
+    assert (rejected, batch.times.tolist()) == ([], [BROKER] * 4)
+
+
+def test_several_batches_in_a_stream() -> None:
+    part = {"record": ["a"], "feature": ["Pressure"], "value": [1.0]}
+    batch, _ = decode(stream(part, part, {**part, "record": ["b"]}))
+    assert batch.records == ["a", "a", "b"]
+
+
+def test_a_bad_cell_is_refused_alone() -> None:
+    columns = {
+        "record": ["a", "b", "c"],
+        "Pressure": pa.array([1.0, float("nan"), None]),
+        "mode": ["idle", "x" * 2000, "new"],
+        "speed": [1, 2, 3],
+    }
+    batch, rejected = decode(stream(columns))
+    assert [row[:3] + row[5:] for row in rows(batch)] == [
+        ("a", "Pressure", 1.0, None),
+        ("a", "mode", 0.0, None),
+        ("c", "Pressure", None, None),
+        ("c", "mode", 2.0, "new"),
+    ]
+    found = {r.reason: (r.readings, r.message) for r in rejected}
+    assert found == {Reason.NOT_FINITE: (1, 0), Reason.TOO_LARGE: (1, 0), Reason.UNKNOWN_FEATURE: (3, 0)}
+
+
+def test_devices_and_windows() -> None:
+    codec = Codec(SCHEMA, windows=Windows(10_000_000), max_ahead=3_600_000_000)
+    at = BROKER / 1e6
+    long = stream({"device": ["p", None], "feature": ["Pressure"] * 2, "value": [1.0, 2.0], "time": [at + 10, None]})
+    wide = stream({"device": ["p"], "record": pa.array([None], pa.string()), "Current": [1.0]})
+    batch, rejected = decode(long, wide, codec=codec)
+    names = ["p@2020-03-09T10:34:40Z", "key@2020-03-09T10:34:30Z", "p@2020-03-09T10:34:30Z"]
+    assert (batch.records, rejected) == (names, [])
+    assert batch.windowed is not None
+    assert batch.windowed.devices == ["p", "key", "p"]
+    early = stream({"record": ["r"], "feature": ["Pressure"], "value": [1.0], "time": [at + 7200]})
+    assert refused(early, codec=codec).reason is Reason.FUTURE
+
+
+GOOD = {"record": ["a"], "feature": ["Pressure"], "value": [1.0]}
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason", "said"),
+    [
+        (b"\xff\xff\xff\xff", Reason.NOT_JSON, "no readable Arrow stream"),
+        (b"\xff\xff\xff\xff\x10\0\0\0" + b"\0" * 64, Reason.NOT_JSON, "no readable Arrow stream"),
+        (stream(GOOD)[:-40], Reason.NOT_JSON, "no readable Arrow stream"),
+        (stream(GOOD, compression="zstd"), Reason.TOO_LARGE, "let Kafka compress"),
+        (
+            stream({**GOOD, "feature": pa.array(["Pressure"]).dictionary_encode()}, compression="lz4"),
+            Reason.TOO_LARGE,
+            "",
+        ),
+        (stream({**GOOD, "value": [[1.0]]}), Reason.WRONG_TYPE, "column 'value' is 'list"),
+        (stream({**GOOD, "record": [1.5]}), Reason.WRONG_TYPE, "record ids are text"),
+        (stream({**GOOD, "feature": [1]}), Reason.WRONG_TYPE, "feature names are text"),
+        (stream({**GOOD, "time": [True]}), Reason.WRONG_TYPE, "a timestamp, epoch seconds"),
+        (stream({"record": ["a"], "feature": ["Pressure"]}), Reason.UNKNOWN_FEATURE, "'feature' is unknown"),
+        (stream({"record": ["a"]}), Reason.MISSING_FIELD, "neither columns"),
+        (stream({"Pressure": pa.array([], pa.float64())}), Reason.MISSING_FIELD, "without a row"),
+        (stream({"Pressure": pa.nulls(READINGS + 1)}), Reason.TOO_LARGE, "more readings than"),
+        (stream({"Pressure": ["x"]}), Reason.WRONG_TYPE, "where a number is expected"),
+        (stream({"Pressure": pa.array([1], pa.timestamp("s"))}), Reason.WRONG_TYPE, "a column of 'timestamp"),
+        (stream({**GOOD, "record": pa.array([b"\xff"]).view(pa.string())}), Reason.NOT_JSON, "UTF"),
+        (
+            stream({**GOOD, "record": pa.array(["x"] * 200_000)[:1], "value": [1.0]}) + b"x" * 2**20,
+            Reason.TOO_LARGE,
+            "bytes",
+        ),
+    ],
+)
+def test_refusals(payload: bytes, reason: Reason, said: str) -> None:
+    rejected = refused(payload)
+    assert rejected.reason is reason
+    assert said in rejected.detail
+    assert rejected.detail.isprintable()
+
+
+def test_without_a_record_and_a_key_there_is_no_owner() -> None:
+    table = stream({"feature": ["Pressure"] * 3, "value": [1.0, 2.0, 3.0]})
+    assert refused(table, key=None).readings == 3
+    assert refused(table, key=b"\xff").reason is Reason.MISSING_FIELD
+
+
+def test_a_bomb_costs_nothing() -> None:
+    """A kilobyte that would inflate to a gigabyte."""
+    big = {**GOOD, "record": pa.DictionaryArray.from_arrays(pa.array([0], pa.int8()), pa.array(["x" * 2**28]))}
+    bomb = stream(big, compression="zstd")
+    assert len(bomb) < 2**16
+    before, began = pa.total_allocated_bytes(), time.process_time()
+    assert refused(bomb).reason is Reason.TOO_LARGE
+    assert pa.total_allocated_bytes() - before < 2**20
+    assert time.process_time() - began < 5
+
+
+SEEDS = [
+    stream({**GOOD, "time": [1.0]}),
+    stream({"record": pa.array(["a", "b"]).dictionary_encode(), "Pressure": [1.0, None], "mode": ["idle", "new"]}),
+    stream({**GOOD, "record": pa.array(["a"], pa.large_string()), "time": pa.array([1], pa.timestamp("us", "UTC"))}),
+]
+
+
+@given(st.sampled_from(SEEDS), st.data())
+def test_damaged_streams_never_raise(seed: bytes, data: st.DataObject) -> None:
+    damaged = bytearray(seed)
+    for _ in range(data.draw(st.integers(1, 6))):
+        at = data.draw(st.integers(4, len(seed) - 8))
+        part = data.draw(
+            st.one_of(st.binary(min_size=1, max_size=8), st.sampled_from([b"\xff" * 8, b"\xff\xff\xff\x7f"]))
+        )
+        damaged[at : at + len(part)] = part
+    batch, rejected = decode(bytes(damaged))
+    assert len(batch) or rejected
+    assert all(record for record in batch.records)
+    assert not np.isinf(batch.values).any()

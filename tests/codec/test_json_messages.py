@@ -1,0 +1,309 @@
+"""The public event format: what is accepted, what is refused and why, and that nothing ever raises."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deformer_stream.codec import MAX_TEXT, Codec, Fields, encode_rejected, payload_of, position, rfc3339
+from deformer_stream.codec.inputs import Messages, WideRows
+from deformer_stream.engine.events import NO_TIME, EventBatch, Reason, Rejected
+from deformer_stream.model.schema import Feature, Schema
+
+SCHEMA = Schema(
+    (
+        Feature("Pressure", "continuous"),
+        Feature("Current", "continuous"),
+        Feature("state", "discrete", labels=("off", "on", "3", "true")),
+    )
+)
+CODEC = Codec(SCHEMA)
+BROKER_TIME = 1_700_000_000_000_000
+
+
+def messages(*payloads: bytes | None, keys: list[bytes | None] | None = None) -> Messages:
+    n = len(payloads)
+    offsets = np.arange(n, dtype=np.int64) + 100
+    return Messages("t", keys or [None] * n, list(payloads), np.full(n, BROKER_TIME), np.full(n, 2, np.int32), offsets)
+
+
+def decode(
+    *documents: Any, codec: Codec = CODEC, keys: list[bytes | None] | None = None
+) -> tuple[EventBatch, list[Rejected]]:
+    """Documents: bytes and None as they are, anything else as JSON (with Python's NaN and Infinity)."""
+    raw = [d if d is None or isinstance(d, bytes) else json.dumps(d).encode() for d in documents]
+    return codec.decode(messages(*raw, keys=keys))
+
+
+def readings(batch: EventBatch) -> list[tuple[str, str, float | None]]:
+    rows = zip(batch.records, batch.features.tolist(), batch.values.tolist(), strict=True)
+    return [(record, SCHEMA.names[code], None if math.isnan(value) else value) for record, code, value in rows]
+
+
+def single(value: Any, feature: Any = "Pressure", record: Any = "r", **more: Any) -> dict[str, Any]:
+    return {"record": record, "feature": feature, "value": value, **more}
+
+
+# --- messages that are accepted
+
+
+def test_a_single_reading() -> None:
+    batch, rejected = decode(single(0.25, time=1583750073.25))
+    assert readings(batch) == [("r", "Pressure", 0.25)]
+    assert (batch.times.tolist(), batch.messages.tolist(), batch.sources.tolist()) == ([1583750073250000], [0], [2])
+    assert rejected == []
+
+
+def test_many_readings_in_one_message() -> None:
+    values = {"Pressure": 1.5, "state": "on", "Current": None}
+    batch, rejected = decode(single(7), {"record": "q", "time": "2020-03-09T10:34:33Z", "values": values})
+    assert readings(batch) == [("r", "Pressure", 7), ("q", "Pressure", 1.5), ("q", "state", 1), ("q", "Current", None)]
+    assert batch.messages.tolist() == [0, 1, 1, 1]
+    assert batch.times.tolist() == [BROKER_TIME] + [1583750073000000] * 3
+    assert rejected == []
+
+
+@pytest.mark.parametrize(
+    ("time", "micros"),
+    [
+        (1583750073, 1583750073000000),
+        (1583750073.000001, 1583750073000001),
+        (-0.5, -500000),
+        ("2020-03-09T10:34:33Z", 1583750073000000),
+        ("2020-03-09t10:34:33z", 1583750073000000),
+        ("2020-03-09 11:34:33.5+01:00", 1583750073500000),
+        ("2020-03-09T10:34:33.123456789Z", 1583750073123456),
+        (None, BROKER_TIME),
+    ],
+)
+def test_times(time: Any, micros: int) -> None:
+    batch, rejected = decode(single(1.0, time=time))
+    assert batch.times.tolist() == [micros]
+    assert rejected == []
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "unseen"),
+    [
+        ("off", 0, {}),
+        (3, 2, {}),
+        (3.0, 2, {}),
+        (True, 3, {}),
+        ("true", 3, {}),
+        ("broken", 4, {0: "broken"}),
+        (False, 4, {0: "false"}),
+        (2.5, 4, {0: "2.5"}),
+        ("", 4, {0: ""}),
+    ],
+)
+def test_labels_are_canonical_and_unseen_ones_are_kept(value: Any, code: int, unseen: dict[int, str]) -> None:
+    batch, rejected = decode(single(value, "state"))
+    assert (batch.values.tolist(), batch.unseen, rejected) == ([code], unseen, [])
+
+
+def test_null_means_will_not_be_observed() -> None:
+    batch, rejected = decode(single(None), single(None, "state"))
+    assert readings(batch) == [("r", "Pressure", None), ("r", "state", None)]
+    assert rejected == []
+
+
+def test_record_ids_are_text_whole_numbers_or_the_key() -> None:
+    absent = {"feature": "Pressure", "value": 1.0}
+    batch, rejected = decode(
+        single(1.0, record=17), absent, {**absent, "record": None}, keys=[b"k", "é".encode(), b"k2"]
+    )
+    assert batch.records == ["17", "é", "k2"]
+    assert rejected == []
+
+
+def test_other_field_names() -> None:
+    fields = Fields(record="id", feature="sensor", value="v", values="all", time="at")
+    codec = Codec(SCHEMA, fields)
+    batch, rejected = decode(
+        {"id": "a", "sensor": "Pressure", "v": 1, "at": 5}, {"id": "b", "all": {"Current": 2}}, single(1.0), codec=codec
+    )
+    assert readings(batch) == [("a", "Pressure", 1), ("b", "Current", 2)]
+    assert [(r.message, r.reason) for r in rejected] == [(2, Reason.MISSING_FIELD)]
+
+
+def test_numbers_at_the_edges_of_what_is_finite() -> None:
+    batch, rejected = decode(
+        single(2**64 - 1), b'{"record":"r","feature":"Pressure","value":' + b"1" * 300 + b"}", single(-0.0)
+    )
+    assert batch.values.tolist() == [float(2**64 - 1), float("1" * 300), 0.0]
+    assert rejected == []
+
+
+def test_times_of_the_broker_that_no_calendar_has_are_no_times() -> None:
+    data = messages(b'{"record":"r","feature":"Pressure","value":1}')
+    for time in (NO_TIME, -(2**62), 2**62):
+        data.times[0] = time
+        assert CODEC.decode(data)[0].times.tolist() == [NO_TIME]
+
+
+# --- messages that are refused: every reason, with what it says
+
+SURROGATE = b'{"record":"\\ud800","feature":"state","value":"on"}'
+REFUSED: list[tuple[Any, Reason, str]] = [
+    (None, Reason.NOT_JSON, "tombstone"),
+    (b"", Reason.NOT_JSON, "zero-length"),
+    (b"pressure=3", Reason.NOT_JSON, "unexpected"),
+    (b'{"record":"r"', Reason.NOT_JSON, ""),
+    (b'{"record":"\xff","feature":"Pressure","value":1}', Reason.NOT_JSON, "UTF-8"),
+    (b"\xef\xbb\xbf{}", Reason.NOT_JSON, "BOM"),
+    (b"[1, 2]", Reason.NOT_JSON, "a list where a JSON object is expected"),
+    (b'"text"', Reason.NOT_JSON, "text where a JSON object"),
+    (b"NaN", Reason.NOT_JSON, "a number where a JSON object"),
+    (b"null", Reason.NOT_JSON, "null where a JSON object"),
+    (b"[" * 100_000, Reason.NOT_JSON, "depth"),
+    (b'{"a":' * 20_000 + b"1" + b"}" * 20_000, Reason.NOT_JSON, "depth"),
+    (SURROGATE, Reason.NOT_JSON, "surrogate"),
+    (SURROGATE.replace(b"on", b"\\udfff"), Reason.NOT_JSON, "surrogate"),
+    ({}, Reason.MISSING_FIELD, "'record' is missing"),
+    (single(1.0, record=""), Reason.MISSING_FIELD, "'record' is empty"),
+    ({"record": "r", "value": 1.0}, Reason.MISSING_FIELD, "neither 'feature' nor 'values'"),
+    ({"record": "r", "feature": "Pressure"}, Reason.MISSING_FIELD, "'value' is missing"),
+    ({"record": "r", "values": {}}, Reason.MISSING_FIELD, "'values' is empty"),
+    (single(1.0, "Presure"), Reason.UNKNOWN_FEATURE, "feature 'Presure' is unknown to the model"),
+    (single(1.0, "x\ny" + "z" * 5000), Reason.UNKNOWN_FEATURE, "feature 'x\\ny"),
+    (single(1.0, record=1.5), Reason.WRONG_TYPE, "'record' is a number"),
+    (single(1.0, record=True), Reason.WRONG_TYPE, "'record' is a boolean"),
+    (single(1.0, record=["r"]), Reason.WRONG_TYPE, "'record' is a list"),
+    (single(1.0, 5), Reason.WRONG_TYPE, "'feature' is a number"),
+    (single(1.0, ["Pressure"]), Reason.WRONG_TYPE, "'feature' is a list"),
+    (single("0.5"), Reason.WRONG_TYPE, "feature 'Pressure': text where a number is expected"),
+    (single(True), Reason.WRONG_TYPE, "feature 'Pressure': a boolean where a number"),
+    (single([1.0]), Reason.WRONG_TYPE, "feature 'Pressure': a list where a number"),
+    (single({"a": 1}, "state"), Reason.WRONG_TYPE, "feature 'state': an object where a label"),
+    ({"record": "r", "values": [1]}, Reason.WRONG_TYPE, "'values' is a list"),
+    (single(1.0, values={"Pressure": 1}), Reason.WRONG_TYPE, "both 'feature' and 'values'"),
+    (single(1.0, time=True), Reason.WRONG_TYPE, "time is a boolean"),
+    (single(1.0, time=[1]), Reason.WRONG_TYPE, "time is a list"),
+    (single(1.0, time="yesterday"), Reason.WRONG_TYPE, "not RFC 3339"),
+    (single(1.0, time="2020-03-09T10:34:33"), Reason.WRONG_TYPE, "no offset"),
+    (single(1.0, time=1583750073000), Reason.WRONG_TYPE, "send seconds since 1970"),
+    (single(1.0, time="0001-01-01T00:00:00+23:00"), Reason.WRONG_TYPE, "years 1 to 9999"),
+    (single(1.0, time=math.nan), Reason.NOT_FINITE, "time is not finite"),
+    (single(math.nan), Reason.NOT_FINITE, "feature 'Pressure': nan is not a finite number"),
+    (single(-math.inf), Reason.NOT_FINITE, "-inf"),
+    (single(math.inf, "state"), Reason.NOT_FINITE, "feature 'state': inf"),
+    (b'{"record":"r","feature":"Pressure","value":1e999}', Reason.NOT_FINITE, "inf"),
+    (b'{"record":"r","feature":"Pressure","value":-' + b"9" * 100_000 + b"}", Reason.NOT_FINITE, "inf"),
+    (single(1.0, record="r" * (MAX_TEXT + 1)), Reason.TOO_LARGE, "1025 characters"),
+    (single("x" * (MAX_TEXT + 1), "state"), Reason.TOO_LARGE, "label of 1025 characters"),
+    (single(1.0, padding="x" * 2**20), Reason.TOO_LARGE, "at most 1048576 are accepted"),
+    ({"record": "r", "values": {f"f{i}": 1 for i in range(5000)}}, Reason.TOO_LARGE, "5000 readings"),
+]
+
+
+@pytest.mark.parametrize(("document", "reason", "says"), REFUSED)
+def test_refusals(document: Any, reason: Reason, says: str) -> None:
+    good = single(1.0, record="good")
+    batch, rejected = decode(good, document, good)
+    assert [(r.message, r.reason) for r in rejected] == [(1, reason)]
+    assert says in rejected[0].detail
+    assert "\n" not in rejected[0].detail
+    assert len(rejected[0].detail) < 250
+    assert batch.messages.tolist() == [0, 2]  # its neighbours are unharmed
+
+
+def test_a_key_that_is_no_text_cannot_stand_for_the_record() -> None:
+    batch, rejected = decode({"feature": "Pressure", "value": 1.0}, keys=[b"\xff"])
+    assert (len(batch), rejected[0].reason, "UTF-8" in rejected[0].detail) == (0, Reason.MISSING_FIELD, True)
+
+
+@pytest.mark.parametrize("bad", ['"text"', "NaN", "1e999", "true", "[]"])
+def test_one_bad_reading_among_many_is_refused_alone(bad: str) -> None:
+    payload = f'{{"record":"r","values":{{"Pressure":{bad},"Current":2.5,"nope":1,"state":"on"}}}}'.encode()
+    batch, rejected = decode(payload)
+    assert readings(batch) == [("r", "Current", 2.5), ("r", "state", 1)]
+    assert "'Pressure'" in rejected[0].detail
+    assert rejected[1].reason is Reason.UNKNOWN_FEATURE
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+words = st.sampled_from(["record", "feature", "value", "values", "time", "Pressure", "state", "on"])
+objects = st.dictionaries(words, json_values | words | st.dictionaries(words, json_values, max_size=4), max_size=6)
+good_bytes = objects.map(lambda document: json.dumps(document).encode())
+mutated = st.builds(
+    lambda data, at, junk: data[: at % (len(data) + 1)] + junk + data[at % (len(data) + 1) + len(junk) // 2 :],
+    good_bytes,
+    st.integers(0, 500),
+    st.binary(max_size=4),
+)
+
+
+@given(
+    st.lists(st.none() | st.binary(max_size=40) | good_bytes | mutated, max_size=8), st.none() | st.binary(max_size=6)
+)
+def test_decoding_never_raises_and_accounts_for_every_message(payloads: list[bytes | None], key: bytes | None) -> None:
+    data = messages(*payloads, keys=[key] * len(payloads))
+    batch, rejected = CODEC.decode(data)
+    assert set(batch.messages.tolist()) | {r.message for r in rejected} == set(range(len(payloads)))
+    assert np.isfinite(batch.values[~np.isnan(batch.values)]).all()
+    assert len(batch) == len(batch.features) == len(batch.values) == len(batch.times) == len(batch.sources)
+    assert batch.messages.tolist() == sorted(batch.messages.tolist())
+    for text in [*batch.records, *batch.unseen.values(), *(r.detail for r in rejected)]:
+        assert len(text.encode()) > 0 or text in batch.unseen.values()
+    for refusal in rejected:
+        assert json.loads(encode_rejected(refusal, data))["source"] == {
+            "topic": "t",
+            "partition": 2,
+            "offset": 100 + refusal.message,
+        }
+
+
+@given(
+    st.text(min_size=1, max_size=20).filter(lambda t: not any("\ud800" <= c <= "\udfff" for c in t)),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
+def test_what_is_finite_arrives_unchanged(record: str, value: float) -> None:
+    batch, rejected = decode(single(value, record=record), {"record": record, "values": {"Current": value}})
+    assert (batch.records, batch.values.tolist(), rejected) == ([record] * 2, [value] * 2, [])
+
+
+# --- outward
+
+
+def test_where_things_came_from() -> None:
+    data = messages(b"a", None, keys=[b"k", None])
+    assert [position(data, i) for i in range(2)] == [("t", 2, 100), ("t", 2, 101)]
+    assert [payload_of(data, i) for i in range(2)] == [(b"k", b"a"), (None, b"")]
+    table = pa.RecordBatch.from_pydict(
+        {"Pressure": [1.0, math.nan], "when": pa.array([1, 1_500_000_001], pa.timestamp("ns")), "raw": [b"\xff", b""]}
+    )
+    rows = WideRows("f.parquet", table, ["a", "b"], 40)
+    assert position(rows, 1) == ("f.parquet", 0, 41)
+    key, row = payload_of(rows, 1)
+    assert key == b"b"
+    assert orjson.loads(row) == {"Pressure": None, "when": "1970-01-01T00:00:01.500000", "raw": "b''"}
+
+
+def test_rfc3339() -> None:
+    assert rfc3339(1583750073000000) == "2020-03-09T10:34:33Z"
+    assert rfc3339(1583750073000001) == "2020-03-09T10:34:33.000001Z"
+    assert rfc3339(-62135596800000000) == "0001-01-01T00:00:00Z"
+    assert rfc3339(NO_TIME) is None
+
+
+def test_a_dead_letter_that_is_no_text_is_base64() -> None:
+    letter = orjson.loads(encode_rejected(Rejected(0, Reason.NOT_JSON, "why"), messages(b"\xff\x00", keys=[b"\xfe"])))
+    assert letter == {
+        "reason": "not_json",
+        "detail": "why",
+        "source": {"topic": "t", "partition": 2, "offset": 100},
+        "key_base64": "/g==",
+        "payload_base64": "/wA=",
+    }

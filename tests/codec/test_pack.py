@@ -1,0 +1,74 @@
+"""Readings that were gathered into fewer messages are the same readings."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deformer_stream.codec import Codec
+from deformer_stream.codec.inputs import Messages
+from deformer_stream.codec.pack import Packing, packed
+from tests.codec.test_arrow_messages import SCHEMA
+
+value = st.one_of(st.none(), st.booleans(), st.floats(-1e12, 1e12), st.integers(-(2**60), 2**60), st.just("run"))
+reading = st.fixed_dictionaries(
+    {"record": st.sampled_from("abc"), "feature": st.sampled_from(SCHEMA.names), "value": value},
+    optional={"time": st.integers(0, 10**9)},
+)
+odd = st.sampled_from([b"no JSON", b"[1]", b'{"record":"a","values":{"Current":1}}', b'{"record":7}'])
+
+
+def by_record(messages: list[tuple[bytes | None, bytes]]) -> tuple[dict[str, list[Any]], list[Any]]:
+    """Each record's readings in order, and what is refused with how often."""
+    n = len(messages)
+    zeros = np.zeros(n, np.int64)
+    keys, payloads = [key for key, _ in messages], [payload for _, payload in messages]
+    batch, rejected = Codec(SCHEMA).decode(Messages("t", keys, payloads, zeros, zeros.astype(np.int32), zeros))
+    found = defaultdict(list)
+    rows = zip(batch.records, batch.features.tolist(), batch.values.tolist(), strict=True)
+    for i, (record, feature, number) in enumerate(rows):
+        found[record].append((feature, repr(number), batch.unseen.get(i)))
+    reasons: dict[str, int] = defaultdict(int)
+    for refusal in rejected:
+        reasons[refusal.reason] += refusal.readings
+    return dict(found), sorted(reasons.items())
+
+
+@pytest.mark.parametrize("packing", ["json", "json-many", "arrow"])
+@given(documents=st.lists(st.one_of(reading.map(orjson.dumps), odd), max_size=30), gathered=st.integers(1, 12))
+def test_nothing_is_lost_or_moved(packing: Packing, documents: list[bytes], gathered: int) -> None:
+    def place(key: bytes | None) -> int:
+        return ord(key or b"a") % 2
+
+    messages: list[tuple[bytes | None, bytes]] = []
+    for document in documents:
+        record = orjson.loads(document).get("record", "a") if document.startswith(b"{") else "a"
+        messages.append((str(record).encode(), document))
+    sent = list(packed(messages, packing, gathered, place))
+    assert sum(message.readings for message in sent) == len(documents)
+    assert len(sent) <= len(documents)
+    assert by_record([(message.key, message.value) for message in sent]) == by_record(messages)
+    for message in sent:
+        if message.partition is not None:
+            of_stream = by_record([(None, message.value)])[0]
+            assert {place(record.encode()) for record in of_stream} <= {message.partition}
+
+
+def test_many_readings_become_few_messages() -> None:
+    lines = [
+        orjson.dumps({"record": f"r{i % 5}", "feature": name, "value": float(i), "time": i})
+        for i in range(100)
+        for name in ("Pressure", "Current")
+    ]
+    messages = [(orjson.loads(line)["record"].encode(), line) for line in lines]
+    assert len(list(packed(messages, "json-many"))) == 100
+    (stream,) = packed(messages, "arrow")
+    assert (stream.key, stream.partition, stream.readings) == (None, 0, 200)
+    (first, *_) = packed(messages, "json-many")
+    assert orjson.loads(first.value) == {"record": "r0", "time": 0, "values": {"Pressure": 0.0, "Current": 0.0}}

@@ -1,0 +1,170 @@
+"""Readings of sensors that report several times: which slot is theirs, in messages and tables of every form."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deformer_stream.codec import Codec, Windows
+from deformer_stream.engine.events import EventBatch, Reason, Rejected
+from deformer_stream.errors import ConfigError
+from deformer_stream.model.schema import Feature, Schema
+from deformer_stream.model.time_slots import repeated
+from deformer_stream.model.windows import Window
+from tests.codec.test_arrow_messages import stream
+from tests.codec.test_json_messages import messages
+from tests.codec.test_tables import long
+
+SECOND = 1_000_000
+PLAIN = Schema(
+    (
+        Feature("temp", "continuous"),
+        Feature("mode", "discrete", labels=("idle", "run")),
+        Feature("site", "discrete", labels=("a", "b")),
+    )
+)
+SCHEMA = repeated(PLAIN, Window(60 * SECOND, 4), ["site"])
+CODEC = Codec(SCHEMA, windows=Windows.asked(SCHEMA, None, 2 * SECOND))
+Reading = tuple[str, str, float | str | None]
+
+
+def decode(*documents: Any, codec: Codec = CODEC) -> tuple[EventBatch, list[Rejected]]:
+    return codec.decode(messages(*(json.dumps(document).encode() for document in documents)))
+
+
+def readings(batch: EventBatch) -> list[Reading]:
+    values = [batch.unseen.get(i, None if math.isnan(v) else v) for i, v in enumerate(batch.values.tolist())]
+    return list(zip(batch.records, (SCHEMA.names[code] for code in batch.features.tolist()), values, strict=True))
+
+
+def of(time: float, feature: str = "temp", value: Any = 1.0, **more: Any) -> dict[str, Any]:
+    return {"device": "p", "feature": feature, "value": value, "time": time, **more}
+
+
+@pytest.mark.parametrize(
+    ("time", "start", "slot"),
+    [
+        (0.0, "1970-01-01T00:00:00Z", "0s"),
+        (14.999999, "1970-01-01T00:00:00Z", "0s"),
+        (15.0, "1970-01-01T00:00:00Z", "15s"),
+        (59.999999, "1970-01-01T00:00:00Z", "45s"),
+        (60.0, "1970-01-01T00:01:00Z", "0s"),
+        (-0.000001, "1969-12-31T23:59:00Z", "45s"),
+        (-60.0, "1969-12-31T23:59:00Z", "0s"),
+        ("2020-03-09T10:34:33Z", "2020-03-09T10:34:00Z", "30s"),
+    ],
+)
+def test_a_readings_time_is_in_its_features_name(time: Any, start: str, slot: str) -> None:
+    batch, rejected = decode(of(time), of(time, "mode", "run"), of(time, "site", "b"), of(time, value=None))
+    device = f"p@{start}"
+    assert rejected == []
+    assert readings(batch) == [
+        (device, f"temp+{slot}", 1.0),
+        (device, f"mode+{slot}", 1.0),
+        (device, "site", 1.0),
+        (device, f"temp+{slot}", None),
+    ]
+
+
+def test_the_windows_are_those_of_the_model() -> None:
+    assert Windows.asked(SCHEMA, 60 * SECOND, 0) == Windows.asked(SCHEMA, None, 0) == Windows(60 * SECOND)
+    assert Windows.asked(PLAIN, 10 * SECOND, SECOND) == Windows(10 * SECOND, SECOND)
+    assert Windows.asked(PLAIN, None, 0) is None
+    with pytest.raises(ConfigError, match=r"--window 10s: the model's records are windows of 1m; leave the option out"):
+        Windows.asked(SCHEMA, 10 * SECOND, 0)
+    with pytest.raises(ConfigError, match="--grace 2s needs --window"):
+        Windows.asked(PLAIN, None, 2 * SECOND)
+
+
+def test_an_event_that_names_its_record_names_the_slot() -> None:
+    mine = {"record": "mine", "time": 20.0}
+    batch, rejected = decode(
+        {**mine, "feature": "temp+45s", "value": 2.0},
+        {**mine, "values": {"temp+0s": 1.0, "mode+15s": "odd", "site": "a"}},
+        {**mine, "feature": "temp", "value": 2.0},
+        of(20.0, "temp+15s"),
+        of(20.0, "nope"),
+    )
+    assert readings(batch) == [
+        ("mine", "temp+45s", 2.0),
+        ("mine", "temp+0s", 1.0),
+        ("mine", "mode+15s", "odd"),
+        ("mine", "site", 0.0),
+    ]
+    assert [(r.message, r.reason) for r in rejected] == [(i, Reason.UNKNOWN_FEATURE) for i in (2, 3, 4)]
+    assert "send device and time in place of the record, or name it 'temp+0s'" in rejected[0].detail
+    assert "'temp+15s' is unknown to the model" in rejected[1].detail
+
+
+TIMES = st.integers(-120 * SECOND, 120 * SECOND)
+CELLS = st.one_of(st.none(), st.floats(-9, 9).map(lambda x: round(x, 3)))
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([None, "r"]), st.sampled_from(["temp", "temp+15s"]), CELLS, TIMES), max_size=8)
+)
+def test_rows_of_tables_are_read_as_messages_are(rows: list[tuple[str | None, str, float | None, int]]) -> None:
+    documents = [
+        {"record": record, "device": "p", "feature": name, "value": value, "time": time / 1e6}
+        for record, name, value, time in rows
+    ]
+    batch, rejected = decode(*documents)
+    if not rows:
+        return
+    records, names, values, times = zip(*rows, strict=True)
+    columns = {
+        "record": pa.array(records, pa.string()),
+        "device": pa.array(["p"] * len(rows)),
+        "feature": pa.array(names),
+        "value": pa.array(values, pa.float64()),
+        "time": pa.array([time / 1e6 for time in times]),
+    }
+    table, bad_rows = long(CODEC, **columns)
+    arrow, bad_cells = CODEC.decode(messages(stream(columns)))
+    assert readings(batch) == readings(table) == readings(arrow)
+    assert batch.times.tolist() == table.times.tolist() == arrow.times.tolist()
+    assert [(r.message, r.detail) for r in rejected] == [(r.message, r.detail) for r in bad_rows]
+    assert sum(r.readings for r in bad_cells) == len(rejected)
+    for found in (batch, table, arrow):
+        devices = [""] * len(batch) if found.windowed is None else found.windowed.devices
+        assert devices == ["" if name == "r" else "p" for name in batch.records]
+
+
+def test_rows_of_many_readings() -> None:
+    columns = {
+        "device": pa.array(["p", "p", "q"]),
+        "record": pa.array([None, None, "r"]),
+        "time": pa.array([0.0, 15.0, 0.0]),
+        "temp": pa.array([1.0, None, None]),
+        "mode": pa.array(["run", "odd", None]),
+        "site": pa.array(["a", None, "b"]),
+        "temp+45s": pa.array([None, None, 4.0]),
+    }
+    batch, rejected = CODEC.decode(messages(stream(columns)))
+    window = "p@1970-01-01T00:00:00Z"
+    assert readings(batch) == [
+        (window, "temp+0s", 1.0),
+        (window, "mode+0s", 1.0),
+        (window, "site", 0.0),
+        (window, "temp+15s", None),
+        (window, "mode+15s", "odd"),
+        (window, "site", None),
+        ("r", "site", 1.0),
+        ("r", "temp+45s", 4.0),
+    ]
+    assert [(r.reason, r.readings) for r in rejected] == [(Reason.UNKNOWN_FEATURE, 4)], "names of the other form"
+
+
+def test_a_window_of_one_slot_leaves_names_alone() -> None:
+    schema = repeated(PLAIN, Window(60 * SECOND))
+    codec = Codec(schema, windows=Windows.asked(schema, None, 0))
+    batch, rejected = decode(of(59.0), {"record": "r", "feature": "temp", "value": 2.0}, codec=codec)
+    assert rejected == []
+    assert [schema.names[code] for code in batch.features] == ["temp", "temp"]
+    assert batch.records == ["p@1970-01-01T00:00:00Z", "r"]

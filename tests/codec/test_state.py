@@ -1,0 +1,343 @@
+"""Saved state as bytes: what goes in comes out, and whatever is not exactly that is refused with one line."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deformer_stream.calibration.drift_state import Drift
+from deformer_stream.codec.state import (
+    DECISIONS,
+    HEAD,
+    MAGIC,
+    SNAPSHOT,
+    VERSION,
+    decode_decisions,
+    decode_snapshot,
+    encode_decisions,
+    encode_snapshot,
+)
+from deformer_stream.engine.events import Alerted, Decisions
+from deformer_stream.engine.id_set import Texts
+from deformer_stream.engine.snapshot import Blocks, Snapshot, Vocabulary
+from deformer_stream.errors import StateError
+from tests.engine.lives import same_snapshot
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+VOCABULARY = Vocabulary(
+    ("flow", "mode", "heat"), ("continuous", "discrete", "continuous"), ((), ("idle", "run", "ümlaut\0"), ())
+)
+
+
+def ints(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+EXAMPLE = Snapshot(
+    vocabulary=VOCABULARY,
+    models=("0123456789abcdef", "fedcba9876543210"),
+    ids=["pump-7/10:34:33", "pump-8@2020-03-09T10:34:30Z", "ümlaut \0 \U0001f4a7"],
+    model=ints(1, 0, 1),
+    age=np.array([0, 1_500_000, -3]),
+    counts=ints(2, 0, 1),
+    features=np.array([1, 0, 1], np.int16),
+    values=np.array([3.0, -0.054711, 2.0]),
+    absent_counts=ints(0, 1, 2),
+    absent=np.array([2, 0, 2], np.int16),
+    log_likelihood=np.array([-1.25, 0.0, 1e-300]),
+    scored=ints(2, 0, 1),
+    total=np.array([3.5, 0.0, 0.1]),
+    least=np.array([-2.5, 0.0, -0.1]),
+    peak=np.array([2.0, 0.0, 0.25]),
+    excess=np.array([1.0, 0.0, -0.5]),
+    p_value=np.array([0.005, 1.0, 0.75]),
+    alert_seq=ints(1, -1, 0),
+    alert_alpha=np.array([0.01, 1.0, 0.0]),
+    unseen_record=ints(0),
+    unseen_place=ints(0),
+    unseen_text=["broken"],
+    window_record=ints(1),
+    window_device=["pump-8"],
+    window_deadline=np.array([1_583_750_080_000_000]),
+    closed=Texts.of(["b", "a", ""]),
+    devices=["pump-9", "pump-8"],
+    marks=np.array([-5, 1_583_750_073_000_000]),
+    drift=Drift("fedcba9876543210", 7, (0.5, 1e-9, 12.25), True, {"": (1, 0, 2), "pump-7": (4,)}),
+)
+DECIDED = Decisions(("b", "ümlaut\0"), {"a": Alerted(3, 0.001), "": Alerted(0, 0.05)}, EXAMPLE.drift)
+
+TIED = replace(EXAMPLE, ties=Blocks(np.array([False, True, False]), ints(2, 0, 0), np.array([5, -(2**63), 7])))
+WAITED = replace(DECIDED, waited={"a": (2, 3), "ümlaut\0": (1,)})
+"""With readings of one time that wait for each other."""
+
+texts = st.text(max_size=12)
+"""Any text but lone surrogates, which no JSON that is accepted carries."""
+
+
+counted = st.dictionaries(texts, st.lists(st.integers(0, 2**40), max_size=9).map(tuple), max_size=3)
+drifts = st.none() | st.builds(
+    lambda model, counts, capital, alarmed: Drift(model, sum(map(sum, counts.values())), capital, alarmed, counts),
+    texts,
+    counted,
+    st.tuples(*[st.floats(0, 1e12)] * 3),
+    st.booleans(),
+)
+
+
+@st.composite
+def snapshots(draw: st.DrawFn) -> Snapshot:
+    ids = draw(st.lists(texts, unique=True, max_size=8))
+    R, F = len(ids), len(VOCABULARY)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    order = np.argsort(rng.random((R, F)), axis=1).astype(np.int16)
+    counts = rng.integers(0, F + 1, R).astype(np.int32)
+    absent = np.array([rng.integers(0, F - c + 1) for c in counts], np.int32)
+    features = [order[i, : counts[i]] for i in range(R)]
+    gone = [order[i, counts[i] : counts[i] + absent[i]] for i in range(R)]
+    codes = np.concatenate([*features, np.empty(0, np.int16)])
+    values = np.where(codes == 1, rng.integers(0, 4, len(codes)), rng.normal(size=len(codes)))
+    sums = {name: rng.normal(size=R) for name in ("log_likelihood", "total", "least", "peak", "excess", "p_value")}
+    windowed = np.flatnonzero(rng.random(R) < 0.5).astype(np.int32)
+    new = [(i, int(k)) for i in range(R) for k in np.flatnonzero(features[i] == 1)]
+    devices = draw(st.lists(texts, unique=True, max_size=4))
+    seq = rng.integers(-1, 3, R).astype(np.int32)
+    tied = np.concatenate([np.arange(c) > 0 for c in counts] + [np.empty(0, bool)])
+    ties = Blocks(tied, counts * rng.integers(0, 2, R).astype(np.int32), rng.integers(-(2**63), 2**63 - 1, R))
+    return Snapshot(
+        vocabulary=VOCABULARY,
+        models=("m", "n"),
+        ids=ids,
+        model=rng.integers(0, 2, R).astype(np.int32),
+        age=rng.integers(-(2**40), 2**40, R),
+        counts=counts,
+        features=codes,
+        values=values,
+        absent_counts=absent,
+        absent=np.concatenate([*gone, np.empty(0, np.int16)]),
+        scored=counts,
+        alert_seq=seq,
+        alert_alpha=np.where(seq < 0, 1.0, rng.uniform(0, 0.5, R)),
+        unseen_record=ints(*(i for i, _ in new)),
+        unseen_place=ints(*(k for _, k in new)),
+        unseen_text=[draw(texts) for _ in new],
+        window_record=windowed,
+        window_device=[draw(texts) for _ in windowed],
+        window_deadline=rng.integers(-(2**60), 2**60, len(windowed)),
+        closed=Texts.of(draw(st.lists(texts, max_size=8))),
+        devices=devices,
+        marks=rng.integers(-(2**60), 2**60, len(devices)),
+        drift=draw(drifts),
+        ties=draw(st.sampled_from([None, ties])),
+        **sums,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(snapshot=snapshots())
+def test_a_snapshot_comes_back_as_it_was(snapshot: Snapshot) -> None:
+    same_snapshot(decode_snapshot(encode_snapshot(snapshot)), snapshot)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    closed=st.lists(texts),
+    alerted=st.dictionaries(texts, st.builds(Alerted, st.integers(0, 2**31 - 1), st.floats(0, 0.999))),
+    drift=drifts,
+)
+def test_decisions_come_back_as_they_were(closed: list[str], alerted: dict[str, Alerted], drift: Drift | None) -> None:
+    decisions = Decisions(tuple(closed), alerted, drift)
+    again = decode_decisions(encode_decisions(decisions))
+    assert again == decisions
+    assert list(again.alerted) == list(alerted)
+
+
+@pytest.mark.parametrize(("records", "smaller"), [(10, False), (10_000, True)])
+def test_what_is_much_is_compressed(records: int, smaller: bool) -> None:
+    decisions = Decisions(tuple(f"record-{i}" for i in range(records)))
+    data = encode_decisions(decisions)
+    assert (len(data) < sum(map(len, decisions.closed))) == smaller
+    assert decode_decisions(data) == decisions
+
+
+def test_format_version_2() -> None:
+    """Bytes written by a release are read for ever, or VERSION counts up."""
+    assert VERSION == 3
+    same_snapshot(decode_snapshot((GOLDEN / "snapshot.v2").read_bytes()), EXAMPLE)
+    assert decode_decisions((GOLDEN / "decisions.v2").read_bytes()) == DECIDED
+    head = (GOLDEN / "snapshot.v2").read_bytes()[: HEAD.size]
+    assert head[:11] == b"deformerS\x00\x02"
+
+
+def test_format_version_3_is_for_ties() -> None:
+    """Without them what is written is version 2, which earlier releases read."""
+    same_snapshot(decode_snapshot((GOLDEN / "snapshot.v3").read_bytes()), TIED)
+    assert decode_decisions((GOLDEN / "decisions.v3").read_bytes()) == WAITED
+    written = (encode_snapshot(EXAMPLE), encode_snapshot(TIED), encode_decisions(DECIDED), encode_decisions(WAITED))
+    assert [data[10] for data in written] == [2, 3, 2, 3]
+
+
+def test_format_version_1_knows_a_single_alpha() -> None:
+    """Records that had alerted, at whatever alpha it was, alert no more."""
+    assert (GOLDEN / "snapshot.v1").read_bytes()[9:11] == b"\x00\x01"
+    old = replace(EXAMPLE, drift=None, alert_seq=ints(1, -1, -1), alert_alpha=np.array([0.0, 1.0, 1.0]))
+    same_snapshot(decode_snapshot((GOLDEN / "snapshot.v1").read_bytes()), old)
+    told = {"a": Alerted(3, 0.0), "": Alerted(0, 0.0)}
+    assert decode_decisions((GOLDEN / "decisions.v1").read_bytes()) == Decisions(DECIDED.closed, told)
+
+
+def refused(decode: Callable[[bytes, str], object], data: bytes, what: str) -> None:
+    with pytest.raises(StateError) as caught:
+        decode(data, "partition 3")
+    message = str(caught.value)
+    assert message.startswith("partition 3: ")
+    assert what in message
+    assert message.endswith("how to go on without it")
+    assert "\n" not in message
+
+
+KINDS: dict[str, tuple[Callable[[bytes, str], object], bytes]] = {
+    "snapshot": (decode_snapshot, encode_snapshot(EXAMPLE)),
+    "decisions": (decode_decisions, encode_decisions(DECIDED)),
+    "ties": (decode_snapshot, encode_snapshot(TIED)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_cut_short_is_refused(kind: str) -> None:
+    decode, data = KINDS[kind]
+    for size in {*range(60), *range(60, len(data), 97), len(data) - 1}:
+        refused(decode, data[:size], "cut short")
+
+
+@settings(max_examples=200, deadline=None)
+@given(kind=st.sampled_from(sorted(KINDS)), place=st.integers(0, 10**6), flip=st.integers(1, 255))
+def test_what_is_altered_is_refused(kind: str, place: int, flip: int) -> None:
+    decode, data = KINDS[kind]
+    place %= len(data)
+    refused(decode, data[:place] + bytes([data[place] ^ flip]) + data[place + 1 :], "")
+
+
+@settings(max_examples=100, deadline=None)
+@given(kind=st.sampled_from(sorted(KINDS)), data=st.binary(max_size=300))
+def test_nonsense_is_refused(kind: str, data: bytes) -> None:
+    decode = KINDS[kind][0]
+    refused(decode, data, "")
+    refused(decode, sealed(data, DECISIONS if kind == "decisions" else SNAPSHOT), "not readable")
+
+
+@pytest.mark.parametrize("version", [0, 4, 65535])
+def test_another_format_version_is_named(version: int) -> None:
+    data = encode_snapshot(EXAMPLE)
+    head = HEAD.pack(MAGIC, SNAPSHOT, version, data[11 : HEAD.size])
+    refused(decode_snapshot, head + data[HEAD.size :], f"version is {version}, and this release reads {VERSION}")
+
+
+def test_one_kind_is_not_the_other() -> None:
+    refused(decode_snapshot, encode_decisions(DECIDED), "of another kind")
+    refused(decode_decisions, encode_snapshot(EXAMPLE), "of another kind")
+    refused(decode_snapshot, b"PAR1" + bytes(100), "another program")
+
+
+def sealed(body: bytes, kind: bytes = SNAPSHOT) -> bytes:
+    return HEAD.pack(MAGIC, kind, 2, hashlib.sha256(body).digest()) + body
+
+
+def rewritten(change: Callable[[pa.Table], pa.Table]) -> bytes:
+    """The example with its table changed, under a checksum that is right."""
+    table = change(pa.ipc.open_stream(encode_snapshot(EXAMPLE)[HEAD.size :]).read_all())
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sealed(sink.getvalue().to_pybytes())
+
+
+def test_columns_and_rows_are_checked() -> None:
+    same_snapshot(decode_snapshot(rewritten(lambda table: table)), EXAMPLE)
+    refused(decode_snapshot, rewritten(lambda table: table.drop_columns(["age"])), "columns")
+    refused(decode_snapshot, rewritten(lambda table: pa.concat_tables([table, table])), "2 rows")
+    refused(decode_snapshot, rewritten(lambda table: table.slice(0, 0)), "0 rows")
+    null = pa.array([["a", None]], pa.large_list(pa.large_string()))
+    at = list(pa.ipc.open_stream(encode_snapshot(EXAMPLE)[HEAD.size :]).schema.names).index("closed")
+    refused(decode_snapshot, rewritten(lambda table: table.set_column(at, "closed", null)), "missing")
+
+
+def test_what_the_records_rely_on_is_checked() -> None:
+    faults: list[dict[str, Any]] = [
+        {"ids": ["a", "b", "a"]},
+        {"ids": ["a", "b"]},
+        {"age": EXAMPLE.age[:2]},
+        {"age": np.array([0, 2**62, 0])},
+        {"excess": EXAMPLE.excess[:2]},
+        {"model": ints(2, 0, 0)},
+        {"model": ints(-1, 0, 0)},
+        {"counts": ints(4, 0, 1)},
+        {"counts": ints(2, 1, 1)},
+        {"counts": ints(3, -1, 1)},
+        {"absent": np.array([2, 0], np.int16)},
+        {"absent": np.array([2, 0, 1], np.int16)},
+        {"features": np.array([1, 1, 1], np.int16)},
+        {"features": np.array([1, 3, 1], np.int16)},
+        {"features": np.array([1, -1, 1], np.int16)},
+        {"values": np.array([3.0, np.nan, 2.0])},
+        {"values": np.array([3.5, 0.0, 2.0])},
+        {"values": np.array([4.0, 0.0, 2.0])},
+        {"values": np.array([-1.0, 0.0, 2.0])},
+        {"values": np.array([1e300, 0.0, 2.0])},
+        {"peak": np.array([np.inf, 0.0, 0.0])},
+        {"scored": ints(-1, 0, 0)},
+        {"alert_seq": ints(-2, 0, 0)},
+        {"alert_seq": ints(-1, -1, 0)},
+        {"alert_alpha": np.array([0.01, 0.01, 0.01])},
+        {"alert_alpha": np.array([-0.01, 1.0, 0.01])},
+        {"alert_alpha": np.array([np.nan, 1.0, 0.01])},
+        {"alert_alpha": EXAMPLE.alert_alpha[:2]},
+        {"unseen_record": ints(3)},
+        {"unseen_place": ints(2)},
+        {"unseen_text": []},
+        {"window_record": ints(3)},
+        {"window_device": []},
+        {"devices": ["a", "a"]},
+        {"drift": replace(EXAMPLE.drift, records=8)},
+        {"drift": replace(EXAMPLE.drift, capital=(1.0, 1.0))},
+        {"drift": replace(EXAMPLE.drift, capital=(1.0, 1.0, np.nan))},
+        {"drift": replace(EXAMPLE.drift, capital=(1.0, 1.0, -1.0))},
+        {"drift": replace(EXAMPLE.drift, counts={"": (8, -1)})},
+        {"marks": EXAMPLE.marks[:1]},
+        {"vocabulary": replace(VOCABULARY, names=("flow", "mode", "mode"))},
+        {"vocabulary": replace(VOCABULARY, names=("flow", "mode"))},
+        {"vocabulary": replace(VOCABULARY, kinds=("continuous", "discrete", "vague"))},
+    ]
+    for fault in faults:
+        refused(decode_snapshot, encode_snapshot(replace(EXAMPLE, **fault)), "")
+
+
+def test_ties_are_checked() -> None:
+    good = TIED.ties
+    assert good is not None
+    faults: list[dict[str, Any]] = [
+        {"tied": np.array([False, True])},
+        {"tied": np.array([True, False, False])},
+        {"held": ints(2, 0)},
+        {"held": ints(3, 0, 0)},
+        {"held": ints(-1, 0, 0)},
+        {"held": ints(1, 0, 0)},
+        {"instant": np.array([5, 5])},
+    ]
+    for fault in faults:
+        refused(decode_snapshot, encode_snapshot(replace(TIED, ties=replace(good, **fault))), "")
+    refused(decode_decisions, encode_decisions(Decisions(waited={"a": (0,)})), "before the first reading")
+
+
+def test_decisions_are_checked() -> None:
+    refused(decode_decisions, encode_decisions(Decisions((), {"a": Alerted(-1)})), "before the first reading")
+    refused(decode_decisions, encode_decisions(Decisions((), {"a": Alerted(1, 1.0)})), "at no alpha")

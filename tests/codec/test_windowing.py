@@ -1,0 +1,235 @@
+"""Events that name a device: which window is theirs, in messages and in long tables, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from deformer_stream.codec import MAX_TEXT, Codec, Fields, Windows
+from deformer_stream.codec.inputs import LongRows, Messages
+from deformer_stream.engine.events import NO_TIME, EventBatch, Reason, Rejected
+from deformer_stream.errors import ConfigError, InputError
+from tests.codec.test_json_messages import BROKER_TIME, CODEC, SCHEMA, decode, messages, readings, single
+from tests.codec.test_tables import long
+
+SECOND = 1_000_000
+WINDOWS = Windows(10 * SECOND, 2 * SECOND)
+WINDOWED = Codec(SCHEMA, windows=WINDOWS)
+TIME = 1583750073.0  # 2020-03-09T10:34:33Z
+START = "2020-03-09T10:34:30Z"
+
+
+def of_device(device: Any = "pump-7", time: Any = TIME, **more: Any) -> dict[str, Any]:
+    event = {"device": device, "feature": "Pressure", "value": 0.5, "time": time, **more}
+    return {name: value for name, value in event.items() if value is not ...}
+
+
+def windows_of(batch: EventBatch) -> list[tuple[str, int | None]]:
+    """Device and deadline of each event, ("", None) where it is in no window."""
+    if batch.windowed is None:
+        return [("", None)] * len(batch)
+    pairs = zip(batch.windowed.devices, batch.windowed.deadlines.tolist(), strict=True)
+    return [(device, deadline if device else None) for device, deadline in pairs]
+
+
+def test_the_record_is_the_devices_window() -> None:
+    batch, rejected = decode(of_device(), single(1.0), of_device(7, "2020-03-09T10:34:40Z"), codec=WINDOWED)
+    assert rejected == []
+    assert batch.records == [f"pump-7@{START}", "r", "7@2020-03-09T10:34:40Z"]
+    end = 1583750080 * SECOND
+    assert windows_of(batch) == [("pump-7", end + 2 * SECOND), ("", None), ("7", end + 12 * SECOND)]
+    assert batch.times.tolist() == [1583750073 * SECOND, BROKER_TIME, end]
+
+
+def test_many_readings_share_a_window() -> None:
+    event = {"device": "d", "time": TIME, "values": {"Pressure": 1.5, "state": "odd", "nope": 1}}
+    batch, rejected = decode(single(1.0), event, codec=WINDOWED)
+    assert readings(batch)[1:] == [(f"d@{START}", "Pressure", 1.5), (f"d@{START}", "state", 4)]
+    assert batch.unseen == {2: "odd"}
+    assert [device for device, _ in windows_of(batch)] == ["", "d", "d"]
+    assert [r.reason for r in rejected] == [Reason.UNKNOWN_FEATURE]
+
+
+@pytest.mark.parametrize(
+    ("width", "time", "start"),
+    [
+        (10 * SECOND, 0, "1970-01-01T00:00:00Z"),
+        (10 * SECOND, 9.999999, "1970-01-01T00:00:00Z"),
+        (10 * SECOND, 10, "1970-01-01T00:00:10Z"),
+        (10 * SECOND, -0.000001, "1969-12-31T23:59:50Z"),
+        (500_000, 1.75, "1970-01-01T00:00:01.500000Z"),
+        (500_000, 2.25, "1970-01-01T00:00:02Z"),
+        (7 * 86400 * SECOND, TIME, "2020-03-05T00:00:00Z"),
+        (10 * SECOND, "2020-03-09T11:34:33+01:00", START),
+    ],
+)
+def test_windows_are_aligned_to_1970(width: int, time: Any, start: str) -> None:
+    batch, _ = decode(of_device(time=time), codec=Codec(SCHEMA, windows=Windows(width)))
+    assert batch.records == [f"pump-7@{start}"]
+    assert batch.windowed is not None
+    begin = batch.windowed.deadlines[0] - width
+    assert begin <= batch.times[0] < begin + width
+    assert begin % width == 0
+
+
+def test_the_brokers_time_stands_in() -> None:
+    batch, rejected = decode(of_device(time=...), of_device(time=None), codec=WINDOWED)
+    assert (batch.records, rejected) == (["pump-7@2023-11-14T22:13:20Z"] * 2, [])
+
+
+def test_a_record_of_its_own_is_kept() -> None:
+    events = [of_device(record="mine"), of_device(record=4), of_device(record=None)]
+    batch, rejected = decode(*events, codec=WINDOWED, keys=[b"k", b"k", b"k"])
+    assert (batch.records, rejected) == (["mine", "4", f"pump-7@{START}"], [])
+    assert [device for device, _ in windows_of(batch)] == ["", "", "pump-7"]
+    batch, _ = decode(of_device(record=f"pump-7@{START}"), codec=WINDOWED)
+    assert (batch.records, batch.windowed) == ([f"pump-7@{START}"], None)
+
+
+def test_the_key_is_the_device_not_the_record() -> None:
+    events = [of_device(...), of_device(None), of_device(), single(1.0)]
+    batch, rejected = decode(*events, codec=WINDOWED, keys=[b"p", b"p", b"p", b"p"])
+    assert (batch.records, rejected) == ([f"p@{START}", f"p@{START}", f"pump-7@{START}", "r"], [])
+    batch, rejected = decode(of_device(...), of_device(), keys=[b"p", b"p"])
+    assert (batch.records, batch.windowed, rejected) == (["p", "p"], None, []), "without windows it is the record"
+
+
+def refused(*documents: Any, codec: Codec = WINDOWED, keys: list[bytes | None] | None = None) -> list[Rejected]:
+    batch, rejected = decode(*documents, codec=codec, keys=keys)
+    assert len(batch) == 0
+    assert [r.message for r in rejected] == list(range(len(documents)))
+    return rejected
+
+
+@pytest.mark.parametrize(
+    ("event", "reason", "words"),
+    [
+        (of_device(...), Reason.MISSING_FIELD, "'device' is missing"),
+        (of_device(None), Reason.MISSING_FIELD, "'device' is missing"),
+        (of_device(""), Reason.MISSING_FIELD, "'device' is empty"),
+        (of_device(record=""), Reason.MISSING_FIELD, "'record' is empty"),
+        (of_device(["p"]), Reason.WRONG_TYPE, "'device' is a list"),
+        (of_device(True), Reason.WRONG_TYPE, "'device' is a boolean"),
+        (of_device("x" * 1025), Reason.TOO_LARGE, "'device' has 1025 characters"),
+        (of_device("x" * (MAX_TEXT - len(START))), Reason.TOO_LARGE, "an id of 1025 characters"),
+        (of_device(time=True), Reason.WRONG_TYPE, "time is a boolean"),
+        (of_device(time="noon"), Reason.WRONG_TYPE, "not RFC 3339"),
+        (of_device(time=float("nan")), Reason.NOT_FINITE, "time"),
+        (of_device(time=-62135596800), Reason.WRONG_TYPE, "before the year 1"),
+        (of_device(feature="nope"), Reason.UNKNOWN_FEATURE, "nope"),
+    ],
+)
+def test_what_is_refused(event: dict[str, Any], reason: Reason, words: str) -> None:
+    week = Codec(SCHEMA, windows=Windows(7 * 86400 * SECOND)) if "year 1" in words else WINDOWED
+    (rejected,) = refused(event, codec=week)
+    assert rejected.reason is reason
+    assert words in rejected.detail
+
+
+def test_no_time_at_all_is_a_missing_field() -> None:
+    data = messages(b'{"device": "p", "feature": "Pressure", "value": 1}')
+    data = Messages("t", data.keys, data.payloads, np.full(1, NO_TIME), data.partitions, data.offsets)
+    batch, (rejected,) = WINDOWED.decode(data)
+    assert (len(batch), rejected.reason) == (0, Reason.MISSING_FIELD)
+    assert "'time' is missing" in rejected.detail
+
+
+def test_a_key_that_is_no_text() -> None:
+    (rejected,) = refused(of_device(...), keys=[b"\xff"])
+    assert rejected.reason is Reason.MISSING_FIELD
+    assert "no 'device'" in rejected.detail
+
+
+def test_without_windows_a_device_is_no_record() -> None:
+    (rejected,) = refused(of_device(), codec=CODEC)
+    assert (rejected.reason, rejected.detail) == (Reason.MISSING_FIELD, "'record' is missing")
+
+
+def test_fields_by_other_names() -> None:
+    codec = Codec(SCHEMA, Fields(device="asset", time="at"), windows=WINDOWS)
+    batch, _ = decode({"asset": "p", "at": TIME, "feature": "Pressure", "value": 1}, codec=codec)
+    assert batch.records == [f"p@{START}"]
+
+
+def test_impossible_windows() -> None:
+    for width, grace in ((0, 0), (-1, 0), (1, -1)):
+        with pytest.raises(ConfigError):
+            Windows(width, grace)
+
+
+# long tables
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())])
+def test_long_rows_of_devices(kind: pa.DataType) -> None:
+    batch, rejected = long(
+        codec=WINDOWED,
+        device=pa.array(["p", "q", None, "", "p", "x" * 1020, "p", None], pa.string()).cast(kind),
+        feature=["Pressure"] * 6 + ["nope", "Pressure"],
+        value=[1.0] * 8,
+        time=pa.array([33, 40, 33, 33, None, 33, 33, None], pa.timestamp("s")),
+    )
+    assert batch.records == ["p@1970-01-01T00:00:30Z", "q@1970-01-01T00:00:40Z"]
+    assert windows_of(batch) == [("p", 42 * SECOND), ("q", 52 * SECOND)]
+    assert [(r.message, r.reason) for r in rejected] == [
+        (2, Reason.MISSING_FIELD),
+        (3, Reason.MISSING_FIELD),
+        (4, Reason.MISSING_FIELD),
+        (5, Reason.TOO_LARGE),
+        (6, Reason.UNKNOWN_FEATURE),
+        (7, Reason.MISSING_FIELD),
+    ]
+    assert ["device" in r.detail for r in rejected] == [True, True, False, True, False, True]
+    assert "'time' is missing" in rejected[2].detail
+
+
+def test_long_rows_with_and_without_a_record() -> None:
+    columns: dict[str, Any] = {
+        "record": ["mine", None, None, "", "mine"],
+        "device": ["p", "p", None, "p", None],
+        "feature": ["Pressure", "state", "Pressure", "Pressure", "Current"],
+        "value": ["1", "odd", "1", "1", "1"],
+        "time": ["1970-01-01T00:00:33Z"] * 4 + ["noon"],
+    }
+    batch, rejected = long(codec=WINDOWED, **columns)
+    assert batch.records == ["mine", "p@1970-01-01T00:00:30Z"]
+    assert windows_of(batch) == [("", None), ("p", 42 * SECOND)]
+    assert batch.unseen == {1: "odd"}
+    assert [(r.message, r.reason) for r in rejected] == [
+        (2, Reason.MISSING_FIELD),
+        (3, Reason.MISSING_FIELD),
+        (4, Reason.WRONG_TYPE),
+    ]
+    columns["time"][1] = "noon"
+    _, rejected = long(codec=WINDOWED, **columns)
+    assert (rejected[0].message, rejected[0].reason) == (1, Reason.WRONG_TYPE)
+    batch, rejected = long(**columns)
+    assert batch.records == ["mine"]
+    assert batch.windowed is None
+    assert [r.message for r in rejected] == [1, 2, 3, 4], "without windows a device is no record"
+
+
+def test_long_tables_that_lack_columns() -> None:
+    for missing in ("device", "time", "feature", "value"):
+        columns: dict[str, Any] = {"device": ["p"], "feature": ["Pressure"], "value": [1.0], "time": [1.0]}
+        del columns[missing]
+        with pytest.raises(InputError, match=f"needs a column '{missing}'"):
+            long(codec=WINDOWED, **columns)
+    batch, _ = long(codec=WINDOWED, record=["r"], feature=["Pressure"], value=[1.0])
+    assert (batch.records, batch.windowed) == (["r"], None)
+
+
+def test_messages_and_rows_agree() -> None:
+    times = [0.0, 33.25, -7.5, TIME]
+    devices = ["a", "b", "a", "ü"]
+    rows = pa.RecordBatch.from_pydict(
+        {"device": devices, "feature": ["Pressure"] * 4, "value": [1.0] * 4, "time": times}
+    )
+    by_row, _ = WINDOWED.decode(LongRows("t", rows, 0))
+    by_message, _ = decode(*(of_device(d, t, value=1.0) for d, t in zip(devices, times, strict=True)), codec=WINDOWED)
+    assert by_row.records == by_message.records
+    assert by_row.times.tolist() == by_message.times.tolist()
+    assert windows_of(by_row) == windows_of(by_message)

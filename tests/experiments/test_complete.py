@@ -1,0 +1,88 @@
+"""Joint draws are draws from the density that scores."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from deformer_stream.model.deformer import DEformer, ModelConfig
+from deformer_stream.model.schema import Feature, Schema
+from experiments.complete import complete
+from tests.engine.worlds import model_of
+from tests.models import linear_model, linear_records, small_model
+from trainer.fit import Interrupted
+
+
+def binary_model(memory: str) -> DEformer:
+    schema = Schema(tuple(Feature(f"b{i}", "discrete", labels=("0", "1"), unseen=1e-9) for i in range(3)))
+    config = ModelConfig(d_model=16, layers=1, heads=2, feedforward=16, hidden=(16,), memory=memory)  # type: ignore[arg-type]
+    return model_of(schema, config, 3, torch.float32)
+
+
+def probabilities(model: DEformer, given: dict[int, int]) -> dict[tuple[int, ...], float]:
+    """p(whole record | given), the mean over the orders that `complete` draws in."""
+    known = list(given)
+    rest = [i for i in range(3) if i not in given]
+    result = {}
+    for free in itertools.product([0, 1], repeat=len(rest)):
+        values = given | dict(zip(rest, free, strict=True))
+        record = tuple(values[i] for i in range(3))
+        chances = []
+        for before in itertools.permutations(known):
+            for after in itertools.permutations(rest):
+                order = [*before, *after]
+                v = torch.tensor([[float(values[i]) for i in order]])
+                log_p = model.log_prob(torch.tensor([order]), v)[0, len(known) :].sum()
+                chances.append(log_p.exp().item())
+        result[record] = float(np.mean(chances))
+    return result
+
+
+@pytest.mark.parametrize("memory", ["all", "values"])
+@pytest.mark.parametrize("given", [{}, {1: 1}, {0: 1, 2: 0}])
+def test_frequencies_are_the_probabilities(memory: str, given: dict[int, int]) -> None:
+    model, n = binary_model(memory), 6000
+    values = np.full((n, 3), np.nan)
+    for code, value in given.items():
+        values[:, code] = value
+    drawn = complete(model, values, 0)
+    expected = probabilities(model, given)
+    assert abs(sum(expected.values()) - 1) < 1e-5
+    for record, p in expected.items():
+        share = (drawn == record).all(1).mean()
+        assert abs(share - p) < 4.5 * np.sqrt(p * (1 - p) / n) + 1e-3
+
+
+def test_what_is_known_stays_and_the_rest_fits_it() -> None:
+    model = linear_model()
+    truth = linear_records(200, 7)
+    values = truth.copy()
+    values[:, 1:] = np.nan
+    drawn = complete(model, values, 1)
+    np.testing.assert_array_equal(drawn[:, 0], truth[:, 0])
+    inside = np.abs(truth[:, 0]) < 2
+    assert np.median(np.abs(drawn[inside, 1] - (2 * truth[inside, 0] + 1))) < 0.5
+    assert ((drawn[:, 2] > 0) == (truth[:, 0] > 0))[np.abs(truth[:, 0]) > 0.5].mean() > 0.9
+
+
+def test_equal_seeds_draw_equally_and_nothing_missing_changes_nothing() -> None:
+    model = small_model()
+    values = np.full((5, len(model.schema)), np.nan)
+    np.testing.assert_array_equal(complete(model, values, 3), complete(model, values, 3))
+    assert not np.array_equal(complete(model, values, 3), complete(model, values, 4))
+    whole = complete(model, values, 3)
+    np.testing.assert_array_equal(complete(model, whole, 9), whole)
+    assert complete(model, values[:0], 0).shape == (0, len(model.schema))
+
+
+def test_unequal_gaps_and_stops() -> None:
+    model = small_model()
+    values = np.full((2, len(model.schema)), np.nan)
+    values[0, 0] = 1.0
+    with pytest.raises(ValueError, match="same number"):
+        complete(model, values, 0)
+    with pytest.raises(Interrupted):
+        complete(model, values[1:], 0, stop=lambda: True)

@@ -1,0 +1,259 @@
+"""A run, whole and in pieces, on a synthetic power table: what it writes, and that cuts change nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import deformer_stream
+from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.model.deformer import DEformer
+from experiments import run as runner
+from experiments import score
+from experiments.binarized_mnist.data import pixels
+from experiments.binarized_mnist.experiment import PRESETS as IMAGE_PRESETS
+from experiments.command import carry_out
+from experiments.experiment import TEST, changed
+from experiments.power.experiment import EXPERIMENT, PRESETS
+from experiments.run import Outcome
+from tests.conftest import ROOT
+from tests.experiments.worlds import TINY, settings, write_power
+from trainer.data import TRAIN
+from trainer.evaluate import held_out
+from trainer.fit import EVALUATIONS, Interrupted, Status
+
+SHORT = TINY + ",batch=32,mixtures=4"
+TIMES = ("seconds",)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_power(tmp_path_factory.mktemp("power") / "household_power_consumption.txt", 700)
+
+
+def run(table: Path, out: Path, epochs: int = 3, **given: Any) -> Outcome:
+    rest = {k: given.pop(k) for k in ("stop", "observe") if k in given}
+    options = {"preset": "small", "override": f"{SHORT},epochs={epochs}", "orders": 3} | given
+    return runner.run(EXPERIMENT, settings(out, table, **options), **rest)
+
+
+def timeless(results: dict[str, Any]) -> dict[str, Any]:
+    """Results without clock times."""
+    history = [{k: v for k, v in row.items() if k not in TIMES} for row in results["history"]]
+    return {k: v for k, v in results.items() if k not in TIMES} | {"history": history}
+
+
+@pytest.fixture(scope="module")
+def whole(table: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run(table, tmp_path_factory.mktemp("whole"))
+
+
+def test_what_a_run_leaves(whole: Outcome, table: Path) -> None:
+    results = json.loads((whole.directory / "results.json").read_text())
+    assert results == whole.results
+    assert (results["test"]["records"], results["test"]["of"], results["test"]["orders"]) == (68, 68, 3)
+    np.testing.assert_allclose(np.mean(results["test"]["by_order"]), results["test"]["nll"])
+    assert results["history"][-1]["validation"] < results["history"][0]["validation"] - 1
+    detector = deformer_stream.load(whole.directory / "model")
+    page = (whole.directory / "model" / "report.html").read_text()
+    assert "cannot be compared" in page  # 686 rows are not the table
+    assert not re.search(r"(?<!\d)0\.68(?!\d)", page)
+    # The model streams: reading by reading it gives what whole records give.
+    data = EXPERIMENT.load(table, PRESETS["small"], 0)
+    row = data.prepared.values[data.prepared.rows(TEST)[0]].astype(float)
+    raw = detector.schema.denormalise(np.arange(6), row)
+    scorer = detector.scorer()
+    order = [3, 1, 0, 5, 4, 2]
+    for code in order:
+        update = scorer.update("r", detector.schema.names[code], float(raw[code]))
+    model = detector.artifact.model
+    expected = model.log_prob(torch.tensor([order]), torch.tensor(row[order])[None].float()).sum().item()
+    assert abs(update.running_log_likelihood - expected) < 1e-3
+
+
+def test_the_figure_is_the_mean_over_orders_in_published_units(whole: Outcome, table: Path) -> None:
+    """Scored again, in other orders: the same within the spread over orders."""
+    detector = deformer_stream.load(whole.directory / "model")
+    data = EXPERIMENT.load(table, PRESETS["small"], 0)
+    rows = data.prepared.rows(TEST)
+    again = held_out(detector.artifact.model, data.prepared, rows, 10, 99).mean + data.correction[rows].mean()
+    by_order = np.array(whole.results["test"]["by_order"])
+    assert abs(again - by_order.mean()) < 4 * by_order.std(ddof=1) + 1e-3
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw", "adam"])
+def test_a_run_in_pieces_ends_in_the_same_bits(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    """Cut in training twice, then in scoring after every second piece."""
+    monkeypatch.setattr(score, "PIECE_READINGS", 100)
+    override = f"{SHORT},epochs=3,optimizer={optimizer},dropout=0.1"
+    uncut = run(table, tmp_path / "whole", override=override)
+    cuts = iter([7, 20])
+    pieces = 0
+    while not (tmp_path / "parts" / "results.json").exists():
+        pieces += 1
+        assert pieces < 20
+        until = next(cuts, None)
+        seen = [0, 0]  # the step, and how often was asked since
+
+        def observe(status: Status, seen: list[int] = seen) -> None:
+            seen[:] = [status.step, 0]
+
+        def stop(seen: list[int] = seen, until: int | None = until) -> bool:
+            seen[1] += 1
+            return seen[0] >= until if until else seen[1] > 2
+
+        torch.rand(3)  # whatever else drew random numbers in between
+        try:
+            run(table, tmp_path / "parts", override=override, resume=pieces > 1, stop=stop, observe=observe)
+        except Interrupted:
+            continue
+    assert pieces > 4
+    parts = json.loads((tmp_path / "parts" / "results.json").read_text())
+    assert timeless(parts) == timeless(uncut.results)
+    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert weights[0] == weights[1]
+
+
+def test_another_run_is_not_overwritten(whole: Outcome, table: Path) -> None:
+    with pytest.raises(ConfigError, match="add --resume"):
+        run(table, whole.directory)
+    with pytest.raises(ConfigError, match="epochs was 3, now it is 4"):
+        run(table, whole.directory, epochs=4, resume=True)
+
+
+def test_pauses_until_it_is_done(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--pause-after` and `--resume` until results are there, as a shell would: every life gets a step further."""
+    out = tmp_path / "out"
+    given = {
+        "preset": "small",
+        "override": f"{TINY},batch=200,epochs=2,tokens=single",
+        "orders": 2,
+        "pause_after": 1e-3,
+    }
+    lives = 0
+    while not (out / "results.json").exists():
+        assert carry_out(lambda: EXPERIMENT, settings(out, table, **given, resume=lives > 0)) == 0
+        shown = capsys.readouterr()
+        assert ("add --resume to continue" in shown.err) != (out / "results.json").exists()
+        lives += 1
+        assert lives < 20
+    assert lives > 4
+    assert "test NLL" in shown.out
+
+
+def module(name: str, *words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"experiments.{name}", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
+
+
+@pytest.mark.parametrize("name", ["binarized_mnist", "power"])
+def test_command_lines(name: str, tmp_path: Path) -> None:
+    shown = module(name, "--help")
+    assert shown.returncode == 0
+    for word in ("--data", "--out", "--preset", "--max-time", "--pause-after", "--resume", "--orders", "arXiv"):
+        assert word in shown.stdout
+    refused = module(name, "--data", tmp_path, "--out", tmp_path / "out")
+    assert refused.returncode == 3
+    assert len(refused.stderr.splitlines()) == 1
+    assert module(name, "--data", tmp_path, "--out", tmp_path / "out", "--preset", "huge").returncode == 2
+
+
+def test_overrides() -> None:
+    preset = changed(PRESETS["small"], "d_model=32, hidden=64+128,batch=7,optimizer=adam,waves=,norm=post")
+    assert (preset.model.d_model, preset.model.hidden, preset.model.norm) == (32, (64, 128), "post")
+    assert (preset.recipe.batch, preset.recipe.optimizer, preset.waves) == (7, "adam", ())
+    assert changed(PRESETS["small"], "") == PRESETS["small"]
+    for text, words in [
+        ("width=3", "there is no 'width'"),
+        ("batch=many", "batch=many: .*integer"),
+        ("norm=middle", "norm=middle"),
+        ("d_model=33,heads=2", "not a multiple"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            changed(PRESETS["small"], text)
+
+
+def test_a_subset_of_test_records_is_said(table: Path, tmp_path: Path) -> None:
+    outcome = run(table, tmp_path, epochs=1, test_records=10, orders=1)
+    assert (outcome.results["test"]["records"], outcome.results["test"]["of"]) == (10, 68)
+    assert "10 of 68" in (tmp_path / "model" / "report.html").read_text()
+
+
+def test_the_time_limit_is_for_training(table: Path, tmp_path: Path) -> None:
+    outcome = run(table, tmp_path, epochs=100_000, max_time="3s", orders=1)
+    assert outcome.results["seconds"] > 2.9
+    assert outcome.results["epochs"] < 100_000
+
+
+def test_the_papers_settings() -> None:
+    """About 19 million parameters, one image a step, Adam at a constant rate, the last weights."""
+    images, power = IMAGE_PRESETS["paper"], PRESETS["paper"]
+    assert 18.5e6 < runner.parameters(DEformer(pixels(images.waves), images.model)) < 19.5e6
+    assert (images.recipe.batch, images.recipe.learning_rate, images.waves) == (1, 1e-5, ())
+    assert images.recipe.optimizer == power.recipe.optimizer == "adam"
+    assert (power.model.mixtures, power.model.dropout, power.recipe.batch) == (150, 0.2, 128)
+    assert images.model.memory == power.model.memory == "all"
+
+
+def test_the_papers_optimiser_keeps_its_rate_and_the_last_weights(table: Path, tmp_path: Path) -> None:
+    data = EXPERIMENT.load(table, PRESETS["paper"], 0).prepared
+    preset = changed(PRESETS["paper"], f"{SHORT},epochs=2,learning_rate=0.001")
+    fit = runner.start(data, preset, settings(tmp_path, table), torch.device("cpu"))
+    last = []
+    fitted = fit.run(observe=lambda status: last.append([p.detach().clone() for p in fit.model.parameters()]))
+    assert {row["learning_rate"] for row in fitted.history} == {0.001}
+    assert isinstance(fit.optimizer, torch.optim.Adam)
+    assert any(
+        all(torch.allclose(a, b) for a, b in zip(weights, fitted.model.parameters(), strict=True)) for weights in last
+    )
+
+
+def test_bfloat16_gives_nearly_the_same(table: Path) -> None:
+    """The path a GPU takes: the same loss within its precision, and gradients that point the same way."""
+    data = EXPERIMENT.load(table, PRESETS["small"], 0).prepared
+    torch.manual_seed(0)
+    model = DEformer(data.schema, PRESETS["small"].model)
+    values = torch.from_numpy(data.values[data.rows(TRAIN)[:64]])
+    features = torch.rand(values.shape, generator=torch.Generator().manual_seed(0)).argsort(1)
+    losses, gradients = [], []
+    for narrow in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            loss = -model.log_prob(features, values.gather(1, features)).sum(1).mean()
+        loss.backward()
+        assert loss.dtype == torch.float32
+        losses.append(loss.item())
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert abs(losses[0] - losses[1]) < 0.02 * abs(losses[0])
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.99
+
+
+@pytest.mark.data
+@pytest.mark.slow
+def test_the_sample_of_the_real_table(data_dir: Path, tmp_path: Path) -> None:
+    """To its end, with an NLL that falls: a Gaussian's is 8.5 nats, independent histograms reach 3 or so."""
+    outcome = run(data_dir, tmp_path, override=f"{SHORT},epochs=12,batch=64", orders=2)
+    assert np.isfinite(outcome.results["test"]["nll"])
+    first, last = outcome.results["history"][0], outcome.results["history"][-1]
+    assert last["validation"] < first["validation"] - 2
+    assert outcome.results["test"]["nll"] < 6
+
+
+def test_a_table_that_is_too_small(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="too few to be split"):
+        EXPERIMENT.load(write_power(tmp_path / "household_power_consumption.txt", 15), PRESETS["small"], 0)
+
+
+def test_validations_never_stop_a_run_early() -> None:
+    """The presets leave that to the schedule: a curve over time is wanted whole."""
+    assert all(p.recipe.patience >= EVALUATIONS for p in [*PRESETS.values(), *IMAGE_PRESETS.values()])

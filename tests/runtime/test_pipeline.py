@@ -1,0 +1,261 @@
+"""The road between its ends: revoked partitions, stopping, clocks, time-outs, and when it commits."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deformer_stream import model_store
+from deformer_stream.codec import Codec, Windows
+from deformer_stream.engine.engine import Engine, Limits
+from deformer_stream.engine.events import NO_TIME, Closing
+from deformer_stream.model.deformer import DEformer
+from deformer_stream.model.schema import Schema
+from deformer_stream.model.windows import Window
+from deformer_stream.model_store import Artifact
+from deformer_stream.runtime.metrics import Metrics
+from deformer_stream.runtime.pipeline import EventClock, Pace, Road, WallClock
+from deformer_stream.runtime.ports import NOTHING, HandOver, Polled, Saved
+from deformer_stream.testing import ManualClock, MemorySink, MemorySource
+from tests.models import TRAINING, rows_of
+
+ALPHA = 0.3
+RECORDS = 40
+
+
+def engine_of(loaded: Artifact, **limits: Any) -> Engine:
+    return Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits(**limits))
+
+
+def whole_records(loaded: Artifact) -> list[bytes]:
+    """A record a message, and here and there one that is refused."""
+    rows = rows_of(loaded.schema, RECORDS, 3)
+    messages = [json.dumps({"record": f"r{i}", "values": row}).encode() for i, row in enumerate(rows)]
+    return [m for i, message in enumerate(messages) for m in ([message, b"not json"] if i % 7 == 0 else [message])]
+
+
+class Revoking(MemorySource):
+    """Takes partition 1 away with its second poll."""
+
+    turn = 0
+
+    def poll(self, timeout: float) -> Polled:
+        self.turn += 1
+        polled = super().poll(timeout)
+        return Polled(polled.data, (1,) if self.turn == 2 else ())
+
+
+def test_revoked_partitions(loaded: Artifact) -> None:
+    """Their records are let go before new data is scored, and may come back."""
+
+    def event(record: str, feature: str) -> tuple[bytes, bytes]:
+        return record.encode(), json.dumps({"record": record, "feature": feature, "value": 1.0}).encode()
+
+    import zlib
+
+    there = next(f"r{i}" for i in range(99) if zlib.crc32(f"r{i}".encode()) % 2 == 1)
+    here = next(f"r{i}" for i in range(99) if zlib.crc32(f"r{i}".encode()) % 2 == 0)
+    messages = [event(there, "pressure"), event(here, "pressure"), event(there, "pressure"), event(here, "pressure")]
+    sink = MemorySink()
+    source = Revoking(messages, chunk=2, partitions=2)
+    Road(source, Codec(loaded.schema), engine_of(loaded), [sink], ManualClock(), Metrics(), False).run(
+        threading.Event()
+    )
+    assert [(closed.records, closed.reasons) for closed in sink.closings] == [([there], [Closing.REVOKED])]
+    assert [(record, seq) for record, _, seq, *_ in sink.scored] == [(there, 0), (here, 0), (there, 0)]
+    assert [r.reason.value for r in sink.rejected] == ["duplicate"]
+    assert sink.flushed == len(sink.effects)
+
+
+def test_stop(loaded: Artifact) -> None:
+    """Asked to stop, the road finishes what it polled, commits it, and leaves open records open."""
+    stop = threading.Event()
+
+    class Stopping(MemorySource):
+        def poll(self, timeout: float) -> Polled:
+            stop.set()
+            return super().poll(timeout)
+
+    row = json.dumps({"record": "r", "feature": "pressure", "value": 1.0}).encode()
+    source, sink = Stopping([row, row], chunk=1), MemorySink()
+    engine = engine_of(loaded)
+    for finite in (True, False):
+        totals = Road(source, Codec(loaded.schema), engine, [sink], ManualClock(), Metrics(), finite).run(stop)
+        stop.clear() if finite else None
+    assert source.committed == {0: 2}
+    assert (totals.events, totals.rejected["duplicate"], totals.closed) == (0, 1, 0)
+    assert len(engine.records) == 1
+    assert sink.flushed == len(sink.effects) == 2
+
+
+def test_stopped_before_it_began(loaded: Artifact) -> None:
+    stop = threading.Event()
+    stop.set()
+    source = MemorySource([b"{}"])
+    totals = Road(source, Codec(loaded.schema), engine_of(loaded), [], WallClock(), Metrics(), True).run(stop)
+    assert (totals.events, dict(totals.rejected), source.committed) == (0, {}, {})
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_end_of_input(loaded: Artifact, finite: bool) -> None:
+    row = json.dumps({"record": "r", "feature": "pressure", "value": 1.0}).encode()
+    sink = MemorySink()
+    road = Road(MemorySource([row]), Codec(loaded.schema), engine_of(loaded), [sink], WallClock(), Metrics(), finite)
+    totals = road.run(threading.Event())
+    assert totals.closed == int(finite)
+    assert [reason for closed in sink.closings for reason in closed.reasons] == [Closing.END] * finite
+
+
+def test_time_outs_fire_on_silent_input(loaded: Artifact) -> None:
+    clock, sink = ManualClock(), MemorySink()
+
+    class Silent(MemorySource):
+        turn = 0
+
+        def poll(self, timeout: float) -> Polled:
+            clock.advance(10.0)
+            self.turn += 1
+            return super().poll(timeout) if self.turn in (1, 5) else Polled(None)
+
+    row = json.dumps({"record": "r", "feature": "pressure", "value": 1.0}).encode()
+    engine = engine_of(loaded, record_timeout=25_000_000)
+    Road(Silent([row], chunk=1), Codec(loaded.schema), engine, [sink], clock, Metrics(), False).run(threading.Event())
+    assert [closed.reasons for closed in sink.closings] == [[Closing.TIMEOUT]]
+    assert len(sink.effects) == 5
+
+
+def test_refusals_are_in_the_order_of_the_messages(loaded: Artifact) -> None:
+    row = json.dumps({"record": "r", "feature": "pressure", "value": 1.0}).encode()
+    sink = MemorySink()
+    source = MemorySource([row, b"no", row, b"{}"])
+    totals = Road(source, Codec(loaded.schema), engine_of(loaded), [sink], WallClock(), Metrics(), True).run(
+        threading.Event()
+    )
+    assert [r.message for r in sink.rejected] == [1, 2, 3]
+    assert totals.rejected == {"not_json": 1, "duplicate": 1, "missing_field": 1}
+    assert totals.shown()["rejected"] == dict(totals.rejected)
+
+
+def test_progress_and_metrics(loaded: Artifact) -> None:
+    seen: list[int] = []
+    metrics = Metrics()
+    source = MemorySource(whole_records(loaded), chunk=16)
+    Road(
+        source,
+        Codec(loaded.schema),
+        engine_of(loaded),
+        [MemorySink()],
+        WallClock(),
+        metrics,
+        True,
+        progress=seen.append,
+    ).run(threading.Event())
+    assert sum(seen) == len(whole_records(loaded))
+    count = metrics.registry.get_sample_value
+    assert count("deformer_records_closed_total", {"reason": "end"}) == RECORDS - (
+        count("deformer_records_closed_total", {"reason": "complete"}) or 0
+    )
+    assert count("deformer_records_open") == 0
+    assert (count("deformer_commit_seconds_count") or 0) >= 1
+    assert count("deformer_model_info", {"fingerprint": loaded.fingerprint}) == 1
+
+
+def test_a_model_whose_windows_are_others_is_not_taken(loaded: Artifact, tmp_path: Path) -> None:
+    """It was asked for windows of 10 s, and the model that comes knows those of a minute."""
+    schema = Schema(loaded.schema.features, Window(60_000_000))
+    model = DEformer(schema, loaded.model.config)
+    model_store.write(tmp_path / "m", model, loaded.calibration, TRAINING, "<p>")
+    found = [model_store.read(tmp_path / "m")]
+    engine, sink = engine_of(loaded), MemorySink()
+
+    def codec_of(one: Artifact) -> Codec:
+        return Codec(one.schema, windows=Windows.asked(one.schema, 10_000_000, 0))
+
+    Road(
+        MemorySource(whole_records(loaded), chunk=16),
+        codec_of(loaded),
+        engine,
+        [sink],
+        WallClock(),
+        Metrics(),
+        True,
+        models=lambda: found.pop() if found else None,
+        codec_of=codec_of,
+    ).run(threading.Event())
+    assert not found
+    assert engine.fingerprint == loaded.fingerprint
+    assert {alert.model for alert in sink.alerts} == {loaded.fingerprint}
+
+
+def test_wall_clock_never_runs_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([5_000, 9_000, 2_000, 10_000])
+    monkeypatch.setattr("deformer_stream.runtime.pipeline.time.time_ns", lambda: next(times))
+    clock = WallClock()
+    assert [clock.at(np.empty(0, np.int64)) for _ in range(4)] == [5, 9, 9, 10]
+
+
+def test_event_clock_follows_the_latest_event() -> None:
+    clock = EventClock()
+    batches = ([], [NO_TIME], [5, 3], [4, NO_TIME], [7])
+    assert [clock.at(np.array(times, np.int64)) for times in batches] == [0, 0, 5, 5, 7]
+
+
+def test_an_alert_is_committed_at_once_unless_the_stream_lags() -> None:
+    now = [0.0]
+    pace = Pace(1.0, lambda: now[0])
+    with pace.timed():
+        now[0] += 0.02
+    assert not pace.due(False, lambda: False)
+    assert pace.due(True, lambda: False)
+    assert not pace.due(True, lambda: True)
+    now[0] += 0.09
+    assert pace.due(False, lambda: True), "the alert still waits, and committing would take less than a fifth"
+    with pace.timed():
+        pass
+    assert not pace.due(False, lambda: False)
+    now[0] += 1.0
+    assert pace.due(False, lambda: True)
+
+
+class Unhurried(MemorySource):
+    """Of its commits it says which were waited for. unread: messages that it has not brought yet."""
+
+    model = ""
+    assigned = frozenset({0})
+    unread = 0
+
+    def __init__(self, messages: list[bytes]) -> None:
+        super().__init__(messages, chunk=1)
+        self.hand_over: HandOver = lambda partitions: {}
+        self.waited: list[bool] = []
+
+    def lag(self) -> dict[tuple[str, int], int]:
+        return {("memory", 0): self.unread}
+
+    def ask(self) -> None: ...
+
+    def commit(self, saved: Mapping[int, Saved] = NOTHING) -> None:
+        self.waited.append(True)
+
+    def begin_commit(self, saved: Mapping[int, Saved], ended: Callable[[], None]) -> None:
+        self.waited.append(False)
+        ended()
+
+
+@pytest.mark.parametrize("unread", [0, 100_000])
+def test_a_commit_is_waited_for_where_an_alert_waits_for_it(loaded: Artifact, unread: int) -> None:
+    """Unless the stream lags; the last one is, whatever it holds."""
+    source, sink = Unhurried(whole_records(loaded)), MemorySink()
+    source.unread = unread
+    codec, engine = Codec(loaded.schema), engine_of(loaded)
+    Road(source, codec, engine, [sink], ManualClock(), Metrics(), False, commit_interval=0.0).run(threading.Event())
+    alerting = [bool(effects.alerts) for effects in sink.effects]
+    assert any(alerting)
+    assert not all(alerting)
+    assert source.waited == [alert and not unread for alert in alerting] + [True]

@@ -1,0 +1,345 @@
+"""Law 5: restart anywhere, hand partitions over at any time, and what was committed over all lives equals what one
+uninterrupted life commits."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deformer_stream.codec import Codec
+from deformer_stream.codec.inputs import Messages, Payload
+from deformer_stream.engine.engine import Engine, Limits
+from deformer_stream.engine.events import NO_TIME, Effects
+from deformer_stream.errors import StateError
+from deformer_stream.model_store import Artifact
+from deformer_stream.runtime import process
+from deformer_stream.runtime.metrics import Metrics
+from deformer_stream.runtime.pipeline import Road
+from deformer_stream.runtime.ports import NOTHING, HandOver, Polled, Restored, Saved
+from deformer_stream.runtime.recovery import Recovery
+from deformer_stream.testing import ManualClock
+from tests.models import rows_of
+
+ALPHA = (0.3, 0.1, 0.02)
+PARTITIONS = 3
+DRIFT = 1.1
+"""A level that nearly every partition gets to at some time, by chance."""
+
+
+Goal = tuple[dict[int, int], Mapping[int, Saved], list[tuple[Effects, Payload | None]]]
+"""Of a commit: positions, what is kept of the partitions, and effects."""
+
+
+class CrashError(Exception):
+    """The process dies here."""
+
+
+@dataclass
+class Kept:
+    """What was committed of a partition. taken: where its snapshot was taken."""
+
+    position: int = 0
+    taken: int = 0
+    snapshot: bytes | None = None
+    decisions: tuple[bytes, ...] = ()
+
+
+@dataclass
+class World:
+    """What outlives a process: events, what is kept of each partition, and what readers of the output can see."""
+
+    events: list[list[bytes]]
+    kept: dict[int, Kept]
+    alerts: list[tuple[str, str, int]] = field(default_factory=list)
+    letters: list[tuple[int, int, str]] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return all(kept.position == len(self.events[p]) for p, kept in self.kept.items())
+
+
+class Member:
+    """One life: a source and a sink that commit together. It dies, or gives partitions up, when the dice say so."""
+
+    def __init__(self, world: World, assigned: set[int], seed: int, crash: float, move: float) -> None:
+        self.world, self.rng, self.crash, self.move = world, np.random.default_rng(seed), crash, move
+        self.hand_over: HandOver = lambda partitions: NOTHING
+        self.model = ""
+        self._new = sorted(assigned)
+        self._assigned = set(assigned)
+        self._recovering: dict[int, int] = {}
+        self._next: dict[int, int] = {}
+        self._pending: list[tuple[Effects, Payload | None]] = []
+
+    def _dice(self, share: float) -> bool:
+        """More rarely while history is handled, or a life would hardly get past it."""
+        return bool(self.rng.random() < (share / 10 if self._recovering else share))
+
+    @property
+    def exhausted(self) -> bool:
+        return not self._new and all(self._next[p] == len(self.world.events[p]) for p in self._assigned)
+
+    @property
+    def assigned(self) -> frozenset[int]:
+        return frozenset(self._assigned)
+
+    def lag(self) -> dict[tuple[str, int], int]:
+        return {}
+
+    def poll(self, timeout: float) -> Polled:
+        if self._dice(self.crash):
+            raise CrashError
+        revoked: tuple[int, ...] = ()
+        if self._next and self._dice(self.move):
+            gone = int(self.rng.choice(sorted(self._assigned)))
+            self._commit(self.hand_over(frozenset({gone})))
+            self._assigned.discard(gone)
+            for known in (self._next, self._recovering):
+                known.pop(gone, None)
+            revoked = (gone,)
+        restored = []
+        for p in self._new:
+            kept = self.world.kept[p]
+            restored.append(Restored(p, kept.position, kept.snapshot, kept.decisions))
+            self._next[p], self._recovering[p] = kept.taken, kept.position
+        self._new = []
+        data = self._some()
+        recovered = tuple(p for p, until in self._recovering.items() if self._next[p] >= until)
+        for p in recovered:
+            del self._recovering[p]
+        return Polled(data, revoked, tuple(restored), recovered)
+
+    def _some(self) -> Messages | None:
+        rows: list[tuple[int, int, bytes]] = []
+        for p in sorted(self._assigned):
+            take = int(self.rng.integers(0, 9))
+            for offset in range(self._next[p], min(self._next[p] + take, len(self.world.events[p]))):
+                rows.append((p, offset, self.world.events[p][offset]))
+                self._next[p] = offset + 1
+        if not rows:
+            return None
+        partitions, offsets = np.array([r[0] for r in rows], np.int32), np.array([r[1] for r in rows], np.int64)
+        return Messages("t", [None] * len(rows), [r[2] for r in rows], np.full(len(rows), NO_TIME), partitions, offsets)
+
+    def commit(self, saved: Mapping[int, Saved] = NOTHING) -> None:
+        if self._dice(self.crash):
+            raise CrashError
+        self._commit(saved)
+        if self._dice(self.crash):
+            raise CrashError
+
+    def _commit(self, saved: Mapping[int, Saved]) -> None:
+        self._take_effect(*self._goal(saved))
+
+    def _goal(self, saved: Mapping[int, Saved]) -> Goal:
+        live = self._assigned - self._recovering.keys() - set(self._new)
+        pending, self._pending = self._pending, []
+        return {p: self._next[p] for p in live}, saved, pending
+
+    def _take_effect(
+        self,
+        positions: Mapping[int, int],
+        saved: Mapping[int, Saved],
+        pending: Sequence[tuple[Effects, Payload | None]],
+    ) -> None:
+        """All or nothing."""
+        for p, position in positions.items():
+            kept = self.world.kept[p]
+            kept.position = position
+            new = saved.get(p, Saved())
+            if new.snapshot is not None:
+                kept.snapshot, kept.taken, kept.decisions = new.snapshot, kept.position, ()
+            elif new.decisions is not None:
+                kept.decisions += (new.decisions,)
+        for effects, data in pending:
+            for alert in effects.alerts:
+                self.world.alerts.append((alert.id, alert.record, alert.raised_at))
+            self.world.notices += [notice.id for notice in effects.drifts]
+            for refusal in effects.rejected:
+                assert isinstance(data, Messages)
+                place = int(data.partitions[refusal.message]), int(data.offsets[refusal.message])
+                self.world.letters.append((*place, refusal.reason.value))
+
+    def write(self, effects: Effects, data: Payload | None) -> None:
+        self._pending.append((effects, data))
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Unhurried(Member):
+    """Its commits take effect while it goes on, at the latest with the next one; or never, if it dies before that."""
+
+    _begun: Goal | None = None
+
+    def ask(self) -> None: ...
+
+    def begin_commit(self, saved: Mapping[int, Saved], ended: Callable[[], None]) -> None:
+        self._end()
+        self._begun = self._goal(saved)
+        ended()
+
+    def poll(self, timeout: float) -> Polled:
+        if self._dice(0.5):
+            self._end()
+        return super().poll(timeout)
+
+    def _commit(self, saved: Mapping[int, Saved]) -> None:
+        self._end()
+        super()._commit(saved)
+
+    def _end(self) -> None:
+        if self._begun is not None:
+            if self._dice(self.crash):
+                raise CrashError
+            self._take_effect(*self._begun)
+            self._begun = None
+
+
+def world_of(loaded: Artifact, seed: int, records: int = 40) -> World:
+    """Interleaved readings, some of them twice, some nonsense, some records with a null, ids that repeat over
+    partitions."""
+    rng = np.random.default_rng(seed)
+    events: list[list[bytes]] = []
+    for p in range(PARTITIONS):
+        rows = rows_of(loaded.schema, records, seed * 10 + p)
+        readings = [(f"r{i}", name, value) for i, row in enumerate(rows) for name, value in row.items()]
+        readings += [(record, name, None) for record, name, _ in readings if rng.random() < 0.02]
+        place = np.arange(len(readings)) + rng.uniform(0, 30, len(readings))
+        lines = [
+            json.dumps(dict(zip(("record", "feature", "value"), readings[i], strict=True))) for i in place.argsort()
+        ]
+        lines = [line for line in lines for _ in range(1 + (rng.random() < 0.03))]
+        events.append([b"nonsense" if rng.random() < 0.02 else line.encode() for line in lines])
+    return World(events, {p: Kept() for p in range(PARTITIONS)})
+
+
+def live(
+    world: World,
+    loaded: Artifact,
+    assigned: set[int],
+    seed: int,
+    crash: float,
+    move: float,
+    every: float,
+    kind: type[Member] = Member,
+) -> None:
+    """One life, to whatever end. every: seconds between snapshots."""
+    member = kind(world, assigned, seed, crash, move)
+    engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits(), DRIFT, effort="off")
+    road = Road(
+        member,
+        Codec(loaded.schema),
+        engine,
+        [member],
+        ManualClock(),
+        Metrics(),
+        finite=False,
+        commit_interval=float(np.random.default_rng(seed).choice([0.0, 0.02])),
+        snapshot_interval=every,
+    )
+    try:
+        road.run(threading.Event())
+    except CrashError:
+        return
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**20), every=st.sampled_from([0.0, 0.03, 100.0]), kind=st.sampled_from([Member, Unhurried]))
+def test_many_lives_commit_what_one_does(loaded: Artifact, seed: int, every: float, kind: type[Member]) -> None:
+    whole, cut = (world_of(loaded, seed % 5, records=25) for _ in range(2))
+    live(whole, loaded, set(range(PARTITIONS)), 0, 0.0, 0.0, 100.0)
+    assert whole.done
+    lives = 0
+    while not cut.done:
+        rest = {p for p, kept in cut.kept.items() if kept.position < len(cut.events[p])}
+        live(cut, loaded, rest, seed + lives, 0.04, 0.03, every, kind)
+        lives += 1
+        assert lives < 500
+    assert len(whole.alerts) > 10
+    assert whole.notices
+    assert Counter(cut.alerts) == Counter(whole.alerts)
+    assert Counter(cut.letters) == Counter(whole.letters)
+    assert Counter(cut.notices) == Counter(whole.notices)
+
+
+def test_what_was_saved_comes_back_without_effects(loaded: Artifact) -> None:
+    """The second life sees only history: it has nothing to say, and knows the open records of the first."""
+    world = world_of(loaded, 3)
+    live(world, loaded, {0, 1, 2}, 0, 0.0, 0.0, 100.0)
+    before = list(world.alerts), list(world.letters)
+    for kept in world.kept.values():  # as if the last snapshot, at the end, had never been taken
+        kept.snapshot, kept.taken, kept.decisions = None, 0, ()
+    live(world, loaded, {0, 1, 2}, 1, 0.0, 0.0, 100.0)
+    assert (world.alerts, world.letters) == before
+
+
+def test_a_damaged_snapshot_ends_the_process(loaded: Artifact) -> None:
+    world = world_of(loaded, 4)
+    live(world, loaded, {0, 1, 2}, 0, 0.0, 0.0, 100.0)
+    kept = world.kept[1]
+    assert kept.snapshot is not None
+    kept.snapshot = kept.snapshot[:-1]
+    with pytest.raises(StateError):
+        live(world, loaded, {0, 1, 2}, 1, 0.0, 0.0, 100.0)
+
+
+def test_metrics_of_snapshots_come_and_go_with_their_partition(loaded: Artifact) -> None:
+    world = world_of(loaded, 2)
+    metrics = Metrics()
+    member = Member(world, {0, 1}, 0, 0.0, 0.0)
+    engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
+    road = Road(member, Codec(loaded.schema), engine, [member], ManualClock(), metrics, finite=False)
+    road.run(threading.Event())
+    size: Any = metrics.registry.get_sample_value
+    assert size("deformer_snapshot_bytes", {"partition": "0"}) > 100
+    assert 0 <= size("deformer_snapshot_age_seconds", {"partition": "1"}) < 60
+    road.recovery.forget([0])
+    assert size("deformer_snapshot_bytes", {"partition": "0"}) is None
+    assert size("deformer_snapshot_bytes", {"partition": "1"}) > 100
+
+
+def test_wrongly_keyed_input_is_reported_once(loaded: Artifact, capsys: pytest.CaptureFixture[str]) -> None:
+    """The world's partitions use the same record ids."""
+    metrics = Metrics()
+    member = Member(world_of(loaded, 1), {0, 1, 2}, 0, 0.0, 0.0)
+    engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
+    Road(member, Codec(loaded.schema), engine, [member], ManualClock(), metrics, finite=False).run(threading.Event())
+    assert metrics.registry.get_sample_value("deformer_records_misrouted_total") == engine.records.misrouted > 1
+    assert capsys.readouterr().out.count("key messages by record id") == 1
+
+
+def test_decisions_follow_a_snapshot_that_was_committed(loaded: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one may come to nothing, because partitions move just then. What each of them took goes back."""
+    given_back = list[None]()
+    monkeypatch.setattr(process, "give_back", lambda: given_back.append(None))
+    lines = world_of(loaded, 1).events[0]
+    engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
+    recovery = Recovery(engine, Metrics(), interval=100.0)
+    recovery.restore(Restored(0, 0), 0)
+    recovery.go_live(0)
+
+    def handle(some: list[bytes]) -> None:
+        n = len(some)
+        data = Messages("t", [None] * n, list(some), np.full(n, NO_TIME), np.zeros(n, np.int32), np.arange(n))
+        recovery.note(engine.handle(Codec(loaded.schema).decode(data)[0], 0))
+
+    handle(lines[: len(lines) // 2])
+    assert recovery.saved(0)[0].snapshot is not None
+    saved = recovery.saved(0)
+    assert saved[0].snapshot is not None, "decisions would follow nothing"
+    recovery.keep(saved)
+    handle(lines[len(lines) // 2 :])
+    assert recovery.saved(0)[0].decisions is not None
+    assert len(given_back) == 2

@@ -1,0 +1,359 @@
+"""The package as a library: one road, whether readings come one by one, as records, or by replay of a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import deformer_stream
+from deformer_stream import model_store
+from deformer_stream.api import Detector
+from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.engine.engine import alert_id
+from deformer_stream.errors import ArtifactError, InputError
+from deformer_stream.model.schema import Feature, Schema
+from tests.models import SCHEMA, linear_model, linear_records, rows_of, write_model
+
+ALPHA = 0.3
+RANKS = 1e-12
+"""Scores agree to their last bits only; p-values agree exactly, since ties within float32 noise count as ties."""
+
+
+@pytest.fixture(scope="module")
+def detector(model_dir: Path) -> Detector:
+    return deformer_stream.load(model_dir)
+
+
+@pytest.fixture(scope="module")
+def linear(tmp_path_factory: pytest.TempPathFactory) -> Detector:
+    """Knows that y = 2x + 1 and that `sign` is the sign of x."""
+    directory = tmp_path_factory.mktemp("linear") / "model"
+    model_store.write(directory, linear_model(), Calibration.of(np.linspace(0, 5, 99), "random"), {}, "")
+    return deformer_stream.load(str(directory))
+
+
+def test_public_names() -> None:
+    assert set(deformer_stream.__all__) <= set(dir(deformer_stream)) | set(deformer_stream.__all__)
+    for name in deformer_stream.__all__:
+        assert getattr(deformer_stream, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'lode'"):
+        _ = deformer_stream.lode
+
+
+def test_load_refuses(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="missing"):
+        deformer_stream.load(tmp_path)
+
+
+def test_update_equals_score_equals_replay(
+    detector: Detector, model_dir: Path, tmp_path: Path, cli: Callable[..., SimpleNamespace]
+) -> None:
+    rows = rows_of(SCHEMA, 60, 5)
+    scores = detector.score(rows, ALPHA)
+    assert (scores.alert_seq >= 0).sum() >= 5
+
+    scorer = detector.scorer(ALPHA)
+    streamed = []
+    longest = max(map(len, rows))
+    for k in range(longest):  # all records interleaved
+        for i, row in enumerate(rows):
+            if k < len(row):
+                feature, value = list(row.items())[k]
+                streamed.append((i, feature, k, scorer.update(f"{i}", feature, value)))
+    for i, row in enumerate(rows):
+        updates = [update for record, _, _, update in streamed if record == i]
+        assert len(updates) == len(row)
+        assert all(update.rejected is None for update in updates)
+        assert updates[-1].running_log_likelihood == pytest.approx(scores.log_likelihood[i], abs=1e-4)
+        assert updates[-1].p_value == pytest.approx(scores.p_value[i], abs=RANKS)
+        raised = [update.alert for update in updates if update.alert]
+        assert len(raised) == (scores.alert_seq[i] >= 0)
+        p = [update.p_value for update in updates]
+        assert p == sorted(p, reverse=True)
+        for alert in raised:
+            assert alert.raised_at == scores.alert_seq[i] + 1
+            assert alert.id == alert_id(str(i), detector.fingerprint, ALPHA)
+
+    table = [(str(i), f, v) for i, row in enumerate(rows) for f, v in row.items()]
+    numbers = [v if isinstance(v, float) else None for _, _, v in table]
+    columns = {"record": [r for r, _, _ in table], "feature": [f for _, f, _ in table], "value": numbers}
+    labels = [v if isinstance(v, str) else None for _, _, v in table]
+    pq.write_table(pa.table({**columns, "label": labels}), tmp_path / "long.parquet")
+    out = tmp_path / "scores.parquet"
+    ended = cli("replay", tmp_path / "long.parquet", "--model", model_dir, "--alpha", ALPHA, "--output", out)
+    assert ended.code == 0, ended.err
+    replayed = {(row["record"], row["feature"]): row for row in pq.read_table(out).to_pylist()}
+    assert len(replayed) == len(streamed) == len(table)
+    for i, feature, k, update in streamed:
+        row = replayed[str(i), feature]
+        assert row["seq"] == k
+        assert (row["log_likelihood"] is None) == math.isnan(update.log_likelihood) == (feature == "load")
+        if row["log_likelihood"] is not None:
+            assert row["log_likelihood"] == pytest.approx(update.log_likelihood, abs=1e-4)
+        assert row["score"] == pytest.approx(update.score, abs=1e-4)
+        assert row["p_value"] == pytest.approx(update.p_value, abs=RANKS)
+        assert row["alert"] == (update.alert is not None)
+
+
+@pytest.mark.parametrize(
+    ("feature", "value", "reason"),
+    [
+        ("temperatur", 1.0, "unknown_feature"),
+        ("temperature", "warm", "wrong_type"),
+        ("temperature", True, "wrong_type"),
+        ("temperature", [1.0], "wrong_type"),
+        ("temperature", float("nan"), "not_finite"),
+        ("temperature", float("inf"), "not_finite"),
+        ("temperature", np.float32("-inf"), "not_finite"),
+        ("temperature", 10**400, "not_finite"),
+        ("state", float("inf"), "not_finite"),
+        ("state", {"a": 1}, "wrong_type"),
+        ("state", "x" * 5000, "too_large"),
+    ],
+)
+def test_refused_readings_change_nothing(detector: Detector, feature: str, value: Any, reason: str) -> None:
+    scorer = detector.scorer()
+    update = scorer.update("r", feature, value)
+    assert update.rejected is not None
+    assert update.rejected.reason.value == reason
+    assert feature in update.rejected.detail
+    assert math.isnan(update.log_likelihood)
+    assert math.isnan(update.running_log_likelihood)
+    assert math.isnan(update.score)
+    assert math.isnan(update.p_value)
+    assert update.alert is None
+    after, fresh = scorer.update("r", "pressure", 1.1), detector.scorer().update("r", "pressure", 1.1)
+    assert after == fresh
+
+
+def test_duplicates_and_late_readings(detector: Detector) -> None:
+    scorer = detector.scorer()
+    for name in SCHEMA.names:
+        assert scorer.update("r", name, 1 if name != "state" else "run").rejected is None
+        again = scorer.update("r", name, 2.0)
+        assert again.rejected is not None
+        assert again.rejected.reason.value == ("late" if name == SCHEMA.names[-1] else "duplicate")
+    assert scorer.update("s", "pressure", 1.0).rejected is None
+    scorer.finish()
+    late = scorer.update("s", "temperature", 1.0)
+    assert late.rejected is not None
+    assert late.rejected.reason.value == "late"
+
+
+def test_what_will_not_be_observed(detector: Detector) -> None:
+    scorer = detector.scorer()
+    update = scorer.update("r", "temperature", None)
+    assert update.rejected is None
+    assert math.isnan(update.p_value)
+    again = scorer.update("r", "temperature", 1.0)
+    assert again.rejected is not None
+    assert again.rejected.reason.value == "duplicate"
+
+
+@pytest.mark.parametrize("record", ["", "x" * 5000])
+def test_bad_record_ids(detector: Detector, record: str) -> None:
+    assert detector.scorer().update(record, "pressure", 1.0).rejected is not None
+
+
+def test_unicode_that_is_none_is_refused(detector: Detector) -> None:
+    assert detector.scorer().update("\ud800", "pressure", 1.0).rejected is not None
+    assert detector.scorer().update("r", "\ud800", 1.0).rejected is not None
+    assert detector.scorer().update("π 泵", "pressure", 1.0).rejected is None
+
+
+@pytest.mark.parametrize(
+    "value", [1, 1.0, np.float64(1), np.float32(1), np.int8(1), np.uint64(1)], ids=lambda v: type(v).__name__
+)
+def test_numpy_values(detector: Detector, value: Any) -> None:
+    expected = detector.scorer().update("r", "pressure", 1.0)
+    assert detector.scorer().update("r", "pressure", value) == expected
+    assert detector.score([{"pressure": value}]).p_value[0] == expected.p_value
+
+
+@pytest.mark.parametrize("value", [True, np.bool_(True), "true"], ids=["bool", "numpy", "text"])
+def test_booleans(detector: Detector, value: Any) -> None:
+    assert detector.scorer().update("r", "valve", value) == detector.scorer().update("r", "valve", "true")
+    assert detector.explain({"valve": value})[0].value == "true"
+
+
+def test_values_that_are_none(detector: Detector) -> None:
+    with pytest.raises(InputError, match="type object is no reading"):
+        detector.scorer().update("r", "pressure", object())  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="complex"):
+        detector.score([{"pressure": 1j}])  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    "time", [1.5, 1, np.float64(1.5), np.int64(1), datetime(2026, 1, 2, 3, tzinfo=UTC)], ids=lambda t: type(t).__name__
+)
+def test_times(detector: Detector, time: Any) -> None:
+    assert detector.scorer().update("r", "pressure", 1.0, time).rejected is None
+    alerted = next(
+        a for v in np.linspace(2, 90, 200) if (a := detector.scorer(0.9).update("r", "vibration", v, time).alert)
+    )
+    assert alerted.time == round((time.timestamp() if isinstance(time, datetime) else float(time)) * 1e6)
+
+
+@pytest.mark.parametrize("time", [datetime(2026, 1, 2), "yesterday", float("nan"), 1e18], ids=str)
+def test_bad_times(detector: Detector, time: Any) -> None:
+    assert detector.scorer().update("r", "pressure", 1.0, time).rejected is not None
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, -1.0, float("nan")])
+def test_impossible_alpha(detector: Detector, alpha: float) -> None:
+    with pytest.raises(ValueError, match="alpha"):
+        detector.scorer(alpha)
+    with pytest.raises(ValueError, match="alpha"):
+        detector.score([], alpha)
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf")])
+def test_impossible_timeout(detector: Detector, timeout: float) -> None:
+    with pytest.raises(ValueError, match="record_timeout"):
+        detector.scorer(record_timeout=timeout)
+
+
+def test_time_out(detector: Detector, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+    monkeypatch.setattr("deformer_stream.runtime.pipeline.time.time_ns", lambda: now[0])
+    scorer = detector.scorer(record_timeout=10.0)
+    scorer.update("r", "pressure", 1.0)
+    now[0] = 11 * 10**9
+    late = scorer.update("r", "temperature", 1.0)
+    assert late.rejected is not None
+    assert late.rejected.reason.value == "late"
+
+
+def test_score_takes_gaps_and_empty_records(detector: Detector) -> None:
+    whole = {"pressure": 1.0, "state": "run"}
+    gaps = [whole, {}, {**whole, "vibration": None}, {"vibration": float("nan"), **whole}, {"vibration": np.nan}]
+    scores = detector.score(gaps)
+    for column in (scores.log_likelihood, scores.anomaly_score, scores.p_value, scores.alert_seq):
+        assert column.shape == (5,)
+        np.testing.assert_allclose(column[[2, 3]], column[0], rtol=1e-5)
+        assert column[1] == column[4]
+    assert (scores.p_value[1], scores.log_likelihood[1], scores.alert_seq[1]) == (1.0, 0.0, -1)
+    assert len(detector.score([]).p_value) == 0
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"pressur": 1.0}, ["record 1", "pressur", "unknown"]),
+        ({"pressure": "high"}, ["record 1", "pressure"]),
+        ({"pressure": math.inf}, ["record 1", "pressure", "finite"]),
+    ],
+)
+def test_score_names_what_it_cannot_take(detector: Detector, record: dict[str, Any], words: list[str]) -> None:
+    for call in (detector.score, lambda rows: [detector.explain(row) for row in rows]):
+        with pytest.raises(InputError) as caught:
+            call([{"pressure": 1.0}, record])
+        text = str(caught.value).replace("record 0", "record 1")
+        assert "\n" not in text
+        assert all(word in text for word in words)
+
+
+def test_explain(linear: Detector) -> None:
+    parts = linear.explain({"x": 0.5, "y": 9.0, "sign": "plus"})
+    assert parts[0].feature == "y"
+    assert parts[0].value == 9.0
+    assert parts[0].surprise > 5 > max(part.surprise for part in parts[1:])
+    low, median, high = parts[0].expected.low, parts[0].expected.median, parts[0].expected.high
+    assert low is not None
+    assert isinstance(median, float)
+    assert high is not None
+    assert 1.0 < low < median < high < 3.0
+    sign = next(part for part in parts if part.feature == "sign")
+    assert (sign.value, sign.expected.median, sign.expected.low) == ("plus", "plus", None)
+    assert linear.explain({}) == ()
+    assert [part.feature for part in linear.explain({"sign": "zero"})] == ["sign"]
+    assert linear.explain({"sign": "zero"})[0].value == "zero"
+
+
+def test_impute_is_near_the_truth(linear: Detector) -> None:
+    rows = linear_records(60, 11)
+    inside = 0
+    for x, y, _ in rows.tolist():
+        filled = linear.impute({"x": x})
+        assert filled.keys() == {"y", "sign"}
+        assert filled["y"].value == pytest.approx(2 * x + 1, abs=0.5)
+        assert filled["y"].low is not None
+        assert filled["y"].high is not None
+        inside += filled["y"].low <= y <= filled["y"].high
+        if abs(x) > 0.3:
+            assert filled["sign"].value == ("plus" if x > 0 else "minus")
+        assert filled["sign"].low is filled["sign"].high is None
+    assert inside >= 48  # of 60, at a mass of 90%
+    narrow, wide = (linear.impute({"x": 0.0}, interval=q)["y"] for q in (0.5, 0.99))
+    assert narrow.low is not None
+    assert wide.low is not None
+    assert narrow.high is not None
+    assert wide.high is not None
+    assert wide.low < narrow.low < narrow.high < wide.high
+
+
+def test_quantiles_given_any_subset(linear: Detector) -> None:
+    found = linear.quantiles({"x": 0.5}, (0.05, 0.5, 0.95))
+    assert found.keys() == {"y"}
+    assert 1.0 < found["y"][0] < found["y"][1] < found["y"][2] < 3.0
+    known = linear.impute({"x": 0.5})["y"]
+    assert found["y"] == pytest.approx((known.low, known.value, known.high), abs=1e-6)
+    wide = linear.quantiles({}, (0.05, 0.95))["y"]
+    assert wide[1] - wide[0] > found["y"][2] - found["y"][0] + 1.0
+    for qs in ((), (0.0,), (0.5, 1.0)):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            linear.quantiles({}, qs)
+
+
+def test_complete_draws_records_that_could_have_been(linear: Detector) -> None:
+    drawn = linear.complete({}, draws=200, seed=1)
+    assert len(drawn) == 200
+    assert drawn == linear.complete({}, draws=200, seed=1)
+    assert drawn != linear.complete({}, draws=200, seed=2)
+    x, y = (np.array([row[name] for row in drawn], float) for name in ("x", "y"))
+    assert np.median(np.abs(y - 2 * x - 1)) < 0.2
+    assert {row["sign"] for row in drawn} == {"minus", "plus"}
+    assert {row["x"] for row in linear.complete({"x": 0.25}, draws=3)} == {0.25}
+    with pytest.raises(ValueError, match="draws"):
+        linear.complete({}, draws=0)
+
+
+def test_impute_leaves_what_is_there_and_context(detector: Detector) -> None:
+    assert detector.impute({}).keys() == set(SCHEMA.names) - {"load"}
+    filled = detector.impute({"pressure": 1.0, "vibration": float("nan"), "load": 40.0})
+    assert filled.keys() == {"temperature", "vibration", "state", "valve"}
+    assert filled["state"].value in SCHEMA.features[3].labels
+    assert float(filled["temperature"].value) == pytest.approx(round(float(filled["temperature"].value), 1), abs=1e-12)
+    whole: dict[str, Any] = {"pressure": 1.0, "vibration": 0.0, "temperature": 20.0, "state": "run", "valve": True}
+    assert detector.impute(whole) == {}
+    for interval in (0.0, 1.0, float("nan")):
+        with pytest.raises(ValueError, match="interval"):
+            detector.impute({}, interval)
+
+
+def test_many_features(tmp_path: Path) -> None:
+    """More than the limit that guards the codec against messages without end."""
+    from deformer_stream.model.deformer import DEformer, ModelConfig
+
+    schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(60)))
+    model = DEformer(schema, ModelConfig(d_model=8, layers=1, heads=1, feedforward=8, mixtures=2, hidden=(8,)))
+    model_store.write(tmp_path / "m", model, Calibration.of(np.ones(9), "random"), {}, "")
+    detector = deformer_stream.load(tmp_path / "m")
+    assert np.isfinite(detector.score([dict.fromkeys(schema.names, 0.5)]).log_likelihood).all()
+
+
+def test_models_do_not_share_state(model_dir: Path, tmp_path: Path) -> None:
+    one, other = deformer_stream.load(model_dir), deformer_stream.load(write_model(tmp_path / "m", seed=1))
+    assert one.fingerprint != other.fingerprint
+    first = one.scorer().update("r", "pressure", 1.0)
+    assert other.scorer().update("r", "pressure", 1.0) != first
+    assert one.scorer().update("r", "pressure", 1.0) == first

@@ -1,0 +1,62 @@
+"""Tables as they really are, from the column to a model that says something sensible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from tests.trainer.tables import prepared, write
+from trainer.job import train
+from trainer.settings import Everything
+
+SMALL: dict[str, Any] = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,)}
+
+
+def test_what_is_unusual_about_numbers_is_said(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    dry = rng.random(900) < 0.6
+    columns = {
+        "rain": np.where(dry, 0.0, rng.gamma(2.0, 3.0, 900)),
+        "delay": rng.standard_t(1.5, 900),
+        "calm": rng.normal(size=900),
+    }
+    reasons = {f.name: f.reason for f in prepared(tmp_path, columns).schema.features}
+    assert "% of them 0" in reasons["rain"]
+    assert "tails beyond 8" in reasons["delay"]
+    assert reasons["calm"] == "numbers"
+
+
+def test_a_column_without_values_is_left_out_and_said(tmp_path: Path) -> None:
+    data = prepared(
+        tmp_path, {"x": np.arange(50.0), "gone": pa.nulls(50), "empty": pa.array([None] * 50, pa.float64())}
+    )
+    assert data.schema.names == ("x",)
+    assert {e.name: e.reason for e in data.excluded} == dict.fromkeys(
+        ("gone", "empty"), "no values in the training rows"
+    )
+
+
+@pytest.mark.parametrize("wild", [50.0, -1e4, 1e30])
+def test_far_outliers_of_a_single_feature_are_very_surprising_and_finite(tmp_path: Path, wild: float) -> None:
+    table = write(tmp_path / "t.parquet", {"x": np.random.default_rng(1).normal(size=200)})
+    model = train([table], Everything(out=tmp_path / "model", epochs=5, **SMALL)).model
+    code = np.zeros(2, np.int64)
+    values = torch.from_numpy(model.schema.normalise(code, np.array([0.5, wild]))).float().unsqueeze(1)
+    with torch.no_grad():
+        usual, odd = (-model.log_prob(torch.zeros(2, 1, dtype=torch.long), values)).squeeze(1).tolist()
+    assert usual < 3.0
+    assert 20.0 < odd < 1e6
+
+
+def test_five_hundred_features(tmp_path: Path) -> None:
+    x = np.random.default_rng(2).normal(size=(40, 500))
+    table = write(tmp_path / "t.parquet", {f"x{i}": column for i, column in enumerate(x.T)})
+    result = train([table], Everything(out=tmp_path / "model", epochs=1, batch=8, exemplars=0, **SMALL))
+    assert len(result.data.schema) == 500
+    assert np.isfinite(result.held_out.mean)
+    assert len(result.calibration.scores) == 8

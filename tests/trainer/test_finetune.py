@@ -1,0 +1,135 @@
+"""A fleet's model adapted to one plant: old knowledge kept, new features added, few records enough."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from deformer_stream import model_store
+from deformer_stream.errors import ConfigError
+from deformer_stream.model.deformer import DEformer, ModelConfig
+from deformer_stream.model.schema import Feature, Schema
+from tests.trainer.tables import write
+from trainer import finetune
+from trainer.data import encode
+from trainer.evaluate import held_out
+from trainer.fit import Interrupted
+from trainer.job import Result, train
+from trainer.settings import Everything
+from trainer.tables import index_records, open_source
+
+SMALL: dict[str, Any] = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,)}
+NUMBERS = tuple(Feature(f"x{i}", "continuous") for i in range(3))
+STATE = Feature("state", "discrete", labels=("a", "b"))
+HOUR = Feature("hour", "continuous", scale=0.5, period=4.0)
+
+
+@pytest.mark.parametrize("tokens", ["pair", "single"])
+@pytest.mark.parametrize("old", [NUMBERS, (*NUMBERS, STATE), (*NUMBERS, HOUR)])
+def test_an_extended_model_says_of_old_features_what_the_old_one_said(old: tuple[Feature, ...], tokens: str) -> None:
+    torch.manual_seed(0)
+    before = DEformer(Schema(old), ModelConfig(**SMALL | {"tokens": tokens})).eval()
+    new = (Feature("mode", "discrete", labels=("1", "2", "3")), Feature("y", "continuous"), replace(HOUR, name="z"))
+    after = finetune.extended(before, Schema(old + new)).eval()
+    order = torch.rand(9, len(old)).argsort(1)
+    values = torch.where(order == 3, torch.randint(0, 3, order.shape).float(), torch.randn(order.shape))
+    torch.testing.assert_close(after.log_prob(order, values), before.log_prob(order, values))
+    everything = torch.arange(len(old) + 3).repeat(9, 1)
+    assert after.log_prob(everything, torch.ones(everything.shape)).isfinite().all()
+
+
+def test_measurements_cannot_join_a_model_of_labels() -> None:
+    model = DEformer(Schema((STATE,)), ModelConfig(**SMALL))
+    with pytest.raises(ConfigError, match="train anew"):
+        finetune.extended(model, Schema((STATE, *NUMBERS)))
+
+
+def machines(rng: np.random.Generator, n: int) -> NDArray[np.float64]:
+    """Relations that a few dozen records do not show: curves, and modes of operation."""
+    load, mode = rng.normal(size=n), rng.integers(0, 3, n)
+    clean = np.stack([load, np.sin(2.0 * load), load**2 - 1.0, 2.0 * mode - 2.0, mode * np.sin(2.0 * load)], 1)
+    return clean + 0.15 * rng.normal(size=clean.shape)
+
+
+def plant(rng: np.random.Generator, n: int) -> dict[str, NDArray[Any]]:
+    """Like the fleet, but warmer, and with one more sensor that follows two of the others."""
+    x = machines(rng, n)
+    x[:, 1] += 0.5
+    columns = {f"x{i}": column for i, column in enumerate(x.T)}
+    return columns | {"extra": x[:, 0] - x[:, 4] + 0.2 * rng.normal(size=n)}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fleet")
+    x = machines(np.random.default_rng(0), 2000)
+    table = write(folder / "fleet.parquet", {f"x{i}": column for i, column in enumerate(x.T)})
+    train([table], Everything(out=folder / "model", epochs=8, **SMALL))
+    return folder / "model"
+
+
+def nats(result: Result, folder: Path) -> float:
+    """Of other records of the plant, in the units of the fleet."""
+    table = write(folder / "held.parquet", plant(np.random.default_rng(2), 500))
+    source = open_source([table], "wide", None, None)
+    source.columns = list(source.schema.names)
+    index_records(source)
+    (folder / "held").mkdir(exist_ok=True)
+    values, _ = encode(source, result.data.schema, folder / "held")
+    data = replace(result.data, values=values, ranks=None, split=np.zeros(len(values), np.uint8))
+    scales = float(sum(np.log(f.scale) for f in result.data.schema.features))
+    return held_out(result.model, data, np.arange(len(values)), 2, 0).mean + scales
+
+
+def test_few_records_adapt_a_model_better_than_they_train_one(tmp_path: Path, fleet: Path) -> None:
+    table = write(tmp_path / "plant.parquet", plant(np.random.default_rng(1), 40))
+    adapted = train([table], Everything(out=tmp_path / "adapted", init_from=fleet, epochs=30))
+    anew = train([table], Everything(out=tmp_path / "anew", epochs=30, **SMALL))
+    old = adapted.data.schema.features
+    assert [f.name for f in old] == ["x0", "x1", "x2", "x3", "x4", "extra"]
+    assert abs(old[1].location) < 0.2  # the fleet's, not the plant's
+    assert adapted.model.config.exemplars > 2000
+    assert nats(adapted, tmp_path) < nats(anew, tmp_path) - 0.2
+
+
+def test_a_table_without_an_old_feature_does_not_lose_it(tmp_path: Path, fleet: Path) -> None:
+    columns = plant(np.random.default_rng(3), 60)
+    del columns["x2"]
+    result = train([write(tmp_path / "t.parquet", columns)], Everything(out=tmp_path / "m", init_from=fleet, epochs=2))
+    assert "x2" in result.data.schema.codes
+
+
+def test_what_cannot_be_adapted_is_refused_in_one_line(tmp_path: Path, fleet: Path) -> None:
+    columns = plant(np.random.default_rng(4), 60)
+    words = write(tmp_path / "words.parquet", {**columns, "x1": ["warm"] * 60})
+    with pytest.raises(ConfigError, match="x1 is a measurement in the old model and text here"):
+        train([words], Everything(out=tmp_path / "a", init_from=fleet))
+    table = write(tmp_path / "table.parquet", columns)
+    with pytest.raises(ConfigError, match="d_model is that of the model"):
+        train([table], Everything(out=tmp_path / "b", init_from=fleet, d_model=32))
+
+
+def test_a_run_is_resumed_with_the_model_it_began_from(tmp_path: Path, fleet: Path) -> None:
+    """The directory may be another one; the model that is in it may not."""
+    table = write(tmp_path / "plant.parquet", plant(np.random.default_rng(5), 60))
+
+    def run(model: Path, **options: Any) -> Result:
+        return train([table], Everything(out=tmp_path / "adapted", init_from=model, epochs=4), **options)
+
+    with pytest.raises(Interrupted):
+        run(fleet, stop=lambda: True)
+    moved, other = tmp_path / "moved", tmp_path / "other"
+    shutil.copytree(fleet, moved)
+    loaded = model_store.read(fleet)
+    model_store.write(other, loaded.model, replace(loaded.calibration, scores=loaded.calibration.scores[1:]), {}, "")
+    with pytest.raises(ConfigError, match=f"the model of --init-from was {loaded.fingerprint}, now it is"):
+        train([table], Everything(out=tmp_path / "adapted", init_from=other, epochs=4, resume=True))
+    resumed = train([table], Everything(out=tmp_path / "adapted", init_from=moved, epochs=4, resume=True))
+    assert resumed.fitted.steps > 1

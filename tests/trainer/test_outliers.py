@@ -1,0 +1,58 @@
+"""Anomalies among the training records are found without a model, also where they are alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deformer_stream import model_store
+from tests.trainer.tables import mixed, prepared, write
+from trainer.data import CALIBRATION, LEFT_OUT, Prepared
+from trainer.folds import siblings
+from trainer.job import train
+from trainer.outliers import distances, sifted
+from trainer.settings import Everything
+
+SMALL = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,), "gaussians": 2}
+
+
+@pytest.fixture
+def dirty(tmp_path: Path, rng: np.random.Generator) -> Prepared:
+    """Forty of four hundred records are like each other and unlike the rest: their neighbours vouch for them."""
+    columns = mixed(rng, 400)
+    columns["b"][:40] = 4.0 + 0.05 * rng.normal(size=40)
+    columns["c"][:40] = -4.0
+    return prepared(tmp_path, columns)
+
+
+def test_a_cluster_of_anomalies_is_far_from_the_others(dirty: Prepared) -> None:
+    far = distances(dirty, 0)
+    assert np.isfinite(far).all()
+    assert (far[:40].min() > np.sort(far[40:])[: int(0.95 * 360)]).all()
+
+
+def test_they_are_left_out_of_training_alone(dirty: Prepared) -> None:
+    clean = sifted(dirty, 0.1, 0)
+    out = clean.split == LEFT_OUT
+    assert out[:40].sum() + (dirty.split[:40] == CALIBRATION).sum() >= 36
+    assert out.sum() <= 40
+    assert ((clean.split == CALIBRATION) == (dirty.split == CALIBRATION)).all()
+    assert clean.summary()["rows"]["left_out"] == out.sum()
+    assert sifted(dirty, 0.0, 0) is dirty
+    for fold in siblings(clean, 3, 0):
+        assert ((fold.split == LEFT_OUT) == out).all()
+
+
+def test_what_is_left_out_leaves_no_trace(tmp_path: Path, rng: np.random.Generator) -> None:
+    columns = mixed(rng, 200)
+    columns["b"][:20] = 50.0
+    table = write(tmp_path / "table.parquet", columns)
+    told = Everything(out=tmp_path / "m", contamination=0.1, epochs=1, device="cpu", preset="tiny", **SMALL)
+    train([table], told)
+    loaded = model_store.read(tmp_path / "m")
+    rows = loaded.manifest["training"]["rows"]
+    assert rows["left_out"] > 10
+    assert loaded.model.config.exemplars == rows["train"] + rows["validation"]
+    assert len(loaded.calibration.scores) == 40 - 4

@@ -1,1 +1,0 @@
-"""Household power, the paper's second experiment: `python -m trainer.experiments.power --help`."""
