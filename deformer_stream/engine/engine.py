@@ -166,7 +166,7 @@ class Engine:
         for record, told in decisions.alerted.items():
             if record in slot_of:
                 self.records.tell(slot_of[record], told)
-        self._let_go(self.records.shut(source, decisions.closed))
+        self._let_go(self.records.close_ids(source, decisions.closed))
         if self._watch is not None:
             self._watch.restore(source, decisions.drift)
 

@@ -261,7 +261,7 @@ class Records:
         complete: NDArray[np.bool_] = self.count[slots] + self.absent[slots] == len(self.schema)
         return complete
 
-    def shut(self, source: int, records: Iterable[str]) -> list[int]:
+    def close_ids(self, source: int, records: Iterable[str]) -> list[int]:
         """These ids are closed, whether their records are open or not; the slots of those that were."""
         partition = self.partition(source)
         slots = [slot for record in records if (slot := partition.close(record)) is not None]

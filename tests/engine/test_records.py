@@ -152,7 +152,7 @@ class RecordsMachine(RuleBasedStateMachine):
     @rule(source=st.integers(0, 2), ids=st.lists(st.sampled_from("abcdefgh"), max_size=3, unique=True))
     def shut(self, source: int, ids: list[str]) -> None:
         """Decisions of an earlier life: ids are closed whether they are open or not."""
-        slots = self.records.shut(source, ids)
+        slots = self.records.close_ids(source, ids)
         assert self.keys(slots) == [(source, record) for record in ids if (source, record) in self.open]
         self.records.release(slots)
         for record in ids:
