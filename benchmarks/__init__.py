@@ -1,5 +1,5 @@
 """Each benchmark prints its table and one JSON line a row; figures are ratios measured in one run."""
 
-from deformer_stream.cli_utils import calm_threads
+from deformer_stream.cli_utils import limit_thread_spinning
 
-calm_threads()  # before torch is imported
+limit_thread_spinning()  # before torch is imported

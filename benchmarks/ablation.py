@@ -35,9 +35,9 @@ from trainer import gaussian_prior
 from trainer.budget import Budget
 from trainer.data import TRAIN, DataOptions, Prepared, prepare
 from trainer.evaluate import held_out
-from trainer.fit import Fit
+from trainer.fit import TrainingRun
 from trainer.recipes import choose_gaussians, choose_recipe, model_config
-from trainer.settings import Everything
+from trainer.settings import TrainConfig
 
 TABLES = "annthyroid,cardio,fault,pendigits,satellite,vowels"
 DEFAULT = "default"
@@ -77,10 +77,10 @@ class Table:
         self.guides = gaussian_prior.fit(self.data, choose_gaussians(self.settings({})), seed)
         self.seconds = time.process_time() - began
 
-    def settings(self, options: dict[str, Any]) -> Everything:
-        return Everything(out=self.folder / "model", preset=self.preset, seed=self.seed, **options)
+    def settings(self, options: dict[str, Any]) -> TrainConfig:
+        return TrainConfig(out=self.folder / "model", preset=self.preset, seed=self.seed, **options)
 
-    def fit(self, data: Prepared, options: dict[str, Any], readings: int) -> Fit:
+    def fit(self, data: Prepared, options: dict[str, Any], readings: int) -> TrainingRun:
         """A training run of so many readings that has not begun."""
         settings = self.settings(options)
         rows = len(data.rows(TRAIN))
@@ -90,7 +90,7 @@ class Table:
         model = DEformer(data.schema, replace(model_config(settings), gaussians=guides.components if guides else 0))
         if guides is not None:
             model.gaussians = guides.whole
-        return Fit(data, model, recipe, self.seed, self.folder, Budget(None), {}, guides)
+        return TrainingRun(data, model, recipe, self.seed, self.folder, Budget(None), {}, guides)
 
 
 def lagged(data: Prepared, seed: int) -> Prepared:

@@ -43,7 +43,7 @@ from deformer_stream.engine.events import NO_TIME, AlertRaised, Contribution, Ev
 from deformer_stream.engine.explain import explain
 from deformer_stream.errors import InputError
 from deformer_stream.kernels import build
-from deformer_stream.kernels.cpu import Compiled
+from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.model.deformer import PRESETS, DEformer
 from deformer_stream.model.schema import Feature, Schema
 
@@ -233,7 +233,7 @@ def cost(runs: int = COST_RUNS) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     model = DEformer(schema, PRESETS["small"]).eval()
     model.library = build.library(False)
-    compiled = Compiled.of(model)
+    compiled = CpuKernels.of(model)
     rng = np.random.default_rng(0)
 
     def taken(records: int, effort: Any, alarming: Any) -> float:

@@ -40,7 +40,7 @@ from benchmarks.tables import (
     split,
 )
 from deformer_stream import Detector
-from deformer_stream.calibration.conformal import Calibration, trimmed
+from deformer_stream.calibration.conformal import Calibration, trim_largest
 from deformer_stream.errors import ConfigError
 
 Floats = NDArray[np.float64]
@@ -92,7 +92,7 @@ def measure(table: pa.Table, share: float, seed: int, max_time: str) -> dict[str
     ranked = ranking(ranks, parts.anomaly)
     row["as is"] = ranked | judged(calibration, statistics, parts.anomaly)
     if share > 0:
-        without = Calibration.of(trimmed(calibration.scores, share), calibration.order)
+        without = Calibration.of(trim_largest(calibration.scores, share), calibration.order)
         row["trimmed"] = ranked | judged(without, statistics, parts.anomaly)
         told = learn(train, seed, max_time, contamination=share)[0]
         ranks, statistics = streamed(told, test, seed)

@@ -37,7 +37,7 @@ from trainer.data import CALIBRATION, Prepared, encode
 from trainer.evaluate import held_out
 from trainer.job import Result, train
 from trainer.sampling import Noise, read_rows, seeded
-from trainer.settings import Everything
+from trainer.settings import TrainConfig
 from trainer.tables import index_records, open_source
 
 Floats = NDArray[np.float64]
@@ -75,7 +75,7 @@ def learned(rows: pa.Table, held: pa.Table, seed: int, max_time: str, **options:
         pq.write_table(rows, folder / "train.parquet")
         pq.write_table(held, folder / "held.parquet")
         chosen = {"preset": preset_for(len(rows)), "max_time": max_time, "seed": seed} | options
-        settings = Everything(out=folder / "model", **chosen)  # type: ignore[arg-type]
+        settings = TrainConfig(out=folder / "model", **chosen)  # type: ignore[arg-type]
         result = train([folder / "train.parquet"], settings)
         data = encoded(result.data, folder / "held.parquet", folder)
         return result, held_out(result.model, data, np.arange(len(data.split)), ORDERS, seed).mean

@@ -34,7 +34,7 @@ from benchmarks.command import launch, machine, parser, publish, today
 from benchmarks.early import LAWS, Case, prepare
 from benchmarks.tables import find_tables, markdown_head, markdown_row, seeds_of
 from deformer_stream.calibration.conformal import Calibration, record_statistics, survey
-from deformer_stream.calibration.drift import RECENT, Watch, moved
+from deformer_stream.calibration.drift import RECENT, DriftMonitor, moved
 from deformer_stream.errors import ConfigError
 
 Floats = NDArray[np.float64]
@@ -56,7 +56,7 @@ Notice = Callable[[Floats, Floats], "int | None"]
 
 def ours(level: float) -> Notice:
     def first(calibration: Floats, stream: Floats) -> int | None:
-        watch = Watch(Calibration.of(calibration, "random"), "model", level)
+        watch = DriftMonitor(Calibration.of(calibration, "random"), "model", level)
         watch.observe([0] * len(stream), [str(i) for i in range(len(stream))], stream)
         reached = watch.take_reached()
         return reached[0].records if reached else None

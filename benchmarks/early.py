@@ -41,11 +41,11 @@ from benchmarks.early_report import report, summary
 from benchmarks.tables import find_tables, need_peers, preset_for, seeds_of, split
 from deformer_stream import load
 from deformer_stream.calibration.conformal import Calibration, PrefixState, advance
-from deformer_stream.model.deformer import DEformer, tensor
+from deformer_stream.model.deformer import DEformer, to_tensor
 from deformer_stream.model.schema import Schema
 from trainer.data import CALIBRATION, assign_split, encode
 from trainer.job import train
-from trainer.settings import Everything
+from trainer.settings import TrainConfig
 from trainer.tables import index_records, open_source
 
 Floats = NDArray[np.float64]
@@ -109,7 +109,7 @@ def prepare(table: pa.Table, seed: int, max_time: str, folder: Path) -> Case:
     if not model_folder.exists():
         folder.mkdir(parents=True, exist_ok=True)
         pq.write_table(rows, folder / "normal.parquet")
-        settings = Everything(
+        settings = TrainConfig(
             out=model_folder,
             preset=preset_for(len(rows)),
             max_time=max_time,  # type: ignore[arg-type]
@@ -147,9 +147,9 @@ def ours(model: DEformer, codes: Ints, values: Floats) -> Floats:
     out = np.empty(codes.shape)
     for start in range(0, len(codes), BATCH):
         rows = slice(start, start + BATCH)
-        x = tensor(ordered[rows], model)
+        x = to_tensor(ordered[rows], model)
         with torch.inference_mode():
-            log_p = model.conditionals(tensor(codes[rows], model), x).log_p_value(x).double().cpu().numpy()
+            log_p = model.conditionals(to_tensor(codes[rows], model), x).log_p_value(x).double().cpu().numpy()
         scored = ~model.schema.context[codes[rows]]
         state = PrefixState.start(len(log_p))
         for k in range(log_p.shape[1]):
@@ -314,7 +314,7 @@ def shifted(
         own, test = (statistic(part, orders(size, features, rng)) for part, size in (("calibration", n), ("test", m)))
         lives = {"random": before.max(1), law: own.max(1)}
         groups = Calibration.of(np.concatenate(list(lives.values())), "arrival").grouped(lives, "/", least=1)
-        p = groups.judge(np.maximum.accumulate(test, 1), lambda law=law: [f"{law}/{i}" for i in range(m)])
+        p = groups.p_values(np.maximum.accumulate(test, 1), lambda law=law: [f"{law}/{i}" for i in range(m)])
         found = {"random": judge(before, test), "group": Judged(p, judge(own, test).complete)}
         out[law] = {}
         for name, judged in found.items():

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.command import machine, publish, today
 from connectors.kafka import ensure_topics, produce
-from deformer_stream.cli_utils import calm_threads
+from deformer_stream.cli_utils import limit_thread_spinning
 from tests.conftest import load_broker_script
 from tests.integration.programs import Cluster, Consume
 from tests.models import SCHEMA, rows_of, write_model
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--readings", type=int, default=3)
     parser.add_argument("--kills", type=int, default=3)
     args = parser.parse_args()
-    calm_threads()
+    limit_thread_spinning()
     folder = Path(tempfile.mkdtemp(prefix="deformer-recovery-"))
     with load_broker_script().start() as broker:
         cluster, topic, empty = Cluster(broker.bootstrap), f"events-{uuid.uuid4().hex[:6]}", "empty"

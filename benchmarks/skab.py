@@ -37,7 +37,7 @@ from benchmarks.tables import markdown_head, markdown_row, tables_folder
 from deformer_stream.calibration.conformal import Calibration, record_excess
 from deformer_stream.errors import ConfigError, InputError
 from trainer.job import train
-from trainer.settings import Everything
+from trainer.settings import TrainConfig
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -137,7 +137,7 @@ def density(records: Floats, width: int, seed: int, epochs: int) -> Floats:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         pq.write_table(table_of_windows(records[width - 1 : FITTED_ROWS]), folder / "windows.parquet")
-        settings = Everything(
+        settings = TrainConfig(
             out=folder / "model",
             preset="tiny",
             epochs=epochs,

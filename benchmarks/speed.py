@@ -31,11 +31,11 @@ from benchmarks.command import machine, publish, today
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, EventBatch
-from deformer_stream.engine.records import Records
-from deformer_stream.engine.scoring import Generation
+from deformer_stream.engine.records import RecordTable
+from deformer_stream.engine.scoring import ModelVersion
 from deformer_stream.kernels import build
-from deformer_stream.kernels.cpu import Compiled
-from deformer_stream.kernels.cuda_graphs import Passes
+from deformer_stream.kernels.cpu import CpuKernels
+from deformer_stream.kernels.cuda_graphs import CudaGraphs
 from deformer_stream.kernels.kv_cache import KeyValueCache
 from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
 from deformer_stream.model.distributions import Conditional, Head
@@ -129,23 +129,23 @@ class Profile:
 
     STAGES = (
         (Engine, "_accept", "accept"),
-        (Generation, "_judge", "statistics"),
-        (Records, "log", "readings"),
-        (Records, "readings", "readings"),
+        (ModelVersion, "_judge", "statistics"),
+        (RecordTable, "log", "readings"),
+        (RecordTable, "readings", "readings"),
         (KeyValueCache, "seen", "cache"),
         (KeyValueCache, "room", "cache"),
         (KeyValueCache, "past", "cache"),
         (KeyValueCache, "keep", "cache"),
-        (Passes, "__call__", "network"),
+        (CudaGraphs, "__call__", "network"),
         (DEformer, "expected", "guide"),
-        (DEformer, "asking", "tokens"),
-        (DEformer, "telling", "tokens"),
-        (Compiled, "judge", "network"),
-        (DEformer, "extend", "layers"),
+        (DEformer, "query_tokens", "tokens"),
+        (DEformer, "observation_tokens", "tokens"),
+        (CpuKernels, "judge", "network"),
+        (DEformer, "forward_cached", "layers"),
         (Head, "forward", "head"),
         (Conditional, "surprisal", "surprise"),
-        (Conditional, "judge", "surprise"),
-        (Generation, "score", "rest of scoring"),
+        (Conditional, "score_terms", "surprise"),
+        (ModelVersion, "score", "rest of scoring"),
         (Engine, "handle", "rest of the engine"),
     )
 

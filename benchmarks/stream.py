@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks import stream_kafka, stream_local
 from benchmarks.command import RESULTS, machine, today
-from deformer_stream.cli_utils import calm_threads
+from deformer_stream.cli_utils import limit_thread_spinning
 
 Rows = Iterator[dict[str, Any]]
 
@@ -89,7 +89,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="of consume, many times")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args(words)
-    calm_threads()
+    limit_thread_spinning()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="deformer-stream-") as folder:
         for part in arguments.parts or PARTS:

@@ -26,7 +26,7 @@ from benchmarks.feed import BATCH, WILD, Events, Wire, calm_calibration, model_o
 from benchmarks.recovery import ready_after
 from connectors.kafka import ensure_topics
 from deformer_stream import model_store
-from deformer_stream.runtime.rate_limit import paced
+from deformer_stream.runtime.rate_limit import limit_rate
 from tests.conftest import load_broker_script
 from tests.integration.programs import Cluster, Consume
 
@@ -197,7 +197,7 @@ def _produce(
     results.send("ready")
     results.recv()
     times, events, went = list[float](), 0, dict[str, float]()
-    for batches, marked in paced(prepared, 1 / LINGER):
+    for batches, marked in limit_rate(prepared, 1 / LINGER):
         times.append(wire.send(batches) if batches else time.time())
         wire.settle(at_most=16)
         events += sum(count for _, _, count in batches)

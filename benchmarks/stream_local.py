@@ -29,7 +29,7 @@ from deformer_stream import model_store
 from deformer_stream.codec import Codec
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, EventBatch
-from deformer_stream.engine.records import Records
+from deformer_stream.engine.records import RecordTable
 from deformer_stream.model.deformer import DEformer
 from tests.connectors.raw import batch
 from tests.integration.programs import command, environment
@@ -53,7 +53,7 @@ def stages(options: argparse.Namespace, folder: Path) -> Rows:
 def _stages(model: DEformer, features: int, folder: Path, polls: int = 9) -> dict[str, int]:
     messages = Events(features, OPEN).singles()
     codec, engine = Codec(model.schema), Engine(model, calm_calibration(), "benchmark", 0.01)
-    records, sink = Records(model.schema), ScoresParquet(folder / "stages.parquet", model.schema)
+    records, sink = RecordTable(model.schema), ScoresParquet(folder / "stages.parquet", model.schema)
     took: dict[str, list[float]] = {name: [] for name in ("unpack", "decode", "accept", "handle", "encode")}
 
     def timed(name: str, began: float) -> None:

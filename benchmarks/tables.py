@@ -35,7 +35,7 @@ from deformer_stream import Detector, load
 from deformer_stream.demo.report import false_alarm_bound
 from deformer_stream.errors import ConfigError, InputError
 from trainer.job import Result, train
-from trainer.settings import Everything, Preset
+from trainer.settings import Preset, TrainConfig
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -166,7 +166,7 @@ def learn(rows: pa.Table, seed: int, max_time: str, keep: Path | None = None, **
     with tempfile.TemporaryDirectory() as folder:
         source, model = Path(folder) / "normal.parquet", keep or Path(folder) / "model"
         pq.write_table(rows, source)
-        settings = Everything(out=model, preset=preset_for(len(rows)), max_time=max_time, seed=seed, **more)  # type: ignore[arg-type]
+        settings = TrainConfig(out=model, preset=preset_for(len(rows)), max_time=max_time, seed=seed, **more)  # type: ignore[arg-type]
         result = train([source], settings)
         return load(model), result
 

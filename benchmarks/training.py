@@ -39,7 +39,7 @@ from deformer_stream.model.distributions import SCALE_FLOOR
 from experiments.experiment import in_memory
 from trainer.budget import Budget
 from trainer.data import TRAIN, VALIDATION, Prepared
-from trainer.fit import Fit, Interrupted, Recipe
+from trainer.fit import Interrupted, Recipe, TrainingRun
 from trainer.settings import Precision
 
 RECORDS = 2048
@@ -160,7 +160,7 @@ def plain_steps(model: Plain, x: Tensor, batch: int) -> Steps:
 
 def our_steps(model: DEformer, data: Prepared, batch: int, precision: Precision, folder: Path) -> Steps:
     recipe = Recipe(batch, 1e-4, 1_000_000, training_precision=precision, optimizer="adam")
-    fit = Fit(data, model, recipe, 0, folder, Budget(), {})
+    fit = TrainingRun(data, model, recipe, 0, folder, Budget(), {})
 
     def steps(count: int) -> float:
         last, ended = fit.step + 1 + count, []

@@ -27,7 +27,7 @@ from deformer_stream.engine.events import NO_TIME, AlertRaised, Contribution, Ev
 from deformer_stream.engine.explain import explain
 from deformer_stream.engine.queries import complete, fill, quantiles
 from deformer_stream.errors import InputError
-from deformer_stream.kernels.cpu import Compiled
+from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.model.schema import Schema
 from deformer_stream.runtime.pipeline import WallClock
 
@@ -151,8 +151,8 @@ class Detector:
         self.codec = _codec_of(loaded.schema, 0.0)
 
     @cached_property
-    def _compiled(self) -> Compiled | None:
-        return Compiled.of(self.artifact.model)
+    def _compiled(self) -> CpuKernels | None:
+        return CpuKernels.of(self.artifact.model)
 
     @property
     def schema(self) -> Schema:

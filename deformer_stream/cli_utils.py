@@ -70,14 +70,14 @@ def interrupted_by_termination() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def asked_by_hangup() -> threading.Event:
+def reload_on_hangup() -> threading.Event:
     """SIGHUP asks for the model to be read again."""
     asked = threading.Event()
     signal.signal(signal.SIGHUP, lambda number, frame: asked.set())
     return asked
 
 
-def calm_threads() -> None:
+def limit_thread_spinning() -> None:
     """Let idle threads of torch sleep instead of spin; takes effect before torch is first imported.
 
     Threads that spin while they wait take the cores from whoever else is at work, up to forty times slower on a busy
@@ -86,7 +86,7 @@ def calm_threads() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
-def leave_a_core() -> None:
+def reserve_core() -> None:
     """Score with a thread less than there are cores; takes effect before torch is first imported.
 
     The client's own thread wants one, and so does, on a small machine, the broker. A pass over the readings of a poll
@@ -96,7 +96,7 @@ def leave_a_core() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores - 1)))
 
 
-def share_the_interpreter() -> None:
+def shorten_switch_interval() -> None:
     """Let a thread that waits for the interpreter have it within half a millisecond, not five.
 
     The client's threads need it a dozen times for a commit, a few microseconds each, while readings are scored.
@@ -105,7 +105,7 @@ def share_the_interpreter() -> None:
 
 
 @contextmanager
-def sparing_what_is_loaded() -> Iterator[None]:
+def frozen_gc() -> Iterator[None]:
     """Let the garbage collector pass over all that is there now: a look at the modules and the model alone would hold
     up an alert for 0.14 s, again and again."""
     gc.collect()
@@ -122,7 +122,7 @@ def run(command: click.Command, name: str) -> None:
     0 done · 1 a bug · 2 usage or configuration · 3 input data or model directory · 4 a service cannot be reached.
     A command may return a code of its own; an interrupted one ends with 130.
     """
-    calm_threads()
+    limit_thread_spinning()
     try:
         with command.make_context(name, sys.argv[1:]) as context:
             result = command.invoke(context)

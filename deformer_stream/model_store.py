@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from deformer_stream import __version__
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.errors import ArtifactError, ConfigError, writing
+from deformer_stream.errors import ArtifactError, ConfigError, write_errors
 from deformer_stream.kernels import build
 from deformer_stream.kernels.cpu import fits
 from deformer_stream.model.deformer import DEformer, ModelConfig
@@ -113,7 +113,7 @@ def write(directory: Path, model: DEformer, calibration: Calibration, training: 
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written ({error.strerror}): name another directory") from error
     try:
-        with writing(directory):
+        with write_errors(directory):
             partial.chmod(0o755)
             _write_durably(partial / WEIGHTS, weights)
             _write_durably(partial / MANIFEST, rendered)

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream import model_store
-from deformer_stream.calibration.conformal import ALPHAS, MOST, Calibration, Ties, group_of, rows_by, trimmed
+from deformer_stream.calibration.conformal import ALPHAS, MOST, Calibration, Ties, group_of, rows_by, trim_largest
 from deformer_stream.calibration.drift import surprise_of
 from deformer_stream.codec.inputs import Payload, WideRows
 from deformer_stream.engine.events import Effects
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.deformer import DEformer
-from deformer_stream.model.windows import MARK
+from deformer_stream.model.windows import WINDOW_SEPARATOR
 from deformer_stream.model_store import Artifact
 from deformer_stream.report import charts, html
 
@@ -31,7 +31,7 @@ DEVICE = "device"
 """The separator that this stands for is the one of windows: DEVICE@START."""
 
 
-class Peaks:
+class MaxStatisticSink:
     """A sink that keeps the largest statistic of every record that ends with at least one reading. wide: whether rows
     of wide tables, which know no arrival, were among them; arrivals: whether anything else was."""
 
@@ -80,7 +80,7 @@ class Peaks:
 
 
 @dataclass(frozen=True, slots=True)
-class Recalibrated:
+class Recalibration:
     """The new calibration beside the old one. records: that it was made of. pooled: groups with too few records for a
     calibration of their own, how many each has; least: how many it takes. ungrouped: records whose id names none."""
 
@@ -117,16 +117,16 @@ class Recalibrated:
         return lines
 
 
-def recalibrated(
+def recalibrate(
     loaded: Artifact,
-    peaks: Peaks,
+    peaks: MaxStatisticSink,
     order: str,
     alphas: Sequence[float],
     group_by: str | None = None,
     trim: float = 0.0,
     seed: int = 0,
     ties: Ties = "arrival",
-) -> Recalibrated:
+) -> Recalibration:
     """Calibrate on what was collected.
 
     order: the arrival law of it; ties: how readings of one time were taken. alphas: a group is on its own where all of
@@ -137,11 +137,11 @@ def recalibrated(
     if not len(scores):
         raise InputError("no record to calibrate on: the input holds no reading that the model knows")
     rng = np.random.default_rng([seed, 0xCA1B])
-    pool = Calibration.of(trimmed(_thinned(scores, rng), trim), order, peaks.surprise(loaded.model), ties)
+    pool = Calibration.of(trim_largest(_thinned(scores, rng), trim), order, peaks.surprise(loaded.model), ties)
     least = max(1, *(Calibration.needed(alpha) for alpha in alphas))
     if group_by is None:
-        return Recalibrated(before, pool, len(scores), {}, least, 0)
-    separator = MARK if group_by == DEVICE else group_by
+        return Recalibration(before, pool, len(scores), {}, least, 0)
+    separator = WINDOW_SEPARATOR if group_by == DEVICE else group_by
     rows = rows_by(group_of(record, separator) for record in peaks.records)
     ungrouped = len(rows.pop("", []))
     if not rows:
@@ -149,9 +149,9 @@ def recalibrated(
             f"--group-by {group_by}: no record id has a group, like pump-7 in 'pump-7{separator}…' "
             f"(the first is {peaks.records[0][:40]!r}); name records so, or see --record-column and --window"
         )
-    own = {name: trimmed(_thinned(scores[at], rng), trim) for name, at in rows.items()}
+    own = {name: trim_largest(_thinned(scores[at], rng), trim) for name, at in rows.items()}
     pooled = {name: len(rows[name]) for name, statistics in own.items() if len(statistics) < least}
-    return Recalibrated(before, pool.grouped(own, separator, least), len(scores), pooled, least, ungrouped)
+    return Recalibration(before, pool.grouped(own, separator, least), len(scores), pooled, least, ungrouped)
 
 
 def _thinned(scores: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
@@ -159,7 +159,7 @@ def _thinned(scores: NDArray[np.float64], rng: np.random.Generator) -> NDArray[n
     return scores if len(scores) <= MOST else rng.choice(scores, MOST, replace=False)
 
 
-def written(found: Recalibrated, loaded: Artifact, directory: Any, alphas: Sequence[float]) -> str:
+def written(found: Recalibration, loaded: Artifact, directory: Any, alphas: Sequence[float]) -> str:
     """Write the model with its new calibration as a model directory; returns the fingerprint. Its report is the
     training's with a section more."""
     note = {
@@ -179,7 +179,7 @@ def written(found: Recalibrated, loaded: Artifact, directory: Any, alphas: Seque
     return model_store.write(directory, loaded.model, found.calibration, training, report)
 
 
-def _section(found: Recalibrated, fingerprint: str, alphas: Sequence[float]) -> list[str]:
+def _section(found: Recalibration, fingerprint: str, alphas: Sequence[float]) -> list[str]:
     new = found.calibration
     thresholds = {f"α = {alpha:g}": new.threshold(alpha) for alpha in alphas}
     return [

@@ -43,7 +43,7 @@ def carry_out(experiment: Callable[[], Experiment], settings: ExperimentSettings
     from trainer.fit import Interrupted
     from trainer.job import StopSignals
 
-    with StopSignals() as signals, console.Watch() as watch:
+    with StopSignals() as signals, console.ProgressDisplay() as watch:
 
         def stop() -> bool:
             pause = settings.pause_after

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.engine.queries import on_grid
 from deformer_stream.kernels.kv_cache import KeyValueCache
-from deformer_stream.model.deformer import DEformer, tensor
+from deformer_stream.model.deformer import DEformer, to_tensor
 from trainer.fit import Interrupted
 
 Floats = NDArray[np.float64]
@@ -54,8 +54,8 @@ def _block(
         # A pass brings what is new and asks for the next reading, whose value it never looks at.
         new = slice(fed, k + 1)
         with torch.inference_mode():
-            asked = tensor(np.nan_to_num(known[:, new]), model)
-            seen = model.extend(tensor(codes[:, new], model), asked, cache.gather(slots))
+            asked = to_tensor(np.nan_to_num(known[:, new]), model)
+            seen = model.forward_cached(to_tensor(codes[:, new], model), asked, cache.gather(slots))
             cache.append(slots, seen, np.full(n, k - fed))
             draw = seen.conditional[:, -1].sample(draws).double().cpu().numpy()
         fed = k

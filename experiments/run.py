@@ -31,7 +31,7 @@ from trainer.budget import Budget, Costs
 from trainer.calibrate import calibrate
 from trainer.data import CALIBRATION, TRAIN, VALIDATION, Prepared
 from trainer.evaluate import held_out
-from trainer.fit import Fit, Fitted, Status
+from trainer.fit import Status, TrainingResult, TrainingRun
 
 MODEL, SCORING, RESULTS = "model", "scoring", "results.json"
 TIMED_RECORDS = 16
@@ -86,7 +86,7 @@ def run(
     return Outcome(settings.out, results)
 
 
-def start(data: Prepared, preset: Preset, settings: ExperimentSettings, device: torch.device) -> Fit:
+def start(data: Prepared, preset: Preset, settings: ExperimentSettings, device: torch.device) -> TrainingRun:
     """The training run, not yet begun."""
     torch.manual_seed(settings.seed)
     if device.type == "cuda":
@@ -94,7 +94,7 @@ def start(data: Prepared, preset: Preset, settings: ExperimentSettings, device: 
     model = DEformer(data.schema, preset.model).to(device)
     identity = {"the data's fingerprint": data.fingerprint, "seed": settings.seed, "max_time": settings.max_time}
     identity |= preset.to_json()
-    return Fit(data, model, preset.recipe, settings.seed, settings.out, Budget(settings.max_time), identity)
+    return TrainingRun(data, model, preset.recipe, settings.seed, settings.out, Budget(settings.max_time), identity)
 
 
 def parameters(model: DEformer) -> int:
@@ -136,7 +136,7 @@ def _earlier_run(settings: ExperimentSettings) -> dict[str, Any] | None:
     return state
 
 
-def _seconds_per_record(model: DEformer, fit: Fit) -> float:
+def _seconds_per_record(model: DEformer, fit: TrainingRun) -> float:
     """Measured on a few validation records in one order; the first pass of a GPU would mislead."""
     rows = fit.validation_rows[:TIMED_RECORDS]
     held_out(model, fit.data, rows, 1, 0)
@@ -150,8 +150,8 @@ def _training(
     preset: Preset,
     settings: ExperimentSettings,
     data: Data,
-    fit: Fit,
-    fitted: Fitted,
+    fit: TrainingRun,
+    fitted: TrainingResult,
     device: torch.device,
 ) -> dict[str, Any]:
     """What was trained, on what, for how long."""
@@ -198,7 +198,7 @@ def _write(
     experiment: Experiment,
     settings: ExperimentSettings,
     data: Data,
-    fitted: Fitted,
+    fitted: TrainingResult,
     results: dict[str, Any],
     document: str,
 ) -> None:

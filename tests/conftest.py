@@ -17,12 +17,12 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, settings
 
-from deformer_stream.cli_utils import calm_threads
+from deformer_stream.cli_utils import limit_thread_spinning
 
 if TYPE_CHECKING:
     from deformer_stream.model_store import Artifact
 
-calm_threads()
+limit_thread_spinning()
 # The models of tests are small: one thread is as fast as two, and tests run beside each other (`make test`).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How long an example takes says how busy the machine is, not whether a law holds. CI repeats the same examples.

@@ -169,12 +169,12 @@ def test_reader_that_goes_away(model_dir: Path) -> None:
 def test_a_core_is_left_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    cli_utils.leave_a_core()
+    cli_utils.reserve_core()
     assert os.environ["OMP_NUM_THREADS"] == "7", "who has said so gets it"
     monkeypatch.delenv("OMP_NUM_THREADS")
-    cli_utils.leave_a_core()
+    cli_utils.reserve_core()
     assert os.environ["OMP_NUM_THREADS"] == "3"
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    cli_utils.leave_a_core()
+    cli_utils.reserve_core()
     assert os.environ["OMP_NUM_THREADS"] == "1"

@@ -17,7 +17,7 @@ import pytest
 import deformer_stream
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.runtime.reload import ModelWatch
+from deformer_stream.runtime.reload import ModelReloader
 from tests.models import SCHEMA, rows_of, write_model
 
 Run = Callable[..., SimpleNamespace]
@@ -92,7 +92,7 @@ def test_the_most_surprising_can_be_left_out(cli: Run, model_dir: Path, tmp_path
 def test_it_takes_the_place_of_the_old_one(cli: Run, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     before, asked = model_store.read(model), threading.Event()
-    watch = ModelWatch(before, "cpu", asked)
+    watch = ModelReloader(before, "cpu", asked)
     assert cli("calibrate", lines_of(tmp_path / "new.jsonl", normals(60, 4)), "--model", model).code == 0
     after = model_store.read(model)
     assert len(after.calibration.scores) == 60 != len(before.calibration.scores)
@@ -133,7 +133,7 @@ def test_a_stream_is_judged_by_its_group(model_dir: Path, tmp_path: Path) -> Non
         scorer = detector.scorer(alpha=0.02)
         updates = [scorer.update(record, f, v) for f, v in (("vibration", 60.0), ("pressure", -3.0))]
         found[record] = updates[-1].p_value
-        expected = detector.artifact.calibration.judge(np.array([[updates[-1].score]]), lambda r=record: [r])
+        expected = detector.artifact.calibration.p_values(np.array([[updates[-1].score]]), lambda r=record: [r])
         assert updates[-1].p_value == expected[0, 0]
     assert found["calm@1"] < found["other@1"] < found["loud@1"]
 

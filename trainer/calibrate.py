@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.conformal import MOST, Calibration, Survey, Ties, survey, trimmed
+from deformer_stream.calibration.conformal import MOST, Calibration, Survey, Ties, survey, trim_largest
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import Closed, EventBatch
 from deformer_stream.errors import ConfigError
@@ -38,7 +38,9 @@ def calibration_rows(rows: NDArray[np.int64], seed: int, most: int = MOST) -> ND
     return np.sort(np.random.default_rng([seed, 0xCA11]).choice(rows, most, replace=False))
 
 
-def surveyed(model: DEformer, data: Prepared, rows: NDArray[np.int64], order: Order, seed: int) -> Survey:
+def score_calibration_records(
+    model: DEformer, data: Prepared, rows: NDArray[np.int64], order: Order, seed: int
+) -> Survey:
     """Each row in one order drawn from the law. Readings are taken as they are; ties that are held as the engine takes
     them."""
     generator = seeded(seed, 0xCA1B)
@@ -78,7 +80,7 @@ def statistics(
     model: DEformer, data: Prepared, rows: NDArray[np.int64], order: Order, seed: int
 ) -> NDArray[np.float64]:
     """(N,) M of each row, larger is more anomalous."""
-    return surveyed(model, data, rows, order, seed).statistics
+    return score_calibration_records(model, data, rows, order, seed).statistics
 
 
 def calibrate(
@@ -87,11 +89,11 @@ def calibrate(
     """Calibrate on the rows, which must have been used neither for training nor for early stopping."""
     was_training = model.training
     model.eval()
-    found = surveyed(model, data, calibration_rows(rows, seed), order, seed)
+    found = score_calibration_records(model, data, calibration_rows(rows, seed), order, seed)
     model.train(was_training)
     return calibrated(found, data.schema, order, trim, data.ties)
 
 
 def calibrated(found: Survey, schema: Schema, order: Order, trim: float, ties: Ties = "arrival") -> Calibration:
     """trim: share of the largest statistics that are left out."""
-    return Calibration.of(trimmed(found.statistics, trim), order, found.by_feature(schema.names), ties)
+    return Calibration.of(trim_largest(found.statistics, trim), order, found.by_feature(schema.names), ties)

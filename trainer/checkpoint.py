@@ -15,7 +15,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from deformer_stream.errors import InputError, writing
+from deformer_stream.errors import InputError, write_errors
 
 FILE = "checkpoint.safetensors"
 
@@ -26,7 +26,7 @@ def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Non
         {name: t.detach().cpu().contiguous() for name, t in tensors.items()}, {"state": json.dumps(state)}
     )
     partial = folder / (FILE + ".partial")
-    with writing(folder / FILE):
+    with write_errors(folder / FILE):
         with partial.open("wb") as file:
             file.write(data)
             file.flush()

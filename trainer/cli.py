@@ -10,7 +10,7 @@ import click
 
 from deformer_stream.cli_utils import debug_option, debugging, run
 from deformer_stream.settings import load, options
-from trainer.settings import Everything, TrainSettings
+from trainer.settings import TrainConfig, TrainSettings
 
 
 @click.command(name="deformer-train", context_settings={"help_option_names": ["-h", "--help"]})
@@ -25,7 +25,7 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
     --config may also set hyperparameters of the model (d_model, layers, …) and of training (learning_rate, batch, …).
     """
     began = time.monotonic()
-    settings = load(Everything, flags, config, "train")
+    settings = load(TrainConfig, flags, config, "train")
     from deformer_stream import log
 
     log.configure(debugging())
@@ -35,7 +35,7 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
     from trainer.fit import Interrupted
     from trainer.job import StopSignals, assist, train
 
-    with joined() as peers, StopSignals() as stop, console.Watch() as watch:
+    with joined() as peers, StopSignals() as stop, console.ProgressDisplay() as watch:
         budget = Budget(settings.max_time, peers.clock, spent=peers.agree(time.monotonic() - began))
         try:
             if not peers.first:

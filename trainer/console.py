@@ -46,7 +46,7 @@ def _rounded(nats: float) -> float | None:
     return None if math.isnan(nats) else round(nats, 4)
 
 
-class Watch:
+class ProgressDisplay:
     """A bar on a terminal, a log line every few seconds otherwise; a context manager, called with every status."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Watch:
                 validation=_rounded(status.validation),
             )
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ProgressDisplay:
         if self._bar is not None:
             self._bar.start()
         return self

@@ -21,7 +21,7 @@ from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Feature, Kind, Schema, label_of
 from deformer_stream.model.time_slots import repeated, single
-from deformer_stream.model.windows import Window, duration
+from deformer_stream.model.windows import Window, format_duration
 from trainer.feature_kinds import ColumnStatistics, Excluded, adoptable, infer
 from trainer.scratch import mapped
 from trainer.tables import (
@@ -257,7 +257,7 @@ def _windows(options: DataOptions) -> tuple[Window | None, frozenset[str]]:
     if old is None:
         return options.window, frozenset(options.once)
     if options.window not in (None, old.window):
-        was = "given by name" if old.window is None else f"windows of {duration(old.window.width)}"
+        was = "given by name" if old.window is None else f"windows of {format_duration(old.window.width)}"
         slots = f" in {old.window.slots} slots" if old.window is not None and old.window.slots > 1 else ""
         raise ConfigError(f"--init-from: the old model's records are {was}{slots}; leave --window and --slots out")
     return old.window, frozenset(options.once) | {f.name for f in old.features if f.sensor is None}

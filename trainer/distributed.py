@@ -25,7 +25,7 @@ PATIENCE = timedelta(minutes=30)
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
+class Ranks:
     """rank: which of `size` processes this is."""
 
     rank: int = 0
@@ -80,11 +80,11 @@ class Peers:
 
 
 @contextmanager
-def joined() -> Iterator[Peers]:
+def joined() -> Iterator[Ranks]:
     """The processes started by `torchrun`, or this one alone."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        yield Peers()
+        yield Ranks()
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
@@ -92,6 +92,6 @@ def joined() -> Iterator[Peers]:
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"torchrun: the processes do not find each other ({error}); check its options") from None
     try:
-        yield Peers(dist.get_rank(), dist.get_world_size())
+        yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:
         dist.destroy_process_group()

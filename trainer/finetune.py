@@ -14,10 +14,10 @@ import torch
 
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
-from deformer_stream.model.gaussian_prior import Gaussians
+from deformer_stream.model.gaussian_prior import GaussianPrior
 from deformer_stream.model.schema import Schema
 from trainer.data import TRAIN, Prepared
-from trainer.gaussian_prior import FOLDS, RIDGE, Floats, Guides, Ints, Mixture, mixture_of, module_of
+from trainer.gaussian_prior import FOLDS, RIDGE, CrossFittedPriors, Floats, Ints, Mixture, mixture_of, module_of
 from trainer.sampling import Noise, read_rows, seeded
 
 PRIORS = (10.0, 100.0, 1000.0)
@@ -58,7 +58,7 @@ def _inputs(old: DEformer, model: DEformer, count: int) -> torch.Tensor:
     return place + more * (place >= count - old.label_width)
 
 
-def guides(old: Gaussians, data: Prepared, before: int, seed: int) -> Guides:
+def guides(old: GaussianPrior, data: Prepared, before: int, seed: int) -> CrossFittedPriors:
     """The old Gaussians drawn to the table's training records. before: features of the old model."""
     rng = np.random.default_rng([seed, 0xADA7])
     fold_of = rng.integers(0, FOLDS, len(data.split))
@@ -72,7 +72,7 @@ def guides(old: Gaussians, data: Prepared, before: int, seed: int) -> Guides:
         known = torch.from_numpy(np.where(missing, np.nan, x))
         x = np.asarray(module_of(data.schema, [prior]).draw_missing(known, seeded(seed, 0xADA7, draw)))
         nll, whole, parts = min((_adapted(x, folds, prior, worth) for worth in PRIORS), key=lambda one: one[0])
-    return Guides(module_of(data.schema, [whole]), module_of(data.schema, parts), fold_of, nll)
+    return CrossFittedPriors(module_of(data.schema, [whole]), module_of(data.schema, parts), fold_of, nll)
 
 
 def _with_new_features(old: Mixture, x: Floats, before: int) -> Mixture:

@@ -25,9 +25,9 @@ from deformer_stream.model.deformer import DEformer
 from trainer import checkpoint
 from trainer.budget import Budget, Costs
 from trainer.data import TRAIN, VALIDATION, Prepared
-from trainer.distributed import Peers
+from trainer.distributed import Ranks
 from trainer.evaluate import held_out
-from trainer.gaussian_prior import Guides
+from trainer.gaussian_prior import CrossFittedPriors
 from trainer.muon import Muon
 from trainer.precision import fast_layers, low_precision
 from trainer.sampling import Noise, Samples, arrange, draw, seeded, sent, take
@@ -38,7 +38,7 @@ EVALUATIONS = 30
 VALIDATION_ROWS, VALIDATION_ORDERS = 1000, 4
 CHECKPOINT_SECONDS = 30.0
 
-ALONE = Peers()
+SINGLE_PROCESS = Ranks()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class TrainingResult:
     """model: the averaged weights that did best on validation rows. history: one row per validation."""
 
     model: DEformer
@@ -98,7 +98,7 @@ class Interrupted(Exception):  # noqa: N818 - not an error: the run was asked to
     """Training was asked to stop; its checkpoint is written."""
 
 
-class Fit:
+class TrainingRun:
     """One training run."""
 
     def __init__(
@@ -110,8 +110,8 @@ class Fit:
         folder: Path,
         budget: Budget,
         identity: dict[str, Any],
-        guides: Guides | None = None,
-        peers: Peers = ALONE,
+        guides: CrossFittedPriors | None = None,
+        peers: Ranks = SINGLE_PROCESS,
     ) -> None:
         """folder: where checkpoints go. identity: options and data fingerprint that a checkpoint must share. guides:
         where the model has Gaussians, the variants that training is guided by. peers: who takes part."""
@@ -153,7 +153,7 @@ class Fit:
         stop: Callable[[], bool] = lambda: False,
         observe: Callable[[Status], None] = lambda status: None,
         costs: Callable[[DEformer], Costs] = lambda model: Costs(0.0, 0.0),
-    ) -> Fitted:
+    ) -> TrainingResult:
         """Train to the end of the schedule, a step at least. stop: asked after every step. observe: told after every
         step. costs: asked once where there is a time limit. Raises `Interrupted` when told to stop."""
         saved = self.budget.elapsed
@@ -181,7 +181,7 @@ class Fit:
             for name, p in self.average.named_parameters():
                 p.copy_(self.best[name])
         early = exhausted and self.progress < 1.0
-        return Fitted(self.average, self.history, self.step, self.step / self.steps_per_epoch, early)
+        return TrainingResult(self.average, self.history, self.step, self.step / self.steps_per_epoch, early)
 
     def _fit_into(self, costs: Costs, limit: float) -> None:
         """Keep time for what comes after, and validate on so few records that all of it takes about a tenth."""

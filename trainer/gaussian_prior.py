@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deformer_stream.model.gaussian_prior import Gaussians, Guide
+from deformer_stream.model.gaussian_prior import GaussianPrior, PriorConditional
 from deformer_stream.model.schema import Schema
 from trainer.data import TRAIN, Prepared
 from trainer.sampling import Noise, read_rows, seeded
@@ -78,12 +78,12 @@ class Shrinkage:
 
 
 @dataclass(frozen=True, slots=True)
-class Guides:
+class CrossFittedPriors:
     """whole: fitted to all training records. folds: variants of it, each refitted without one fold. fold_of: (N,) fold
     of each record of the table, by row number. nll: cross-validated −ln p of a record's numbers, nats."""
 
-    whole: Gaussians
-    folds: Gaussians
+    whole: GaussianPrior
+    folds: GaussianPrior
     fold_of: Ints
     nll: float
 
@@ -91,14 +91,16 @@ class Guides:
     def components(self) -> int:
         return self.whole.components
 
-    def without_own_fold(self, features: Tensor, values: Tensor, rows: Ints) -> Guide:
+    def without_own_fold(self, features: Tensor, values: Tensor, rows: Ints) -> PriorConditional:
         """What records of the table, by row number (B,), are guided by in training; see `Gaussians.forward`."""
         with torch.no_grad():
-            guide: Guide = self.folds(features, values, torch.from_numpy(self.fold_of[rows]).to(features.device))
+            guide: PriorConditional = self.folds(
+                features, values, torch.from_numpy(self.fold_of[rows]).to(features.device)
+            )
         return guide
 
 
-def fit(data: Prepared, most: int, seed: int, hurry: Callable[[], bool] = lambda: False) -> Guides | None:
+def fit(data: Prepared, most: int, seed: int, hurry: Callable[[], bool] = lambda: False) -> CrossFittedPriors | None:
     """Up to `most` Gaussians for the features on a line, as many as cross-validation on training records likes best.
 
     hurry: asked before more Gaussians are tried, whether time is short. None where there is nothing to guide: no
@@ -127,7 +129,9 @@ def fit(data: Prepared, most: int, seed: int, hurry: Callable[[], bool] = lambda
     for draw in range(DRAWS if missing.any() else 0):  # number and shrinkage are settled
         x = drawn(best.whole, DRAWS_BY_ONE + draw)
         best = _fitted(x, folds, len(best.whole.means), best.shrinkage, seed, best.apart)
-    return Guides(module_of(data.schema, [best.whole]), module_of(data.schema, best.parts), fold_of, best.nll)
+    return CrossFittedPriors(
+        module_of(data.schema, [best.whole]), module_of(data.schema, best.parts), fold_of, best.nll
+    )
 
 
 def _filled_at_random(x: Floats, missing: NDArray[np.bool_], rng: np.random.Generator) -> Floats:
@@ -260,14 +264,14 @@ def _outer(rows: Floats) -> Floats:
     return np.asarray(rows[:, :, None] * rows[:, None, :])
 
 
-def mixture_of(gaussians: Gaussians) -> Mixture:
+def mixture_of(gaussians: GaussianPrior) -> Mixture:
     """The first variant."""
     parts = (gaussians.log_weights[0], gaussians.means[0], gaussians.covariances[0])
     return Mixture(*(part.double().cpu().numpy() for part in parts))
 
 
-def module_of(schema: Schema, variants: list[Mixture]) -> Gaussians:
-    module = Gaussians(schema, len(variants[0].means), len(variants))
+def module_of(schema: Schema, variants: list[Mixture]) -> GaussianPrior:
+    module = GaussianPrior(schema, len(variants[0].means), len(variants))
     for name in ("log_weights", "means", "covariances"):
         setattr(module, name, torch.from_numpy(np.stack([getattr(mixture, name) for mixture in variants])))
     return module

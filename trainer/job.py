@@ -25,17 +25,17 @@ from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.windows import Window
 from trainer import checkpoint, finetune, gaussian_prior
 from trainer.budget import Budget, Costs
-from trainer.calibrate import calibrated, calibration_rows, choose_order, statistics, surveyed
+from trainer.calibrate import calibrated, calibration_rows, choose_order, score_calibration_records, statistics
 from trainer.data import CALIBRATION, TRAIN, DataOptions, Prepared, prepare
-from trainer.distributed import Peers
+from trainer.distributed import Ranks
 from trainer.evaluate import HeldOut, held_out
 from trainer.exemplars import TYPICAL, rank
-from trainer.fit import ALONE, Fit, Fitted, Recipe, Status
+from trainer.fit import SINGLE_PROCESS, Recipe, Status, TrainingResult, TrainingRun
 from trainer.folds import siblings
-from trainer.gaussian_prior import Guides
-from trainer.outliers import sifted
+from trainer.gaussian_prior import CrossFittedPriors
+from trainer.outliers import drop_outliers
 from trainer.recipes import SHAPE, choose_exemplars, choose_gaussians, choose_recipe, model_config
-from trainer.settings import Everything, names, periods
+from trainer.settings import TrainConfig, names, periods
 
 HELD_OUT_ROWS, HELD_OUT_ORDERS = 2000, 4
 TIMED_ROWS = 64
@@ -56,7 +56,7 @@ class Result:
     fingerprint: str
     data: Prepared
     model: DEformer
-    fitted: Fitted
+    fitted: TrainingResult
     calibration: Calibration
     held_out: HeldOut
     training: dict[str, Any]
@@ -90,14 +90,14 @@ class StopSignals:
 
 def train(
     tables: Sequence[Path],
-    settings: Everything,
+    settings: TrainConfig,
     *,
     show: Callable[[Prepared], None] = lambda data: None,
     observe: Callable[[Status], None] = lambda status: None,
     say: Callable[[str], None] = lambda line: None,
     stop: Callable[[], bool] = lambda: False,
     budget: Budget | None = None,
-    peers: Peers = ALONE,
+    peers: Ranks = SINGLE_PROCESS,
 ) -> Result:
     """Run the whole of it. show: told the kinds. observe: told every step. say: told what happens, in words. peers: of
     which this process is the first; the others call `assist`.
@@ -118,12 +118,12 @@ def train(
         say("calibrating")
         rows = data.rows(CALIBRATION)
         rows = calibration_rows(rows, settings.seed + 2, math.ceil(fit.budget.share * len(rows)))
-        found = surveyed(fitted.model, data, rows, order, settings.seed)
+        found = score_calibration_records(fitted.model, data, rows, order, settings.seed)
         others = siblings(data, settings.folds, settings.seed) if settings.folds else ()
         for number, fold in enumerate(others, 2):
             say(f"fold {number} of {settings.folds}")
             sibling = _trained(_sibling(fold, settings, number, folder, budget), stop).model
-            found += surveyed(sibling, fold, fold.rows(CALIBRATION), order, settings.seed + number)
+            found += score_calibration_records(sibling, fold, fold.rows(CALIBRATION), order, settings.seed + number)
         calibration = calibrated(found, data.schema, order, settings.contamination, data.ties)
         model = rank(fitted.model, data, choose_exemplars(settings), settings.seed)
         held = held_out(
@@ -141,31 +141,33 @@ def train(
 
 
 def assist(
-    tables: Sequence[Path], settings: Everything, stop: Callable[[], bool], budget: Budget, peers: Peers
+    tables: Sequence[Path], settings: TrainConfig, stop: Callable[[], bool], budget: Budget, peers: Ranks
 ) -> None:
     """The part of a process that is not the first of several: it trains along and writes nothing that lasts."""
     with tempfile.TemporaryDirectory() as name:
         _trained(_begin(tables, settings, Path(name), budget, peers), stop)
 
 
-def _trained(fit: Fit, stop: Callable[[], bool], observe: Callable[[Status], None] = lambda status: None) -> Fitted:
+def _trained(
+    fit: TrainingRun, stop: Callable[[], bool], observe: Callable[[Status], None] = lambda status: None
+) -> TrainingResult:
     return fit.run(stop, observe, lambda model: _costs(model, fit.data, fit.budget))
 
 
 def _begin(
     tables: Sequence[Path],
-    settings: Everything,
+    settings: TrainConfig,
     folder: Path,
     budget: Budget,
-    peers: Peers,
+    peers: Ranks,
     show: Callable[[Prepared], None] = lambda data: None,
     say: Callable[[str], None] = lambda line: None,
-) -> Fit:
+) -> TrainingRun:
     """The training run, new or where it was interrupted. folder: for the encoded table."""
     kept = _folder_of(settings.out)
     state = _earlier_run(kept, settings)
     old = _old_model(settings)
-    data = sifted(prepare(tables, _data_options(settings, old), folder), settings.contamination, settings.seed)
+    data = drop_outliers(prepare(tables, _data_options(settings, old), folder), settings.contamination, settings.seed)
     show(data)
     choose_order(settings.order, data)  # what cannot be is said before anything is trained
     fit = _fit(data, settings, kept, _part(budget, settings.folds or 1), old, state, peers)
@@ -179,13 +181,13 @@ def _begin(
 
 def _fit(
     data: Prepared,
-    settings: Everything,
+    settings: TrainConfig,
     folder: Path,
     budget: Budget,
     old: DEformer | None,
     state: dict[str, Any] | None = None,
-    peers: Peers = ALONE,
-) -> Fit:
+    peers: Ranks = SINGLE_PROCESS,
+) -> TrainingRun:
     """Everything that training needs, before its first step. old: a model to adapt. state: of an earlier life."""
     device = peers.device(model_store.device_named(settings.device))
     recipe = choose_recipe(settings, int((data.split == TRAIN).sum()))
@@ -204,10 +206,10 @@ def _fit(
         guides.folds.to(device)
     model = model.to(device)
     identity = _identity(settings, data, model.config, recipe) | {"processes": peers.size}
-    return Fit(data, model, recipe, settings.seed, folder, budget, identity, guides, peers)
+    return TrainingRun(data, model, recipe, settings.seed, folder, budget, identity, guides, peers)
 
 
-def _sibling(fold: Prepared, settings: Everything, number: int, folder: Path, budget: Budget) -> Fit:
+def _sibling(fold: Prepared, settings: TrainConfig, number: int, folder: Path, budget: Budget) -> TrainingRun:
     """Training as the first model's, on the other records of a fold (`trainer.folds`). It is not resumed."""
     own = folder / f"fold-{number}"
     own.mkdir(exist_ok=True)
@@ -250,7 +252,7 @@ def _folder_of(out: Path) -> Path:
     return out.absolute().with_name(out.absolute().name + ".training")
 
 
-def _earlier_run(folder: Path, settings: Everything) -> dict[str, Any] | None:
+def _earlier_run(folder: Path, settings: TrainConfig) -> dict[str, Any] | None:
     state = checkpoint.load_state(folder)
     if state is not None and not settings.resume:
         raise ConfigError(
@@ -260,7 +262,7 @@ def _earlier_run(folder: Path, settings: Everything) -> dict[str, Any] | None:
     return state
 
 
-def _data_options(settings: Everything, old: DEformer | None) -> DataOptions:
+def _data_options(settings: TrainConfig, old: DEformer | None) -> DataOptions:
     return DataOptions(
         layout=settings.layout,
         label=settings.label,
@@ -279,7 +281,7 @@ def _data_options(settings: Everything, old: DEformer | None) -> DataOptions:
     )
 
 
-def _old_model(settings: Everything) -> DEformer | None:
+def _old_model(settings: TrainConfig) -> DEformer | None:
     """What --init-from names. Raises ConfigError where the model is asked to be another one."""
     if settings.init_from is None:
         return None
@@ -289,14 +291,14 @@ def _old_model(settings: Everything) -> DEformer | None:
     return model_store.read(settings.init_from).model.train()
 
 
-def _adapted_model(old: DEformer, data: Prepared, seed: int) -> tuple[DEformer, Guides | None]:
+def _adapted_model(old: DEformer, data: Prepared, seed: int) -> tuple[DEformer, CrossFittedPriors | None]:
     guides = finetune.guides(old.gaussians, data, len(old.schema), seed) if old.gaussians is not None else None
     model = finetune.extended(old, data.schema)
     model.ranking = old.ranking  # until the exemplars of this table join them
     return model, guides
 
 
-def _identity(settings: Everything, data: Prepared, config: ModelConfig, recipe: Recipe) -> dict[str, Any]:
+def _identity(settings: TrainConfig, data: Prepared, config: ModelConfig, recipe: Recipe) -> dict[str, Any]:
     """What a run and its continuation share."""
     fleet = None if settings.init_from is None else model_store.read_manifest(settings.init_from)["fingerprint"]
     identity = {"the model of --init-from": fleet, "the data's fingerprint": data.fingerprint}
@@ -325,7 +327,13 @@ def _costs(model: DEformer, data: Prepared, budget: Budget) -> Costs:
 
 
 def _summary(
-    settings: Everything, data: Prepared, recipe: Recipe, fitted: Fitted, held: HeldOut, budget: Budget, device: str
+    settings: TrainConfig,
+    data: Prepared,
+    recipe: Recipe,
+    fitted: TrainingResult,
+    held: HeldOut,
+    budget: Budget,
+    device: str,
 ) -> dict[str, Any]:
     """The training summary of the manifest."""
     scored = max(1, int((~data.schema.context).sum()))

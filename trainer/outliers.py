@@ -15,7 +15,7 @@ CELLS = 4_000_000
 """Differences held at once."""
 
 
-def sifted(data: Prepared, share: float, seed: int) -> Prepared:
+def drop_outliers(data: Prepared, share: float, seed: int) -> Prepared:
     """Leave this share of the records, those farthest from the others, out of training and validation.
 
     A record's distance is the median of its distances to a sample of all: anomalies that are alike, near each other,

@@ -11,13 +11,13 @@ from deformer_stream.model.deformer import PRESETS, ModelConfig
 from trainer import finetune
 from trainer.exemplars import EXEMPLARS
 from trainer.fit import Recipe
-from trainer.settings import Everything, Optimizer
+from trainer.settings import Optimizer, TrainConfig
 
 SHAPE = {f.name for f in fields(ModelConfig)} - {"gaussians", "exemplars"}
 """Hyperparameters that a person may set; the table decides about Gaussians and exemplars."""
 
 
-def model_config(settings: Everything, repeats: bool = False) -> ModelConfig:
+def model_config(settings: TrainConfig, repeats: bool = False) -> ModelConfig:
     """The preset with what was set otherwise; the table decides about Gaussians, exemplars and repeated sensors."""
     given = {name: getattr(settings, name, None) for name in SHAPE} | ({"identity": "both"} if repeats else {})
     try:
@@ -48,12 +48,12 @@ _RECIPES = {
 }
 
 
-def choose_gaussians(settings: Everything) -> int:
+def choose_gaussians(settings: TrainConfig) -> int:
     """The most Gaussians that may guide the network, 0 for none."""
     return _RECIPES[settings.preset].gaussians if settings.gaussians is None else settings.gaussians
 
 
-def choose_recipe(settings: Everything, rows: int) -> Recipe:
+def choose_recipe(settings: TrainConfig, rows: int) -> Recipe:
     """The recipe for a table with so many training rows, with what was set otherwise."""
     base = _RECIPES[settings.preset]
     batch = settings.batch or int(np.clip(2 ** round(np.log2(max(rows, 1) / 32)), 64, base.batch))
@@ -65,6 +65,6 @@ def choose_recipe(settings: Everything, rows: int) -> Recipe:
     return replace(recipe, **{k: v for k, v in given.items() if v is not None})
 
 
-def choose_exemplars(settings: Everything) -> int:
+def choose_exemplars(settings: TrainConfig) -> int:
     """The most records that the ranking of whole records may compare with, 0 for none."""
     return EXEMPLARS if settings.exemplars is None else settings.exemplars

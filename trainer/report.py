@@ -12,10 +12,12 @@ from deformer_stream.model.time_slots import in_words, single
 from deformer_stream.report import charts, html
 from trainer.data import Prepared
 from trainer.evaluate import HeldOut
-from trainer.fit import Fitted
+from trainer.fit import TrainingResult
 
 
-def render(data: Prepared, fitted: Fitted, calibration: Calibration, held: HeldOut, training: dict[str, Any]) -> str:
+def render(
+    data: Prepared, fitted: TrainingResult, calibration: Calibration, held: HeldOut, training: dict[str, Any]
+) -> str:
     """The page. training: the manifest's training summary."""
     rows = training["rows"]
     scored = int((~data.schema.context).sum())
@@ -41,7 +43,7 @@ def render(data: Prepared, fitted: Fitted, calibration: Calibration, held: HeldO
     )
 
 
-def _curves(fitted: Fitted) -> list[str]:
+def _curves(fitted: TrainingResult) -> list[str]:
     steps = [row["step"] for row in fitted.history]
     best = min(fitted.history, key=lambda row: row["validation"])
     end = "stopped early, as validation no longer improved" if fitted.stopped_early else "ran its whole schedule"

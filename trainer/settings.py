@@ -150,7 +150,7 @@ class TrainSettings(Settings):
         return self
 
 
-class Everything(TrainSettings):
+class TrainConfig(TrainSettings):
     """Flags, hyperparameters of the model and the recipe; a None follows from preset and table."""
 
     d_model: int | None = Field(None, ge=1)

@@ -23,7 +23,7 @@ from deformer_stream.codec.columns import daytime, in_seconds
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import label_of
-from deformer_stream.model.windows import Window, start_of
+from deformer_stream.model.windows import Window, window_start
 
 Layout = Literal["wide", "long"]
 Form = Literal["number", "boolean", "text", "clock", "time", "other"]
@@ -295,7 +295,7 @@ def _windowed(batch: pa.RecordBatch, ids: dict[str | tuple[str, int], int], wind
     device = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
     times = microseconds(batch.column(TIME))
     known = np.flatnonzero((device >= 0) & (times != NO_TIME))
-    pairs = np.stack([device[known], start_of(times[known], window.width)], 1)
+    pairs = np.stack([device[known], window_start(times[known], window.width)], 1)
     _, first, of = np.unique(pairs, axis=0, return_index=True, return_inverse=True)
     names, numbers = encoded.dictionary.to_pylist(), np.empty(len(first), np.int64)
     for i in np.argsort(first).tolist():  # in order of appearance

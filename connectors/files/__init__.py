@@ -14,7 +14,7 @@ from connectors.files.sinks import (
 )
 from connectors.files.sources import FileSource, StandardInput, open_source
 from connectors.files.table_events import events_of
-from connectors.files.tables import kept_apart
+from connectors.files.tables import check_no_overwrite
 
 __all__ = [
     "AlertLines",
@@ -25,7 +25,7 @@ __all__ = [
     "RejectedLines",
     "ScoresParquet",
     "StandardInput",
+    "check_no_overwrite",
     "events_of",
-    "kept_apart",
     "open_source",
 ]

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Ahead(Generic[T]):
+class Prefetcher(Generic[T]):
     """An iterator that another is drawn from in time: `depth` items are ready or under way from the first call on."""
 
     def __init__(self, items: Iterator[T], depth: int = 2) -> None:
@@ -48,7 +48,7 @@ class Ahead(Generic[T]):
         self._items = iter(())
 
 
-class Behind:
+class BackgroundWriter:
     """Jobs that are done one after the other; at most one is under way."""
 
     def __init__(self) -> None:

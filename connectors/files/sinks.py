@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from connectors.files.background import Behind
+from connectors.files.background import BackgroundWriter
 from connectors.files.tables import CSV, LINES, PARQUET
 from deformer_stream.codec import encode_alert, encode_drift, encode_rejected
 from deformer_stream.codec.inputs import Payload
 from deformer_stream.engine.events import NO_TIME, AlertRaised, Closed, Effects, EventBatch
-from deformer_stream.errors import ConfigError, writing
+from deformer_stream.errors import ConfigError, write_errors
 from deformer_stream.model.schema import Schema
 
 ROW_GROUP = 131_072
@@ -98,7 +98,7 @@ class _ParquetSink:
         self._pending: list[pa.RecordBatch] = []
         self._rows = 0
         self._open = True
-        self._behind = Behind()
+        self._behind = BackgroundWriter()
         # Fractions hardly ever repeat: looking for those that do takes longer than all else, and makes files larger.
         repeated = [field.name for field in columns if not pa.types.is_floating(field.type)]
         with _opening(self._path):
@@ -119,7 +119,7 @@ class _ParquetSink:
         self._behind.do(lambda: self._put(group))
 
     def _put(self, group: pa.Table) -> None:
-        with writing(self._path):
+        with write_errors(self._path):
             self._writer.write_table(group)
 
     def flush(self) -> None:
@@ -133,7 +133,7 @@ class _ParquetSink:
             self._write()
         self._behind.wait()
         self._behind.end()
-        with writing(self._path):
+        with write_errors(self._path):
             self._writer.close()
             with self._part.open("rb") as file:
                 os.fsync(file.fileno())
@@ -302,12 +302,12 @@ class LinesSink:
     def lines(self, lines: list[bytes]) -> None:
         """Append these lines, given without their ends."""
         if lines:
-            with writing(self._path):
+            with write_errors(self._path):
                 self._file.write(b"\n".join(lines) + b"\n")
 
     def flush(self) -> None:
         """Standard output has been handed over, a file's lines are with the operating system."""
-        with writing(self._path):
+        with write_errors(self._path):
             self._file.flush()
 
     def close(self) -> None:
@@ -315,7 +315,7 @@ class LinesSink:
         if self._standard:
             self.flush()
         elif not self._file.closed:
-            with writing(self._path), self._file:
+            with write_errors(self._path), self._file:
                 self._file.flush()
                 os.fsync(self._file.fileno())
 

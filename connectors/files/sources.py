@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from connectors.files.background import Ahead
+from connectors.files.background import Prefetcher
 from connectors.files.reorder import reordered_lines, reordered_rows
 from connectors.files.tables import (
     BLOCK,
@@ -119,7 +119,7 @@ class FileSource:
     def __init__(self, payloads: Iterator[Payload], total: int | None, ignored: tuple[str, ...]) -> None:
         self.total = total
         self.ignored = ignored
-        self._payloads = Ahead(payloads)
+        self._payloads = Prefetcher(payloads)
         self._exhausted = False
 
     @property

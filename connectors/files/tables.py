@@ -50,7 +50,7 @@ def find(inputs: Sequence[str | Path]) -> list[Path]:
     return files
 
 
-def kept_apart(inputs: Sequence[str | Path], outputs: Mapping[str, str | Path | None]) -> None:
+def check_no_overwrite(inputs: Sequence[str | Path], outputs: Mapping[str, str | Path | None]) -> None:
     """No output takes the place of an input or of another output. inputs: files and folders. outputs: by option, None
     or "" where there is none. Standard streams ("-"), and what is no regular file (/dev/null), cannot be lost. Raises
     `ConfigError`, and `InputError` where there is no such input."""

@@ -63,7 +63,7 @@ def check(code: int) -> None:
         raise kind()
 
 
-class Asking:
+class BrokerClient:
     """Connections to the brokers of a cluster, one to each, which work while somebody waits for an answer.
 
     Calls belong to one thread at a time, within `using`, and raise the client's errors, KafkaTimeoutError `patience`
@@ -141,7 +141,7 @@ class Asking:
             raise asked.exception
         return asked.value
 
-    def insist(
+    def request_until_settled(
         self, asked: Any, ask: Callable[[], Any], code_of: Callable[[Any], int], find: Callable[[], object]
     ) -> None:
         """Ask until the answer's code is none of those that pass by themselves; to ask twice must do no harm. find: who
@@ -154,7 +154,7 @@ class Asking:
             asked = ask()
         check(code)
 
-    def patiently(self, call: Callable[[], Result], between: Callable[[], object] = lambda: None) -> Result:
+    def retry(self, call: Callable[[], Result], between: Callable[[], object] = lambda: None) -> Result:
         """The call's result, of as many attempts as it takes while brokers look for their coordinators and leaders."""
         began = time.monotonic()
         while True:

@@ -18,7 +18,7 @@ from kafka.admin import ConfigResource, ConfigResourceType
 from kafka.codec import has_lz4
 from kafka.net.compat import KafkaNetClient
 
-from connectors.kafka.greeting import HangsUp, context_of, greet
+from connectors.kafka.greeting import ConnectionClosed, check_broker, context_of
 from deformer_stream import log
 from deformer_stream.errors import ConfigError, DeformerError, StateError, Unavailable
 
@@ -128,7 +128,7 @@ def mapped(bootstrap_servers: str, doing: str, *also: type[Exception]) -> Iterat
         raise translate(error, bootstrap_servers, doing) from error
 
 
-class _Forward(logging.Handler):
+class _LogForwarder(logging.Handler):
     """Warnings of the client become lines of our log; it has no other voice. What its event loop says of its own pace
     is left out: on a busy machine that is no news. What it repeats ten times a second while it waits for a transaction
     to end comes every `REPEAT_SECONDS`; that logging in goes unencrypted it says once."""
@@ -147,7 +147,7 @@ class _Forward(logging.Handler):
         log.get("kafka").warning(text)
 
 
-class _Overhear(logging.Handler):
+class _ConnectErrorCollector(logging.Handler):
     """Why connecting does not succeed: the client tries again whatever happens and tells its log alone why."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class _Overhear(logging.Handler):
 
 
 _client_log = logging.getLogger("kafka")
-_forward = _Forward()
+_forward = _LogForwarder()
 
 Client = TypeVar("Client")
 Result = TypeVar("Result")
@@ -180,8 +180,8 @@ def _reach(bootstrap_servers: str, security: dict[str, Any], context: ssl.SSLCon
         for last in (False, True):
             try:
                 with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as connection:
-                    return greet(connection, server, security, context)
-            except HangsUp:
+                    return check_broker(connection, server, security, context)
+            except ConnectionClosed:
                 if last:
                     raise
                 time.sleep(REFUSAL_SECONDS)
@@ -210,7 +210,7 @@ def connect(
         opened.append(KafkaNetClient(**configuration))
         return opened[-1]
 
-    overhear = _Overhear()
+    overhear = _ConnectErrorCollector()
     _client_log.removeHandler(_forward)
     _client_log.addHandler(overhear)
     try:

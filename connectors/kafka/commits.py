@@ -24,7 +24,7 @@ from deformer_stream.runtime.ports import Saved
 Offsets = dict[TopicPartition, OffsetAndMetadata]
 
 
-class Goal(NamedTuple):
+class CommitRequest(NamedTuple):
     """What a commit is to bring about. confirm: positions that have not changed are to be named, too."""
 
     positions: dict[TopicPartition, int]
@@ -32,11 +32,11 @@ class Goal(NamedTuple):
     confirm: bool
 
 
-class Words(NamedTuple):
+class CommitPayload(NamedTuple):
     """A goal as messages of the state topic. kept: what is in force once they are committed; begins: whose snapshot
     begins with which message."""
 
-    goal: Goal
+    goal: CommitRequest
     messages: list[Outgoing]
     kept: dict[TopicPartition, Kept]
     begins: list[tuple[TopicPartition, int]]
@@ -55,8 +55,8 @@ class Commits:
         self.kept: dict[TopicPartition, Kept] = {}
         self._committed: dict[TopicPartition, int] = {}
         self.begun = False
-        self._goal = Goal({}, {}, False)
-        self._words = Words(self._goal, [], {}, [])  # of the last attempt
+        self._goal = CommitRequest({}, {}, False)
+        self._words = CommitPayload(self._goal, [], {}, [])  # of the last attempt
         self._attempt: Attempt | None = None  # it may have taken effect
         self._life, self._number = uuid.uuid4().hex[:12], 0  # these name our commits
         self.confirmed = time.monotonic()
@@ -81,7 +81,7 @@ class Commits:
 
     def begin(self, positions: Mapping[TopicPartition, int], saved: Mapping[int, Saved], confirm: bool = False) -> None:
         """Commit these from now on, with what was put into the delivery before."""
-        self.begun, self._goal = True, Goal(dict(positions), dict(saved), confirm)
+        self.begun, self._goal = True, CommitRequest(dict(positions), dict(saved), confirm)
         if self._delivery is not None:
             self._delivery.gather()
 
@@ -97,7 +97,7 @@ class Commits:
         delivery.begin(delivery.transaction(words.messages, self._sealing(words), group, ended))
         return True
 
-    def _sealing(self, words: Words) -> Callable[[Callable[[], list[int]]], Offsets]:
+    def _sealing(self, words: CommitPayload) -> Callable[[Callable[[], list[int]]], Offsets]:
         """What asks for the messages' offsets where they matter, and answers with what is to be committed."""
 
         def offsets(sent: Callable[[], list[int]]) -> Offsets:
@@ -144,7 +144,7 @@ class Commits:
             self._effective(self._attempt)
         self.begun = False
 
-    def forgo(self) -> None:
+    def give_up(self) -> None:
         """Let the commit be; its messages go with the next one."""
         self.begun = False
 
@@ -160,7 +160,7 @@ class Commits:
         if self._delivery is not None:
             self._delivery.drop(tp.partition for tp in partitions)
 
-    def _worded(self) -> Words:
+    def _worded(self) -> CommitPayload:
         self._number += 1
         commit = f"{self._life}-{self._number}"
         kept = dict(self.kept)
@@ -174,10 +174,10 @@ class Commits:
                 more, kept[tp] = self._state.messages(tp.partition, position, saved, kept.get(tp), commit)
                 messages += more
         kept = {tp: replace(k, commit=commit) for tp, k in kept.items()}
-        self._words = Words(self._goal._replace(positions=dict(self._goal.positions)), messages, kept, begins)
+        self._words = CommitPayload(self._goal._replace(positions=dict(self._goal.positions)), messages, kept, begins)
         return self._words
 
-    def _sealed(self, words: Words, sent: list[int]) -> Attempt:
+    def _sealed(self, words: CommitPayload, sent: list[int]) -> Attempt:
         """What is to be committed once the messages have these offsets."""
         (positions, saved, confirm), kept = words.goal, words.kept
         for tp, first in words.begins:
@@ -210,6 +210,6 @@ class Commits:
             self._delivery.settled()
 
 
-def _needs_transaction(delivery: Delivery, words: Words) -> bool:
+def _needs_transaction(delivery: Delivery, words: CommitPayload) -> bool:
     """Where it does not, there is nothing to send, or it goes without."""
     return delivery.exactly_once and (delivery.waiting or bool(words.messages))

@@ -21,7 +21,7 @@ _METADATA, _SASL_HANDSHAKE, _API_VERSIONS, _SASL_AUTHENTICATE = 3, 17, 18, 36
 _UNSUPPORTED_MECHANISM = 33
 
 
-class HangsUp(ConfigError):  # noqa: N818 - named by what is the matter, as our other errors are
+class ConnectionClosed(ConfigError):  # noqa: N818 - named by what is the matter, as our other errors are
     """The broker ends the connection without a word: not what it wants to hear, unless it is just about to stop."""
 
 
@@ -58,7 +58,9 @@ def context_of(security: dict[str, Any]) -> ssl.SSLContext | None:
     return context
 
 
-def greet(connection: socket.socket, address: str, security: dict[str, Any], context: ssl.SSLContext | None) -> None:
+def check_broker(
+    connection: socket.socket, address: str, security: dict[str, Any], context: ssl.SSLContext | None
+) -> None:
     """Say on a fresh connection to `address` ("host:port") what a client says first: log in, ask for the brokers.
 
     Raises ConfigError where the broker does not want to be spoken to in this way, OSError where it does not answer.
@@ -84,7 +86,7 @@ def greet(connection: socket.socket, address: str, security: dict[str, Any], con
         ) from None
     except (ssl.SSLError, ConnectionError) as error:
         if "ALERT" not in (getattr(error, "reason", None) or ""):
-            raise HangsUp(f"Kafka at {address} hangs up on us: {silence}") from error
+            raise ConnectionClosed(f"Kafka at {address} hangs up on us: {silence}") from error
         raise ConfigError(
             f"Kafka at {address} refuses our certificate, or the lack of one ({_why(error)}): check --ssl-certfile and "
             "--ssl-keyfile"

@@ -10,7 +10,7 @@ from kafka.partitioner import murmur2
 
 from connectors.kafka.client import CONNECT_SECONDS, FLUSH_SECONDS, ensure_topics, mapped, producer
 from deformer_stream.codec.pack import Packed, Packing, packed, together
-from deformer_stream.runtime.rate_limit import paced
+from deformer_stream.runtime.rate_limit import limit_rate
 
 BATCH_BYTES = 2**17
 LINGER_MILLISECONDS = 5
@@ -52,7 +52,7 @@ def produce(
     try:
         with mapped(bootstrap_servers, doing):
             there = len(client.partitions_for(topic))
-        for message, stamp in _packed(paced(messages, rate), packing, together(rate), there):
+        for message, stamp in _packed(limit_rate(messages, rate), packing, together(rate), there):
             with mapped(bootstrap_servers, doing):
                 where = None if message.key else message.partition
                 future = client.send(topic, value=message.value, key=message.key, timestamp_ms=stamp, partition=where)

@@ -19,7 +19,7 @@ from connectors.kafka.restore import LostState, restored
 from connectors.kafka.runs import Run
 from connectors.kafka.state import StateTopic
 from connectors.kafka.unpacking import Bounds, guard
-from connectors.kafka.watch import Watch
+from connectors.kafka.watch import BrokerWatch
 from deformer_stream import log
 from deformer_stream.errors import DeformerError, InvariantViolated, Unavailable
 from deformer_stream.runtime.ports import NOTHING, HandOver, Polled, Restored, Saved
@@ -108,7 +108,7 @@ class KafkaSource:
         )
         guard(self._consumer, bounds)
         self._commits = Commits(self._consumer, delivery, state)
-        self._watch = Watch(self._consumer, bootstrap_servers, topic, patience)
+        self._watch = BrokerWatch(self._consumer, bootstrap_servers, topic, patience)
         try:
             with mapped(bootstrap_servers, f"looking for topic {topic!r}", ValueError, TypeError):
                 self._consumer.subscribe([topic], listener=Rebalance(self._gain, self._give_up, self._leave))
@@ -282,7 +282,7 @@ class KafkaSource:
             except (errors.KafkaError, OSError, Unavailable) as error:
                 ours = error if isinstance(error, Unavailable) else translate(error, self._servers, "committing")
                 if not isinstance(ours, Unavailable) or time.monotonic() > deadline:
-                    self._commits.forgo()
+                    self._commits.give_up()
                     raise ours from error
                 if (kind := type(error).__name__) not in said:
                     log.get("kafka").warning("commit failed, will be tried again", error=kind)
@@ -366,7 +366,7 @@ class KafkaSource:
                 try:
                     await self._commit_within(deadline)
                 finally:
-                    self._commits.forgo()
+                    self._commits.give_up()
             except (errors.KafkaError, DeformerError) as error:
                 # The next owner repeats these messages. To raise here would end the group's rebalance instead.
                 log.get("kafka").warning("revoked partitions not committed", error=type(error).__name__)

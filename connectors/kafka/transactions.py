@@ -34,7 +34,7 @@ from kafka.protocol.producer import (
 )
 from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata, TopicPartition
 
-from connectors.kafka.asking import LEADERLESS, Asking, check
+from connectors.kafka.asking import LEADERLESS, BrokerClient, check
 from connectors.kafka.batches import Batch, Batcher, Outgoing, in_order, turns_of
 
 NO_ONE = -1
@@ -66,7 +66,7 @@ class Transactions:
     ) -> None:
         self._id, self._limits = transactional_id, limits
         self._timeout, self._patience = timeout, patience
-        self._asking = Asking(patience, kafka_client, bootstrap_timeout_ms, **options)
+        self._asking = BrokerClient(patience, kafka_client, bootstrap_timeout_ms, **options)
         self._cluster, self._partitioner = self._asking.cluster, DefaultPartitioner()
         self._producer, self._epoch = NO_ONE, NO_ONE
         self._batcher = Batcher(NO_ONE, NO_ONE, limits)
@@ -139,8 +139,8 @@ class Transactions:
         asked = add_partitions() if topics else None
         group_asked = add_group()
         if asked is not None:
-            self._asking.insist(asked, add_partitions, _worst_of_partitions, self._find_coordinator)
-        return lambda: self._asking.insist(group_asked, add_group, _code, self._find_coordinator)
+            self._asking.request_until_settled(asked, add_partitions, _worst_of_partitions, self._find_coordinator)
+        return lambda: self._asking.request_until_settled(group_asked, add_group, _code, self._find_coordinator)
 
     def write(self, batches: Sequence[Batch]) -> Callable[[], list[int]]:
         """Send batches to the leaders of their partitions, each partition's in their order. The call that is returned
@@ -225,7 +225,9 @@ class Transactions:
             return next((said[tp] for tp in offsets if said[tp]), 0)
 
         asked = ask()
-        return lambda: self._asking.insist(asked, ask, code_of, lambda: self._groups.pop(group.group_id, None))
+        return lambda: self._asking.request_until_settled(
+            asked, ask, code_of, lambda: self._groups.pop(group.group_id, None)
+        )
 
     def end(self) -> None:
         """Commit."""
@@ -233,7 +235,7 @@ class Transactions:
         def ask() -> Any:
             return self._asking.ask(self._coordinator, EndTxnRequest(**self._signature, committed=True, max_version=4))
 
-        self._asking.insist(ask(), ask, _code, self._find_coordinator)
+        self._asking.request_until_settled(ask(), ask, _code, self._find_coordinator)
 
     @property
     def _signature(self) -> dict[str, Any]:
@@ -244,7 +246,7 @@ class Transactions:
 
     def _open(self) -> None:
         self._cluster.set_topics(self._limits)
-        answer = self._asking.patiently(self._become)
+        answer = self._asking.retry(self._become)
         self._producer, self._epoch = answer.producer_id, answer.producer_epoch
         self._batcher = Batcher(self._producer, self._epoch, self._limits)
 
@@ -264,7 +266,7 @@ class Transactions:
 
     def _find_coordinator(self) -> None:
         find = partial(self._asking.find, CoordinatorType.TRANSACTION, self._id)
-        self._coordinator = self._asking.patiently(find)
+        self._coordinator = self._asking.retry(find)
 
     def _partition(self, record: Outgoing) -> TopicPartition:
         if record.topic in self._cluster.unauthorized_topics:
@@ -299,11 +301,11 @@ class Transactions:
                 raise errors.LeaderNotAvailableError()
             return int(leader)
 
-        return self._asking.patiently(known, between=self._asking.look_up)
+        return self._asking.retry(known, between=self._asking.look_up)
 
     def _group_coordinator(self, group: str) -> Any:
         if group not in self._groups:
-            self._groups[group] = self._asking.patiently(partial(self._asking.find, CoordinatorType.GROUP, group))
+            self._groups[group] = self._asking.retry(partial(self._asking.find, CoordinatorType.GROUP, group))
         return self._groups[group]
 
 

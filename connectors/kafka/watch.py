@@ -15,7 +15,7 @@ PROBE_SECONDS = 10.0
 ANSWER_SECONDS = 2.0
 
 
-class Watch:
+class BrokerWatch:
     """Asks the broker now and then for the ends of partitions that have not moved.
 
     topic: its first partition is asked for by who reads none. patience: seconds without an answer, or without a message

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream.model.deformer import DEformer, tensor
+from deformer_stream.model.deformer import DEformer, to_tensor
 from deformer_stream.model.distributions import log_gamma_sf
 
 Floats = NDArray[np.float64]
@@ -74,7 +74,7 @@ def advance(
     """
     log_p = np.where(scored, TEMPER * np.minimum(log_p, 0.0), 0.0)
     count = state.count[:, None] + scored.cumsum(1)
-    total = added(state.total, -log_p)
+    total = running_sum(state.total, -log_p)
     least = np.minimum.accumulate(np.minimum(log_p, state.least[:, None]), 1)
     g = np.where(count > 0, np.maximum(_fisher(count, total), _sidak(count, least)), 0.0)
     if decided is not None:
@@ -83,7 +83,7 @@ def advance(
     return peak, PrefixState(count[:, -1], total[:, -1], least[:, -1], peak[:, -1])
 
 
-def added(start: Floats, more: Floats) -> Floats:
+def running_sum(start: Floats, more: Floats) -> Floats:
     """Running sums of L numbers for each of R records, which begin with `start`, (R,); (R, L)."""
     sums: Floats = np.concatenate([start[:, None], more], 1).cumsum(1)[:, 1:]
     return sums
@@ -127,7 +127,7 @@ def rows_by(keys: Iterable[Key]) -> dict[Key, list[int]]:
     return rows
 
 
-def trimmed(statistics: Floats, share: float) -> Floats:
+def trim_largest(statistics: Floats, share: float) -> Floats:
     """Ascending, without this share of the largest, rounded: of records that may hold as many anomalies. Where they
     hold none, up to this share of normal records alerts beside α."""
     return np.sort(statistics)[: len(statistics) - round(share * len(statistics))]
@@ -206,7 +206,7 @@ class Calibration:
         p: Floats = ((1.0 + at_least) / (len(self.scores) + 1.0)).astype(np.float64)
         return p
 
-    def judge(
+    def p_values(
         self, score: Floats, records: Callable[[], Sequence[str]], counts: NDArray[np.int64] | None = None
     ) -> Floats:
         """P-values of R records' running statistics, (R, L), each by its group. records: says their ids. counts: (R,)
@@ -223,7 +223,7 @@ class Calibration:
 
     def alarming(self, alpha: float) -> Callable[[Floats, Sequence[str]], NDArray[np.bool_]]:
         """Which running statistics of R records, (R, C), raise an alert at this alpha, given the records' ids."""
-        return lambda score, records: self.judge(score, lambda: records) <= alpha
+        return lambda score, records: self.p_values(score, lambda: records) <= alpha
 
     def threshold(self, alpha: float) -> float:
         """The running statistic above which an alert goes out at this alpha; infinite where alpha is out of reach."""
@@ -306,6 +306,6 @@ def _surprises(
         f, v = features[start : start + batch], np.ascontiguousarray(values[start : start + batch])
         t = torch.from_numpy(np.ascontiguousarray(f)).to(model.device)
         with torch.inference_mode():
-            x = tensor(v, model)
+            x = to_tensor(v, model)
             log_p, excess = (part.double().cpu().numpy() for part in model.conditionals(t, x).surprise(x))
         yield log_p, excess, (f >= 0) & ~model.schema.context[np.maximum(f, 0)]

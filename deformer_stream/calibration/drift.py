@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import NOISE, Calibration, group_of, rows_by, survey
-from deformer_stream.calibration.drift_state import Drift, DriftNotice, Moved
+from deformer_stream.calibration.drift_state import DriftNotice, DriftState, FeatureShift
 from deformer_stream.model.deformer import DEformer
 
 Ints = NDArray[np.int64]
@@ -77,7 +77,7 @@ def _untouched(records: int) -> float:
     return math.pow(records + 1, -PRIOR)
 
 
-class Evidence:
+class PartitionEvidence:
     """What is known of one partition, record by record."""
 
     def __init__(self, model: str, records: int = 0) -> None:
@@ -87,15 +87,15 @@ class Evidence:
         self.counts: dict[str, list[int]] = {}
 
     @staticmethod
-    def of(drift: Drift) -> Evidence:
-        evidence = Evidence(drift.model, drift.records)
-        evidence.alarmed, evidence.capital = drift.alarmed, list(drift.capital)
+    def of(drift: DriftState) -> PartitionEvidence:
+        evidence = PartitionEvidence(drift.model, drift.records)
+        evidence.alarmed, evidence.capital = drift.alarmed, list(drift.wealth)
         evidence.counts = {group: list(counts) for group, counts in drift.counts.items()}
         return evidence
 
-    def value(self) -> Drift:
+    def value(self) -> DriftState:
         counts = {group: tuple(counts) for group, counts in self.counts.items()}
-        return Drift(self.model, self.records, tuple(self.capital), self.alarmed, counts)
+        return DriftState(self.model, self.records, tuple(self.capital), self.alarmed, counts)
 
     @property
     def martingale(self) -> float:
@@ -128,7 +128,7 @@ class Reached(NamedTuple):
     records: int
 
 
-class Watch:
+class DriftMonitor:
     """Follows the partitions for one model. level: the probability of a notice, ever, is at most 1/level for a
     partition whose records are exchangeable with the calibration's; infinite for none."""
 
@@ -139,7 +139,7 @@ class Watch:
         self._hash = hashlib.blake2b(f"{model}\0".encode("utf-8", "surrogatepass"), digest_size=16)
         self._rulers = {"": Ruler(calibration.scores, seed)}
         self._rulers |= {name: Ruler(own.scores, seed) for name, own in calibration.groups.items()}
-        self._partitions: dict[int, Evidence] = {}
+        self._partitions: dict[int, PartitionEvidence] = {}
         self._recent: dict[int, deque[Log]] = {}
         self._changed: set[int] = set()
         self._reached: list[Reached] = []
@@ -161,7 +161,7 @@ class Watch:
         for source, record, (group, bin), (_, smooth) in zip(sources, records, found, chance, strict=True):
             evidence = self._partitions.get(source)
             if evidence is None:
-                evidence = self._partitions[source] = Evidence(self.model)
+                evidence = self._partitions[source] = PartitionEvidence(self.model)
             evidence.add(group, self._rulers[group], bin, smooth)
             martingale = evidence.martingale
             if evidence.alarmed:
@@ -186,7 +186,7 @@ class Watch:
         reached, self._reached = self._reached, []
         return reached
 
-    def told(self, model: DEformer, now: int) -> tuple[list[DriftNotice], dict[int, Drift]]:
+    def told(self, model: DEformer, now: int) -> tuple[list[DriftNotice], dict[int, DriftState]]:
         """Since the last call: the notices that are due, and the evidence of the partitions that have more of it; none
         where nobody is told of it. now: microseconds."""
         changed, self._changed = self._changed, set()
@@ -206,14 +206,14 @@ class Watch:
             moved=moved(surprise_of(model, self._recent[reached.partition]), self._usual),
         )
 
-    def of(self, source: int) -> Drift | None:
+    def of(self, source: int) -> DriftState | None:
         """The evidence of a partition."""
         return self._partitions[source].value() if source in self._partitions else None
 
-    def restore(self, source: int, drift: Drift | None) -> None:
+    def restore(self, source: int, drift: DriftState | None) -> None:
         """Go on where an earlier life was; evidence about another model is of no use."""
         if drift is not None and drift.model == self.model and self._fits(drift.counts):
-            self._partitions[source] = Evidence.of(drift)
+            self._partitions[source] = PartitionEvidence.of(drift)
 
     def _fits(self, counts: Mapping[str, tuple[int, ...]]) -> bool:
         return all(name in self._rulers and len(c) == len(self._rulers[name].prior) for name, c in counts.items())
@@ -248,9 +248,9 @@ def surprise_of(model: DEformer, logs: Collection[Log]) -> dict[str, float]:
     return found.by_feature(model.schema.names)
 
 
-def moved(surprise: Mapping[str, float], expected: Mapping[str, float], most: int = 5) -> tuple[Moved, ...]:
+def moved(surprise: Mapping[str, float], expected: Mapping[str, float], most: int = 5) -> tuple[FeatureShift, ...]:
     """The features whose surprise has grown the most over what the calibration had; one that the calibration does not
     name is taken to be well predicted, 1."""
-    found = [Moved(name, mean, expected.get(name, 1.0)) for name, mean in surprise.items()]
+    found = [FeatureShift(name, mean, expected.get(name, 1.0)) for name, mean in surprise.items()]
     grown = [one for one in found if one.surprise > one.expected]
     return tuple(sorted(grown, key=lambda one: one.expected - one.surprise)[:most])

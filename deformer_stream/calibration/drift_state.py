@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Drift:
+class DriftState:
     """The evidence that a partition's records are other than those of the calibration (`calibration.drift`), as a value.
 
     model: fingerprint of the model whose calibration it is about. records: how many were seen. capital: by bet.
@@ -17,13 +17,13 @@ class Drift:
 
     model: str
     records: int
-    capital: tuple[float, ...]
+    wealth: tuple[float, ...]
     alarmed: bool = False
     counts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class FeatureShift:
     """A feature whose readings have become more surprising: mean −ln p in recent records and in calibration, nats."""
 
     feature: str
@@ -47,4 +47,4 @@ class DriftNotice:
     log10: float
     records: int
     time: int
-    moved: tuple[Moved, ...] = ()
+    moved: tuple[FeatureShift, ...] = ()

@@ -17,13 +17,13 @@ from deformer_stream.cli import factory, tools
 from deformer_stream.cli_utils import (
     HELP,
     LazyGroup,
-    asked_by_hangup,
     debug_option,
     debugging,
-    leave_a_core,
+    frozen_gc,
+    reload_on_hangup,
+    reserve_core,
     run,
-    share_the_interpreter,
-    sparing_what_is_loaded,
+    shorten_switch_interval,
     stop_on_signals,
 )
 from deformer_stream.runtime import process
@@ -49,14 +49,14 @@ def _consume() -> click.Command:
         Alerts go to the alerts topic and to standard output, refused events to the dead-letter topic; offsets are
         committed after both are safe. SIGINT and SIGTERM end it gracefully.
         """
-        stop, asked = stop_on_signals(), asked_by_hangup()  # before what takes seconds to load
-        leave_a_core()
-        share_the_interpreter()
-        process.share()
+        stop, asked = stop_on_signals(), reload_on_hangup()  # before what takes seconds to load
+        reserve_core()
+        shorten_switch_interval()
+        process.limit_malloc_arenas()
         from deformer_stream import log
         from deformer_stream.runtime import metrics
-        from deformer_stream.runtime.pipeline import Road, WallClock
-        from deformer_stream.runtime.reload import ModelWatch
+        from deformer_stream.runtime.pipeline import Pipeline, WallClock
+        from deformer_stream.runtime.reload import ModelReloader
 
         settings = load(ConsumeSettings, flags, config, "consume")
         log.configure(debugging())
@@ -74,7 +74,7 @@ def _consume() -> click.Command:
                 alpha=factory.shown(settings.alpha),
                 source=settings.topic or settings.source,
             )
-            road = Road(
+            road = Pipeline(
                 source,
                 codec,
                 engine,
@@ -86,10 +86,10 @@ def _consume() -> click.Command:
                 settings.commit_interval,
                 settings.snapshot_interval,
                 settings.open_records,
-                ModelWatch(loaded, settings.device, asked, settings.compiled == "auto").take,
+                ModelReloader(loaded, settings.device, asked, settings.compiled == "auto").take,
                 lambda found: factory.codec(found, settings, order="arrival"),
             )
-            with sparing_what_is_loaded():
+            with frozen_gc():
                 totals = road.run(stop)
         logger.info("stopped", **totals.shown(), open=len(engine.records))
 
@@ -100,13 +100,13 @@ def _live_edge(
     settings: ConsumeSettings, codec: Codec, model: str, ends: ExitStack
 ) -> tuple[EventSource, list[Sink], bool]:
     """Source, sinks, and whether the input has an end. `ends` closes them, the source last."""
-    from connectors.files import AlertLines, kept_apart, open_source
+    from connectors.files import AlertLines, check_no_overwrite, open_source
 
     source: EventSource
     sinks: list[Sink] = []
     servers, topic = _kafka_address(settings)
     if topic is None:
-        kept_apart([str(settings.source)], {"--alerts": settings.alerts})
+        check_no_overwrite([str(settings.source)], {"--alerts": settings.alerts})
         source = open_source(
             [str(settings.source)],
             codec.schema,
@@ -210,7 +210,7 @@ def _replay() -> click.Command:
         from deformer_stream import log
         from deformer_stream.progress import Progress
         from deformer_stream.runtime import metrics
-        from deformer_stream.runtime.pipeline import EventClock, Road
+        from deformer_stream.runtime.pipeline import EventClock, Pipeline
 
         settings = load(ReplaySettings, flags, config, "replay")
         log.configure(debugging())
@@ -221,10 +221,10 @@ def _replay() -> click.Command:
             RecordsParquet,
             RejectedLines,
             ScoresParquet,
-            kept_apart,
+            check_no_overwrite,
         )
 
-        kept_apart(inputs, settings.outputs())
+        check_no_overwrite(inputs, settings.outputs())
         loaded, engine = factory.model(settings, settings.drift)
         codec, source = factory.tables(inputs, loaded, settings)
         with ExitStack() as ends:
@@ -242,7 +242,7 @@ def _replay() -> click.Command:
             if source.ignored:
                 log.get("replay").info("columns that are no features of the model", columns=list(source.ignored))
             with Progress("replay", source.total, "rows") as progress:
-                road = Road(
+                road = Pipeline(
                     source, codec, engine, sinks, EventClock(), metrics.Metrics(), True, progress=progress.advance
                 )
                 totals = road.run(stop)
@@ -276,7 +276,7 @@ def _calibrate() -> click.Command:
         from deformer_stream.cli.config_report import aligned
         from deformer_stream.progress import Progress
         from deformer_stream.runtime import metrics
-        from deformer_stream.runtime.pipeline import EventClock, Road
+        from deformer_stream.runtime.pipeline import EventClock, Pipeline
 
         settings = load(CalibrateSettings, flags, config, "calibrate")
         log.configure(debugging())
@@ -286,9 +286,9 @@ def _calibrate() -> click.Command:
         loaded = model_store.read(settings.model, settings.device, settings.compiled == "auto")
         engine = factory.engine(loaded, settings, (), settings.record_timeout)
         codec, source = factory.tables(inputs, loaded, settings)
-        peaks, clock = recalibration.Peaks(), EventClock()
+        peaks, clock = recalibration.MaxStatisticSink(), EventClock()
         with Progress("calibrate", source.total, "rows") as progress:
-            road = Road(source, codec, engine, [peaks], clock, metrics.Metrics(), True, progress=progress.advance)
+            road = Pipeline(source, codec, engine, [peaks], clock, metrics.Metrics(), True, progress=progress.advance)
             totals = road.run(stop)
         source.close()
         if stop.is_set():
@@ -297,7 +297,7 @@ def _calibrate() -> click.Command:
         order = peaks.order(factory.order_of_rows(loaded, settings), settings.order)
         ties = settings.ties or loaded.calibration.ties
         asked = settings.alpha, settings.group_by, settings.trim, settings.seed, ties
-        found = recalibration.recalibrated(loaded, peaks, order, *asked)
+        found = recalibration.recalibrate(loaded, peaks, order, *asked)
         fingerprint = recalibration.written(found, loaded, target, settings.alpha)
         click.echo(aligned([("alpha", "before", "now", "in reach?"), *found.rows(settings.alpha)]))
         for line in found.groups():

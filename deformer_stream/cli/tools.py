@@ -30,14 +30,14 @@ def produce() -> click.Command:
     @debug_option
     def command(inputs: tuple[str, ...], config: Path | None, **flags: Any) -> int:
         """Turn a table into an asynchronous stream of readings."""
-        from connectors.files import events_of, kept_apart
+        from connectors.files import check_no_overwrite, events_of
         from deformer_stream import log, model_store
         from deformer_stream.progress import Progress
 
         settings = load(ProduceSettings, flags, config, "produce")
         log.configure(debugging())
         stop = stop_on_signals()
-        kept_apart(inputs, {"--output": settings.output})
+        check_no_overwrite(inputs, {"--output": settings.output})
         features = None
         if settings.model is not None:
             rows = model_store.read_manifest(settings.model)["features"]
@@ -88,10 +88,10 @@ def _write_lines(
     """Events as lines of a file, or of standard output for "-"; returns how many. rate: per second."""
     from connectors.files import LinesSink
     from deformer_stream.codec.pack import packed, together
-    from deformer_stream.runtime.rate_limit import paced
+    from deformer_stream.runtime.rate_limit import limit_rate
 
     lines, sent = LinesSink(path), 0
-    keyed = ((key or None, value) for key, value, _ in paced(events, rate, lines.flush))
+    keyed = ((key or None, value) for key, value, _ in limit_rate(events, rate, lines.flush))
     try:
         for message in packed(keyed, packing, together(rate)):
             lines.lines([message.value])

@@ -21,12 +21,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.drift import BETS, MOST
-from deformer_stream.calibration.drift_state import Drift
-from deformer_stream.engine.events import ALL_TOLD, QUIET, Alerted, Decisions
-from deformer_stream.engine.id_set import Texts
-from deformer_stream.engine.snapshot import Blocks, Snapshot, Vocabulary
+from deformer_stream.calibration.drift_state import DriftState
+from deformer_stream.engine.events import NO_ALERT, SUPPRESS_ALL, AlertedState, Decisions
+from deformer_stream.engine.id_set import StringColumn
+from deformer_stream.engine.snapshot import Snapshot, TieGroups, Vocabulary
 from deformer_stream.errors import StateError
-from deformer_stream.ragged import ragged
+from deformer_stream.ragged import ragged_indices
 
 MAGIC = b"deformer"
 VERSION = 3
@@ -39,7 +39,7 @@ AGES = 2**61
 """Microseconds; no age is as large."""
 REMEDY = "restore it, or say with --lost-state how to go on without it"
 
-Column: TypeAlias = "Sequence[str] | Texts | NDArray[Any]"
+Column: TypeAlias = "Sequence[str] | StringColumn | NDArray[Any]"
 Columns = Mapping[str, Column]
 
 _TEXT = pa.large_string()  # all ids of a partition together may be long
@@ -112,11 +112,11 @@ def decode_snapshot(data: bytes, where: str = "the saved state") -> Snapshot:
     error calls them."""
     try:
         columns = _opened(SNAPSHOT, data, _SNAPSHOT | _DRIFT | _TIES)
-        columns.setdefault("alert_alpha", np.where(columns["alert_seq"] < 0, QUIET, ALL_TOLD))
+        columns.setdefault("alert_alpha", np.where(columns["alert_seq"] < 0, NO_ALERT, SUPPRESS_ALL))
         vocabulary = _vocabulary(*(columns.pop(name) for name in _VOCABULARY))
         drift = _drift(columns)
         ties = _blocks(columns) if "tied" in columns else None
-        columns["closed"] = Texts.of(columns["closed"])
+        columns["closed"] = StringColumn.of(columns["closed"])
         snapshot = Snapshot(vocabulary, tuple(columns.pop("models")), **columns, drift=drift, ties=ties)
         _check(snapshot)
     except _Nonsense as error:
@@ -152,7 +152,7 @@ def decode_decisions(data: bytes, where: str = "the saved decisions") -> Decisio
     try:
         columns = _opened(DECISIONS, data, _DECISIONS | _WAITED)
         closed, alerted, seq = columns["closed"], columns["alerted"], columns["alert_seq"]
-        alpha = columns.get("alert_alpha", np.full(len(seq), ALL_TOLD))
+        alpha = columns.get("alert_alpha", np.full(len(seq), SUPPRESS_ALL))
         _must(len(alerted) == len(seq) == len(alpha) == len(set(alerted)), "alerts without or with several places")
         _must(bool((seq >= 0).all()), "an alert before the first reading")
         _must(bool(((alpha >= 0) & (alpha < 1)).all()), "an alert at no alpha")
@@ -160,15 +160,15 @@ def decode_decisions(data: bytes, where: str = "the saved decisions") -> Decisio
         waited = _waited(columns.get("waited", []), columns.get("waited_at", np.empty(0, np.int32)))
     except _Nonsense as error:
         raise StateError(f"{where}: {error}; {REMEDY}") from error
-    told = dict(zip(alerted, map(Alerted, seq.tolist(), alpha.tolist()), strict=True))
+    told = dict(zip(alerted, map(AlertedState, seq.tolist(), alpha.tolist()), strict=True))
     return Decisions(tuple(closed), told, drift, waited)
 
 
-def _blocks(columns: dict[str, Any]) -> Blocks:
+def _blocks(columns: dict[str, Any]) -> TieGroups:
     """Taken out of the columns."""
     tied, held, instant = (columns.pop(name) for name in _TIES)
     _must(bool((tied <= 1).all()), "a reading is tied or not")
-    return Blocks(tied.astype(bool), held, instant)
+    return TieGroups(tied.astype(bool), held, instant)
 
 
 def _waited(records: list[str], counts: NDArray[np.int32]) -> dict[str, tuple[int, ...]]:
@@ -180,18 +180,18 @@ def _waited(records: list[str], counts: NDArray[np.int32]) -> dict[str, tuple[in
     return waited
 
 
-def _drift_columns(drift: Drift | None) -> dict[str, Column]:
+def _drift_columns(drift: DriftState | None) -> dict[str, Column]:
     counts = [] if drift is None else list(drift.counts.values())
     return {
         "drift_model": [] if drift is None else [drift.model],
-        "drift": np.array([] if drift is None else [drift.records, drift.alarmed, *drift.capital], np.float64),
+        "drift": np.array([] if drift is None else [drift.records, drift.alarmed, *drift.wealth], np.float64),
         "drift_groups": [] if drift is None else list(drift.counts),
         "drift_bins": np.array([len(bins) for bins in counts], np.int32),
         "drift_counts": np.array([count for bins in counts for count in bins], np.int64),
     }
 
 
-def _drift(columns: dict[str, Any]) -> Drift | None:
+def _drift(columns: dict[str, Any]) -> DriftState | None:
     """Taken out of the columns; None where there is none, as in version 1."""
     model, state, groups, bins, counts = (columns.pop(name, ()) for name in _DRIFT)
     if not len(model):
@@ -204,7 +204,7 @@ def _drift(columns: dict[str, Any]) -> Drift | None:
     ends = np.cumsum(bins).tolist()
     parts = (tuple(counts[end - size : end].tolist()) for end, size in zip(ends, bins.tolist(), strict=True))
     capital = tuple(state[2:].tolist())
-    return Drift(model[0], int(state[0]), capital, bool(state[1]), dict(zip(groups, parts, strict=True)))
+    return DriftState(model[0], int(state[0]), capital, bool(state[1]), dict(zip(groups, parts, strict=True)))
 
 
 def _sealed(kind: bytes, columns: Columns, types: Mapping[str, pa.DataType]) -> bytes:
@@ -222,7 +222,7 @@ def _sealed(kind: bytes, columns: Columns, types: Mapping[str, pa.DataType]) -> 
 
 
 def _array(column: Column, kind: pa.DataType) -> pa.Array:
-    if isinstance(column, Texts):
+    if isinstance(column, StringColumn):
         return pa.LargeStringArray.from_buffers(len(column), pa.py_buffer(column.edges), pa.py_buffer(column.utf8))
     return pa.array(column, kind)
 
@@ -279,13 +279,14 @@ def _check(snapshot: Snapshot) -> None:
     record, _ = snapshot.places()
     once = np.zeros((R, F), bool)
     once[record, snapshot.features] = True
-    once[ragged(snapshot.absent_counts)[0], snapshot.absent] = True
+    once[ragged_indices(snapshot.absent_counts)[0], snapshot.absent] = True
     _must(int(once.sum()) == T + A, "a record has a feature twice")
     _check_values(snapshot)
     _must(bool((snapshot.alert_seq >= -1).all()) and bool((snapshot.scored >= 0).all()), "a place is negative")
-    _must(bool(((snapshot.alert_alpha >= 0) & (snapshot.alert_alpha <= QUIET)).all()), "an alpha is no share")
+    _must(bool(((snapshot.alert_alpha >= 0) & (snapshot.alert_alpha <= NO_ALERT)).all()), "an alpha is no share")
     _must(
-        bool(((snapshot.alert_seq < 0) == (snapshot.alert_alpha == QUIET)).all()), "an alert is without alpha or place"
+        bool(((snapshot.alert_seq < 0) == (snapshot.alert_alpha == NO_ALERT)).all()),
+        "an alert is without alpha or place",
     )
     _check_ties(snapshot, snapshot.ties)
     U, W = len(snapshot.unseen_text), len(snapshot.window_device)
@@ -297,7 +298,7 @@ def _check(snapshot: Snapshot) -> None:
     _must(len(set(snapshot.devices)) == len(snapshot.marks) == len(snapshot.devices), "a watermark is of no device")
 
 
-def _check_ties(snapshot: Snapshot, ties: Blocks | None) -> None:
+def _check_ties(snapshot: Snapshot, ties: TieGroups | None) -> None:
     if ties is None:
         return
     _must(len(ties.tied) == int(snapshot.counts.sum()), "ties are not given once for each reading")

@@ -15,7 +15,7 @@ from deformer_stream.codec.timestamps import rfc3339
 from deformer_stream.engine.events import Windowed
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.schema import Schema
-from deformer_stream.model.windows import MARK, duration, start_of
+from deformer_stream.model.windows import WINDOW_SEPARATOR, format_duration, window_start
 
 _start_text = lru_cache(maxsize=4096)(rfc3339)  # neighbours in a stream share their window
 
@@ -41,20 +41,20 @@ class Windows:
         known = schema.window
         if width is not None and known is not None and width != known.width:
             raise ConfigError(
-                f"--window {duration(width)}: the model's records are windows of {duration(known.width)}; leave the "
+                f"--window {format_duration(width)}: the model's records are windows of {format_duration(known.width)}; leave the "
                 "option out, or train a model with this one"
             )
         width = width if known is None else known.width
         if width is None and grace:
-            raise ConfigError(f"--grace {duration(grace)} needs --window, or a model that was trained with one")
+            raise ConfigError(f"--grace {format_duration(grace)} needs --window, or a model that was trained with one")
         return None if width is None else Windows(width, grace)
 
     def record(self, device: str, time: int) -> str | None:
         """The id of the device's window around this time (microseconds), `DEVICE@START`; None where it began before
         the year 1."""
-        start = _start_text(start_of(time, self.width))
-        return None if start is None else f"{device}{MARK}{start}"
+        start = _start_text(window_start(time, self.width))
+        return None if start is None else f"{device}{WINDOW_SEPARATOR}{start}"
 
     def of(self, devices: list[str], times: NDArray[np.int64]) -> Windowed:
         """What the engine has to know of N events. devices: "" where an event is in no window."""
-        return Windowed(devices, start_of(times, self.width) + (self.width + self.grace))
+        return Windowed(devices, window_start(times, self.width) + (self.width + self.grace))

@@ -31,7 +31,7 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.model.schema import Schema
 from deformer_stream.report import html
 from deformer_stream.runtime.metrics import Metrics
-from deformer_stream.runtime.pipeline import EventClock, Road, Totals
+from deformer_stream.runtime.pipeline import EventClock, Pipeline, Totals
 from deformer_stream.testing import MemorySource
 
 ALPHA = 0.01
@@ -162,7 +162,7 @@ def stream(console: Console, detector: model_store.Artifact, fleet: Fleet) -> tu
     watch = Watch(console, detector.schema, faults)
     # A reading is under way for `SPREAD` seconds at most, so a record that is silent for longer will get no more.
     limits = Limits(record_timeout=round((SPREAD + 1) * 1e6))
-    road = Road(
+    road = Pipeline(
         source=MemorySource(fleet.messages(), chunk=CHUNK),
         codec=Codec(detector.schema),
         engine=Engine(detector.model, detector.calibration, detector.fingerprint, ALPHA, limits),

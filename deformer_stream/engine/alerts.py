@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from deformer_stream.engine.events import AlertRaised, EventBatch, Explanation, Scored
 from deformer_stream.engine.explain import Effort, explain
-from deformer_stream.engine.records import Accepted, Records
-from deformer_stream.engine.scoring import Generation
+from deformer_stream.engine.records import AcceptedReadings, RecordTable
+from deformer_stream.engine.scoring import ModelVersion
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
-ByGeneration = Callable[[Ints], Iterator[tuple[Generation, Ints]]]
+ByGeneration = Callable[[Ints], Iterator[tuple[ModelVersion, Ints]]]
 """What scores the records in these slots, and the places of those that it scores."""
 
 
@@ -26,12 +26,12 @@ def alert_id(record: str, model: str, alpha: float) -> str:
 
 
 def raised(
-    records: Records,
+    records: RecordTable,
     alphas: Floats,
     effort: Effort,
     by_generation: ByGeneration,
     batch: EventBatch,
-    accepted: Accepted,
+    accepted: AcceptedReadings,
     scored: Scored,
     passed: Ints,
 ) -> list[AlertRaised]:
@@ -64,7 +64,7 @@ def raised(
                     model=model,
                     message=int(batch.messages[event]),
                     contributions=why.contributions,
-                    partition=int(batch.sources[event]),
+                    partition=int(batch.partitions[event]),
                     ended=slot in accepted.ended,
                     severity=level + 1,
                     silenced_by=why.silenced_by,
@@ -74,7 +74,7 @@ def raised(
 
 
 def _explained(
-    records: Records,
+    records: RecordTable,
     alphas: Floats,
     effort: Effort,
     by_generation: ByGeneration,
@@ -99,7 +99,7 @@ def _explained(
     return reasons
 
 
-def _ends(records: Records, slots: Ints, seen: Ints) -> Bools:
+def _ends(records: RecordTable, slots: Ints, seen: Ints) -> Bools:
     """Which of the first readings of A records, (A, most of `seen`), are the last ones of their blocks of ties."""
     following = np.arange(int(seen.max())) + 1
     tied = records.log_tied[slots[:, None], np.minimum(following, records.log_tied.shape[1] - 1)]

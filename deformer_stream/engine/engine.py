@@ -14,19 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration, Ties
-from deformer_stream.calibration.drift import Watch
+from deformer_stream.calibration.drift import DriftMonitor
 from deformer_stream.engine.alerts import alert_id, raised
 from deformer_stream.engine.events import AlertRaised, Closed, Closing, Decisions, Effects, EventBatch, Rejected, Scored
 from deformer_stream.engine.explain import Effort
-from deformer_stream.engine.records import REMEMBERED, Accepted, Records
-from deformer_stream.engine.scoring import UNDECIDED, Cache, Generation
+from deformer_stream.engine.records import MAX_CLOSED_IDS, AcceptedReadings, RecordTable
+from deformer_stream.engine.scoring import NO_ALPHAS, Cache, ModelVersion
 from deformer_stream.engine.snapshot import Snapshot, Vocabulary, export_state, import_state
 from deformer_stream.engine.ties import decide
 from deformer_stream.errors import InvariantViolated
 from deformer_stream.kernels.kv_cache import Shape
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Schema
-from deformer_stream.ragged import ragged
+from deformer_stream.ragged import ragged_indices
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -49,7 +49,7 @@ class Limits:
     record_timeout: int | None = None
     open_records: int = 1_000_000
     cache_bytes: int = 512 * 2**20
-    remembered: int = REMEMBERED
+    remembered: int = MAX_CLOSED_IDS
     tie_wait: int | None = None
 
 
@@ -79,20 +79,20 @@ class Engine:
     ) -> None:
         self.alphas = np.unique(np.atleast_1d(np.asarray(alpha, np.float64)))[::-1]
         self.limits, self.effort, self._ties = limits or Limits(), effort, ties
-        self.records = Records(model.schema, self.limits.remembered, self._holds(calibration))
+        self.records = RecordTable(model.schema, self.limits.remembered, self._holds(calibration))
         self._splits: dict[int, dict[str, set[int]]] = {}  # source → record → where the clock had decided blocks
         self.dropped_readings = 0
         self.cache_rebuilds = 0
         self._newest = 0
-        self._generations = {0: Generation(model, calibration, fingerprint)}
+        self._generations = {0: ModelVersion(model, calibration, fingerprint)}
         self._caches: dict[Shape, Cache] = {}
         self._next_expiry = self._next_wait = 0
         self._translated: set[int] = set()  # partitions whose records another vocabulary may have completed
-        self._watch = None if drift is None else Watch(calibration, fingerprint, drift)
+        self._watch = None if drift is None else DriftMonitor(calibration, fingerprint, drift)
         self._allot()
 
     @property
-    def current(self) -> Generation:
+    def current(self) -> ModelVersion:
         """What records that open now are scored by."""
         return self._generations[self._newest]
 
@@ -141,10 +141,10 @@ class Engine:
         if self.records.ties:
             _, accepted = decide(self.records, batch, accepted, np.array(ended, np.int64), self._splits_of)
         lasting = ~np.isin(accepted.slots, ended)
-        self._score(accepted.slots[lasting], accepted.seq[lasting], UNDECIDED)
+        self._score(accepted.slots[lasting], accepted.seq[lasting], NO_ALPHAS)
         self._let_go(ended)
 
-    def foretell(self, source: int, decisions: Decisions) -> None:
+    def preload_decisions(self, source: int, decisions: Decisions) -> None:
         """What an earlier life decided about a partition, before the events that this life will replay: where the clock
         decided blocks of ties does not wait for `apply`, for other readings of the time may come in between."""
         places = self._splits.setdefault(source, {})
@@ -161,8 +161,8 @@ class Engine:
         if self.records.ties and decisions.waited:
             places = ((slot_of[record], at) for record, at in decisions.waited.items() if record in slot_of)
             over = [slot for slot, at in places if self.records.count[slot] in at]
-            _, accepted = decide(self.records, EventBatch.empty(), Accepted.none(), np.array(over, np.int64))
-            self._score(accepted.slots, accepted.seq, UNDECIDED)
+            _, accepted = decide(self.records, EventBatch.empty(), AcceptedReadings.none(), np.array(over, np.int64))
+            self._score(accepted.slots, accepted.seq, NO_ALPHAS)
         for record, told in decisions.alerted.items():
             if record in slot_of:
                 self.records.tell(slot_of[record], told)
@@ -208,9 +208,9 @@ class Engine:
         finish = open_records == "finish" and alike and self._holds(calibration) == self.records.ties
         saved = {} if finish else {source: self.snapshot(source, 0) for source in self.records.partitions}
         self._newest += 1
-        self._generations[self._newest] = Generation(model, calibration, fingerprint)
+        self._generations[self._newest] = ModelVersion(model, calibration, fingerprint)
         if self._watch is not None:
-            self._watch = Watch(calibration, fingerprint, self._watch.level)
+            self._watch = DriftMonitor(calibration, fingerprint, self._watch.level)
         if not finish:
             self.records = self.records.emptied(model.schema, self._holds(calibration))
             self._generations = {self._newest: self.current}
@@ -249,7 +249,7 @@ class Engine:
 
     def finish(self) -> Effects:
         """The input ended: close every open record, by partition, the one opened first at the beginning."""
-        slots, batch, accepted = self.records.of_sources(), EventBatch.empty(), Accepted.none()
+        slots, batch, accepted = self.records.of_sources(), EventBatch.empty(), AcceptedReadings.none()
         if self.records.ties:
             batch, accepted = decide(self.records, batch, accepted, np.array(slots, np.int64))
         scored, alerts = self._judge(batch, accepted)
@@ -258,7 +258,7 @@ class Engine:
     def _holds(self, calibration: Calibration) -> bool:
         return (self._ties or calibration.ties) == "hold"
 
-    def _accept(self, batch: EventBatch, now: int) -> tuple[Accepted, list[Rejected]]:
+    def _accept(self, batch: EventBatch, now: int) -> tuple[AcceptedReadings, list[Rejected]]:
         accepted, rejected = self.records.accept(batch, now, self._newest)
         self._make_room()
         return accepted, rejected
@@ -267,7 +267,7 @@ class Engine:
         for cache in self._caches.values():
             cache.grow(self.records.capacity)
 
-    def _judge(self, batch: EventBatch, accepted: Accepted) -> tuple[Scored, list[AlertRaised]]:
+    def _judge(self, batch: EventBatch, accepted: AcceptedReadings) -> tuple[Scored, list[AlertRaised]]:
         (log_likelihood, running, score, p_value), passed = self._score(accepted.slots, accepted.seq, self.alphas)
         seq = accepted.seq.astype(np.int32)
         scored = Scored(accepted.events, seq, log_likelihood, running, score, p_value, passed > 0)
@@ -285,7 +285,7 @@ class Engine:
             self.cache_rebuilds += scored[2]
         return columns, passed
 
-    def _by_generation(self, slots: Ints) -> Iterator[tuple[Generation, Ints]]:
+    def _by_generation(self, slots: Ints) -> Iterator[tuple[ModelVersion, Ints]]:
         """What scores these slots, and the places of those that it scores."""
         if len(self._generations) == 1 and len(slots):
             yield self.current, np.arange(len(slots))
@@ -297,10 +297,12 @@ class Engine:
     def _rescore(self, slots: Ints) -> None:
         """Score the logs of these records from the beginning; what they have crossed shows at their next reading."""
         self.records.unscore(slots)
-        record, place = ragged(self.records.count[slots] - self.records.held[slots])
-        self._score(slots[record], place, UNDECIDED)
+        record, place = ragged_indices(self.records.count[slots] - self.records.held[slots])
+        self._score(slots[record], place, NO_ALPHAS)
 
-    def _closing(self, accepted: Accepted, now: int, holding: Collection[int]) -> tuple[list[int], list[Closing]]:
+    def _closing(
+        self, accepted: AcceptedReadings, now: int, holding: Collection[int]
+    ) -> tuple[list[int], list[Closing]]:
         """What ends after a batch: slots, and the reason of each."""
         whole = self._whole(holding)
         idle = [slot for slot in self._idle(now, holding) if slot not in whole] if whole else self._idle(now, holding)
@@ -358,14 +360,14 @@ class Engine:
         self._let_go(slots)
         return replace(closed, anomaly_score=score)
 
-    def _observe(self, watch: Watch, closed: Closed, slots: Ints) -> None:
+    def _observe(self, watch: DriftMonitor, closed: Closed, slots: Ints) -> None:
         """Records that ended by themselves, judged by the current model, go into the evidence of drift."""
         ended = np.array([reason in NATURAL for reason in closed.reasons], bool)
         rows = (ended & (closed.events > 0) & (self.records.generation[slots] == self._newest)).nonzero()[0]
-        rows = rows[closed.sources[rows].argsort(kind="stable")]
+        rows = rows[closed.partitions[rows].argsort(kind="stable")]
         mine = slots[rows].tolist()
         names = [closed.records[row] for row in rows.tolist()]
-        watch.observe(closed.sources[rows].tolist(), names, closed.score[rows], lambda i: self.records.log(mine[i]))
+        watch.observe(closed.partitions[rows].tolist(), names, closed.score[rows], lambda i: self.records.log(mine[i]))
 
     def _let_go(self, slots: list[int]) -> None:
         """Give the slots of closed records to others."""

@@ -13,7 +13,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.drift_state import Drift, DriftNotice
+from deformer_stream.calibration.drift_state import DriftNotice, DriftState
 
 NO_TIME = int(np.iinfo(np.int64).min)
 """The time of an event that carries none (times are microseconds since 1970, UTC)."""
@@ -80,7 +80,7 @@ class EventBatch:
     values: NDArray[np.float64]
     times: NDArray[np.int64]
     messages: NDArray[np.int32]
-    sources: NDArray[np.int32]
+    partitions: NDArray[np.int32]
     unseen: dict[int, str] = field(default_factory=dict)
     windowed: Windowed | None = None
     rows: NDArray[np.int64] | None = None
@@ -237,7 +237,7 @@ class Closed:
 
     records: list[str]
     reasons: list[Closing]
-    sources: NDArray[np.int32]
+    partitions: NDArray[np.int32]
     events: NDArray[np.int32]
     complete: NDArray[np.bool_]
     log_likelihood: NDArray[np.float64]
@@ -263,7 +263,7 @@ class Closed:
         return Closed(
             [record for part in parts for record in part.records],
             [reason for part in parts for reason in part.reasons],
-            np.concatenate([part.sources for part in parts]),
+            np.concatenate([part.partitions for part in parts]),
             np.concatenate([part.events for part in parts]),
             np.concatenate([part.complete for part in parts]),
             np.concatenate([part.log_likelihood for part in parts]),
@@ -288,18 +288,18 @@ class Effects:
     rejected: list[Rejected]
     closed: Closed
     drifts: list[DriftNotice] = field(default_factory=list)
-    evidence: Mapping[int, Drift] = field(default_factory=dict)
+    evidence: Mapping[int, DriftState] = field(default_factory=dict)
     waited: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
     def decisions(self) -> dict[int, Decisions]:
         """By partition, what was decided here that the partition's log cannot tell."""
         closed: dict[int, list[str]] = {}
-        alerted: dict[int, dict[str, Alerted]] = {}
+        alerted: dict[int, dict[str, AlertedState]] = {}
         for alert in self.alerts:
             if not alert.ended:
-                mine, told = alerted.setdefault(alert.partition, {}), Alerted(alert.raised_at - 1, alert.alpha)
+                mine, told = alerted.setdefault(alert.partition, {}), AlertedState(alert.raised_at - 1, alert.alpha)
                 mine[alert.record] = mine[alert.record] + told if alert.record in mine else told
-        rows = zip(self.closed.records, self.closed.reasons, self.closed.sources.tolist(), strict=True)
+        rows = zip(self.closed.records, self.closed.reasons, self.closed.partitions.tolist(), strict=True)
         for record, reason, partition in rows:
             if reason in (Closing.TIMEOUT, Closing.EVICTED):
                 closed.setdefault(partition, []).append(record)
@@ -310,23 +310,23 @@ class Effects:
         }
 
 
-QUIET = 1.0
+NO_ALERT = 1.0
 """In place of the strictest alpha that has raised an alert of a record, where none has: every alpha is stricter."""
 
 
-ALL_TOLD = 0.0
+SUPPRESS_ALL = 0.0
 """In its place where it is not known: no alpha is stricter, so the record alerts no more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Alerted:
+class AlertedState:
     """A record has alerted. seq: place of the reading that raised the first alert. alpha: the strictest so far."""
 
     seq: int
-    alpha: float = ALL_TOLD
+    alpha: float = SUPPRESS_ALL
 
-    def __add__(self, later: Alerted) -> Alerted:
-        return Alerted(self.seq, min(self.alpha, later.alpha))
+    def __add__(self, later: AlertedState) -> AlertedState:
+        return AlertedState(self.seq, min(self.alpha, later.alpha))
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,8 +339,8 @@ class Decisions:
     """
 
     closed: tuple[str, ...] = ()
-    alerted: Mapping[str, Alerted] = field(default_factory=dict)
-    drift: Drift | None = None
+    alerted: Mapping[str, AlertedState] = field(default_factory=dict)
+    drift: DriftState | None = None
     waited: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:

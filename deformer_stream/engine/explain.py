@@ -29,8 +29,8 @@ from deformer_stream.calibration.conformal import PrefixState, advance
 from deformer_stream.engine.events import Contribution, Expected, Explanation
 from deformer_stream.engine.order_trees import Orders, conditionals, each_last
 from deformer_stream.engine.queries import likeliest, on_grid
-from deformer_stream.kernels.cpu import Compiled
-from deformer_stream.model.deformer import DEformer, tensor
+from deformer_stream.kernels.cpu import CpuKernels
+from deformer_stream.model.deformer import DEformer, to_tensor
 from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.schema import Feature, Schema
 
@@ -73,7 +73,7 @@ class _Rows:
     given: Ints
     tested: Ints
     names: list[str]
-    compiled: Compiled | None
+    compiled: CpuKernels | None
 
     def take(self, rows: Ints) -> _Rows:
         return _Rows(
@@ -122,7 +122,7 @@ def explain(
     records: Sequence[str],
     alarming: Alarming,
     effort: Effort = "full",
-    compiled: Compiled | None = None,
+    compiled: CpuKernels | None = None,
     ends: Bools | None = None,
 ) -> list[Explanation]:
     """Why each of A records is what it is, the most suspicious reading first; context is left out.
@@ -163,7 +163,7 @@ def _alike(schema: Schema, codes: Ints) -> Iterator[Ints]:
             yield rows[start : start + size]
 
 
-def _on_arrival(model: DEformer, codes: Ints, raw: Floats, compiled: Compiled | None) -> _Reasons:
+def _on_arrival(model: DEformer, codes: Ints, raw: Floats, compiled: CpuKernels | None) -> _Reasons:
     """Each reading given the ones before it."""
     A, m = codes.shape
     places = np.broadcast_to(np.arange(m), codes.shape)
@@ -175,7 +175,7 @@ def _on_arrival(model: DEformer, codes: Ints, raw: Floats, compiled: Compiled | 
 
 
 def _arranged(
-    model: DEformer, codes: Ints, raw: Floats, ends: Bools, records: list[str], compiled: Compiled | None
+    model: DEformer, codes: Ints, raw: Floats, ends: Bools, records: list[str], compiled: CpuKernels | None
 ) -> _Rows:
     """Who is tested, in which order: context never, and of many readings those that surprised most on arrival."""
     context = model.schema.context[codes]
@@ -205,7 +205,7 @@ class _Pass:
     at the nodes, as is the conditionals' shape. surprisal: (A, T) −ln p(v), 0 for context."""
 
     orders: Orders
-    compiled: Compiled | None
+    compiled: CpuKernels | None
     places: Ints
     codes: Ints
     values: torch.Tensor
@@ -238,9 +238,9 @@ class _Pass:
 
 def _ask(model: DEformer, rows: _Rows, places: Ints, orders: Orders) -> _Pass:
     codes = np.take_along_axis(rows.codes, places, 1)
-    x = tensor(np.take_along_axis(rows.values, places, 1), model)
+    x = to_tensor(np.take_along_axis(rows.values, places, 1), model)
     with torch.inference_mode():
-        conditional = conditionals(model, orders, tensor(codes, model), x, rows.compiled)
+        conditional = conditionals(model, orders, to_tensor(codes, model), x, rows.compiled)
         at = x[:, torch.from_numpy(orders.reading).to(model.device)]
         surprisal = -conditional.log_prob(at).double().cpu().numpy()
     nodes = codes[:, orders.reading]
@@ -332,19 +332,19 @@ def _silent(model: DEformer, rows: _Rows, places: Ints, found: Floats, sets: Int
     return ~alarming(found.reshape(A, C), rows.names)
 
 
-def _statistics(model: DEformer, compiled: Compiled | None, codes: Ints, values: Floats, ends: Bools) -> Floats:
+def _statistics(model: DEformer, compiled: CpuKernels | None, codes: Ints, values: Floats, ends: Bools) -> Floats:
     """Largest prefix statistics, (R,), of R records without padding; arguments (R, m)."""
     with torch.inference_mode():
-        features, x = tensor(codes, model), tensor(values, model)
+        features, x = to_tensor(codes, model), to_tensor(values, model)
         asked = (model.conditionals if compiled is None else compiled.whole)(features, x)
         log_p = _log_p_value(asked, x, compiled)
     return advance(PrefixState.start(len(codes)), log_p, ~model.schema.context[codes], ends)[1].peak
 
 
-def _log_p_value(conditional: Conditional, values: torch.Tensor, compiled: Compiled | None) -> Floats:
+def _log_p_value(conditional: Conditional, values: torch.Tensor, compiled: CpuKernels | None) -> Floats:
     """ln of the highest-density p-values of readings."""
     found = conditional.surprisal(values) if compiled is None else compiled.surprisal(conditional, values)
-    return np.asarray(conditional.judge(values, found).log_p_value.double().cpu().numpy())
+    return np.asarray(conditional.score_terms(values, found).log_p_value.double().cpu().numpy())
 
 
 def _told(

@@ -15,7 +15,7 @@ BLOCK = 10
 """Ids whose numbers are equal but for so many bits stand in one piece, which goes when others take its turn."""
 
 
-class Texts:
+class StringColumn:
     """N texts in one piece, as a value. utf8: one after the other; edges: (N + 1,) int64, where each begins, and the
     end."""
 
@@ -23,9 +23,9 @@ class Texts:
         self.utf8, self.edges = utf8, edges
 
     @staticmethod
-    def of(texts: Iterable[str]) -> Texts:
+    def of(texts: Iterable[str]) -> StringColumn:
         parts = [text.encode() for text in texts]
-        return Texts(b"".join(parts), np.cumsum([0, *map(len, parts)], dtype=np.int64))
+        return StringColumn(b"".join(parts), np.cumsum([0, *map(len, parts)], dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.edges) - 1
@@ -34,7 +34,7 @@ class Texts:
         return (self.utf8[begin:end].decode() for begin, end in pairwise(self.edges.tolist()))
 
 
-class Remembered:
+class BoundedIdSet:
     """The latest `most` of the ids that were added, the earliest first.
 
     Ids are numbered from 1 as they come. Their bytes stand one after the other, in blocks, and where they end is found
@@ -60,7 +60,7 @@ class Remembered:
 
     def _begin(self, ids: list[str]) -> None:
         """With these, at once: one by one they take twice as long."""
-        texts, spread = Texts.of(ids), np.fromiter(map(hash, ids), np.int64, len(ids))
+        texts, spread = StringColumn.of(ids), np.fromiter(map(hash, ids), np.int64, len(ids))
         chain, number = spread & self._mask, np.arange(1, len(ids) + 1)
         entries = number << TAG | spread >> TAGGED & TAGS
         order = chain.argsort(kind="stable")
@@ -106,7 +106,7 @@ class Remembered:
         """Where in its block an id begins."""
         return self._ends[(number - 1) % self._turn] if number & (1 << BLOCK) - 1 else 0
 
-    def texts(self) -> Texts:
+    def texts(self) -> StringColumn:
         """The ids as they are now."""
         first, pieces = self._forgotten + 1, list[bytearray]()
         edges, ends = np.zeros(self._latest - self._forgotten + 1, np.int64), np.asarray(self._ends)
@@ -118,7 +118,7 @@ class Remembered:
             block = self._blocks[number % len(self._blocks)]
             pieces.append(block[cut:] if cut else block)
             cut = 0
-        return Texts(b"".join(pieces), edges)
+        return StringColumn(b"".join(pieces), edges)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.texts())

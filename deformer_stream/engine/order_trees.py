@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deformer_stream.kernels.cpu import Compiled
+from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.distributions import Conditional
-from deformer_stream.model.gaussian_prior import Guide
+from deformer_stream.model.gaussian_prior import PriorConditional
 
 Ints = NDArray[np.int64]
 
@@ -102,7 +102,7 @@ def _folded(reading: list[int], ways: list[list[int]], paths: list[list[int]], t
 
 
 def conditionals(
-    model: DEformer, orders: Orders, codes: Tensor, values: Tensor, compiled: Compiled | None = None
+    model: DEformer, orders: Orders, codes: Tensor, values: Tensor, compiled: CpuKernels | None = None
 ) -> Conditional:
     """p(v | what lies on the way) at each node. codes, values: (A, W) readings of A records, normalised units → shape
     (A, T). compiled: the model's compiled code, where it shall do the work."""
@@ -123,6 +123,6 @@ def conditionals(
         rows = torch.arange(A, device=device)[:, None] * P + path
         guide = model.gaussians(ordered, x[:, nodes].flatten(0, 1))[rows, place]
     if guide is not None:
-        guide = Guide(*(torch.unflatten(part, 1, (-1, each)).flatten(0, 1) for part in guide.parts))
+        guide = PriorConditional(*(torch.unflatten(part, 1, (-1, each)).flatten(0, 1) for part in guide.parts))
     found = model.conditionals(features.reshape(-1, each), x.reshape(-1, each), guide, before[:each, :each])
     return found.shaped(A, T)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream.kernels.kv_cache import KeyValueCache
-from deformer_stream.model.deformer import DEformer, Extension, Past, tensor
+from deformer_stream.model.deformer import DEformer, KVCacheView, StepOutput, to_tensor
 from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.schema import Schema
 
@@ -106,31 +106,31 @@ def _groups(kind: Ints, rows: Ints) -> Iterator[tuple[int, Ints]]:
         yield one, rows[kind[rows] == one]
 
 
-def _past(model: DEformer, codes: Ints, values: Floats) -> Past | None:
+def _past(model: DEformer, codes: Ints, values: Floats) -> KVCacheView | None:
     """Keys and values of (R, K) readings, None where there are none."""
     if not codes.shape[1]:
         return None
     with torch.inference_mode():
-        normal = tensor(model.schema.normalise(codes, values), model)
-        seen = model.prefill(tensor(codes, model), normal)
+        normal = to_tensor(model.schema.normalise(codes, values), model)
+        seen = model.prefill(to_tensor(codes, model), normal)
         lengths = torch.full((len(codes),), codes.shape[1] * model.tokens_kept, device=model.device)
-    return Past(seen.keys, seen.values, lengths, seen.readings)
+    return KVCacheView(seen.keys, seen.values, lengths, seen.readings)
 
 
-def _rows(past: Past | None, rows: Ints, model: DEformer) -> Past | None:
+def _rows(past: KVCacheView | None, rows: Ints, model: DEformer) -> KVCacheView | None:
     if past is None:
         return None
-    index = tensor(rows, model)
+    index = to_tensor(rows, model)
     keys, values = ([t[index] for t in part] for part in (past.keys, past.values))
-    return Past(keys, values, past.lengths[index], None if past.readings is None else past.readings[index])
+    return KVCacheView(keys, values, past.lengths[index], None if past.readings is None else past.readings[index])
 
 
-def _ask(model: DEformer, asks: Ints, past: Past | None) -> Conditional:
+def _ask(model: DEformer, asks: Ints, past: KVCacheView | None) -> Conditional:
     """The conditionals of one feature per record, (R,). The value that goes with the question is never looked at."""
     with torch.inference_mode():
-        codes = tensor(asks[:, None], model)
+        codes = to_tensor(asks[:, None], model)
         nothing = torch.zeros(codes.shape, dtype=model.dtype, device=model.device)
-        extension = model.prefill(codes, nothing) if past is None else model.extend(codes, nothing, past)
+        extension = model.prefill(codes, nothing) if past is None else model.forward_cached(codes, nothing, past)
         return extension.conditional[:, 0]
 
 
@@ -237,12 +237,14 @@ def _draw(model: DEformer, values: Floats, codes: Ints, given: int, draws: torch
         # A pass brings the readings not seen yet and asks for the next one, whose value it never looks at.
         new, brought = slice(seen, k + 1), k - seen
         with torch.inference_mode():
-            told = model.extend(tensor(codes[:, new], model), tensor(normal[:, new], model), cache.gather(slots))
+            told = model.forward_cached(
+                to_tensor(codes[:, new], model), to_tensor(normal[:, new], model), cache.gather(slots)
+            )
             if brought:
                 end = brought * kept
                 keys, kept_values = ([t[:, :, :end] for t in part] for part in (told.keys, told.values))
                 readings = None if told.readings is None else told.readings[:, :end]
-                cache.append(slots, Extension(told.conditional, keys, kept_values, readings), np.full(n, brought))
+                cache.append(slots, StepOutput(told.conditional, keys, kept_values, readings), np.full(n, brought))
                 seen = k
             draw = told.conditional[:, -1].sample(draws).double().cpu().numpy()
         raw = on_grid(schema, codes[:, k], schema.denormalise(codes[:, k], draw))

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.engine.events import NO_TIME, QUIET, Alerted, Closed, Closing, EventBatch, Reason, Rejected
-from deformer_stream.engine.id_set import Remembered
+from deformer_stream.engine.events import NO_ALERT, NO_TIME, AlertedState, Closed, Closing, EventBatch, Reason, Rejected
+from deformer_stream.engine.id_set import BoundedIdSet
 from deformer_stream.engine.watermarks import Watermarks
 from deformer_stream.model.schema import Schema
-from deformer_stream.ragged import runs
+from deformer_stream.ragged import run_boundaries
 
-REMEMBERED = 200_000
+MAX_CLOSED_IDS = 200_000
 """Ids of closed records that are remembered per partition, so that their late events are refused rather than opening
 them anew; and devices whose watermarks are."""
 
@@ -28,9 +28,9 @@ class Partition:
     slot_of: open records, in the order of their opening. closed: remembered ids.
     """
 
-    def __init__(self, remembered: int = REMEMBERED) -> None:
+    def __init__(self, remembered: int = MAX_CLOSED_IDS) -> None:
         self.slot_of: dict[str, int] = {}
-        self.closed = Remembered(remembered)
+        self.closed = BoundedIdSet(remembered)
         self.watermarks = Watermarks(remembered)
 
     def arrive(self, record: str, device: str, deadline: int, time: int) -> tuple[bool, list[int]]:
@@ -70,7 +70,7 @@ SAMPLE = 17
 keeps step with it."""
 
 
-class Records:
+class RecordTable:
     """The open records of one consumer, by partition.
 
     remembered: closed ids and devices' watermarks known per partition. misrouted: openings of an id that was open in
@@ -78,7 +78,7 @@ class Records:
     one time wait for each other (`engine.ties`); late_ties: blocks that began when their instant was over.
     """
 
-    def __init__(self, schema: Schema, remembered: int = REMEMBERED, ties: bool = False) -> None:
+    def __init__(self, schema: Schema, remembered: int = MAX_CLOSED_IDS, ties: bool = False) -> None:
         self.schema = schema
         self.remembered = remembered
         self.partitions: dict[int, Partition] = {}
@@ -168,7 +168,7 @@ class Records:
         self.generation[slots] = generation
         self.count[slots] = 0
         self.absent[slots] = 0
-        self.alert_seq[slots], self.alert_alpha[slots] = -1, QUIET
+        self.alert_seq[slots], self.alert_alpha[slots] = -1, NO_ALERT
         self.held[slots], self.instant[slots] = 0, NO_TIME
         self.unscore(slots)
 
@@ -176,12 +176,12 @@ class Records:
         """The running numbers of these records are those before their first reading."""
         self.running[slots] = UNSCORED
 
-    def accept(self, batch: EventBatch, now: int, generation: int = 0) -> tuple[Accepted, list[Rejected]]:
+    def accept(self, batch: EventBatch, now: int, generation: int = 0) -> tuple[AcceptedReadings, list[Rejected]]:
         """Enter a batch into the logs; what is a duplicate or late is refused. now: microseconds. generation: of the
         records that open."""
-        return enter(self, batch, now, generation)
+        return ingest(self, batch, now, generation)
 
-    def tell(self, slot: int, told: Alerted) -> None:
+    def tell(self, slot: int, told: AlertedState) -> None:
         """An earlier life has raised these alerts of a record."""
         if self.alert_seq[slot] < 0:
             self.alert_seq[slot] = told.seq
@@ -273,9 +273,9 @@ class Records:
         for source in sources:
             self.partitions.pop(source, None)
 
-    def emptied(self, schema: Schema, ties: bool) -> Records:
+    def emptied(self, schema: Schema, ties: bool) -> RecordTable:
         """Nothing but what was found out about the input."""
-        records = Records(schema, self.remembered, ties)
+        records = RecordTable(schema, self.remembered, ties)
         records.misrouted, records.misrouted_example = self.misrouted, self.misrouted_example
         records.late_ties = self.late_ties
         return records
@@ -299,7 +299,7 @@ LONGEST_SHOWN = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class AcceptedReadings:
     """M readings accepted from one batch, in order: index into the batch, slot, place in the record from 0.
 
     ended: slots of records that await nothing more or whose window is over, in order, and which of the two; their ids
@@ -312,29 +312,31 @@ class Accepted:
     ended: dict[int, Closing]
 
     @staticmethod
-    def none() -> Accepted:
+    def none() -> AcceptedReadings:
         nothing = np.empty(0, np.int64)
-        return Accepted(nothing, nothing, nothing, {})
+        return AcceptedReadings(nothing, nothing, nothing, {})
 
 
-def enter(records: Records, batch: EventBatch, now: int, generation: int) -> tuple[Accepted, list[Rejected]]:
+def ingest(
+    records: RecordTable, batch: EventBatch, now: int, generation: int
+) -> tuple[AcceptedReadings, list[Rejected]]:
     """See `Records.accept`."""
     if not len(batch):
-        return Accepted.none(), []
+        return AcceptedReadings.none(), []
     found = None if batch.windowed is not None else _owners(records, batch, generation)
     if found is not None:
-        return _together(records, batch, found, now), []
-    return _one_by_one(records, batch, now, generation)
+        return _ingest_vectorized(records, batch, found, now), []
+    return _ingest_sequential(records, batch, now, generation)
 
 
-def _owners(records: Records, batch: EventBatch, generation: int) -> Ints | None:
+def _owners(records: RecordTable, batch: EventBatch, generation: int) -> Ints | None:
     """(N,) the slots of the events' records, which are open by then; None, and nothing is done, where an event would be
     refused."""
     n, capacity = len(records.schema), records.capacity
     ids, row = batch.names()
-    origin = batch.sources if batch.rows is None else batch.sources[batch.rows[:-1]]
+    origin = batch.partitions if batch.rows is None else batch.partitions[batch.rows[:-1]]
     sources, found = origin.tolist(), list[int]()
-    for begin, end in pairwise(runs(origin).tolist()):  # what comes of one partition stands together, mostly
+    for begin, end in pairwise(run_boundaries(origin).tolist()):  # what comes of one partition stands together, mostly
         found += map(records.partition(sources[begin]).slot_of.get, ids[begin:end], repeat(-1))
     slots = np.array(found, np.int64)
     new: dict[tuple[int, str], int] = {}  # beyond all slots until it is known that they are needed
@@ -363,23 +365,23 @@ def _owners(records: Records, batch: EventBatch, generation: int) -> Ints | None
     return owner
 
 
-def _bits(records: Records, slots: Ints, codes: NDArray[np.int32]) -> tuple[Ints, NDArray[np.uint8]]:
+def _bits(records: RecordTable, slots: Ints, codes: NDArray[np.int32]) -> tuple[Ints, NDArray[np.uint8]]:
     """Which byte of `Records.settled` says of features whether they are, and by which bit."""
     return slots * records.settled.shape[1] + (codes >> 3), np.left_shift(1, codes & 7).astype(np.uint8)
 
 
-def _together(records: Records, batch: EventBatch, owner: Ints, now: int) -> Accepted:
+def _ingest_vectorized(records: RecordTable, batch: EventBatch, owner: Ints, now: int) -> AcceptedReadings:
     """Enter events into the logs of their records' slots, (N,)."""
     known = ~np.isnan(batch.values)
     order = owner.argsort(kind="stable")
-    edges, there = runs(owner[order]), known[order]
+    edges, there = run_boundaries(owner[order]), known[order]
     begin, size = edges[:-1], edges[1:] - edges[:-1]
     touched = owner[order[begin]]
     place = np.empty(len(owner), np.int64)
     before = there.cumsum() - there
     place[order] = before + (records.count[touched] - before[begin]).repeat(size)
     events = known.nonzero()[0]
-    accepted = Accepted(events, owner[events], place[events], {})
+    accepted = AcceptedReadings(events, owner[events], place[events], {})
     np.bitwise_or.at(records.settled.reshape(-1), *_bits(records, owner, batch.features))
     records.log_feature[accepted.slots, accepted.seq] = batch.features[events]
     records.log_value[accepted.slots, accepted.seq] = batch.values[events]
@@ -399,7 +401,9 @@ def _together(records: Records, batch: EventBatch, owner: Ints, now: int) -> Acc
     return accepted
 
 
-def _one_by_one(records: Records, batch: EventBatch, now: int, generation: int) -> tuple[Accepted, list[Rejected]]:
+def _ingest_sequential(
+    records: RecordTable, batch: EventBatch, now: int, generation: int
+) -> tuple[AcceptedReadings, list[Rejected]]:
     events: list[int] = []
     slots: list[int] = []
     seq: list[int] = []
@@ -414,7 +418,7 @@ def _one_by_one(records: Records, batch: EventBatch, now: int, generation: int) 
     settled, width = records.settled.reshape(-1).data, records.settled.shape[1]
     source, partition = -1, Partition(0)
     slot_of, closed = partition.slot_of, partition.closed
-    for i, (record, origin) in enumerate(zip(batch.records, batch.sources.tolist(), strict=True)):
+    for i, (record, origin) in enumerate(zip(batch.records, batch.partitions.tolist(), strict=True)):
         if origin != source:
             source, partition = origin, records.partition(origin)
             slot_of, closed = partition.slot_of, partition.closed
@@ -457,8 +461,8 @@ def _one_by_one(records: Records, batch: EventBatch, now: int, generation: int) 
         if not left[slot]:
             ended[slot] = Closing.COMPLETE
             partition.close(record)
-    records.begin(np.array(list(opened), np.int64), batch.sources[list(opened.values())], generation)
-    accepted = Accepted(np.array(events, np.int64), np.array(slots, np.int64), np.array(seq, np.int64), ended)
+    records.begin(np.array(list(opened), np.int64), batch.partitions[list(opened.values())], generation)
+    accepted = AcceptedReadings(np.array(events, np.int64), np.array(slots, np.int64), np.array(seq, np.int64), ended)
     records.log_feature[accepted.slots, accepted.seq] = batch.features[accepted.events]
     records.log_value[accepted.slots, accepted.seq] = batch.values[accepted.events]
     np.add.at(records.absent, absent, 1)
@@ -469,7 +473,7 @@ def _one_by_one(records: Records, batch: EventBatch, now: int, generation: int) 
     return accepted, rejected
 
 
-def _refused(records: Records, batch: EventBatch, i: int, reason: Reason) -> Rejected:
+def _refused(records: RecordTable, batch: EventBatch, i: int, reason: Reason) -> Rejected:
     name = records.schema.names[batch.features[i]]
     why = "its record is closed" if reason is Reason.LATE else "the record has this feature already"
     record = batch.records[i] if len(batch.records[i]) <= LONGEST_SHOWN else batch.records[i][:LONGEST_SHOWN] + "…"

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.conformal import Calibration, PrefixState, added, advance
-from deformer_stream.engine.records import Records
+from deformer_stream.calibration.conformal import Calibration, PrefixState, advance, running_sum
+from deformer_stream.engine.records import RecordTable
 from deformer_stream.engine.ties import symmetric
-from deformer_stream.kernels.cpu import Compiled, CompiledCache, Ragged
-from deformer_stream.kernels.cuda_graphs import Pass, Passes
+from deformer_stream.kernels.cpu import CpuKernels, CpuKVCache, RaggedBatch
+from deformer_stream.kernels.cuda_graphs import CudaGraphs, ForwardInputs
 from deformer_stream.kernels.kv_cache import KeyValueCache, Shape, shape_of
-from deformer_stream.model.deformer import DEformer, tensor
-from deformer_stream.ragged import ragged, runs
+from deformer_stream.model.deformer import DEformer, to_tensor
+from deformer_stream.ragged import ragged_indices, run_boundaries
 
-Cache = KeyValueCache | CompiledCache
+Cache = KeyValueCache | CpuKVCache
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -34,19 +34,19 @@ PADDING, SMALL_READINGS = 1.25, 512
 """Records with unequal numbers of readings share a pass if padding adds at most a quarter, or few readings in all: a
 pass costs as much as some hundred readings whatever is in it."""
 
-UNDECIDED = np.empty(0)
+NO_ALPHAS = np.empty(0)
 """The alphas of readings that were judged before: none, so no alert is raised."""
 
 
-class Generation:
+class ModelVersion:
     """A model with its calibration: what the records that began with it are judged by."""
 
     def __init__(self, model: DEformer, calibration: Calibration, fingerprint: str) -> None:
         self.model, self.calibration, self.fingerprint = model.eval(), calibration, fingerprint
         self.schema = model.schema
-        self.compiled = Compiled.of(model)
-        self._forks: CompiledCache | None = None  # where branches of open records live while a block is judged
-        self._passes: Passes | None = None  # without compiled code, over the cache used last
+        self.compiled = CpuKernels.of(model)
+        self._forks: CpuKVCache | None = None  # where branches of open records live while a block is judged
+        self._passes: CudaGraphs | None = None  # without compiled code, over the cache used last
         # What two generations must have in common to share a cache.
         self.shape: Shape = *shape_of(model), None if self.compiled is None else model.config.precision
 
@@ -58,7 +58,9 @@ class Generation:
         """Let go of the cache used last, so that its memory comes free."""
         self._passes = None
 
-    def score(self, records: Records, cache: Cache, slots: Ints, seq: Ints, alphas: Floats) -> tuple[Floats, Ints, int]:
+    def score(
+        self, records: RecordTable, cache: Cache, slots: Ints, seq: Ints, alphas: Floats
+    ) -> tuple[Floats, Ints, int]:
         """Judge M readings that are in the logs, given their slots and places in the record, each (M,); a record's come
         in order, and those before them are judged already. Returns log-likelihood, its running sum, score and p-value,
         (4, M); how many of the alphas, given the largest first, each of them is the first to pass, (M,); and how many
@@ -66,7 +68,7 @@ class Generation:
         # Readings of one record stand together, in its order, from `first` on; first come the records that end here.
         order = (slots + records.capacity * records.is_open[slots]).argsort(kind="stable")
         ordered, seq = slots[order], seq[order]
-        edges = runs(ordered)
+        edges = run_boundaries(ordered)
         first, fresh = edges[:-1], edges[1:] - edges[:-1]
         slots, before = ordered[first], seq[first]
         tied = records.log_tied[ordered, seq] if records.ties else None
@@ -76,7 +78,7 @@ class Generation:
         columns[:, order], passed[order] = self._judge(records, slots, edges, seq, surprises, alphas, decided)
         return columns, passed, rebuilt
 
-    def rank(self, records: Records, slots: Ints) -> Floats:
+    def rank(self, records: RecordTable, slots: Ints) -> Floats:
         """`anomaly_score` of R records whose logs are complete as far as they will ever be, (R,)."""
         ranking, excess = self.model.ranking, records.running["excess"][slots]
         if ranking is None or not len(slots):
@@ -88,7 +90,7 @@ class Generation:
         return ranking.scores(codes, self.schema.normalise(np.maximum(codes, 0), raw), excess)
 
     def _surprises(
-        self, records: Records, cache: Cache, slots: Ints, before: Ints, fresh: Ints, tied: Bools | None
+        self, records: RecordTable, cache: Cache, slots: Ints, before: Ints, fresh: Ints, tied: Bools | None
     ) -> tuple[Floats, int]:
         """What the network says of `fresh` readings of R records after the first `before` ones, one record after the
         other: ln p, ln of the p-value and excess, (3, M). And how many records' cache was built again. tied: (M,)
@@ -98,14 +100,14 @@ class Generation:
         rebuilt, ended = 0, len(slots) - int(records.is_open[slots].sum())
         for part in _passes(cache, slots, before, fresh, ended):
             some, seen = slots[part], before[part]
-            cache.pin(some)
+            cache.mark_in_use(some)
             start = cache.length[some]
             lost = start != seen
             if lost.any():
                 cache.drop(some[lost])
                 start[lost] = 0
                 rebuilt += int((lost & (seen > 0)).sum())
-            if self.compiled is not None and isinstance(cache, CompiledCache):
+            if self.compiled is not None and isinstance(cache, CpuKVCache):
                 self._ragged(
                     self.compiled, records, cache, some, start, seen, fresh[part], out[:, offset[part.start] :]
                 )
@@ -118,7 +120,7 @@ class Generation:
             end = int(offset[part][-1] + fresh[part][-1])
             at = slice(int(offset[part.start]), end)
             if tied is not None and tied[at].any():
-                row, place = ragged(fresh[part])
+                row, place = ragged_indices(fresh[part])
                 branches = partial(self._branches, records, cache)
                 out[:, at] = symmetric(records, some[row], seen[row] + place, tied[at], out[:, at], branches)
             if part.stop < len(slots):
@@ -127,9 +129,9 @@ class Generation:
 
     def _ragged(
         self,
-        compiled: Compiled,
-        records: Records,
-        cache: CompiledCache,
+        compiled: CpuKernels,
+        records: RecordTable,
+        cache: CpuKVCache,
         slots: Ints,
         start: Ints,
         before: Ints,
@@ -139,17 +141,19 @@ class Generation:
         """All of R records at once, without padding, into the first columns of `out`."""
         length = before + fresh - start
         cache.reserve(slots, length)
-        row, place = ragged(length)
+        row, place = ragged_indices(length)
         codes, raw = records.readings(slots[row], (start[row] + place)[:, None])
         values = self.schema.normalise(codes, raw)[:, 0].astype(np.float32)
         first = np.concatenate([[0], np.cumsum(length)])
         silent = before - start
-        ragged_ = Ragged(codes[:, 0], values, first, start, cache.table[slots], silent=silent if silent.any() else None)
+        ragged_ = RaggedBatch(
+            codes[:, 0], values, first, start, cache.table[slots], num_prefill_only=silent if silent.any() else None
+        )
         out[:, : int(fresh.sum())] = compiled.judge(cache, ragged_)
         cache.length[slots] += length
 
     def _padded(
-        self, records: Records, cache: KeyValueCache, slots: Ints, start: Ints, before: Ints, fresh: Ints
+        self, records: RecordTable, cache: KeyValueCache, slots: Ints, start: Ints, before: Ints, fresh: Ints
     ) -> tuple[Bools, Floats]:
         """R records with `fresh` new readings, cached up to `start` and scored up to `before`, each (R,).
 
@@ -160,22 +164,22 @@ class Generation:
         valid = column < length[:, None]
         codes, raw = records.readings(slots, np.where(valid, start[:, None] + column, 0))
         if self._passes is None or self._passes.cache is not cache:
-            self._passes = Passes(self.model, cache)
+            self._passes = CudaGraphs(self.model, cache)
         pages, tokens = cache.seen(slots)
         places, kept = cache.room(slots, length, len(column) * cache.kept)
         features, values = np.where(valid, codes, -1), self.schema.normalise(codes, raw)
-        found = self._passes(Pass(features, values, pages, tokens, places))
+        found = self._passes(ForwardInputs(features, values, pages, tokens, places))
         cache.length[slots] += kept
         return valid & (column >= (before - start)[:, None]), found
 
     def _branches(
-        self, records: Records, cache: Cache, slots: Ints, start: Ints, length: Ints, codes: Ints, raw: Floats
+        self, records: RecordTable, cache: Cache, slots: Ints, start: Ints, length: Ints, codes: Ints, raw: Floats
     ) -> Floats:
         """`engine.ties.Judge`, of branches whose past is in the cache."""
         out = np.empty((3, len(codes)))
         first = np.cumsum(length) - length
         values = self.schema.normalise(codes, raw)
-        if self.compiled is not None and isinstance(cache, CompiledCache):
+        if self.compiled is not None and isinstance(cache, CpuKVCache):
             if self._forks is None:
                 self._forks = self.compiled.cache(FORKS * cache.pages_per_record * cache.page_bytes)
             for some in np.array_split(np.arange(len(slots)), -(-len(slots) // FORKS)):
@@ -183,26 +187,26 @@ class Generation:
                 at = slice(int(first[some[0]]), int(first[some[-1]] + length[some[-1]]))
                 begins = np.append(first[some] - at.start, at.stop - at.start)
                 given = codes[at], values[at].astype(np.float32), begins, start[some], self._forks.table[: len(some)]
-                out[:, at] = self.compiled.judge(self._forks, Ragged(*given))
+                out[:, at] = self.compiled.judge(self._forks, RaggedBatch(*given))
         elif isinstance(cache, KeyValueCache):
             for rows in _groups(length, start):
                 place = np.arange(int(length[rows].max()))
                 valid = place < length[rows, None]
                 source = np.where(valid, first[rows, None] + place, 0)
-                x = tensor(values[source], self.model)
+                x = to_tensor(values[source], self.model)
                 with torch.inference_mode():
                     past = cache.gather(slots[rows], start[rows])
-                    conditional = self.model.extend(
-                        tensor(np.where(valid, codes[source], -1), self.model), x, past
+                    conditional = self.model.forward_cached(
+                        to_tensor(np.where(valid, codes[source], -1), self.model), x, past
                     ).conditional
-                    judged = conditional.judge(x, conditional.surprisal(x))
-                found = (judged.log_prob, judged.log_p_value, judged.excess)
+                    judged = conditional.score_terms(x, conditional.surprisal(x))
+                found = (judged.log_prob, judged.log_p_value, judged.centered_nll)
                 out[:, source[valid]] = np.stack([t.double().cpu().numpy()[valid] for t in found])
         return out
 
     def _judge(
         self,
-        records: Records,
+        records: RecordTable,
         slots: Ints,
         edges: Ints,
         seq: Ints,
@@ -223,7 +227,9 @@ class Generation:
             self.compiled.advance(records.running, slots, edges, surprises, scored, decided, columns)
         else:
             _advance(records.running, slots, edges, surprises, scored, decided, columns)
-        columns[3] = self.calibration.judge(columns[2], lambda: [records.ids[slot] for slot in slots.tolist()], fresh)
+        columns[3] = self.calibration.p_values(
+            columns[2], lambda: [records.ids[slot] for slot in slots.tolist()], fresh
+        )
         records.running["p_value"][slots] = columns[3, edges[1:] - 1]
         return columns, _passed(records, slots.repeat(fresh), seq, columns[3], alphas)
 
@@ -250,7 +256,7 @@ def _advance(
         state = PrefixState(before["scored"], before["total"], before["least"], before["peak"])
         score, state = advance(state, log_p, counted, None if decided is None else decided[source])
         # Summed in arrival order, as the statistics are, so that any split of the readings gives the same bits.
-        likelihood, beyond = added(before["log_likelihood"], gain), added(before["excess"], excess)
+        likelihood, beyond = running_sum(before["log_likelihood"], gain), running_sum(before["excess"], excess)
         columns[1:3, source[new]] = np.stack([likelihood, score])[:, new]
         for name, last in (
             ("scored", state.count),
@@ -263,7 +269,7 @@ def _advance(
             running[name][slots[rows]] = last
 
 
-def _passed(records: Records, slots: Ints, seq: Ints, p_value: Floats, alphas: Floats) -> Ints:
+def _passed(records: RecordTable, slots: Ints, seq: Ints, p_value: Floats, alphas: Floats) -> Ints:
     """How many of the alphas, the largest first, each of M readings is the first of its record to pass, (M,), which the
     records remember. A record's readings come in order."""
     passed = np.zeros(len(seq), np.int64)
@@ -284,7 +290,7 @@ def _passed(records: Records, slots: Ints, seq: Ints, p_value: Floats, alphas: F
 def _passes(cache: Cache, slots: Ints, before: Ints, fresh: Ints, ended: int) -> Iterator[slice]:
     """Which of R records go through the network together: `GROUP_READINGS` to process, or one record; all pages fit.
     The first ones, so many, end here: they go before the others where these want pages that were never in use."""
-    first = ended if 0 < ended < len(slots) and cache.short_of(slots, before + fresh) else len(slots)
+    first = ended if 0 < ended < len(slots) and cache.blocks_needed(slots, before + fresh) else len(slots)
     few = (before + fresh).sum() <= GROUP_READINGS and len(slots) * cache.pages_per_record <= cache.pages
     if few and 0 < first == len(slots):
         yield slice(0, len(slots))

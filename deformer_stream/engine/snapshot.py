@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.drift_state import Drift
-from deformer_stream.engine.id_set import Remembered, Texts
-from deformer_stream.engine.records import Partition, Records
+from deformer_stream.calibration.drift_state import DriftState
+from deformer_stream.engine.id_set import BoundedIdSet, StringColumn
+from deformer_stream.engine.records import Partition, RecordTable
 from deformer_stream.model.schema import Kind, Schema
-from deformer_stream.ragged import ragged
+from deformer_stream.ragged import ragged_indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class TieGroups:
     """Readings of one time, of R records with T readings, where they wait for each other (`engine.ties`).
 
     tied: (T,) whether a reading is of the block of the one before it. held: (R,) int32, how many of the last readings
@@ -90,11 +90,11 @@ class Snapshot:
     window_record: NDArray[np.int32]
     window_device: list[str]
     window_deadline: NDArray[np.int64]
-    closed: Texts
+    closed: StringColumn
     devices: list[str]
     marks: NDArray[np.int64]
-    drift: Drift | None = None
-    ties: Blocks | None = None
+    drift: DriftState | None = None
+    ties: TieGroups | None = None
 
     def __len__(self) -> int:
         """Open records."""
@@ -102,7 +102,7 @@ class Snapshot:
 
     def places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Of each reading its record and its place in it, each (T,)."""
-        return ragged(self.counts)
+        return ragged_indices(self.counts)
 
     def translated(self, vocabulary: Vocabulary) -> tuple[Snapshot, int]:
         """The same in other words: features by name, labels by text. The running numbers are those of the old words.
@@ -123,7 +123,7 @@ class Snapshot:
         alert_seq = np.maximum(before[first + at] - before[first] - 1, 0)
         new = np.array(sorted(i for i in texts if keep[i]), np.int64)  # readings whose label is not known there
         absent = code[self.absent]
-        absent_record, _ = ragged(self.absent_counts)
+        absent_record, _ = ragged_indices(self.absent_counts)
         snapshot = replace(
             self,
             vocabulary=vocabulary,
@@ -140,13 +140,13 @@ class Snapshot:
         )
         return snapshot, int((~keep).sum())
 
-    def _kept(self, ties: Blocks, keep: NDArray[np.bool_]) -> Blocks:
+    def _kept(self, ties: TieGroups, keep: NDArray[np.bool_]) -> TieGroups:
         """Without the readings that are not kept, (T,)."""
         record, place = self.places()
         block = np.cumsum(~ties.tied)[keep]
         waits = keep & (place >= (self.counts - ties.held)[record])
         held = np.bincount(record[waits], minlength=len(self)).astype(np.int32)
-        return Blocks(np.diff(block, prepend=-1) == 0, held, ties.instant)
+        return TieGroups(np.diff(block, prepend=-1) == 0, held, ties.instant)
 
     def _relabelled(
         self, vocabulary: Vocabulary, code: NDArray[np.int16]
@@ -190,7 +190,7 @@ Ints = NDArray[np.int64]
 
 
 def export_state(
-    records: Records, source: int, now: int, models: Mapping[int, str], drift: Drift | None = None
+    records: RecordTable, source: int, now: int, models: Mapping[int, str], drift: DriftState | None = None
 ) -> Snapshot:
     """What is known of a partition. now: microseconds. models: generation → fingerprint."""
     partition = records.partitions.get(source) or Partition(records.remembered)
@@ -198,7 +198,7 @@ def export_state(
     slots = np.fromiter(partition.slot_of.values(), np.int64, len(ids))
     generations, model = np.unique(records.generation[slots], return_inverse=True)
     counts = records.count[slots].astype(np.int32)
-    record, place = ragged(counts)
+    record, place = ragged_indices(counts)
     absent_record, absent = _absent(records, slots)
     unseen = _unseen(records, slots)
     windows = partition.watermarks.windows()
@@ -238,23 +238,25 @@ def export_state(
     )
 
 
-def _blocks(records: Records, slots: Ints) -> Blocks:
-    record, place = ragged(records.count[slots])
-    return Blocks(records.log_tied[slots[record], place], records.held[slots].astype(np.int32), records.instant[slots])
+def _blocks(records: RecordTable, slots: Ints) -> TieGroups:
+    record, place = ragged_indices(records.count[slots])
+    return TieGroups(
+        records.log_tied[slots[record], place], records.held[slots].astype(np.int32), records.instant[slots]
+    )
 
 
-def _absent(records: Records, slots: Ints) -> tuple[Ints, Ints]:
+def _absent(records: RecordTable, slots: Ints) -> tuple[Ints, Ints]:
     """Record (by its place among the slots) and code of every feature declared as never coming."""
     some = np.flatnonzero(records.absent[slots] > 0)
     n = len(records.schema)
     missing = np.unpackbits(records.settled[slots[some]], axis=1, count=n, bitorder="little").astype(bool)
-    row, place = ragged(records.count[slots[some]])
+    row, place = ragged_indices(records.count[slots[some]])
     missing[row, records.log_feature[slots[some][row], place]] = False
     row, code = np.nonzero(missing)
     return some[row], code
 
 
-def _unseen(records: Records, slots: Ints) -> list[tuple[int, int, str]]:
+def _unseen(records: RecordTable, slots: Ints) -> list[tuple[int, int, str]]:
     """Record (by its place among the slots), place of the reading, text; in order."""
     index = np.full(records.capacity, -1, np.int64)
     index[slots] = np.arange(len(slots))
@@ -262,7 +264,7 @@ def _unseen(records: Records, slots: Ints) -> list[tuple[int, int, str]]:
     return sorted((i, place, text) for i, texts in rows for place, text in texts.items())
 
 
-def import_state(records: Records, source: int, snapshot: Snapshot, now: int, generation: Ints) -> Ints:
+def import_state(records: RecordTable, source: int, snapshot: Snapshot, now: int, generation: Ints) -> Ints:
     """The inverse of `export_state`, of a snapshot in the records' own vocabulary; the slots of its records. generation: (R,)
     of each. The partition must be new here."""
     partition = records.partition(source)
@@ -280,7 +282,7 @@ def import_state(records: Records, source: int, snapshot: Snapshot, now: int, ge
             records.held[slots], records.instant[slots] = ties.held, ties.instant
     settled = np.zeros((len(slots), len(records.schema)), bool)
     settled[record, snapshot.features] = True
-    settled[ragged(snapshot.absent_counts)[0], snapshot.absent] = True
+    settled[ragged_indices(snapshot.absent_counts)[0], snapshot.absent] = True
     records.settled[slots] = np.packbits(settled, axis=1, bitorder="little")
     for name in records.running.dtype.names or ():
         records.running[name][slots] = getattr(snapshot, name)
@@ -291,6 +293,6 @@ def import_state(records: Records, source: int, snapshot: Snapshot, now: int, ge
     rows, deadlines = snapshot.window_record, snapshot.window_deadline
     for i, device, deadline in zip(rows.tolist(), snapshot.window_device, deadlines.tolist(), strict=True):
         partition.watermarks.open(device, snapshot.ids[i], deadline)
-    partition.closed = Remembered(records.remembered, snapshot.closed)
+    partition.closed = BoundedIdSet(records.remembered, snapshot.closed)
     partition.watermarks.restore(zip(snapshot.devices, snapshot.marks.tolist(), strict=True))
     return slots

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.engine.events import NO_TIME, EventBatch
-from deformer_stream.engine.records import Accepted, Records
-from deformer_stream.ragged import ragged
+from deformer_stream.engine.records import AcceptedReadings, RecordTable
+from deformer_stream.ragged import ragged_indices
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -50,7 +50,7 @@ def orders(record: str, codes: Ints, given: int) -> Ints:
     return np.concatenate([np.tile(np.arange(given), (len(drawn), 1)), drawn + given], 1)
 
 
-def symmetric(records: Records, slot: Ints, place: Ints, tied: Bools, found: Floats, judge: Judge) -> Floats:
+def symmetric(records: RecordTable, slot: Ints, place: Ints, tied: Bools, found: Floats, judge: Judge) -> Floats:
     """What is said of M readings, (3, M): ln p, ln of the p-value and excess, the same for every order of a block.
 
     The readings are whole blocks in canonical order, (M,) each: slot, place, and whether a reading goes with the one
@@ -101,8 +101,8 @@ Splits = Callable[[int], Collection[int]]
 
 
 def decide(
-    records: Records, batch: EventBatch, accepted: Accepted, ending: Ints, splits: Splits | None = None
-) -> tuple[EventBatch, Accepted]:
+    records: RecordTable, batch: EventBatch, accepted: AcceptedReadings, ending: Ints, splits: Splits | None = None
+) -> tuple[EventBatch, AcceptedReadings]:
     """From what was accepted to what is judged: whole blocks, those whose record has gone on to another time, and
     everything that waits in the slots `ending`, (R,).
 
@@ -113,7 +113,7 @@ def decide(
     more = np.setdiff1d(ending, runs.slots)
     runs = runs.beside(more, records)
     records.held[ending] = 0
-    row, offset = ragged(records.count[runs.slots] - records.held[runs.slots] - runs.first + runs.waiting)
+    row, offset = ragged_indices(records.count[runs.slots] - records.held[runs.slots] - runs.first + runs.waiting)
     slot, place = runs.slots[row], (runs.first - runs.waiting)[row] + offset
     event = np.full(len(row), -1)
     came = place >= runs.first[row]
@@ -128,7 +128,7 @@ def decide(
     event[waited] = len(batch) + np.arange(int(waited.sum()))
     of = row[waited]
     batch = _with_waiting(batch, records, slot[waited], place[waited], runs.instant[of], runs.message[of])
-    return batch, Accepted(event, slot, place, accepted.ended)
+    return batch, AcceptedReadings(event, slot, place, accepted.ended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class _Runs:
     instant: Ints
     message: Ints
 
-    def beside(self, slots: Ints, records: Records) -> _Runs:
+    def beside(self, slots: Ints, records: RecordTable) -> _Runs:
         """With some that got nothing."""
         none = np.zeros(len(slots), np.int64)
         added = slots, records.count[slots], none, records.held[slots], records.instant[slots], none - 1
@@ -154,7 +154,7 @@ class _Runs:
         return _Runs(self.events, *columns)
 
 
-def _enter(records: Records, batch: EventBatch, accepted: Accepted, splits: Splits | None) -> _Runs:
+def _enter(records: RecordTable, batch: EventBatch, accepted: AcceptedReadings, splits: Splits | None) -> _Runs:
     """Note which accepted readings go with the one before them, and how many of each record wait from now on."""
     order = np.lexsort((accepted.seq, accepted.slots))
     events, slots, places = accepted.events[order], accepted.slots[order], accepted.seq[order]
@@ -187,7 +187,7 @@ def _enter(records: Records, batch: EventBatch, accepted: Accepted, splits: Spli
 
 
 def _with_waiting(
-    batch: EventBatch, records: Records, slots: Ints, places: Ints, times: Ints, messages: Ints
+    batch: EventBatch, records: RecordTable, slots: Ints, places: Ints, times: Ints, messages: Ints
 ) -> EventBatch:
     """The batch with readings of the log at its end."""
     if not len(slots):
@@ -203,12 +203,12 @@ def _with_waiting(
         np.append(batch.values, records.log_value[slots, places]),
         np.append(batch.times, times),
         np.append(batch.messages, messages).astype(np.int32),
-        np.append(batch.sources, records.source[slots]),
+        np.append(batch.partitions, records.source[slots]),
         unseen,
     )
 
 
-def _arrange(records: Records, slot: Ints, place: Ints, block: Ints) -> Ints:
+def _arrange(records: RecordTable, slot: Ints, place: Ints, block: Ints) -> Ints:
     """Put the readings of each block, (M,), into canonical order in the logs; which of them stands where, (M,)."""
     code = records.log_feature[slot, place].astype(np.int64)
     order = np.lexsort((code, ~records.schema.context[code], block))

@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from deformer_stream.kernels.kv_cache import Pages, zeroed
+from deformer_stream.kernels.kv_cache import PagePool, zeroed
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.distributions import Conditional, Surprisal
-from deformer_stream.model.gaussian_prior import Gaussians, Guide
-from deformer_stream.model.layers import Block, rounded
+from deformer_stream.model.gaussian_prior import GaussianPrior, PriorConditional
+from deformer_stream.model.layers import TransformerLayer, rounded
 
 COLUMNS = 32
 """Columns of weights that lie together."""
@@ -71,7 +71,7 @@ class Layout:
         self._pair, self._rounds = pair, model.config.precision == "bfloat16"
         self._held: list[Any] = []  # what the structures point to
         config = model.config
-        layers = (_Layer * config.layers)(*(self._layer(cast(Block, block)) for block in model.blocks))
+        layers = (_Layer * config.layers)(*(self._layer(cast(TransformerLayer, block)) for block in model.blocks))
         parts = self._encoders(model), self._gaussians(model.gaussians, rows), self._head(model)
         self.network = _Network(
             *(config.d_model, config.heads, config.feedforward, config.layers, model.tokens_kept),
@@ -87,7 +87,7 @@ class Layout:
         self._held.append(t.detach().to(dtype).contiguous())
         return int(self._held[-1].data_ptr())
 
-    def _layer(self, block: Block) -> _Layer:
+    def _layer(self, block: TransformerLayer) -> _Layer:
         norms = [t for norm in (block.norm1, block.norm2) for t in (norm.weight, norm.bias)]
         maps = block.qkv, block.out, block.up, block.down
         return _Layer(*map(self._kept, (*norms, *(linear.bias for linear in maps))), *map(self._factors, maps))
@@ -118,7 +118,7 @@ class Layout:
             maps.append(self._map(weight, bias, inputs))
             inputs = maps[-1].columns
         with torch.no_grad():
-            identity, guidance = model.asking(features, None), None
+            identity, guidance = model.query_tokens(features, None), None
             if model.guidance is not None:  # what it adds in any case is part of the identities
                 identity = identity + root * model.guidance.bias
                 told = root * model.guidance.weight, torch.zeros_like(model.guidance.bias)
@@ -137,7 +137,7 @@ class Layout:
         shares = known @ own.T + enlarged(bias, width)
         return [shares, torch.cat([number, enlarged(turned, width, 2)], 1).T, cycles, rows.double() @ label.T]
 
-    def _gaussians(self, gaussians: Gaussians | None, rows: Sequence[Any]) -> _Gaussians | None:
+    def _gaussians(self, gaussians: GaussianPrior | None, rows: Sequence[Any]) -> _Gaussians | None:
         """The first variant with its components last, beside some that weigh nothing."""
         if gaussians is None:
             return None
@@ -225,7 +225,7 @@ class _Parts(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Ragged:
+class RaggedBatch:
     """The new readings of R records, one record after the other: M in all.
 
     features: (M,) codes. values: (M,) normalised units. first: (R + 1,) where each record's begin. start: (R,) readings
@@ -241,19 +241,21 @@ class Ragged:
     start: Ints
     pages: Ints
     place: Ints | None = None
-    silent: Ints | None = None
+    num_prefill_only: Ints | None = None
 
     @property
-    def asked(self) -> Ints:
+    def query_offsets(self) -> Ints:
         """(R + 1,) where each record's readings begin among those that are asked for."""
-        return self.first if self.silent is None else self.first - np.append(0, np.cumsum(self.silent))
+        return (
+            self.first if self.num_prefill_only is None else self.first - np.append(0, np.cumsum(self.num_prefill_only))
+        )
 
     def wanted(self) -> Bools | slice:
         """Which readings are asked for: Z of M."""
-        if self.silent is None:
+        if self.num_prefill_only is None:
             return slice(None)
         place = np.arange(self.first[-1]) - self.first[:-1].repeat(np.diff(self.first))
-        wanted: Bools = place >= self.silent.repeat(np.diff(self.first))
+        wanted: Bools = place >= self.num_prefill_only.repeat(np.diff(self.first))
         return wanted
 
 
@@ -264,7 +266,7 @@ def fits(model: DEformer) -> bool:
     return widths and c.tokens == "pair" and model.device.type == "cpu" and model.dtype == torch.float32
 
 
-class CompiledCache(Pages):
+class CpuKVCache(PagePool):
     """Pages that compiled code reads and writes: keys and values of all layers, and the guide's Cholesky factors."""
 
     def __init__(self, model: DEformer, itemsize: int, memory: int) -> None:
@@ -282,7 +284,7 @@ class CompiledCache(Pages):
             self.page_of += self.begins[1]
         self.pool = zeroed(self.pages * page_bytes)
 
-    def fork(self, other: CompiledCache, slots: Ints, lengths: Ints, counts: Ints) -> None:
+    def fork(self, other: CpuKVCache, slots: Ints, lengths: Ints, counts: Ints) -> None:
         """Give the slots 0 … R − 1 here what R slots of another cache hold of their first `lengths` readings, and room
         for `counts` more, (R,) each; whatever was here is dropped."""
         self.drop(np.arange(len(self.length)))
@@ -308,7 +310,7 @@ def _rows(readings: int, vectors: int) -> tuple[Ints, Ints]:
     return np.ascontiguousarray(columns[0]), np.ascontiguousarray(columns[1])
 
 
-class Compiled:
+class CpuKernels:
     """A model's weights, laid out for compiled code. library: what `blocks.c` and `density.c` became."""
 
     def __init__(self, model: DEformer, library: ctypes.CDLL) -> None:
@@ -322,19 +324,19 @@ class Compiled:
         self.layout = Layout(model, self.pair, () if model.gaussians is None else (one.page_of, one.place_in))
 
     @staticmethod
-    def of(model: DEformer) -> Compiled | None:
+    def of(model: DEformer) -> CpuKernels | None:
         """None where no compiled code may score for the model."""
-        return Compiled(model, model.library) if model.library is not None and fits(model) else None
+        return CpuKernels(model, model.library) if model.library is not None and fits(model) else None
 
-    def cache(self, memory: int) -> CompiledCache:
-        return CompiledCache(self.model, int(self.library.cached_bytes()), memory)
+    def cache(self, memory: int) -> CpuKVCache:
+        return CpuKVCache(self.model, int(self.library.cached_bytes()), memory)
 
-    def judge(self, cache: CompiledCache, ragged: Ragged) -> Floats:
+    def judge(self, cache: CpuKVCache, ragged: RaggedBatch) -> Floats:
         """ln p, ln of the p-value and excess of the new readings that are asked for, (3, Z), see `heads.Judgement`. The
         places of all in the pages must be reserved, and are filled."""
-        if ragged.silent is not None and self.model.tokens_kept == 2:  # identity tokens are in the pages, too
-            return self.judge(cache, replace(ragged, silent=None))[:, ragged.wanted()]
-        judged = np.empty((3, int(ragged.asked[-1])), np.float32)
+        if ragged.num_prefill_only is not None and self.model.tokens_kept == 2:  # identity tokens are in the pages, too
+            return self.judge(cache, replace(ragged, num_prefill_only=None))[:, ragged.wanted()]
+        judged = np.empty((3, int(ragged.query_offsets[-1])), np.float32)
         self._score(cache, ragged, judged=judged)
         return judged
 
@@ -357,7 +359,7 @@ class Compiled:
         arrays = slots, edges, surprises, scored, decided, running, columns
         self.library.advance(ctypes.byref(_Readings(*map(pointer, arrays), len(slots))))
 
-    def conditionals(self, cache: CompiledCache, ragged: Ragged) -> Conditional:
+    def conditionals(self, cache: CpuKVCache, ragged: RaggedBatch) -> Conditional:
         """p(v | earlier) of new readings, all of which are asked for, (M,); else as `judge`."""
         hidden = torch.empty(len(ragged.features), self.model.config.d_model)
         guide = self._score(cache, ragged, hidden=hidden)
@@ -374,7 +376,7 @@ class Compiled:
         place = None if depth is None else np.tile(depth, N)
         first, start = L * np.arange(N + 1), np.zeros(N, np.int64)
         x = np.ascontiguousarray(values.flatten().numpy(), np.float32)
-        ragged = Ragged(features.flatten().numpy(), x, first, start, pages, place)
+        ragged = RaggedBatch(features.flatten().numpy(), x, first, start, pages, place)
         return self.conditionals(cache, ragged).shaped(N, L)
 
     def surprisal(self, conditional: Conditional, values: Tensor) -> Surprisal | None:
@@ -401,10 +403,10 @@ class Compiled:
         return conditional.quantiles(qs, out)
 
     def _score(
-        self, cache: CompiledCache, ragged: Ragged, hidden: Tensor | None = None, judged: Floats | None = None
-    ) -> Guide | None:
+        self, cache: CpuKVCache, ragged: RaggedBatch, hidden: Tensor | None = None, judged: Floats | None = None
+    ) -> PriorConditional | None:
         """Into one of the two. Returns what the network was told."""
-        gaussians, first, asked = self.model.gaussians, ragged.first, ragged.asked
+        gaussians, first, asked = self.model.gaussians, ragged.first, ragged.query_offsets
         expected = None if gaussians is None else torch.empty(3, int(asked[-1]), up_to(gaussians.components, LANES))
         given = ragged.features, ragged.values, first, asked, ragged.start, ragged.place, ragged.pages, cache.pool
         told = (None,) * 3 if expected is None else expected
@@ -417,7 +419,7 @@ class Compiled:
             return None
         known = gaussians.places[torch.from_numpy(ragged.features)] >= 0
         weights, means, scales = expected[..., : gaussians.components]
-        return Guide(weights, means, scales, known)
+        return PriorConditional(weights, means, scales, known)
 
 
 def run(library: ctypes.CDLL, name: str, work: Callable[[int | None], ctypes.Structure], units: int) -> None:

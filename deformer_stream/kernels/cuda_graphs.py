@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deformer_stream.kernels.kv_cache import PAGE_TOKENS, KeyValueCache
-from deformer_stream.model.deformer import DEformer, Past, tensor
-from deformer_stream.model.gaussian_prior import Guide
+from deformer_stream.model.deformer import DEformer, KVCacheView, to_tensor
+from deformer_stream.model.gaussian_prior import PriorConditional
 
 T = TypeVar("T", NDArray[Any], Tensor)
 Floats = NDArray[np.float64]
@@ -38,7 +38,7 @@ WARM_UPS = 3
 """Libraries make themselves ready when they are used for the first time, which cannot be recorded."""
 
 
-class Pass(NamedTuple, Generic[T]):
+class ForwardInputs(NamedTuple, Generic[T]):
     """New readings of R records. features: (R, L) codes, −1 for padding, at the end. values: (R, L) normalised units.
     pages, tokens: where what came before is, `KeyValueCache.seen`. places: where they go, `KeyValueCache.room`."""
 
@@ -49,37 +49,37 @@ class Pass(NamedTuple, Generic[T]):
     places: T
 
 
-class Passes:
+class CudaGraphs:
     """How readings go through a model in eval mode, and leave their keys and values in a cache."""
 
     def __init__(self, model: DEformer, cache: KeyValueCache) -> None:
         self.model, self.cache = model, cache
         self.record = recorder(model.device)
-        self.recorded: dict[Shape, Recorded] = {}  # the one used last at the end
+        self.recorded: dict[Shape, CapturedGraph] = {}  # the one used last at the end
 
-    def __call__(self, new: Pass[NDArray[Any]]) -> Floats:
+    def __call__(self, new: ForwardInputs[NDArray[Any]]) -> Floats:
         """ln p, ln of the p-value and excess of each reading, (3, R, L); of no meaning where there is padding."""
         with torch.inference_mode():
             recorded = self._recorded(new)
             if recorded is not None:
                 return recorded(new, self.expected)
-            given = Pass(*(tensor(array, self.model) for array in new))
+            given = ForwardInputs(*(to_tensor(array, self.model) for array in new))
             return np.asarray(self.judged(given, self.expected(given)).cpu().numpy())
 
-    def expected(self, given: Pass[Tensor]) -> Guide | None:
+    def expected(self, given: ForwardInputs[Tensor]) -> PriorConditional | None:
         """What the Gaussians expect of the readings."""
-        past = Past((), (), given.tokens, self.cache.told(given.pages))
+        past = KVCacheView((), (), given.tokens, self.cache.told(given.pages))
         return self.model.expected(given.features, given.values, past)
 
-    def judged(self, given: Pass[Tensor], guide: Guide | None) -> Tensor:
+    def judged(self, given: ForwardInputs[Tensor], guide: PriorConditional | None) -> Tensor:
         """See `__call__`. Nothing here looks at what tensors hold or makes one on the CPU, so it can be recorded."""
         past = self.cache.past(given.pages, given.tokens)
-        told = self.model.extend(given.features, given.values, past, guide)
+        told = self.model.forward_cached(given.features, given.values, past, guide)
         self.cache.keep(told, given.places)
-        judged = told.conditional.judge(given.values, told.conditional.surprisal(given.values))
-        return torch.stack([judged.log_prob, judged.log_p_value, judged.excess]).double()
+        judged = told.conditional.score_terms(given.values, told.conditional.surprisal(given.values))
+        return torch.stack([judged.log_prob, judged.log_p_value, judged.centered_nll]).double()
 
-    def _recorded(self, new: Pass[NDArray[Any]]) -> Recorded | None:
+    def _recorded(self, new: ForwardInputs[NDArray[Any]]) -> CapturedGraph | None:
         """What was recorded for passes of such a shape, or is now, where the shape is a common one."""
         shape = None if self.record is None else common(new)
         if shape is None or self.record is None:
@@ -87,7 +87,7 @@ class Passes:
         recorded = self.recorded.pop(shape, None)
         if recorded is None:
             try:
-                recorded = Recorded(self, shape, self.record)
+                recorded = CapturedGraph(self, shape, self.record)
             except RuntimeError as error:  # CUDA's own errors are such, too
                 warnings.warn(f"operators are started one by one, for: {error}", RuntimeWarning, stacklevel=2)
                 self.record = None
@@ -102,7 +102,7 @@ Shape = tuple[int, int, int]
 """Records, readings of each, and pages of each."""
 
 
-def common(new: Pass[NDArray[Any]]) -> Shape | None:
+def common(new: ForwardInputs[NDArray[Any]]) -> Shape | None:
     """What the shape of a pass is rounded up to: powers of two, so that there are few. None where a pass is so large
     that it does not matter how its operators are started."""
     (records, readings), pages = new.features.shape, new.pages.shape[1]
@@ -115,25 +115,27 @@ def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-class Recorded:
+class CapturedGraph:
     """Passes of one shape: the memory in which they find their arrays, and what was recorded over it."""
 
-    def __init__(self, passes: Passes, shape: Shape, record: Recorder) -> None:
+    def __init__(self, passes: CudaGraphs, shape: Shape, record: Recorder) -> None:
         (records, readings, pages), model = shape, passes.model
         page, place = passes.cache.nowhere, passes.cache.nowhere * PAGE_TOKENS
         self.device, pinned = model.device, model.device.type == "cuda"
-        self.padding: Pass[Any] = Pass(-1, 0.0, page, 0, place)
+        self.padding: ForwardInputs[Any] = ForwardInputs(-1, 0.0, page, 0, place)
         each = records, readings
-        shapes: Pass[Any] = Pass(each, each, (records, pages), (records,), (records, readings * model.tokens_kept))
-        types: Pass[Any] = Pass(torch.int64, model.dtype, torch.int64, torch.int64, torch.int64)
+        shapes: ForwardInputs[Any] = ForwardInputs(
+            each, each, (records, pages), (records,), (records, readings * model.tokens_kept)
+        )
+        types: ForwardInputs[Any] = ForwardInputs(torch.int64, model.dtype, torch.int64, torch.int64, torch.int64)
         sizes = [prod(lengths) * kind.itemsize for lengths, kind in zip(shapes, types, strict=True)]
         self.here = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
         self.there = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         self.answer = torch.empty(3, *each, dtype=torch.float64, pin_memory=pinned)
 
-        def parts(block: Tensor) -> Pass[Tensor]:
+        def parts(block: Tensor) -> ForwardInputs[Tensor]:
             cut = zip(torch.split(block, sizes), types, shapes, strict=True)
-            return Pass(*(part.view(kind).view(lengths) for part, kind, lengths in cut))
+            return ForwardInputs(*(part.view(kind).view(lengths) for part, kind, lengths in cut))
 
         self.arrays = [part.numpy() for part in parts(self.here)]
         given = parts(self.there)
@@ -141,7 +143,9 @@ class Recorded:
         self.given, self.guide = given, passes.expected(given)
         self.work = record(lambda: passes.judged(given, self.guide))
 
-    def __call__(self, new: Pass[NDArray[Any]], expected: Callable[[Pass[Tensor]], Guide | None]) -> Floats:
+    def __call__(
+        self, new: ForwardInputs[NDArray[Any]], expected: Callable[[ForwardInputs[Tensor]], PriorConditional | None]
+    ) -> Floats:
         """See `Passes`."""
         records, readings = new.features.shape
         self._send(new)
@@ -154,7 +158,7 @@ class Recorded:
             torch.cuda.current_stream(self.device).synchronize()
         return self.answer[:, :records, :readings].numpy().copy()
 
-    def _send(self, new: Pass[NDArray[Any]] | tuple[()]) -> None:
+    def _send(self, new: ForwardInputs[NDArray[Any]] | tuple[()]) -> None:
         for array, nothing in zip(self.arrays, self.padding, strict=True):
             array.fill(nothing)
         for array, part in zip(self.arrays, new, strict=False):

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deformer_stream.model.deformer import DEformer, Extension, Past
-from deformer_stream.ragged import ragged
+from deformer_stream.model.deformer import DEformer, KVCacheView, StepOutput
+from deformer_stream.ragged import ragged_indices
 
 Ints = NDArray[np.int64]
 
@@ -25,7 +25,7 @@ ALIGNED = 64
 """Bytes of a cache line, where pages begin."""
 
 
-class Pages:
+class PagePool:
     """A pool of equal pages, a page table and a length per slot. A slot is a record's place in the engine.
 
     readings: most of a record. takes: for each thing that is kept, how many pages it takes for so many readings, never
@@ -43,7 +43,7 @@ class Pages:
         self.free = np.arange(self.pages - 1, -1, -1)
         self.free_count = self.pages
         # Most that were ever in use at once: the last to come free go first, so memory of the others was never touched.
-        self.most = 0
+        self.high_water = 0
         self.table = np.zeros((0, self.pages_per_record), np.int64)
         self.length = np.zeros(0, np.int64)
         self.used = np.zeros(0, np.int64)
@@ -66,13 +66,13 @@ class Pages:
         """Pages that so many readings take."""
         return sum((take(readings) for take in self.takes[1:]), self.takes[0](readings))
 
-    def short_of(self, slots: Ints, readings: Ints) -> bool:
+    def blocks_needed(self, slots: Ints, readings: Ints) -> bool:
         """Whether these slots, with so many readings each, (R,), want more pages than are free of those that were ever
         in use."""
         more = self.held(readings) - self.held(self.length[slots])
-        return int(more.sum()) > self.most - (self.pages - self.free_count)
+        return int(more.sum()) > self.high_water - (self.pages - self.free_count)
 
-    def pin(self, slots: Ints) -> None:
+    def mark_in_use(self, slots: Ints) -> None:
         """Say that these slots, and only these, are in use: they are not evicted until the next call."""
         self.clock += 1
         self.used[slots] = self.clock
@@ -92,7 +92,7 @@ class Pages:
         row, column = self._places(more)
         self.free_count -= len(row)
         self.table[slots[row], column] = self.free[self.free_count : self.free_count + len(row)]
-        self.most = max(self.most, self.pages - self.free_count)
+        self.high_water = max(self.high_water, self.pages - self.free_count)
         return fits
 
     def _more(self, have: Ints, want: Ints) -> list[tuple[Ints, Ints]]:
@@ -104,7 +104,7 @@ class Pages:
         """Rows and columns of the table for the pages that R records need more, see `_more`."""
         rows, columns = [], []
         for (before, added), begin in zip(more, self.begins.tolist(), strict=False):
-            row, place = ragged(added)
+            row, place = ragged_indices(added)
             rows.append(row)
             columns.append(place + (before[row] + begin))
         return np.concatenate(rows), np.concatenate(columns)
@@ -160,7 +160,7 @@ def shape_of(model: DEformer) -> Shape:
     return len(model.schema), model.tokens_kept, *network, model.dtype, model.device
 
 
-class KeyValueCache(Pages):
+class KeyValueCache(PagePool):
     """A pool of pages per layer. memory: bytes all pages may take together (at least one record always fits).
     Positions are counted in readings; a reading leaves `DEformer.tokens_kept` tokens.
 
@@ -201,7 +201,7 @@ class KeyValueCache(Pages):
         self.drop(slots[~fits])
         return places, counts
 
-    def past(self, pages: Tensor, tokens: Tensor) -> Past:
+    def past(self, pages: Tensor, tokens: Tensor) -> KVCacheView:
         """What is there, see `seen`, padded to the longest."""
         R, P = pages.shape
         # (R, H, P) in that order: index (page, head) pairs of the pools.
@@ -212,7 +212,7 @@ class KeyValueCache(Pages):
             return rows.view(R, self.heads, P * PAGE_TOKENS, pool.shape[-1])
 
         keys, values = ([gathered(pool) for pool in pools] for pools in (self.keys, self.values))
-        return Past(keys, values, tokens, self.told(pages))
+        return KVCacheView(keys, values, tokens, self.told(pages))
 
     def told(self, pages: Tensor) -> Tensor | None:
         """`Past.readings`, alone."""
@@ -221,7 +221,7 @@ class KeyValueCache(Pages):
         R, P = pages.shape
         return self.readings.index_select(0, pages.flatten()).view(R, P * PAGE_TOKENS, 2)
 
-    def keep(self, extension: Extension, places: Tensor) -> None:
+    def keep(self, extension: StepOutput, places: Tensor) -> None:
         """Keep what readings have left at these places, see `room`."""
         heads = torch.arange(self.heads, device=places.device).unsqueeze(1)
         page, within = places.unsqueeze(1) // PAGE_TOKENS, places.unsqueeze(1) % PAGE_TOKENS
@@ -232,12 +232,12 @@ class KeyValueCache(Pages):
         if self.readings is not None and extension.readings is not None:
             self.readings.view(-1, 2).index_copy_(0, places.flatten(), extension.readings.reshape(-1, 2))
 
-    def gather(self, slots: Ints, lengths: Ints | None = None) -> Past:
+    def gather(self, slots: Ints, lengths: Ints | None = None) -> KVCacheView:
         """The pasts of R slots, padded to the longest; or their first so many readings, (R,)."""
         pages, tokens = self.seen(slots, lengths)
         return self.past(self._sent(pages), self._sent(tokens))
 
-    def append(self, slots: Ints, extension: Extension, counts: Ints) -> None:
+    def append(self, slots: Ints, extension: StepOutput, counts: Ints) -> None:
         """Keep the first `counts` (R,) new readings of each of R slots; a slot that gets no page is dropped."""
         places, counts = self.room(slots, counts, extension.keys[0].shape[2])
         self.keep(extension, self._sent(places))

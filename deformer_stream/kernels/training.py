@@ -24,7 +24,7 @@ from deformer_stream.kernels import cpu
 from deformer_stream.kernels.cpu import COLUMNS, fields, pointer
 from deformer_stream.model.attention import LONGEST
 from deformer_stream.model.deformer import DEformer
-from deformer_stream.model.layers import Block
+from deformer_stream.model.layers import TransformerLayer
 
 UNIT_TOKENS = 120
 """Tokens, about, that go through all layers together; twice as many of half the size."""
@@ -63,7 +63,7 @@ class Layers:
 
     def __init__(self, model: DEformer, library: ctypes.CDLL) -> None:
         self.model, self.library = model, library
-        self.own = [cast(Block, block).get_parameter(name) for block in model.blocks for name in OWN]
+        self.own = [cast(TransformerLayer, block).get_parameter(name) for block in model.blocks for name in OWN]
         library.pair.restype = ctypes.c_int64
         self.pair = int(library.pair())
         self.dtype = torch.bfloat16 if self.pair == 2 else torch.float32

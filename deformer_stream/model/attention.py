@@ -17,11 +17,16 @@ from torch import Tensor, nn
 LONGEST = 256
 """Readings up to which scores that are written out beat the fused kernel on a CPU, whose backward pass is slow."""
 
-Memory = Literal["all", "values"]
+AttentionContext = Literal["all", "values"]
 
 
 def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, memory: Memory | None, dropout: float, before: Tensor | None = None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    memory: AttentionContext | None,
+    dropout: float,
+    before: Tensor | None = None,
 ) -> Tensor:
     """What tokens see of the earlier ones. keys, values: (N, H, 2L, d_head), the L tokens z before the L tokens u; or
     (N, H, L, d_head) single ones, whose memory is None. queries: of all tokens, or (last layer) of the z tokens alone,
@@ -42,7 +47,9 @@ def attend(
     )
 
 
-def _sees(kinds: int, half: int, memory: Memory | None, device: torch.device, before: Tensor | None = None) -> Tensor:
+def _sees(
+    kinds: int, half: int, memory: AttentionContext | None, device: torch.device, before: Tensor | None = None
+) -> Tensor:
     """(kinds · L, 2L) bool, whether a query (z, then perhaps u) may look at a key (z, then u). Single: (L, L)."""
     upto = _upto(half, device, before)
     own = torch.eye(half, dtype=torch.bool, device=device)

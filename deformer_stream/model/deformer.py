@@ -34,19 +34,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from deformer_stream.model.attention import Memory, attend
+from deformer_stream.model.attention import AttentionContext, attend
 from deformer_stream.model.config import PRESETS, ModelConfig
 from deformer_stream.model.distributions import Conditional, Head
-from deformer_stream.model.gaussian_prior import VALUE_REACH, Gaussians, Guide
-from deformer_stream.model.layers import Block, Encoder
+from deformer_stream.model.gaussian_prior import VALUE_REACH, GaussianPrior, PriorConditional
+from deformer_stream.model.layers import Encoder, TransformerLayer
 from deformer_stream.model.ranking import Ranking
 from deformer_stream.model.schema import LINEAR, Schema
 
-__all__ = ["PRESETS", "DEformer", "Extension", "ModelConfig", "Past"]
+__all__ = ["PRESETS", "DEformer", "KVCacheView", "ModelConfig", "StepOutput"]
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class KVCacheView:
     """Cached keys and values of R records, padded to P tokens.
 
     keys, values: per layer (R, heads, P, d_head). lengths: (R,) tokens in use. readings: (R, P, 2) the code and the
@@ -60,7 +60,7 @@ class Past:
 
 
 @dataclass(frozen=True, slots=True)
-class Extension:
+class StepOutput:
     """What `extend` answers: conditionals of shape (R, L), and what is to be appended to the cache (see `Past`): the
     new tokens' keys and values, per layer (R, heads, M, d_head), and their readings (R, M, 2), M = L × `tokens_kept`.
     """
@@ -102,7 +102,7 @@ class DEformer(nn.Module):
         self._init_labels(schema, shared=self.embedding is None)
         self._init_cycles(schema)
         self._init_encoders(width, width + 1 + (0 if self.cycles is None else 2) + self.label_width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(TransformerLayer(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
         self.gaussians, self.guidance = self._init_gaussians(schema)
         guides = self.gaussians.components if self.gaussians is not None else 0
@@ -150,17 +150,17 @@ class DEformer(nn.Module):
         self.value_encoder = Encoder(identity + reading if single else reading, hidden, d_model)
         self.start = nn.Parameter(torch.randn(reading)) if single else None
 
-    def _init_gaussians(self, schema: Schema) -> tuple[Gaussians | None, nn.Linear | None]:
+    def _init_gaussians(self, schema: Schema) -> tuple[GaussianPrior | None, nn.Linear | None]:
         """The guide, and the map from what it expects to what the network is told; none without numbers to expect."""
         if not self.config.gaussians or not schema.linear.any():
             return None, None
-        return Gaussians(schema, self.config.gaussians), nn.Linear(3 * self.config.gaussians, self.config.d_model)
+        return GaussianPrior(schema, self.config.gaussians), nn.Linear(3 * self.config.gaussians, self.config.d_model)
 
-    def _layers(self) -> Iterator[Block]:
-        return (cast(Block, block) for block in self.blocks)
+    def _layers(self) -> Iterator[TransformerLayer]:
+        return (cast(TransformerLayer, block) for block in self.blocks)
 
     @property
-    def memory(self) -> Memory | None:
+    def memory(self) -> AttentionContext | None:
         """What tokens of pairs may look back at; None of single tokens, which may look at all."""
         return self.config.memory if self.config.tokens == "pair" else None
 
@@ -182,7 +182,9 @@ class DEformer(nn.Module):
     def device(self) -> torch.device:
         return self.head.project.weight.device
 
-    def tokens(self, features: Tensor, values: Tensor, guide: Guide | None, past: Past | None = None) -> Tensor:
+    def tokens(
+        self, features: Tensor, values: Tensor, guide: PriorConditional | None, past: KVCacheView | None = None
+    ) -> Tensor:
         """(N, L) readings → (N, 2L, d) tokens z_1, u_1, z_2, u_2, …, or (N, L, d) single ones, which follow a past."""
         kinds = self._kinds(features, values, guide, past)
         return torch.stack(kinds, -2).flatten(1, 2)
@@ -191,34 +193,34 @@ class DEformer(nn.Module):
         self,
         features: Tensor,
         values: Tensor,
-        guide: Guide | None,
-        past: Past | None = None,
+        guide: PriorConditional | None,
+        past: KVCacheView | None = None,
         before: Tensor | None = None,
     ) -> list[Tensor]:
         """(N, L) readings → their tokens z and u, (N, L, d) each, or the single ones. before: see `conditionals`."""
         if self.identity_encoder is not None:
-            return [self.asking(features, guide), self.telling(features, values)]
+            return [self.query_tokens(features, guide), self.observation_tokens(features, values)]
         identity = self.identity()
         last = self._last(identity, self._readings(identity, features, values), past, before)
         own = nn.functional.embedding(features, identity)
         return [self._told(self.value_encoder(torch.cat([own, last], -1)), guide)]
 
-    def asking(self, features: Tensor, guide: Guide | None) -> Tensor:
+    def query_tokens(self, features: Tensor, guide: PriorConditional | None) -> Tensor:
         """S features → tokens z, (*S, d): it is this one's turn. Of pairs."""
         encoder = cast(Encoder, self.identity_encoder)
         each = encoder(self.identity())  # looked up as embeddings are: the way back of an index is slow
         return self._told(nn.functional.embedding(features, each), guide)
 
-    def telling(self, features: Tensor, values: Tensor) -> Tensor:
+    def observation_tokens(self, features: Tensor, values: Tensor) -> Tensor:
         """S readings → tokens u, (*S, d): this is what came. Of pairs."""
         u: Tensor = self.value_encoder(self._readings(self.identity(), features, values))
         return u
 
-    def _told(self, tokens: Tensor, guide: Guide | None) -> Tensor:
+    def _told(self, tokens: Tensor, guide: PriorConditional | None) -> Tensor:
         """With what the Gaussians expect, in the size in which tokens enter the layers."""
         if guide is None or self.guidance is None:
             return tokens
-        expected: Tensor = math.sqrt(self.config.d_model) * self.guidance(guide.told().to(self.dtype))
+        expected: Tensor = math.sqrt(self.config.d_model) * self.guidance(guide.as_features().to(self.dtype))
         return tokens + expected
 
     def identity(self) -> Tensor:
@@ -250,7 +252,7 @@ class DEformer(nn.Module):
             inputs.append(self.label_embedding(torch.where(discrete, self.label_offsets[features] + code, 0)))
         return torch.cat(inputs, -1)
 
-    def _last(self, identity: Tensor, readings: Tensor, past: Past | None, before: Tensor | None) -> Tensor:
+    def _last(self, identity: Tensor, readings: Tensor, past: KVCacheView | None, before: Tensor | None) -> Tensor:
         """(N, L, ·) what came last before each of the readings (N, L, ·); `start` where nothing came."""
         first = cast(Tensor, self.start).expand(len(readings), 1, -1)
         if past is not None and past.readings is not None and past.readings.shape[1]:
@@ -274,7 +276,7 @@ class DEformer(nn.Module):
         return mask
 
     def conditionals(
-        self, features: Tensor, values: Tensor, guide: Guide | None = None, before: Tensor | None = None
+        self, features: Tensor, values: Tensor, guide: PriorConditional | None = None, before: Tensor | None = None
     ) -> Conditional:
         """p(v_k | earlier readings) for every reading of whole records. features, values: (N, L) → shape (N, L).
 
@@ -287,7 +289,10 @@ class DEformer(nn.Module):
         full_precision = torch.autocast(self.device.type, enabled=False)  # readings and densities, whatever layers do
         with full_precision:
             if self.fast_layers is not None and before is None:
-                z, u = self.asking(codes, guide), self.telling(codes[:, :-1], values[:, :-1])  # nobody sees the last u
+                z, u = (
+                    self.query_tokens(codes, guide),
+                    self.observation_tokens(codes[:, :-1], values[:, :-1]),
+                )  # nobody sees the last u
                 return cast(Conditional, self.head(self.norm(self.fast_layers(z, u)), codes, guide))
             kinds = self._kinds(codes, values, guide, None, before)
         x = torch.cat(kinds, 1)
@@ -300,21 +305,23 @@ class DEformer(nn.Module):
         with full_precision:
             return cast(Conditional, self.head(self.norm(x.to(self.dtype)), codes, guide))
 
-    def log_prob(self, features: Tensor, values: Tensor, guide: Guide | None = None) -> Tensor:
+    def log_prob(self, features: Tensor, values: Tensor, guide: PriorConditional | None = None) -> Tensor:
         """ln p(v_k | earlier) of whole records, natural log, larger is likelier: (N, L), 0 at padding and context."""
         out = self.conditionals(features, values, guide).log_prob(values)
         return out.masked_fill((features < 0) | self.context[features.clamp(min=0)], 0.0)
 
-    def prefill(self, features: Tensor, values: Tensor) -> Extension:
+    def prefill(self, features: Tensor, values: Tensor) -> StepOutput:
         """The first L readings of records without a past. features, values: (R, L), no padding but at the end."""
         R, d_head = len(features), self.config.d_model // self.config.heads
         empty = [self._zeros(R, self.config.heads, 0, d_head)] * self.config.layers
-        return self.extend(features, values, Past(empty, empty, self._zeros(R), self._zeros(R, 0, 2)))
+        return self.forward_cached(features, values, KVCacheView(empty, empty, self._zeros(R), self._zeros(R, 0, 2)))
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def extend(self, features: Tensor, values: Tensor, past: Past, guide: Guide | None = None) -> Extension:
+    def forward_cached(
+        self, features: Tensor, values: Tensor, past: KVCacheView, guide: PriorConditional | None = None
+    ) -> StepOutput:
         """The next L readings of R records with cached pasts; L = 1 is a step.
 
         features, values: (R, L), padding (−1) only at the end of a row. Keys and values of padding are returned too;
@@ -351,9 +358,9 @@ class DEformer(nn.Module):
         if self.keeps_readings:
             readings = torch.stack([codes.to(self.dtype), values.to(self.dtype)], -1)
             readings = readings.repeat_interleave(self.tokens_kept, 1)
-        return Extension(self.head(self.norm(x), codes, guide), kept_keys, kept_values, readings)
+        return StepOutput(self.head(self.norm(x), codes, guide), kept_keys, kept_values, readings)
 
-    def expected(self, features: Tensor, values: Tensor, past: Past) -> Guide | None:
+    def expected(self, features: Tensor, values: Tensor, past: KVCacheView) -> PriorConditional | None:
         """What the Gaussians expect of new readings (R, L) after those of the past, whose keys it does not look at."""
         if self.gaussians is None or past.readings is None:
             return None
@@ -361,11 +368,11 @@ class DEformer(nn.Module):
         ahead = torch.arange(past.readings.shape[1], device=self.device) >= past.lengths[:, None]
         codes = past.readings[..., 0].long().masked_fill(ahead, -1)[:, ::step]
         earlier = past.readings[:, ::step, 1].to(values.dtype)
-        guide: Guide = self.gaussians(torch.cat([codes, features], 1), torch.cat([earlier, values], 1))
+        guide: PriorConditional = self.gaussians(torch.cat([codes, features], 1), torch.cat([earlier, values], 1))
         return guide[:, codes.shape[1] :]
 
 
-def tensor(array: NDArray[np.generic], model: DEformer) -> Tensor:
+def to_tensor(array: NDArray[np.generic], model: DEformer) -> Tensor:
     """An array on the model's device, numbers in its dtype."""
     t = torch.from_numpy(array)
     return t.to(model.device, model.dtype) if t.is_floating_point() else t.to(model.device)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deformer_stream.model.gaussian_prior import Guide
+from deformer_stream.model.gaussian_prior import PriorConditional
 from deformer_stream.model.schema import Schema
 
 SCALE_FLOOR = 1e-3
@@ -51,13 +51,13 @@ class Surprisal:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class ScoreTerms:
     """ln p(v); ln of the highest-density p-value, in (−inf, 0]; and the excess of the surprisal over its mean,
     −ln p(v) − H. Nats, each of the values' shape."""
 
     log_prob: Tensor
     log_p_value: Tensor
-    excess: Tensor
+    centered_nll: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class Conditional:
             return None
         return Surprisal(-self._density(values.unsqueeze(-1)).squeeze(-1), *self.surprisal_moments())
 
-    def judge(self, values: Tensor, surprisal: Surprisal | None) -> Judgement:
+    def score_terms(self, values: Tensor, surprisal: Surprisal | None) -> ScoreTerms:
         """What scoring asks of readings. values: S; surprisal: of the same, see there.
 
         The p-value is the mass of values at most as likely as v. Discrete: exact. Continuous: the surprisal above its
@@ -240,14 +240,14 @@ class Conditional:
             entropy = -(self.log_mass.exp() * self.log_mass.masked_fill(self.log_mass.isinf(), 0.0)).sum(-1)
             excess_label = -own - entropy
         pairs = (log_prob, own), (log_p, log_p_label), (excess, excess_label)
-        return Judgement(*(self._choose(*pair) for pair in pairs))
+        return ScoreTerms(*(self._choose(*pair) for pair in pairs))
 
     def surprise(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """ln of the highest-density p-value, in (−inf, 0], and the excess of the surprisal over its mean, −ln p(v) − H.
 
         values: S → S, S; nats."""
-        judged = self.judge(values, self.surprisal(values))
-        return judged.log_p_value, judged.excess
+        judged = self.score_terms(values, self.surprisal(values))
+        return judged.log_p_value, judged.centered_nll
 
     def log_p_value(self, values: Tensor) -> Tensor:
         """ln of the highest-density p-value (see `surprise`). values: S → S."""
@@ -352,7 +352,7 @@ class Head(nn.Module):
             self.adjust.weight.zero_()
             self.adjust.bias.zero_()
 
-    def forward(self, hidden: Tensor, features: Tensor, guide: Guide | None = None) -> Conditional:
+    def forward(self, hidden: Tensor, features: Tensor, guide: PriorConditional | None = None) -> Conditional:
         """hidden: (*S, d_model), features: S codes (padding may be any valid code) → conditionals of shape S."""
         out = self.project(hidden)
         out = out if out.dtype == torch.float64 else out.float()

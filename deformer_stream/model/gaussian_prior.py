@@ -23,7 +23,7 @@ VALUE_REACH = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Guide:
+class PriorConditional:
     """What K Gaussians say about readings of leading shape S given the earlier ones of their record.
 
     log_weights: (*S, K), ln of the probability of each component. means, scales: (*S, K), normalised units; 0 and 1 at
@@ -39,17 +39,17 @@ class Guide:
     def parts(self) -> tuple[Tensor, ...]:
         return self.log_weights, self.means, self.scales, self.known
 
-    def __getitem__(self, index: Any) -> Guide:
-        return Guide(*(part[index] for part in self.parts))
+    def __getitem__(self, index: Any) -> PriorConditional:
+        return PriorConditional(*(part[index] for part in self.parts))
 
-    def told(self) -> Tensor:
+    def as_features(self) -> Tensor:
         """(*S, 3K) numbers of a size that suits a network; zeros where nothing is known."""
         reach = self.means.clamp(-8.0, 8.0)
         parts = [0.25 * self.log_weights.clamp(min=-8.0), 0.5 * reach, 0.5 * self.scales.log()]
         return torch.cat(parts, -1) * self.known.unsqueeze(-1)
 
 
-class Gaussians(nn.Module):
+class GaussianPrior(nn.Module):
     """G variants of a mixture of K Gaussians over D features; a model has one variant, training several.
 
     log_weights: (G, K). means: (G, K, D). covariances: (G, K, D, D), positive definite, normalised units.
@@ -81,7 +81,7 @@ class Gaussians(nn.Module):
             raise ValueError("a covariance of the Gaussians is not positive definite")
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
-    def forward(self, features: Tensor, values: Tensor, variant: Tensor | None = None) -> Guide:
+    def forward(self, features: Tensor, values: Tensor, variant: Tensor | None = None) -> PriorConditional:
         """features: (N, L) codes in order of arrival, −1 for padding anywhere; values: (N, L) normalised units;
         variant: (N,) which variant speaks for each record, the first by default. → shape (N, L)."""
         place = self.places[features]
@@ -94,7 +94,7 @@ class Gaussians(nn.Module):
         before = nn.functional.pad(likelihood, (1, 0))[..., :-1].cumsum(-1)
         weights = torch.log_softmax(log_weights.unsqueeze(-1) + before, 1)
         out = [t.transpose(1, 2).to(values.dtype) for t in (weights, x - z * scales, scales)]
-        return Guide(out[0], out[1] * known.unsqueeze(-1), out[2], known)
+        return PriorConditional(out[0], out[1] * known.unsqueeze(-1), out[2], known)
 
     def _in_order(self, place: Tensor, known: Tensor, variant: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Weights (N, K), means (N, K, L) and Cholesky factors (N, K, L, L) with features in each record's order.

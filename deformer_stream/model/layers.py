@@ -29,7 +29,7 @@ class Encoder(nn.Module):
         return nn.functional.linear(x, self.size * last.weight, self.size * last.bias)
 
 
-class Block(nn.Module):
+class TransformerLayer(nn.Module):
     """One Transformer layer, split where attention needs its keys from outside."""
 
     def __init__(self, config: ModelConfig) -> None:

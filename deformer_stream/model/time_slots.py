@@ -12,12 +12,12 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from deformer_stream.model.schema import Feature, Schema
-from deformer_stream.model.windows import Window, duration
+from deformer_stream.model.windows import Window, format_duration
 
 
 def name_of(sensor: str, offset: int) -> str:
     """What a sensor's reading in a slot is called. offset: microseconds from the window's start to the slot's."""
-    return f"{sensor}+{duration(offset)}"
+    return f"{sensor}+{format_duration(offset)}"
 
 
 def repeated(schema: Schema, window: Window, once: Collection[str] = ()) -> Schema:
@@ -49,7 +49,7 @@ def in_words(schema: Schema) -> str:
     """What records are, for a person; nothing where they are given by name."""
     if schema.window is None:
         return ""
-    text = f"A record is a window of {duration(schema.window.width)} of a device's time"
+    text = f"A record is a window of {format_duration(schema.window.width)} of a device's time"
     if not schema.repeats:
         return f"{text}."
     many = next(f for f in schema.features if f.sensor is not None)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-MARK = "@"
+WINDOW_SEPARATOR = "@"
 """Stands between the device and the beginning of the window in the id of a record that is a window."""
 
 Times = TypeVar("Times", int, NDArray[np.int64])
@@ -56,12 +56,12 @@ class Window:
         return None if row is None else Window(**row)
 
 
-def start_of(times: Times, width: int) -> Times:
+def window_start(times: Times, width: int) -> Times:
     """Where the windows of this width (microseconds) around these times begin."""
     return times // width * width
 
 
-def duration(micros: int) -> str:
+def format_duration(micros: int) -> str:
     """As the options take it, in the largest unit that leaves no fraction: `90s`, `2m`; microseconds as `0.5ms`."""
     if not micros:
         return "0s"

@@ -38,7 +38,7 @@ from deformer_stream.engine.events import NO_TIME, Effects, EventBatch, Rejected
 from deformer_stream.errors import ConfigError
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.metrics import Metrics
-from deformer_stream.runtime.ports import Clock, EventSource, PartitionedSource, Polled, Saved, Sink, UnhurriedSource
+from deformer_stream.runtime.ports import AsyncCommitSource, Clock, EventSource, PartitionedSource, Polled, Saved, Sink
 from deformer_stream.runtime.recovery import Recovery
 
 SUMMARY_SECONDS = 60.0
@@ -119,7 +119,7 @@ class Totals:
 
 
 @dataclass(slots=True)
-class Road:
+class Pipeline:
     """The five hops with what they run on.
 
     finite: at the end of the input, open records are closed and reported; a live stream leaves them open.
@@ -145,14 +145,14 @@ class Road:
     totals: Totals = field(default_factory=Totals)
     recovery: Recovery = field(init=False)
     _shared: PartitionedSource | None = field(init=False)
-    _unhurried: UnhurriedSource | None = field(init=False)
+    _unhurried: AsyncCommitSource | None = field(init=False)
     _pace: Pace = field(init=False)
 
     def __post_init__(self) -> None:
         self.recovery = Recovery(self.engine, self.metrics, self.snapshot_interval)
         self._pace = Pace(self.commit_interval)
         self._shared = self.source if isinstance(self.source, PartitionedSource) else None
-        self._unhurried = self.source if isinstance(self.source, UnhurriedSource) else None
+        self._unhurried = self.source if isinstance(self.source, AsyncCommitSource) else None
         if self._shared is not None:
             self._shared.hand_over = self._hand_over
 
@@ -174,7 +174,7 @@ class Road:
             if self._pace.due(urgent, self._behind):
                 self._commit()  # 5
             if self._unhurried is not None:
-                self._unhurried.ask()
+                self._unhurried.prefetch()
             self._tell(effects, seconds)
             if time.monotonic() - summed >= SUMMARY_SECONDS:
                 log.get("runtime").info("summary", **self.totals.shown(), open=len(self.engine.records))

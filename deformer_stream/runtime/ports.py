@@ -101,10 +101,10 @@ class PartitionedSource(EventSource, Protocol):
 
 
 @runtime_checkable
-class UnhurriedSource(PartitionedSource, Protocol):
+class AsyncCommitSource(PartitionedSource, Protocol):
     """A source that can be polled while it commits, and fetches while nobody waits for it."""
 
-    def ask(self) -> None:
+    def prefetch(self) -> None:
         """Begin to fetch what there is now: the next `poll` comes soon."""
 
     def begin_commit(self, saved: Mapping[int, Saved], ended: Callable[[], None]) -> None:

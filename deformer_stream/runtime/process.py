@@ -11,14 +11,14 @@ _set, _trim = (getattr(_library, name, None) for name in ("mallopt", "malloc_tri
 """Of the GNU C library; others do without."""
 
 
-def share() -> None:
+def limit_malloc_arenas() -> None:
     """Let threads that begin from now on take memory from the heap of the first one: in their own they would keep what
     it could have. Libraries begin some when they are imported."""
     if _set is not None:
         _set(ARENA_MAX, 1)
 
 
-def give_back() -> None:
+def release_free_memory() -> None:
     """Let the system have all pages that are free, in less than a millisecond.
 
     By themselves the C library and Arrow keep what a piece of work has taken, between pieces that stay: so a process

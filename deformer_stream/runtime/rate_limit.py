@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def paced(items: Iterable[T], rate: float | None, idle: Callable[[], object] = lambda: None) -> Iterator[T]:
+def limit_rate(items: Iterable[T], rate: float | None, idle: Callable[[], object] = lambda: None) -> Iterator[T]:
     """Items when their turns come: so many a second from the first on, None for as fast as they are taken.
 
     An item is asked for when the one before it was taken, and one that is late does not delay the turns of those that

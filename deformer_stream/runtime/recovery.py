@@ -60,7 +60,7 @@ class Recovery:
         if restored.snapshot is not None:
             self._engine.restore(restored.partition, decode_snapshot(restored.snapshot), at)
         for decisions in restored.decisions:
-            self._engine.foretell(restored.partition, decode_decisions(decisions))
+            self._engine.preload_decisions(restored.partition, decode_decisions(decisions))
         self._history[restored.partition] = restored
 
     def replay(self, data: Payload | None, codec: Codec, at: int) -> Payload | None:
@@ -116,7 +116,7 @@ class Recovery:
                 self._decided[partition] += decisions
                 self._changed.add(partition)
         if len(effects.batch):
-            self._changed.update(np.unique(effects.batch.sources).tolist())
+            self._changed.update(np.unique(effects.batch.partitions).tolist())
 
     def saved(self, at: int, finally_of: Iterable[int] = ()) -> dict[int, Saved]:
         """What is to be kept with the positions as they are: snapshots of the partitions whose time has come and of
@@ -140,7 +140,7 @@ class Recovery:
     def _snapshot(self, partition: int, at: int) -> bytes:
         began = self._now()
         snapshot = encode_snapshot(self._engine.snapshot(partition, at))
-        process.give_back()  # it took many times its size, and polls leave much, too
+        process.release_free_memory()  # it took many times its size, and polls leave much, too
         took = self._now() - began
         self._due[partition] = self._now() + max(self._interval, took * len(self._decided) / OCCUPIED)
         log.get("recovery").info("snapshot", partition=partition, bytes=len(snapshot), seconds=round(took, 4))

@@ -15,7 +15,7 @@ LOOK_SECONDS = 5.0
 """How often the directory is looked at."""
 
 
-class ModelWatch:
+class ModelReloader:
     """Watches a model directory. asked: set from outside (SIGHUP) to have it read again now. now: monotonic seconds.
 
     A directory that cannot be read is said to be so, and looked at again; meanwhile the model in force stays.

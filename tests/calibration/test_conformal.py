@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deformer_stream.calibration.conformal import TEMPER, Calibration, PrefixState, advance, record_excess, trimmed
+from deformer_stream.calibration.conformal import TEMPER, Calibration, PrefixState, advance, record_excess, trim_largest
 from deformer_stream.model.deformer import ModelConfig
 from deformer_stream.model.schema import Feature, Schema
 from tests.engine.worlds import model_of, normalised, records_of
@@ -121,8 +121,8 @@ def test_each_group_keeps_its_alpha_where_all_together_do_not(alpha: float) -> N
     for name, shift in GROUPS.items():
         score = peaks_of(shift, m, rng)[:, None]
         ids = [f"{name}/{i}" for i in range(m)]
-        own = int((calibration.judge(score, lambda ids=ids: ids) <= alpha).sum())
-        pooled = int((calibration.judge(score, lambda: ["no group"] * m) <= alpha).sum())
+        own = int((calibration.p_values(score, lambda ids=ids: ids) <= alpha).sum())
+        pooled = int((calibration.p_values(score, lambda: ["no group"] * m) <= alpha).sum())
         low = beta_binomial_upper(999, m, alpha, 0.005)
         assert low <= own <= beta_binomial_upper(999, m, alpha, 0.995)
         if name == "hot":
@@ -138,7 +138,7 @@ def test_groups_are_those_with_enough_records() -> None:
     assert list(calibration.groups) == ["many"]
     score = np.array([[3.0]] * 5)
     ids = ["many@1", "few@1", "many", "a@many@1", "x/many@1"]
-    p = calibration.judge(score, lambda: ids)[:, 0]
+    p = calibration.p_values(score, lambda: ids)[:, 0]
     pooled, own = calibration.p_value(score)[0, 0], calibration.groups["many"].p_value(score)[0, 0]
     assert p.tolist() == [own, pooled, pooled, pooled, pooled]
     assert own != pooled
@@ -166,9 +166,9 @@ def test_groups_that_are_none(change: dict[str, Any]) -> None:
 
 def test_trimming_leaves_out_the_largest() -> None:
     statistics = np.array([5.0, 1.0, 9.0, 2.0, 7.0])
-    assert trimmed(statistics, 0.0).tolist() == [1, 2, 5, 7, 9]
-    assert trimmed(statistics, 0.3).tolist() == [1, 2, 5]
-    assert trimmed(statistics, 0.09).tolist() == [1, 2, 5, 7, 9], "less than half a record"
+    assert trim_largest(statistics, 0.0).tolist() == [1, 2, 5, 7, 9]
+    assert trim_largest(statistics, 0.3).tolist() == [1, 2, 5]
+    assert trim_largest(statistics, 0.09).tolist() == [1, 2, 5, 7, 9], "less than half a record"
 
 
 def test_alphas_out_of_reach_are_told_with_what_they_take() -> None:

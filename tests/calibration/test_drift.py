@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.calibration.drift import PRIOR, Reached, Ruler, Watch, moved, notice_id, surprise_of
-from deformer_stream.calibration.drift_state import Moved
+from deformer_stream.calibration.drift import PRIOR, DriftMonitor, Reached, Ruler, moved, notice_id, surprise_of
+from deformer_stream.calibration.drift_state import FeatureShift
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Closing, Decisions
 from tests.engine.lives import Event, batch_of, judge
@@ -40,7 +40,7 @@ def noisy(rng: np.random.Generator, count: int) -> Floats:
     return stepped(rng, count) * (1 + 1e-6 * rng.normal(size=count))
 
 
-def notices(watch: Watch, scores: Floats, source: int = 0) -> list[Reached]:
+def notices(watch: DriftMonitor, scores: Floats, source: int = 0) -> list[Reached]:
     watch.observe([source] * len(scores), [f"r{i}" for i in range(len(scores))], scores)
     return watch.take_reached()
 
@@ -63,7 +63,7 @@ def test_false_notices_keep_to_the_level(draw: Draw, calibrated: int) -> None:
     told = 0
     for life in range(lives):
         calibration = Calibration.of(draw(rng, calibrated), "random")
-        told += bool(notices(Watch(calibration, f"m{life}", level), draw(rng, 400)))
+        told += bool(notices(DriftMonitor(calibration, f"m{life}", level), draw(rng, 400)))
     assert told <= binomial_upper(lives, 1 / level)
 
 
@@ -73,7 +73,7 @@ def test_groups_are_ranked_among_their_own() -> None:
     for life in range(lives):
         own = {"calm": smooth(rng, 50), "hot": 5 + smooth(rng, 50)}
         calibration = Calibration.of(np.concatenate(list(own.values())), "random").grouped(own, "/", 50)
-        watch = Watch(calibration, f"m{life}", level)
+        watch = DriftMonitor(calibration, f"m{life}", level)
         for start in range(0, 200, 10):
             name = "hot" if start >= 100 else "calm"  # in the mix this would be drift
             watch.observe([0] * 10, [f"{name}/{start + i}" for i in range(10)], smooth(rng, 10) + 5 * (name == "hot"))
@@ -89,7 +89,7 @@ def test_a_shift_is_found_soon(before: int) -> None:
     rng = np.random.default_rng(3)
     found = []
     for life in range(20):
-        watch = Watch(Calibration.of(smooth(rng, 500), "random"), f"m{life}", 1000.0)
+        watch = DriftMonitor(Calibration.of(smooth(rng, 500), "random"), f"m{life}", 1000.0)
         assert not notices(watch, smooth(rng, before)) if before else True
         (first, *_) = notices(watch, smooth(rng, 300) + 1.5)
         found.append(first.records - before)
@@ -100,7 +100,7 @@ def test_a_shift_is_found_soon(before: int) -> None:
 
 def test_an_excursion_is_told_once() -> None:
     rng = np.random.default_rng(4)
-    watch = Watch(Calibration.of(smooth(rng, 200), "random"), "m", 100.0)
+    watch = DriftMonitor(Calibration.of(smooth(rng, 200), "random"), "m", 100.0)
     assert len(notices(watch, smooth(rng, 30) + 4.0)) == 1
     assert watch.of(0).alarmed  # type: ignore[union-attr]
     assert not notices(watch, smooth(rng, 30) + 4.0)
@@ -112,7 +112,7 @@ def test_an_excursion_is_told_once() -> None:
 def test_records_with_fewer_readings_are_no_drift() -> None:
     """Their statistics are smaller than those of the calibration."""
     rng = np.random.default_rng(5)
-    watch = Watch(Calibration.of(smooth(rng, 200), "random"), "m", 10.0)
+    watch = DriftMonitor(Calibration.of(smooth(rng, 200), "random"), "m", 10.0)
     assert not notices(watch, smooth(rng, 2000) * 0.3)
     assert watch.log10()[0] < 0
 
@@ -124,14 +124,14 @@ def test_any_cut_and_any_life_gives_the_same(seed: int, cuts: Sequence[int], cal
     calibration = Calibration.of(stepped(rng, calibrated), "random")
     scores = stepped(rng, sum(cuts)) + 2.0 * (np.arange(sum(cuts)) > 20)
     names = [f"r{i}" for i in range(len(scores))]
-    whole, parts, at = Watch(calibration, "m", 5.0), Watch(calibration, "m", 5.0), 0
+    whole, parts, at = DriftMonitor(calibration, "m", 5.0), DriftMonitor(calibration, "m", 5.0), 0
     whole.observe([3] * len(names), names, scores)
     told = []
     for cut in cuts:
         parts.observe([3] * cut, names[at : at + cut], scores[at : at + cut])
         told += parts.take_reached()
         drift = parts.of(3)
-        parts, at = Watch(calibration, "m", 5.0), at + cut
+        parts, at = DriftMonitor(calibration, "m", 5.0), at + cut
         parts.restore(3, drift)
     assert told == whole.take_reached()
     assert parts.of(3) == whole.of(3)
@@ -139,9 +139,12 @@ def test_any_cut_and_any_life_gives_the_same(seed: int, cuts: Sequence[int], cal
 
 def test_evidence_about_another_model_is_dropped() -> None:
     calibration = Calibration.of(np.arange(9.0), "random")
-    first = Watch(calibration, "m", 10.0)
+    first = DriftMonitor(calibration, "m", 10.0)
     notices(first, np.full(20, 99.0))
-    other, shorter = Watch(calibration, "n", 10.0), Watch(Calibration.of(np.arange(3.0), "random"), "m", 10.0)
+    other, shorter = (
+        DriftMonitor(calibration, "n", 10.0),
+        DriftMonitor(Calibration.of(np.arange(3.0), "random"), "m", 10.0),
+    )
     for watch in (other, shorter):
         watch.restore(0, first.of(0))
         assert watch.of(0) is None
@@ -152,11 +155,11 @@ def test_the_gambler_breaks_even() -> None:
     rng = np.random.default_rng(6)
     ends = []
     for life in range(4000):
-        watch = Watch(Calibration.of(smooth(rng, 10), "random"), f"m{life}", math.inf)
+        watch = DriftMonitor(Calibration.of(smooth(rng, 10), "random"), f"m{life}", math.inf)
         watch.observe([0] * 3, ["a", "b", "c"], smooth(rng, 3))
         drift = watch.of(0)
         assert drift is not None
-        ends.append(drift.capital[-1] + 4**-PRIOR)
+        ends.append(drift.wealth[-1] + 4**-PRIOR)
     error = np.std(ends) / math.sqrt(len(ends))
     assert abs(np.mean(ends) - 1) < 4 * error < 0.1
 
@@ -171,7 +174,7 @@ def test_places_of_the_bins_are_those_of_the_calibration() -> None:
 
 def test_what_moved_is_told_the_most_first() -> None:
     found = moved({"a": 3.0, "b": 1.5, "c": 9.0, "d": 0.5}, {"a": 1.0, "b": 1.4, "c": 8.5})
-    assert found == (Moved("a", 3.0, 1.0), Moved("c", 9.0, 8.5), Moved("b", 1.5, 1.4))
+    assert found == (FeatureShift("a", 3.0, 1.0), FeatureShift("c", 9.0, 8.5), FeatureShift("b", 1.5, 1.4))
     assert surprise_of(judge()[0], []) == {}
 
 

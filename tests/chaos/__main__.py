@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from deformer_stream.cli_utils import calm_threads
+from deformer_stream.cli_utils import limit_thread_spinning
 from tests.chaos.run import SIZES, chaos
 
 
@@ -20,7 +20,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--logs", type=Path, help="keep the consumers' logs in this folder")
     args = parser.parse_args()
-    calm_threads()
+    limit_thread_spinning()
     modes = ["exactly-once", "at-least-once"] if args.delivery == "both" else [args.delivery]
     logs = args.logs or Path(tempfile.mkdtemp(prefix="deformer-chaos-"))
     logs.mkdir(parents=True, exist_ok=True)

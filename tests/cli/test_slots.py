@@ -23,7 +23,7 @@ from deformer_stream.model.deformer import DEformer
 from tests.codec.test_json_messages import messages
 from tests.series import series, table_of
 from trainer.job import train
-from trainer.settings import Everything
+from trainer.settings import TrainConfig
 
 Run = Callable[..., SimpleNamespace]
 
@@ -35,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pq.write_table(table_of(series(500, seed=0)), folder / "train.parquet")
     options: dict[str, Any] = {"window": 60.0, "slots": 6, "once": "site", "preset": "tiny", "epochs": 2}
     options |= {"d_model": 64, "layers": 1, "gaussians": 1, "exemplars": 50}
-    train([folder / "train.parquet"], Everything(out=folder / "model", **options))
+    train([folder / "train.parquet"], TrainConfig(out=folder / "model", **options))
     return folder / "model"
 
 

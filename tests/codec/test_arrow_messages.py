@@ -90,7 +90,7 @@ def test_readings_in_rows_are_those_of_as_many_json_messages(messages: list[list
     alike, alone = decode(*singles)
     moved = [(*row[:4], origin[row[4]], row[5]) for row in rows(alike)]
     assert rows(batch) == moved
-    assert (batch.sources == batch.messages + 5).all()
+    assert (batch.partitions == batch.messages + 5).all()
     merged = Rejected.merged([Rejected(origin[r.message], r.reason, r.detail, r.readings) for r in alone])
     assert [(r.message, r.reason, r.readings) for r in rejected] == [(r.message, r.reason, r.readings) for r in merged]
 

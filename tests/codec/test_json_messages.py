@@ -58,7 +58,7 @@ def single(value: Any, feature: Any = "Pressure", record: Any = "r", **more: Any
 def test_a_single_reading() -> None:
     batch, rejected = decode(single(0.25, time=1583750073.25))
     assert readings(batch) == [("r", "Pressure", 0.25)]
-    assert (batch.times.tolist(), batch.messages.tolist(), batch.sources.tolist()) == ([1583750073250000], [0], [2])
+    assert (batch.times.tolist(), batch.messages.tolist(), batch.partitions.tolist()) == ([1583750073250000], [0], [2])
     assert rejected == []
 
 
@@ -253,7 +253,7 @@ def test_decoding_never_raises_and_accounts_for_every_message(payloads: list[byt
     batch, rejected = CODEC.decode(data)
     assert set(batch.messages.tolist()) | {r.message for r in rejected} == set(range(len(payloads)))
     assert np.isfinite(batch.values[~np.isnan(batch.values)]).all()
-    assert len(batch) == len(batch.features) == len(batch.values) == len(batch.times) == len(batch.sources)
+    assert len(batch) == len(batch.features) == len(batch.values) == len(batch.times) == len(batch.partitions)
     assert batch.messages.tolist() == sorted(batch.messages.tolist())
     for text in [*batch.records, *batch.unseen.values(), *(r.detail for r in rejected)]:
         assert len(text.encode()) > 0 or text in batch.unseen.values()

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deformer_stream.calibration.drift_state import Drift
+from deformer_stream.calibration.drift_state import DriftState
 from deformer_stream.codec.state import (
     DECISIONS,
     HEAD,
@@ -26,9 +26,9 @@ from deformer_stream.codec.state import (
     encode_decisions,
     encode_snapshot,
 )
-from deformer_stream.engine.events import Alerted, Decisions
-from deformer_stream.engine.id_set import Texts
-from deformer_stream.engine.snapshot import Blocks, Snapshot, Vocabulary
+from deformer_stream.engine.events import AlertedState, Decisions
+from deformer_stream.engine.id_set import StringColumn
+from deformer_stream.engine.snapshot import Snapshot, TieGroups, Vocabulary
 from deformer_stream.errors import StateError
 from tests.engine.lives import same_snapshot
 
@@ -69,14 +69,14 @@ EXAMPLE = Snapshot(
     window_record=ints(1),
     window_device=["pump-8"],
     window_deadline=np.array([1_583_750_080_000_000]),
-    closed=Texts.of(["b", "a", ""]),
+    closed=StringColumn.of(["b", "a", ""]),
     devices=["pump-9", "pump-8"],
     marks=np.array([-5, 1_583_750_073_000_000]),
-    drift=Drift("fedcba9876543210", 7, (0.5, 1e-9, 12.25), True, {"": (1, 0, 2), "pump-7": (4,)}),
+    drift=DriftState("fedcba9876543210", 7, (0.5, 1e-9, 12.25), True, {"": (1, 0, 2), "pump-7": (4,)}),
 )
-DECIDED = Decisions(("b", "ümlaut\0"), {"a": Alerted(3, 0.001), "": Alerted(0, 0.05)}, EXAMPLE.drift)
+DECIDED = Decisions(("b", "ümlaut\0"), {"a": AlertedState(3, 0.001), "": AlertedState(0, 0.05)}, EXAMPLE.drift)
 
-TIED = replace(EXAMPLE, ties=Blocks(np.array([False, True, False]), ints(2, 0, 0), np.array([5, -(2**63), 7])))
+TIED = replace(EXAMPLE, ties=TieGroups(np.array([False, True, False]), ints(2, 0, 0), np.array([5, -(2**63), 7])))
 WAITED = replace(DECIDED, waited={"a": (2, 3), "ümlaut\0": (1,)})
 """With readings of one time that wait for each other."""
 
@@ -86,7 +86,7 @@ texts = st.text(max_size=12)
 
 counted = st.dictionaries(texts, st.lists(st.integers(0, 2**40), max_size=9).map(tuple), max_size=3)
 drifts = st.none() | st.builds(
-    lambda model, counts, capital, alarmed: Drift(model, sum(map(sum, counts.values())), capital, alarmed, counts),
+    lambda model, counts, capital, alarmed: DriftState(model, sum(map(sum, counts.values())), capital, alarmed, counts),
     texts,
     counted,
     st.tuples(*[st.floats(0, 1e12)] * 3),
@@ -112,7 +112,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
     devices = draw(st.lists(texts, unique=True, max_size=4))
     seq = rng.integers(-1, 3, R).astype(np.int32)
     tied = np.concatenate([np.arange(c) > 0 for c in counts] + [np.empty(0, bool)])
-    ties = Blocks(tied, counts * rng.integers(0, 2, R).astype(np.int32), rng.integers(-(2**63), 2**63 - 1, R))
+    ties = TieGroups(tied, counts * rng.integers(0, 2, R).astype(np.int32), rng.integers(-(2**63), 2**63 - 1, R))
     return Snapshot(
         vocabulary=VOCABULARY,
         models=("m", "n"),
@@ -133,7 +133,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         window_record=windowed,
         window_device=[draw(texts) for _ in windowed],
         window_deadline=rng.integers(-(2**60), 2**60, len(windowed)),
-        closed=Texts.of(draw(st.lists(texts, max_size=8))),
+        closed=StringColumn.of(draw(st.lists(texts, max_size=8))),
         devices=devices,
         marks=rng.integers(-(2**60), 2**60, len(devices)),
         drift=draw(drifts),
@@ -151,10 +151,12 @@ def test_a_snapshot_comes_back_as_it_was(snapshot: Snapshot) -> None:
 @settings(max_examples=100, deadline=None)
 @given(
     closed=st.lists(texts),
-    alerted=st.dictionaries(texts, st.builds(Alerted, st.integers(0, 2**31 - 1), st.floats(0, 0.999))),
+    alerted=st.dictionaries(texts, st.builds(AlertedState, st.integers(0, 2**31 - 1), st.floats(0, 0.999))),
     drift=drifts,
 )
-def test_decisions_come_back_as_they_were(closed: list[str], alerted: dict[str, Alerted], drift: Drift | None) -> None:
+def test_decisions_come_back_as_they_were(
+    closed: list[str], alerted: dict[str, AlertedState], drift: DriftState | None
+) -> None:
     decisions = Decisions(tuple(closed), alerted, drift)
     again = decode_decisions(encode_decisions(decisions))
     assert again == decisions
@@ -191,7 +193,7 @@ def test_format_version_1_knows_a_single_alpha() -> None:
     assert (GOLDEN / "snapshot.v1").read_bytes()[9:11] == b"\x00\x01"
     old = replace(EXAMPLE, drift=None, alert_seq=ints(1, -1, -1), alert_alpha=np.array([0.0, 1.0, 1.0]))
     same_snapshot(decode_snapshot((GOLDEN / "snapshot.v1").read_bytes()), old)
-    told = {"a": Alerted(3, 0.0), "": Alerted(0, 0.0)}
+    told = {"a": AlertedState(3, 0.0), "": AlertedState(0, 0.0)}
     assert decode_decisions((GOLDEN / "decisions.v1").read_bytes()) == Decisions(DECIDED.closed, told)
 
 
@@ -308,9 +310,9 @@ def test_what_the_records_rely_on_is_checked() -> None:
         {"window_device": []},
         {"devices": ["a", "a"]},
         {"drift": replace(EXAMPLE.drift, records=8)},
-        {"drift": replace(EXAMPLE.drift, capital=(1.0, 1.0))},
-        {"drift": replace(EXAMPLE.drift, capital=(1.0, 1.0, np.nan))},
-        {"drift": replace(EXAMPLE.drift, capital=(1.0, 1.0, -1.0))},
+        {"drift": replace(EXAMPLE.drift, wealth=(1.0, 1.0))},
+        {"drift": replace(EXAMPLE.drift, wealth=(1.0, 1.0, np.nan))},
+        {"drift": replace(EXAMPLE.drift, wealth=(1.0, 1.0, -1.0))},
         {"drift": replace(EXAMPLE.drift, counts={"": (8, -1)})},
         {"marks": EXAMPLE.marks[:1]},
         {"vocabulary": replace(VOCABULARY, names=("flow", "mode", "mode"))},
@@ -339,5 +341,5 @@ def test_ties_are_checked() -> None:
 
 
 def test_decisions_are_checked() -> None:
-    refused(decode_decisions, encode_decisions(Decisions((), {"a": Alerted(-1)})), "before the first reading")
-    refused(decode_decisions, encode_decisions(Decisions((), {"a": Alerted(1, 1.0)})), "at no alpha")
+    refused(decode_decisions, encode_decisions(Decisions((), {"a": AlertedState(-1)})), "before the first reading")
+    refused(decode_decisions, encode_decisions(Decisions((), {"a": AlertedState(1, 1.0)})), "at no alpha")

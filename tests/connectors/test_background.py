@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from connectors.files.background import Ahead, Behind
+from connectors.files.background import BackgroundWriter, Prefetcher
 
 
 def test_items_come_in_order_and_a_few_are_drawn_in_time() -> None:
@@ -21,7 +21,7 @@ def test_items_come_in_order_and_a_few_are_drawn_in_time() -> None:
                 third.set()
             yield i
 
-    ahead = Ahead(items(), depth=2)
+    ahead = Prefetcher(items(), depth=2)
     assert drawn == [], "nothing is read before somebody asks"
     assert next(ahead) == 0
     assert third.wait(10), "what comes next is read meanwhile"
@@ -35,7 +35,7 @@ def test_what_fails_is_raised_in_its_place() -> None:
         yield 1
         raise ValueError("torn")
 
-    ahead = Ahead(items(), depth=5)
+    ahead = Prefetcher(items(), depth=5)
     assert next(ahead) == 1
     with pytest.raises(ValueError, match="torn"):
         next(ahead)
@@ -52,18 +52,18 @@ def test_closing_ends_what_reads() -> None:
             ended.set()
 
     source = items()
-    ahead = Ahead(source)
+    ahead = Prefetcher(source)
     assert next(ahead) == 0
     ahead.close()
     source.close()
     assert ended.is_set()
     assert list(ahead) == []
-    Ahead(items()).close()
+    Prefetcher(items()).close()
 
 
 def test_jobs_follow_each_other_and_failures_show_at_the_next_call() -> None:
     done: list[int] = []
-    behind = Behind()
+    behind = BackgroundWriter()
     go = threading.Event()
     behind.do(lambda: done.append(1) if go.wait(10) else None)
     assert done == [], "the caller goes on"

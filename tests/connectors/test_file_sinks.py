@@ -11,7 +11,7 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 
-from connectors.files import AlertLines, LinesSink, RecordsParquet, ScoresParquet, kept_apart, sinks
+from connectors.files import AlertLines, LinesSink, RecordsParquet, ScoresParquet, check_no_overwrite, sinks
 from deformer_stream.errors import ConfigError, Unavailable
 from tests.contracts.effects import SCHEMA, effects_of
 
@@ -110,11 +110,11 @@ def test_what_is_written_takes_the_place_of_no_input_and_no_other_output(tmp_pat
     (folder / "a.parquet").touch()
     (tmp_path / "link.parquet").symlink_to(folder / "a.parquet")
     free = tmp_path / "new.parquet"
-    kept_apart([folder], {"--output": free, "--records": None, "--alerts": "", "--rejected": "-"})
-    kept_apart(["-"], {"--output": "-", "--alerts": "-"})
-    kept_apart([folder], {"--alerts": "/dev/null", "--rejected": "/dev/null"})
+    check_no_overwrite([folder], {"--output": free, "--records": None, "--alerts": "", "--rejected": "-"})
+    check_no_overwrite(["-"], {"--output": "-", "--alerts": "-"})
+    check_no_overwrite([folder], {"--alerts": "/dev/null", "--rejected": "/dev/null"})
     for taken in (folder / "a.parquet", tmp_path / "link.parquet", folder / ".." / "logs" / "a.parquet"):
         with pytest.raises(ConfigError, match=r"--output .* is an input"):
-            kept_apart([folder], {"--output": taken})
+            check_no_overwrite([folder], {"--output": taken})
     with pytest.raises(ConfigError, match=r"--records .* is that of --output"):
-        kept_apart([folder], {"--output": free, "--records": str(free)})
+        check_no_overwrite([folder], {"--output": free, "--records": str(free)})

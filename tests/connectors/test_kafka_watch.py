@@ -16,7 +16,7 @@ from kafka import KafkaConsumer, TopicPartition
 from structlog.testing import capture_logs
 
 from connectors.kafka import ensure_topics, produce
-from connectors.kafka.watch import Watch
+from connectors.kafka.watch import BrokerWatch
 from deformer_stream.errors import Unavailable
 from tests.conftest import start_broker
 from tests.connectors.kafka_members import MODES, Group, following
@@ -55,7 +55,7 @@ def test_a_partition_that_delivers_nothing(kafka: SimpleNamespace, topic: Topic,
     tp = TopicPartition(topic(1), 0)
     produce(kafka.bootstrap, tp.topic, numbered(3))
     place(consumer, tp, 1)
-    watch = Watch(consumer, kafka.bootstrap, tp.topic, SOON)
+    watch = BrokerWatch(consumer, kafka.bootstrap, tp.topic, SOON)
     watch.look()
     time.sleep(SOON)
     with pytest.raises(
@@ -72,7 +72,7 @@ def test_a_silent_partition_may_be_silent(kafka: SimpleNamespace, topic: Topic, 
     tp = TopicPartition(topic(1), 0)
     produce(kafka.bootstrap, tp.topic, numbered(3))
     place(consumer, tp, 3)
-    watch = Watch(consumer, kafka.bootstrap, tp.topic, 1.0)
+    watch = BrokerWatch(consumer, kafka.bootstrap, tp.topic, 1.0)
     for _ in range(6):
         watch.look()
         time.sleep(0.25)
@@ -86,7 +86,7 @@ def test_a_partition_that_was_elsewhere_is_not_late(
     """It comes back at the position where it was when it left."""
     tp, other = TopicPartition(topic(1), 0), TopicPartition(topic(1), 0)
     produce(kafka.bootstrap, tp.topic, numbered(3))
-    watch = Watch(consumer, kafka.bootstrap, tp.topic, 1.0)
+    watch = BrokerWatch(consumer, kafka.bootstrap, tp.topic, 1.0)
     place(consumer, tp, 1)
     watch.look()
     watch.look()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from deformer_stream.calibration.drift_state import DriftNotice, Moved
+from deformer_stream.calibration.drift_state import DriftNotice, FeatureShift
 from deformer_stream.codec.inputs import Messages
 from deformer_stream.engine.events import (
     NO_TIME,
@@ -104,7 +104,7 @@ def effects_of(first: int, records: int = 2) -> tuple[Effects, Messages]:
 
 
 def notice_of(partition: int = 2) -> DriftNotice:
-    time, features = 1_583_750_075_000_000, (Moved("Pressure", 2.5, 0.98), Moved("state", 1.25, 1.0))
+    time, features = 1_583_750_075_000_000, (FeatureShift("Pressure", 2.5, 0.98), FeatureShift("state", 1.25, 1.0))
     return DriftNotice("id-of-it", "r7", partition, "0123456789abcdef", 1000.0, 3.125, 412, time, features)
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from deformer_stream.calibration.conformal import Calibration, Ties, record_statistics
-from deformer_stream.calibration.drift_state import Drift
+from deformer_stream.calibration.drift_state import DriftState
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import AlertRaised, Decisions, Effects, EventBatch, Windowed
 from deformer_stream.engine.snapshot import Snapshot
@@ -163,7 +163,7 @@ def taken_up(
     for k in range(min(cuts), until) if at_once else ():
         for source, decisions in told[k].decisions().items():
             if cuts[source] <= k:
-                engine.foretell(source, decisions)
+                engine.preload_decisions(source, decisions)
     for k in range(min(cuts), until):
         sources = [source for source, cut in enumerate(cuts) if cut <= k]
         engine.replay(steps[k].batch(sources), steps[k].now)
@@ -196,12 +196,12 @@ def same_effects(a: Effects, b: Effects, tolerance: float) -> None:
         same_alert(left, right, tolerance)
 
 
-def same_drift(a: Drift | None, b: Drift | None) -> None:
+def same_drift(a: DriftState | None, b: DriftState | None) -> None:
     """Its capital is a product of many numbers."""
     assert (a is None) == (b is None)
     if a is not None and b is not None:
-        assert replace(a, capital=()) == replace(b, capital=())
-        np.testing.assert_allclose(a.capital, b.capital, rtol=1e-9)
+        assert replace(a, wealth=()) == replace(b, wealth=())
+        np.testing.assert_allclose(a.wealth, b.wealth, rtol=1e-9)
 
 
 def same_alert(a: AlertRaised, b: AlertRaised, tolerance: float) -> None:

@@ -202,11 +202,11 @@ def test_records_that_end_make_room_for_those_that_begin(reason: Closing) -> Non
         return [(f"{name}{i}", f, 0.5) for f in features for i in range(9)]
 
     engine.handle(batch_of(readings("a", *range(F - 1))), 0)
-    before = engine.cache.most
+    before = engine.cache.high_water
     last = readings("a", F - 1) if reason is Closing.COMPLETE else []
     effects = engine.handle(batch_of([*readings("b", *range(F - 1)), *last]), 50 if last else 100)
     assert effects.closed.reasons == [reason] * 9
-    assert engine.cache.most == before == 9
+    assert engine.cache.high_water == before == 9
     assert engine.take_rebuilds() == 0
 
 

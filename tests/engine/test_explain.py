@@ -16,7 +16,7 @@ from deformer_stream.engine.events import Contribution, EventBatch, Explanation
 from deformer_stream.engine.explain import MOST_SUSPECTS, MOST_TESTED, Alarming, explain
 from deformer_stream.engine.order_trees import conditionals, each_last
 from deformer_stream.engine.queries import fill
-from deformer_stream.model.deformer import DEformer, ModelConfig, tensor
+from deformer_stream.model.deformer import DEformer, ModelConfig, to_tensor
 from deformer_stream.model.schema import Feature, Schema
 from tests.engine.worlds import configs, model_of, normalised, records_of, schemas
 from tests.models import linear_model, linear_records
@@ -82,7 +82,7 @@ def test_a_tree_of_orders_equals_the_orders_one_by_one(
 ) -> None:
     model, W = model_of(schema, config, seed), len(schema)
     codes, raw = records_of(schema, 3, seed)
-    features, values = torch.from_numpy(codes), tensor(normalised(schema, codes, raw), model)
+    features, values = torch.from_numpy(codes), to_tensor(normalised(schema, codes, raw), model)
     orders = each_last(W // 3, W - W // 3 - W // 4, W // 4, mirrored)
     with torch.inference_mode():
         together = conditionals(model, orders, features, values).log_prob(values[:, orders.reading])
@@ -174,7 +174,7 @@ def test_of_a_block_of_ties_the_end_counts(linear: DEformer) -> None:
     codes, raw = np.arange(3)[None], np.array([[2.6, 6.2, 0.0]])
     sound = linear.schema.normalise(codes, np.array([[2.6, 6.2, 1.0]]))
     with torch.inference_mode():
-        values = tensor(sound, linear)
+        values = to_tensor(sound, linear)
         log_p = linear.conditionals(torch.from_numpy(codes), values).log_p_value(values).double().numpy()
     everywhere, at_the_end = (
         float(advance(PrefixState.start(1), log_p, codes >= 0, ends)[1].peak[0]) for ends in (codes >= 0, codes == 2)

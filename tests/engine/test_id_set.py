@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deformer_stream.engine import id_set
-from deformer_stream.engine.id_set import Remembered, Texts
+from deformer_stream.engine.id_set import BoundedIdSet, StringColumn
 
 IDS = ["", "a", "b", "ab", "ba", "ümlaut", "\0", "\U0001f4a7", "a" * 300]
 
@@ -24,7 +24,7 @@ def test_the_latest_are_known_in_the_order_in_which_they_came(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(id_set, "TAGS", tags)
         patch.setattr(id_set, "BLOCK", block)
-        ids, kept = Remembered(most), list[str]()
+        ids, kept = BoundedIdSet(most), list[str]()
         for record in came:
             assert (record in ids) == (record in kept)
             if record not in kept:
@@ -39,7 +39,7 @@ def test_the_latest_are_known_in_the_order_in_which_they_came(
 def test_those_it_begins_with_are_as_if_added_one_by_one(block: int, most: int, ids: list[str], first: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(id_set, "BLOCK", block)
-        begun, grown = Remembered(most, ids[:first]), Remembered(most)
+        begun, grown = BoundedIdSet(most, ids[:first]), BoundedIdSet(most)
         for record in ids[:first]:
             grown.add(record)
         for record in [None, *ids[first:]]:
@@ -51,7 +51,7 @@ def test_those_it_begins_with_are_as_if_added_one_by_one(block: int, most: int, 
 
 
 def test_what_was_taken_of_it_stays_as_it_was() -> None:
-    ids = Remembered(3, ["a", "bc", "d"])
+    ids = BoundedIdSet(3, ["a", "bc", "d"])
     texts = ids.texts()
     ids.add("e")
     assert (list(texts), len(texts), list(ids)) == (["a", "bc", "d"], 3, ["bc", "d", "e"])
@@ -59,15 +59,15 @@ def test_what_was_taken_of_it_stays_as_it_was() -> None:
 
 @given(texts=st.lists(st.text(max_size=5)))
 def test_texts_in_one_piece_come_back(texts: list[str]) -> None:
-    assert list(Texts.of(texts)) == texts
-    assert len(Texts.of(texts)) == len(texts)
+    assert list(StringColumn.of(texts)) == texts
+    assert len(StringColumn.of(texts)) == len(texts)
 
 
 def test_an_id_takes_few_bytes_and_later_ones_take_none() -> None:
     most, held = 20_000, list[int]()
     tracemalloc.start()
     try:
-        before, ids = tracemalloc.get_traced_memory()[0], Remembered(most)
+        before, ids = tracemalloc.get_traced_memory()[0], BoundedIdSet(most)
         for turn in range(6):
             for i in range(most):
                 ids.add(f"{turn}/{i:05d}")

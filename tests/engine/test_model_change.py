@@ -40,13 +40,13 @@ class Watched:
         batch, closed = effects.batch, effects.closed
         for event in effects.scored.events.tolist():
             row = int(batch.features[event]), float(batch.values[event])
-            self.readings.setdefault((int(batch.sources[event]), batch.records[event]), []).append(row)
+            self.readings.setdefault((int(batch.partitions[event]), batch.records[event]), []).append(row)
         for alert in effects.alerts:
             key = (alert.partition, alert.record), alert.alpha
             assert key not in self.alerts, "one alert a record and alpha"
             self.alerts[key] = alert
         numbers = zip(closed.log_likelihood, closed.anomaly_score, closed.p_value, strict=True)
-        self.closed |= dict(zip(zip(closed.sources.tolist(), closed.records, strict=True), numbers, strict=True))
+        self.closed |= dict(zip(zip(closed.partitions.tolist(), closed.records, strict=True), numbers, strict=True))
 
     def open(self) -> set[Key]:
         partitions = self.engine.records.partitions

@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from numpy.typing import NDArray
 
 from deformer_stream.engine.events import NO_TIME, Closing, EventBatch, Reason, Windowed
-from deformer_stream.engine.records import SAMPLE, Records
+from deformer_stream.engine.records import SAMPLE, RecordTable
 from deformer_stream.kernels.kv_cache import PAGE_TOKENS, KeyValueCache
-from deformer_stream.model.deformer import DEformer, Extension, ModelConfig
+from deformer_stream.model.deformer import DEformer, ModelConfig, StepOutput
 from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.schema import Feature, Schema
 
@@ -31,7 +31,7 @@ class RecordsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.records = Records(SCHEMA, remembered=5)
+        self.records = RecordTable(SCHEMA, remembered=5)
         self.open: dict[Key, dict[int, float]] = {}
         self.last: dict[Key, int] = {}
         self.closed: dict[int, list[str]] = {source: [] for source in range(3)}
@@ -48,7 +48,7 @@ class RecordsMachine(RuleBasedStateMachine):
 
     def end(self, slots: list[int], reason: Closing) -> None:
         closed = self.records.close(slots, reason)
-        assert list(zip(closed.sources.tolist(), closed.records, strict=True)) == self.keys(slots)
+        assert list(zip(closed.partitions.tolist(), closed.records, strict=True)) == self.keys(slots)
         self.records.release(slots)
 
     def in_order(self, keys: Iterable[Key]) -> list[Key]:
@@ -192,7 +192,7 @@ def test_rows_leave_what_their_events_leave() -> None:
     kept = []
     alone = replace(batch, rows=None, windowed=Windowed([""] * n, np.zeros(n, np.int64)))
     for given in (batch, replace(batch, rows=None), alone):
-        records = Records(SCHEMA)
+        records = RecordTable(SCHEMA)
         accepted, rejected = records.accept(given, 5, 2)
         assert not rejected
         columns = {name: getattr(records, name)[:100].tolist() for name in ("opened", "count", "absent", "is_open")}
@@ -218,7 +218,7 @@ def one_each(names: list[str], sources: list[int]) -> EventBatch:
 
 
 def test_a_record_that_is_fed_through_several_partitions_is_noticed() -> None:
-    records = Records(SCHEMA)
+    records = RecordTable(SCHEMA)
     names = [f"r{i // 3}" for i in range(300)]
     records.accept(one_each(names, [i % 3 for i in range(300)]), 0)
     assert len(records) == 300
@@ -230,7 +230,7 @@ def test_a_record_that_is_fed_through_several_partitions_is_noticed() -> None:
 
 
 def test_records_with_one_partition_each_are_not_misrouted() -> None:
-    records = Records(SCHEMA)
+    records = RecordTable(SCHEMA)
     records.accept(one_each([f"r{i}" for i in range(300)], [i % 3 for i in range(300)]), 0)
     assert (records.misrouted, records.misrouted_example) == (0, None)
 
@@ -257,11 +257,11 @@ class CacheMachine(RuleBasedStateMachine):
     def append(self, slots: set[int], counts: list[int]) -> None:
         fresh = max(counts)
         rows = np.array(sorted(s for s in slots if self.cache.length[s] + fresh <= 20), np.int64)
-        self.cache.pin(rows)
+        self.cache.mark_in_use(rows)
         self.fill += 1
         values = [torch.randn(len(rows), 2, fresh, 2) for _ in range(4)]
         nothing = torch.zeros(0)
-        extension = Extension(Conditional(nothing, nothing, nothing, nothing, nothing), values[:2], values[2:])
+        extension = StepOutput(Conditional(nothing, nothing, nothing, nothing, nothing), values[:2], values[2:])
         for slot in range(self.SLOTS):
             if self.cache.length[slot] == 0:
                 self.truth.pop(slot, None)
@@ -291,8 +291,8 @@ class CacheMachine(RuleBasedStateMachine):
         pages = np.concatenate([*held, self.cache.free[: self.cache.free_count]])
         assert sorted(pages.tolist()) == list(range(self.cache.pages)), "every page is in one place"
         assert self.cache.bytes == used * self.cache.page_bytes
-        assert used <= self.cache.most
-        untouched = np.arange(self.cache.pages - 1, self.cache.most - 1, -1)
+        assert used <= self.cache.high_water
+        untouched = np.arange(self.cache.pages - 1, self.cache.high_water - 1, -1)
         np.testing.assert_array_equal(self.cache.free[: len(untouched)], untouched)
         for slot, pieces in self.truth.items():
             past = self.cache.gather(np.array([slot]))

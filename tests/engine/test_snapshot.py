@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deformer_stream.codec.state import decode_decisions, decode_snapshot, encode_decisions, encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
-from deformer_stream.engine.events import Alerted, Closing, Decisions, EventBatch, Reason
+from deformer_stream.engine.events import AlertedState, Closing, Decisions, EventBatch, Reason
 from deformer_stream.engine.snapshot import Snapshot, Vocabulary
 from deformer_stream.errors import InvariantViolated
 from deformer_stream.model.schema import Feature, Schema
@@ -95,7 +95,7 @@ def test_a_partition_depends_on_its_own_log_alone(steps: list[Step], source: int
     together, alone = engine_of(bounds), engine_of(bounds)
     for step in steps:
         among, own = together.handle(step.batch(), step.now), alone.handle(step.batch([source]), step.now)
-        mine = np.flatnonzero(among.closed.sources == source).tolist()
+        mine = np.flatnonzero(among.closed.partitions == source).tolist()
         assert [(among.closed.records[i], among.closed.reasons[i]) for i in mine] == list(
             zip(own.closed.records, own.closed.reasons, strict=True)
         )
@@ -112,7 +112,7 @@ def test_the_same_id_in_two_partitions_is_two_records() -> None:
     engine = engine_of()
     engine.handle(batch_of([reading("r", 0), reading("r", 0, source=1)]), 0)
     effects = engine.handle(batch_of([reading("r", f, source=1) for f in (1, 2, 3)]), 0)
-    assert (effects.closed.records, effects.closed.sources.tolist()) == (["r"], [1])
+    assert (effects.closed.records, effects.closed.partitions.tolist()) == (["r"], [1])
     effects = engine.handle(batch_of([reading("r", 1), reading("r", 1, source=1)]), 0)
     assert [(r.message, r.reason) for r in effects.rejected] == [(1, Reason.LATE)]
     assert effects.scored.seq.tolist() == [1]
@@ -154,7 +154,10 @@ def test_decisions_are_what_the_log_cannot_tell() -> None:
     assert {a.record for a in effects.alerts} == {"ended", "open"}
     assert effects.closed.reasons == [Closing.COMPLETE, Closing.EVICTED]
     raised = next(a.raised_at for a in effects.alerts if a.record == "open")
-    assert effects.decisions() == {0: Decisions(("e0",)), 2: Decisions((), {"open": Alerted(raised - 1, ALPHA[-1])})}
+    assert effects.decisions() == {
+        0: Decisions(("e0",)),
+        2: Decisions((), {"open": AlertedState(raised - 1, ALPHA[-1])}),
+    }
     effects = engine.handle(EventBatch.empty(), 100)
     assert effects.decisions() == {0: Decisions(("e1", "e2")), 2: Decisions(("open",))}
     assert engine.handle(EventBatch.empty(), 101).decisions() == {}
@@ -163,10 +166,12 @@ def test_decisions_are_what_the_log_cannot_tell() -> None:
 def test_decisions_join_in_order() -> None:
     assert not Decisions()
     first, second = (
-        Decisions(("b",), {"c": Alerted(1, 0.1)}),
-        Decisions(("d",), {"c": Alerted(2, 0.01), "e": Alerted(0)}),
+        Decisions(("b",), {"c": AlertedState(1, 0.1)}),
+        Decisions(("d",), {"c": AlertedState(2, 0.01), "e": AlertedState(0)}),
     )
-    assert Decisions(("a",)) + first + second == Decisions(("a", "b", "d"), {"c": Alerted(1, 0.01), "e": Alerted(0)})
+    assert Decisions(("a",)) + first + second == Decisions(
+        ("a", "b", "d"), {"c": AlertedState(1, 0.01), "e": AlertedState(0)}
+    )
 
 
 def test_history_decides_nothing() -> None:
@@ -175,7 +180,7 @@ def test_history_decides_nothing() -> None:
     engine.replay(EventBatch.empty(), 1000)
     assert engine.snapshot(0, 1000).ids == ["r", "s", "t"]
     assert engine.snapshot(0, 1000).alert_seq.tolist() == [-1, -1, -1]
-    engine.apply(0, Decisions(("s",), {"r": Alerted(0)}))
+    engine.apply(0, Decisions(("s",), {"r": AlertedState(0)}))
     effects = engine.handle(batch_of([reading("r", 2), reading("t", 2)]), 1000)
     assert [(alert.record, alert.raised_at) for alert in effects.alerts] == [("t", 2)] * len(ALPHA), (
         "who was not told of is caught up"
@@ -185,7 +190,7 @@ def test_history_decides_nothing() -> None:
 
 def test_decisions_close_what_is_not_open_too() -> None:
     engine = engine_of()
-    engine.apply(0, Decisions(("r", "s"), {"gone": Alerted(3)}))
+    engine.apply(0, Decisions(("r", "s"), {"gone": AlertedState(3)}))
     effects = engine.handle(batch_of([reading("r", 0), reading("r", 0, source=1), reading("gone", 0)]), 0)
     assert [(r.message, r.reason) for r in effects.rejected] == [(0, Reason.LATE)]
 
@@ -309,5 +314,5 @@ def test_what_another_model_finds_improbable_alerts_at_the_next_reading() -> Non
 
 
 def test_decisions_survive_being_stored() -> None:
-    decisions = Decisions(("b", "a", "ümlaut\0"), {"x": Alerted(0, 0.01), "": Alerted(7)})
+    decisions = Decisions(("b", "a", "ümlaut\0"), {"x": AlertedState(0, 0.01), "": AlertedState(7)})
     assert decode_decisions(encode_decisions(decisions)) == decisions

@@ -250,7 +250,7 @@ def test_what_comes_too_late_for_its_time_is_a_block_of_its_own_and_counted() ->
     assert engine.take_late_ties() == 1
     assert engine.take_late_ties() == 0
     after = engine_of(Limits(tie_wait=20), ties="hold")
-    after.foretell(0, Decisions(waited={"r": (1,)}))
+    after.preload_decisions(0, Decisions(waited={"r": (1,)}))
     after.replay(batch_of([event(0, 5), event(2, 5)]), 30)
     assert after.take_late_ties() == 0, "an earlier life has counted it"
     after.handle(batch_of([event(3, 4)]), 31)

@@ -182,7 +182,7 @@ def test_revoked_windows_may_come_back() -> None:
 def test_an_event_that_names_the_window_joins_it() -> None:
     rows = [("a", 3, 0, 0.0), ("a", 12, 0, 0.0)]
     named = batch_of([("a", 3, 1, 0.0)])
-    named = EventBatch(named.records, named.features, named.values, named.times, named.messages, named.sources)
+    named = EventBatch(named.records, named.features, named.values, named.times, named.messages, named.partitions)
     for first in (0, 1):
         it = engine()
         for batch in (named, batch_of(rows[:1])) if first else (batch_of(rows[:1]), named):

@@ -46,7 +46,12 @@ def decoded(codec: Codec, data: Payload) -> tuple[EventBatch, list[Rejected]]:
     batch, rejected = codec.decode(data)
     n = len(batch)
     assert (
-        n == len(batch.features) == len(batch.values) == len(batch.times) == len(batch.messages) == len(batch.sources)
+        n
+        == len(batch.features)
+        == len(batch.values)
+        == len(batch.times)
+        == len(batch.messages)
+        == len(batch.partitions)
     )
     assert set(batch.messages.tolist()) | {refusal.message for refusal in rejected} == set(range(len(data)))
     assert batch.messages.tolist() == sorted(batch.messages.tolist())

@@ -23,7 +23,7 @@ from deformer_stream.demo.simulate import FEATURES, Fleet, Order, simulate
 from deformer_stream.engine.engine import Engine
 from deformer_stream.model.schema import Schema
 from deformer_stream.runtime.metrics import Metrics
-from deformer_stream.runtime.pipeline import EventClock, Road
+from deformer_stream.runtime.pipeline import EventClock, Pipeline
 from deformer_stream.testing import MemorySink, MemorySource
 from tests.statistics import beta_binomial_upper
 
@@ -67,7 +67,7 @@ def test_false_alarms_keep_to_alpha(model_dir: Path, law: Order) -> None:
     engine = Engine(loaded.model, calibration, loaded.fingerprint, ALPHA, effort="off")
     sink = MemorySink()
     source = MemorySource(simulate(HELD_OUT, seed=3, order=law).messages(), chunk=8_192)
-    totals = Road(source, Codec(loaded.schema), engine, [sink], EventClock(), Metrics(), finite=True).run(
+    totals = Pipeline(source, Codec(loaded.schema), engine, [sink], EventClock(), Metrics(), finite=True).run(
         threading.Event()
     )
     bound = beta_binomial_upper(CALIBRATION, HELD_OUT, ALPHA, 0.99)

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.conformal import Calibration, PrefixState, added, advance
+from deformer_stream.calibration.conformal import Calibration, PrefixState, advance, running_sum
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Contribution
 from deformer_stream.engine.explain import explain
 from deformer_stream.engine.order_trees import conditionals, each_last
 from deformer_stream.engine.records import UNSCORED
 from deformer_stream.kernels import build
-from deformer_stream.kernels.cpu import Compiled, CompiledCache, Ragged, fits
+from deformer_stream.kernels.cpu import CpuKernels, CpuKVCache, RaggedBatch, fits
 from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
 from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.schema import Feature, Schema
@@ -124,7 +124,7 @@ def test_rounded_factors_say_the_same_in_pairs_and_singly(memory: Literal["all",
     for singly in (False, True):
         model.library = build.compiled(build.SOURCES, "", "-DROUNDED", *["-DSINGLY"] * singly)
         assert model.library is not None, "the tests of compiled code need a C compiler"
-        pages.append(Compiled(model, model.library).record_bytes)
+        pages.append(CpuKernels(model, model.library).record_bytes)
         found.append(numbers(scored(model, codes, raw, 2), 60))
     np.testing.assert_allclose(found[1], found[0], atol=TOLERANCE["bfloat16"])
     assert pages[0] == pages[1]
@@ -145,7 +145,7 @@ def test_what_is_rebuilt_is_what_steps_have_left(
     for evicted in (False, True):
         limits = Limits(cache_bytes=20_000_000)
         engine = Engine(model, Calibration.of(np.arange(100.0), "random"), "fp", 0.05, limits)
-        assert isinstance(engine.cache, CompiledCache)
+        assert isinstance(engine.cache, CpuKVCache)
         for k in range(20):
             if evicted and k == 19:
                 engine.cache.drop(np.arange(records))
@@ -165,7 +165,7 @@ def test_statistics_go_on_as_the_rule_says(seed: int, most: int, masked: bool) -
     """From mild to very wild readings, in two pieces; of records in any slots, some without a reading in a piece."""
     model = compiled(model_of(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
     assert model.library is not None
-    rng, code, R = np.random.default_rng(seed), Compiled(model, model.library), 6
+    rng, code, R = np.random.default_rng(seed), CpuKernels(model, model.library), 6
     slots, running = rng.permutation(9)[:R], np.full(9, UNSCORED)
     pieces = []
     for _ in range(2):
@@ -185,8 +185,8 @@ def test_statistics_go_on_as_the_rule_says(seed: int, most: int, masked: bool) -
             on = np.ones(surprises.shape[1], bool) if scored is None else scored
             said = np.where(on, surprises, 0.0)[:, None, at]
             score, state = advance(state, said[1], on[None, at], None if decided is None else decided[None, at])
-            log_likelihood = added(sums[0], said[0])
-            sums = np.stack([log_likelihood[:, -1], added(sums[1], said[2])[:, -1]])
+            log_likelihood = running_sum(sums[0], said[0])
+            sums = np.stack([log_likelihood[:, -1], running_sum(sums[1], said[2])[:, -1]])
             np.testing.assert_array_equal(columns[0, at], np.where(on, surprises[0], np.nan)[at])
             np.testing.assert_allclose(columns[1:3, at], [log_likelihood[0], score[0]], rtol=1e-10, atol=1e-12)
         expected = state.count, state.total, state.least, state.peak, *sums
@@ -218,16 +218,16 @@ def test_readings_are_judged_as_the_plain_network_judges_them(
         raw = np.where(schema.linear[codes], raw * 10.0 ** np.random.default_rng(seed).integers(-2, 9, raw.shape), raw)
     features, values = torch.from_numpy(codes), torch.from_numpy(normalised(schema, codes, raw)).float()
     assert model.library is not None
-    code, L = Compiled(model, model.library), len(schema)
+    code, L = CpuKernels(model, model.library), len(schema)
     cache = code.cache(1 << 24)
     cache.grow(4)
     cache.reserve(np.arange(4), np.full(4, L))
-    ragged = Ragged(codes.ravel(), values.numpy().ravel(), L * np.arange(5), np.zeros(4, np.int64), cache.table)
+    ragged = RaggedBatch(codes.ravel(), values.numpy().ravel(), L * np.arange(5), np.zeros(4, np.int64), cache.table)
     with torch.inference_mode():
         plain, other = model.conditionals(features, values), code.conditionals(cache, ragged)
-        expected = plain.judge(values, plain.surprisal(values))
+        expected = plain.score_terms(values, plain.surprisal(values))
         again = other.shaped(4, L)
-        twice = again.judge(values, again.surprisal(values))
+        twice = again.score_terms(values, again.surprisal(values))
     found = code.judge(cache, ragged).reshape(3, 4, L)
     for one, two, three in zip(found, astuple(expected), astuple(twice), strict=True):
         np.testing.assert_allclose(one, two.numpy(), rtol=1e-3, atol=2e-3)
@@ -260,7 +260,7 @@ def test_surprise_of_large_and_of_lopsided_mixtures() -> None:
     """Narrow components, far ones, and some that weigh next to nothing."""
     model = compiled(model_of(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
     assert model.library is not None
-    code = Compiled(model, model.library)
+    code = CpuKernels(model, model.library)
     generator = torch.Generator().manual_seed(0)
     for J in (1, 16, 150):
         weights, means, scales = (torch.randn((40, J), generator=generator) for _ in range(3))
@@ -278,7 +278,7 @@ def test_surprise_of_large_and_of_lopsided_mixtures() -> None:
 def test_quantiles_have_so_much_mass_below() -> None:
     model = compiled(model_of(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
     assert model.library is not None
-    code, qs = Compiled(model, model.library), (0.05, 0.5, 0.95)
+    code, qs = CpuKernels(model, model.library), (0.05, 0.5, 0.95)
     generator = torch.Generator().manual_seed(0)
     for J in (1, 16, 40):
         weights, means, scales = (torch.randn((2, 20, J), generator=generator) for _ in range(3))
@@ -302,7 +302,7 @@ def test_trees_of_orders_say_what_the_network_says_of_them(
     orders = each_last(given_, W - given_ - asked, asked, mirrored)
     at = values[:, orders.reading]
     with torch.inference_mode():
-        found = conditionals(model, orders, features, values, Compiled(model, model.library)).log_prob(at)
+        found = conditionals(model, orders, features, values, CpuKernels(model, model.library)).log_prob(at)
         expected = conditionals(model, orders, features, values).log_prob(at)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
@@ -323,7 +323,7 @@ def test_explanations_are_the_same(seed: int, loud: bool) -> None:
     assert model.library is not None
     codes, raw = records_of(schema, 5, seed, missing=0.2)
     given_ = model, codes, raw, [{}] * 5, list("abcde"), lambda score, _: np.full(score.shape, loud)
-    code = Compiled(model, model.library)
+    code = CpuKernels(model, model.library)
     for effort in ("full", "fast"):
         plain, same = explain(*given_, effort), explain(*given_, effort, code)
         for one, other in zip(plain, same, strict=True):

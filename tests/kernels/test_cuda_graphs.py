@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.kernels import cuda_graphs
-from deformer_stream.kernels.cuda_graphs import Pass, Passes, Recorder, Work, common
+from deformer_stream.kernels.cuda_graphs import CudaGraphs, ForwardInputs, Recorder, Work, common
 from deformer_stream.kernels.kv_cache import KeyValueCache
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Schema
@@ -35,7 +35,7 @@ def scored(
         return stream(codes, raw, engine, seed, most), engine
 
 
-def recorded(engine: Engine) -> dict[cuda_graphs.Shape, cuda_graphs.Recorded]:
+def recorded(engine: Engine) -> dict[cuda_graphs.Shape, cuda_graphs.CapturedGraph]:
     assert engine.current._passes is not None
     return engine.current._passes.recorded
 
@@ -80,7 +80,7 @@ def test_only_shapes_used_last_stay_recorded() -> None:
 def test_shapes_are_rounded_up() -> None:
     def shape(records: int, readings: int, pages: int) -> cuda_graphs.Shape | None:
         new, seen = np.zeros((records, readings), np.int64), np.zeros((records, pages), np.int64)
-        return common(Pass(new, new.astype(float), seen, seen[:, :0], new))
+        return common(ForwardInputs(new, new.astype(float), seen, seen[:, :0], new))
 
     assert shape(1, 1, 0) == (16, 1, 1)
     assert shape(17, 3, 5) == (32, 4, 8)
@@ -145,8 +145,8 @@ def test_a_pass_can_be_recorded(schema: Schema, config: ModelConfig, readings: i
         cache = KeyValueCache(on_gpu(model, mode), 0)
         new = torch.zeros(16, readings, dtype=torch.long, device="cuda")
         pages, places = new.expand(16, 4), new.repeat(1, model.tokens_kept)
-        given = Pass(new, new.float(), pages, new[:, 0], places)
-        run = Passes(model, cache)
+        given = ForwardInputs(new, new.float(), pages, new[:, 0], places)
+        run = CudaGraphs(model, cache)
         with torch.no_grad():  # in inference mode operators that are made of others are not seen through
             guide = run.expected(given)
             with Recordable():

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from deformer_stream.model.attention import LONGEST, Memory, attend
+from deformer_stream.model.attention import LONGEST, AttentionContext, attend
 
 
-def by_definition(q: Tensor, k: Tensor, v: Tensor, memory: Memory) -> Tensor:
+def by_definition(q: Tensor, k: Tensor, v: Tensor, memory: AttentionContext) -> Tensor:
     """The triangular mask over interleaved tokens, one entry after the other."""
     half = k.shape[2] // 2
     tokens = [(kind, place) for kind in "zu" for place in range(half)]
@@ -29,7 +29,7 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, memory: Memory) -> Tensor:
 
 @pytest.mark.parametrize("memory", ["all", "values"])
 @given(half=st.integers(1, 6), kinds=st.integers(1, 2), seed=st.integers(0, 1000))
-def test_values_and_gradients_are_those_of_the_mask(memory: Memory, half: int, kinds: int, seed: int) -> None:
+def test_values_and_gradients_are_those_of_the_mask(memory: AttentionContext, half: int, kinds: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     shapes = (kinds * half, 2 * half, 2 * half)
     given = [torch.randn(2, 3, n, 4, generator=generator, dtype=torch.float64).requires_grad_() for n in shapes]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig, Past
+from deformer_stream.model.deformer import PRESETS, DEformer, KVCacheView, ModelConfig
 from deformer_stream.model.schema import Feature, Schema
 from tests.engine.worlds import configs, model_of, normalised, records_of, schemas
 
@@ -25,7 +25,7 @@ def grown(model: DEformer, features: torch.Tensor, values: torch.Tensor, cuts: l
         if stop == start:
             continue
         f, v = features[:, start:stop], values[:, start:stop]
-        extension = model.prefill(f, v) if past is None else model.extend(f, v, past)
+        extension = model.prefill(f, v) if past is None else model.forward_cached(f, v, past)
         parts.append(extension.conditional.log_prob(v))
         if past is None:
             keys, vals, readings = list(extension.keys), list(extension.values), extension.readings
@@ -34,7 +34,7 @@ def grown(model: DEformer, features: torch.Tensor, values: torch.Tensor, cuts: l
             vals = [torch.cat([a, b], 2) for a, b in zip(past.values, extension.values, strict=True)]
             if readings is not None and extension.readings is not None:
                 readings = torch.cat([readings, extension.readings], 1)
-        past = Past(keys, vals, torch.full((len(features),), keys[0].shape[2]), readings)
+        past = KVCacheView(keys, vals, torch.full((len(features),), keys[0].shape[2]), readings)
         start = stop
     return torch.cat(parts, 1)
 
@@ -176,7 +176,7 @@ def test_a_past_without_the_readings_that_are_needed(change: dict[str, Any]) -> 
     codes, values = torch.tensor([[0, 1]]), torch.zeros((1, 2), dtype=torch.float64)
     seen = model.prefill(codes[:, :1], values[:, :1])
     with pytest.raises(ValueError, match="without readings"):
-        model.extend(codes[:, 1:], values[:, 1:], Past(seen.keys, seen.values, torch.tensor([1])))
+        model.forward_cached(codes[:, 1:], values[:, 1:], KVCacheView(seen.keys, seen.values, torch.tensor([1])))
 
 
 def test_coordinates_must_be_there() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deformer_stream.model.deformer import ModelConfig
 from deformer_stream.model.distributions import Conditional, Head, log_gamma_sf
-from deformer_stream.model.gaussian_prior import Guide
+from deformer_stream.model.gaussian_prior import PriorConditional
 from deformer_stream.model.schema import Feature, Schema
 from tests.engine.worlds import configs, model_of, normalised, records_of, schemas
 
@@ -196,7 +196,9 @@ def test_a_guide_is_trusted_before_training_and_bounded_by_the_sensor() -> None:
     torch.manual_seed(0)
     head = Head(schema, 8, 4, guides=2)
     weights = torch.tensor([[0.25, 0.75]] * 2).log()
-    guide = Guide(weights, torch.tensor([[-3.0, 3.0]] * 2), torch.full((2, 2), 1e-6), torch.ones(2, dtype=torch.bool))
+    guide = PriorConditional(
+        weights, torch.tensor([[-3.0, 3.0]] * 2), torch.full((2, 2), 1e-6), torch.ones(2, dtype=torch.bool)
+    )
     out = head(torch.zeros(2, 8), torch.tensor([0, 1]), guide)
     assert out.means[:, 4:].tolist() == [[-3.0, 3.0]] * 2
     followed = out.log_weights.exp()[:, 4:]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import MultivariateNormal
 
-from deformer_stream.model.gaussian_prior import VALUE_REACH, Gaussians
+from deformer_stream.model.gaussian_prior import VALUE_REACH, GaussianPrior
 from deformer_stream.model.schema import Feature, Schema
 
 NUMBERS = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(5)))
@@ -19,8 +19,8 @@ MIXED = Schema((*NUMBERS.features[:3], Feature("state", "discrete", labels=("a",
 seeds = st.integers(0, 2**16)
 
 
-def random_gaussians(schema: Schema, components: int, seed: int, variants: int = 1) -> Gaussians:
-    gaussians = Gaussians(schema, components, variants)
+def random_gaussians(schema: Schema, components: int, seed: int, variants: int = 1) -> GaussianPrior:
+    gaussians = GaussianPrior(schema, components, variants)
     generator = torch.Generator().manual_seed(seed)
     shape = gaussians.covariances.shape
     mixing = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -30,7 +30,7 @@ def random_gaussians(schema: Schema, components: int, seed: int, variants: int =
     return gaussians
 
 
-def log_density(gaussians: Gaussians, x: torch.Tensor, variant: int = 0) -> torch.Tensor:
+def log_density(gaussians: GaussianPrior, x: torch.Tensor, variant: int = 0) -> torch.Tensor:
     """ln of the mixture's density at x (N, D) in the schema's order."""
     parts = [
         weight + MultivariateNormal(mean, covariance).log_prob(x)
@@ -41,7 +41,9 @@ def log_density(gaussians: Gaussians, x: torch.Tensor, variant: int = 0) -> torc
     return torch.logsumexp(torch.stack(parts), 0)
 
 
-def chain(gaussians: Gaussians, features: torch.Tensor, values: torch.Tensor, **which: torch.Tensor) -> torch.Tensor:
+def chain(
+    gaussians: GaussianPrior, features: torch.Tensor, values: torch.Tensor, **which: torch.Tensor
+) -> torch.Tensor:
     """Σ ln p(v_k | earlier) of what the guide says."""
     guide = gaussians(features, values, **which)
     z = (values.unsqueeze(-1) - guide.means) / guide.scales
@@ -69,9 +71,9 @@ def test_padding_and_labels_change_nothing_wherever_they_stand(seed: int) -> Non
     between[:, [1, 3, 4]] = x
     guide = gaussians(torch.tensor([[-1, 4, 3, 0, 5, -1]] * 2), between)
     assert guide.known.tolist() == [[False, True, False, True, True, False]] * 2
-    for got, expected in zip(guide[:, [1, 3, 4]].told(), plain.told(), strict=True):
+    for got, expected in zip(guide[:, [1, 3, 4]].as_features(), plain.as_features(), strict=True):
         torch.testing.assert_close(got, expected)
-    assert not guide.told()[~guide.known].any()
+    assert not guide.as_features()[~guide.known].any()
 
 
 def test_each_record_hears_its_own_variant() -> None:
@@ -87,11 +89,11 @@ def test_a_wild_reading_does_not_carry_the_others_away() -> None:
     features = torch.tensor([[0, 1]] * 2)
     wild = gaussians(features, torch.tensor([[1e9, 0.0], [VALUE_REACH, 0.0]]))
     torch.testing.assert_close(wild.means[0, 1], wild.means[1, 1])
-    assert torch.isfinite(wild.told()).all()
+    assert torch.isfinite(wild.as_features()).all()
 
 
 def test_missing_readings_are_drawn_from_their_law_given_the_others() -> None:
-    gaussians = Gaussians(NUMBERS, 1)
+    gaussians = GaussianPrior(NUMBERS, 1)
     covariance = torch.eye(5, dtype=torch.float64)
     covariance[0, 1] = covariance[1, 0] = 0.8
     gaussians.covariances.copy_(covariance)
@@ -108,12 +110,12 @@ def test_what_is_no_covariance_is_refused() -> None:
     state = random_gaussians(NUMBERS, 2, 0).state_dict()
     state["covariances"][0, 1, 2, 2] = -1.0
     with pytest.raises(ValueError, match="positive definite"):
-        Gaussians(NUMBERS, 2).load_state_dict(state)
+        GaussianPrior(NUMBERS, 2).load_state_dict(state)
 
 
 def test_numbers_told_have_the_size_a_network_likes() -> None:
     gaussians = random_gaussians(NUMBERS, 4, 1)
-    told = gaussians(torch.arange(5).repeat(50, 1), 3 * torch.randn(50, 5)).told()
+    told = gaussians(torch.arange(5).repeat(50, 1), 3 * torch.randn(50, 5)).as_features()
     assert told.shape == (50, 5, 12)
     assert float(told.abs().max()) <= 4.0
     assert np.isfinite(told.numpy()).all()

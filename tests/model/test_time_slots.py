@@ -18,7 +18,7 @@ from deformer_stream.model.config import ModelConfig
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.time_slots import in_words, name_of, repeated, single
-from deformer_stream.model.windows import Window, duration, start_of
+from deformer_stream.model.windows import Window, format_duration, window_start
 from deformer_stream.settings.base import Settings, Width
 from tests import models
 from tests.engine.worlds import model_of, normalised, records_of
@@ -43,11 +43,11 @@ CONFIG = ModelConfig(
 def test_every_time_is_in_the_slot_that_began_last(width: int, slots: int, time: int) -> None:
     window = Window(width, min(slots, width))
     slot = window.slot(time)
-    since = time - start_of(time, width)
+    since = time - window_start(time, width)
     assert 0 <= slot < window.slots
     assert window.offset(slot) <= since < (window.offset(slot + 1) if slot + 1 < window.slots else width)
     assert window.slot(np.array([time])).tolist() == [slot]
-    assert start_of(np.array([time]), width).tolist() == [time - since]
+    assert window_start(np.array([time]), width).tolist() == [time - since]
 
 
 def test_a_slot_has_its_start_and_not_its_end() -> None:
@@ -63,7 +63,7 @@ class Asked(Settings):
 
 @given(st.integers(1000, 10**15))
 def test_durations_are_written_as_options_take_them(micros: int) -> None:
-    assert round(Asked.model_validate({"width": duration(micros)}).width * 1e6) == micros
+    assert round(Asked.model_validate({"width": format_duration(micros)}).width * 1e6) == micros
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_durations_are_written_as_options_take_them(micros: int) -> None:
     [(0, "0s"), (500, "0.5ms"), (1500, "1.5ms"), (20 * SECOND, "20s"), (90 * SECOND, "90s"), (120 * SECOND, "2m")],
 )
 def test_durations_are_short(micros: int, text: str) -> None:
-    assert duration(micros) == text
+    assert format_duration(micros) == text
     assert name_of("temp", micros) == f"temp+{text}"
 
 

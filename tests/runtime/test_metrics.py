@@ -21,7 +21,7 @@ from deformer_stream.engine.events import AlertRaised, Closing, Effects, EventBa
 from deformer_stream.engine.events import Closed as ClosedRecords
 from deformer_stream.errors import ConfigError
 from deformer_stream.runtime import metrics
-from deformer_stream.runtime.pipeline import Road, WallClock
+from deformer_stream.runtime.pipeline import Pipeline, WallClock
 from deformer_stream.testing import MemorySink, MemorySource
 from tests.conftest import free_port
 
@@ -174,7 +174,9 @@ def test_ready_after_the_first_turn_and_unhealthy_after_a_stall(model_dir: Path,
     with served(port, measures):
         assert get(port, "/readyz") == (503, "not yet\n")
         assert get(port, "/healthz") == (200, "ok\n")
-        Road(source, Codec(loaded.schema), engine, [MemorySink()], WallClock(), measures, True).run(threading.Event())
+        Pipeline(source, Codec(loaded.schema), engine, [MemorySink()], WallClock(), measures, True).run(
+            threading.Event()
+        )
         assert seen == [(200, 503), (200, 200), (200, 200)]
         assert get(port, "/readyz")[0] == 200
         assert f'deformer_model_info{{fingerprint="{loaded.fingerprint}"}} 1.0' in get(port, "/metrics")[1]
@@ -208,7 +210,7 @@ def test_ready_means_that_partitions_are_assigned(model_dir: Path, assigned: fro
     loaded = model_store.read(model_dir)
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, 0.01)
     measures = metrics.Metrics()
-    road = Road(SharedSource(assigned), Codec(loaded.schema), engine, [], WallClock(), measures, False)
+    road = Pipeline(SharedSource(assigned), Codec(loaded.schema), engine, [], WallClock(), measures, False)
     road.run(threading.Event())
     assert measures.ready == bool(assigned)
 

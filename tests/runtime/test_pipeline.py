@@ -20,7 +20,7 @@ from deformer_stream.model.schema import Schema
 from deformer_stream.model.windows import Window
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.metrics import Metrics
-from deformer_stream.runtime.pipeline import EventClock, Pace, Road, WallClock
+from deformer_stream.runtime.pipeline import EventClock, Pace, Pipeline, WallClock
 from deformer_stream.runtime.ports import NOTHING, HandOver, Polled, Saved
 from deformer_stream.testing import ManualClock, MemorySink, MemorySource
 from tests.models import TRAINING, rows_of
@@ -64,7 +64,7 @@ def test_revoked_partitions(loaded: Artifact) -> None:
     messages = [event(there, "pressure"), event(here, "pressure"), event(there, "pressure"), event(here, "pressure")]
     sink = MemorySink()
     source = Revoking(messages, chunk=2, partitions=2)
-    Road(source, Codec(loaded.schema), engine_of(loaded), [sink], ManualClock(), Metrics(), False).run(
+    Pipeline(source, Codec(loaded.schema), engine_of(loaded), [sink], ManualClock(), Metrics(), False).run(
         threading.Event()
     )
     assert [(closed.records, closed.reasons) for closed in sink.closings] == [([there], [Closing.REVOKED])]
@@ -86,7 +86,7 @@ def test_stop(loaded: Artifact) -> None:
     source, sink = Stopping([row, row], chunk=1), MemorySink()
     engine = engine_of(loaded)
     for finite in (True, False):
-        totals = Road(source, Codec(loaded.schema), engine, [sink], ManualClock(), Metrics(), finite).run(stop)
+        totals = Pipeline(source, Codec(loaded.schema), engine, [sink], ManualClock(), Metrics(), finite).run(stop)
         stop.clear() if finite else None
     assert source.committed == {0: 2}
     assert (totals.events, totals.rejected["duplicate"], totals.closed) == (0, 1, 0)
@@ -98,7 +98,7 @@ def test_stopped_before_it_began(loaded: Artifact) -> None:
     stop = threading.Event()
     stop.set()
     source = MemorySource([b"{}"])
-    totals = Road(source, Codec(loaded.schema), engine_of(loaded), [], WallClock(), Metrics(), True).run(stop)
+    totals = Pipeline(source, Codec(loaded.schema), engine_of(loaded), [], WallClock(), Metrics(), True).run(stop)
     assert (totals.events, dict(totals.rejected), source.committed) == (0, {}, {})
 
 
@@ -106,7 +106,9 @@ def test_stopped_before_it_began(loaded: Artifact) -> None:
 def test_end_of_input(loaded: Artifact, finite: bool) -> None:
     row = json.dumps({"record": "r", "feature": "pressure", "value": 1.0}).encode()
     sink = MemorySink()
-    road = Road(MemorySource([row]), Codec(loaded.schema), engine_of(loaded), [sink], WallClock(), Metrics(), finite)
+    road = Pipeline(
+        MemorySource([row]), Codec(loaded.schema), engine_of(loaded), [sink], WallClock(), Metrics(), finite
+    )
     totals = road.run(threading.Event())
     assert totals.closed == int(finite)
     assert [reason for closed in sink.closings for reason in closed.reasons] == [Closing.END] * finite
@@ -125,7 +127,9 @@ def test_time_outs_fire_on_silent_input(loaded: Artifact) -> None:
 
     row = json.dumps({"record": "r", "feature": "pressure", "value": 1.0}).encode()
     engine = engine_of(loaded, record_timeout=25_000_000)
-    Road(Silent([row], chunk=1), Codec(loaded.schema), engine, [sink], clock, Metrics(), False).run(threading.Event())
+    Pipeline(Silent([row], chunk=1), Codec(loaded.schema), engine, [sink], clock, Metrics(), False).run(
+        threading.Event()
+    )
     assert [closed.reasons for closed in sink.closings] == [[Closing.TIMEOUT]]
     assert len(sink.effects) == 5
 
@@ -134,7 +138,7 @@ def test_refusals_are_in_the_order_of_the_messages(loaded: Artifact) -> None:
     row = json.dumps({"record": "r", "feature": "pressure", "value": 1.0}).encode()
     sink = MemorySink()
     source = MemorySource([row, b"no", row, b"{}"])
-    totals = Road(source, Codec(loaded.schema), engine_of(loaded), [sink], WallClock(), Metrics(), True).run(
+    totals = Pipeline(source, Codec(loaded.schema), engine_of(loaded), [sink], WallClock(), Metrics(), True).run(
         threading.Event()
     )
     assert [r.message for r in sink.rejected] == [1, 2, 3]
@@ -146,7 +150,7 @@ def test_progress_and_metrics(loaded: Artifact) -> None:
     seen: list[int] = []
     metrics = Metrics()
     source = MemorySource(whole_records(loaded), chunk=16)
-    Road(
+    Pipeline(
         source,
         Codec(loaded.schema),
         engine_of(loaded),
@@ -177,7 +181,7 @@ def test_a_model_whose_windows_are_others_is_not_taken(loaded: Artifact, tmp_pat
     def codec_of(one: Artifact) -> Codec:
         return Codec(one.schema, windows=Windows.asked(one.schema, 10_000_000, 0))
 
-    Road(
+    Pipeline(
         MemorySource(whole_records(loaded), chunk=16),
         codec_of(loaded),
         engine,
@@ -238,7 +242,7 @@ class Unhurried(MemorySource):
     def lag(self) -> dict[tuple[str, int], int]:
         return {("memory", 0): self.unread}
 
-    def ask(self) -> None: ...
+    def prefetch(self) -> None: ...
 
     def commit(self, saved: Mapping[int, Saved] = NOTHING) -> None:
         self.waited.append(True)
@@ -254,7 +258,7 @@ def test_a_commit_is_waited_for_where_an_alert_waits_for_it(loaded: Artifact, un
     source, sink = Unhurried(whole_records(loaded)), MemorySink()
     source.unread = unread
     codec, engine = Codec(loaded.schema), engine_of(loaded)
-    Road(source, codec, engine, [sink], ManualClock(), Metrics(), False, commit_interval=0.0).run(threading.Event())
+    Pipeline(source, codec, engine, [sink], ManualClock(), Metrics(), False, commit_interval=0.0).run(threading.Event())
     alerting = [bool(effects.alerts) for effects in sink.effects]
     assert any(alerting)
     assert not all(alerting)

@@ -17,7 +17,7 @@ from deformer_stream.codec.inputs import Messages, Payload
 from deformer_stream.engine.events import NO_TIME, Effects, EventBatch, Rejected
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.metrics import Metrics
-from deformer_stream.runtime.pipeline import Road
+from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.ports import Polled
 from deformer_stream.testing import ManualClock
 from tests.runtime.test_pipeline import engine_of, whole_records
@@ -135,7 +135,7 @@ def life(loaded: Artifact, broker: Broker, hop: str | None, turn: int, chunk: in
     fuse = Fuse(hop, turn)
     sinks = [BrokerSink(broker, fuse), BrokerSink(Broker([], log=broker.log), fuse)]
     source, codec = BrokerSource(broker, fuse, chunk), FusedCodec(Codec(loaded.schema), fuse)
-    Road(source, codec, engine_of(loaded), sinks, FusedClock(fuse), Metrics(), True, commit_interval=interval).run(
+    Pipeline(source, codec, engine_of(loaded), sinks, FusedClock(fuse), Metrics(), True, commit_interval=interval).run(
         threading.Event()
     )
 

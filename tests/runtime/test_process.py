@@ -28,7 +28,7 @@ def test_what_is_free_goes_back() -> None:
     more.clear()
     del pieces[::2]
     before = resident()
-    process.give_back()
+    process.release_free_memory()
     assert resident() < before - 1.4 * PIECES * SIZE  # of 1.5
     assert not any(map(any, pieces))
 
@@ -39,7 +39,7 @@ import threading
 from pathlib import Path
 from deformer_stream.runtime import process
 
-process.share()
+process.limit_malloc_arenas()
 taken = []
 thread = threading.Thread(target=lambda: taken.append(bytes(60_000)))
 thread.start()

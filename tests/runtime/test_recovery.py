@@ -23,7 +23,7 @@ from deformer_stream.errors import StateError
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime import process
 from deformer_stream.runtime.metrics import Metrics
-from deformer_stream.runtime.pipeline import Road
+from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.ports import NOTHING, HandOver, Polled, Restored, Saved
 from deformer_stream.runtime.recovery import Recovery
 from deformer_stream.testing import ManualClock
@@ -238,7 +238,7 @@ def live(
     """One life, to whatever end. every: seconds between snapshots."""
     member = kind(world, assigned, seed, crash, move)
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits(), DRIFT, effort="off")
-    road = Road(
+    road = Pipeline(
         member,
         Codec(loaded.schema),
         engine,
@@ -300,7 +300,7 @@ def test_metrics_of_snapshots_come_and_go_with_their_partition(loaded: Artifact)
     metrics = Metrics()
     member = Member(world, {0, 1}, 0, 0.0, 0.0)
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
-    road = Road(member, Codec(loaded.schema), engine, [member], ManualClock(), metrics, finite=False)
+    road = Pipeline(member, Codec(loaded.schema), engine, [member], ManualClock(), metrics, finite=False)
     road.run(threading.Event())
     size: Any = metrics.registry.get_sample_value
     assert size("deformer_snapshot_bytes", {"partition": "0"}) > 100
@@ -315,7 +315,9 @@ def test_wrongly_keyed_input_is_reported_once(loaded: Artifact, capsys: pytest.C
     metrics = Metrics()
     member = Member(world_of(loaded, 1), {0, 1, 2}, 0, 0.0, 0.0)
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
-    Road(member, Codec(loaded.schema), engine, [member], ManualClock(), metrics, finite=False).run(threading.Event())
+    Pipeline(member, Codec(loaded.schema), engine, [member], ManualClock(), metrics, finite=False).run(
+        threading.Event()
+    )
     assert metrics.registry.get_sample_value("deformer_records_misrouted_total") == engine.records.misrouted > 1
     assert capsys.readouterr().out.count("key messages by record id") == 1
 
@@ -323,7 +325,7 @@ def test_wrongly_keyed_input_is_reported_once(loaded: Artifact, capsys: pytest.C
 def test_decisions_follow_a_snapshot_that_was_committed(loaded: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one may come to nothing, because partitions move just then. What each of them took goes back."""
     given_back = list[None]()
-    monkeypatch.setattr(process, "give_back", lambda: given_back.append(None))
+    monkeypatch.setattr(process, "release_free_memory", lambda: given_back.append(None))
     lines = world_of(loaded, 1).events[0]
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
     recovery = Recovery(engine, Metrics(), interval=100.0)

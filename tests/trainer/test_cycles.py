@@ -19,7 +19,7 @@ from tests.commands import Run
 from tests.trainer.tables import prepared, write
 from trainer.job import train
 from trainer.outliers import distances
-from trainer.settings import Everything, periods
+from trainer.settings import TrainConfig, periods
 
 SMALL: dict[str, Any] = {"d_model": 32, "layers": 1, "heads": 2, "feedforward": 64, "mixtures": 3, "hidden": (32,)}
 
@@ -87,7 +87,7 @@ def test_midnight_is_not_an_edge(tmp_path: Path, rng: np.random.Generator, cli: 
     from the table of training to what replay, produce and inspect say."""
     table = write(tmp_path / "t.parquet", daily(rng, 1500))
     out = tmp_path / "model"
-    model = train([table], Everything(out=out, epochs=15, batch=64, exemplars=0, gaussians=2, **SMALL)).model.eval()
+    model = train([table], TrainConfig(out=out, epochs=15, batch=64, exemplars=0, gaussians=2, **SMALL)).model.eval()
 
     clock = np.array([86_340.0, 60.0, 43_200.0])
     codes = np.tile([0, 1], (3, 1))

@@ -17,7 +17,7 @@ from trainer import fit as training
 from trainer import gaussian_prior
 from trainer.budget import Budget
 from trainer.data import TRAIN
-from trainer.fit import Fit, Recipe
+from trainer.fit import Recipe, TrainingRun
 from trainer.sampling import Noise, Samples, arrange, draw, seeded
 from trainer.settings import Optimizer
 
@@ -40,7 +40,7 @@ def test_a_step_on_a_gpu_that_is_not_there(tmp_path: Path, optimizer: Optimizer,
     with fake() as mode:
         on_gpu(model, mode)
         guided = replace(guides, folds=on_gpu(guides.folds, mode)) if model.gaussians is not None else None
-        fit = Fit(data, model, recipe, 0, tmp_path, Budget(), {}, guided)
+        fit = TrainingRun(data, model, recipe, 0, tmp_path, Budget(), {}, guided)
         assert fit.low_precision
         assert model.fast_layers is None
         fit.model.train()

@@ -20,8 +20,8 @@ from tests.conftest import free_port
 from tests.trainer.tables import mixed, prepared, write
 from trainer.budget import Budget
 from trainer.data import Prepared
-from trainer.distributed import Peers
-from trainer.fit import Fit, Recipe
+from trainer.distributed import Ranks
+from trainer.fit import Recipe, TrainingRun
 
 SMALL = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,))
 RECIPE = Recipe(batch=32, learning_rate=3e-3, epochs=2, training_precision="float32")
@@ -37,7 +37,7 @@ def trained(data: Prepared, folder: Path, recipe: Recipe) -> torch.Tensor:
     """What the trained model thinks of some records. Adam makes noise of gradients that are zero by nature (those of
     the keys' bias), so outputs are compared and not weights."""
     torch.manual_seed(0)
-    fit = Fit(data, DEformer(data.schema, SMALL), recipe, 0, folder, Budget(), {})
+    fit = TrainingRun(data, DEformer(data.schema, SMALL), recipe, 0, folder, Budget(), {})
     return opinion(fit.run().model)
 
 
@@ -64,7 +64,7 @@ def test_half_the_precision_learns_nearly_the_same(data: Prepared, tmp_path: Pat
 
 @pytest.mark.parametrize(("records", "size", "pieces"), [(128, 2, 1), (10, 3, 2), (3, 2, 4)])
 def test_parts_of_all_processes_are_the_whole_step_once(records: int, size: int, pieces: int) -> None:
-    parts = [part for rank in range(size) for part in Peers(rank, size).parts(records, pieces)]
+    parts = [part for rank in range(size) for part in Ranks(rank, size).parts(records, pieces)]
     assert [i for part in parts for i in range(records)[part]] == list(range(records))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.trainer.tables import prepared, write
 from trainer.job import train
-from trainer.settings import Everything
+from trainer.settings import TrainConfig
 
 SMALL: dict[str, Any] = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,)}
 
@@ -44,7 +44,7 @@ def test_a_column_without_values_is_left_out_and_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wild", [50.0, -1e4, 1e30])
 def test_far_outliers_of_a_single_feature_are_very_surprising_and_finite(tmp_path: Path, wild: float) -> None:
     table = write(tmp_path / "t.parquet", {"x": np.random.default_rng(1).normal(size=200)})
-    model = train([table], Everything(out=tmp_path / "model", epochs=5, **SMALL)).model
+    model = train([table], TrainConfig(out=tmp_path / "model", epochs=5, **SMALL)).model
     code = np.zeros(2, np.int64)
     values = torch.from_numpy(model.schema.normalise(code, np.array([0.5, wild]))).float().unsqueeze(1)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def test_far_outliers_of_a_single_feature_are_very_surprising_and_finite(tmp_pat
 def test_five_hundred_features(tmp_path: Path) -> None:
     x = np.random.default_rng(2).normal(size=(40, 500))
     table = write(tmp_path / "t.parquet", {f"x{i}": column for i, column in enumerate(x.T)})
-    result = train([table], Everything(out=tmp_path / "model", epochs=1, batch=8, exemplars=0, **SMALL))
+    result = train([table], TrainConfig(out=tmp_path / "model", epochs=1, batch=8, exemplars=0, **SMALL))
     assert len(result.data.schema) == 500
     assert np.isfinite(result.held_out.mean)
     assert len(result.calibration.scores) == 8

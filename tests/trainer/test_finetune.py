@@ -22,7 +22,7 @@ from trainer.data import encode
 from trainer.evaluate import held_out
 from trainer.fit import Interrupted
 from trainer.job import Result, train
-from trainer.settings import Everything
+from trainer.settings import TrainConfig
 from trainer.tables import index_records, open_source
 
 SMALL: dict[str, Any] = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,)}
@@ -71,7 +71,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fleet")
     x = machines(np.random.default_rng(0), 2000)
     table = write(folder / "fleet.parquet", {f"x{i}": column for i, column in enumerate(x.T)})
-    train([table], Everything(out=folder / "model", epochs=8, **SMALL))
+    train([table], TrainConfig(out=folder / "model", epochs=8, **SMALL))
     return folder / "model"
 
 
@@ -90,8 +90,8 @@ def nats(result: Result, folder: Path) -> float:
 
 def test_few_records_adapt_a_model_better_than_they_train_one(tmp_path: Path, fleet: Path) -> None:
     table = write(tmp_path / "plant.parquet", plant(np.random.default_rng(1), 40))
-    adapted = train([table], Everything(out=tmp_path / "adapted", init_from=fleet, epochs=30))
-    anew = train([table], Everything(out=tmp_path / "anew", epochs=30, **SMALL))
+    adapted = train([table], TrainConfig(out=tmp_path / "adapted", init_from=fleet, epochs=30))
+    anew = train([table], TrainConfig(out=tmp_path / "anew", epochs=30, **SMALL))
     old = adapted.data.schema.features
     assert [f.name for f in old] == ["x0", "x1", "x2", "x3", "x4", "extra"]
     assert abs(old[1].location) < 0.2  # the fleet's, not the plant's
@@ -102,7 +102,7 @@ def test_few_records_adapt_a_model_better_than_they_train_one(tmp_path: Path, fl
 def test_a_table_without_an_old_feature_does_not_lose_it(tmp_path: Path, fleet: Path) -> None:
     columns = plant(np.random.default_rng(3), 60)
     del columns["x2"]
-    result = train([write(tmp_path / "t.parquet", columns)], Everything(out=tmp_path / "m", init_from=fleet, epochs=2))
+    result = train([write(tmp_path / "t.parquet", columns)], TrainConfig(out=tmp_path / "m", init_from=fleet, epochs=2))
     assert "x2" in result.data.schema.codes
 
 
@@ -110,10 +110,10 @@ def test_what_cannot_be_adapted_is_refused_in_one_line(tmp_path: Path, fleet: Pa
     columns = plant(np.random.default_rng(4), 60)
     words = write(tmp_path / "words.parquet", {**columns, "x1": ["warm"] * 60})
     with pytest.raises(ConfigError, match="x1 is a measurement in the old model and text here"):
-        train([words], Everything(out=tmp_path / "a", init_from=fleet))
+        train([words], TrainConfig(out=tmp_path / "a", init_from=fleet))
     table = write(tmp_path / "table.parquet", columns)
     with pytest.raises(ConfigError, match="d_model is that of the model"):
-        train([table], Everything(out=tmp_path / "b", init_from=fleet, d_model=32))
+        train([table], TrainConfig(out=tmp_path / "b", init_from=fleet, d_model=32))
 
 
 def test_a_run_is_resumed_with_the_model_it_began_from(tmp_path: Path, fleet: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_run_is_resumed_with_the_model_it_began_from(tmp_path: Path, fleet: Pa
     table = write(tmp_path / "plant.parquet", plant(np.random.default_rng(5), 60))
 
     def run(model: Path, **options: Any) -> Result:
-        return train([table], Everything(out=tmp_path / "adapted", init_from=model, epochs=4), **options)
+        return train([table], TrainConfig(out=tmp_path / "adapted", init_from=model, epochs=4), **options)
 
     with pytest.raises(Interrupted):
         run(fleet, stop=lambda: True)
@@ -130,6 +130,6 @@ def test_a_run_is_resumed_with_the_model_it_began_from(tmp_path: Path, fleet: Pa
     loaded = model_store.read(fleet)
     model_store.write(other, loaded.model, replace(loaded.calibration, scores=loaded.calibration.scores[1:]), {}, "")
     with pytest.raises(ConfigError, match=f"the model of --init-from was {loaded.fingerprint}, now it is"):
-        train([table], Everything(out=tmp_path / "adapted", init_from=other, epochs=4, resume=True))
-    resumed = train([table], Everything(out=tmp_path / "adapted", init_from=moved, epochs=4, resume=True))
+        train([table], TrainConfig(out=tmp_path / "adapted", init_from=other, epochs=4, resume=True))
+    resumed = train([table], TrainConfig(out=tmp_path / "adapted", init_from=moved, epochs=4, resume=True))
     assert resumed.fitted.steps > 1

@@ -18,7 +18,7 @@ from trainer import checkpoint
 from trainer.budget import Budget, Costs
 from trainer.data import CALIBRATION, Prepared
 from trainer.evaluate import held_out
-from trainer.fit import Fit, Fitted, Interrupted, Recipe
+from trainer.fit import Interrupted, Recipe, TrainingResult, TrainingRun
 from trainer.sampling import Noise, arrange, random_keys, seeded, take
 
 SMALL = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,), dropout=0.1)
@@ -39,17 +39,17 @@ def start(
     budget: Budget | None = None,
     config: ModelConfig = SMALL,
     **identity: Any,
-) -> Fit:
+) -> TrainingRun:
     torch.manual_seed(0)
     folder.mkdir(exist_ok=True)
-    return Fit(data, DEformer(data.schema, config), recipe, 0, folder, budget or Budget(), identity)
+    return TrainingRun(data, DEformer(data.schema, config), recipe, 0, folder, budget or Budget(), identity)
 
 
-def weights(fitted: Fitted) -> list[torch.Tensor]:
+def weights(fitted: TrainingResult) -> list[torch.Tensor]:
     return [p.detach() for p in fitted.model.parameters()]
 
 
-def stopping_at(fit: Fit, step: int) -> Callable[[], bool]:
+def stopping_at(fit: TrainingRun, step: int) -> Callable[[], bool]:
     return lambda: fit.step >= step
 
 
@@ -157,7 +157,7 @@ def test_held_out_likelihood_nears_the_entropy_of_a_gaussian(tmp_path: Path) -> 
     config = ModelConfig(d_model=32, layers=2, heads=2, feedforward=64, mixtures=4, hidden=(32,))
     torch.manual_seed(0)
     recipe = Recipe(batch=128, learning_rate=5e-3, epochs=12)
-    fitted = Fit(data, DEformer(data.schema, config), recipe, 0, tmp_path, Budget(), {}).run()
+    fitted = TrainingRun(data, DEformer(data.schema, config), recipe, 0, tmp_path, Budget(), {}).run()
     nll = held_out(fitted.model, data, data.rows(CALIBRATION), 4, 1).mean
     truth = entropy(covariance, np.array([f.scale for f in data.schema.features]))
     untrained = entropy(np.eye(4), np.ones(4))

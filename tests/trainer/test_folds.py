@@ -12,7 +12,7 @@ from tests.trainer.tables import mixed, write
 from trainer.data import CALIBRATION, TRAIN, VALIDATION, DataOptions, prepare
 from trainer.folds import siblings
 from trainer.job import train
-from trainer.settings import Everything
+from trainer.settings import TrainConfig
 
 SMALL = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,), "gaussians": 2}
 
@@ -37,8 +37,8 @@ def test_all_records_calibrate(tmp_path: Path, rng: np.random.Generator) -> None
     table = write(tmp_path / "table.parquet", mixed(rng, 90))
     told: list[str] = []
     options = {**SMALL, "epochs": 1, "device": "cpu", "preset": "tiny"}
-    train([table], Everything(out=tmp_path / "folds", folds=3, **options), say=told.append)
-    train([table], Everything(out=tmp_path / "split", calibration_share=1 / 3, **options))
+    train([table], TrainConfig(out=tmp_path / "folds", folds=3, **options), say=told.append)
+    train([table], TrainConfig(out=tmp_path / "split", calibration_share=1 / 3, **options))
     many, few = (model_store.read(tmp_path / name) for name in ("folds", "split"))
     assert [line for line in told if "fold" in line] == ["fold 2 of 3", "fold 3 of 3"]
     assert (len(many.calibration.scores), len(few.calibration.scores)) == (90, 30)

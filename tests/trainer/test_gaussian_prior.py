@@ -15,7 +15,7 @@ from trainer import checkpoint, gaussian_prior
 from trainer.budget import Budget
 from trainer.data import CALIBRATION, TRAIN, VALIDATION, Prepared
 from trainer.evaluate import held_out
-from trainer.fit import Fit, Interrupted, Recipe
+from trainer.fit import Interrupted, Recipe, TrainingRun
 
 CONFIG = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,))
 
@@ -24,7 +24,7 @@ def numbers(folder: Path, x: np.ndarray, **columns: Any) -> Prepared:  # type: i
     return prepared(folder, {f"x{i}": column for i, column in enumerate(x.T)} | columns)
 
 
-def untrained(data: Prepared, guides: gaussian_prior.Guides) -> DEformer:
+def untrained(data: Prepared, guides: gaussian_prior.CrossFittedPriors) -> DEformer:
     torch.manual_seed(0)
     model = DEformer(data.schema, ModelConfig(**{**CONFIG.to_json(), "gaussians": guides.components}))
     model.gaussians = guides.whole
@@ -140,9 +140,9 @@ def test_guided_training_resumes_to_the_bit_and_learns(tmp_path: Path) -> None:
     assert guides is not None
     recipe = Recipe(batch=32, learning_rate=3e-3, epochs=4)
 
-    def start(name: str) -> Fit:
+    def start(name: str) -> TrainingRun:
         (tmp_path / name).mkdir(exist_ok=True)
-        return Fit(data, untrained(data, guides), recipe, 0, tmp_path / name, Budget(), {}, guides)
+        return TrainingRun(data, untrained(data, guides), recipe, 0, tmp_path / name, Budget(), {}, guides)
 
     before = held_out(untrained(data, guides), data, data.rows(CALIBRATION), 4, 0).mean
     whole = start("whole").run()
@@ -199,5 +199,5 @@ def test_no_run_ends_worse_than_its_guide(tmp_path: Path) -> None:
     rows = data.rows(VALIDATION)
     before = held_out(model, data, rows, 4, 0).mean
     assert before == pytest.approx(guides.nll, abs=0.25)
-    fitted = Fit(data, model, recipe, 0, tmp_path, Budget(), {}, guides).run()
+    fitted = TrainingRun(data, model, recipe, 0, tmp_path, Budget(), {}, guides).run()
     assert held_out(fitted.model, data, rows, 4, 0).mean <= before + 1e-6

@@ -15,7 +15,7 @@ from deformer_stream.model.distributions import Head
 from tests.trainer.tables import mixed, write
 from trainer.budget import Budget
 from trainer.job import train
-from trainer.settings import Everything
+from trainer.settings import TrainConfig
 
 SMALL: dict[str, Any] = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,)}
 
@@ -39,7 +39,7 @@ def test_a_run_takes_the_time_it_was_given(
     tmp_path: Path, work: list[float], limit: float, all_calibrate: bool
 ) -> None:
     table = write(tmp_path / "table.parquet", mixed(np.random.default_rng(0), 3000))
-    settings = Everything(
+    settings = TrainConfig(
         out=tmp_path / "model", max_time=f"{limit:.0f}s", batch=32, epochs=1000, patience=1000, **SMALL
     )
     result = train([table], settings, budget=Budget(limit, lambda: work[0]))
@@ -51,7 +51,7 @@ def test_a_run_takes_the_time_it_was_given(
 
 def test_time_that_is_gone_at_once_still_makes_a_model_and_that_is_said(tmp_path: Path) -> None:
     table = write(tmp_path / "table.parquet", mixed(np.random.default_rng(0), 300))
-    settings = Everything(out=tmp_path / "model", max_time="5s", batch=32, epochs=1000, **SMALL)
+    settings = TrainConfig(out=tmp_path / "model", max_time="5s", batch=32, epochs=1000, **SMALL)
     said: list[str] = []
     result = train([table], settings, budget=Budget(5.0, spent=6.0), say=said.append)
     assert result.fitted.steps == 1

@@ -12,8 +12,8 @@ from tests.trainer.tables import mixed, prepared, write
 from trainer.data import CALIBRATION, LEFT_OUT, Prepared
 from trainer.folds import siblings
 from trainer.job import train
-from trainer.outliers import distances, sifted
-from trainer.settings import Everything
+from trainer.outliers import distances, drop_outliers
+from trainer.settings import TrainConfig
 
 SMALL = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,), "gaussians": 2}
 
@@ -34,13 +34,13 @@ def test_a_cluster_of_anomalies_is_far_from_the_others(dirty: Prepared) -> None:
 
 
 def test_they_are_left_out_of_training_alone(dirty: Prepared) -> None:
-    clean = sifted(dirty, 0.1, 0)
+    clean = drop_outliers(dirty, 0.1, 0)
     out = clean.split == LEFT_OUT
     assert out[:40].sum() + (dirty.split[:40] == CALIBRATION).sum() >= 36
     assert out.sum() <= 40
     assert ((clean.split == CALIBRATION) == (dirty.split == CALIBRATION)).all()
     assert clean.summary()["rows"]["left_out"] == out.sum()
-    assert sifted(dirty, 0.0, 0) is dirty
+    assert drop_outliers(dirty, 0.0, 0) is dirty
     for fold in siblings(clean, 3, 0):
         assert ((fold.split == LEFT_OUT) == out).all()
 
@@ -49,7 +49,7 @@ def test_what_is_left_out_leaves_no_trace(tmp_path: Path, rng: np.random.Generat
     columns = mixed(rng, 200)
     columns["b"][:20] = 50.0
     table = write(tmp_path / "table.parquet", columns)
-    told = Everything(out=tmp_path / "m", contamination=0.1, epochs=1, device="cpu", preset="tiny", **SMALL)
+    told = TrainConfig(out=tmp_path / "m", contamination=0.1, epochs=1, device="cpu", preset="tiny", **SMALL)
     train([table], told)
     loaded = model_store.read(tmp_path / "m")
     rows = loaded.manifest["training"]["rows"]
