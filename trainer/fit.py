@@ -29,7 +29,6 @@ from trainer.distributed import Ranks
 from trainer.evaluate import held_out
 from trainer.gaussian_prior import CrossFittedPriors
 from trainer.muon import Muon
-from trainer.precision import fast_layers, low_precision
 from trainer.sampling import Noise, Samples, arrange, draw, seeded, sent, take
 from trainer.settings import Optimizer, Precision
 
@@ -98,6 +97,17 @@ class Interrupted(Exception):  # noqa: N818 - not an error: the run was asked to
     """Training was asked to stop; its checkpoint is written."""
 
 
+def low_precision(precision: Precision, device: torch.device) -> bool:
+    """Return whether the layers' matrix products are multiplied in bfloat16.
+
+    "auto" means bfloat16 on a GPU and on CPUs that multiply tiles of bfloat16 (AMX), where PyTorch is quicker with it.
+    On other CPUs the conversions cost more than bfloat16 products save, so "auto" means float32.
+    """
+    if precision != "auto" or device.type == "cuda":
+        return precision != "float32"
+    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
+
+
 class TrainingRun:
     """One training run."""
 
@@ -131,7 +141,6 @@ class TrainingRun:
         self.averages: list[Tensor] = list(self.average.parameters())
         self.optimizer = _optimiser(model, recipe)
         self.low_precision = low_precision(recipe.training_precision, model.device)
-        model.fast_layers = fast_layers(model, self.low_precision)
         self.step = 0
         self.since_best = 0
         self.best_validation = math.inf

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -111,7 +111,6 @@ class DEformer(nn.Module):
         self.register_buffer("context", torch.tensor(schema.context), persistent=False)
         self.context: Tensor
         self.library: ctypes.CDLL | None = None  # compiled code that may score for this model (`kernels.cpu`)
-        self.fast_layers: Callable[[Tensor, Tensor], Tensor] | None = None  # in training (`kernels.training`)
 
     def _init_labels(self, schema: Schema, shared: bool) -> None:
         """A row per label and one for "unseen" per sensor; row 0 is the zero vector of continuous values.
@@ -288,12 +287,6 @@ class DEformer(nn.Module):
             guide = self.gaussians(features, values)
         full_precision = torch.autocast(self.device.type, enabled=False)  # readings and densities, whatever layers do
         with full_precision:
-            if self.fast_layers is not None and before is None:
-                z, u = (
-                    self.query_tokens(codes, guide),
-                    self.observation_tokens(codes[:, :-1], values[:, :-1]),
-                )  # nobody sees the last u
-                return cast(Conditional, self.head(self.norm(self.fast_layers(z, u)), codes, guide))
             kinds = self._kinds(codes, values, guide, None, before)
         x = torch.cat(kinds, 1)
         for layer, block in enumerate(self._layers(), 1):

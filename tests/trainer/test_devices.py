@@ -42,7 +42,6 @@ def test_a_step_on_a_gpu_that_is_not_there(tmp_path: Path, optimizer: Optimizer,
         guided = replace(guides, folds=on_gpu(guides.folds, mode)) if model.gaussians is not None else None
         fit = TrainingRun(data, model, recipe, 0, tmp_path, Budget(), {}, guided)
         assert fit.low_precision
-        assert model.fast_layers is None
         fit.model.train()
         places = [mode.from_tensor(tensor) for tensor in arranged]
         samples = Samples(*(mode.from_tensor(tensor) for tensor in (drawn.values, drawn.keys, drawn.hidden)))
