@@ -26,7 +26,7 @@ from benchmarks.feed import BATCH, WILD, Events, Wire, calm_calibration, model_o
 from benchmarks.recovery import ready_after
 from connectors.kafka import ensure_topics
 from deformer_stream import model_store
-from deformer_stream.runtime.rate_limit import limit_rate
+from deformer_stream.runtime.timing import limit_rate
 from tests.conftest import load_broker_script
 from tests.integration.programs import Cluster, Consume
 

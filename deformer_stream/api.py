@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Ties, record_statistics
 from deformer_stream.codec import Codec, Windows
-from deformer_stream.codec.inputs import Messages
+from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, AlertRaised, Contribution, EventBatch, Rejected
 from deformer_stream.engine.explain import explain
@@ -192,7 +192,7 @@ class Detector:
         """Score whole records. Each mapping's order is the arrival order; what is absent, None or NaN is not observed.
 
         Raises `InputError` that names record and feature for a reading that cannot be accepted."""
-        engine = self.engine(alpha, Limits(open_records=max(1, len(records))))
+        engine = self.engine(alpha, Limits(max_open_records=max(1, len(records))))
         batch = self._batch(records)
         effects = engine.handle(batch, 0)
         rest = engine.finish().closed
@@ -220,7 +220,7 @@ class Detector:
             return ()
         model, alarming = self.artifact.model, self.artifact.calibration.alarming(alpha)
         codes, raw = batch.features.astype(np.int64)[None], batch.values[None]
-        why = explain(model, codes, raw, [batch.unseen], [""], alarming, compiled=self._compiled)
+        why = explain(model, codes, raw, [batch.unseen_labels], [""], alarming, compiled=self._compiled)
         parts = why[0].contributions
         statistics = record_statistics(model, codes, self.schema.normalise(codes, raw))
         loud = alarming(statistics[:, None], [""])[0, 0]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import ALPHAS, MOST, Calibration, Ties, group_of, rows_by, trim_largest
 from deformer_stream.calibration.drift import surprise_of
-from deformer_stream.codec.inputs import Payload, WideRows
+from deformer_stream.codec.payloads import Payload, WideRows
 from deformer_stream.engine.events import Effects
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.deformer import DEformer
@@ -58,7 +58,7 @@ class MaxStatisticSink:
         batch, events = effects.batch, effects.scored.events
         rows = zip(events.tolist(), batch.features[events].tolist(), batch.values[events].tolist(), strict=True)
         for event, code, value in rows:
-            record = batch.records[event]
+            record = batch.record_ids[event]
             if record in self.logs or len(self.logs) < LOGGED:
                 self.logs.setdefault(record, []).append((code, value))
 

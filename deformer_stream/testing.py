@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.codec.inputs import Messages, Payload
+from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.events import NO_TIME, AlertRaised, Closed, Effects, Rejected
 from deformer_stream.runtime.ports import Polled
 
@@ -123,7 +123,7 @@ class MemorySink:
         rows: list[tuple[str, int, int, float, float, float]] = []
         for effects in self.effects:
             s, batch = effects.scored, effects.batch
-            records = [batch.records[e] for e in s.events.tolist()]
+            records = [batch.record_ids[e] for e in s.events.tolist()]
             numbers = (batch.features[s.events], s.seq, s.log_likelihood, s.score, s.p_value)
             rows += zip(records, *(column.tolist() for column in numbers), strict=True)
         return rows

@@ -18,7 +18,7 @@ import deformer_stream
 from deformer_stream import model_store
 from deformer_stream.api import Detector
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.engine.engine import alert_id
+from deformer_stream.engine.engine import compute_alert_id
 from deformer_stream.errors import ArtifactError, InputError
 from deformer_stream.model.schema import Feature, Schema
 from tests.models import SCHEMA, linear_model, linear_records, rows_of, write_model
@@ -81,7 +81,7 @@ def test_update_equals_score_equals_replay(
         assert p == sorted(p, reverse=True)
         for alert in raised:
             assert alert.raised_at == scores.alert_seq[i] + 1
-            assert alert.id == alert_id(str(i), detector.fingerprint, ALPHA)
+            assert alert.id == compute_alert_id(str(i), detector.fingerprint, ALPHA)
 
     table = [(str(i), f, v) for i, row in enumerate(rows) for f, v in row.items()]
     numbers = [v if isinstance(v, float) else None for _, _, v in table]

@@ -17,7 +17,7 @@ from connectors.files.tables import LINES, Table, csv_type, enumerated, find, ty
 from deformer_stream import log
 from deformer_stream.codec import Codec
 from deformer_stream.codec.columns import in_seconds, plain
-from deformer_stream.codec.inputs import WideRows
+from deformer_stream.codec.payloads import WideRows
 from deformer_stream.engine import queries
 from deformer_stream.errors import InputError
 from deformer_stream.model.deformer import DEformer
@@ -89,8 +89,8 @@ def impute(source: Path, output: Path, model: DEformer, how: Filling, advance: A
             events, _ = codec.decode(WideRows(str(table.path), batch, ids, first))
             values = np.full((batch.num_rows, len(model.schema)), np.nan)
             told = np.zeros(values.shape, bool)  # an infinite reading is refused: neither present nor missing
-            values[events.messages, events.features] = events.values
-            told[events.messages, events.features] = True
+            values[events.message_indices, events.features] = events.values
+            told[events.message_indices, events.features] = True
             gaps = asked & told & np.isnan(values)
             cells += int((gaps & ~model.schema.context).sum())
             rows = np.repeat(np.arange(batch.num_rows), how.draws or 1)

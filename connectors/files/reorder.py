@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from connectors.files.tables import lines
 from deformer_stream.codec import ROW_FILE, ROW_NUMBER, Fields, Order, record_hashes, shuffle_keys
 from deformer_stream.codec.columns import encoded, text_ids
-from deformer_stream.codec.inputs import LongRows, Messages
+from deformer_stream.codec.payloads import LongRows, Messages
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Schema

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from connectors.files.background import BackgroundWriter
 from connectors.files.tables import CSV, LINES, PARQUET
 from deformer_stream.codec import encode_alert, encode_drift, encode_rejected
-from deformer_stream.codec.inputs import Payload
+from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import NO_TIME, AlertRaised, Closed, Effects, EventBatch
 from deformer_stream.errors import ConfigError, write_errors
 from deformer_stream.model.schema import Schema
@@ -210,15 +210,15 @@ class ScoresParquet(_ParquetSink):
 
 def _records_of(batch: EventBatch, events: NDArray[np.int64]) -> pa.Array:
     """Record ids of these events."""
-    if batch.rows is None:
-        return pa.array([batch.records[event] for event in events.tolist()], pa.string())
+    if batch.row_boundaries is None:
+        return pa.array([batch.record_ids[event] for event in events.tolist()], pa.string())
     ids, row = batch.names()
     return pa.array(ids, pa.string()).take(pa.array(row[events]))
 
 
 def _unseen_of(batch: EventBatch, events: NDArray[np.int64]) -> dict[int, str]:
     """Texts of unseen labels by their places among these events."""
-    unseen = batch.unseen
+    unseen = batch.unseen_labels
     return {i: unseen[event] for i, event in enumerate(events.tolist()) if event in unseen} if unseen else {}
 
 

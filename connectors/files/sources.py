@@ -34,7 +34,7 @@ from connectors.files.tables import (
 )
 from deformer_stream.codec import Fields, Order, Windows
 from deformer_stream.codec.columns import cells, text_ids, textual
-from deformer_stream.codec.inputs import LongRows, Messages, Payload, WideRows
+from deformer_stream.codec.payloads import LongRows, Messages, Payload, WideRows
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Schema

@@ -16,7 +16,7 @@ import pyarrow as pa
 from connectors.files.sources import names_of
 from connectors.files.tables import LINES, RECORD, Layout, Table, find, lines, reading
 from deformer_stream.codec.columns import categorical, daytime, in_seconds, micros_of_column, number, text_ids
-from deformer_stream.codec.refusal import Refusal
+from deformer_stream.codec.validation import Refusal
 from deformer_stream.codec.timestamps import micros, micros_of_text
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError

@@ -8,7 +8,7 @@ import numpy as np
 from kafka import TopicPartition
 
 from connectors.kafka.runs import Run
-from deformer_stream.codec.inputs import Messages
+from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.events import NO_TIME
 
 

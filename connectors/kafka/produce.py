@@ -9,8 +9,8 @@ from typing import Any
 from kafka.partitioner import murmur2
 
 from connectors.kafka.client import CONNECT_SECONDS, FLUSH_SECONDS, ensure_topics, mapped, producer
-from deformer_stream.codec.pack import Packed, Packing, packed, together
-from deformer_stream.runtime.rate_limit import limit_rate
+from deformer_stream.codec.encode_events import Packed, Packing, packed, together
+from deformer_stream.runtime.timing import limit_rate
 
 BATCH_BYTES = 2**17
 LINGER_MILLISECONDS = 5

@@ -8,7 +8,7 @@ from connectors.kafka.batches import Header, Outgoing, size_of
 from connectors.kafka.delivery import Delivery
 from connectors.kafka.state import SETTINGS
 from deformer_stream.codec import encode_drift, payload_of, position
-from deformer_stream.codec.inputs import Messages, Payload
+from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.events import AlertRaised, Effects, Rejected
 
 LETTER_BYTES = 2 * 2**20

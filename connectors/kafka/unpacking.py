@@ -29,8 +29,8 @@ from kafka.record.default_records import DefaultRecord, DefaultRecordBatch
 from kafka.record.memory_records import MemoryRecords
 
 from connectors.kafka.runs import UNPARSABLE, Batches, Run, batches_at, runs_of
-from deformer_stream.codec.inputs import Unreadable
-from deformer_stream.engine.events import Reason
+from deformer_stream.codec.payloads import Unreadable
+from deformer_stream.engine.events import RejectionReason
 
 OVERHEAD = 100
 """Bytes that a message takes beside its own."""
@@ -240,13 +240,13 @@ class _Batch:
                 yield _parcel(_bounded(run, self._fetcher.bounds.message))
         except _TooLarge:
             detail = f"compressed to {batch.size_in_bytes} bytes; at most {self._fetcher.bounds.batch} are accepted"
-            yield self._rest(given, last, Reason.TOO_LARGE, detail)
+            yield self._rest(given, last, RejectionReason.TOO_LARGE, detail)
         except (*UNPARSABLE, cramjam.DecompressionError) as error:
             if last < batch.last_offset:
                 detail = f"cannot be read ({repr(f'{type(error).__name__}: {error}')[1:120]})"
-                yield self._rest(given, last, Reason.NOT_JSON, detail)
+                yield self._rest(given, last, RejectionReason.NOT_JSON, detail)
 
-    def _rest(self, given: int, last: int, reason: Reason, detail: str) -> DefaultRecord:
+    def _rest(self, given: int, last: int, reason: RejectionReason, detail: str) -> DefaultRecord:
         """One message for all that has not come of the batch."""
         batch = self._batch
         count = max(1, batch.records_count - given)
@@ -259,7 +259,7 @@ def _bounded(run: Run, most: int) -> Run:
     """The run, with `Unreadable` for the messages of more than so many bytes."""
     for i in np.flatnonzero(run.sizes > most).tolist():
         detail = f"{run.sizes[i]} bytes with key and headers; at most {most} are accepted"
-        run.keys[i], run.values[i], run.sizes[i] = None, Unreadable(Reason.TOO_LARGE, detail), 0
+        run.keys[i], run.values[i], run.sizes[i] = None, Unreadable(RejectionReason.TOO_LARGE, detail), 0
     return run
 
 

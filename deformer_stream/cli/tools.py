@@ -15,7 +15,7 @@ import click
 from deformer_stream.cli_utils import HELP, debug_option, debugging, interrupted_by_termination, stop_on_signals
 
 if TYPE_CHECKING:
-    from deformer_stream.codec.pack import Packing
+    from deformer_stream.codec.encode_events import Packing
 
 SECTIONS = ["consume", "replay", "calibrate", "produce", "impute", "sample", "demo"]
 """The commands with options of `settings`; named here too, since importing them takes time."""
@@ -87,8 +87,8 @@ def _write_lines(
 ) -> int:
     """Events as lines of a file, or of standard output for "-"; returns how many. rate: per second."""
     from connectors.files import LinesSink
-    from deformer_stream.codec.pack import packed, together
-    from deformer_stream.runtime.rate_limit import limit_rate
+    from deformer_stream.codec.encode_events import packed, together
+    from deformer_stream.runtime.timing import limit_rate
 
     lines, sent = LinesSink(path), 0
     keyed = ((key or None, value) for key, value, _ in limit_rate(events, rate, lines.flush))

@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Literal
 
 from deformer_stream.codec.arrow_messages import ArrowDecoder
-from deformer_stream.codec.encode import encode_alert, encode_drift, encode_rejected, payload_of, position
-from deformer_stream.codec.inputs import LongRows, Messages, Payload, WideRows
+from deformer_stream.codec.encode_outputs import encode_alert, encode_drift, encode_rejected, payload_of, position
+from deformer_stream.codec.payloads import LongRows, Messages, Payload, WideRows
 from deformer_stream.codec.json_messages import MAX_TEXT, Fields, MessageDecoder
 from deformer_stream.codec.tables import ROW_FILE, ROW_NUMBER, LongDecoder, WideDecoder, record_hashes, shuffle_keys
 from deformer_stream.codec.timestamps import MaxAhead, rfc3339

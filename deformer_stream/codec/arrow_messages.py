@@ -20,13 +20,13 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from deformer_stream.codec.columns import categorical, daytime, in_seconds, label_codes, numbers, text_ids
-from deformer_stream.codec.inputs import LongRows
+from deformer_stream.codec.payloads import LongRows
 from deformer_stream.codec.json_messages import Fields, unknown_feature
-from deformer_stream.codec.refusal import Refusal, brief
+from deformer_stream.codec.validation import Refusal, brief
 from deformer_stream.codec.tables import LongDecoder, codes_of
 from deformer_stream.codec.timestamps import MaxAhead
 from deformer_stream.codec.windowing import Windows
-from deformer_stream.engine.events import EventBatch, Reason, Rejected
+from deformer_stream.engine.events import EventBatch, RejectionReason, Rejected
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Schema
 
@@ -65,18 +65,18 @@ class ArrowDecoder:
         except Refusal as refusal:
             return [], [Rejected(0, refusal.reason, refusal.detail)]
         except InputError as error:
-            return [], [Rejected(0, Reason.WRONG_TYPE, str(error))]
+            return [], [Rejected(0, RejectionReason.WRONG_TYPE, str(error))]
         except _UNREADABLE as error:
-            return [], [Rejected(0, Reason.NOT_JSON, _unreadable(str(error) or type(error).__name__))]
+            return [], [Rejected(0, RejectionReason.NOT_JSON, _unreadable(str(error) or type(error).__name__))]
         n = sum(batch.num_rows for batch in batches)
-        rejected = [Rejected(0, Reason.UNKNOWN_FEATURE, _unknown(name), n) for name in unknown]
+        rejected = [Rejected(0, RejectionReason.UNKNOWN_FEATURE, _unknown(name), n) for name in unknown]
         rejected += [Rejected(0, r.reason, r.detail, r.readings) for _, refused in parts for r in refused]
         return [batch for batch, _ in parts], Rejected.merged(rejected)
 
     def _read(self, payload: bytes) -> tuple[list[pa.RecordBatch], list[str]]:
         """What is in the stream of the columns that we know, and features that we do not. Raises `Refusal`."""
         if len(payload) > self._max_bytes:
-            raise Refusal(Reason.TOO_LARGE, f"{len(payload)} bytes; at most {self._max_bytes} are accepted")
+            raise Refusal(RejectionReason.TOO_LARGE, f"{len(payload)} bytes; at most {self._max_bytes} are accepted")
         data = pa.py_buffer(payload)
         _refuse_compressed(pa.ipc.MessageReader.open_stream(data))
         chosen, unknown = self._wanted(pa.ipc.open_stream(data).schema)
@@ -87,11 +87,11 @@ class ArrowDecoder:
             single = self._single <= set(batch.schema.names)
             readings += batch.num_rows * (1 if single else max(1, batch.num_columns))
             if readings > READINGS:
-                raise Refusal(Reason.TOO_LARGE, f"more readings than {READINGS}, the most that are accepted")
+                raise Refusal(RejectionReason.TOO_LARGE, f"more readings than {READINGS}, the most that are accepted")
             batch.validate(full=True)
             found.append(batch)
         if not readings:
-            raise Refusal(Reason.MISSING_FIELD, "an Arrow stream without a row")
+            raise Refusal(RejectionReason.MISSING_FIELD, "an Arrow stream without a row")
         return found, unknown
 
     def _wanted(self, schema: pa.Schema) -> tuple[list[int], list[str]]:
@@ -105,13 +105,13 @@ class ArrowDecoder:
             kind = schema.types[i]
             moments = pa.types.is_timestamp(kind) or pa.types.is_date(kind) or daytime(kind)
             if not (categorical(kind) or moments):
-                raise Refusal(Reason.WRONG_TYPE, f"column {brief(schema.names[i])} is {brief(str(kind))}")
+                raise Refusal(RejectionReason.WRONG_TYPE, f"column {brief(schema.names[i])} is {brief(str(kind))}")
         unknown = [] if single else [name for name in last if name not in known]
         if not single and not any(schema.names[i] in self._features for i in chosen):
             if unknown:
-                raise Refusal(Reason.UNKNOWN_FEATURE, _unknown(unknown[0]))
+                raise Refusal(RejectionReason.UNKNOWN_FEATURE, _unknown(unknown[0]))
             names = f"{self._fields.feature!r} and {self._fields.value!r}"
-            raise Refusal(Reason.MISSING_FIELD, f"neither columns {names} nor one of a feature is there")
+            raise Refusal(RejectionReason.MISSING_FIELD, f"neither columns {names} nor one of a feature is there")
         return chosen, unknown
 
     def _part(self, batch: pa.RecordBatch, key: bytes | None, broker: int) -> tuple[EventBatch, list[Rejected]]:
@@ -128,7 +128,7 @@ class ArrowDecoder:
         try:
             return pc.fill_null(ids, key.decode())
         except UnicodeDecodeError:
-            raise Refusal(Reason.MISSING_FIELD, f"no {self._owner!r}, and the key is not UTF-8 text") from None
+            raise Refusal(RejectionReason.MISSING_FIELD, f"no {self._owner!r}, and the key is not UTF-8 text") from None
 
     def _wide(self, data: LongRows, columns: Columns, broker: int) -> tuple[EventBatch, list[Rejected]]:
         """The readings of a row come in the order of the columns."""
@@ -183,7 +183,7 @@ class ArrowDecoder:
         said: dict[int, Any]
         if not categorical(column.type):
             detail = f"feature {brief(feature.source)}: a column of {brief(str(column.type))}"
-            said = dict.fromkeys(range(len(column)), Refusal(Reason.WRONG_TYPE, detail))
+            said = dict.fromkeys(range(len(column)), Refusal(RejectionReason.WRONG_TYPE, detail))
         elif feature.kind == "continuous":
             out[:], said = numbers(column, feature)
         else:
@@ -205,10 +205,10 @@ def _refuse_compressed(stream: Iterable[Any]) -> None:
             compressed = columns and bool(_field(data, body, 3))
             foreign = bool(_field(data, root, 4))  # where early versions said that they compress
         except (struct.error, IndexError):
-            raise Refusal(Reason.NOT_JSON, _unreadable("its metadata is damaged")) from None
+            raise Refusal(RejectionReason.NOT_JSON, _unreadable("its metadata is damaged")) from None
         if compressed or foreign:
             said = "is compressed" if compressed else "has metadata of its own"
-            raise Refusal(Reason.TOO_LARGE, f"an Arrow stream that {said}; let Kafka compress the batch instead")
+            raise Refusal(RejectionReason.TOO_LARGE, f"an Arrow stream that {said}; let Kafka compress the batch instead")
 
 
 def _unknown(name: str) -> str:

@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from deformer_stream.codec.json_messages import code_of_label
-from deformer_stream.codec.refusal import Refusal, brief
+from deformer_stream.codec.validation import Refusal, brief
 from deformer_stream.codec.timestamps import FIRST_SECOND, LAST_SECOND, micros, micros_of_text, seconds_of_day
-from deformer_stream.engine.events import NO_TIME, Reason
+from deformer_stream.engine.events import NO_TIME, RejectionReason
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import DAY, Feature, label_of
 
@@ -36,7 +36,7 @@ def label_codes(
             if value == value:
                 codes[k], unseen[k] = (
                     inf,
-                    Refusal(Reason.NOT_FINITE, f"feature {brief(name)}: {value} is not a finite number"),
+                    Refusal(RejectionReason.NOT_FINITE, f"feature {brief(name)}: {value} is not a finite number"),
                 )
             continue
         text = label_of(value)
@@ -96,7 +96,7 @@ def micros_of_column(column: pa.Array, where: str) -> tuple[NDArray[np.int64], d
         raise InputError(f"{where} is {kind}; a timestamp, epoch seconds or RFC 3339 text is expected")
     outside = (moments != NO_TIME) & ((moments < FIRST_SECOND * 1_000_000) | (moments > LAST_SECOND * 1_000_000))
     for row in np.flatnonzero(outside).tolist():
-        bad[row] = Refusal(Reason.WRONG_TYPE, "time lies outside the years 1 to 9999")
+        bad[row] = Refusal(RejectionReason.WRONG_TYPE, "time lies outside the years 1 to 9999")
     return moments, bad
 
 
@@ -129,7 +129,7 @@ def numbers(column: pa.Array, feature: Feature) -> tuple[NDArray[np.float64], di
             spelled = seconds_of_day(text)
         if spelled is None:
             word = "a boolean" if isinstance(text, bool) else f"text {brief(text, 20)}"
-            faults[k] = Refusal(Reason.WRONG_TYPE, f"feature {brief(name)}: {word} where a number is expected")
+            faults[k] = Refusal(RejectionReason.WRONG_TYPE, f"feature {brief(name)}: {word} where a number is expected")
         elif not isfinite(spelled):
             faults[k] = not_finite(name, spelled)
         else:
@@ -138,7 +138,7 @@ def numbers(column: pa.Array, feature: Feature) -> tuple[NDArray[np.float64], di
 
 
 def not_finite(name: str, value: float) -> Refusal:
-    return Refusal(Reason.NOT_FINITE, f"feature {brief(name)}: {value!s} is not a finite number")
+    return Refusal(RejectionReason.NOT_FINITE, f"feature {brief(name)}: {value!s} is not a finite number")
 
 
 def number(text: str) -> float | None:

@@ -12,8 +12,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from deformer_stream.codec.inputs import Messages, Unreadable
-from deformer_stream.codec.refusal import Refusal, brief, is_unicode
+from deformer_stream.codec.payloads import Messages, Unreadable
+from deformer_stream.codec.validation import Refusal, brief, is_unicode
 from deformer_stream.codec.timestamps import (
     FIRST_SECOND,
     LAST_SECOND,
@@ -24,7 +24,7 @@ from deformer_stream.codec.timestamps import (
     seconds_of_day,
 )
 from deformer_stream.codec.windowing import Windows
-from deformer_stream.engine.events import NO_TIME, EventBatch, Reason, Rejected
+from deformer_stream.engine.events import NO_TIME, EventBatch, RejectionReason, Rejected
 from deformer_stream.model.schema import DAY, Schema, label_of
 
 MAX_TEXT = 1024
@@ -129,10 +129,10 @@ class MessageDecoder:
                 rejected += [replace(one, message=i) for one in refused]
                 for part in parts:
                     first = len(records)
-                    unseen |= {first + at: text for at, text in part.unseen.items()}
-                    if part.windowed is not None:
-                        devices |= {first + at: name for at, name in enumerate(part.windowed.devices) if name}
-                    records += part.records
+                    unseen |= {first + at: text for at, text in part.unseen_labels.items()}
+                    if part.windows is not None:
+                        devices |= {first + at: name for at, name in enumerate(part.windows.devices) if name}
+                    records += part.record_ids
                     features += part.features.tolist()
                     values += part.values.tolist()
                     times += part.times.tolist()
@@ -208,15 +208,15 @@ class MessageDecoder:
 
     def _document(self, payload: bytes | None) -> dict[str, object]:
         if payload is None:
-            raise Refusal(Reason.NOT_JSON, "a tombstone: the message has no value")
+            raise Refusal(RejectionReason.NOT_JSON, "a tombstone: the message has no value")
         if len(payload) > self._max_bytes:
-            raise Refusal(Reason.TOO_LARGE, f"{len(payload)} bytes; at most {self._max_bytes} are accepted")
+            raise Refusal(RejectionReason.TOO_LARGE, f"{len(payload)} bytes; at most {self._max_bytes} are accepted")
         try:
             document = orjson.loads(payload)
         except orjson.JSONDecodeError as error:
             document = _lenient(payload, str(error))
         if not isinstance(document, dict):
-            raise Refusal(Reason.NOT_JSON, f"{_word(document)} where a JSON object is expected")
+            raise Refusal(RejectionReason.NOT_JSON, f"{_word(document)} where a JSON object is expected")
         return document
 
     def _id(self, document: dict[str, object], name: str, key: bytes | None) -> str:
@@ -227,15 +227,15 @@ class MessageDecoder:
             try:
                 text = key.decode()
             except UnicodeDecodeError:
-                raise Refusal(Reason.MISSING_FIELD, f"no {name!r}, and the key is not UTF-8 text") from None
+                raise Refusal(RejectionReason.MISSING_FIELD, f"no {name!r}, and the key is not UTF-8 text") from None
         if type(text) is int:
             text = str(text)
         if text is None or text == "":
-            raise Refusal(Reason.MISSING_FIELD, f"{name!r} is {'empty' if text == '' else 'missing'}")
+            raise Refusal(RejectionReason.MISSING_FIELD, f"{name!r} is {'empty' if text == '' else 'missing'}")
         if not isinstance(text, str):
-            raise Refusal(Reason.WRONG_TYPE, f"{name!r} is {_word(text)}; text is expected")
+            raise Refusal(RejectionReason.WRONG_TYPE, f"{name!r} is {_word(text)}; text is expected")
         if len(text) > MAX_TEXT:
-            raise Refusal(Reason.TOO_LARGE, f"{name!r} has {len(text)} characters; at most {MAX_TEXT} are accepted")
+            raise Refusal(RejectionReason.TOO_LARGE, f"{name!r} has {len(text)} characters; at most {MAX_TEXT} are accepted")
         return text
 
     def _time(self, document: dict[str, object], broker: int) -> int:
@@ -245,7 +245,7 @@ class MessageDecoder:
         if isinstance(time, str):
             moment = micros_of_text(time)
         elif isinstance(time, bool) or not isinstance(time, int | float):
-            raise Refusal(Reason.WRONG_TYPE, f"time is {_word(time)}; epoch seconds or RFC 3339 text is expected")
+            raise Refusal(RejectionReason.WRONG_TYPE, f"time is {_word(time)}; epoch seconds or RFC 3339 text is expected")
         else:
             moment = micros(time)
         if self._max_ahead is not None:
@@ -257,40 +257,40 @@ class MessageDecoder:
         many, feature = document.get(fields.values), document.get(fields.feature)
         if many is None:
             if feature is None:
-                raise Refusal(Reason.MISSING_FIELD, f"neither {fields.feature!r} nor {fields.values!r} is there")
+                raise Refusal(RejectionReason.MISSING_FIELD, f"neither {fields.feature!r} nor {fields.values!r} is there")
             if fields.value not in document:
-                raise Refusal(Reason.MISSING_FIELD, f"{fields.value!r} is missing")
+                raise Refusal(RejectionReason.MISSING_FIELD, f"{fields.value!r} is missing")
             return [(feature, document[fields.value])]
         if feature is not None:
-            raise Refusal(Reason.WRONG_TYPE, f"both {fields.feature!r} and {fields.values!r}; send one of them")
+            raise Refusal(RejectionReason.WRONG_TYPE, f"both {fields.feature!r} and {fields.values!r}; send one of them")
         if not isinstance(many, dict):
-            raise Refusal(Reason.WRONG_TYPE, f"{fields.values!r} is {_word(many)}; an object is expected")
+            raise Refusal(RejectionReason.WRONG_TYPE, f"{fields.values!r} is {_word(many)}; an object is expected")
         if not many:
-            raise Refusal(Reason.MISSING_FIELD, f"{fields.values!r} is empty")
+            raise Refusal(RejectionReason.MISSING_FIELD, f"{fields.values!r} is empty")
         if len(many) > self._max_readings:
-            raise Refusal(Reason.TOO_LARGE, f"{len(many)} readings; at most {self._max_readings} are accepted")
+            raise Refusal(RejectionReason.TOO_LARGE, f"{len(many)} readings; at most {self._max_readings} are accepted")
         return list(many.items())
 
     def _reading(self, name: object, value: object, slot: int) -> tuple[int, float, str | None]:
         """slot: see `code_of`."""
         if not isinstance(name, str):
-            raise Refusal(Reason.WRONG_TYPE, f"{self._fields.feature!r} is {_word(name)}; text is expected")
+            raise Refusal(RejectionReason.WRONG_TYPE, f"{self._fields.feature!r} is {_word(name)}; text is expected")
         code = code_of(self._schema, name, slot)
         if code is None:
             raise unknown_feature(self._schema, name, slot)
         if value is None:
             return code, nan, None
         if isinstance(value, int | float) and not isinstance(value, bool) and not isfinite(value):
-            raise Refusal(Reason.NOT_FINITE, f"feature {brief(name)}: {value!r} is not a finite number")
+            raise Refusal(RejectionReason.NOT_FINITE, f"feature {brief(name)}: {value!r} is not a finite number")
         feature = self._schema.features[code]
         if feature.kind == "discrete":
             if isinstance(value, dict | list):
-                raise Refusal(Reason.WRONG_TYPE, f"feature {brief(name)}: {_word(value)} where a label is expected")
+                raise Refusal(RejectionReason.WRONG_TYPE, f"feature {brief(name)}: {_word(value)} where a label is expected")
             return code, *code_of_label(label_of(value), self._schema.label_codes[code], name)
         if isinstance(value, str) and feature.period == DAY and (seconds := seconds_of_day(value)) is not None:
             return code, seconds, None
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise Refusal(Reason.WRONG_TYPE, f"feature {brief(name)}: {_word(value)} where a number is expected")
+            raise Refusal(RejectionReason.WRONG_TYPE, f"feature {brief(name)}: {_word(value)} where a number is expected")
         return code, float(value), None
 
 
@@ -317,19 +317,19 @@ def unknown_feature(schema: Schema, name: str, slot: int) -> Refusal:
     if slot == NAMED and name in schema.places:
         example = schema.names[schema.places[name][0]]
         detail += f", which knows its slots: send device and time in place of the record, or name it {brief(example)}"
-    return Refusal(Reason.UNKNOWN_FEATURE, detail)
+    return Refusal(RejectionReason.UNKNOWN_FEATURE, detail)
 
 
 def window_of(windows: Windows, fields: Fields, device: str, time: int) -> str:
     """The id of the device's window around this time. Raises `Refusal`."""
     if time == NO_TIME:
-        raise Refusal(Reason.MISSING_FIELD, f"{fields.time!r} is missing: without it there is no window to be in")
+        raise Refusal(RejectionReason.MISSING_FIELD, f"{fields.time!r} is missing: without it there is no window to be in")
     record = windows.record(device, time)
     if record is None:
-        raise Refusal(Reason.WRONG_TYPE, "time lies in a window that began before the year 1")
+        raise Refusal(RejectionReason.WRONG_TYPE, "time lies in a window that began before the year 1")
     if len(record) > MAX_TEXT:
         detail = f"{fields.device!r} makes an id of {len(record)} characters; at most {MAX_TEXT} are accepted"
-        raise Refusal(Reason.TOO_LARGE, detail)
+        raise Refusal(RejectionReason.TOO_LARGE, detail)
     return record
 
 
@@ -340,10 +340,10 @@ def code_of_label(text: str, labels: dict[str, int], name: str) -> tuple[float, 
     if code is not None:
         return code, None
     if not is_unicode(text):
-        raise Refusal(Reason.WRONG_TYPE, f"feature {brief(name)}: a label that is no UTF-8 text")
+        raise Refusal(RejectionReason.WRONG_TYPE, f"feature {brief(name)}: a label that is no UTF-8 text")
     if len(text) > MAX_TEXT:
         raise Refusal(
-            Reason.TOO_LARGE,
+            RejectionReason.TOO_LARGE,
             f"feature {brief(name)}: a label of {len(text)} characters; at most {MAX_TEXT} are accepted",
         )
     return len(labels), text
@@ -360,7 +360,7 @@ def _lenient(payload: bytes, error: str) -> object:
         document = json.loads(payload.decode(), parse_int=_integer)
         orjson.dumps(document)  # fails for lone surrogates and deep nesting, which could never be written again
     except (ValueError, TypeError, RecursionError):
-        raise Refusal(Reason.NOT_JSON, error.splitlines()[0] if error else "not JSON") from None
+        raise Refusal(RejectionReason.NOT_JSON, error.splitlines()[0] if error else "not JSON") from None
     return document
 
 

@@ -30,12 +30,12 @@ from deformer_stream.codec.columns import (
     text_ids,
     textual,
 )
-from deformer_stream.codec.inputs import LongRows, WideRows
+from deformer_stream.codec.payloads import LongRows, WideRows
 from deformer_stream.codec.json_messages import MAX_TEXT, NAMED, Fields, unknown_feature, window_of
-from deformer_stream.codec.refusal import Refusal, is_unicode
+from deformer_stream.codec.validation import Refusal, is_unicode
 from deformer_stream.codec.timestamps import MaxAhead
 from deformer_stream.codec.windowing import Windows
-from deformer_stream.engine.events import NO_TIME, EventBatch, Reason, Rejected, Windowed
+from deformer_stream.engine.events import NO_TIME, EventBatch, RejectionReason, Rejected, WindowMembership
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Schema
 
@@ -110,7 +110,7 @@ class WideDecoder:
             rows.astype(np.int32),
             np.zeros(len(rows), np.int32),
             unseen,
-            rows=np.append(np.flatnonzero(np.diff(rows, prepend=-1)), len(rows)),
+            row_boundaries=np.append(np.flatnonzero(np.diff(rows, prepend=-1)), len(rows)),
         )
         return batch, self._rejected(bad_rows, values, order, labels)
 
@@ -188,12 +188,12 @@ def faults_of_ids(ids: Iterable[str | None], name: str) -> dict[int, Refusal]:
     faults: dict[int, Refusal] = {}
     for i, text in enumerate(ids):
         if not text:
-            faults[i] = Refusal(Reason.MISSING_FIELD, f"{name} is {'missing' if text is None else 'empty'}")
+            faults[i] = Refusal(RejectionReason.MISSING_FIELD, f"{name} is {'missing' if text is None else 'empty'}")
         elif len(text) > MAX_TEXT:
             detail = f"{name} has {len(text)} characters; at most {MAX_TEXT} are accepted"
-            faults[i] = Refusal(Reason.TOO_LARGE, detail)
+            faults[i] = Refusal(RejectionReason.TOO_LARGE, detail)
         elif not is_unicode(text):
-            faults[i] = Refusal(Reason.WRONG_TYPE, f"{name} is no UTF-8 text")
+            faults[i] = Refusal(RejectionReason.WRONG_TYPE, f"{name} is no UTF-8 text")
     return faults
 
 
@@ -281,7 +281,7 @@ class LongDecoder:
         refusals |= too_early(self._max_ahead, times, broker)
         return np.where(times == NO_TIME, broker, times), refusals
 
-    def windowed(self, devices: list[str] | None, times: NDArray[np.int64], rows: NDArray[np.intp]) -> Windowed | None:
+    def windowed(self, devices: list[str] | None, times: NDArray[np.int64], rows: NDArray[np.intp]) -> WindowMembership | None:
         """Which events are in a window, given the row of each."""
         if self._windows is None or devices is None:
             return None
@@ -349,7 +349,7 @@ class LongDecoder:
 
     def _fault(self, name: str | None, slot: int) -> Refusal:
         if name is None:
-            return Refusal(Reason.MISSING_FIELD, f"{self._fields.feature!r} is missing")
+            return Refusal(RejectionReason.MISSING_FIELD, f"{self._fields.feature!r} is missing")
         return unknown_feature(self._schema, name, slot)
 
     def _values(

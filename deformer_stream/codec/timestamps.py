@@ -11,8 +11,8 @@ from math import isfinite
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.codec.refusal import Refusal, brief
-from deformer_stream.engine.events import NO_TIME, Reason
+from deformer_stream.codec.validation import Refusal, brief
+from deformer_stream.engine.events import NO_TIME, RejectionReason
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 FIRST_SECOND, LAST_SECOND = -62_135_596_800, 253_402_300_799
@@ -37,9 +37,9 @@ def rfc3339(micros: int) -> str | None:
 def micros(seconds: float) -> int:
     """Epoch seconds to microseconds. Raises `Refusal`."""
     if not isfinite(seconds):
-        raise Refusal(Reason.NOT_FINITE, "time is not finite")
+        raise Refusal(RejectionReason.NOT_FINITE, "time is not finite")
     if not FIRST_SECOND <= seconds <= LAST_SECOND:
-        raise Refusal(Reason.WRONG_TYPE, f"time {seconds!r} {_outside(seconds)}")
+        raise Refusal(RejectionReason.WRONG_TYPE, f"time {seconds!r} {_outside(seconds)}")
     return round(seconds * 1e6)
 
 
@@ -53,12 +53,12 @@ def micros_of_text(text: str) -> int:
     try:
         moment = _moment(text.upper())
     except (ValueError, OverflowError):
-        raise Refusal(Reason.WRONG_TYPE, f"time {brief(text)} is not RFC 3339, such as 2020-03-09T10:34:33Z") from None
+        raise Refusal(RejectionReason.WRONG_TYPE, f"time {brief(text)} is not RFC 3339, such as 2020-03-09T10:34:33Z") from None
     if moment.tzinfo is None:
-        raise Refusal(Reason.WRONG_TYPE, f"time {brief(text)} has no offset; end it with Z or +hh:mm")
+        raise Refusal(RejectionReason.WRONG_TYPE, f"time {brief(text)} has no offset; end it with Z or +hh:mm")
     time = (moment - EPOCH) // _MICROSECOND
     if not FIRST_SECOND * 1_000_000 <= time <= LAST_SECOND * 1_000_000:
-        raise Refusal(Reason.WRONG_TYPE, f"time {brief(text)} lies outside the years 1 to 9999")
+        raise Refusal(RejectionReason.WRONG_TYPE, f"time {brief(text)} lies outside the years 1 to 9999")
     return time
 
 
@@ -107,4 +107,4 @@ class MaxAhead:
         reference = clock.time_ns() // 1000 if broker == NO_TIME else broker
         if time - reference > self.micros:
             detail = f"time {rfc3339(time)} lies more than {self.micros / 1e6:g} s ahead of {rfc3339(reference)}"
-            raise Refusal(Reason.FUTURE, f"{detail}, when it came")
+            raise Refusal(RejectionReason.FUTURE, f"{detail}, when it came")

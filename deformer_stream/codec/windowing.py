@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.codec.timestamps import rfc3339
-from deformer_stream.engine.events import Windowed
+from deformer_stream.engine.events import WindowMembership
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.windows import WINDOW_SEPARATOR, format_duration, window_start
@@ -55,6 +55,6 @@ class Windows:
         start = _start_text(window_start(time, self.width))
         return None if start is None else f"{device}{WINDOW_SEPARATOR}{start}"
 
-    def of(self, devices: list[str], times: NDArray[np.int64]) -> Windowed:
+    def of(self, devices: list[str], times: NDArray[np.int64]) -> WindowMembership:
         """What the engine has to know of N events. devices: "" where an event is in no window."""
-        return Windowed(devices, window_start(times, self.width) + (self.width + self.grace))
+        return WindowMembership(devices, window_start(times, self.width) + (self.width + self.grace))

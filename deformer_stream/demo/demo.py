@@ -22,7 +22,7 @@ from rich.text import Text
 
 from deformer_stream import model_store
 from deformer_stream.codec import Codec
-from deformer_stream.codec.inputs import Payload
+from deformer_stream.codec.payloads import Payload
 from deformer_stream.demo.report import Outcome, Reading, Summary, headline, reasons, report, summarise
 from deformer_stream.demo.simulate import FEATURES, SPREAD, Fleet, simulate
 from deformer_stream.engine.engine import Engine, Limits
@@ -53,9 +53,9 @@ class Watch:
         for i, event in enumerate(scored.events.tolist()):
             feature = self.schema.features[int(batch.features[event])]
             value = float(batch.values[event])
-            shown = batch.unseen.get(event) or feature.labels[int(value)] if feature.labels else value
+            shown = batch.unseen_labels.get(event) or feature.labels[int(value)] if feature.labels else value
             reading = Reading(feature.name, shown, float(scored.score[i]), float(scored.p_value[i]))
-            self.traces[batch.records[event]].append(reading)
+            self.traces[batch.record_ids[event]].append(reading)
         for alert in effects.alerts:
             self.alerts[alert.record] = alert
             self.console.print(alert_line(alert, self.faults[alert.record]), soft_wrap=True)

@@ -20,7 +20,7 @@ from prometheus_client import (
     make_wsgi_app,
 )
 
-from deformer_stream.engine.events import NO_TIME, Closing, Effects, Reason
+from deformer_stream.engine.events import NO_TIME, CloseReason, Effects, RejectionReason
 from deformer_stream.errors import ConfigError
 
 _EVENTS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
@@ -68,9 +68,9 @@ class Metrics:
         self.model = named(Gauge, "model_info", "1; the label names the model in force", ["fingerprint"])
         exchangeable = "log10 of the evidence that the partition's records are unlike those of the calibration"
         self.drift = named(Gauge, "drift_martingale", exchangeable, ["partition"])
-        for reason in Reason:  # a series that starts at 0 shows its first increase
+        for reason in RejectionReason:  # a series that starts at 0 shows its first increase
             self.rejected.labels(reason.value)
-        for closing in Closing:
+        for closing in CloseReason:
             self.closed.labels(closing.value)
         self.progress = now()
         self.ready = False

@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 
 from deformer_stream import log
 from deformer_stream.codec import Codec
-from deformer_stream.codec.inputs import Payload
-from deformer_stream.engine.engine import Engine, OpenRecords
+from deformer_stream.codec.payloads import Payload
+from deformer_stream.engine.engine import Engine, OpenRecordPolicy
 from deformer_stream.engine.events import NO_TIME, Effects, EventBatch, Rejected
 from deformer_stream.errors import ConfigError
 from deformer_stream.model_store import Artifact
@@ -138,7 +138,7 @@ class Pipeline:
     max_wait: float = 0.2
     commit_interval: float = 0.1
     snapshot_interval: float = 5.0
-    open_records: OpenRecords = "finish"
+    open_records: OpenRecordPolicy = "finish"
     models: Callable[[], Artifact | None] | None = None
     codec_of: Callable[[Artifact], Codec] | None = None
     progress: Callable[[int], None] | None = None
@@ -201,7 +201,7 @@ class Pipeline:
             log.get("model").warning("the model in force stays", error=str(error))
             return
         before = self.engine.fingerprint
-        done = self.engine.change(found.model, found.calibration, found.fingerprint, self.open_records)
+        done = self.engine.change_model(found.model, found.calibration, found.fingerprint, self.open_records)
         self.codec = codec
         self.recovery.save_soon()
         self.metrics.in_force(found.fingerprint)
@@ -250,9 +250,9 @@ class Pipeline:
         metrics.written(effects)
         metrics.open.set(len(self.engine.records))
         metrics.cache.set(self.engine.cache_bytes)
-        metrics.rebuilds.inc(self.engine.take_rebuilds())
-        metrics.late_ties.inc(self.engine.take_late_ties())
-        metrics.drifting(self.engine.drift())
+        metrics.rebuilds.inc(self.engine.pop_cache_rebuilds())
+        metrics.late_ties.inc(self.engine.pop_late_tie_groups())
+        metrics.drifting(self.engine.measure_drift())
         self._report_misrouted()
         metrics.ready = (self._shared is None or bool(self._shared.assigned)) and not self.recovery.restoring
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from deformer_stream.codec.inputs import Payload
+    from deformer_stream.codec.payloads import Payload
     from deformer_stream.engine.events import Effects
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from deformer_stream import log
 from deformer_stream.codec import Codec
-from deformer_stream.codec.inputs import Messages, Payload
+from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.codec.state import decode_decisions, decode_snapshot, encode_decisions, encode_snapshot
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import Decisions, Effects
@@ -81,7 +81,7 @@ class Recovery:
         """The history of this partition is over: apply what was decided in it. From now on its events have effects."""
         restored = self._history.pop(partition)
         for decisions in restored.decisions:
-            self._engine.apply(partition, decode_decisions(decisions))
+            self._engine.apply_decisions(partition, decode_decisions(decisions))
         self._decided[partition] = Decisions()
         if restored.snapshot is None:
             self._due[partition] = self._now()

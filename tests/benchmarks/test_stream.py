@@ -16,7 +16,7 @@ from benchmarks.feed import WILD, Events, calm_calibration, model_of, records_of
 from benchmarks.stream_kafka import LINGER, shares
 from connectors.kafka.runs import runs_of
 from deformer_stream.codec import Codec
-from deformer_stream.codec.inputs import Messages
+from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.engine import Engine
 from tests.connectors.raw import batch
 

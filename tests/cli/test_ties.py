@@ -21,7 +21,7 @@ import deformer_stream
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.codec import Codec
-from deformer_stream.codec.inputs import Messages
+from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, EventBatch
 from deformer_stream.errors import ConfigError

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from deformer_stream.codec import Codec, Windows
 from deformer_stream.codec.arrow_messages import READINGS
-from deformer_stream.codec.inputs import Messages
-from deformer_stream.engine.events import EventBatch, Reason, Rejected
+from deformer_stream.codec.payloads import Messages
+from deformer_stream.engine.events import EventBatch, RejectionReason, Rejected
 from deformer_stream.model.schema import Feature, Schema
 
 SCHEMA = Schema(
@@ -50,8 +50,8 @@ def decode(
 def rows(batch: EventBatch) -> list[tuple[Any, ...]]:
     names = [SCHEMA.names[code] for code in batch.features.tolist()]
     values = [None if value != value else value for value in batch.values.tolist()]
-    unseen = [batch.unseen.get(i) for i in range(len(batch))]
-    return list(zip(batch.records, names, values, batch.times.tolist(), batch.messages.tolist(), unseen, strict=True))
+    unseen = [batch.unseen_labels.get(i) for i in range(len(batch))]
+    return list(zip(batch.record_ids, names, values, batch.times.tolist(), batch.message_indices.tolist(), unseen, strict=True))
 
 
 def refused(*payloads: bytes, **options: Any) -> Rejected:
@@ -90,7 +90,7 @@ def test_readings_in_rows_are_those_of_as_many_json_messages(messages: list[list
     alike, alone = decode(*singles)
     moved = [(*row[:4], origin[row[4]], row[5]) for row in rows(alike)]
     assert rows(batch) == moved
-    assert (batch.partitions == batch.messages + 5).all()
+    assert (batch.partitions == batch.message_indices + 5).all()
     merged = Rejected.merged([Rejected(origin[r.message], r.reason, r.detail, r.readings) for r in alone])
     assert [(r.message, r.reason, r.readings) for r in rejected] == [(r.message, r.reason, r.readings) for r in merged]
 
@@ -118,14 +118,14 @@ def test_streams_and_json_keep_their_order() -> None:
         ("key", "mode", 2.0, 1),
         ("j", "Current", 3.0, 2),
     ]
-    assert batch.unseen == {2: "new"}
+    assert batch.unseen_labels == {2: "new"}
     assert (rejected, batch.times.tolist()) == ([], [BROKER] * 4)
 
 
 def test_several_batches_in_a_stream() -> None:
     part = {"record": ["a"], "feature": ["Pressure"], "value": [1.0]}
     batch, _ = decode(stream(part, part, {**part, "record": ["b"]}))
-    assert batch.records == ["a", "a", "b"]
+    assert batch.record_ids == ["a", "a", "b"]
 
 
 def test_a_bad_cell_is_refused_alone() -> None:
@@ -143,7 +143,7 @@ def test_a_bad_cell_is_refused_alone() -> None:
         ("c", "mode", 2.0, "new"),
     ]
     found = {r.reason: (r.readings, r.message) for r in rejected}
-    assert found == {Reason.NOT_FINITE: (1, 0), Reason.TOO_LARGE: (1, 0), Reason.UNKNOWN_FEATURE: (3, 0)}
+    assert found == {RejectionReason.NOT_FINITE: (1, 0), RejectionReason.TOO_LARGE: (1, 0), RejectionReason.UNKNOWN_FEATURE: (3, 0)}
 
 
 def test_devices_and_windows() -> None:
@@ -153,11 +153,11 @@ def test_devices_and_windows() -> None:
     wide = stream({"device": ["p"], "record": pa.array([None], pa.string()), "Current": [1.0]})
     batch, rejected = decode(long, wide, codec=codec)
     names = ["p@2020-03-09T10:34:40Z", "key@2020-03-09T10:34:30Z", "p@2020-03-09T10:34:30Z"]
-    assert (batch.records, rejected) == (names, [])
-    assert batch.windowed is not None
-    assert batch.windowed.devices == ["p", "key", "p"]
+    assert (batch.record_ids, rejected) == (names, [])
+    assert batch.windows is not None
+    assert batch.windows.devices == ["p", "key", "p"]
     early = stream({"record": ["r"], "feature": ["Pressure"], "value": [1.0], "time": [at + 7200]})
-    assert refused(early, codec=codec).reason is Reason.FUTURE
+    assert refused(early, codec=codec).reason is RejectionReason.FUTURE
 
 
 GOOD = {"record": ["a"], "feature": ["Pressure"], "value": [1.0]}
@@ -166,34 +166,34 @@ GOOD = {"record": ["a"], "feature": ["Pressure"], "value": [1.0]}
 @pytest.mark.parametrize(
     ("payload", "reason", "said"),
     [
-        (b"\xff\xff\xff\xff", Reason.NOT_JSON, "no readable Arrow stream"),
-        (b"\xff\xff\xff\xff\x10\0\0\0" + b"\0" * 64, Reason.NOT_JSON, "no readable Arrow stream"),
-        (stream(GOOD)[:-40], Reason.NOT_JSON, "no readable Arrow stream"),
-        (stream(GOOD, compression="zstd"), Reason.TOO_LARGE, "let Kafka compress"),
+        (b"\xff\xff\xff\xff", RejectionReason.NOT_JSON, "no readable Arrow stream"),
+        (b"\xff\xff\xff\xff\x10\0\0\0" + b"\0" * 64, RejectionReason.NOT_JSON, "no readable Arrow stream"),
+        (stream(GOOD)[:-40], RejectionReason.NOT_JSON, "no readable Arrow stream"),
+        (stream(GOOD, compression="zstd"), RejectionReason.TOO_LARGE, "let Kafka compress"),
         (
             stream({**GOOD, "feature": pa.array(["Pressure"]).dictionary_encode()}, compression="lz4"),
-            Reason.TOO_LARGE,
+            RejectionReason.TOO_LARGE,
             "",
         ),
-        (stream({**GOOD, "value": [[1.0]]}), Reason.WRONG_TYPE, "column 'value' is 'list"),
-        (stream({**GOOD, "record": [1.5]}), Reason.WRONG_TYPE, "record ids are text"),
-        (stream({**GOOD, "feature": [1]}), Reason.WRONG_TYPE, "feature names are text"),
-        (stream({**GOOD, "time": [True]}), Reason.WRONG_TYPE, "a timestamp, epoch seconds"),
-        (stream({"record": ["a"], "feature": ["Pressure"]}), Reason.UNKNOWN_FEATURE, "'feature' is unknown"),
-        (stream({"record": ["a"]}), Reason.MISSING_FIELD, "neither columns"),
-        (stream({"Pressure": pa.array([], pa.float64())}), Reason.MISSING_FIELD, "without a row"),
-        (stream({"Pressure": pa.nulls(READINGS + 1)}), Reason.TOO_LARGE, "more readings than"),
-        (stream({"Pressure": ["x"]}), Reason.WRONG_TYPE, "where a number is expected"),
-        (stream({"Pressure": pa.array([1], pa.timestamp("s"))}), Reason.WRONG_TYPE, "a column of 'timestamp"),
-        (stream({**GOOD, "record": pa.array([b"\xff"]).view(pa.string())}), Reason.NOT_JSON, "UTF"),
+        (stream({**GOOD, "value": [[1.0]]}), RejectionReason.WRONG_TYPE, "column 'value' is 'list"),
+        (stream({**GOOD, "record": [1.5]}), RejectionReason.WRONG_TYPE, "record ids are text"),
+        (stream({**GOOD, "feature": [1]}), RejectionReason.WRONG_TYPE, "feature names are text"),
+        (stream({**GOOD, "time": [True]}), RejectionReason.WRONG_TYPE, "a timestamp, epoch seconds"),
+        (stream({"record": ["a"], "feature": ["Pressure"]}), RejectionReason.UNKNOWN_FEATURE, "'feature' is unknown"),
+        (stream({"record": ["a"]}), RejectionReason.MISSING_FIELD, "neither columns"),
+        (stream({"Pressure": pa.array([], pa.float64())}), RejectionReason.MISSING_FIELD, "without a row"),
+        (stream({"Pressure": pa.nulls(READINGS + 1)}), RejectionReason.TOO_LARGE, "more readings than"),
+        (stream({"Pressure": ["x"]}), RejectionReason.WRONG_TYPE, "where a number is expected"),
+        (stream({"Pressure": pa.array([1], pa.timestamp("s"))}), RejectionReason.WRONG_TYPE, "a column of 'timestamp"),
+        (stream({**GOOD, "record": pa.array([b"\xff"]).view(pa.string())}), RejectionReason.NOT_JSON, "UTF"),
         (
             stream({**GOOD, "record": pa.array(["x"] * 200_000)[:1], "value": [1.0]}) + b"x" * 2**20,
-            Reason.TOO_LARGE,
+            RejectionReason.TOO_LARGE,
             "bytes",
         ),
     ],
 )
-def test_refusals(payload: bytes, reason: Reason, said: str) -> None:
+def test_refusals(payload: bytes, reason: RejectionReason, said: str) -> None:
     rejected = refused(payload)
     assert rejected.reason is reason
     assert said in rejected.detail
@@ -203,7 +203,7 @@ def test_refusals(payload: bytes, reason: Reason, said: str) -> None:
 def test_without_a_record_and_a_key_there_is_no_owner() -> None:
     table = stream({"feature": ["Pressure"] * 3, "value": [1.0, 2.0, 3.0]})
     assert refused(table, key=None).readings == 3
-    assert refused(table, key=b"\xff").reason is Reason.MISSING_FIELD
+    assert refused(table, key=b"\xff").reason is RejectionReason.MISSING_FIELD
 
 
 def test_a_bomb_costs_nothing() -> None:
@@ -212,7 +212,7 @@ def test_a_bomb_costs_nothing() -> None:
     bomb = stream(big, compression="zstd")
     assert len(bomb) < 2**16
     before, began = pa.total_allocated_bytes(), time.process_time()
-    assert refused(bomb).reason is Reason.TOO_LARGE
+    assert refused(bomb).reason is RejectionReason.TOO_LARGE
     assert pa.total_allocated_bytes() - before < 2**20
     assert time.process_time() - began < 5
 
@@ -235,5 +235,5 @@ def test_damaged_streams_never_raise(seed: bytes, data: st.DataObject) -> None:
         damaged[at : at + len(part)] = part
     batch, rejected = decode(bytes(damaged))
     assert len(batch) or rejected
-    assert all(record for record in batch.records)
+    assert all(record for record in batch.record_ids)
     assert not np.isinf(batch.values).any()

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from deformer_stream.codec import Codec
 from deformer_stream.codec.columns import in_seconds
-from deformer_stream.codec.inputs import WideRows
+from deformer_stream.codec.payloads import WideRows
 from deformer_stream.codec.timestamps import seconds_of_day
-from deformer_stream.engine.events import EventBatch, Reason, Rejected
+from deformer_stream.engine.events import EventBatch, RejectionReason, Rejected
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import DAY, Feature, Schema
 from tests.codec.test_arrow_messages import stream
@@ -61,7 +61,7 @@ def test_text_and_columns_are_seconds_since_midnight(time: dt.time, detail: str)
 def test_what_is_no_time_of_day(text: str) -> None:
     assert seconds_of_day(text) is None
     values, (refused,) = told(("clock", text))
-    assert (values, refused.reason) == ([], Reason.WRONG_TYPE)
+    assert (values, refused.reason) == ([], RejectionReason.WRONG_TYPE)
 
 
 def test_messages_say_numbers_or_times_of_day() -> None:
@@ -70,7 +70,7 @@ def test_messages_say_numbers_or_times_of_day() -> None:
     )
     assert (values, refused) == ([86340.0, 86340.0, 60.5, 23.5, -60.0], [])
     values, refused = told(("hour", "23:59"), ("load", "23:59"), ("mode", "a"))
-    assert (values, [r.reason for r in refused]) == ([0.0], [Reason.WRONG_TYPE] * 2)
+    assert (values, [r.reason for r in refused]) == ([0.0], [RejectionReason.WRONG_TYPE] * 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,4 +92,4 @@ def test_times_are_no_labels() -> None:
     with pytest.raises(InputError, match="cannot be read as labels"):
         wide(mode=column)
     batch, (refused,) = CODEC.decode(messages(stream({"record": pa.array(["a"]), "mode": column})))
-    assert (len(batch), refused.reason) == (0, Reason.WRONG_TYPE)
+    assert (len(batch), refused.reason) == (0, RejectionReason.WRONG_TYPE)

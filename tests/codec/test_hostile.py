@@ -13,9 +13,9 @@ import pyarrow as pa
 import pytest
 
 from deformer_stream.codec import MAX_TEXT, Codec, Windows, encode_alert, encode_rejected, payload_of
-from deformer_stream.codec.encode import LONGEST_ALERT
-from deformer_stream.codec.inputs import Messages, Unreadable, WideRows
-from deformer_stream.engine.events import NO_TIME, AlertRaised, Contribution, Expected, Reason, Rejected
+from deformer_stream.codec.encode_outputs import LONGEST_ALERT
+from deformer_stream.codec.payloads import Messages, Unreadable, WideRows
+from deformer_stream.engine.events import NO_TIME, AlertRaised, Contribution, Expected, RejectionReason, Rejected
 from tests.codec.test_json_messages import BROKER_TIME, CODEC, SCHEMA, decode, messages, readings, single
 from tests.codec.test_tables import long
 
@@ -35,15 +35,15 @@ def nested(depth: int, inside: bytes = b"") -> bytes:
 def test_depth_is_refused_by_either_parser(depth: int, end: bytes) -> None:
     """NaN sends a message to the less strict parser."""
     batch, (rejected,) = decode(GOOD + b',"x":' + nested(depth) + end + b"}")
-    assert (len(batch), rejected.reason) == (0, Reason.NOT_JSON)
+    assert (len(batch), rejected.reason) == (0, RejectionReason.NOT_JSON)
 
 
 def test_depth_that_the_parser_takes_does_no_harm() -> None:
     batch, rejected = decode(GOOD + b',"x":' + nested(900) + b"}", single([[[1]]]))
     assert readings(batch) == [("r", "Pressure", 1)]
-    assert [r.reason for r in rejected] == [Reason.WRONG_TYPE]
+    assert [r.reason for r in rejected] == [RejectionReason.WRONG_TYPE]
     _, (rejected,) = decode(GOOD + b',"x":' + nested(500) + b',"values":{"Pressure":NaN}}')
-    assert rejected.reason is Reason.NOT_JSON
+    assert rejected.reason is RejectionReason.NOT_JSON
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_numbers_of_any_length(value: bytes, said: float) -> None:
 @pytest.mark.parametrize("value", [b"9" * 1_000_000, b"-" + b"9" * 401, b"1e400", b"1e99999999999999999999"])
 def test_numbers_beyond_any_float(value: bytes) -> None:
     batch, (rejected,) = decode(b'{"record":"r","feature":"Pressure","value":' + value + b"}")
-    assert (len(batch), rejected.reason) == (0, Reason.NOT_FINITE)
+    assert (len(batch), rejected.reason) == (0, RejectionReason.NOT_FINITE)
 
 
 def test_of_a_key_that_comes_twice_the_last_counts() -> None:
@@ -87,7 +87,7 @@ def test_of_a_key_that_comes_twice_the_last_counts() -> None:
 def test_other_encodings_are_no_json(encoding: str) -> None:
     text = '{"record":"é","feature":"Pressure","value":1}'
     batch, (rejected,) = decode(text.encode(encoding))
-    assert (len(batch), rejected.reason) == (0, Reason.NOT_JSON)
+    assert (len(batch), rejected.reason) == (0, RejectionReason.NOT_JSON)
 
 
 def test_whole_numbers_are_exact_ids_by_either_parser() -> None:
@@ -95,9 +95,9 @@ def test_whole_numbers_are_exact_ids_by_either_parser() -> None:
         document = b'{"record":%d,"values":{"Pressure":1,"Current":NaN}}' % number
         batch, rejected = decode(document)
         assert readings(batch) == [(str(number), "Pressure", 1)]
-        assert [r.reason for r in rejected] == [Reason.NOT_FINITE]
+        assert [r.reason for r in rejected] == [RejectionReason.NOT_FINITE]
     _, (rejected,) = decode(b'{"record":%d,"feature":"Pressure","value":1}' % 2**64)
-    assert rejected.reason is Reason.WRONG_TYPE
+    assert rejected.reason is RejectionReason.WRONG_TYPE
 
 
 # --- text: ids and labels end in keys, headers, JSON lines and logs
@@ -119,9 +119,9 @@ ODD_TEXTS = [
 @pytest.mark.parametrize("text", ODD_TEXTS)
 def test_odd_text_stays_what_it_is_and_breaks_no_line(text: str) -> None:
     batch, rejected = decode(single(1.0, record=text), single(text, "state"), single(1.0, text), single(text))
-    assert batch.records[0] == text
-    assert batch.unseen == {1: text}
-    assert [r.reason for r in rejected] == [Reason.UNKNOWN_FEATURE, Reason.WRONG_TYPE]
+    assert batch.record_ids[0] == text
+    assert batch.unseen_labels == {1: text}
+    assert [r.reason for r in rejected] == [RejectionReason.UNKNOWN_FEATURE, RejectionReason.WRONG_TYPE]
     alert = AlertRaised(
         "id",
         text,
@@ -162,20 +162,20 @@ def test_an_alert_with_ever_so_many_long_labels_fits_its_topic() -> None:
 def test_keys_that_stand_for_the_record(key: bytes | str, record: str) -> None:
     raw = key.encode() if isinstance(key, str) else key
     batch, rejected = decode({"feature": "Pressure", "value": 1.0}, keys=[raw])
-    assert (batch.records, rejected) == ([record], [])
+    assert (batch.record_ids, rejected) == ([record], [])
 
 
 @pytest.mark.parametrize(
     ("key", "reason"),
     [
-        (b"", Reason.MISSING_FIELD),
-        (None, Reason.MISSING_FIELD),
-        (b"\xed\xa0\x80", Reason.MISSING_FIELD),
-        (b"k" * (MAX_TEXT + 1), Reason.TOO_LARGE),
-        (b"k" * 2**21, Reason.TOO_LARGE),
+        (b"", RejectionReason.MISSING_FIELD),
+        (None, RejectionReason.MISSING_FIELD),
+        (b"\xed\xa0\x80", RejectionReason.MISSING_FIELD),
+        (b"k" * (MAX_TEXT + 1), RejectionReason.TOO_LARGE),
+        (b"k" * 2**21, RejectionReason.TOO_LARGE),
     ],
 )
-def test_keys_that_cannot(key: bytes | None, reason: Reason) -> None:
+def test_keys_that_cannot(key: bytes | None, reason: RejectionReason) -> None:
     batch, (rejected,) = decode({"feature": "Pressure", "value": 1.0}, keys=[key])
     assert (len(batch), rejected.reason) == (0, reason)
     assert len(rejected.detail) < 250
@@ -190,17 +190,17 @@ def test_many_bad_readings_are_one_refusal_for_each_reason() -> None:
     batch, rejected = decode(single(1.0), {"record": "r", "values": values}, single(1.0, "nope"))
     assert readings(batch) == [("r", "Pressure", 1), ("r", "state", 1)]
     assert [(r.message, r.reason, r.readings) for r in rejected] == [
-        (1, Reason.UNKNOWN_FEATURE, 4000),
-        (1, Reason.WRONG_TYPE, 1),
-        (1, Reason.NOT_FINITE, 1),
-        (2, Reason.UNKNOWN_FEATURE, 1),
+        (1, RejectionReason.UNKNOWN_FEATURE, 4000),
+        (1, RejectionReason.WRONG_TYPE, 1),
+        (1, RejectionReason.NOT_FINITE, 1),
+        (2, RejectionReason.UNKNOWN_FEATURE, 1),
     ]
     assert rejected[0].detail == "feature 'unknown-0' is unknown to the model (and 3999 more of this message)"
     assert "more of this" not in rejected[1].detail
 
 
 def test_merging_keeps_messages_in_order_and_counts_all() -> None:
-    late, twice = Reason.LATE, Reason.DUPLICATE
+    late, twice = RejectionReason.LATE, RejectionReason.DUPLICATE
     mixed = [Rejected(2, late, "a"), Rejected(0, late, "b"), Rejected(2, twice, "c"), Rejected(2, late, "d", 3)]
     assert Rejected.merged(mixed) == [
         Rejected(0, late, "b"),
@@ -211,10 +211,10 @@ def test_merging_keeps_messages_in_order_and_counts_all() -> None:
 
 
 def test_what_the_connector_could_not_hand_over() -> None:
-    data = messages(GOOD + b"}", Unreadable(Reason.TOO_LARGE, "3 messages of 5 GB", 3), GOOD + b"}")
+    data = messages(GOOD + b"}", Unreadable(RejectionReason.TOO_LARGE, "3 messages of 5 GB", 3), GOOD + b"}")
     batch, rejected = CODEC.decode(data)
-    assert batch.messages.tolist() == [0, 2]
-    assert rejected == [Rejected(1, Reason.TOO_LARGE, "3 messages of 5 GB", 3)]
+    assert batch.message_indices.tolist() == [0, 2]
+    assert rejected == [Rejected(1, RejectionReason.TOO_LARGE, "3 messages of 5 GB", 3)]
     assert payload_of(data, 1) == (None, b"")
     assert orjson.loads(encode_rejected(rejected[0], data))["payload"] == ""
 
@@ -262,7 +262,7 @@ def test_times_at_the_edges(when: Any, micros: int) -> None:
 )
 def test_times_that_are_none(when: Any, says: str) -> None:
     batch, (rejected,) = decode(single(1.0, time=when))
-    assert (len(batch), rejected.reason) == (0, Reason.WRONG_TYPE)
+    assert (len(batch), rejected.reason) == (0, RejectionReason.WRONG_TYPE)
     assert says in rejected.detail
     assert len(rejected.detail) < 250
 
@@ -271,7 +271,7 @@ def test_tables_say_it_in_the_same_words() -> None:
     _, rejected = long(
         record=["r"] * 3, feature=["Pressure"] * 3, value=[1.0] * 3, time=[1583750073000.0, 1e300, math.inf]
     )
-    assert [r.reason for r in rejected] == [Reason.WRONG_TYPE, Reason.WRONG_TYPE, Reason.NOT_FINITE]
+    assert [r.reason for r in rejected] == [RejectionReason.WRONG_TYPE, RejectionReason.WRONG_TYPE, RejectionReason.NOT_FINITE]
     assert "these look like milliseconds" in rejected[0].detail
 
 
@@ -286,12 +286,12 @@ NOW = BROKER_TIME // SECOND
 def test_a_time_too_far_ahead_of_the_brokers(event: dict[str, Any], form: Any) -> None:
     documents = [single(1.0, **{"record": None, "time": form(NOW + s)} | event) for s in (-1e9, 0, 59, 60, 61, 1e9)]
     batch, rejected = decode(*documents, codec=AHEAD)
-    assert batch.messages.tolist() == [0, 1, 2, 3]
-    assert [(r.message, r.reason) for r in rejected] == [(4, Reason.FUTURE), (5, Reason.FUTURE)]
+    assert batch.message_indices.tolist() == [0, 1, 2, 3]
+    assert [(r.message, r.reason) for r in rejected] == [(4, RejectionReason.FUTURE), (5, RejectionReason.FUTURE)]
     assert rejected[0].detail == (
         "time 2023-11-14T22:14:21Z lies more than 60 s ahead of 2023-11-14T22:13:20Z, when it came"
     )
-    assert decode(*documents)[0].messages.tolist() == ([0, 1, 2, 3, 4, 5] if "record" in event else []), "only when set"
+    assert decode(*documents)[0].message_indices.tolist() == ([0, 1, 2, 3, 4, 5] if "record" in event else []), "only when set"
 
 
 def test_without_a_time_of_its_own_an_event_is_not_ahead() -> None:
@@ -306,8 +306,8 @@ def test_without_a_time_of_the_broker_the_wall_clock_counts(stamp: int) -> None:
     data = messages(*(GOOD + b',"time":%f}' % (now + s) for s in (-1e9, 0.0, 3600.0)))
     data.times[:] = stamp
     batch, rejected = AHEAD.decode(data)
-    assert batch.messages.tolist() == [0, 1]
-    assert [(r.message, r.reason) for r in rejected] == [(2, Reason.FUTURE)]
+    assert batch.message_indices.tolist() == [0, 1]
+    assert [(r.message, r.reason) for r in rejected] == [(2, RejectionReason.FUTURE)]
 
 
 def test_rows_of_tables_that_are_ahead() -> None:
@@ -315,12 +315,12 @@ def test_rows_of_tables_that_are_ahead() -> None:
     batch, rejected = long(
         AHEAD, record=["r"] * 3, feature=["Pressure"] * 3, value=[1.0] * 3, time=[now - 1e9, now + 3600, None]
     )
-    assert batch.messages.tolist() == [0, 2]
-    assert [(r.message, r.reason) for r in rejected] == [(1, Reason.FUTURE)]
+    assert batch.message_indices.tolist() == [0, 2]
+    assert [(r.message, r.reason) for r in rejected] == [(1, RejectionReason.FUTURE)]
     table = pa.RecordBatch.from_pydict({"Pressure": [1.0, 2.0], "at": [now + 3600, now - 3600]})
     batch, rejected = AHEAD.decode(WideRows("f", table, ["a", "b"], 0, "at"))
-    assert set(batch.records) == {"b"}
-    assert [(r.message, r.reason) for r in rejected] == [(0, Reason.FUTURE)]
+    assert set(batch.record_ids) == {"b"}
+    assert [(r.message, r.reason) for r in rejected] == [(0, RejectionReason.FUTURE)]
 
 
 def test_neighbours_of_refused_messages_keep_their_own_times() -> None:

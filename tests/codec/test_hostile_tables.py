@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 
 from deformer_stream.codec import encode_rejected, payload_of
-from deformer_stream.codec.inputs import LongRows, WideRows
-from deformer_stream.engine.events import Reason
+from deformer_stream.codec.payloads import LongRows, WideRows
+from deformer_stream.engine.events import RejectionReason
 from deformer_stream.errors import InputError
 from tests.codec.test_json_messages import CODEC, readings
 from tests.codec.test_tables import long
@@ -32,11 +32,11 @@ def test_text_in_tables_that_is_no_utf8_is_refused_row_by_row(packed: bool) -> N
     batch, rejected = long(**{name: c.dictionary_encode() if packed else c for name, c in columns.items()})
     assert readings(batch) == [("r", "state", 1)]
     assert [(r.message, r.reason) for r in rejected] == [
-        (0, Reason.WRONG_TYPE),
-        (1, Reason.UNKNOWN_FEATURE),
-        (2, Reason.WRONG_TYPE),
-        (3, Reason.WRONG_TYPE),
-        (4, Reason.WRONG_TYPE),
+        (0, RejectionReason.WRONG_TYPE),
+        (1, RejectionReason.UNKNOWN_FEATURE),
+        (2, RejectionReason.WRONG_TYPE),
+        (3, RejectionReason.WRONG_TYPE),
+        (4, RejectionReason.WRONG_TYPE),
     ]
     data = LongRows("f", pa.RecordBatch.from_pydict(columns), 0)
     for refusal in rejected:
@@ -49,8 +49,8 @@ def test_labels_and_ids_of_wide_tables_that_are_no_utf8() -> None:
     table = pa.RecordBatch.from_pydict({"state": bad_text(b"\xff", b"on", b"off")})
     data = WideRows("f", table, ["a", "\udcff", "c"], 0)
     batch, rejected = CODEC.decode(data)
-    assert {r for r, f in zip(batch.records, batch.features.tolist(), strict=True) if f == 2} == {"c"}
-    assert [(r.message, r.reason) for r in rejected] == [(0, Reason.WRONG_TYPE), (1, Reason.WRONG_TYPE)]
+    assert {r for r, f in zip(batch.record_ids, batch.features.tolist(), strict=True) if f == 2} == {"c"}
+    assert [(r.message, r.reason) for r in rejected] == [(0, RejectionReason.WRONG_TYPE), (1, RejectionReason.WRONG_TYPE)]
     assert payload_of(data, 1)[0] == b"\xff"
 
 
@@ -58,7 +58,7 @@ def test_labels_beside_values_that_are_no_utf8() -> None:
     batch, rejected = long(
         record=["r"] * 2, feature=["state"] * 2, value=bad_text(b"\xff", b"\xff"), label=["on", None]
     )
-    assert (batch.messages.tolist(), [r.message for r in rejected]) == ([0], [1])
+    assert (batch.message_indices.tolist(), [r.message for r in rejected]) == ([0], [1])
 
 
 @pytest.mark.parametrize(

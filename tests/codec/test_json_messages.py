@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deformer_stream.codec import MAX_TEXT, Codec, Fields, encode_rejected, payload_of, position, rfc3339
-from deformer_stream.codec.inputs import Messages, WideRows
-from deformer_stream.engine.events import NO_TIME, EventBatch, Reason, Rejected
+from deformer_stream.codec.payloads import Messages, WideRows
+from deformer_stream.engine.events import NO_TIME, EventBatch, RejectionReason, Rejected
 from deformer_stream.model.schema import Feature, Schema
 
 SCHEMA = Schema(
@@ -44,7 +44,7 @@ def decode(
 
 
 def readings(batch: EventBatch) -> list[tuple[str, str, float | None]]:
-    rows = zip(batch.records, batch.features.tolist(), batch.values.tolist(), strict=True)
+    rows = zip(batch.record_ids, batch.features.tolist(), batch.values.tolist(), strict=True)
     return [(record, SCHEMA.names[code], None if math.isnan(value) else value) for record, code, value in rows]
 
 
@@ -58,7 +58,7 @@ def single(value: Any, feature: Any = "Pressure", record: Any = "r", **more: Any
 def test_a_single_reading() -> None:
     batch, rejected = decode(single(0.25, time=1583750073.25))
     assert readings(batch) == [("r", "Pressure", 0.25)]
-    assert (batch.times.tolist(), batch.messages.tolist(), batch.partitions.tolist()) == ([1583750073250000], [0], [2])
+    assert (batch.times.tolist(), batch.message_indices.tolist(), batch.partitions.tolist()) == ([1583750073250000], [0], [2])
     assert rejected == []
 
 
@@ -66,7 +66,7 @@ def test_many_readings_in_one_message() -> None:
     values = {"Pressure": 1.5, "state": "on", "Current": None}
     batch, rejected = decode(single(7), {"record": "q", "time": "2020-03-09T10:34:33Z", "values": values})
     assert readings(batch) == [("r", "Pressure", 7), ("q", "Pressure", 1.5), ("q", "state", 1), ("q", "Current", None)]
-    assert batch.messages.tolist() == [0, 1, 1, 1]
+    assert batch.message_indices.tolist() == [0, 1, 1, 1]
     assert batch.times.tolist() == [BROKER_TIME] + [1583750073000000] * 3
     assert rejected == []
 
@@ -106,7 +106,7 @@ def test_times(time: Any, micros: int) -> None:
 )
 def test_labels_are_canonical_and_unseen_ones_are_kept(value: Any, code: int, unseen: dict[int, str]) -> None:
     batch, rejected = decode(single(value, "state"))
-    assert (batch.values.tolist(), batch.unseen, rejected) == ([code], unseen, [])
+    assert (batch.values.tolist(), batch.unseen_labels, rejected) == ([code], unseen, [])
 
 
 def test_null_means_will_not_be_observed() -> None:
@@ -120,7 +120,7 @@ def test_record_ids_are_text_whole_numbers_or_the_key() -> None:
     batch, rejected = decode(
         single(1.0, record=17), absent, {**absent, "record": None}, keys=[b"k", "é".encode(), b"k2"]
     )
-    assert batch.records == ["17", "é", "k2"]
+    assert batch.record_ids == ["17", "é", "k2"]
     assert rejected == []
 
 
@@ -131,7 +131,7 @@ def test_other_field_names() -> None:
         {"id": "a", "sensor": "Pressure", "v": 1, "at": 5}, {"id": "b", "all": {"Current": 2}}, single(1.0), codec=codec
     )
     assert readings(batch) == [("a", "Pressure", 1), ("b", "Current", 2)]
-    assert [(r.message, r.reason) for r in rejected] == [(2, Reason.MISSING_FIELD)]
+    assert [(r.message, r.reason) for r in rejected] == [(2, RejectionReason.MISSING_FIELD)]
 
 
 def test_numbers_at_the_edges_of_what_is_finite() -> None:
@@ -152,72 +152,72 @@ def test_times_of_the_broker_that_no_calendar_has_are_no_times() -> None:
 # --- messages that are refused: every reason, with what it says
 
 SURROGATE = b'{"record":"\\ud800","feature":"state","value":"on"}'
-REFUSED: list[tuple[Any, Reason, str]] = [
-    (None, Reason.NOT_JSON, "tombstone"),
-    (b"", Reason.NOT_JSON, "zero-length"),
-    (b"pressure=3", Reason.NOT_JSON, "unexpected"),
-    (b'{"record":"r"', Reason.NOT_JSON, ""),
-    (b'{"record":"\xff","feature":"Pressure","value":1}', Reason.NOT_JSON, "UTF-8"),
-    (b"\xef\xbb\xbf{}", Reason.NOT_JSON, "BOM"),
-    (b"[1, 2]", Reason.NOT_JSON, "a list where a JSON object is expected"),
-    (b'"text"', Reason.NOT_JSON, "text where a JSON object"),
-    (b"NaN", Reason.NOT_JSON, "a number where a JSON object"),
-    (b"null", Reason.NOT_JSON, "null where a JSON object"),
-    (b"[" * 100_000, Reason.NOT_JSON, "depth"),
-    (b'{"a":' * 20_000 + b"1" + b"}" * 20_000, Reason.NOT_JSON, "depth"),
-    (SURROGATE, Reason.NOT_JSON, "surrogate"),
-    (SURROGATE.replace(b"on", b"\\udfff"), Reason.NOT_JSON, "surrogate"),
-    ({}, Reason.MISSING_FIELD, "'record' is missing"),
-    (single(1.0, record=""), Reason.MISSING_FIELD, "'record' is empty"),
-    ({"record": "r", "value": 1.0}, Reason.MISSING_FIELD, "neither 'feature' nor 'values'"),
-    ({"record": "r", "feature": "Pressure"}, Reason.MISSING_FIELD, "'value' is missing"),
-    ({"record": "r", "values": {}}, Reason.MISSING_FIELD, "'values' is empty"),
-    (single(1.0, "Presure"), Reason.UNKNOWN_FEATURE, "feature 'Presure' is unknown to the model"),
-    (single(1.0, "x\ny" + "z" * 5000), Reason.UNKNOWN_FEATURE, "feature 'x\\ny"),
-    (single(1.0, record=1.5), Reason.WRONG_TYPE, "'record' is a number"),
-    (single(1.0, record=True), Reason.WRONG_TYPE, "'record' is a boolean"),
-    (single(1.0, record=["r"]), Reason.WRONG_TYPE, "'record' is a list"),
-    (single(1.0, 5), Reason.WRONG_TYPE, "'feature' is a number"),
-    (single(1.0, ["Pressure"]), Reason.WRONG_TYPE, "'feature' is a list"),
-    (single("0.5"), Reason.WRONG_TYPE, "feature 'Pressure': text where a number is expected"),
-    (single(True), Reason.WRONG_TYPE, "feature 'Pressure': a boolean where a number"),
-    (single([1.0]), Reason.WRONG_TYPE, "feature 'Pressure': a list where a number"),
-    (single({"a": 1}, "state"), Reason.WRONG_TYPE, "feature 'state': an object where a label"),
-    ({"record": "r", "values": [1]}, Reason.WRONG_TYPE, "'values' is a list"),
-    (single(1.0, values={"Pressure": 1}), Reason.WRONG_TYPE, "both 'feature' and 'values'"),
-    (single(1.0, time=True), Reason.WRONG_TYPE, "time is a boolean"),
-    (single(1.0, time=[1]), Reason.WRONG_TYPE, "time is a list"),
-    (single(1.0, time="yesterday"), Reason.WRONG_TYPE, "not RFC 3339"),
-    (single(1.0, time="2020-03-09T10:34:33"), Reason.WRONG_TYPE, "no offset"),
-    (single(1.0, time=1583750073000), Reason.WRONG_TYPE, "send seconds since 1970"),
-    (single(1.0, time="0001-01-01T00:00:00+23:00"), Reason.WRONG_TYPE, "years 1 to 9999"),
-    (single(1.0, time=math.nan), Reason.NOT_FINITE, "time is not finite"),
-    (single(math.nan), Reason.NOT_FINITE, "feature 'Pressure': nan is not a finite number"),
-    (single(-math.inf), Reason.NOT_FINITE, "-inf"),
-    (single(math.inf, "state"), Reason.NOT_FINITE, "feature 'state': inf"),
-    (b'{"record":"r","feature":"Pressure","value":1e999}', Reason.NOT_FINITE, "inf"),
-    (b'{"record":"r","feature":"Pressure","value":-' + b"9" * 100_000 + b"}", Reason.NOT_FINITE, "inf"),
-    (single(1.0, record="r" * (MAX_TEXT + 1)), Reason.TOO_LARGE, "1025 characters"),
-    (single("x" * (MAX_TEXT + 1), "state"), Reason.TOO_LARGE, "label of 1025 characters"),
-    (single(1.0, padding="x" * 2**20), Reason.TOO_LARGE, "at most 1048576 are accepted"),
-    ({"record": "r", "values": {f"f{i}": 1 for i in range(5000)}}, Reason.TOO_LARGE, "5000 readings"),
+REFUSED: list[tuple[Any, RejectionReason, str]] = [
+    (None, RejectionReason.NOT_JSON, "tombstone"),
+    (b"", RejectionReason.NOT_JSON, "zero-length"),
+    (b"pressure=3", RejectionReason.NOT_JSON, "unexpected"),
+    (b'{"record":"r"', RejectionReason.NOT_JSON, ""),
+    (b'{"record":"\xff","feature":"Pressure","value":1}', RejectionReason.NOT_JSON, "UTF-8"),
+    (b"\xef\xbb\xbf{}", RejectionReason.NOT_JSON, "BOM"),
+    (b"[1, 2]", RejectionReason.NOT_JSON, "a list where a JSON object is expected"),
+    (b'"text"', RejectionReason.NOT_JSON, "text where a JSON object"),
+    (b"NaN", RejectionReason.NOT_JSON, "a number where a JSON object"),
+    (b"null", RejectionReason.NOT_JSON, "null where a JSON object"),
+    (b"[" * 100_000, RejectionReason.NOT_JSON, "depth"),
+    (b'{"a":' * 20_000 + b"1" + b"}" * 20_000, RejectionReason.NOT_JSON, "depth"),
+    (SURROGATE, RejectionReason.NOT_JSON, "surrogate"),
+    (SURROGATE.replace(b"on", b"\\udfff"), RejectionReason.NOT_JSON, "surrogate"),
+    ({}, RejectionReason.MISSING_FIELD, "'record' is missing"),
+    (single(1.0, record=""), RejectionReason.MISSING_FIELD, "'record' is empty"),
+    ({"record": "r", "value": 1.0}, RejectionReason.MISSING_FIELD, "neither 'feature' nor 'values'"),
+    ({"record": "r", "feature": "Pressure"}, RejectionReason.MISSING_FIELD, "'value' is missing"),
+    ({"record": "r", "values": {}}, RejectionReason.MISSING_FIELD, "'values' is empty"),
+    (single(1.0, "Presure"), RejectionReason.UNKNOWN_FEATURE, "feature 'Presure' is unknown to the model"),
+    (single(1.0, "x\ny" + "z" * 5000), RejectionReason.UNKNOWN_FEATURE, "feature 'x\\ny"),
+    (single(1.0, record=1.5), RejectionReason.WRONG_TYPE, "'record' is a number"),
+    (single(1.0, record=True), RejectionReason.WRONG_TYPE, "'record' is a boolean"),
+    (single(1.0, record=["r"]), RejectionReason.WRONG_TYPE, "'record' is a list"),
+    (single(1.0, 5), RejectionReason.WRONG_TYPE, "'feature' is a number"),
+    (single(1.0, ["Pressure"]), RejectionReason.WRONG_TYPE, "'feature' is a list"),
+    (single("0.5"), RejectionReason.WRONG_TYPE, "feature 'Pressure': text where a number is expected"),
+    (single(True), RejectionReason.WRONG_TYPE, "feature 'Pressure': a boolean where a number"),
+    (single([1.0]), RejectionReason.WRONG_TYPE, "feature 'Pressure': a list where a number"),
+    (single({"a": 1}, "state"), RejectionReason.WRONG_TYPE, "feature 'state': an object where a label"),
+    ({"record": "r", "values": [1]}, RejectionReason.WRONG_TYPE, "'values' is a list"),
+    (single(1.0, values={"Pressure": 1}), RejectionReason.WRONG_TYPE, "both 'feature' and 'values'"),
+    (single(1.0, time=True), RejectionReason.WRONG_TYPE, "time is a boolean"),
+    (single(1.0, time=[1]), RejectionReason.WRONG_TYPE, "time is a list"),
+    (single(1.0, time="yesterday"), RejectionReason.WRONG_TYPE, "not RFC 3339"),
+    (single(1.0, time="2020-03-09T10:34:33"), RejectionReason.WRONG_TYPE, "no offset"),
+    (single(1.0, time=1583750073000), RejectionReason.WRONG_TYPE, "send seconds since 1970"),
+    (single(1.0, time="0001-01-01T00:00:00+23:00"), RejectionReason.WRONG_TYPE, "years 1 to 9999"),
+    (single(1.0, time=math.nan), RejectionReason.NOT_FINITE, "time is not finite"),
+    (single(math.nan), RejectionReason.NOT_FINITE, "feature 'Pressure': nan is not a finite number"),
+    (single(-math.inf), RejectionReason.NOT_FINITE, "-inf"),
+    (single(math.inf, "state"), RejectionReason.NOT_FINITE, "feature 'state': inf"),
+    (b'{"record":"r","feature":"Pressure","value":1e999}', RejectionReason.NOT_FINITE, "inf"),
+    (b'{"record":"r","feature":"Pressure","value":-' + b"9" * 100_000 + b"}", RejectionReason.NOT_FINITE, "inf"),
+    (single(1.0, record="r" * (MAX_TEXT + 1)), RejectionReason.TOO_LARGE, "1025 characters"),
+    (single("x" * (MAX_TEXT + 1), "state"), RejectionReason.TOO_LARGE, "label of 1025 characters"),
+    (single(1.0, padding="x" * 2**20), RejectionReason.TOO_LARGE, "at most 1048576 are accepted"),
+    ({"record": "r", "values": {f"f{i}": 1 for i in range(5000)}}, RejectionReason.TOO_LARGE, "5000 readings"),
 ]
 
 
 @pytest.mark.parametrize(("document", "reason", "says"), REFUSED)
-def test_refusals(document: Any, reason: Reason, says: str) -> None:
+def test_refusals(document: Any, reason: RejectionReason, says: str) -> None:
     good = single(1.0, record="good")
     batch, rejected = decode(good, document, good)
     assert [(r.message, r.reason) for r in rejected] == [(1, reason)]
     assert says in rejected[0].detail
     assert "\n" not in rejected[0].detail
     assert len(rejected[0].detail) < 250
-    assert batch.messages.tolist() == [0, 2]  # its neighbours are unharmed
+    assert batch.message_indices.tolist() == [0, 2]  # its neighbours are unharmed
 
 
 def test_a_key_that_is_no_text_cannot_stand_for_the_record() -> None:
     batch, rejected = decode({"feature": "Pressure", "value": 1.0}, keys=[b"\xff"])
-    assert (len(batch), rejected[0].reason, "UTF-8" in rejected[0].detail) == (0, Reason.MISSING_FIELD, True)
+    assert (len(batch), rejected[0].reason, "UTF-8" in rejected[0].detail) == (0, RejectionReason.MISSING_FIELD, True)
 
 
 @pytest.mark.parametrize("bad", ['"text"', "NaN", "1e999", "true", "[]"])
@@ -226,7 +226,7 @@ def test_one_bad_reading_among_many_is_refused_alone(bad: str) -> None:
     batch, rejected = decode(payload)
     assert readings(batch) == [("r", "Current", 2.5), ("r", "state", 1)]
     assert "'Pressure'" in rejected[0].detail
-    assert rejected[1].reason is Reason.UNKNOWN_FEATURE
+    assert rejected[1].reason is RejectionReason.UNKNOWN_FEATURE
 
 
 json_values = st.recursive(
@@ -251,12 +251,12 @@ mutated = st.builds(
 def test_decoding_never_raises_and_accounts_for_every_message(payloads: list[bytes | None], key: bytes | None) -> None:
     data = messages(*payloads, keys=[key] * len(payloads))
     batch, rejected = CODEC.decode(data)
-    assert set(batch.messages.tolist()) | {r.message for r in rejected} == set(range(len(payloads)))
+    assert set(batch.message_indices.tolist()) | {r.message for r in rejected} == set(range(len(payloads)))
     assert np.isfinite(batch.values[~np.isnan(batch.values)]).all()
     assert len(batch) == len(batch.features) == len(batch.values) == len(batch.times) == len(batch.partitions)
-    assert batch.messages.tolist() == sorted(batch.messages.tolist())
-    for text in [*batch.records, *batch.unseen.values(), *(r.detail for r in rejected)]:
-        assert len(text.encode()) > 0 or text in batch.unseen.values()
+    assert batch.message_indices.tolist() == sorted(batch.message_indices.tolist())
+    for text in [*batch.record_ids, *batch.unseen_labels.values(), *(r.detail for r in rejected)]:
+        assert len(text.encode()) > 0 or text in batch.unseen_labels.values()
     for refusal in rejected:
         assert json.loads(encode_rejected(refusal, data))["source"] == {
             "topic": "t",
@@ -271,7 +271,7 @@ def test_decoding_never_raises_and_accounts_for_every_message(payloads: list[byt
 )
 def test_what_is_finite_arrives_unchanged(record: str, value: float) -> None:
     batch, rejected = decode(single(value, record=record), {"record": record, "values": {"Current": value}})
-    assert (batch.records, batch.values.tolist(), rejected) == ([record] * 2, [value] * 2, [])
+    assert (batch.record_ids, batch.values.tolist(), rejected) == ([record] * 2, [value] * 2, [])
 
 
 # --- outward
@@ -299,7 +299,7 @@ def test_rfc3339() -> None:
 
 
 def test_a_dead_letter_that_is_no_text_is_base64() -> None:
-    letter = orjson.loads(encode_rejected(Rejected(0, Reason.NOT_JSON, "why"), messages(b"\xff\x00", keys=[b"\xfe"])))
+    letter = orjson.loads(encode_rejected(Rejected(0, RejectionReason.NOT_JSON, "why"), messages(b"\xff\x00", keys=[b"\xfe"])))
     assert letter == {
         "reason": "not_json",
         "detail": "why",

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deformer_stream.codec import Codec, Windows
-from deformer_stream.engine.events import EventBatch, Reason, Rejected
+from deformer_stream.engine.events import EventBatch, RejectionReason, Rejected
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.time_slots import repeated
@@ -39,8 +39,8 @@ def decode(*documents: Any, codec: Codec = CODEC) -> tuple[EventBatch, list[Reje
 
 
 def readings(batch: EventBatch) -> list[Reading]:
-    values = [batch.unseen.get(i, None if math.isnan(v) else v) for i, v in enumerate(batch.values.tolist())]
-    return list(zip(batch.records, (SCHEMA.names[code] for code in batch.features.tolist()), values, strict=True))
+    values = [batch.unseen_labels.get(i, None if math.isnan(v) else v) for i, v in enumerate(batch.values.tolist())]
+    return list(zip(batch.record_ids, (SCHEMA.names[code] for code in batch.features.tolist()), values, strict=True))
 
 
 def of(time: float, feature: str = "temp", value: Any = 1.0, **more: Any) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def test_an_event_that_names_its_record_names_the_slot() -> None:
         ("mine", "mode+15s", "odd"),
         ("mine", "site", 0.0),
     ]
-    assert [(r.message, r.reason) for r in rejected] == [(i, Reason.UNKNOWN_FEATURE) for i in (2, 3, 4)]
+    assert [(r.message, r.reason) for r in rejected] == [(i, RejectionReason.UNKNOWN_FEATURE) for i in (2, 3, 4)]
     assert "send device and time in place of the record, or name it 'temp+0s'" in rejected[0].detail
     assert "'temp+15s' is unknown to the model" in rejected[1].detail
 
@@ -132,8 +132,8 @@ def test_rows_of_tables_are_read_as_messages_are(rows: list[tuple[str | None, st
     assert [(r.message, r.detail) for r in rejected] == [(r.message, r.detail) for r in bad_rows]
     assert sum(r.readings for r in bad_cells) == len(rejected)
     for found in (batch, table, arrow):
-        devices = [""] * len(batch) if found.windowed is None else found.windowed.devices
-        assert devices == ["" if name == "r" else "p" for name in batch.records]
+        devices = [""] * len(batch) if found.windows is None else found.windows.devices
+        assert devices == ["" if name == "r" else "p" for name in batch.record_ids]
 
 
 def test_rows_of_many_readings() -> None:
@@ -158,7 +158,7 @@ def test_rows_of_many_readings() -> None:
         ("r", "site", 1.0),
         ("r", "temp+45s", 4.0),
     ]
-    assert [(r.reason, r.readings) for r in rejected] == [(Reason.UNKNOWN_FEATURE, 4)], "names of the other form"
+    assert [(r.reason, r.readings) for r in rejected] == [(RejectionReason.UNKNOWN_FEATURE, 4)], "names of the other form"
 
 
 def test_a_window_of_one_slot_leaves_names_alone() -> None:
@@ -167,4 +167,4 @@ def test_a_window_of_one_slot_leaves_names_alone() -> None:
     batch, rejected = decode(of(59.0), {"record": "r", "feature": "temp", "value": 2.0}, codec=codec)
     assert rejected == []
     assert [schema.names[code] for code in batch.features] == ["temp", "temp"]
-    assert batch.records == ["p@1970-01-01T00:00:00Z", "r"]
+    assert batch.record_ids == ["p@1970-01-01T00:00:00Z", "r"]

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deformer_stream.codec import Codec
-from deformer_stream.codec.inputs import LongRows, WideRows
-from deformer_stream.engine.events import NO_TIME, EventBatch, Reason, Rejected
+from deformer_stream.codec.payloads import LongRows, WideRows
+from deformer_stream.engine.events import NO_TIME, EventBatch, RejectionReason, Rejected
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Feature, Schema
 from tests.codec.test_json_messages import CODEC, SCHEMA, readings
@@ -35,14 +35,14 @@ def test_long_rows_refuse_what_messages_refuse() -> None:
     )
     assert readings(batch) == [("a", "Pressure", 1.5), ("a", "state", 2), ("b", "Pressure", None)]
     assert batch.times.tolist() == [1_000_000, 2_000_000, NO_TIME]
-    assert batch.messages.tolist() == [0, 1, 8]
+    assert batch.message_indices.tolist() == [0, 1, 8]
     assert [(r.message, r.reason) for r in rejected] == [
-        (2, Reason.MISSING_FIELD),
-        (3, Reason.MISSING_FIELD),
-        (4, Reason.MISSING_FIELD),
-        (5, Reason.UNKNOWN_FEATURE),
-        (6, Reason.NOT_FINITE),
-        (7, Reason.TOO_LARGE),
+        (2, RejectionReason.MISSING_FIELD),
+        (3, RejectionReason.MISSING_FIELD),
+        (4, RejectionReason.MISSING_FIELD),
+        (5, RejectionReason.UNKNOWN_FEATURE),
+        (6, RejectionReason.NOT_FINITE),
+        (7, RejectionReason.TOO_LARGE),
     ]
 
 
@@ -59,11 +59,11 @@ def test_long_values_as_text() -> None:
             ("r", "state", 4),
             ("r", "Pressure", None),
         ]
-        assert batch.unseen == {4: "odd"}
+        assert batch.unseen_labels == {4: "odd"}
         assert [(r.message, r.reason) for r in rejected] == [
-            (4, Reason.WRONG_TYPE),
-            (5, Reason.NOT_FINITE),
-            (6, Reason.WRONG_TYPE),
+            (4, RejectionReason.WRONG_TYPE),
+            (5, RejectionReason.NOT_FINITE),
+            (6, RejectionReason.WRONG_TYPE),
         ]
 
 
@@ -81,7 +81,7 @@ def test_long_values_as_numbers_with_a_column_of_labels() -> None:
 def test_long_booleans() -> None:
     batch, rejected = long(record=[1, 2], feature=["state", "Pressure"], value=[True, True])
     assert readings(batch) == [("1", "state", 3)]
-    assert [(r.message, r.reason) for r in rejected] == [(1, Reason.WRONG_TYPE)]
+    assert [(r.message, r.reason) for r in rejected] == [(1, RejectionReason.WRONG_TYPE)]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_long_booleans() -> None:
         (
             pa.array([1583750073.5, None, math.nan, 1e15]),
             [1583750073500000, NO_TIME],
-            {2: Reason.NOT_FINITE, 3: Reason.WRONG_TYPE},
+            {2: RejectionReason.NOT_FINITE, 3: RejectionReason.WRONG_TYPE},
         ),
         (pa.array([7, 8, 9, None]), [7_000_000, 8_000_000, 9_000_000, NO_TIME], {}),
         (pa.array([1, 2, 3, 4], pa.timestamp("ns", "Europe/Paris")), [0, 0, 0, 0], {}),
@@ -98,14 +98,14 @@ def test_long_booleans() -> None:
         (
             pa.array(["1970-01-01T00:00:01Z", "soon", None, "1970-01-01"]),
             [1_000_000, NO_TIME],
-            {1: Reason.WRONG_TYPE, 3: Reason.WRONG_TYPE},
+            {1: RejectionReason.WRONG_TYPE, 3: RejectionReason.WRONG_TYPE},
         ),
         (pa.array([1, 0, 0, 0], pa.date32()), [86_400_000_000, 0, 0, 0], {}),
         (pa.nulls(4), [NO_TIME] * 4, {}),
-        (pa.array([2**61, 0, 0, 0], pa.timestamp("us")), [0, 0, 0], {0: Reason.WRONG_TYPE}),
+        (pa.array([2**61, 0, 0, 0], pa.timestamp("us")), [0, 0, 0], {0: RejectionReason.WRONG_TYPE}),
     ],
 )
-def test_times_of_tables(time: pa.Array, micros: list[int], refused: dict[int, Reason]) -> None:
+def test_times_of_tables(time: pa.Array, micros: list[int], refused: dict[int, RejectionReason]) -> None:
     batch, rejected = long(record=list("abcd"), feature=["Pressure"] * 4, value=[1.0] * 4, time=time)
     assert batch.times.tolist() == micros
     assert {r.message: r.reason for r in rejected} == refused
@@ -140,7 +140,7 @@ def test_long_tables_of_the_wrong_shape(columns: dict[str, Any], says: str) -> N
 def test_every_long_row_is_accounted_for(rows: list[tuple[str | None, str | None, str | None]]) -> None:
     columns = [pa.array([row[k] for row in rows], pa.string()) for k in range(3)]
     batch, rejected = long(**dict(zip(("record", "feature", "value"), columns, strict=True)))
-    assert sorted([*batch.messages.tolist(), *(r.message for r in rejected)]) == list(range(len(rows)))
+    assert sorted([*batch.message_indices.tolist(), *(r.message for r in rejected)]) == list(range(len(rows)))
 
 
 def test_dictionary_columns_with_more_values_than_their_index_type_has_room_for_a_null() -> None:
@@ -148,7 +148,7 @@ def test_dictionary_columns_with_more_values_than_their_index_type_has_room_for_
         pa.array([str(i) for i in range(127)] + [None]).dictionary_encode().cast(pa.dictionary(pa.int8(), pa.string()))
     )
     batch, rejected = long(record=ids, feature=["Pressure"] * 128, value=[1.0] * 128)
-    assert batch.records == [str(i) for i in range(127)]
+    assert batch.record_ids == [str(i) for i in range(127)]
     assert [r.message for r in rejected] == [127]
 
 
@@ -184,10 +184,10 @@ def test_a_wide_row_is_a_whole_record_whose_gaps_come_first() -> None:
         ("2", "state", 4),
         ("2", "Pressure", 3),
     ]
-    assert batch.unseen == {7: "odd"}
-    assert batch.messages.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert batch.rows is not None
-    assert batch.rows.tolist() == [0, 3, 6, 9]
+    assert batch.unseen_labels == {7: "odd"}
+    assert batch.message_indices.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert batch.row_boundaries is not None
+    assert batch.row_boundaries.tolist() == [0, 3, 6, 9]
     assert batch.times.tolist() == [1_000_000] * 3 + [NO_TIME] * 3 + [3_000_000] * 3
     assert rejected == []
 
@@ -234,9 +234,9 @@ def test_wide_refusals() -> None:
         ids=["a", "", "c", "x" * 1025], Pressure=[1.0, 2.0, math.inf, 4.0], Current=[1, 2, 3, 4], state=[True] * 4
     )
     assert [(r.message, r.reason) for r in rejected] == [
-        (1, Reason.MISSING_FIELD),
-        (2, Reason.NOT_FINITE),
-        (3, Reason.TOO_LARGE),
+        (1, RejectionReason.MISSING_FIELD),
+        (2, RejectionReason.NOT_FINITE),
+        (3, RejectionReason.TOO_LARGE),
     ]
     assert "'Pressure'" in rejected[1].detail
     assert [list(part) for part in batch.names()] == [["a", "c"], [0, 0, 0, 1, 1]]
@@ -266,11 +266,11 @@ def test_wide_labels_of_any_type(column: pa.Array) -> None:
 
 def test_wide_labels_that_are_refused() -> None:
     batch, rejected = wide(Codec(SCHEMA, order="schema"), state=[math.inf, 3.0], Pressure=[1.0, 1.0])
-    assert [(r.message, r.reason) for r in rejected] == [(0, Reason.NOT_FINITE)]
+    assert [(r.message, r.reason) for r in rejected] == [(0, RejectionReason.NOT_FINITE)]
     assert "'state'" in rejected[0].detail
     assert len(batch) == 5
     _, rejected = wide(state=["x" * 1025])
-    assert [(r.message, r.reason) for r in rejected] == [(0, Reason.TOO_LARGE)]
+    assert [(r.message, r.reason) for r in rejected] == [(0, RejectionReason.TOO_LARGE)]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 
 from deformer_stream.codec import MAX_TEXT, Codec, Fields, Windows
-from deformer_stream.codec.inputs import LongRows, Messages
-from deformer_stream.engine.events import NO_TIME, EventBatch, Reason, Rejected
+from deformer_stream.codec.payloads import LongRows, Messages
+from deformer_stream.engine.events import NO_TIME, EventBatch, RejectionReason, Rejected
 from deformer_stream.errors import ConfigError, InputError
 from tests.codec.test_json_messages import BROKER_TIME, CODEC, SCHEMA, decode, messages, readings, single
 from tests.codec.test_tables import long
@@ -29,16 +29,16 @@ def of_device(device: Any = "pump-7", time: Any = TIME, **more: Any) -> dict[str
 
 def windows_of(batch: EventBatch) -> list[tuple[str, int | None]]:
     """Device and deadline of each event, ("", None) where it is in no window."""
-    if batch.windowed is None:
+    if batch.windows is None:
         return [("", None)] * len(batch)
-    pairs = zip(batch.windowed.devices, batch.windowed.deadlines.tolist(), strict=True)
+    pairs = zip(batch.windows.devices, batch.windows.deadlines.tolist(), strict=True)
     return [(device, deadline if device else None) for device, deadline in pairs]
 
 
 def test_the_record_is_the_devices_window() -> None:
     batch, rejected = decode(of_device(), single(1.0), of_device(7, "2020-03-09T10:34:40Z"), codec=WINDOWED)
     assert rejected == []
-    assert batch.records == [f"pump-7@{START}", "r", "7@2020-03-09T10:34:40Z"]
+    assert batch.record_ids == [f"pump-7@{START}", "r", "7@2020-03-09T10:34:40Z"]
     end = 1583750080 * SECOND
     assert windows_of(batch) == [("pump-7", end + 2 * SECOND), ("", None), ("7", end + 12 * SECOND)]
     assert batch.times.tolist() == [1583750073 * SECOND, BROKER_TIME, end]
@@ -48,9 +48,9 @@ def test_many_readings_share_a_window() -> None:
     event = {"device": "d", "time": TIME, "values": {"Pressure": 1.5, "state": "odd", "nope": 1}}
     batch, rejected = decode(single(1.0), event, codec=WINDOWED)
     assert readings(batch)[1:] == [(f"d@{START}", "Pressure", 1.5), (f"d@{START}", "state", 4)]
-    assert batch.unseen == {2: "odd"}
+    assert batch.unseen_labels == {2: "odd"}
     assert [device for device, _ in windows_of(batch)] == ["", "d", "d"]
-    assert [r.reason for r in rejected] == [Reason.UNKNOWN_FEATURE]
+    assert [r.reason for r in rejected] == [RejectionReason.UNKNOWN_FEATURE]
 
 
 @pytest.mark.parametrize(
@@ -68,33 +68,33 @@ def test_many_readings_share_a_window() -> None:
 )
 def test_windows_are_aligned_to_1970(width: int, time: Any, start: str) -> None:
     batch, _ = decode(of_device(time=time), codec=Codec(SCHEMA, windows=Windows(width)))
-    assert batch.records == [f"pump-7@{start}"]
-    assert batch.windowed is not None
-    begin = batch.windowed.deadlines[0] - width
+    assert batch.record_ids == [f"pump-7@{start}"]
+    assert batch.windows is not None
+    begin = batch.windows.deadlines[0] - width
     assert begin <= batch.times[0] < begin + width
     assert begin % width == 0
 
 
 def test_the_brokers_time_stands_in() -> None:
     batch, rejected = decode(of_device(time=...), of_device(time=None), codec=WINDOWED)
-    assert (batch.records, rejected) == (["pump-7@2023-11-14T22:13:20Z"] * 2, [])
+    assert (batch.record_ids, rejected) == (["pump-7@2023-11-14T22:13:20Z"] * 2, [])
 
 
 def test_a_record_of_its_own_is_kept() -> None:
     events = [of_device(record="mine"), of_device(record=4), of_device(record=None)]
     batch, rejected = decode(*events, codec=WINDOWED, keys=[b"k", b"k", b"k"])
-    assert (batch.records, rejected) == (["mine", "4", f"pump-7@{START}"], [])
+    assert (batch.record_ids, rejected) == (["mine", "4", f"pump-7@{START}"], [])
     assert [device for device, _ in windows_of(batch)] == ["", "", "pump-7"]
     batch, _ = decode(of_device(record=f"pump-7@{START}"), codec=WINDOWED)
-    assert (batch.records, batch.windowed) == ([f"pump-7@{START}"], None)
+    assert (batch.record_ids, batch.windows) == ([f"pump-7@{START}"], None)
 
 
 def test_the_key_is_the_device_not_the_record() -> None:
     events = [of_device(...), of_device(None), of_device(), single(1.0)]
     batch, rejected = decode(*events, codec=WINDOWED, keys=[b"p", b"p", b"p", b"p"])
-    assert (batch.records, rejected) == ([f"p@{START}", f"p@{START}", f"pump-7@{START}", "r"], [])
+    assert (batch.record_ids, rejected) == ([f"p@{START}", f"p@{START}", f"pump-7@{START}", "r"], [])
     batch, rejected = decode(of_device(...), of_device(), keys=[b"p", b"p"])
-    assert (batch.records, batch.windowed, rejected) == (["p", "p"], None, []), "without windows it is the record"
+    assert (batch.record_ids, batch.windows, rejected) == (["p", "p"], None, []), "without windows it is the record"
 
 
 def refused(*documents: Any, codec: Codec = WINDOWED, keys: list[bytes | None] | None = None) -> list[Rejected]:
@@ -107,22 +107,22 @@ def refused(*documents: Any, codec: Codec = WINDOWED, keys: list[bytes | None] |
 @pytest.mark.parametrize(
     ("event", "reason", "words"),
     [
-        (of_device(...), Reason.MISSING_FIELD, "'device' is missing"),
-        (of_device(None), Reason.MISSING_FIELD, "'device' is missing"),
-        (of_device(""), Reason.MISSING_FIELD, "'device' is empty"),
-        (of_device(record=""), Reason.MISSING_FIELD, "'record' is empty"),
-        (of_device(["p"]), Reason.WRONG_TYPE, "'device' is a list"),
-        (of_device(True), Reason.WRONG_TYPE, "'device' is a boolean"),
-        (of_device("x" * 1025), Reason.TOO_LARGE, "'device' has 1025 characters"),
-        (of_device("x" * (MAX_TEXT - len(START))), Reason.TOO_LARGE, "an id of 1025 characters"),
-        (of_device(time=True), Reason.WRONG_TYPE, "time is a boolean"),
-        (of_device(time="noon"), Reason.WRONG_TYPE, "not RFC 3339"),
-        (of_device(time=float("nan")), Reason.NOT_FINITE, "time"),
-        (of_device(time=-62135596800), Reason.WRONG_TYPE, "before the year 1"),
-        (of_device(feature="nope"), Reason.UNKNOWN_FEATURE, "nope"),
+        (of_device(...), RejectionReason.MISSING_FIELD, "'device' is missing"),
+        (of_device(None), RejectionReason.MISSING_FIELD, "'device' is missing"),
+        (of_device(""), RejectionReason.MISSING_FIELD, "'device' is empty"),
+        (of_device(record=""), RejectionReason.MISSING_FIELD, "'record' is empty"),
+        (of_device(["p"]), RejectionReason.WRONG_TYPE, "'device' is a list"),
+        (of_device(True), RejectionReason.WRONG_TYPE, "'device' is a boolean"),
+        (of_device("x" * 1025), RejectionReason.TOO_LARGE, "'device' has 1025 characters"),
+        (of_device("x" * (MAX_TEXT - len(START))), RejectionReason.TOO_LARGE, "an id of 1025 characters"),
+        (of_device(time=True), RejectionReason.WRONG_TYPE, "time is a boolean"),
+        (of_device(time="noon"), RejectionReason.WRONG_TYPE, "not RFC 3339"),
+        (of_device(time=float("nan")), RejectionReason.NOT_FINITE, "time"),
+        (of_device(time=-62135596800), RejectionReason.WRONG_TYPE, "before the year 1"),
+        (of_device(feature="nope"), RejectionReason.UNKNOWN_FEATURE, "nope"),
     ],
 )
-def test_what_is_refused(event: dict[str, Any], reason: Reason, words: str) -> None:
+def test_what_is_refused(event: dict[str, Any], reason: RejectionReason, words: str) -> None:
     week = Codec(SCHEMA, windows=Windows(7 * 86400 * SECOND)) if "year 1" in words else WINDOWED
     (rejected,) = refused(event, codec=week)
     assert rejected.reason is reason
@@ -133,25 +133,25 @@ def test_no_time_at_all_is_a_missing_field() -> None:
     data = messages(b'{"device": "p", "feature": "Pressure", "value": 1}')
     data = Messages("t", data.keys, data.payloads, np.full(1, NO_TIME), data.partitions, data.offsets)
     batch, (rejected,) = WINDOWED.decode(data)
-    assert (len(batch), rejected.reason) == (0, Reason.MISSING_FIELD)
+    assert (len(batch), rejected.reason) == (0, RejectionReason.MISSING_FIELD)
     assert "'time' is missing" in rejected.detail
 
 
 def test_a_key_that_is_no_text() -> None:
     (rejected,) = refused(of_device(...), keys=[b"\xff"])
-    assert rejected.reason is Reason.MISSING_FIELD
+    assert rejected.reason is RejectionReason.MISSING_FIELD
     assert "no 'device'" in rejected.detail
 
 
 def test_without_windows_a_device_is_no_record() -> None:
     (rejected,) = refused(of_device(), codec=CODEC)
-    assert (rejected.reason, rejected.detail) == (Reason.MISSING_FIELD, "'record' is missing")
+    assert (rejected.reason, rejected.detail) == (RejectionReason.MISSING_FIELD, "'record' is missing")
 
 
 def test_fields_by_other_names() -> None:
     codec = Codec(SCHEMA, Fields(device="asset", time="at"), windows=WINDOWS)
     batch, _ = decode({"asset": "p", "at": TIME, "feature": "Pressure", "value": 1}, codec=codec)
-    assert batch.records == [f"p@{START}"]
+    assert batch.record_ids == [f"p@{START}"]
 
 
 def test_impossible_windows() -> None:
@@ -172,15 +172,15 @@ def test_long_rows_of_devices(kind: pa.DataType) -> None:
         value=[1.0] * 8,
         time=pa.array([33, 40, 33, 33, None, 33, 33, None], pa.timestamp("s")),
     )
-    assert batch.records == ["p@1970-01-01T00:00:30Z", "q@1970-01-01T00:00:40Z"]
+    assert batch.record_ids == ["p@1970-01-01T00:00:30Z", "q@1970-01-01T00:00:40Z"]
     assert windows_of(batch) == [("p", 42 * SECOND), ("q", 52 * SECOND)]
     assert [(r.message, r.reason) for r in rejected] == [
-        (2, Reason.MISSING_FIELD),
-        (3, Reason.MISSING_FIELD),
-        (4, Reason.MISSING_FIELD),
-        (5, Reason.TOO_LARGE),
-        (6, Reason.UNKNOWN_FEATURE),
-        (7, Reason.MISSING_FIELD),
+        (2, RejectionReason.MISSING_FIELD),
+        (3, RejectionReason.MISSING_FIELD),
+        (4, RejectionReason.MISSING_FIELD),
+        (5, RejectionReason.TOO_LARGE),
+        (6, RejectionReason.UNKNOWN_FEATURE),
+        (7, RejectionReason.MISSING_FIELD),
     ]
     assert ["device" in r.detail for r in rejected] == [True, True, False, True, False, True]
     assert "'time' is missing" in rejected[2].detail
@@ -195,20 +195,20 @@ def test_long_rows_with_and_without_a_record() -> None:
         "time": ["1970-01-01T00:00:33Z"] * 4 + ["noon"],
     }
     batch, rejected = long(codec=WINDOWED, **columns)
-    assert batch.records == ["mine", "p@1970-01-01T00:00:30Z"]
+    assert batch.record_ids == ["mine", "p@1970-01-01T00:00:30Z"]
     assert windows_of(batch) == [("", None), ("p", 42 * SECOND)]
-    assert batch.unseen == {1: "odd"}
+    assert batch.unseen_labels == {1: "odd"}
     assert [(r.message, r.reason) for r in rejected] == [
-        (2, Reason.MISSING_FIELD),
-        (3, Reason.MISSING_FIELD),
-        (4, Reason.WRONG_TYPE),
+        (2, RejectionReason.MISSING_FIELD),
+        (3, RejectionReason.MISSING_FIELD),
+        (4, RejectionReason.WRONG_TYPE),
     ]
     columns["time"][1] = "noon"
     _, rejected = long(codec=WINDOWED, **columns)
-    assert (rejected[0].message, rejected[0].reason) == (1, Reason.WRONG_TYPE)
+    assert (rejected[0].message, rejected[0].reason) == (1, RejectionReason.WRONG_TYPE)
     batch, rejected = long(**columns)
-    assert batch.records == ["mine"]
-    assert batch.windowed is None
+    assert batch.record_ids == ["mine"]
+    assert batch.windows is None
     assert [r.message for r in rejected] == [1, 2, 3, 4], "without windows a device is no record"
 
 
@@ -219,7 +219,7 @@ def test_long_tables_that_lack_columns() -> None:
         with pytest.raises(InputError, match=f"needs a column '{missing}'"):
             long(codec=WINDOWED, **columns)
     batch, _ = long(codec=WINDOWED, record=["r"], feature=["Pressure"], value=[1.0])
-    assert (batch.records, batch.windowed) == (["r"], None)
+    assert (batch.record_ids, batch.windows) == (["r"], None)
 
 
 def test_messages_and_rows_agree() -> None:
@@ -230,6 +230,6 @@ def test_messages_and_rows_agree() -> None:
     )
     by_row, _ = WINDOWED.decode(LongRows("t", rows, 0))
     by_message, _ = decode(*(of_device(d, t, value=1.0) for d, t in zip(devices, times, strict=True)), codec=WINDOWED)
-    assert by_row.records == by_message.records
+    assert by_row.record_ids == by_message.record_ids
     assert by_row.times.tolist() == by_message.times.tolist()
     assert windows_of(by_row) == windows_of(by_message)

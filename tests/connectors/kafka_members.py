@@ -17,7 +17,7 @@ from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata, TopicPartiti
 
 from connectors.kafka import Delivery, KafkaSink, KafkaSource, StateTopic, ensure_topics, produce, topics_of
 from connectors.kafka.batches import Outgoing
-from deformer_stream.codec.inputs import Messages, Payload
+from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.errors import DeformerError
 from deformer_stream.runtime.ports import NOTHING, Polled, Restored, Saved
 from tests.connectors.kafka_world import PATIENCE, Bytes, admin_of, alert, effects, numbered, read, settle, until

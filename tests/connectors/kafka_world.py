@@ -12,7 +12,7 @@ from typing import Any
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 
 from connectors.kafka import Delivery, KafkaSink, ensure_topics, topics_of
-from deformer_stream.codec.inputs import Payload
+from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import AlertRaised, Closed, Effects, EventBatch, Rejected, Scored
 from tests.integration import programs
 

@@ -47,14 +47,14 @@ def read(
             continue
         batch, rejected = codec.decode(data)
         refused += rejected
-        for i, record in enumerate(batch.records):
+        for i, record in enumerate(batch.record_ids):
             code, value = int(batch.features[i]), float(batch.values[i])
-            label = batch.unseen.get(
+            label = batch.unseen_labels.get(
                 i, (*SCHEMA.features[code].labels, "?")[int(value)] if code == 2 and value == value else None
             )
             events.append((record, SCHEMA.names[code], label if code == 2 else None if value != value else value))
             places.append(
-                (Path(position(data, int(batch.messages[i]))[0]).name, *position(data, int(batch.messages[i]))[1:])
+                (Path(position(data, int(batch.message_indices[i]))[0]).name, *position(data, int(batch.message_indices[i]))[1:])
             )
     return events, refused, places
 
@@ -90,7 +90,7 @@ def test_wide_parquet_with_ids_time_and_columns_that_are_ignored(tmp_path: Path)
     data = source.poll(0).data
     assert data is not None
     batch, rejected = Codec(SCHEMA).decode(data)
-    assert batch.records == ["x"] * 3
+    assert batch.record_ids == ["x"] * 3
     assert batch.times.tolist() == [1_000_000] * 3
     assert [(r.message, r.reason.value) for r in rejected] == [(1, "missing_field")]
 
@@ -122,7 +122,7 @@ def test_wide_csv(tmp_path: Path) -> None:
     data = source.poll(0).data
     assert data is not None
     batch, rejected = Codec(SCHEMA).decode(data)
-    assert batch.records == ["007"] * 3 + ["008"] * 3
+    assert batch.record_ids == ["007"] * 3 + ["008"] * 3
     assert batch.times.tolist() == [1583750073000000] * 3 + [1583750073250000] * 3
     assert source.ignored == ("changepoint",)
     assert [e for e in read([path])[0] if e[2] is not None] == [

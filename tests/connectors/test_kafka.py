@@ -13,7 +13,7 @@ from kafka import errors as refusals
 from kafka.admin import MemberToRemove
 
 from connectors.kafka import produce
-from deformer_stream.codec.inputs import Messages
+from deformer_stream.codec.payloads import Messages
 from tests.connectors.kafka_members import following
 from tests.connectors.kafka_world import PATIENCE, STAMP, Topic, committed, numbered, until
 

@@ -13,8 +13,8 @@ from kafka import KafkaConsumer, TopicPartition
 from kafka.errors import CorruptRecordError
 
 from connectors.kafka.unpacking import Bounds, guard
-from deformer_stream.codec.inputs import Unreadable
-from deformer_stream.engine.events import Reason
+from deformer_stream.codec.payloads import Unreadable
+from deformer_stream.engine.events import RejectionReason
 from tests.connectors.raw import GZIP, LZ4, SNAPPY, ZSTD, batch, bomb, compressed, java_snappy, record, send
 
 pytestmark = pytest.mark.kafka
@@ -88,7 +88,7 @@ def test_a_batch_that_inflates_past_the_bound_is_skipped(
         send(kafka.bootstrap, name, batch(body, count, how))
     consumer = reader(name)
     found = rows(consumer)
-    assert found == [(0, b"0"), (1, b"1"), (2, b"2"), (3, (Reason.TOO_LARGE, 1)), (4, b"0"), (5, b"1"), (6, b"2")]
+    assert found == [(0, b"0"), (1, b"1"), (2, b"2"), (3, (RejectionReason.TOO_LARGE, 1)), (4, b"0"), (5, b"1"), (6, b"2")]
     (skipped,) = [v for poll in polls(reader(name, at=3)) for _, v in poll if isinstance(v, Unreadable)]
     assert "1 messages, offsets 3 to 3: compressed to" in skipped.detail
     assert f"at most {64 * MIB} are accepted" in skipped.detail
@@ -104,7 +104,7 @@ def test_the_bound_is_kept_by_every_compression(
     if codec == SNAPPY:
         send(kafka.bootstrap, name, batch(java_snappy(three(b"x" * 1000)), 3, codec))
     whole = len(three(b"x" * 1000))
-    assert {value for _, value in rows(reader(name, Bounds(batch=whole - 1)))} == {(Reason.TOO_LARGE, 3)}
+    assert {value for _, value in rows(reader(name, Bounds(batch=whole - 1)))} == {(RejectionReason.TOO_LARGE, 3)}
     assert len(rows(reader(name, Bounds(batch=whole)))) == (6 if codec == SNAPPY else 3)
 
 
@@ -116,7 +116,7 @@ def test_a_large_message_within_a_small_batch_is_refused_alone(
     parts = [(b"k", b"a", []), (b"k", large, []), (large, b"b", []), (b"k", b"c", [(b"h", large)]), (None, None, [])]
     records = b"".join(record(i, key, value, headers) for i, (key, value, headers) in enumerate(parts))
     send(kafka.bootstrap, name, batch(compressed(GZIP, records), 5, GZIP))
-    refused = (Reason.TOO_LARGE, 1)
+    refused = (RejectionReason.TOO_LARGE, 1)
     assert rows(reader(name)) == [(0, b"a"), (1, refused), (2, refused), (3, refused), (4, None)]
 
 
@@ -129,7 +129,7 @@ def test_what_cannot_be_unpacked_is_refused_from_there_on(
     send(kafka.bootstrap, name, batch(bad, 3))
     send(kafka.bootstrap, name, batch(three(), 3))
     consumer = reader(name)
-    assert rows(consumer) == [(0, b"a"), (2, (Reason.NOT_JSON, 2)), (3, b"0"), (4, b"1"), (5, b"2")]
+    assert rows(consumer) == [(0, b"a"), (2, (RejectionReason.NOT_JSON, 2)), (3, b"0"), (4, b"1"), (5, b"2")]
     assert rows(reader(name, at=1)) == rows(reader(name))[1:], "where a consumer begins again after a crash"
     (skipped,) = [v for poll in polls(reader(name, at=1)) for _, v in poll if isinstance(v, Unreadable)]
     assert "2 messages, offsets 1 to 2: cannot be read" in skipped.detail

@@ -83,7 +83,7 @@ def test_what_is_sent_is_what_the_codec_accepts(table: Path) -> None:
     batch, rejected = Codec(schema).decode(data)
     assert rejected == []
     assert len(batch) == 380
-    assert batch.records[0].startswith("line 1/")
+    assert batch.record_ids[0].startswith("line 1/")
     assert (np.diff(batch.times) >= 0).all()
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from deformer_stream.calibration.drift_state import DriftNotice, FeatureShift
-from deformer_stream.codec.inputs import Messages
+from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.events import (
     NO_TIME,
     AlertRaised,
     Closed,
-    Closing,
+    CloseReason,
     Contribution,
     Effects,
     EventBatch,
     Expected,
-    Reason,
+    RejectionReason,
     Rejected,
     Scored,
 )
@@ -78,7 +78,7 @@ def effects_of(first: int, records: int = 2) -> tuple[Effects, Messages]:
     )
     closed = Closed(
         names,
-        [Closing.COMPLETE] * records,
+        [CloseReason.COMPLETE] * records,
         np.full(records, 2, np.int32),
         np.full(records, 3, np.int32),
         np.ones(records, bool),
@@ -90,7 +90,7 @@ def effects_of(first: int, records: int = 2) -> tuple[Effects, Messages]:
         np.full(records, 9.3),
     )
     alerts = [alert_of(name, 4 * i + 2) for i, name in enumerate(names)]
-    rejected = [Rejected(4 * i + 3, Reason.NOT_JSON, "no JSON") for i in range(records)]
+    rejected = [Rejected(4 * i + 3, RejectionReason.NOT_JSON, "no JSON") for i in range(records)]
     size = 4 * records
     data = Messages(
         "sensors",

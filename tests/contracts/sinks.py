@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from deformer_stream.codec.inputs import Payload
+from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import Effects
 from deformer_stream.runtime.ports import Sink
 from tests.contracts.effects import effects_of, nothing

@@ -56,7 +56,7 @@ def collect(source: EventSource, count: int) -> Collected:
         batch, rejected = codec.decode(polled.data)
         assert rejected == []
         seen += len(batch)
-        for record, code, value in zip(batch.records, batch.features.tolist(), batch.values.tolist(), strict=True):
+        for record, code, value in zip(batch.record_ids, batch.features.tolist(), batch.values.tolist(), strict=True):
             collected.by_record.setdefault(record, []).append((SCHEMA.names[code], value))
         collected.places += [position(polled.data, i) for i in range(len(polled.data))]
     return collected

@@ -15,7 +15,7 @@ import pytest
 
 from connectors.files import AlertLines, RecordsParquet, RejectedLines, ScoresParquet, StandardInput, open_source
 from deformer_stream.codec import encode_alert, encode_rejected
-from deformer_stream.codec.inputs import Payload
+from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import Effects
 from deformer_stream.runtime.ports import EventSource
 from deformer_stream.testing import MemorySink, MemorySource
@@ -122,7 +122,7 @@ class TestScoresParquet(SinkContract):
 
         def expected(effects: Effects, data: Payload | None) -> list[Any]:
             events, seq = effects.scored.events.tolist(), effects.scored.seq.tolist()
-            return [(effects.batch.records[e], s) for e, s in zip(events, seq, strict=True)]
+            return [(effects.batch.record_ids[e], s) for e, s in zip(events, seq, strict=True)]
 
         def delivered() -> list[Any]:
             table = pq.read_table(path)

@@ -14,7 +14,7 @@ from kafka import KafkaConsumer, TopicPartition
 
 from connectors.kafka import KafkaSource, produce
 from deformer_stream.codec import encode_alert
-from deformer_stream.codec.inputs import Messages, Payload
+from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.events import Effects
 from tests.connectors.kafka_world import sink_of
 from tests.contracts.sinks import Drain, SinkContract

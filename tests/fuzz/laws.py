@@ -12,10 +12,10 @@ import orjson
 
 from deformer_stream import model_store
 from deformer_stream.codec import MAX_TEXT, Codec, Windows, encode_alert, encode_rejected, position, rfc3339
-from deformer_stream.codec.inputs import LongRows, Messages, Payload, WideRows
+from deformer_stream.codec.payloads import LongRows, Messages, Payload, WideRows
 from deformer_stream.codec.state import decode_decisions, decode_snapshot, encode_decisions, encode_snapshot
 from deformer_stream.engine.engine import Engine
-from deformer_stream.engine.events import NO_TIME, EventBatch, Reason, Rejected
+from deformer_stream.engine.events import NO_TIME, EventBatch, RejectionReason, Rejected
 from deformer_stream.errors import ArtifactError, InputError, StateError
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.time_slots import repeated
@@ -50,11 +50,11 @@ def decoded(codec: Codec, data: Payload) -> tuple[EventBatch, list[Rejected]]:
         == len(batch.features)
         == len(batch.values)
         == len(batch.times)
-        == len(batch.messages)
+        == len(batch.message_indices)
         == len(batch.partitions)
     )
-    assert set(batch.messages.tolist()) | {refusal.message for refusal in rejected} == set(range(len(data)))
-    assert batch.messages.tolist() == sorted(batch.messages.tolist())
+    assert set(batch.message_indices.tolist()) | {refusal.message for refusal in rejected} == set(range(len(data)))
+    assert batch.message_indices.tolist() == sorted(batch.message_indices.tolist())
     _events_are_sound(batch, codec.schema)
     _windows_are_sound(batch)
     assert len({(refusal.message, refusal.reason) for refusal in rejected}) == len(rejected)
@@ -64,7 +64,7 @@ def decoded(codec: Codec, data: Payload) -> tuple[EventBatch, list[Rejected]]:
         letter = json.loads(encode_rejected(refusal, data), parse_constant=_none)
         topic, partition, offset = position(data, refusal.message)
         assert letter["source"] == {"topic": topic, "partition": partition, "offset": offset}
-        assert letter["reason"] in set(Reason)
+        assert letter["reason"] in set(RejectionReason)
     return batch, rejected
 
 
@@ -73,7 +73,7 @@ def _none(constant: str) -> None:
 
 
 def _events_are_sound(batch: EventBatch, schema: Schema) -> None:
-    for record in batch.records:
+    for record in batch.record_ids:
         assert 0 < len(record) <= MAX_TEXT
         record.encode()
     assert ((batch.features >= 0) & (batch.features < len(schema))).all()
@@ -84,18 +84,18 @@ def _events_are_sound(batch: EventBatch, schema: Schema) -> None:
     assert (batch.values[codes] == np.floor(batch.values[codes])).all()
     assert ((batch.values[codes] >= 0) & (batch.values[codes] <= labels[codes])).all()
     new = np.flatnonzero(codes & (batch.values == labels)).tolist()
-    assert sorted(batch.unseen) == new
-    for text in batch.unseen.values():
+    assert sorted(batch.unseen_labels) == new
+    for text in batch.unseen_labels.values():
         assert len(text) <= MAX_TEXT
         text.encode()
 
 
 def _windows_are_sound(batch: EventBatch) -> None:
-    if batch.windowed is None:
+    if batch.windows is None:
         return
-    assert len(batch.windowed.devices) == len(batch.windowed.deadlines) == len(batch)
+    assert len(batch.windows.devices) == len(batch.windows.deadlines) == len(batch)
     rows = zip(
-        batch.windowed.devices, batch.windowed.deadlines.tolist(), batch.records, batch.times.tolist(), strict=True
+        batch.windows.devices, batch.windows.deadlines.tolist(), batch.record_ids, batch.times.tolist(), strict=True
     )
     for device, deadline, record, time in rows:
         if device:
@@ -107,7 +107,7 @@ def _windows_are_sound(batch: EventBatch) -> None:
 def messages_hold(codec: Codec, data: Messages) -> None:
     """A message's fate is its own, and what is accepted is what the message says."""
     batch, rejected = decoded(codec, data)
-    fates = [(m, f, repr(v)) for m, f, v in zip(batch.messages, batch.features, batch.values.tolist(), strict=True)]
+    fates = [(m, f, repr(v)) for m, f, v in zip(batch.message_indices, batch.features, batch.values.tolist(), strict=True)]
     alone: list[tuple[int, int, str]] = []
     reasons: list[tuple[int, str]] = []
     for i in range(len(data)):
@@ -117,7 +117,7 @@ def messages_hold(codec: Codec, data: Messages) -> None:
     assert fates == alone
     assert [(refusal.message, refusal.reason) for refusal in rejected] == reasons
     for message, code, value in zip(
-        batch.messages.tolist(), batch.features.tolist(), batch.values.tolist(), strict=True
+        batch.message_indices.tolist(), batch.features.tolist(), batch.values.tolist(), strict=True
     ):
         feature = codec.schema.features[code]
         if feature.kind == "continuous":
@@ -163,7 +163,7 @@ def engine_holds(engine: Engine, codec: Codec, data: Messages, now: int) -> Hand
     batch, unread = codec.decode(data)
     effects = engine.handle(batch, now)
     refused = Rejected.merged([*unread, *effects.rejected])
-    assert set(batch.messages.tolist()) | {refusal.message for refusal in unread} == set(range(len(data)))
+    assert set(batch.message_indices.tolist()) | {refusal.message for refusal in unread} == set(range(len(data)))
     for refusal in refused:
         is_one_line(refusal.detail, 1500)
         encode_rejected(refusal, data)
@@ -173,7 +173,7 @@ def engine_holds(engine: Engine, codec: Codec, data: Messages, now: int) -> Hand
     assert np.isfinite(scored.running).all()
     assert np.isfinite(scored.score).all()
     assert ((scored.p_value > 0) & (scored.p_value <= 1)).all()
-    again = {(int(batch.messages[i]), int(batch.features[i])) for i in scored.events.tolist()}
+    again = {(int(batch.message_indices[i]), int(batch.features[i])) for i in scored.events.tolist()}
     assert len(again) == len(scored), "a reading was scored twice"
     readings = len(batch) + sum(refusal.readings for refusal in unread)
     absent = len(batch) - len(effects.rejected) - len(scored)

@@ -24,7 +24,7 @@ import numpy as np
 from connectors.kafka import produce
 from deformer_stream import model_store
 from deformer_stream.codec import Codec, Windows
-from deformer_stream.codec.inputs import Messages
+from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.engine import Engine
 from tests.fuzz import hostile
 from tests.fuzz.laws import SECOND, Handled, engine_holds

@@ -14,7 +14,7 @@ import numpy as np
 
 from deformer_stream import model_store
 from deformer_stream.codec import state
-from deformer_stream.codec.inputs import LongRows, Messages, WideRows
+from deformer_stream.codec.payloads import LongRows, Messages, WideRows
 from tests.codec.test_state import DECIDED, EXAMPLE
 from tests.fuzz import forgery, hostile, laws
 from tests.models import SCHEMA, write_model

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deformer_stream.engine.events import Reason
+from deformer_stream.engine.events import RejectionReason
 from tests.fuzz.million import agree, in_process, polls, through_kafka
 
 MESSAGES = 20_000
@@ -17,7 +17,7 @@ MESSAGES = 20_000
 def test_accepted_and_refused_are_all_that_was_sent(model_dir: Path) -> None:
     books = in_process(model_dir, polls(MESSAGES, 1))
     assert books.messages == MESSAGES
-    assert set(books.refused) == {str(reason) for reason in Reason}
+    assert set(books.refused) == {str(reason) for reason in RejectionReason}
     assert min(books.accepted, books.absent, books.refused.total()) > 0
     assert len(set(books.letters)) == len(books.letters)
 

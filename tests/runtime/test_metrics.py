@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from deformer_stream import model_store
 from deformer_stream.codec import Codec
 from deformer_stream.engine.engine import Engine
-from deformer_stream.engine.events import AlertRaised, Closing, Effects, EventBatch, Reason, Rejected, Scored
+from deformer_stream.engine.events import AlertRaised, CloseReason, Effects, EventBatch, RejectionReason, Rejected, Scored
 from deformer_stream.engine.events import Closed as ClosedRecords
 from deformer_stream.errors import ConfigError
 from deformer_stream.runtime import metrics
@@ -89,8 +89,8 @@ def effects() -> Effects:
     ints = np.zeros(1, np.int32)
     batch = EventBatch(["r"], ints, one, np.zeros(1, np.int64), ints, ints)
     alert = AlertRaised("id", "r", 1, 1, 6, 1_000_000, 0.001, 0.01, 9.0, -3.0, "m", 0, ())
-    closed = ClosedRecords(["r"], [Closing.TIMEOUT], ints, ints, np.ones(1, bool), one, one, one, ints, one, one)
-    refused = [Rejected(0, Reason.LATE, "late"), Rejected(0, Reason.LATE, "late"), Rejected(0, Reason.NOT_JSON, "no")]
+    closed = ClosedRecords(["r"], [CloseReason.TIMEOUT], ints, ints, np.ones(1, bool), one, one, one, ints, one, one)
+    refused = [Rejected(0, RejectionReason.LATE, "late"), Rejected(0, RejectionReason.LATE, "late"), Rejected(0, RejectionReason.NOT_JSON, "no")]
     return Effects(batch, scored, [alert], refused, closed)
 
 
@@ -125,8 +125,8 @@ def test_evidence_of_partitions_that_went_disappears() -> None:
 
 def test_observations() -> None:
     measures = metrics.Metrics()
-    assert {value(measures, "events_rejected_total", reason=r.value) for r in Reason} == {0.0}
-    assert {value(measures, "records_closed_total", reason=c.value) for c in Closing} == {0.0}
+    assert {value(measures, "events_rejected_total", reason=r.value) for r in RejectionReason} == {0.0}
+    assert {value(measures, "records_closed_total", reason=c.value) for c in CloseReason} == {0.0}
     measures.observe(effects(), 0.25)
     measures.written(effects())
     assert value(measures, "events_total") == 1

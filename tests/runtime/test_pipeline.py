@@ -14,7 +14,7 @@ import pytest
 from deformer_stream import model_store
 from deformer_stream.codec import Codec, Windows
 from deformer_stream.engine.engine import Engine, Limits
-from deformer_stream.engine.events import NO_TIME, Closing
+from deformer_stream.engine.events import NO_TIME, CloseReason
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Schema
 from deformer_stream.model.windows import Window
@@ -67,7 +67,7 @@ def test_revoked_partitions(loaded: Artifact) -> None:
     Pipeline(source, Codec(loaded.schema), engine_of(loaded), [sink], ManualClock(), Metrics(), False).run(
         threading.Event()
     )
-    assert [(closed.records, closed.reasons) for closed in sink.closings] == [([there], [Closing.REVOKED])]
+    assert [(closed.records, closed.reasons) for closed in sink.closings] == [([there], [CloseReason.REVOKED])]
     assert [(record, seq) for record, _, seq, *_ in sink.scored] == [(there, 0), (here, 0), (there, 0)]
     assert [r.reason.value for r in sink.rejected] == ["duplicate"]
     assert sink.flushed == len(sink.effects)
@@ -111,7 +111,7 @@ def test_end_of_input(loaded: Artifact, finite: bool) -> None:
     )
     totals = road.run(threading.Event())
     assert totals.closed == int(finite)
-    assert [reason for closed in sink.closings for reason in closed.reasons] == [Closing.END] * finite
+    assert [reason for closed in sink.closings for reason in closed.reasons] == [CloseReason.END] * finite
 
 
 def test_time_outs_fire_on_silent_input(loaded: Artifact) -> None:
@@ -130,7 +130,7 @@ def test_time_outs_fire_on_silent_input(loaded: Artifact) -> None:
     Pipeline(Silent([row], chunk=1), Codec(loaded.schema), engine, [sink], clock, Metrics(), False).run(
         threading.Event()
     )
-    assert [closed.reasons for closed in sink.closings] == [[Closing.TIMEOUT]]
+    assert [closed.reasons for closed in sink.closings] == [[CloseReason.TIMEOUT]]
     assert len(sink.effects) == 5
 
 

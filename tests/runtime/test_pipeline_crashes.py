@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from deformer_stream.codec import Codec, encode_alert
-from deformer_stream.codec.inputs import Messages, Payload
+from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.events import NO_TIME, Effects, EventBatch, Rejected
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.metrics import Metrics
@@ -98,7 +98,7 @@ class BrokerSink:
         self.fuse.reach("before flush")
         for effects, data in self.buffer:
             first = int(data.offsets[0]) if isinstance(data, Messages) and len(data) else 0
-            messages = effects.batch.messages[effects.scored.events]
+            messages = effects.batch.message_indices[effects.scored.events]
             self.broker.accepted.update((messages + first).tolist())
             self.broker.rejected.update(first + r.message for r in effects.rejected)
             self.broker.alerts += [encode_alert(alert, data) for alert in effects.alerts]

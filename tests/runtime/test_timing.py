@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from deformer_stream.runtime import rate_limit
-from deformer_stream.runtime.rate_limit import limit_rate
+from deformer_stream.runtime import timing
+from deformer_stream.runtime.timing import limit_rate
 
 
 class Clock:
@@ -27,7 +27,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(rate_limit, "time", made)
+    monkeypatch.setattr(timing, "time", made)
     return made
 
 

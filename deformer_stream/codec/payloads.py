@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from deformer_stream.engine.events import Reason
+    from deformer_stream.engine.events import RejectionReason
 
 
 class Unreadable(bytes):
     """In place of a payload, and as empty as what is there of it: why the connector cannot hand it over. messages: how
     many, where their number is all that is known of some."""
 
-    reason: Reason
+    reason: RejectionReason
     detail: str
     messages: int
 
-    def __new__(cls, reason: Reason, detail: str, messages: int = 1) -> Unreadable:
+    def __new__(cls, reason: RejectionReason, detail: str, messages: int = 1) -> Unreadable:
         new = super().__new__(cls)
         new.reason, new.detail, new.messages = reason, detail, messages
         return new

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deformer_stream.codec import Codec
-from deformer_stream.codec.inputs import Messages
-from deformer_stream.codec.pack import Packing, packed
+from deformer_stream.codec.payloads import Messages
+from deformer_stream.codec.encode_events import Packing, packed
 from tests.codec.test_arrow_messages import SCHEMA
 
 value = st.one_of(st.none(), st.booleans(), st.floats(-1e12, 1e12), st.integers(-(2**60), 2**60), st.just("run"))
@@ -31,9 +31,9 @@ def by_record(messages: list[tuple[bytes | None, bytes]]) -> tuple[dict[str, lis
     keys, payloads = [key for key, _ in messages], [payload for _, payload in messages]
     batch, rejected = Codec(SCHEMA).decode(Messages("t", keys, payloads, zeros, zeros.astype(np.int32), zeros))
     found = defaultdict(list)
-    rows = zip(batch.records, batch.features.tolist(), batch.values.tolist(), strict=True)
+    rows = zip(batch.record_ids, batch.features.tolist(), batch.values.tolist(), strict=True)
     for i, (record, feature, number) in enumerate(rows):
-        found[record].append((feature, repr(number), batch.unseen.get(i)))
+        found[record].append((feature, repr(number), batch.unseen_labels.get(i)))
     reasons: dict[str, int] = defaultdict(int)
     for refusal in rejected:
         reasons[refusal.reason] += refusal.readings

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from deformer_stream.calibration.drift_state import DriftNotice
 from deformer_stream.codec.columns import cells, plain, textual
-from deformer_stream.codec.inputs import LongRows, Messages, Payload, WideRows
+from deformer_stream.codec.payloads import LongRows, Messages, Payload, WideRows
 from deformer_stream.codec.tables import ROW_FILE, ROW_NUMBER
 from deformer_stream.codec.timestamps import rfc3339
 from deformer_stream.engine.events import AlertRaised, Rejected

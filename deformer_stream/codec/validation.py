@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from deformer_stream.engine.events import Reason
+from deformer_stream.engine.events import RejectionReason
 
 
 class Refusal(Exception):  # noqa: N818  (control flow, not an error)
     """Control flow within the codec: this event becomes a `Rejected`."""
 
-    def __init__(self, reason: Reason, detail: str) -> None:
+    def __init__(self, reason: RejectionReason, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
         self.detail = detail
