@@ -10,7 +10,7 @@ SHELL := /bin/bash
 # A file's tests stay in one process; each process has a broker of its own, so that there are not many of them.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test lint check format bench bench-quality chaos fuzz kafka kafka-jars clean
+.PHONY: help docs demo test lint check format bench bench-quality chaos fuzz kafka kafka-jars clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -37,6 +37,14 @@ $(VENV)/.bench: $(VENV)/.run
 $(VENV)/.fuzz: $(VENV)/.dev
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	@touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs ## the documentation site, in site/
+	$(BIN)/python docs/generate_reference.py
+	$(BIN)/python -m mkdocs build --strict
 
 demo: $(VENV)/.run ## a simulated fleet, a minute of training, early alerts, a report (Python only)
 	$(BIN)/deformer-stream demo --output demo-output

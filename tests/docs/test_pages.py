@@ -1,0 +1,184 @@
+"""The documentation is true: links resolve, code blocks run, generated pages are up to date, names exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow.parquet as pq
+import pytest
+
+from deformer_stream.demo.simulate import simulate
+from deformer_stream.engine.events import Reason
+from deformer_stream.runtime.metrics import Metrics
+from tests.conftest import ROOT
+from tests.series import series, table_of
+
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md")])
+PROGRAMS = {
+    "deformer-train": ["-m", "trainer.cli"],
+    "deformer-stream": ["-m", "deformer_stream.cli"],
+    "python": [],
+}
+LONG_ALERT = {"id", "record", "p_value", "contributions", "source"}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Return the fenced code blocks of a page in one language."""
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return the words of each command in the shell blocks of a page."""
+    return [shlex.split(line, comments=True) for block in blocks(page, "sh") for line in block.splitlines() if line]
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that the headings of a page get."""
+    headings = re.findall(r"^#+ (.+)$", without_code(page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        if re.match(r"https?://", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), f"{target} does not exist"
+        if anchor:
+            assert anchor in anchors(file), f"{target}: no such heading"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    listed = {DOCS / name for name in re.findall(r": ([\w/-]+\.md)$", navigation, re.MULTILINE)}
+    indexes = [page for page in listed if page.name == "README.md"]
+    for page in listed:
+        assert page.exists(), page
+    for page in DOCS.rglob("*.md"):
+        reachable = any(page.parent == index.parent and f"({page.name})" in index.read_text() for index in indexes)
+        assert page in listed or reachable, f"{page} is not reachable"
+
+
+def test_the_reference_of_commands_is_up_to_date() -> None:
+    generator = runpy.run_path(str(DOCS / "generate_reference.py"))
+    page = (DOCS / "reference" / "commands.md").read_text()
+    assert page == generator["render"](), "run `python docs/generate_reference.py`"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_every_option_that_is_mentioned_exists() -> None:
+    known = set(re.findall(r"^\| `(--[\w-]+)`", (DOCS / "reference" / "commands.md").read_text(), re.MULTILINE))
+    known |= {"--help", "--debug", "--nproc-per-node", "--no-cache-dir"}
+    pages = [ROOT / "README.md", *(page for page in PAGES if {"how-to", "tutorial.md"} & set(page.parts))]
+    for page in pages:
+        for option in re.findall(r"(?<![\w-])--[a-z][\w-]+", page.read_text()):
+            assert option in known, f"{page.name}: {option}"
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for page in PAGES:
+        for target in set(re.findall(r"`make ([a-z-]+)|^    make ([a-z-]+)", page.read_text(), re.MULTILINE)):
+            name = target[0] or target[1]
+            assert re.search(rf"^{name}:", makefile, re.MULTILINE), f"{page.name}: make {name}"
+
+
+def test_reasons_are_explained() -> None:
+    for page in (DOCS / "reference" / "formats.md", DOCS / "how-to" / "troubleshoot.md"):
+        for reason in Reason:
+            assert f"`{reason.value}`" in page.read_text()
+
+
+def test_metrics_are_explained() -> None:
+    page = (DOCS / "reference" / "metrics.md").read_text()
+    for metric in Metrics().registry.collect():
+        name = metric.name.removeprefix("deformer_")
+        assert re.search(rf"`{name}(_total)?[`{{]", page), name
+
+
+def test_examples_of_formats_are_json() -> None:
+    events, alert = blocks(DOCS / "reference" / "formats.md", "json")
+    for line in events.splitlines():
+        assert {"record", "device"} & json.loads(line).keys()
+    assert json.loads(alert).keys() >= LONG_ALERT
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the files that the commands of the documentation name."""
+    folder = tmp_path_factory.mktemp("pages")
+    pq.write_table(simulate(600, seed=1).normals(), folder / "normal.parquet")
+    pq.write_table(simulate(60, seed=2, fault_share=0.3).table, folder / "pumps.parquet")
+    pq.write_table(table_of(series(100, seed=3)), folder / "events.parquet")
+    return folder
+
+
+def run(words: list[str], folder: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run a command of the documentation; training for minutes becomes one epoch."""
+    words = shlex.split(re.sub(r"--max-time \d+m", "--epochs 1", shlex.join(words)))
+    command = [sys.executable, *PROGRAMS[words[0]], *words[1:]]
+    return subprocess.run(command, cwd=folder, text=True, capture_output=True, check=False, timeout=timeout)
+
+
+def offline(page: Path) -> Iterator[list[str]]:
+    """Yield the commands of a page that need no broker."""
+    for words in commands(page):
+        if words[0] == "deformer-train" or words[:2] == ["deformer-stream", "replay"]:
+            yield words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md", "docs/how-to/windows-and-series.md"])
+def test_commands_and_examples_run(name: str, folder: Path) -> None:
+    page = ROOT / name
+    ran = 0
+    for words in offline(page):
+        done = run(words, folder)
+        assert done.returncode == 0, done.stderr
+        ran += 1
+    assert ran
+    for example in blocks(page, "python"):
+        (folder / "example.py").write_text(example)
+        done = run(["python", "example.py"], folder)
+        assert done.returncode == 0, done.stderr
+        assert "p-value" in done.stdout
+        assert "Imputed(value=" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.kafka
+def test_the_tutorial_runs_on_a_live_topic(folder: Path, kafka: SimpleNamespace) -> None:
+    """Run the tutorial's `produce` and `consume` against a real broker, and end `consume` as Ctrl-C does."""
+    live = [words for words in commands(DOCS / "tutorial.md") if words[1] in ("produce", "consume")]
+    produce, consume = ([word.replace("localhost:9092", kafka.bootstrap) for word in words] for words in live)
+    if not (folder / "model").exists():
+        trained = run(["deformer-train", "normal.parquet", "--out", "model", "--epochs", "1"], folder)
+        assert trained.returncode == 0, trained.stderr
+    sent = run(produce, folder)
+    assert sent.returncode == 0, sent.stderr
+    command = [sys.executable, *PROGRAMS["deformer-stream"], *consume[1:]]
+    with subprocess.Popen(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert json.loads(first).keys() >= LONG_ALERT
