@@ -63,7 +63,7 @@ def contaminated(parts: Split, share: float, seed: int) -> Split:
 
 def judged(calibration: Calibration, statistics: Floats, anomaly: NDArray[np.bool_]) -> dict[str, dict[str, float]]:
     """By α: shares of normals and of anomalies that alert."""
-    p = calibration.p_value(statistics)
+    p = calibration.compute_pooled_p_values(statistics)
     return {
         f"{alpha:g}": {
             "false alarms": round(float((p[~anomaly] <= alpha).mean()), 4),
@@ -92,7 +92,7 @@ def measure(table: pa.Table, share: float, seed: int, max_time: str) -> dict[str
     ranked = ranking(ranks, parts.anomaly)
     row["as is"] = ranked | judged(calibration, statistics, parts.anomaly)
     if share > 0:
-        without = Calibration.of(trim_largest(calibration.scores, share), calibration.order)
+        without = Calibration.from_statistics(trim_largest(calibration.scores, share), calibration.arrival_order)
         row["trimmed"] = ranked | judged(without, statistics, parts.anomaly)
         told = learn(train, seed, max_time, contamination=share)[0]
         ranks, statistics = streamed(told, test, seed)

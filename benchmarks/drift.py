@@ -33,7 +33,8 @@ from numpy.typing import NDArray
 from benchmarks.command import launch, machine, parser, publish, today
 from benchmarks.early import LAWS, Case, prepare
 from benchmarks.tables import find_tables, markdown_head, markdown_row, seeds_of
-from deformer_stream.calibration.conformal import Calibration, record_statistics, survey
+from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.torch_scoring import compute_max_statistics, score_records
 from deformer_stream.calibration.drift import RECENT, DriftMonitor, moved
 from deformer_stream.errors import ConfigError
 
@@ -56,7 +57,7 @@ Notice = Callable[[Floats, Floats], "int | None"]
 
 def ours(level: float) -> Notice:
     def first(calibration: Floats, stream: Floats) -> int | None:
-        watch = DriftMonitor(Calibration.of(calibration, "random"), "model", level)
+        watch = DriftMonitor(Calibration.from_statistics(calibration, "random"), "model", level)
         watch.observe([0] * len(stream), [str(i) for i in range(len(stream))], stream)
         reached = watch.take_reached()
         return reached[0].records if reached else None
@@ -74,7 +75,7 @@ def peer(name: str, seed: int) -> Notice:
             "Page-Hinkley": lambda: drift.PageHinkley(mode="up"),
         }
         detector, sign = made[name](), -1.0 if name == "Page-Hinkley" else 1.0
-        for i, p in enumerate(Calibration.of(calibration, "random").p_value(stream).tolist(), 1):
+        for i, p in enumerate(Calibration.from_statistics(calibration, "random").compute_pooled_p_values(stream).tolist(), 1):
             detector.update(sign * p)
             if detector.drift_detected:
                 return i
@@ -104,8 +105,8 @@ def named_first(case: Case, calibration: Ints, feature: int, codes: Ints, rows: 
     names = case.model.schema.names
     normals = held_out(case)
     usual_codes = LAWS["random"](len(calibration), normals.shape[1], np.random.default_rng(0))
-    usual = survey(case.model, usual_codes, np.take_along_axis(normals[calibration], usual_codes, 1)).by_feature(names)
-    recent = survey(case.model, codes, np.take_along_axis(rows, codes, 1)).by_feature(names)
+    usual = score_records(case.model, usual_codes, np.take_along_axis(normals[calibration], usual_codes, 1)).average_neg_log_p_by_feature(names)
+    recent = score_records(case.model, codes, np.take_along_axis(rows, codes, 1)).average_neg_log_p_by_feature(names)
     found = moved(recent, usual)
     return bool(found) and found[0].feature == names[feature]
 
@@ -141,7 +142,7 @@ def drifting(
         calibration, rest = order[:calibrated], order[calibrated:]
         rows, feature = changed(kind, normals[rest[QUIET:][:DRIFTED]], anomalies, normals.std(0), rng)
         codes = LAWS["random"](*rows.shape, rng)
-        after = record_statistics(case.model, codes, np.take_along_axis(rows, codes, 1))
+        after = compute_max_statistics(case.model, codes, np.take_along_axis(rows, codes, 1))
         stream = np.concatenate([statistics[rest[:QUIET]], after])
         for name, notice in contenders.items():
             at = notice(statistics[calibration], stream)
@@ -157,7 +158,7 @@ def measure(case: Case, seed: int) -> dict[str, Any]:
     """One table, one seed."""
     normals = held_out(case)
     codes = LAWS["random"](*normals.shape, np.random.default_rng([seed, 0x0DE5]))
-    statistics = record_statistics(case.model, codes, np.take_along_axis(normals, codes, 1))
+    statistics = compute_max_statistics(case.model, codes, np.take_along_axis(normals, codes, 1))
     calibrated = min(len(case.calibration), len(normals) - QUIET - DRIFTED)
     peers = {name: peer(name, seed) for name in PEERS}
     false = quiet(statistics, calibrated, {f"level {level:g}": ours(level) for level in LEVELS} | peers, seed)

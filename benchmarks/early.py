@@ -40,13 +40,13 @@ from benchmarks.command import RESULTS, launch, machine, parser, publish, today
 from benchmarks.early_report import report, summary
 from benchmarks.tables import find_tables, need_peers, preset_for, seeds_of, split
 from deformer_stream import load
-from deformer_stream.calibration.conformal import Calibration, PrefixState, advance
+from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state
 from deformer_stream.model.deformer import DEformer, to_tensor
 from deformer_stream.model.schema import Schema
-from trainer.data import CALIBRATION, assign_split, encode
+from trainer.data import CALIBRATION, assign_split, encode_table
 from trainer.job import train
 from trainer.settings import TrainConfig
-from trainer.tables import index_records, open_source
+from trainer.tables import index_records, open_tables
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -135,10 +135,10 @@ def matrix(schema: Schema, table: pa.Table) -> Floats:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         pq.write_table(table, folder / "table.parquet")
-        source = open_source([folder / "table.parquet"], "wide", None, None)
-        source.columns = [column for column in source.schema.names if column in schema.codes]
+        source = open_tables([folder / "table.parquet"], "wide", None, None)
+        source.feature_columns = [column for column in source.schema.names if column in schema.codes]
         index_records(source)
-        return np.array(encode(source, schema, folder)[0], np.float64)
+        return np.array(encode_table(source, schema, folder)[0], np.float64)
 
 
 def ours(model: DEformer, codes: Ints, values: Floats) -> Floats:
@@ -151,10 +151,10 @@ def ours(model: DEformer, codes: Ints, values: Floats) -> Floats:
         with torch.inference_mode():
             log_p = model.conditionals(to_tensor(codes[rows], model), x).log_p_value(x).double().cpu().numpy()
         scored = ~model.schema.context[codes[rows]]
-        state = PrefixState.start(len(log_p))
+        state = PrefixState.initial(len(log_p))
         for k in range(log_p.shape[1]):
             state = replace(state, peak=np.zeros(len(log_p)))  # the rule takes the largest later
-            g, state = advance(state, log_p[:, k : k + 1], scored[:, k : k + 1])
+            g, state = advance_prefix_state(state, log_p[:, k : k + 1], scored[:, k : k + 1])
             out[rows, k] = g[:, 0]
     return out
 
@@ -210,9 +210,9 @@ def contenders(case: Case, seed: int) -> dict[str, Callable[[str, Ints], Floats]
 
 def judge(calibration: Floats, test: Floats) -> Judged:
     """Prefix statistics of calibration records (N, L) and test records (M, L) → p-values."""
-    lives = Calibration.of(calibration.max(1), "")
-    ends = Calibration.of(calibration[:, -1], "")
-    return Judged(lives.p_value(np.maximum.accumulate(test, 1)), ends.p_value(test[:, -1]))
+    lives = Calibration.from_statistics(calibration.max(1), "")
+    ends = Calibration.from_statistics(calibration[:, -1], "")
+    return Judged(lives.compute_pooled_p_values(np.maximum.accumulate(test, 1)), ends.compute_pooled_p_values(test[:, -1]))
 
 
 def bounds(alpha: float, calibrated: int, records: int) -> tuple[int, int]:
@@ -313,8 +313,8 @@ def shifted(
             continue
         own, test = (statistic(part, orders(size, features, rng)) for part, size in (("calibration", n), ("test", m)))
         lives = {"random": before.max(1), law: own.max(1)}
-        groups = Calibration.of(np.concatenate(list(lives.values())), "arrival").grouped(lives, "/", least=1)
-        p = groups.p_values(np.maximum.accumulate(test, 1), lambda law=law: [f"{law}/{i}" for i in range(m)])
+        groups = Calibration.from_statistics(np.concatenate(list(lives.values())), "arrival").with_groups(lives, "/", min_records=1)
+        p = groups.compute_p_values(np.maximum.accumulate(test, 1), lambda law=law: [f"{law}/{i}" for i in range(m)])
         found = {"random": judge(before, test), "group": Judged(p, judge(own, test).complete)}
         out[law] = {}
         for name, judged in found.items():

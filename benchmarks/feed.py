@@ -52,7 +52,7 @@ def model_of(preset: str, features: int, gaussians: int, precision: str = "float
 
 def calm_calibration() -> Calibration:
     """Nothing alerts but what is `WILD`."""
-    return Calibration.of(60 + np.arange(199) / 100, "random")
+    return Calibration.from_statistics(60 + np.arange(199) / 100, "random")
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 
 from benchmarks.command import launch, machine, parser, publish, today
 from benchmarks.tables import markdown_head, markdown_row, tables_folder
-from deformer_stream.calibration.conformal import Calibration, record_excess
+from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.torch_scoring import compute_centered_nll
 from deformer_stream.errors import ConfigError, InputError
 from trainer.job import train
 from trainer.settings import TrainConfig
@@ -153,7 +154,7 @@ def density(records: Floats, width: int, seed: int, epochs: int) -> Floats:
     order = np.arange(len(schema)).reshape(-1, slots).T.ravel()  # as time goes by
     known = [SENSORS.index(sensor) for sensor in schema.sources]  # a sensor that never moved is no feature
     codes = np.tile(order, (len(records), 1))
-    return record_excess(model, codes, schema.normalise(codes, records[:, :, known].reshape(len(records), -1)))
+    return compute_centered_nll(model, codes, schema.normalise(codes, records[:, :, known].reshape(len(records), -1)))
 
 
 def hotelling(records: Floats, width: int) -> Floats:
@@ -169,9 +170,9 @@ def hotelling(records: Floats, width: int) -> Floats:
 
 def called(statistic: Floats, width: int) -> Bools:
     """Which test rows are anomalous: (N − 400,) for a statistic (N,) of the windows."""
-    calibration = Calibration.of(statistic[FITTED_ROWS + width - 1 : TRAINING_ROWS], "schema")
-    smallest = calibration.smallest_p
-    return np.asarray(calibration.p_value(statistic[TRAINING_ROWS:]) <= smallest * (1 + 1e-9))
+    calibration = Calibration.from_statistics(statistic[FITTED_ROWS + width - 1 : TRAINING_ROWS], "schema")
+    smallest = calibration.min_p_value
+    return np.asarray(calibration.compute_pooled_p_values(statistic[TRAINING_ROWS:]) <= smallest * (1 + 1e-9))
 
 
 def delays(called: Bools, anomaly: Bools) -> list[int | None]:

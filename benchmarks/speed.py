@@ -192,7 +192,7 @@ class World:
         if case.compiled:
             self.model.library = build.library(case.precision == "bfloat16")
         # Nothing alerts: explanations are timed apart.
-        self.calibration = Calibration.of(1e6 + np.arange(100.0), "random")
+        self.calibration = Calibration.from_statistics(1e6 + np.arange(100.0), "random")
         self.features, self.records = features, records
         self.orders = np.argsort(self.rng.random((records, features)), 1)
         self.values = self.rng.normal(size=(records, features))

@@ -201,7 +201,7 @@ def measure(table: pa.Table, seed: int, max_time: str) -> dict[str, Any]:
     row: dict[str, Any] = {"seed": seed, "preset": preset_for(len(parts.train)), "steps": result.fitted.steps}
     row["calibrated"] = len(result.calibration.scores)
     row |= {method: ranking(of, parts.anomaly) for method, of in ranked.items()}
-    within_reach = result.calibration.smallest_p <= ALPHA
+    within_reach = result.calibration.min_p_value <= ALPHA
     worth = early(places, parts.anomaly, len(detector.schema), row["calibrated"], ALPHA)
     row["early"] = {k: getattr(worth, k) for k in worth.__slots__} if within_reach else None
     return row

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from benchmarks.command import launch, machine, parser, publish, today
 from benchmarks.early import ALPHA, SHARES, Case, judge, prepare, worth
 from benchmarks.tables import find_tables, need_peers, seeds_of
-from deformer_stream.calibration.conformal import Calibration, Ties
+from deformer_stream.calibration.conformal import Calibration, TiePolicy
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import EventBatch
 from deformer_stream.model.deformer import DEformer
@@ -37,15 +37,15 @@ from deformer_stream.model.deformer import DEformer
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-LAWS: tuple[Ties, ...] = get_args(Ties)
+LAWS: tuple[TiePolicy, ...] = get_args(TiePolicy)
 CHUNK = 8192
 
 
-def statistics(model: DEformer, ties: Ties, values: Floats, codes: Ints, block: int) -> tuple[Floats, float]:
+def statistics(model: DEformer, ties: TiePolicy, values: Floats, codes: Ints, block: int) -> tuple[Floats, float]:
     """(N, L) running statistics of records (N, F), in the model's units, whose features come in the order of codes
     (N, L), `block` at a time; and the seconds of an event."""
     n, length = codes.shape
-    engine = Engine(model, Calibration(np.empty(0), "arrival", ties=ties), "", (), effort="off")
+    engine = Engine(model, Calibration(np.empty(0), "arrival", tie_policy=ties), "", (), effort="off")
     order = np.argsort(np.tile(np.arange(length) // block, n), kind="stable")  # time by time, all records in between
     record, code = np.repeat(np.arange(n), length)[order], codes.ravel()[order]
     raw = model.schema.denormalise(code, np.take_along_axis(values, codes, 1).ravel()[order])
@@ -58,7 +58,7 @@ def statistics(model: DEformer, ties: Ties, values: Floats, codes: Ints, block: 
         began = time.perf_counter()
         effects = engine.handle(batch, 0)
         seconds += time.perf_counter() - began
-        owner = [int(effects.batch.records[event]) for event in effects.scored.events.tolist()]
+        owner = [int(effects.batch.record_ids[event]) for event in effects.scored.event_indices.tolist()]
         out[owner, effects.scored.seq] = effects.scored.score
     return out, seconds / out.size
 
@@ -75,7 +75,7 @@ def auroc(scores: Floats, anomaly: NDArray[np.bool_]) -> float:
     return float(roc_auc_score(anomaly, scores))
 
 
-Statistics = Callable[[DEformer, Ties, Floats, Ints, int], tuple[Floats, float]]
+Statistics = Callable[[DEformer, TiePolicy, Floats, Ints, int], tuple[Floats, float]]
 
 
 def measure(case: Case, seed: int, block: int, of: Statistics = statistics) -> dict[str, Any]:

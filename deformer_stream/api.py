@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream import model_store
-from deformer_stream.calibration.conformal import Ties, record_statistics
+from deformer_stream.calibration.conformal import TiePolicy
+from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.codec import Codec, Windows
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.engine import Engine, Limits
-from deformer_stream.engine.events import NO_TIME, AlertRaised, Contribution, EventBatch, Rejected
+from deformer_stream.engine.events import NO_TIME, Alert, Contribution, EventBatch, Rejection
 from deformer_stream.engine.explain import explain
 from deformer_stream.engine.queries import complete, fill, quantiles
 from deformer_stream.errors import InputError
@@ -51,12 +52,12 @@ class Update:
     running_log_likelihood: float
     score: float
     p_value: float
-    alerts: tuple[AlertRaised, ...] = ()
-    rejected: Rejected | None = None
+    alerts: tuple[Alert, ...] = ()
+    rejected: Rejection | None = None
     waits: bool = False
 
     @property
-    def alert(self) -> AlertRaised | None:
+    def alert(self) -> Alert | None:
         """The most severe of the alerts."""
         return self.alerts[-1] if self.alerts else None
 
@@ -97,7 +98,7 @@ class Scorer:
         detector: Detector,
         alpha: float | Sequence[float],
         record_timeout: float | None,
-        ties: Ties | None = None,
+        ties: TiePolicy | None = None,
         tie_wait: float | None = None,
         grace: float = 0.0,
     ) -> None:
@@ -128,17 +129,17 @@ class Scorer:
         earlier = self._engine.handle(EventBatch.empty(), now)  # between two updates no one looks at the clock
         effects = self._engine.handle(batch, now)
         alerts = (*earlier.alerts, *effects.alerts)
-        s, rejected = effects.scored, next(iter([*refused, *effects.rejected]), None)
-        for row in np.flatnonzero(s.events == 0).tolist():  # what had waited stands behind it
+        s, rejected = effects.scored, next(iter([*refused, *effects.rejections]), None)
+        for row in np.flatnonzero(s.event_indices == 0).tolist():  # what had waited stands behind it
             log_likelihood, running, score, p_value = (
-                float(column[row]) for column in (s.log_likelihood, s.running, s.score, s.p_value)
+                float(column[row]) for column in (s.log_likelihood, s.running_log_likelihood, s.score, s.p_value)
             )
             return Update(log_likelihood, running, score, p_value, alerts)
         nan = float("nan")
         waits = rejected is None and len(batch) > 0 and not np.isnan(batch.values[0])
         return Update(nan, nan, nan, nan, alerts, rejected, bool(waits))
 
-    def finish(self) -> tuple[AlertRaised, ...]:
+    def finish(self) -> tuple[Alert, ...]:
         """Close all open records. Returns the alerts of readings that had waited for others of their time."""
         return tuple(self._engine.finish().alerts)
 
@@ -167,7 +168,7 @@ class Detector:
         self,
         alpha: float | Sequence[float] = 0.01,
         record_timeout: float | None = None,
-        ties: Ties | None = None,
+        ties: TiePolicy | None = None,
         tie_wait: float | None = None,
         grace: float = 0.0,
     ) -> Scorer:
@@ -181,7 +182,7 @@ class Detector:
         window takes what comes late, for models of windows."""
         return Scorer(self, alpha, record_timeout, ties, tie_wait, grace)
 
-    def engine(self, alpha: float | Sequence[float], limits: Limits | None = None, ties: Ties | None = None) -> Engine:
+    def engine(self, alpha: float | Sequence[float], limits: Limits | None = None, ties: TiePolicy | None = None) -> Engine:
         """A fresh engine. Raises ValueError unless every alpha lies between 0 and 1."""
         alphas = np.atleast_1d(np.asarray(alpha, np.float64))
         if not len(alphas) or not ((alphas > 0) & (alphas < 1)).all():
@@ -196,7 +197,7 @@ class Detector:
         batch = self._batch(records)
         effects = engine.handle(batch, 0)
         rest = engine.finish().closed
-        row = {record: i for i, record in enumerate([*effects.closed.records, *rest.records])}
+        row = {record: i for i, record in enumerate([*effects.closed.record_ids, *rest.record_ids])}
         order = np.array([row.get(str(i), -1) for i in range(len(records))], np.int64)
 
         def column(name: str, empty: float) -> NDArray[np.float64]:
@@ -218,11 +219,11 @@ class Detector:
         batch = self._batch([record])
         if not len(batch):
             return ()
-        model, alarming = self.artifact.model, self.artifact.calibration.alarming(alpha)
+        model, alarming = self.artifact.model, self.artifact.calibration.make_alert_rule(alpha)
         codes, raw = batch.features.astype(np.int64)[None], batch.values[None]
         why = explain(model, codes, raw, [batch.unseen_labels], [""], alarming, compiled=self._compiled)
         parts = why[0].contributions
-        statistics = record_statistics(model, codes, self.schema.normalise(codes, raw))
+        statistics = compute_max_statistics(model, codes, self.schema.normalise(codes, raw))
         loud = alarming(statistics[:, None], [""])[0, 0]
         return parts if loud else tuple(replace(part, suspect=False) for part in parts)
 
@@ -286,8 +287,8 @@ class Detector:
         payloads = [_json({"record": str(i), "values": readings}) for i, readings in enumerate(present)]
         batch, rejected = self.codec.decode(_messages(payloads))
         for refusal in rejected:
-            if present[refusal.message]:
-                raise InputError(f"record {refusal.message}: {refusal.detail} ({refusal.reason.value})")
+            if present[refusal.message_index]:
+                raise InputError(f"record {refusal.message_index}: {refusal.detail} ({refusal.reason.value})")
         return batch
 
 

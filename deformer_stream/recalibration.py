@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream import model_store
-from deformer_stream.calibration.conformal import ALPHAS, MOST, Calibration, Ties, group_of, rows_by, trim_largest
+from deformer_stream.calibration.conformal import DEFAULT_ALPHAS, MAX_CALIBRATION_RECORDS, Calibration, TiePolicy, extract_group, group_indexes_by_key, trim_largest
 from deformer_stream.calibration.drift import surprise_of
 from deformer_stream.codec.payloads import Payload, WideRows
 from deformer_stream.engine.events import Effects
@@ -50,12 +50,12 @@ class MaxStatisticSink:
         self.arrivals |= data is not None and not isinstance(data, WideRows)
         self._log(effects)
         closed = effects.closed
-        some = np.flatnonzero(closed.events > 0)
-        self.records += [closed.records[i] for i in some.tolist()]
+        some = np.flatnonzero(closed.num_readings > 0)
+        self.records += [closed.record_ids[i] for i in some.tolist()]
         self._scores.append(closed.score[some])
 
     def _log(self, effects: Effects) -> None:
-        batch, events = effects.batch, effects.scored.events
+        batch, events = effects.batch, effects.scored.event_indices
         rows = zip(events.tolist(), batch.features[events].tolist(), batch.values[events].tolist(), strict=True)
         for event, code, value in rows:
             record = batch.record_ids[event]
@@ -94,15 +94,15 @@ class Recalibration:
     def rows(self, alphas: Iterable[float]) -> list[tuple[str, str, str, str]]:
         """Alpha, threshold before and now, whether it is in reach; then the smallest p-values."""
         table = [
-            (f"{a:g}", _threshold(self.before, a), _threshold(self.calibration, a), self.calibration.reach(a))
-            for a in sorted({*ALPHAS, *alphas}, reverse=True)
+            (f"{a:g}", _threshold(self.before, a), _threshold(self.calibration, a), self.calibration.describe_reachability(a))
+            for a in sorted({*DEFAULT_ALPHAS, *alphas}, reverse=True)
         ]
-        before, now = (f"{calibration.smallest_p:.2g}" for calibration in (self.before, self.calibration))
+        before, now = (f"{calibration.min_p_value:.2g}" for calibration in (self.before, self.calibration))
         return [*table, ("smallest p", before, now, "")]
 
     def groups(self) -> list[str]:
         """What became of the groups, in sentences; none without groups."""
-        own, pooled = self.calibration.groups, self.pooled
+        own, pooled = self.calibration.calibration_by_group, self.pooled
         if not own and not pooled:
             return []
         sizes = {name: len(calibration.scores) for name, calibration in own.items()}
@@ -125,7 +125,7 @@ def recalibrate(
     group_by: str | None = None,
     trim: float = 0.0,
     seed: int = 0,
-    ties: Ties = "arrival",
+    ties: TiePolicy = "arrival",
 ) -> Recalibration:
     """Calibrate on what was collected.
 
@@ -137,12 +137,12 @@ def recalibrate(
     if not len(scores):
         raise InputError("no record to calibrate on: the input holds no reading that the model knows")
     rng = np.random.default_rng([seed, 0xCA1B])
-    pool = Calibration.of(trim_largest(_thinned(scores, rng), trim), order, peaks.surprise(loaded.model), ties)
-    least = max(1, *(Calibration.needed(alpha) for alpha in alphas))
+    pool = Calibration.from_statistics(trim_largest(_thinned(scores, rng), trim), order, peaks.surprise(loaded.model), ties)
+    least = max(1, *(Calibration.count_required_records(alpha) for alpha in alphas))
     if group_by is None:
         return Recalibration(before, pool, len(scores), {}, least, 0)
     separator = WINDOW_SEPARATOR if group_by == DEVICE else group_by
-    rows = rows_by(group_of(record, separator) for record in peaks.records)
+    rows = group_indexes_by_key(extract_group(record, separator) for record in peaks.records)
     ungrouped = len(rows.pop("", []))
     if not rows:
         raise InputError(
@@ -151,12 +151,12 @@ def recalibrate(
         )
     own = {name: trim_largest(_thinned(scores[at], rng), trim) for name, at in rows.items()}
     pooled = {name: len(rows[name]) for name, statistics in own.items() if len(statistics) < least}
-    return Recalibration(before, pool.grouped(own, separator, least), len(scores), pooled, least, ungrouped)
+    return Recalibration(before, pool.with_groups(own, separator, least), len(scores), pooled, least, ungrouped)
 
 
 def _thinned(scores: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
     """At most `MOST`, a random choice."""
-    return scores if len(scores) <= MOST else rng.choice(scores, MOST, replace=False)
+    return scores if len(scores) <= MAX_CALIBRATION_RECORDS else rng.choice(scores, MAX_CALIBRATION_RECORDS, replace=False)
 
 
 def written(found: Recalibration, loaded: Artifact, directory: Any, alphas: Sequence[float]) -> str:
@@ -165,9 +165,9 @@ def written(found: Recalibration, loaded: Artifact, directory: Any, alphas: Sequ
     note = {
         "from": loaded.fingerprint,
         "records": found.records,
-        "order": found.calibration.order,
-        "ties": found.calibration.ties,
-        "groups": len(found.calibration.groups),
+        "order": found.calibration.arrival_order,
+        "ties": found.calibration.tie_policy,
+        "groups": len(found.calibration.calibration_by_group),
         "groups_pooled": len(found.pooled),
     }
     try:
@@ -181,11 +181,11 @@ def written(found: Recalibration, loaded: Artifact, directory: Any, alphas: Sequ
 
 def _section(found: Recalibration, fingerprint: str, alphas: Sequence[float]) -> list[str]:
     new = found.calibration
-    thresholds = {f"α = {alpha:g}": new.threshold(alpha) for alpha in alphas}
+    thresholds = {f"α = {alpha:g}": new.compute_threshold(alpha) for alpha in alphas}
     return [
         html.heading("Calibrated again"),
         html.paragraph(
-            f"{found.records:,} normal records in {new.order} order{_held(new)} calibrate the model that was "
+            f"{found.records:,} normal records in {new.arrival_order} order{_held(new)} calibrate the model that was "
             f"{fingerprint} before; "
             "its weights are as they were. What is said above about when it alerts was true of the calibration before."
         ),
@@ -201,12 +201,12 @@ def _section(found: Recalibration, fingerprint: str, alphas: Sequence[float]) ->
 
 
 def _threshold(calibration: Calibration, alpha: float) -> str:
-    value = calibration.threshold(alpha)
+    value = calibration.compute_threshold(alpha)
     return f"{value:.3f}" if np.isfinite(value) else "—"
 
 
 def _held(calibration: Calibration) -> str:
-    return " (readings of one time judged together)" if calibration.ties == "hold" else ""
+    return " (readings of one time judged together)" if calibration.tie_policy == "hold" else ""
 
 
 def _counts(groups: dict[str, int], most: int = 8) -> str:

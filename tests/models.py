@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream import model_store
-from deformer_stream.calibration.conformal import Calibration, record_statistics
+from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Feature, Schema
 from tests.engine.worlds import model_of, normalised, records_of
@@ -36,7 +37,7 @@ def small_model(seed: int = 0) -> DEformer:
 def calibration_of(model: DEformer, n: int = 199, seed: int = 7, order: str = "random") -> Calibration:
     """From random records in random orders."""
     codes, values = records_of(model.schema, n, seed, missing=0.1)
-    return Calibration.of(record_statistics(model, codes, normalised(model.schema, codes, values)), order)
+    return Calibration.from_statistics(compute_max_statistics(model, codes, normalised(model.schema, codes, values)), order)
 
 
 def write_model(directory: Path, seed: int = 0, order: str = "random") -> Path:

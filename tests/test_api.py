@@ -37,7 +37,7 @@ def detector(model_dir: Path) -> Detector:
 def linear(tmp_path_factory: pytest.TempPathFactory) -> Detector:
     """Knows that y = 2x + 1 and that `sign` is the sign of x."""
     directory = tmp_path_factory.mktemp("linear") / "model"
-    model_store.write(directory, linear_model(), Calibration.of(np.linspace(0, 5, 99), "random"), {}, "")
+    model_store.write(directory, linear_model(), Calibration.from_statistics(np.linspace(0, 5, 99), "random"), {}, "")
     return deformer_stream.load(str(directory))
 
 
@@ -346,7 +346,7 @@ def test_many_features(tmp_path: Path) -> None:
 
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(60)))
     model = DEformer(schema, ModelConfig(d_model=8, layers=1, heads=1, feedforward=8, mixtures=2, hidden=(8,)))
-    model_store.write(tmp_path / "m", model, Calibration.of(np.ones(9), "random"), {}, "")
+    model_store.write(tmp_path / "m", model, Calibration.from_statistics(np.ones(9), "random"), {}, "")
     detector = deformer_stream.load(tmp_path / "m")
     assert np.isfinite(detector.score([dict.fromkeys(schema.names, 0.5)]).log_likelihood).all()
 

@@ -78,7 +78,7 @@ def test_round_trip(tmp_path: Path, tokens: Literal["pair", "single"]) -> None:
     assert loaded.schema == SCHEMA
     assert loaded.fingerprint == fingerprint == loaded.manifest["fingerprint"]
     assert np.array_equal(loaded.calibration.scores, calibration.scores)
-    assert loaded.calibration.order == "random"
+    assert loaded.calibration.arrival_order == "random"
     assert loaded.manifest["training"] == TRAINING
     assert (tmp_path / "deep" / "model" / model_store.REPORT).read_text() == "<p>é</p>"
     assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["model"]
@@ -375,13 +375,13 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
     with torch.no_grad():
         model.head.project.bias[0] = float("nan")
     with pytest.raises(ArtifactError, match="not finite"):
-        model_store.write(tmp_path / "model", model, Calibration.of(np.ones(3), "random"), {}, "")
+        model_store.write(tmp_path / "model", model, Calibration.from_statistics(np.ones(3), "random"), {}, "")
     model_store.read(tmp_path / "model")
 
 
 def test_training_summary_is_json(tmp_path: Path) -> None:
     training = {"best": float("inf"), "curve": [1.0, float("nan")], "nested": {"x": -float("inf")}}
-    model_store.write(tmp_path / "model", small_model(), Calibration.of(np.ones(3), "random"), training, "\udc80")
+    model_store.write(tmp_path / "model", small_model(), Calibration.from_statistics(np.ones(3), "random"), training, "\udc80")
 
     def none(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")

@@ -52,7 +52,7 @@ def test_the_new_calibration_is_what_replay_finds(cli: Run, model_dir: Path, tmp
     for record, score in zip(table["record"], table["score"], strict=True):
         peak[record] = max(score, peak.get(record, 0.0))
     np.testing.assert_allclose(after.calibration.scores, sorted(peak.values()), rtol=1e-5)
-    assert after.calibration.order == "arrival"
+    assert after.calibration.arrival_order == "arrival"
     assert after.fingerprint != before.fingerprint
     assert after.fingerprint in ended.lines[0]
     for name, tensor in before.model.state_dict().items():
@@ -67,17 +67,17 @@ def test_what_changed_is_said(cli: Run, model_dir: Path, tmp_path: Path) -> None
     out = tmp_path / "again"
     ended = cli("calibrate", wide(tmp_path / "new.parquet", 99, 3), "--model", model_dir, "--out", out, "--alpha", 0.3)
     before, after = model_store.read(model_dir).calibration, model_store.read(out).calibration
-    assert after.order == before.order == "random"
+    assert after.arrival_order == before.arrival_order == "random"
     rows = {line.split()[0]: line.split()[1:] for line in ended.out.splitlines()}
     assert rows["alpha"] == ["before", "now", "in", "reach?"]
     for alpha in (0.3, 0.05, 0.01):
-        assert rows[f"{alpha:g}"] == [f"{before.threshold(alpha):.3f}", f"{after.threshold(alpha):.3f}", "yes"]
+        assert rows[f"{alpha:g}"] == [f"{before.compute_threshold(alpha):.3f}", f"{after.compute_threshold(alpha):.3f}", "yes"]
     assert rows["0.001"][:2] == ["—", "—"]
     assert "it takes 999 calibration records, there are 99" in ended.out
     assert rows["smallest"] == ["p", "0.005", "0.01"]
     report = (out / "report.html").read_text()
     assert "Calibrated again" in report
-    assert f"{after.threshold(0.01):.3f}" in report
+    assert f"{after.compute_threshold(0.01):.3f}" in report
 
 
 def test_the_most_surprising_can_be_left_out(cli: Run, model_dir: Path, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_groups_get_their_own(cli: Run, model_dir: Path, tmp_path: Path) -> None
     assert "1 groups with fewer than 49 records are judged with all records together: south (10)" in ended.out
     assert "3 records name no group" in ended.out
     calibration = model_store.read(out).calibration
-    assert {name: len(own.scores) for name, own in calibration.groups.items()} == {"north/a": 60, "north/b": 50}
+    assert {name: len(own.scores) for name, own in calibration.calibration_by_group.items()} == {"north/a": 60, "north/b": 50}
     assert len(calibration.scores) == 123
     assert model_store.read_manifest(out)["format_version"] == 2
     assert "north/a" in cli("inspect", out).out
@@ -125,15 +125,15 @@ def test_a_stream_is_judged_by_its_group(model_dir: Path, tmp_path: Path) -> Non
     """A group whose normal records are far more surprising than the others' still keeps alpha."""
     loaded = model_store.read(model_dir)
     groups = {"loud": loaded.calibration.scores + 1e6, "calm": loaded.calibration.scores}
-    pooled = Calibration.of(np.concatenate(list(groups.values())), "random")
-    model_store.write(tmp_path / "m", loaded.model, pooled.grouped(groups, "@", 99), {}, "")
+    pooled = Calibration.from_statistics(np.concatenate(list(groups.values())), "random")
+    model_store.write(tmp_path / "m", loaded.model, pooled.with_groups(groups, "@", 99), {}, "")
     detector = deformer_stream.load(tmp_path / "m")
     found = {}
     for record in ("loud@1", "calm@1", "other@1"):
         scorer = detector.scorer(alpha=0.02)
         updates = [scorer.update(record, f, v) for f, v in (("vibration", 60.0), ("pressure", -3.0))]
         found[record] = updates[-1].p_value
-        expected = detector.artifact.calibration.p_values(np.array([[updates[-1].score]]), lambda r=record: [r])
+        expected = detector.artifact.calibration.compute_p_values(np.array([[updates[-1].score]]), lambda r=record: [r])
         assert updates[-1].p_value == expected[0, 0]
     assert found["calm@1"] < found["other@1"] < found["loud@1"]
 
@@ -149,7 +149,7 @@ def test_windows_are_groups_by_device(cli: Run, model_dir: Path, tmp_path: Path)
     ended = cli("calibrate", tmp_path / "new.jsonl", *words, "--alpha", 0.05)
     assert ended.code == 0, ended.err
     calibration = model_store.read(tmp_path / "again").calibration
-    assert {name: len(own.scores) for name, own in calibration.groups.items()} == {"pump-0": 40, "pump-1": 40}
+    assert {name: len(own.scores) for name, own in calibration.calibration_by_group.items()} == {"pump-0": 40, "pump-1": 40}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_two_arrival_laws_are_refused(cli: Run, model_dir: Path, tmp_path: Path)
     words = [*files, "--model", model_dir, "--out", tmp_path / "m"]
     assert cli("calibrate", *words).code == 2
     assert cli("calibrate", *words, "--order", "schema").code == 0
-    assert model_store.read(tmp_path / "m").calibration.order == "schema"
+    assert model_store.read(tmp_path / "m").calibration.arrival_order == "schema"
 
 
 def test_an_interrupted_one_says_that_nothing_was_written(

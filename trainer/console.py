@@ -12,9 +12,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from deformer_stream import log
-from deformer_stream.calibration.conformal import ALPHAS
+from deformer_stream.calibration.conformal import DEFAULT_ALPHAS
 from deformer_stream.model.time_slots import in_words, single
-from trainer.data import Prepared
+from trainer.data import PreparedTable
 from trainer.fit import Status
 from trainer.job import Result
 from trainer.report import describe
@@ -23,21 +23,21 @@ LINE_SECONDS = 5.0
 LOG = log.get("train")
 
 
-def show_kinds(data: Prepared) -> None:
+def show_kinds(data: PreparedTable) -> None:
     """The table of features on standard output."""
     console = Console() if sys.stdout.isatty() else Console(width=160)
     table = Table("feature", "kind", "values in training", "resolution", "why", "missing", box=None, pad_edge=False)
     for feature in single(data.schema).features:
-        missing = data.missing.get(feature.name, 0)
+        missing = data.missing_by_feature.get(feature.name, 0)
         table.add_row(feature.name, *describe(feature), feature.reason, str(missing) if missing else "")
-    for column in data.excluded:
+    for column in data.excluded_columns:
         table.add_row(column.name, "left out", "", "", column.reason, "")
     console.print(table, markup=False)
     if said := in_words(data.schema):
         console.print(said, markup=False)
-    for name, count in data.refused.items():
+    for name, count in data.infinite_by_feature.items():
         console.print(f"{name}: {count} infinite readings refused", markup=False)
-    for reason, count in data.skipped.items():
+    for reason, count in data.skipped_by_reason.items():
         console.print(f"left out: {count} {reason}", markup=False)
 
 
@@ -104,13 +104,13 @@ def summary(result: Result) -> str:
     """The last lines: what the model is worth, where it is, what to do next."""
     rows, calibration, held = result.training["rows"], result.calibration, result.held_out
     scored = int((~result.data.schema.context).sum())
-    p = calibration.smallest_p
-    beyond = [f"{alpha:.3g}" for alpha in calibration.beyond(ALPHAS)]
-    reach = f"alpha {' and '.join(beyond)} out of reach" if beyond else f"alpha {ALPHAS[-1]:g} is in reach"
+    p = calibration.min_p_value
+    beyond = [f"{alpha:.3g}" for alpha in calibration.find_unreachable_alphas(DEFAULT_ALPHAS)]
+    reach = f"alpha {' and '.join(beyond)} out of reach" if beyond else f"alpha {DEFAULT_ALPHAS[-1]:g} is in reach"
     return "\n".join(
         [
             f"records      {rows['train']} trained on, {rows['validation']} for validation, "
-            f"{rows['calibration']} for calibration ({calibration.order} order)",
+            f"{rows['calibration']} for calibration ({calibration.arrival_order} order)",
             f"model        {_described(result)}",
             f"held out     {held.mean:.3f} nats a record, {held.mean / scored:.3f} a feature "
             f"({result.fitted.steps} steps, {result.training['seconds']:.0f} s)",

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.conformal import Ties
+from deformer_stream.calibration.conformal import TiePolicy
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Feature, Kind, Schema, label_of
 from deformer_stream.model.time_slots import repeated, single
 from deformer_stream.model.windows import Window, format_duration
-from trainer.feature_kinds import ColumnStatistics, Excluded, adoptable, infer
+from trainer.feature_kinds import ColumnStatistics, ExcludedColumn, check_old_feature, infer_feature
 from trainer.scratch import mapped
 from trainer.tables import (
     DEVICE,
@@ -30,22 +30,22 @@ from trainer.tables import (
     RECORD,
     TIME,
     VALUE,
-    Block,
+    FeatureReadings,
     Layout,
-    Source,
+    InputTables,
     encode_labels,
-    form_of,
+    classify_type,
     index_records,
-    open_source,
+    open_tables,
     parse_numbers,
 )
 
 TRAIN, VALIDATION, CALIBRATION, LEFT_OUT = 0, 1, 2, 3
 VALIDATION_SHARE = 0.1
-FEWEST = 20
+MIN_RECORDS = 20
 """Fewest records worth training on."""
 CHUNK = 16_384
-MOST_FEATURES = 4096
+MAX_FEATURES = 4096
 """Of a record; what a model does with them grows with their square."""
 
 
@@ -69,11 +69,11 @@ class DataOptions:
     window: Window | None = None
     once: tuple[str, ...] = ()
     base: Schema | None = None
-    ties: Ties = "arrival"
+    ties: TiePolicy = "arrival"
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedTable:
     """The table, ready to be sampled.
 
     values: (N, F) float32 on disk, in normalised units or label codes, NaN where missing. ranks: (N, F) int16 on disk,
@@ -84,23 +84,23 @@ class Prepared:
     """
 
     schema: Schema
-    excluded: tuple[Excluded, ...]
+    excluded_columns: tuple[ExcludedColumn, ...]
     values: NDArray[np.float32]
-    ranks: NDArray[np.int16] | None
+    arrival_ranks: NDArray[np.int16] | None
     split: NDArray[np.uint8]
     layout: Layout
-    time: str | None
-    missing: dict[str, int]
-    refused: dict[str, int]
-    skipped: dict[str, int]
+    time_column: str | None
+    missing_by_feature: dict[str, int]
+    infinite_by_feature: dict[str, int]
+    skipped_by_reason: dict[str, int]
     fingerprint: str = field(repr=False)
-    ties: Ties = "arrival"
+    ties: TiePolicy = "arrival"
 
-    def rows(self, part: int) -> NDArray[np.int64]:
+    def select_rows(self, part: int) -> NDArray[np.int64]:
         """Row numbers of a part of the split, ascending."""
         return np.flatnonzero(self.split == part)
 
-    def summary(self) -> dict[str, Any]:
+    def summarize(self) -> dict[str, Any]:
         """For the manifest."""
         return {
             "fingerprint": self.fingerprint,
@@ -111,43 +111,43 @@ class Prepared:
                 "calibration": int((self.split == CALIBRATION).sum()),
                 **({"left_out": int(left_out)} if (left_out := (self.split == LEFT_OUT).sum()) else {}),
             },
-            "missing": self.missing,
-            "refused": self.refused,
-            "skipped": self.skipped,
-            "excluded": {e.name: e.reason for e in self.excluded},
+            "missing": self.missing_by_feature,
+            "refused": self.infinite_by_feature,
+            "skipped": self.skipped_by_reason,
+            "excluded": {e.name: e.reason for e in self.excluded_columns},
         }
 
 
-def prepare(tables: Sequence[Path], options: DataOptions, folder: Path) -> Prepared:
+def prepare_table(tables: Sequence[Path], options: DataOptions, folder: Path) -> PreparedTable:
     """Read the tables and write the encoded matrix into `folder`, which must exist.
 
     Raises InputError for files that cannot be used and ConfigError for options that do not fit them.
     """
     window, once = _windows(options)
-    source = open_source(tables, options.layout, options.label, options.normal, window)
+    source = open_tables(tables, options.layout, options.label, options.normal, window)
     excluded = _choose_columns(source, options)
     index_records(source)
-    if source.records < FEWEST:
+    if source.num_records < MIN_RECORDS:
         raise InputError(
-            f"{source.files[0]}: {source.records} records to train on are too few; bring at least {FEWEST}, better 1000"
+            f"{source.files[0]}: {source.num_records} records to train on are too few; bring at least {MIN_RECORDS}, better 1000"
         )
-    split = assign_split(source.records, options.calibration_share, options.seed)
-    statistics = gather(source, split, options.exclude)
+    split = assign_split(source.num_records, options.calibration_share, options.seed)
+    statistics = collect_statistics(source, split, options.exclude)
     schema, more = choose_kinds(list(statistics.values()), options)
-    schema = in_slots(schema, window, once)
-    values, ranks = encode(source, schema, folder, options.ties)
-    return Prepared(
+    schema = repeat_by_time_slot(schema, window, once)
+    values, ranks = encode_table(source, schema, folder, options.ties)
+    return PreparedTable(
         schema=schema,
-        excluded=(*excluded, *more),
+        excluded_columns=(*excluded, *more),
         values=values,
-        ranks=ranks,
+        arrival_ranks=ranks,
         split=split,
         layout=source.layout,
-        time=source.time,
-        missing={name: s.missing for name, s in statistics.items() if s.missing and name in schema.sources},
-        refused={name: s.infinite for name, s in statistics.items() if s.infinite and name in schema.sources},
-        skipped=source.skipped,
-        fingerprint=fingerprint(schema, values, ranks, split),
+        time_column=source.time_column,
+        missing_by_feature={name: s.num_missing for name, s in statistics.items() if s.num_missing and name in schema.sources},
+        infinite_by_feature={name: s.num_infinite for name, s in statistics.items() if s.num_infinite and name in schema.sources},
+        skipped_by_reason=source.skipped_by_reason,
+        fingerprint=compute_fingerprint(schema, values, ranks, split),
         ties=options.ties,
     )
 
@@ -156,7 +156,7 @@ def assign_split(records: int, calibration_share: float, seed: int) -> NDArray[n
     """(N,) the part each record belongs to: shares are exact, the choice depends on N and seed alone."""
     calibration = max(1, round(calibration_share * records))
     validation = max(4, round(VALIDATION_SHARE * (records - calibration)))
-    if records - calibration - validation < FEWEST // 2:
+    if records - calibration - validation < MIN_RECORDS // 2:
         raise ConfigError(f"--calibration-share {calibration_share:g} leaves too few of {records} records to train on")
     split = np.full(records, TRAIN, np.uint8)
     split[:calibration] = CALIBRATION
@@ -165,7 +165,7 @@ def assign_split(records: int, calibration_share: float, seed: int) -> NDArray[n
     return split
 
 
-def _choose_columns(source: Source, options: DataOptions) -> list[Excluded]:
+def _choose_columns(source: InputTables, options: DataOptions) -> list[ExcludedColumn]:
     """Which columns may be features (wide layout); sets `source.columns` and `source.time`."""
     names = source.schema.names
     asked = {"exclude": options.exclude, "context": options.context}
@@ -173,33 +173,33 @@ def _choose_columns(source: Source, options: DataOptions) -> list[Excluded]:
     if options.ties == "hold" and (source.layout == "wide" or TIME not in names):
         raise ConfigError("--ties hold: the table knows no time of each reading; use a long table with a column time")
     if source.layout == "long":
-        source.time = TIME if TIME in names else None
+        source.time_column = TIME if TIME in names else None
         owner = RECORD if source.window is None else DEVICE
-        others = [n for n in names if n not in (owner, FEATURE, VALUE, source.time, source.label)]
-        return [Excluded(n, "not a column of the long layout") for n in others]
+        others = [n for n in names if n not in (owner, FEATURE, VALUE, source.time_column, source.label_column)]
+        return [ExcludedColumn(n, "not a column of the long layout") for n in others]
     for option, columns in asked.items():
         for column in columns:
             if column not in names:
                 raise ConfigError(f"--{option} {column}: {source.files[0]} has no such column; it has {_some(names)}")
     excluded = []
     for name in names:
-        form = form_of(source.schema.field(name).type)
+        form = classify_type(source.schema.field(name).type)
         if name in options.exclude:
-            excluded.append(Excluded(name, "asked for by --exclude"))
-        elif name == source.label:
-            excluded.append(Excluded(name, f"the label; kept are rows where it is {source.normal}"))
+            excluded.append(ExcludedColumn(name, "asked for by --exclude"))
+        elif name == source.label_column:
+            excluded.append(ExcludedColumn(name, f"the label; kept are rows where it is {source.normal_label}"))
         elif name == RECORD:
-            excluded.append(Excluded(name, "the record's id"))
+            excluded.append(ExcludedColumn(name, "the record's id"))
         elif (
             form == "time"
-            and source.time is None
+            and source.time_column is None
             and name not in (*options.discrete, *options.continuous, *asked["cycle"])
         ):
-            source.time = name
-            excluded.append(Excluded(name, "the record's time"))
+            source.time_column = name
+            excluded.append(ExcludedColumn(name, "the record's time"))
         else:
-            source.columns.append(name)
-    if not source.columns:
+            source.feature_columns.append(name)
+    if not source.feature_columns:
         raise InputError(f"{source.files[0]}: no column is left that could be a feature; columns: {_some(names)}")
     return excluded
 
@@ -208,18 +208,18 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
 
 
-def gather(source: Source, split: NDArray[np.uint8], exclude: Sequence[str]) -> dict[str, ColumnStatistics]:
+def collect_statistics(source: InputTables, split: NDArray[np.uint8], exclude: Sequence[str]) -> dict[str, ColumnStatistics]:
     """Pass 1: the statistics of every column (wide) or feature (long), in order of first appearance."""
-    statistics = {name: ColumnStatistics(name) for name in source.columns}
-    for block in source.blocks():
-        if block.name in exclude:
+    statistics = {name: ColumnStatistics(name) for name in source.feature_columns}
+    for block in source.iterate_readings():
+        if block.feature_name in exclude:
             continue
-        column = statistics.setdefault(block.name, ColumnStatistics(block.name))
-        column.add(block.values, block.rows, split[block.rows] == TRAIN, mixed=source.layout == "long")
+        column = statistics.setdefault(block.feature_name, ColumnStatistics(block.feature_name))
+        column.add(block.values, block.rows, split[block.rows] == TRAIN, parse_text=source.layout == "long")
     return statistics
 
 
-def choose_kinds(statistics: list[ColumnStatistics], options: DataOptions) -> tuple[Schema, list[Excluded]]:
+def choose_kinds(statistics: list[ColumnStatistics], options: DataOptions) -> tuple[Schema, list[ExcludedColumn]]:
     """The schema and the columns that cannot be features."""
     known = {s.name for s in statistics}
     wanted: dict[str, Kind] = dict.fromkeys(options.continuous, "continuous")
@@ -236,14 +236,14 @@ def choose_kinds(statistics: list[ColumnStatistics], options: DataOptions) -> tu
             raise ConfigError(f"no feature is called {name}; there are {_some(sorted(known))}")
     old = {f.name: f for f in single(options.base).features} if options.base is not None else {}
     columns = {s.name: s for s in statistics}
-    kept = tuple(adoptable(f, columns[f.name]) if f.name in columns else f for f in old.values())
+    kept = tuple(check_old_feature(f, columns[f.name]) if f.name in columns else f for f in old.values())
     decided = [
-        infer(s, wanted.get(s.name), s.name in options.context, periods.get(s.name))
+        infer_feature(s, wanted.get(s.name), s.name in options.context, periods.get(s.name))
         for s in statistics
         if s.name not in old
     ]
     features = kept + tuple(d for d in decided if isinstance(d, Feature))
-    excluded = [d for d in decided if isinstance(d, Excluded)]
+    excluded = [d for d in decided if isinstance(d, ExcludedColumn)]
     if all(f.context for f in features):
         reasons = "; ".join(f"{e.name}: {e.reason}" for e in excluded[:5]) or "all features are --context"
         raise InputError(f"no feature is left to be scored ({reasons}); bring other columns or change the options")
@@ -263,54 +263,54 @@ def _windows(options: DataOptions) -> tuple[Window | None, frozenset[str]]:
     return old.window, frozenset(options.once) | {f.name for f in old.features if f.sensor is None}
 
 
-def in_slots(schema: Schema, window: Window | None, once: Collection[str]) -> Schema:
+def repeat_by_time_slot(schema: Schema, window: Window | None, once: Collection[str]) -> Schema:
     """The schema of records: where these are windows, a sensor is a feature for each slot, but those that report once.
     Raises ConfigError."""
     if window is None:
         return schema
     count = len(schema) * window.slots
-    if count > MOST_FEATURES:
-        raise ConfigError(f"--slots {window.slots}: {count} features, at most {MOST_FEATURES}; take fewer slots")
+    if count > MAX_FEATURES:
+        raise ConfigError(f"--slots {window.slots}: {count} features, at most {MAX_FEATURES}; take fewer slots")
     try:
         return repeated(schema, window, once)
     except ValueError as error:
         raise ConfigError(f"--slots {window.slots}: {error}; rename a feature") from None
 
 
-def encode(
-    source: Source, schema: Schema, folder: Path, ties: Ties = "arrival"
+def encode_table(
+    source: InputTables, schema: Schema, folder: Path, ties: TiePolicy = "arrival"
 ) -> tuple[NDArray[np.float32], NDArray[np.int16] | None]:
     """Pass 2: the matrix of normalised values and, for the long layout, the order of arrival, as files in `folder`."""
-    shape = (source.records, len(schema))
+    shape = (source.num_records, len(schema))
     values = mapped(folder / "values.npy", np.float32, shape)
     _fill(values, np.nan)
     if source.layout == "wide":
-        for block in source.blocks():
-            if block.name in schema.codes:
-                code = schema.codes[block.name]
-                values[block.rows, code] = encode_block(schema, code, block, mixed=False)
+        for block in source.iterate_readings():
+            if block.feature_name in schema.codes:
+                code = schema.codes[block.feature_name]
+                values[block.rows, code] = encode_readings(schema, code, block, mixed=False)
         values.flush()
         return values, None
     events = mapped(folder / "events.npy", np.int64, shape)
     times = mapped(folder / "times.npy", np.int64, shape)
     _fill(events, -1)
     duplicates = 0
-    for block in source.blocks():
-        if block.name not in schema.places or block.events is None or block.slots is None:
+    for block in source.iterate_readings():
+        if block.feature_name not in schema.places or block.event_indexes is None or block.time_slots is None:
             continue
-        code, step = schema.places[block.name]
-        column = code + step * block.slots
+        code, step = schema.places[block.feature_name]
+        column = code + step * block.time_slots
         cells = block.rows * len(schema) + column
         _, first = np.unique(cells, return_index=True)  # the first event of a record and feature counts
         first = first[events[block.rows[first], column[first]] < 0]
         duplicates += len(block.rows) - len(first)
         rows, column = block.rows[first], column[first]
-        values[rows, column] = encode_block(schema, code, block, mixed=True)[first]
-        events[rows, column] = block.events[first]
+        values[rows, column] = encode_readings(schema, code, block, mixed=True)[first]
+        events[rows, column] = block.event_indexes[first]
         if block.times is not None:
             times[rows, column] = block.times[first]
     if duplicates:
-        source.skipped["repeated events (record and feature)"] = duplicates
+        source.skipped_by_reason["repeated events (record and feature)"] = duplicates
     ranks = _ranks(values, events, times, folder, ties)
     for name in ("events.npy", "times.npy"):
         (folder / name).unlink()
@@ -323,7 +323,7 @@ def _fill(matrix: NDArray[Any], value: float) -> None:
         matrix[start : start + CHUNK] = value
 
 
-def encode_block(schema: Schema, code: int, block: Block, mixed: bool) -> NDArray[np.float32]:
+def encode_readings(schema: Schema, code: int, block: FeatureReadings, mixed: bool) -> NDArray[np.float32]:
     """(M,) readings in the model's units: normalised, or label codes with the number of labels for an unseen one."""
     feature = schema.features[code]
     if feature.kind == "continuous":
@@ -335,7 +335,7 @@ def encode_block(schema: Schema, code: int, block: Block, mixed: bool) -> NDArra
     codes, labels = encode_labels(block.values)
     known, unseen = schema.label_codes[code], len(feature.labels)
     lookup = [known.get(text, known.get(_as_number(text), unseen) if mixed else unseen) for text in labels]
-    numbers = mixed or form_of(block.values.type) == "number"  # an infinite number is no label, the word "inf" may be
+    numbers = mixed or classify_type(block.values.type) == "number"  # an infinite number is no label, the word "inf" may be
     table = [np.nan if numbers and text in ("inf", "-inf") else c for text, c in zip(labels, lookup, strict=True)]
     return np.array([*table, np.nan])[codes].astype(np.float32)
 
@@ -349,7 +349,7 @@ def _as_number(text: str) -> str:
 
 
 def _ranks(
-    values: NDArray[np.float32], events: NDArray[np.int64], times: NDArray[np.int64], folder: Path, ties: Ties
+    values: NDArray[np.float32], events: NDArray[np.int64], times: NDArray[np.int64], folder: Path, ties: TiePolicy
 ) -> NDArray[np.int16]:
     """(N, F) place of each reading in its record: by time, ties and unknown times by place in the input. With ties held
     readings of one time have one place."""
@@ -371,7 +371,7 @@ def _ranks(
     return ranks
 
 
-def fingerprint(
+def compute_fingerprint(
     schema: Schema, values: NDArray[np.float32], ranks: NDArray[np.int16] | None, split: NDArray[np.uint8]
 ) -> str:
     """Hex digest of everything training looks at."""

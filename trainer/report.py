@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from deformer_stream.calibration.conformal import ALPHAS, Calibration
+from deformer_stream.calibration.conformal import DEFAULT_ALPHAS, Calibration
 from deformer_stream.model.schema import Feature
 from deformer_stream.model.time_slots import in_words, single
 from deformer_stream.report import charts, html
-from trainer.data import Prepared
+from trainer.data import PreparedTable
 from trainer.evaluate import HeldOut
 from trainer.fit import TrainingResult
 
 
 def render(
-    data: Prepared, fitted: TrainingResult, calibration: Calibration, held: HeldOut, training: dict[str, Any]
+    data: PreparedTable, fitted: TrainingResult, calibration: Calibration, held: HeldOut, training: dict[str, Any]
 ) -> str:
     """The page. training: the manifest's training summary."""
     rows = training["rows"]
@@ -30,7 +30,7 @@ def render(
                 "features": f"{len(data.schema)}",
                 "records trained on": f"{rows['train']:,}",
                 "records calibrated on": f"{len(calibration.scores):,}",
-                "smallest p-value": html.number(calibration.smallest_p, 2),
+                "smallest p-value": html.number(calibration.min_p_value, 2),
                 "time": f"{training['seconds']:,.0f} s on {training['device']}",
             }
         ),
@@ -68,7 +68,7 @@ def _curves(fitted: TrainingResult) -> list[str]:
     ]
 
 
-def _features(data: Prepared, held: HeldOut) -> list[str]:
+def _features(data: PreparedTable, held: HeldOut) -> list[str]:
     order = [i for i in np.argsort(-np.nan_to_num(held.per_feature, nan=-np.inf)) if np.isfinite(held.per_feature[i])]
     return [
         html.heading("What is predictable"),
@@ -88,15 +88,15 @@ def _features(data: Prepared, held: HeldOut) -> list[str]:
 
 
 def _calibration(calibration: Calibration) -> list[str]:
-    thresholds = {alpha: calibration.threshold(alpha) for alpha in ALPHAS}
+    thresholds = {alpha: calibration.compute_threshold(alpha) for alpha in DEFAULT_ALPHAS}
     rules = {f"α = {alpha:g}": t for alpha, t in thresholds.items() if np.isfinite(t)}
     n = len(calibration.scores)
-    held = ", those of one time judged together" if calibration.ties == "hold" else ""
+    held = ", those of one time judged together" if calibration.tie_policy == "hold" else ""
     return [
         html.heading("When it will alert"),
         html.paragraph(
             f"The largest running statistic of each of {n:,} normal records that were held out from the start, "
-            f"readings in {calibration.order} order{held}. A record alerts as soon as its statistic passes the line of "
+            f"readings in {calibration.arrival_order} order{held}. A record alerts as soon as its statistic passes the line of "
             "its α. At most a share α of normal records like these ever alerts, whatever the model's faults; a changed "
             "order of arrival, drift or records that depend on each other (neighbouring seconds of one machine) weaken "
             "that promise."
@@ -105,7 +105,7 @@ def _calibration(calibration: Calibration) -> list[str]:
         html.table(
             ["α, largest share of normal records alerted", "statistic that alerts", "in reach?"],
             [
-                [html.percent(alpha), f"{t:.2f}" if np.isfinite(t) else "—", calibration.reach(alpha)]
+                [html.percent(alpha), f"{t:.2f}" if np.isfinite(t) else "—", calibration.describe_reachability(alpha)]
                 for alpha, t in thresholds.items()
             ],
         ),
@@ -126,23 +126,23 @@ def describe(feature: Feature) -> tuple[str, str, str]:
     return kind, values, f"{feature.quantum:g}" if feature.quantum is not None else ""
 
 
-def _kinds(data: Prepared) -> list[str]:
-    rows = [[f.name, *describe(f), f.reason, data.missing.get(f.name, 0)] for f in single(data.schema).features]
+def _kinds(data: PreparedTable) -> list[str]:
+    rows = [[f.name, *describe(f), f.reason, data.missing_by_feature.get(f.name, 0)] for f in single(data.schema).features]
     blocks = [
         html.heading("Features"),
         html.table(["feature", "kind", "values in training", "resolution", "why this kind", "missing"], rows),
     ]
     if said := in_words(data.schema):
         blocks.append(html.paragraph(said))
-    if data.excluded:
-        blocks.append(html.table(["left out", "why"], [[e.name, e.reason] for e in data.excluded]))
+    if data.excluded_columns:
+        blocks.append(html.table(["left out", "why"], [[e.name, e.reason] for e in data.excluded_columns]))
     return blocks
 
 
-def _rows(data: Prepared, training: dict[str, Any]) -> list[str]:
+def _rows(data: PreparedTable, training: dict[str, Any]) -> list[str]:
     rows = [[f"records for {part}", count] for part, count in training["rows"].items()]
-    rows += [[f"infinite readings of {name}, refused", count] for name, count in data.refused.items()]
-    rows += [[f"left out: {reason}", count] for reason, count in data.skipped.items()]
+    rows += [[f"infinite readings of {name}, refused", count] for name, count in data.infinite_by_feature.items()]
+    rows += [[f"left out: {reason}", count] for reason, count in data.skipped_by_reason.items()]
     return [
         html.heading("Data"),
         html.table(["what", "count"], rows),

@@ -29,7 +29,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.conformal import NOISE, Calibration, group_of, rows_by, survey
+from deformer_stream.calibration.conformal import SCORE_TOLERANCE, Calibration, extract_group, group_indexes_by_key
+from deformer_stream.calibration.torch_scoring import score_records
 from deformer_stream.calibration.drift_state import DriftNotice, DriftState, FeatureShift
 from deformer_stream.model.deformer import DEformer
 
@@ -69,7 +70,7 @@ class Ruler:
 
 def _grid(scores: Floats) -> Ints:
     """What differs by the noise of float32 sums only is equal."""
-    return np.rint(np.log1p(scores) / NOISE).astype(np.int64)
+    return np.rint(np.log1p(scores) / SCORE_TOLERANCE).astype(np.int64)
 
 
 def _untouched(records: int) -> float:
@@ -134,11 +135,11 @@ class DriftMonitor:
 
     def __init__(self, calibration: Calibration, model: str, level: float) -> None:
         self.model, self.level = model, level
-        self._usual, self._separator = calibration.surprise, calibration.separator
+        self._usual, self._separator = calibration.mean_neg_log_p_by_feature, calibration.separator
         seed = int.from_bytes(hashlib.blake2b(model.encode(), digest_size=8).digest(), "big")
         self._hash = hashlib.blake2b(f"{model}\0".encode("utf-8", "surrogatepass"), digest_size=16)
         self._rulers = {"": Ruler(calibration.scores, seed)}
-        self._rulers |= {name: Ruler(own.scores, seed) for name, own in calibration.groups.items()}
+        self._rulers |= {name: Ruler(own.scores, seed) for name, own in calibration.calibration_by_group.items()}
         self._partitions: dict[int, PartitionEvidence] = {}
         self._recent: dict[int, deque[Log]] = {}
         self._changed: set[int] = set()
@@ -150,11 +151,11 @@ class DriftMonitor:
         """R records of these partitions have ended, in this order. scores: (R,). log: the readings of the i-th."""
         self._changed.update(sources)
         if log is not None and math.isfinite(self.level):
-            for source, rows in rows_by(sources).items():
+            for source, rows in group_indexes_by_key(sources).items():
                 self._recent.setdefault(source, deque(maxlen=RECENT)).extend(map(log, rows[-RECENT:]))
         chance = [self._uniforms(record) for record in records]
         found: list[tuple[str, int]] = [("", 0)] * len(records)
-        for group, rows in rows_by(map(self._group, records)).items():
+        for group, rows in group_indexes_by_key(map(self._group, records)).items():
             bins = self._rulers[group].bins(scores[rows], [chance[i][0] for i in rows])
             for i, bin in zip(rows, bins, strict=True):
                 found[i] = group, bin
@@ -178,7 +179,7 @@ class DriftMonitor:
         return (u + 1) * 2.0**-64, (v + 1) * 2.0**-64
 
     def _group(self, record: str) -> str:
-        name = group_of(record, self._separator) if self._separator else ""
+        name = extract_group(record, self._separator) if self._separator else ""
         return name if name in self._rulers else ""
 
     def take_reached(self) -> list[Reached]:
@@ -244,8 +245,8 @@ def surprise_of(model: DEformer, logs: Collection[Log]) -> dict[str, float]:
     values = np.zeros(codes.shape)
     for row, (c, v) in enumerate(logs):
         codes[row, : len(c)], values[row, : len(v)] = c, v
-    found = survey(model, codes, model.schema.normalise(np.maximum(codes, 0), values))
-    return found.by_feature(model.schema.names)
+    found = score_records(model, codes, model.schema.normalise(np.maximum(codes, 0), values))
+    return found.average_neg_log_p_by_feature(model.schema.names)
 
 
 def moved(surprise: Mapping[str, float], expected: Mapping[str, float], most: int = 5) -> tuple[FeatureShift, ...]:

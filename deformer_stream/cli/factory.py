@@ -23,21 +23,21 @@ def model(settings: ConsumeSettings | ReplaySettings, drift: float | None = None
     from deformer_stream import log, model_store
 
     loaded = model_store.read(settings.model, settings.device, settings.compiled == "auto")
-    for alpha, needed in loaded.calibration.beyond(settings.alpha).items():
+    for alpha, needed in loaded.calibration.find_unreachable_alphas(settings.alpha).items():
         log.get("model").warning(
             f"alpha {alpha:g} is out of reach: with {len(loaded.calibration.scores)} calibration records the smallest "
-            f"p-value is {loaded.calibration.smallest_p:.2g}, so no alert can be raised; calibrate on at least "
+            f"p-value is {loaded.calibration.min_p_value:.2g}, so no alert can be raised; calibrate on at least "
             f"{needed} records or raise --alpha"
         )
-    groups = loaded.calibration.groups
+    groups = loaded.calibration.calibration_by_group
     for alpha in settings.alpha:
-        short = [name for name, own in groups.items() if own.beyond([alpha])]
+        short = [name for name, own in groups.items() if own.find_unreachable_alphas([alpha])]
         if short:
             named = ", ".join(short[:8]) + (", …" if len(short) > 8 else "")
             log.get("model").warning(
                 f"alpha {alpha:g} is out of reach in {len(short)} of {len(groups)} groups: {named}"
             )
-    calibrated = loaded.calibration.ties
+    calibrated = loaded.calibration.tie_policy
     if settings.ties is not None and settings.ties != calibrated:
         log.get("model").warning(
             f"--ties {settings.ties}: the model was calibrated with {calibrated}, so its false-alarm rate is not "
@@ -144,5 +144,5 @@ def tables(
 
 def order_of_rows(loaded: Artifact, settings: TableSettings) -> Order:
     """Of the readings of a wide row."""
-    calibrated = loaded.calibration.order
+    calibrated = loaded.calibration.arrival_order
     return settings.order or ("random" if calibrated == "random" else "schema" if calibrated == "schema" else "arrival")

@@ -295,7 +295,7 @@ def _calibrate() -> click.Command:
             click.echo("interrupted: nothing was written", err=True)
             return 130
         order = peaks.order(factory.order_of_rows(loaded, settings), settings.order)
-        ties = settings.ties or loaded.calibration.ties
+        ties = settings.ties or loaded.calibration.tie_policy
         asked = settings.alpha, settings.group_by, settings.trim, settings.seed, ties
         found = recalibration.recalibrate(loaded, peaks, order, *asked)
         fingerprint = recalibration.written(found, loaded, target, settings.alpha)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from deformer_stream.calibration.conformal import ALPHAS
+from deformer_stream.calibration.conformal import DEFAULT_ALPHAS
 from deformer_stream.model.schema import Feature
 from deformer_stream.model.time_slots import in_words, single
 from deformer_stream.model_store import Artifact
@@ -32,7 +32,7 @@ def describe(loaded: Artifact, console: Console | None = None) -> None:
     console.print(_features(single(loaded.schema).features))
     if said := in_words(loaded.schema):
         console.print(_plain(said))
-    console.print(f"Calibration: {len(calibration.scores)} normal records, {_plain(calibration.order)} order")
+    console.print(f"Calibration: {len(calibration.scores)} normal records, {_plain(calibration.arrival_order)} order")
     console.print(_calibration(loaded))
     table = Table("training", "", title_justify="left")
     for key, value in loaded.manifest["training"].items():
@@ -40,13 +40,13 @@ def describe(loaded: Artifact, console: Console | None = None) -> None:
             name = "data fingerprint" if key == "fingerprint" else key.replace("_", " ")  # the model has its own
             table.add_row(_plain(name), _plain(_shown(value)))
     console.print(table)
-    for name, own in calibration.groups.items():
+    for name, own in calibration.calibration_by_group.items():
         console.print(f"records {_plain(name + calibration.separator)}… are judged by {len(own.scores)} of their own")
     if loaded.schema.context.any():
         console.print("A context feature conditions the others and is never scored.")
-    if calibration.ties == "hold":
+    if calibration.tie_policy == "hold":
         console.print("Ties are held: readings of one record and one time are judged together.")
-    if calibration.order == "random":
+    if calibration.arrival_order == "random":
         console.print("Calibrated in random orders: alpha holds where readings arrive in any order, each as likely.")
 
 
@@ -69,9 +69,9 @@ def _features(features: tuple[Feature, ...]) -> Table:
 def _calibration(loaded: Artifact) -> Table:
     calibration = loaded.calibration
     table = Table("alpha", "alert when the score is above")
-    for alpha in ALPHAS:
-        out = calibration.beyond([alpha])
-        text = "out of reach: too few calibration records" if out else f"{calibration.threshold(alpha):.3f}"
+    for alpha in DEFAULT_ALPHAS:
+        out = calibration.find_unreachable_alphas([alpha])
+        text = "out of reach: too few calibration records" if out else f"{calibration.compute_threshold(alpha):.3f}"
         table.add_row(f"{alpha:g}", text)
     return table
 

@@ -26,7 +26,7 @@ from deformer_stream.codec.payloads import Payload
 from deformer_stream.demo.report import Outcome, Reading, Summary, headline, reasons, report, summarise
 from deformer_stream.demo.simulate import FEATURES, SPREAD, Fleet, simulate
 from deformer_stream.engine.engine import Engine, Limits
-from deformer_stream.engine.events import AlertRaised, Effects
+from deformer_stream.engine.events import Alert, Effects
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.schema import Schema
 from deformer_stream.report import html
@@ -46,11 +46,11 @@ class Watch:
     def __init__(self, console: Console, schema: Schema, faults: dict[str, str]) -> None:
         self.console, self.schema, self.faults = console, schema, faults
         self.traces: dict[str, list[Reading]] = defaultdict(list)
-        self.alerts: dict[str, AlertRaised] = {}
+        self.alerts: dict[str, Alert] = {}
 
     def write(self, effects: Effects, data: Payload | None) -> None:
         batch, scored = effects.batch, effects.scored
-        for i, event in enumerate(scored.events.tolist()):
+        for i, event in enumerate(scored.event_indices.tolist()):
             feature = self.schema.features[int(batch.features[event])]
             value = float(batch.values[event])
             shown = batch.unseen_labels.get(event) or feature.labels[int(value)] if feature.labels else value
@@ -74,7 +74,7 @@ class Watch:
         ]
 
 
-def alert_line(alert: AlertRaised, fault: str) -> Text:
+def alert_line(alert: Alert, fault: str) -> Text:
     """An alert on one line of the terminal."""
     pump = alert.record.split("/")[0]
     kind = Text(f"{fault:17s}", "bold red") if fault else Text(f"{'— false alarm':17s}", "yellow")
@@ -123,7 +123,7 @@ def run(output: Path, seed: int, train_time: str = "60s", open_report: bool = Fa
     summary = summarise(outcomes, ALPHA, len(detector.calibration.scores))
     show(console, summary)
     path = (output / "report.html").resolve()
-    path.write_text(report(summary, outcomes, watch.traces, detector.calibration.threshold(ALPHA)), encoding="utf-8")
+    path.write_text(report(summary, outcomes, watch.traces, detector.calibration.compute_threshold(ALPHA)), encoding="utf-8")
     console.print(f"\nReport to open in a browser: {path}", soft_wrap=True)
     console.print(f"For a try of your own (README, Quick start): {table}, {output / 'pumps.parquet'}", soft_wrap=True)
     if open_report:

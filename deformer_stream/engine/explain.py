@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.conformal import PrefixState, advance
-from deformer_stream.engine.events import Contribution, Expected, Explanation
+from deformer_stream.calibration.conformal import PrefixState, advance_prefix_state
+from deformer_stream.engine.events import Contribution, ExpectedRange, Explanation
 from deformer_stream.engine.order_trees import Orders, conditionals, each_last
 from deformer_stream.engine.queries import likeliest, on_grid
 from deformer_stream.kernels.cpu import CpuKernels
@@ -338,7 +338,7 @@ def _statistics(model: DEformer, compiled: CpuKernels | None, codes: Ints, value
         features, x = to_tensor(codes, model), to_tensor(values, model)
         asked = (model.conditionals if compiled is None else compiled.whole)(features, x)
         log_p = _log_p_value(asked, x, compiled)
-    return advance(PrefixState.start(len(codes)), log_p, ~model.schema.context[codes], ends)[1].peak
+    return advance_prefix_state(PrefixState.initial(len(codes)), log_p, ~model.schema.context[codes], ends)[1].max_statistic
 
 
 def _log_p_value(conditional: Conditional, values: torch.Tensor, compiled: CpuKernels | None) -> Floats:
@@ -383,11 +383,11 @@ def _number(value: np.float64) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def _expected(feature: Feature, quantiles: Floats, mode: int) -> Expected:
+def _expected(feature: Feature, quantiles: Floats, mode: int) -> ExpectedRange:
     """Quantiles in raw units, or the likeliest label."""
     if feature.kind == "continuous":
-        return Expected(*(float(q) for q in quantiles))
-    return Expected(None, feature.labels[mode], None)
+        return ExpectedRange(*(float(q) for q in quantiles))
+    return ExpectedRange(None, feature.labels[mode], None)
 
 
 def _shown(feature: Feature, value: float, text: str | None) -> float | str | None:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.conformal import Calibration, PrefixState, advance, running_sum
+from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state, compute_running_sums
 from deformer_stream.engine.records import RecordTable
-from deformer_stream.engine.ties import symmetric
+from deformer_stream.engine.ties import average_over_orders
 from deformer_stream.kernels.cpu import CpuKernels, CpuKVCache, RaggedBatch
 from deformer_stream.kernels.cuda_graphs import CudaGraphs, ForwardInputs
 from deformer_stream.kernels.kv_cache import KeyValueCache, Shape, shape_of
@@ -44,21 +44,21 @@ class ModelVersion:
     def __init__(self, model: DEformer, calibration: Calibration, fingerprint: str) -> None:
         self.model, self.calibration, self.fingerprint = model.eval(), calibration, fingerprint
         self.schema = model.schema
-        self.compiled = CpuKernels.of(model)
+        self.kernels = CpuKernels.of(model)
         self._forks: CpuKVCache | None = None  # where branches of open records live while a block is judged
-        self._passes: CudaGraphs | None = None  # without compiled code, over the cache used last
+        self._graph_runner: CudaGraphs | None = None  # without compiled code, over the cache used last
         # What two generations must have in common to share a cache.
-        self.shape: Shape = *shape_of(model), None if self.compiled is None else model.config.precision
+        self.cache_shape: Shape = *shape_of(model), None if self.kernels is None else model.config.precision
 
-    def cache(self, memory: int) -> Cache:
+    def create_cache(self, memory: int) -> Cache:
         """An empty one of at most so many bytes."""
-        return KeyValueCache(self.model, memory) if self.compiled is None else self.compiled.cache(memory)
+        return KeyValueCache(self.model, memory) if self.kernels is None else self.kernels.cache(memory)
 
-    def forget(self) -> None:
+    def release_cache(self) -> None:
         """Let go of the cache used last, so that its memory comes free."""
-        self._passes = None
+        self._graph_runner = None
 
-    def score(
+    def score_readings(
         self, records: RecordTable, cache: Cache, slots: Ints, seq: Ints, alphas: Floats
     ) -> tuple[Floats, Ints, int]:
         """Judge M readings that are in the logs, given their slots and places in the record, each (M,); a record's come
@@ -71,25 +71,25 @@ class ModelVersion:
         edges = run_boundaries(ordered)
         first, fresh = edges[:-1], edges[1:] - edges[:-1]
         slots, before = ordered[first], seq[first]
-        tied = records.log_tied[ordered, seq] if records.ties else None
-        surprises, rebuilt = self._surprises(records, cache, slots, before, fresh, tied)
+        tied = records.log_tied[ordered, seq] if records.holds_ties else None
+        surprises, rebuilt = self._compute_score_terms(records, cache, slots, before, fresh, tied)
         decided = None if tied is None else ~np.append(tied[1:], False)
         columns, passed = np.empty((4, len(seq))), np.empty(len(seq), np.int64)
-        columns[:, order], passed[order] = self._judge(records, slots, edges, seq, surprises, alphas, decided)
+        columns[:, order], passed[order] = self._update_statistics(records, slots, edges, seq, surprises, alphas, decided)
         return columns, passed, rebuilt
 
-    def rank(self, records: RecordTable, slots: Ints) -> Floats:
+    def rank_records(self, records: RecordTable, slots: Ints) -> Floats:
         """`anomaly_score` of R records whose logs are complete as far as they will ever be, (R,)."""
         ranking, excess = self.model.ranking, records.running["excess"][slots]
         if ranking is None or not len(slots):
             return excess
-        count = records.count[slots]
+        count = records.num_readings[slots]
         places = np.arange(max(1, int(count.max())))
-        codes, raw = records.readings(slots, np.broadcast_to(places, (len(slots), len(places))))
+        codes, raw = records.gather_readings(slots, np.broadcast_to(places, (len(slots), len(places))))
         codes = np.where(places < count[:, None], codes, -1)
         return ranking.scores(codes, self.schema.normalise(np.maximum(codes, 0), raw), excess)
 
-    def _surprises(
+    def _compute_score_terms(
         self, records: RecordTable, cache: Cache, slots: Ints, before: Ints, fresh: Ints, tied: Bools | None
     ) -> tuple[Floats, int]:
         """What the network says of `fresh` readings of R records after the first `before` ones, one record after the
@@ -107,14 +107,14 @@ class ModelVersion:
                 cache.drop(some[lost])
                 start[lost] = 0
                 rebuilt += int((lost & (seen > 0)).sum())
-            if self.compiled is not None and isinstance(cache, CpuKVCache):
-                self._ragged(
-                    self.compiled, records, cache, some, start, seen, fresh[part], out[:, offset[part.start] :]
+            if self.kernels is not None and isinstance(cache, CpuKVCache):
+                self._score_ragged(
+                    self.kernels, records, cache, some, start, seen, fresh[part], out[:, offset[part.start] :]
                 )
             elif isinstance(cache, KeyValueCache):
                 for rows in _groups(seen + fresh[part] - start, start):
                     group = some[rows], start[rows], seen[rows], fresh[part][rows]
-                    new, found = self._padded(records, cache, *group)
+                    new, found = self._score_padded(records, cache, *group)
                     row, place = np.nonzero(new)
                     out[:, offset[part][rows][row] + place - (seen - start)[rows][row]] = found[:, new]
             end = int(offset[part][-1] + fresh[part][-1])
@@ -122,12 +122,12 @@ class ModelVersion:
             if tied is not None and tied[at].any():
                 row, place = ragged_indices(fresh[part])
                 branches = partial(self._branches, records, cache)
-                out[:, at] = symmetric(records, some[row], seen[row] + place, tied[at], out[:, at], branches)
+                out[:, at] = average_over_orders(records, some[row], seen[row] + place, tied[at], out[:, at], branches)
             if part.stop < len(slots):
                 cache.drop(slots[part.start : min(part.stop, ended)])
         return out, rebuilt
 
-    def _ragged(
+    def _score_ragged(
         self,
         compiled: CpuKernels,
         records: RecordTable,
@@ -142,7 +142,7 @@ class ModelVersion:
         length = before + fresh - start
         cache.reserve(slots, length)
         row, place = ragged_indices(length)
-        codes, raw = records.readings(slots[row], (start[row] + place)[:, None])
+        codes, raw = records.gather_readings(slots[row], (start[row] + place)[:, None])
         values = self.schema.normalise(codes, raw)[:, 0].astype(np.float32)
         first = np.concatenate([[0], np.cumsum(length)])
         silent = before - start
@@ -152,7 +152,7 @@ class ModelVersion:
         out[:, : int(fresh.sum())] = compiled.judge(cache, ragged_)
         cache.length[slots] += length
 
-    def _padded(
+    def _score_padded(
         self, records: RecordTable, cache: KeyValueCache, slots: Ints, start: Ints, before: Ints, fresh: Ints
     ) -> tuple[Bools, Floats]:
         """R records with `fresh` new readings, cached up to `start` and scored up to `before`, each (R,).
@@ -162,13 +162,13 @@ class ModelVersion:
         length = before + fresh - start
         column = np.arange(int(length.max()))
         valid = column < length[:, None]
-        codes, raw = records.readings(slots, np.where(valid, start[:, None] + column, 0))
-        if self._passes is None or self._passes.cache is not cache:
-            self._passes = CudaGraphs(self.model, cache)
+        codes, raw = records.gather_readings(slots, np.where(valid, start[:, None] + column, 0))
+        if self._graph_runner is None or self._graph_runner.cache is not cache:
+            self._graph_runner = CudaGraphs(self.model, cache)
         pages, tokens = cache.seen(slots)
         places, kept = cache.room(slots, length, len(column) * cache.kept)
         features, values = np.where(valid, codes, -1), self.schema.normalise(codes, raw)
-        found = self._passes(ForwardInputs(features, values, pages, tokens, places))
+        found = self._graph_runner(ForwardInputs(features, values, pages, tokens, places))
         cache.length[slots] += kept
         return valid & (column >= (before - start)[:, None]), found
 
@@ -179,15 +179,15 @@ class ModelVersion:
         out = np.empty((3, len(codes)))
         first = np.cumsum(length) - length
         values = self.schema.normalise(codes, raw)
-        if self.compiled is not None and isinstance(cache, CpuKVCache):
+        if self.kernels is not None and isinstance(cache, CpuKVCache):
             if self._forks is None:
-                self._forks = self.compiled.cache(FORKS * cache.pages_per_record * cache.page_bytes)
+                self._forks = self.kernels.cache(FORKS * cache.pages_per_record * cache.page_bytes)
             for some in np.array_split(np.arange(len(slots)), -(-len(slots) // FORKS)):
                 self._forks.fork(cache, slots[some], start[some], length[some])
                 at = slice(int(first[some[0]]), int(first[some[-1]] + length[some[-1]]))
                 begins = np.append(first[some] - at.start, at.stop - at.start)
                 given = codes[at], values[at].astype(np.float32), begins, start[some], self._forks.table[: len(some)]
-                out[:, at] = self.compiled.judge(self._forks, RaggedBatch(*given))
+                out[:, at] = self.kernels.judge(self._forks, RaggedBatch(*given))
         elif isinstance(cache, KeyValueCache):
             for rows in _groups(length, start):
                 place = np.arange(int(length[rows].max()))
@@ -204,7 +204,7 @@ class ModelVersion:
                 out[:, source[valid]] = np.stack([t.double().cpu().numpy()[valid] for t in found])
         return out
 
-    def _judge(
+    def _update_statistics(
         self,
         records: RecordTable,
         slots: Ints,
@@ -223,12 +223,12 @@ class ModelVersion:
         if context.any():
             scored = ~context[records.log_feature[slots.repeat(fresh), seq]]
         columns = np.empty((4, len(seq)))
-        if self.compiled is not None:
-            self.compiled.advance(records.running, slots, edges, surprises, scored, decided, columns)
+        if self.kernels is not None:
+            self.kernels.advance(records.running, slots, edges, surprises, scored, decided, columns)
         else:
             _advance(records.running, slots, edges, surprises, scored, decided, columns)
-        columns[3] = self.calibration.p_values(
-            columns[2], lambda: [records.ids[slot] for slot in slots.tolist()], fresh
+        columns[3] = self.calibration.compute_p_values(
+            columns[2], lambda: [records.record_ids[slot] for slot in slots.tolist()], fresh
         )
         records.running["p_value"][slots] = columns[3, edges[1:] - 1]
         return columns, _passed(records, slots.repeat(fresh), seq, columns[3], alphas)
@@ -254,15 +254,15 @@ def _advance(
         counted = new if scored is None else new & scored[source]
         gain, log_p, excess = np.where(counted, surprises[:, source], 0.0)
         state = PrefixState(before["scored"], before["total"], before["least"], before["peak"])
-        score, state = advance(state, log_p, counted, None if decided is None else decided[source])
+        score, state = advance_prefix_state(state, log_p, counted, None if decided is None else decided[source])
         # Summed in arrival order, as the statistics are, so that any split of the readings gives the same bits.
-        likelihood, beyond = running_sum(before["log_likelihood"], gain), running_sum(before["excess"], excess)
+        likelihood, beyond = compute_running_sums(before["log_likelihood"], gain), compute_running_sums(before["excess"], excess)
         columns[1:3, source[new]] = np.stack([likelihood, score])[:, new]
         for name, last in (
-            ("scored", state.count),
-            ("total", state.total),
-            ("least", state.least),
-            ("peak", state.peak),
+            ("scored", state.num_scored),
+            ("total", state.neg_log_p_sum),
+            ("least", state.min_log_p),
+            ("peak", state.max_statistic),
             ("log_likelihood", likelihood[:, -1]),
             ("excess", beyond[:, -1]),
         ):

@@ -28,7 +28,7 @@ def test_anomalies_take_the_place_of_normals(share: float, count: int) -> None:
 
 
 def test_alerts_are_judged_at_each_alpha() -> None:
-    calibration = Calibration.of(np.arange(99.0), "random")
+    calibration = Calibration.from_statistics(np.arange(99.0), "random")
     statistics = np.array([0.0, 96.5, 98.5, 50.0, 98.5])
     found = contamination.judged(calibration, statistics, np.array([False, False, False, True, True]))
     assert found == {

@@ -8,7 +8,7 @@ from scipy.stats import binom
 
 from benchmarks import drift
 from benchmarks.early import LAWS, Case
-from deformer_stream.calibration.conformal import record_statistics
+from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from tests.engine.worlds import normalised, records_of
 from tests.models import small_model
 
@@ -37,7 +37,7 @@ def test_what_changes_is_found_and_named(case: Case, monkeypatch: pytest.MonkeyP
     normals = drift.held_out(case)
     assert normals.shape == (1500, len(case.model.schema))
     codes = LAWS["random"](*normals.shape, np.random.default_rng(0))
-    statistics = record_statistics(case.model, codes, np.take_along_axis(normals, codes, 1))
+    statistics = compute_max_statistics(case.model, codes, np.take_along_axis(normals, codes, 1))
     contenders = {"ours": drift.ours(1000.0), "deaf": lambda calibration, stream: None}
     found = drift.drifting(case, statistics, "anomalies 30%", 500, contenders, seed=0)
     assert found["delays"]["deaf"] == [None] * 3

@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import betabinom, chi2
 
 from benchmarks import early, early_report
-from deformer_stream.calibration.conformal import record_statistics
+from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.demo.report import false_alarm_bound
 from tests.engine.worlds import normalised, records_of
 from tests.models import small_model
@@ -24,7 +24,7 @@ def test_our_prefix_statistics_peak_where_the_rule_looks() -> None:
     np.put_along_axis(values, codes, ordered, 1)
     g = early.ours(model, codes, values)
     assert g.shape == codes.shape
-    assert g.max(1) == pytest.approx(record_statistics(model, codes, ordered), rel=1e-5)
+    assert g.max(1) == pytest.approx(compute_max_statistics(model, codes, ordered), rel=1e-5)
     assert (np.diff(g, axis=1) < 0).any()  # not the largest so far
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks import ties
 from benchmarks.early import Case
-from deformer_stream.calibration.conformal import record_statistics
+from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from tests.engine.worlds import normalised, records_of
 from tests.models import small_model
 
@@ -29,7 +29,7 @@ def test_statistics_are_those_of_the_engine() -> None:
     values = np.take_along_axis(case.calibration, codes, 1)
     arrival, seconds = ties.statistics(case.model, "arrival", case.calibration, codes, 2)
     assert seconds > 0
-    np.testing.assert_allclose(arrival[:, -1], record_statistics(case.model, codes, values), rtol=1e-3)
+    np.testing.assert_allclose(arrival[:, -1], compute_max_statistics(case.model, codes, values), rtol=1e-3)
     held = [
         ties.statistics(case.model, "hold", case.calibration, c, 2)[0] for c in (codes, ties.shuffled(codes, 2, rng))
     ]

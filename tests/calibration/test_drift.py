@@ -15,7 +15,7 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.drift import PRIOR, DriftMonitor, Reached, Ruler, moved, notice_id, surprise_of
 from deformer_stream.calibration.drift_state import FeatureShift
 from deformer_stream.engine.engine import Engine, Limits
-from deformer_stream.engine.events import Closing, Decisions
+from deformer_stream.engine.events import CloseReason, Decisions
 from tests.engine.lives import Event, batch_of, judge
 
 Floats = NDArray[np.float64]
@@ -62,7 +62,7 @@ def test_false_notices_keep_to_the_level(draw: Draw, calibrated: int) -> None:
     rng = np.random.default_rng(calibrated)
     told = 0
     for life in range(lives):
-        calibration = Calibration.of(draw(rng, calibrated), "random")
+        calibration = Calibration.from_statistics(draw(rng, calibrated), "random")
         told += bool(notices(DriftMonitor(calibration, f"m{life}", level), draw(rng, 400)))
     assert told <= binomial_upper(lives, 1 / level)
 
@@ -72,7 +72,7 @@ def test_groups_are_ranked_among_their_own() -> None:
     rng, lives, level, told = np.random.default_rng(2), 60, 10.0, 0
     for life in range(lives):
         own = {"calm": smooth(rng, 50), "hot": 5 + smooth(rng, 50)}
-        calibration = Calibration.of(np.concatenate(list(own.values())), "random").grouped(own, "/", 50)
+        calibration = Calibration.from_statistics(np.concatenate(list(own.values())), "random").with_groups(own, "/", 50)
         watch = DriftMonitor(calibration, f"m{life}", level)
         for start in range(0, 200, 10):
             name = "hot" if start >= 100 else "calm"  # in the mix this would be drift
@@ -89,7 +89,7 @@ def test_a_shift_is_found_soon(before: int) -> None:
     rng = np.random.default_rng(3)
     found = []
     for life in range(20):
-        watch = DriftMonitor(Calibration.of(smooth(rng, 500), "random"), f"m{life}", 1000.0)
+        watch = DriftMonitor(Calibration.from_statistics(smooth(rng, 500), "random"), f"m{life}", 1000.0)
         assert not notices(watch, smooth(rng, before)) if before else True
         (first, *_) = notices(watch, smooth(rng, 300) + 1.5)
         found.append(first.records - before)
@@ -100,7 +100,7 @@ def test_a_shift_is_found_soon(before: int) -> None:
 
 def test_an_excursion_is_told_once() -> None:
     rng = np.random.default_rng(4)
-    watch = DriftMonitor(Calibration.of(smooth(rng, 200), "random"), "m", 100.0)
+    watch = DriftMonitor(Calibration.from_statistics(smooth(rng, 200), "random"), "m", 100.0)
     assert len(notices(watch, smooth(rng, 30) + 4.0)) == 1
     assert watch.of(0).alarmed  # type: ignore[union-attr]
     assert not notices(watch, smooth(rng, 30) + 4.0)
@@ -112,7 +112,7 @@ def test_an_excursion_is_told_once() -> None:
 def test_records_with_fewer_readings_are_no_drift() -> None:
     """Their statistics are smaller than those of the calibration."""
     rng = np.random.default_rng(5)
-    watch = DriftMonitor(Calibration.of(smooth(rng, 200), "random"), "m", 10.0)
+    watch = DriftMonitor(Calibration.from_statistics(smooth(rng, 200), "random"), "m", 10.0)
     assert not notices(watch, smooth(rng, 2000) * 0.3)
     assert watch.log10()[0] < 0
 
@@ -121,7 +121,7 @@ def test_records_with_fewer_readings_are_no_drift() -> None:
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(1, 40))
 def test_any_cut_and_any_life_gives_the_same(seed: int, cuts: Sequence[int], calibrated: int) -> None:
     rng = np.random.default_rng(seed)
-    calibration = Calibration.of(stepped(rng, calibrated), "random")
+    calibration = Calibration.from_statistics(stepped(rng, calibrated), "random")
     scores = stepped(rng, sum(cuts)) + 2.0 * (np.arange(sum(cuts)) > 20)
     names = [f"r{i}" for i in range(len(scores))]
     whole, parts, at = DriftMonitor(calibration, "m", 5.0), DriftMonitor(calibration, "m", 5.0), 0
@@ -138,12 +138,12 @@ def test_any_cut_and_any_life_gives_the_same(seed: int, cuts: Sequence[int], cal
 
 
 def test_evidence_about_another_model_is_dropped() -> None:
-    calibration = Calibration.of(np.arange(9.0), "random")
+    calibration = Calibration.from_statistics(np.arange(9.0), "random")
     first = DriftMonitor(calibration, "m", 10.0)
     notices(first, np.full(20, 99.0))
     other, shorter = (
         DriftMonitor(calibration, "n", 10.0),
-        DriftMonitor(Calibration.of(np.arange(3.0), "random"), "m", 10.0),
+        DriftMonitor(Calibration.from_statistics(np.arange(3.0), "random"), "m", 10.0),
     )
     for watch in (other, shorter):
         watch.restore(0, first.of(0))
@@ -155,7 +155,7 @@ def test_the_gambler_breaks_even() -> None:
     rng = np.random.default_rng(6)
     ends = []
     for life in range(4000):
-        watch = DriftMonitor(Calibration.of(smooth(rng, 10), "random"), f"m{life}", math.inf)
+        watch = DriftMonitor(Calibration.from_statistics(smooth(rng, 10), "random"), f"m{life}", math.inf)
         watch.observe([0] * 3, ["a", "b", "c"], smooth(rng, 3))
         drift = watch.of(0)
         assert drift is not None
@@ -192,8 +192,8 @@ def test_an_engine_tells_what_moved() -> None:
     told = []
     for i in range(60):
         effects = engine.handle(batch_of(record(f"r{i}", 1e3)), 1000 + i)
-        told += effects.drifts
-        assert effects.evidence.keys() == {0}
+        told += effects.drift_notices
+        assert effects.drift_states.keys() == {0}
     (notice,) = told
     assert (notice.partition, notice.model, notice.level, notice.records) == (
         0,
@@ -205,23 +205,23 @@ def test_an_engine_tells_what_moved() -> None:
     assert notice.id == notice_id(Reached(notice.record, 0, 0.0, 0), "model-0")
     assert notice.log10 >= math.log10(50)
     assert notice.moved[0].feature == "flow"
-    assert engine.drift()[0] > 2
+    assert engine.measure_drift()[0] > 2
 
 
 def test_only_records_that_ended_by_themselves_count() -> None:
-    engine = drifting(50.0, Limits(record_timeout=10, open_records=3))
+    engine = drifting(50.0, Limits(record_timeout=10, max_open_records=3))
     engine.handle(batch_of(record("whole", 1.0) + record("silent", 1.0, last=False)), 0)
     assert engine.snapshot(0, 0).drift.records == 1  # type: ignore[union-attr]
     (closed,) = engine.handle(batch_of([]), 10).closed.reasons
-    assert closed is Closing.TIMEOUT
+    assert closed is CloseReason.TIMEOUT
     assert engine.snapshot(0, 0).drift.records == 2  # type: ignore[union-attr]
     for i in range(5):
         engine.handle(batch_of(record(f"r{i}", 1.0, last=False)), 11)
     assert engine.snapshot(0, 0).drift.records == 2, "evicted ones do not"  # type: ignore[union-attr]
     engine.finish()
-    assert engine.drift().keys() == {0}
+    assert engine.measure_drift().keys() == {0}
     engine.revoke([0])
-    assert engine.drift() == {}
+    assert engine.measure_drift() == {}
 
 
 def test_without_a_level_nothing_is_followed_and_with_none_nothing_is_told() -> None:
@@ -229,10 +229,10 @@ def test_without_a_level_nothing_is_followed_and_with_none_nothing_is_told() -> 
     for engine in (silent, following):
         for i in range(30):
             effects = engine.handle(batch_of(record(f"r{i}", 1e3)), i)
-            assert (effects.drifts, effects.evidence, effects.decisions()) == ([], {}, {})
-    assert silent.drift() == {}
+            assert (effects.drift_notices, effects.drift_states, effects.decisions()) == ([], {}, {})
+    assert silent.measure_drift() == {}
     assert silent.snapshot(0, 0).drift is None
-    assert following.drift()[0] > 2
+    assert following.measure_drift()[0] > 2
     assert following.snapshot(0, 0).drift is not None
 
 
@@ -243,7 +243,7 @@ def test_what_was_told_stays_told() -> None:
     for i in range(60):
         effects = first.handle(batch_of(record(f"r{i}", 1e3)), i)
         decided.append(effects.decisions().get(0, Decisions()))
-        if effects.drifts:
+        if effects.drift_notices:
             break
     told = len(decided)
     for until in (told - 1, told):
@@ -252,9 +252,9 @@ def test_what_was_told_stays_told() -> None:
         for i in range(until):
             second.replay(batch_of(record(f"r{i}", 1e3)), i)
         for decisions in decided[:until]:
-            second.apply(0, decisions)
-        again = [n for i in range(until, 60) for n in second.handle(batch_of(record(f"r{i}", 1e3)), i).drifts]
-        assert [n.id for n in again] == ([n.id for n in effects.drifts] if until < told else [])
+            second.apply_decisions(0, decisions)
+        again = [n for i in range(until, 60) for n in second.handle(batch_of(record(f"r{i}", 1e3)), i).drift_notices]
+        assert [n.id for n in again] == ([n.id for n in effects.drift_notices] if until < told else [])
 
 
 def test_another_model_begins_anew() -> None:
@@ -262,10 +262,10 @@ def test_another_model_begins_anew() -> None:
     for i in range(60):
         engine.handle(batch_of(record(f"r{i}", 1e3)), i)
     engine.handle(batch_of(record("open", 1e3, last=False)), 60)
-    engine.change(*judge(1), "model-1", "finish")
-    assert engine.drift() == {}
+    engine.change_model(*judge(1), "model-1", "finish")
+    assert engine.measure_drift() == {}
     engine.handle(batch_of(record("open", 1e3)[-1:]), 61)
-    assert engine.drift() == {}, "its record was judged by the model before"
+    assert engine.measure_drift() == {}, "its record was judged by the model before"
     engine.handle(batch_of(record("new", 1e3)), 62)
     drift = engine.snapshot(0, 0).drift
     assert drift is not None

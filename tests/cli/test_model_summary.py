@@ -37,7 +37,7 @@ def test_shows_features_calibration_and_training(model_dir: Path) -> None:
     assert "0.1" in text
     assert "continuous (context)" in text
     assert "199 normal records, random order" in text
-    assert f"{loaded.calibration.threshold(0.01):.3f}" in text
+    assert f"{loaded.calibration.compute_threshold(0.01):.3f}" in text
     assert "out of reach: too few calibration records" in text  # alpha 0.001 with 199 records
     assert "-4.25" in text
     assert "curve" not in text
@@ -56,7 +56,7 @@ def test_hostile_names(tmp_path: Path) -> None:
     features = [Feature(name, "discrete", labels=(name, "[red]"), reason=name) for name in names]
     model = DEformer(Schema(tuple(features)), CONFIG)
     directory = tmp_path / "[red]model"
-    model_store.write(directory, model, Calibration.of(np.ones(3), "random"), {"[/x]": "[/y]"}, "")
+    model_store.write(directory, model, Calibration.from_statistics(np.ones(3), "random"), {"[/x]": "[/y]"}, "")
     text = shown(directory)
     assert "[/bold]" in text
     assert "[link=http://x]y" in text
@@ -82,7 +82,7 @@ def test_command(model_dir: Path, cli: Callable[..., SimpleNamespace]) -> None:
 
 def test_summary_in_words(tmp_path: Path) -> None:
     training = {"fingerprint": "0123", "stopped_early": False}
-    model_store.write(tmp_path / "model", DEformer(SCHEMA, CONFIG), Calibration.of(np.ones(3), "random"), training, "")
+    model_store.write(tmp_path / "model", DEformer(SCHEMA, CONFIG), Calibration.from_statistics(np.ones(3), "random"), training, "")
     rows = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in shown(tmp_path / "model").splitlines()]
     assert ["data fingerprint", "0123"] in rows
     assert ["stopped early", "no"] in rows

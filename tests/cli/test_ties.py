@@ -34,7 +34,7 @@ from tests.models import CONFIG, SCHEMA, rows_of, small_model
 from tests.runtime.test_recovery import PARTITIONS, Kept, World, live
 from tests.statistics import beta_binomial_upper
 from trainer.calibrate import calibrate, choose_order
-from trainer.data import DataOptions, prepare
+from trainer.data import DataOptions, prepare_table
 from trainer.sampling import Noise, arrange, draw, seeded
 
 Run = Callable[..., SimpleNamespace]
@@ -86,7 +86,7 @@ def test_commands_follow_the_calibration(cli: Run, model_dir: Path, tmp_path: Pa
         "hold",
     )
     assert (ended.code, "ties held" in ended.err) == (0, True), ended.err
-    assert model_store.read(held).calibration.ties == "hold"
+    assert model_store.read(held).calibration.tie_policy == "hold"
     assert model_store.read(held).manifest["format_version"] == 3
     assert "Ties are held" in cli("inspect", held).out
     scores = []
@@ -115,14 +115,14 @@ def test_training_calibrates_as_the_stream_judges(cli: Run, tmp_path: Path) -> N
     log, model_dir, scores = tmp_path / "log.parquet", tmp_path / "model", tmp_path / "scores.parquet"
     pq.write_table(pa.table(columns), log)
     (tmp_path / "work").mkdir()
-    data = prepare([log], DataOptions(ties="hold", context=("load",)), tmp_path / "work")
-    assert data.ranks is not None
-    assert int(data.ranks.max()) == 2, "a place for each time"
+    data = prepare_table([log], DataOptions(ties="hold", context=("load",)), tmp_path / "work")
+    assert data.arrival_ranks is not None
+    assert int(data.arrival_ranks.max()) == 2, "a place for each time"
     with pytest.raises(ConfigError, match="--order random"):
         choose_order("random", data)
     model = model_of(data.schema, CONFIG, 0, torch.float32)
     calibration = calibrate(model, data, np.arange(60), "arrival", 0)
-    assert calibration.ties == "hold"
+    assert calibration.tie_policy == "hold"
     model_store.write(model_dir, model, calibration, {}, "")
     assert cli("replay", log, "--model", model_dir, "--output", scores).code == 0
     largest = [max(row[-3] for row in rows) for rows in judged(scores).values()]
@@ -131,7 +131,7 @@ def test_training_calibrates_as_the_stream_judges(cli: Run, tmp_path: Path) -> N
     first, second = (arrange(sample.values, sample.keys)[0] for sample in samples)
     assert not torch.equal(first, second), "trained on any order of a block"
     for keys in (samples[0].keys, samples[1].keys):
-        assert np.array_equal(np.floor(keys.numpy())[data.ranks >= 0], data.ranks[data.ranks >= 0])
+        assert np.array_equal(np.floor(keys.numpy())[data.arrival_ranks >= 0], data.arrival_ranks[data.arrival_ranks >= 0])
 
 
 def test_a_wide_row_with_a_time_is_one_block(cli: Run, model_dir: Path, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_wide_row_with_a_time_is_one_block(cli: Run, model_dir: Path, tmp_path
 def test_a_table_without_times_knows_no_ties(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": np.arange(50.0)}), tmp_path / "wide.parquet")
     with pytest.raises(ConfigError, match="--ties hold"):
-        prepare([tmp_path / "wide.parquet"], DataOptions(ties="hold"), tmp_path)
+        prepare_table([tmp_path / "wide.parquet"], DataOptions(ties="hold"), tmp_path)
 
 
 def test_the_library_says_what_waits(model_dir: Path) -> None:
@@ -186,7 +186,7 @@ def test_the_library_says_what_waits(model_dir: Path) -> None:
 def test_many_lives_commit_what_one_does(model_dir: Path) -> None:
     """As tests/runtime/test_recovery.py, with readings that wait when a life ends."""
     loaded = model_store.read(model_dir)
-    loaded = replace(loaded, calibration=Calibration.of(loaded.calibration.scores, "arrival", ties="hold"))
+    loaded = replace(loaded, calibration=Calibration.from_statistics(loaded.calibration.scores, "arrival", tie_policy="hold"))
     lines = [[json.dumps(event).encode() for event in events_of(30, p)] for p in range(PARTITIONS)]
     whole, cut = (World(lines, {p: Kept() for p in range(PARTITIONS)}) for _ in range(2))
     live(whole, loaded, set(range(PARTITIONS)), 0, 0.0, 0.0, 100.0)
@@ -231,7 +231,7 @@ def test_what_the_clock_decided_is_known_before_the_history(model_dir: Path) -> 
     same_snapshot(second.snapshot(0, 12), first.snapshot(0, 12), 1e-4)
     ties = first.snapshot(0, 12).ties
     assert ties is not None
-    assert ties.tied.tolist() == [False, True, False, False]
+    assert ties.is_tied.tolist() == [False, True, False, False]
 
 
 def test_false_alarms_keep_to_alpha(tmp_path: Path) -> None:
@@ -254,10 +254,10 @@ def test_false_alarms_keep_to_alpha(tmp_path: Path) -> None:
         first = engine.handle(EventBatch([r for r, *_ in some], codes, np.array(values, float), times, none, none), 0)
         return first, engine.finish()
 
-    nothing = Calibration.of(np.empty(0), "arrival", ties="hold")
+    nothing = Calibration.from_statistics(np.empty(0), "arrival", tie_policy="hold")
     found = run(Engine(model, nothing, "m", (), effort="off"), lambda i: i < calibrated)
     scores = np.concatenate([effects.closed.score for effects in found])
     assert len(scores) == calibrated
-    engine = Engine(model, Calibration.of(scores, "arrival", ties="hold"), "m", alpha, Limits(), effort="off")
+    engine = Engine(model, Calibration.from_statistics(scores, "arrival", tie_policy="hold"), "m", alpha, Limits(), effort="off")
     alerts = sum(len(effects.alerts) for effects in run(engine, lambda i: i >= calibrated))
     assert 0 < alerts <= beta_binomial_upper(calibrated, others, alpha, 0.999)

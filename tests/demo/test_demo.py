@@ -19,23 +19,23 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.demo import demo, report
 from deformer_stream.demo.report import Outcome, Reading, Summary
 from deformer_stream.demo.simulate import FAULTS, FEATURES, MODES, simulate
-from deformer_stream.engine.events import AlertRaised, Closed, Contribution, Effects, EventBatch, Expected, Scored
+from deformer_stream.engine.events import Alert, ClosedRecords, Contribution, Effects, EventBatch, ExpectedRange, ScoredReadings
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import PRESETS, DEformer
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model_store import Artifact
 
 
-def alert(record: str, raised_at: int = 3, parts: tuple[Contribution, ...] = ()) -> AlertRaised:
-    return AlertRaised(
+def alert(record: str, raised_at: int = 3, parts: tuple[Contribution, ...] = ()) -> Alert:
+    return Alert(
         id="0" * 32, record=record, raised_at=raised_at, features_seen=raised_at, features_expected=14, time=1_000_000,
-        p_value=0.0008, alpha=0.01, score=9.3, running_log_likelihood=-21.7, model="m", message=0, contributions=parts,
+        p_value=0.0008, alpha=0.01, score=9.3, running_log_likelihood=-21.7, model="m", message_index=0, contributions=parts,
     )  # fmt: skip
 
 
-FLOW = Contribution("flow", 61.25, 11.2, Expected(75.12, 78.0, 81.9))
-MODE = Contribution("mode", "idle", 5.0, Expected(None, "boost", None))
-MILD = Contribution("voltage", 401.0, 0.4, Expected(395.0, 400.0, 405.0))
+FLOW = Contribution("flow", 61.25, 11.2, ExpectedRange(75.12, 78.0, 81.9))
+MODE = Contribution("mode", "idle", 5.0, ExpectedRange(None, "boost", None))
+MILD = Contribution("voltage", 401.0, 0.4, ExpectedRange(395.0, 400.0, 405.0))
 
 
 def outcomes() -> list[Outcome]:
@@ -94,7 +94,7 @@ def test_an_alert_in_words() -> None:
     assert report.explained(FLOW) == "flow: expected 75.1 … 81.9, came 61.2 m³/h"
     assert report.explained(MODE) == "mode: expected boost, came idle"
     assert (
-        report.explained(Contribution("x", -1.5, 4.0, Expected(0.25, 0.3, 0.5))) == "x: expected 0.25 … 0.5, came −1.5"
+        report.explained(Contribution("x", -1.5, 4.0, ExpectedRange(0.25, 0.3, 0.5))) == "x: expected 0.25 … 0.5, came −1.5"
     )
     assert report.measured("valve", "100") == "100 %"
     assert report.reasons(alert("r", parts=(FLOW, MODE, MILD))) == [
@@ -146,8 +146,8 @@ def test_the_sink_remembers_readings_and_prints_alerts() -> None:
     values = np.array([1.0, 9.3, 0.5])
     raised = np.array([0, 1, 0], bool)
     seq = np.array([0, 1, 0], np.int32)
-    scored = Scored(np.arange(3), seq, values, values, values, values / 10, raised)
-    watch.write(Effects(batch, scored, [alert("pump-01/000000", 2, (FLOW,))], [], Closed.joined([])), None)
+    scored = ScoredReadings(np.arange(3), seq, values, values, values, values / 10, raised)
+    watch.write(Effects(batch, scored, [alert("pump-01/000000", 2, (FLOW,))], [], ClosedRecords.concatenate([])), None)
     watch.flush()
     watch.close()
     assert watch.traces["pump-01/000000"] == [Reading("flow", 61.0, 1.0, 0.1), Reading("mode", "boost", 9.3, 0.93)]
@@ -172,7 +172,7 @@ def untrained() -> Artifact:
         else:
             features.append(Feature(name, "continuous", location=float(np.mean(column)), scale=float(np.std(column))))
     model = DEformer(Schema(tuple(features)), PRESETS["tiny"]).eval()
-    return Artifact(model, Calibration.of(np.linspace(0.0, 8.0, 999), "random"), "f" * 16, {}, Path("model"))
+    return Artifact(model, Calibration.from_statistics(np.linspace(0.0, 8.0, 999), "random"), "f" * 16, {}, Path("model"))
 
 
 def test_every_reading_goes_down_the_road() -> None:

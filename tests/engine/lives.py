@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from deformer_stream.calibration.conformal import Calibration, Ties, record_statistics
+from deformer_stream.calibration.conformal import Calibration, TiePolicy
+from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.calibration.drift_state import DriftState
 from deformer_stream.engine.engine import Engine, Limits
-from deformer_stream.engine.events import AlertRaised, Decisions, Effects, EventBatch, Windowed
+from deformer_stream.engine.events import Alert, Decisions, Effects, EventBatch, WindowMembership
 from deformer_stream.engine.snapshot import Snapshot
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Feature, Schema
@@ -38,7 +39,7 @@ def judge(seed: int = 0, dtype: torch.dtype = torch.float64, schema: Schema = SC
     """A model with random weights and its calibration."""
     model = model_of(schema, CONFIG, seed, dtype)
     codes, raw = records_of(schema, 60, seed=5)
-    return model, Calibration.of(record_statistics(model, codes, normalised(schema, codes, raw)), "random")
+    return model, Calibration.from_statistics(compute_max_statistics(model, codes, normalised(schema, codes, raw)), "random")
 
 
 def engine_of(
@@ -46,7 +47,7 @@ def engine_of(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     drift: float | None = None,
-    ties: Ties | None = None,
+    ties: TiePolicy | None = None,
 ) -> Engine:
     """With explanations of the cheap kind: what these lives have in common does not depend on them."""
     return Engine(*judge(seed, dtype), f"model-{seed}", ALPHA, limits, drift, "fast", ties)
@@ -84,7 +85,7 @@ def batch_of(events: Sequence[Event], schema: Schema = SCHEMA) -> EventBatch:
         np.arange(n, dtype=np.int32),
         np.array([e.source for e in events], np.int32),
         unseen,
-        Windowed([e.owner if e.device else "" for e in events], times // WIDTH * WIDTH + WIDTH + GRACE),
+        WindowMembership([e.owner if e.device else "" for e in events], times // WIDTH * WIDTH + WIDTH + GRACE),
     )
 
 
@@ -171,14 +172,14 @@ def taken_up(
             if source in sources and at_once:
                 late[source] = late.get(source, Decisions()) + decisions
             elif source in sources:
-                engine.apply(source, decisions)
+                engine.apply_decisions(source, decisions)
     for source, decisions in late.items():
-        engine.apply(source, decisions)
+        engine.apply_decisions(source, decisions)
 
 
 def same_effects(a: Effects, b: Effects, tolerance: float) -> None:
     """Exactly, but for what is computed in floating point."""
-    assert a.rejected == b.rejected
+    assert a.rejections == b.rejections
     for name in ("scored", "closed"):
         left, right = getattr(a, name), getattr(b, name)
         for f in fields(left):
@@ -187,10 +188,10 @@ def same_effects(a: Effects, b: Effects, tolerance: float) -> None:
                 np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True, err_msg=f.name)
             else:
                 assert np.array_equal(x, y), f.name
-    assert [n.id for n in a.drifts] == [n.id for n in b.drifts]
-    assert a.evidence.keys() == b.evidence.keys()
-    for source, drift in a.evidence.items():
-        same_drift(drift, b.evidence[source])
+    assert [n.id for n in a.drift_notices] == [n.id for n in b.drift_notices]
+    assert a.drift_states.keys() == b.drift_states.keys()
+    for source, drift in a.drift_states.items():
+        same_drift(drift, b.drift_states[source])
     assert len(a.alerts) == len(b.alerts)
     for left, right in zip(a.alerts, b.alerts, strict=True):
         same_alert(left, right, tolerance)
@@ -204,7 +205,7 @@ def same_drift(a: DriftState | None, b: DriftState | None) -> None:
         np.testing.assert_allclose(a.wealth, b.wealth, rtol=1e-9)
 
 
-def same_alert(a: AlertRaised, b: AlertRaised, tolerance: float) -> None:
+def same_alert(a: Alert, b: Alert, tolerance: float) -> None:
     for f in fields(a):
         x, y = getattr(a, f.name), getattr(b, f.name)
         if f.name == "contributions":
@@ -226,7 +227,7 @@ def same_snapshot(a: Snapshot, b: Snapshot, tolerance: float = 0.0) -> None:
             assert list(x) == list(y)
         elif f.name == "ties":
             assert (x is None) == (y is None)
-            for part in ("tied", "held", "instant") if x is not None else ():
+            for part in ("is_tied", "num_pending", "tie_time") if x is not None else ():
                 assert np.array_equal(getattr(x, part), getattr(y, part)), part
         else:
             assert np.array_equal(x, y), f.name

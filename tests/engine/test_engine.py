@@ -10,9 +10,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.conformal import Calibration, record_statistics
-from deformer_stream.engine.engine import Engine, Limits, alert_id
-from deformer_stream.engine.events import NO_TIME, AlertRaised, Closing, Effects, EventBatch, Reason
+from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.torch_scoring import compute_max_statistics
+from deformer_stream.engine.engine import Engine, Limits, compute_alert_id
+from deformer_stream.engine.events import NO_TIME, Alert, CloseReason, Effects, EventBatch, RejectionReason
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Feature, Schema
 from tests.engine.worlds import model_of, normalised, records_of
@@ -35,7 +36,7 @@ CONFIG = ModelConfig(d_model=32, layers=2, heads=4, feedforward=48, mixtures=3, 
 def make(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float64) -> tuple[DEformer, Calibration]:
     model = model_of(SCHEMA, config, dtype=dtype)
     codes, raw = records_of(SCHEMA, 200, seed=99)
-    return model, Calibration.of(record_statistics(model, codes, normalised(SCHEMA, codes, raw)), "random")
+    return model, Calibration.from_statistics(compute_max_statistics(model, codes, normalised(SCHEMA, codes, raw)), "random")
 
 
 def batch_of(rows: list[tuple[str, int, float]], at: int = NO_TIME, source: int = 0) -> EventBatch:
@@ -55,21 +56,21 @@ class Collected:
     """Everything a run led to, by record."""
 
     readings: dict[str, list[tuple[float, ...]]] = field(default_factory=dict)
-    alerts: dict[str, AlertRaised] = field(default_factory=dict)
-    levels: dict[tuple[str, float], AlertRaised] = field(default_factory=dict)
-    closed: dict[str, tuple[Closing, int, bool, float, float, float, int]] = field(default_factory=dict)
+    alerts: dict[str, Alert] = field(default_factory=dict)
+    levels: dict[tuple[str, float], Alert] = field(default_factory=dict)
+    closed: dict[str, tuple[CloseReason, int, bool, float, float, float, int]] = field(default_factory=dict)
 
     def add(self, effects: Effects) -> None:
         s, c = effects.scored, effects.closed
-        for i, event in enumerate(s.events):
-            row = (s.seq[i], s.log_likelihood[i], s.running[i], s.score[i], s.p_value[i], float(s.alert[i]))
-            self.readings.setdefault(effects.batch.records[event], []).append(tuple(float(x) for x in row))
+        for i, event in enumerate(s.event_indices):
+            row = (s.seq[i], s.log_likelihood[i], s.running_log_likelihood[i], s.score[i], s.p_value[i], float(s.is_alert[i]))
+            self.readings.setdefault(effects.batch.record_ids[event], []).append(tuple(float(x) for x in row))
         for alert in effects.alerts:
             assert (alert.record, alert.alpha) not in self.levels, "one alert a record and alpha"
             self.levels[alert.record, alert.alpha] = alert
             self.alerts.setdefault(alert.record, alert)
-        for i, record in enumerate(c.records):
-            values = (c.events[i], c.complete[i], c.log_likelihood[i], c.anomaly_score[i], c.p_value[i], c.alert_seq[i])
+        for i, record in enumerate(c.record_ids):
+            values = (c.num_readings[i], c.is_complete[i], c.log_likelihood[i], c.anomaly_score[i], c.p_value[i], c.alert_seq[i])
             self.closed[record] = (c.reasons[i], *values)  # type: ignore[assignment]
 
 
@@ -109,7 +110,7 @@ def test_stream_equals_whole_records(change: dict[str, Any], cache: int, most: i
     raw[::6] = np.where(SCHEMA.discrete[codes[::6]], raw[::6], 30 * raw[::6])
     values = normalised(SCHEMA, codes, raw)
     expected = model.log_prob(torch.from_numpy(codes), torch.from_numpy(values)).detach().numpy()
-    peaks = record_statistics(model, codes, values)
+    peaks = compute_max_statistics(model, codes, values)
     with torch.no_grad():
         conditionals = model.conditionals(torch.from_numpy(codes), torch.from_numpy(values))
         excess = conditionals.surprise(torch.from_numpy(values))[1].numpy()
@@ -126,10 +127,10 @@ def test_stream_equals_whole_records(change: dict[str, Any], cache: int, most: i
         np.testing.assert_allclose(np.where(context, 0.0, ll), expected[r, :n], atol=1e-9)
         np.testing.assert_allclose(running, np.cumsum(expected[r, :n]), atol=1e-9)
         assert (np.diff(p) <= 0).all(), "a p-value never rises"
-        np.testing.assert_allclose(p, calibration.p_value(score))
+        np.testing.assert_allclose(p, calibration.compute_pooled_p_values(score))
         reason, events, complete, total, anomaly, p_value, alert_seq = got.closed[str(r)]
         assert (events, complete) == (n, n == F)
-        assert reason is (Closing.COMPLETE if n == F else Closing.END)
+        assert reason is (CloseReason.COMPLETE if n == F else CloseReason.END)
         assert total == pytest.approx(expected[r].sum(), abs=1e-9)
         assert score[-1] == pytest.approx(peaks[r], rel=1e-9)
         assert anomaly == pytest.approx(excess[r], abs=1e-8)
@@ -161,8 +162,8 @@ def test_refusals_do_not_depend_on_how_the_stream_is_cut() -> None:
         rejected = []
         for i in range(0, len(rows), cut):
             effects = engine.handle(batch_of(rows[i : i + cut]), i)
-            rejected += [(i + r.message, r.reason) for r in effects.rejected]
-        assert rejected == [(F, Reason.LATE), (F + 2, Reason.DUPLICATE)]
+            rejected += [(i + r.message_index, r.reason) for r in effects.rejections]
+        assert rejected == [(F, RejectionReason.LATE), (F + 2, RejectionReason.DUPLICATE)]
         assert len(engine.records) == 1
 
 
@@ -171,11 +172,11 @@ def test_declared_absence_completes_a_record() -> None:
     engine = Engine(model, calibration, "fp", 0.05)
     effects = engine.handle(batch_of([("a", f, np.nan if f in (1, 5) else 0.0) for f in range(F)]), 0)
     assert len(effects.scored) == F - 2
-    assert effects.closed.records == ["a"]
-    assert effects.closed.complete.tolist() == [True]
-    assert effects.closed.events.tolist() == [F - 2]
+    assert effects.closed.record_ids == ["a"]
+    assert effects.closed.is_complete.tolist() == [True]
+    assert effects.closed.num_readings.tolist() == [F - 2]
     again = engine.handle(batch_of([("b", 1, np.nan), ("b", 1, 0.0)]), 1)
-    assert [r.reason for r in again.rejected] == [Reason.DUPLICATE]
+    assert [r.reason for r in again.rejections] == [RejectionReason.DUPLICATE]
 
 
 def test_timeout_counts_from_the_last_accepted_event() -> None:
@@ -184,16 +185,16 @@ def test_timeout_counts_from_the_last_accepted_event() -> None:
     engine.handle(batch_of([("a", 0, 0.0), ("b", 0, 0.0)]), 0)
     assert not len(engine.handle(batch_of([("a", 1, 0.0)]), 90).closed)
     effects = engine.handle(EventBatch.empty(), 100)
-    assert (effects.closed.records, effects.closed.reasons) == (["b"], [Closing.TIMEOUT])
+    assert (effects.closed.record_ids, effects.closed.reasons) == (["b"], [CloseReason.TIMEOUT])
     late = engine.handle(batch_of([("b", 1, 0.0)]), 101)
-    assert [r.reason for r in late.rejected] == [Reason.LATE]
-    assert engine.handle(EventBatch.empty(), 190).closed.records == ["a"]
+    assert [r.reason for r in late.rejections] == [RejectionReason.LATE]
+    assert engine.handle(EventBatch.empty(), 190).closed.record_ids == ["a"]
     assert len(engine.records) == 0
     assert engine.cache_bytes == 0
 
 
-@pytest.mark.parametrize("reason", [Closing.COMPLETE, Closing.TIMEOUT])
-def test_records_that_end_make_room_for_those_that_begin(reason: Closing) -> None:
+@pytest.mark.parametrize("reason", [CloseReason.COMPLETE, CloseReason.TIMEOUT])
+def test_records_that_end_make_room_for_those_that_begin(reason: CloseReason) -> None:
     """In one poll: memory of the cache that was never used stays so, and nothing is computed twice."""
     model, calibration = make()
     engine = Engine(model, calibration, "fp", 0.05, Limits(record_timeout=100))
@@ -203,21 +204,21 @@ def test_records_that_end_make_room_for_those_that_begin(reason: Closing) -> Non
 
     engine.handle(batch_of(readings("a", *range(F - 1))), 0)
     before = engine.cache.high_water
-    last = readings("a", F - 1) if reason is Closing.COMPLETE else []
+    last = readings("a", F - 1) if reason is CloseReason.COMPLETE else []
     effects = engine.handle(batch_of([*readings("b", *range(F - 1)), *last]), 50 if last else 100)
     assert effects.closed.reasons == [reason] * 9
     assert engine.cache.high_water == before == 9
-    assert engine.take_rebuilds() == 0
+    assert engine.pop_cache_rebuilds() == 0
 
 
 def test_open_records_are_bounded() -> None:
     model, calibration = make()
-    engine = Engine(model, calibration, "fp", 0.05, Limits(open_records=10))
+    engine = Engine(model, calibration, "fp", 0.05, Limits(max_open_records=10))
     for i in range(50):
         effects = engine.handle(batch_of([(f"r{i}", 0, 0.0)]), i)
         assert len(engine.records) <= 10
         if i >= 10:
-            assert (effects.closed.records, effects.closed.reasons) == ([f"r{i - 10}"], [Closing.EVICTED])
+            assert (effects.closed.record_ids, effects.closed.reasons) == ([f"r{i - 10}"], [CloseReason.EVICTED])
 
 
 def test_revoked_records_may_come_back() -> None:
@@ -225,9 +226,9 @@ def test_revoked_records_may_come_back() -> None:
     engine = Engine(model, calibration, "fp", 0.05)
     engine.handle(batch_of([("a", 0, 0.0)], source=1), 0)
     engine.handle(batch_of([("b", 0, 0.0)], source=2), 0)
-    assert engine.revoke([1]).closed.records == ["a"]
+    assert engine.revoke([1]).closed.record_ids == ["a"]
     effects = engine.handle(batch_of([("a", 0, 0.0)], source=1), 1)
-    assert not effects.rejected
+    assert not effects.rejections
     assert effects.scored.seq.tolist() == [0]
     assert engine.handle(batch_of([("b", 1, 0.0)], source=2), 1).scored.seq.tolist() == [1]
 
@@ -237,9 +238,9 @@ def test_alerts_say_what_and_why() -> None:
     engine = Engine(model, calibration, "fp", 0.05)
     rows = [("pump", 0, 0.5), ("pump", 5, 1.0), ("pump", 2, 4e4), ("pump", 1, -9e9)]
     (alert,) = engine.handle(batch_of(rows, at=17), 0).alerts
-    assert alert.id == alert_id("pump", "fp", 0.05)
+    assert alert.id == compute_alert_id("pump", "fp", 0.05)
     assert (alert.record, alert.model, alert.alpha, alert.time) == ("pump", "fp", 0.05, 17)
-    assert (alert.raised_at, alert.features_expected, alert.message) == (3, F, 2)
+    assert (alert.raised_at, alert.features_expected, alert.message_index) == (3, F, 2)
     assert alert.p_value <= 0.05
     first = alert.contributions[0]
     assert (first.feature, first.value) == ("c2", 4e4)
@@ -281,7 +282,7 @@ def test_the_strictest_alpha_of_a_record_is_reported_when_it_ends() -> None:
     engine = Engine(model, calibration, "fp", (0.3, 0.2, 1e-9))
     engine.handle(batch_of([("wild", 0, 1e9), ("quiet", 0, 0.0)]), 0)
     closed = engine.finish().closed
-    assert dict(zip(closed.records, closed.alert_alpha.tolist(), strict=True)) == {"wild": 0.2, "quiet": 1.0}
+    assert dict(zip(closed.record_ids, closed.alert_alpha.tolist(), strict=True)) == {"wild": 0.2, "quiet": 1.0}
 
 
 def test_alphas_that_were_added_do_not_alert_for_what_was_told() -> None:
@@ -302,14 +303,14 @@ def test_context_is_never_scored() -> None:
     engine = Engine(model, calibration, "fp", 0.05)
     effects = engine.handle(batch_of([("a", 6, 1e12), ("a", 0, 0.0)]), 0)
     assert np.isnan(effects.scored.log_likelihood[0])
-    assert effects.scored.running[0] == 0.0
+    assert effects.scored.running_log_likelihood[0] == 0.0
     assert effects.scored.p_value[0] == 1.0
-    assert np.isfinite(effects.scored.running[1])
+    assert np.isfinite(effects.scored.running_log_likelihood[1])
 
 
 def test_ids_depend_on_record_model_and_alpha_alone() -> None:
-    assert alert_id("a", "m", 0.01) == alert_id("a", "m", 0.01)
+    assert compute_alert_id("a", "m", 0.01) == compute_alert_id("a", "m", 0.01)
     assert (
-        len({alert_id("a", "m", 0.01), alert_id("b", "m", 0.01), alert_id("a", "n", 0.01), alert_id("a", "m", 0.05)})
+        len({compute_alert_id("a", "m", 0.01), compute_alert_id("b", "m", 0.01), compute_alert_id("a", "n", 0.01), compute_alert_id("a", "m", 0.05)})
         == 4
     )

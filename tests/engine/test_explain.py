@@ -10,7 +10,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from deformer_stream.calibration.conformal import Calibration, PrefixState, advance, record_statistics
+from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state
+from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import Contribution, EventBatch, Explanation
 from deformer_stream.engine.explain import MOST_SUSPECTS, MOST_TESTED, Alarming, explain
@@ -32,7 +33,7 @@ def alarming(linear: DEformer) -> Alarming:
     rows = linear_records(300, 5)
     codes = np.argsort(np.random.default_rng(3).random(rows.shape), 1)
     values = linear.schema.normalise(codes, np.take_along_axis(rows, codes, 1))
-    return Calibration.of(record_statistics(linear, codes, values), "random").alarming(0.01)
+    return Calibration.from_statistics(compute_max_statistics(linear, codes, values), "random").make_alert_rule(0.01)
 
 
 def never(score: Any, _: Any) -> Any:
@@ -165,7 +166,7 @@ def test_the_faulty_one_is_blamed_and_its_replacement_silences(
         mended[[linear.schema.codes[name] for name in found.silenced_by]] = np.nan
         mended = np.where(np.isnan(mended), fill(linear, mended[None], np.isnan(mended)[None]).value[0], mended)
         normal = linear.schema.normalise(codes, mended[codes])
-        assert not alarming(record_statistics(linear, codes[None], normal[None])[:, None], ["r"]).any()
+        assert not alarming(compute_max_statistics(linear, codes[None], normal[None])[:, None], ["r"]).any()
     assert hits >= 10
 
 
@@ -177,7 +178,7 @@ def test_of_a_block_of_ties_the_end_counts(linear: DEformer) -> None:
         values = to_tensor(sound, linear)
         log_p = linear.conditionals(torch.from_numpy(codes), values).log_p_value(values).double().numpy()
     everywhere, at_the_end = (
-        float(advance(PrefixState.start(1), log_p, codes >= 0, ends)[1].peak[0]) for ends in (codes >= 0, codes == 2)
+        float(advance_prefix_state(PrefixState.initial(1), log_p, codes >= 0, ends)[1].max_statistic[0]) for ends in (codes >= 0, codes == 2)
     )
     assert everywhere > 1.2 * at_the_end
     threshold = (everywhere + at_the_end) / 2
@@ -190,7 +191,7 @@ def test_of_a_block_of_ties_the_end_counts(linear: DEformer) -> None:
 
     assert silenced([False, False, True]) == ("sign",)
     assert silenced([True, False, True]) != ("sign",)
-    calibration = Calibration.of(np.full(99, threshold), "arrival", ties="hold")
+    calibration = Calibration.from_statistics(np.full(99, threshold), "arrival", tie_policy="hold")
     engine = Engine(linear, calibration, "m", 0.01)
     none = np.zeros(3, np.int32)
     batch = EventBatch(["r"] * 3, codes[0].astype(np.int32), raw[0], none + np.int64(5), none, none)

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deformer_stream.calibration.conformal import Calibration, PrefixState, advance
+from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state
 from deformer_stream.codec.state import decode_snapshot, encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
-from deformer_stream.engine.events import NO_TIME, Closing, Decisions, Effects, Reason
+from deformer_stream.engine.events import NO_TIME, CloseReason, Decisions, Effects, RejectionReason
 from deformer_stream.engine.snapshot import Snapshot, Vocabulary
-from deformer_stream.engine.ties import MOST_ORDERS, orders
+from deformer_stream.engine.ties import MAX_ORDERS, draw_orders
 from deformer_stream.kernels import build
 from deformer_stream.model.deformer import ModelConfig
 from tests.engine.lives import (
@@ -51,13 +51,13 @@ class Told:
 
     def add(self, effects: Effects) -> None:
         s, b, c = effects.scored, effects.batch, effects.closed
-        for i, event in enumerate(s.events.tolist()):
-            reading = int(s.seq[i]), int(b.features[event]), float(b.values[event]), b.unseen.get(event)
-            found = (float(x[i]) for x in (s.log_likelihood, s.running, s.score, s.p_value, s.alert))
-            self.rows.setdefault(b.records[event], []).append((*reading, int(b.times[event]), *found))
-        for i, record in enumerate(c.records):
+        for i, event in enumerate(s.event_indices.tolist()):
+            reading = int(s.seq[i]), int(b.features[event]), float(b.values[event]), b.unseen_labels.get(event)
+            found = (float(x[i]) for x in (s.log_likelihood, s.running_log_likelihood, s.score, s.p_value, s.is_alert))
+            self.rows.setdefault(b.record_ids[event], []).append((*reading, int(b.times[event]), *found))
+        for i, record in enumerate(c.record_ids):
             numbers = float(c.score[i]), float(c.p_value[i]), float(c.log_likelihood[i]), float(c.anomaly_score[i])
-            self.rows.setdefault(record, []).append((int(c.events[i]), *numbers))
+            self.rows.setdefault(record, []).append((int(c.num_readings[i]), *numbers))
         self.alerts += [(a.record, -a.alpha, a.raised_at, a.time, a.p_value, a.score) for a in effects.alerts]
 
 
@@ -112,7 +112,7 @@ def test_scores_do_not_depend_on_the_brokers_interleaving(seed: int, instants: i
 def test_compiled_code_says_the_same(gaussians: int) -> None:
     """Branches leave pages of open records, some of them evicted in between."""
     config = ModelConfig(d_model=64, layers=2, heads=2, feedforward=32, mixtures=3, hidden=(24,), gaussians=gaussians)
-    model, calibration = model_of(SCHEMA, config, dtype=torch.float32), Calibration.of(np.arange(50.0), "arrival")
+    model, calibration = model_of(SCHEMA, config, dtype=torch.float32), Calibration.from_statistics(np.arange(50.0), "arrival")
     events = tied_events(1, records=40)
     plain = told(events, 1, Engine(model, calibration, "m", 0.1, ties="hold"), most=99)
     model.library = build.library(False)
@@ -162,29 +162,29 @@ def test_a_block_is_a_mixture_of_its_orders() -> None:
         log_prob = model.log_prob(torch.from_numpy(features), torch.from_numpy(z)).numpy()
     joint = np.logaddexp.reduce(log_prob[:, 2:].sum(1)) - np.log(2)
     s = found.scored
-    assert [int(found.batch.features[e]) for e in s.events] == [first, context, *block]
-    np.testing.assert_allclose(s.running[-1], log_prob[0, 0] + joint)
+    assert [int(found.batch.features[e]) for e in s.event_indices] == [first, context, *block]
+    np.testing.assert_allclose(s.running_log_likelihood[-1], log_prob[0, 0] + joint)
     least = [log_p[0, 0], 0.0, *(log_p[features == f].min() for f in block)]
     scored, ends = np.array([[True, False, True, True]]), np.array([[True, False, False, True]])
-    peak = advance(PrefixState.start(1), np.array([least]), scored, ends)[0][0]
+    peak = advance_prefix_state(PrefixState.initial(1), np.array([least]), scored, ends)[0][0]
     np.testing.assert_allclose(s.score, peak)
-    np.testing.assert_allclose(s.p_value, calibration.p_value(peak))
+    np.testing.assert_allclose(s.p_value, calibration.compute_pooled_p_values(peak))
     assert s.score[0] == s.score[1] == s.score[2]
 
 
 def test_orders_are_antithetic_and_the_records_own() -> None:
     codes = np.arange(9)
-    drawn = orders("r", codes, 2)
-    assert drawn.shape == (MOST_ORDERS - 1, 9)
+    drawn = draw_orders("r", codes, 2)
+    assert drawn.shape == (MAX_ORDERS - 1, 9)
     assert (drawn[:, :2] == [0, 1]).all()
     assert (np.sort(drawn, 1) == codes).all()
     everyone = np.concatenate([codes[None, 2:], drawn[:, 2:]])
     for one, other in permutations(range(2, 9), 2):
         before = (everyone == one).argmax(1) < (everyone == other).argmax(1)
-        assert before.sum() == MOST_ORDERS / 2, "as often before as after"
-    assert np.array_equal(drawn, orders("r", codes, 2))
-    assert not np.array_equal(drawn, orders("s", codes, 2))
-    assert [len(orders("r", codes[:n], 0)) for n in (0, 1, 2, 3)] == [0, 0, 1, MOST_ORDERS - 1]
+        assert before.sum() == MAX_ORDERS / 2, "as often before as after"
+    assert np.array_equal(drawn, draw_orders("r", codes, 2))
+    assert not np.array_equal(drawn, draw_orders("s", codes, 2))
+    assert [len(draw_orders("r", codes[:n], 0)) for n in (0, 1, 2, 3)] == [0, 0, 1, MAX_ORDERS - 1]
 
 
 def event(feature: int, time: int, value: float | None = 40.0, record: str = "r") -> Event:
@@ -199,21 +199,21 @@ def test_a_block_raises_one_alert_at_its_end() -> None:
     found = engine.handle(batch_of([event(1, 6, 1.0)]), 1)
     assert [a.alpha for a in found.alerts] == list(ALPHA)
     assert {a.raised_at for a in found.alerts} == {2}
-    assert {(a.time, a.message) for a in found.alerts} == {(5, 0)}, "what decided it"
+    assert {(a.time, a.message_index) for a in found.alerts} == {(5, 0)}, "what decided it"
     assert {c.feature for c in found.alerts[0].contributions} == {"flow", "heat"}
-    assert found.scored.alert.tolist() == [False, True]
+    assert found.scored.is_alert.tolist() == [False, True]
     assert found.scored.p_value.tolist() == [1.0, found.alerts[-1].p_value]
-    assert [int(found.batch.features[e]) for e in found.scored.events] == [0, 2]
+    assert [int(found.batch.features[e]) for e in found.scored.event_indices] == [0, 2]
 
 
 def test_duplicates_and_nulls_within_a_block() -> None:
     engine = engine_of(ties="hold")
     found = engine.handle(batch_of([event(0, 5), event(0, 5, 1.0), event(1, 7, None)]), 0)
-    assert [r.reason for r in found.rejected] == [Reason.DUPLICATE]
+    assert [r.reason for r in found.rejections] == [RejectionReason.DUPLICATE]
     assert not len(found.scored)
     engine.handle(batch_of([event(3, 5)]), 0)
     found = engine.handle(batch_of([event(2, 5)]), 1)
-    assert found.closed.reasons == [Closing.COMPLETE]
+    assert found.closed.reasons == [CloseReason.COMPLETE]
     assert found.scored.seq.tolist() == [0, 1, 2]
     assert found.closed.p_value[0] == found.scored.p_value[-1] < 1
 
@@ -222,7 +222,7 @@ def test_duplicates_and_nulls_within_a_block() -> None:
 def test_what_decides_a_block_that_nothing_follows(ends: str) -> None:
     bounds = Limits(
         record_timeout=50 if ends == "timeout" else None,
-        open_records=1 if ends == "room" else 10,
+        max_open_records=1 if ends == "room" else 10,
         tie_wait=20 if ends == "wait" else None,
     )
     engine = engine_of(bounds, ties="hold")
@@ -232,10 +232,10 @@ def test_what_decides_a_block_that_nothing_follows(ends: str) -> None:
         found = engine.handle(batch_of([event(0, 5, record="s")]), 119)
     else:
         found = engine.finish() if ends == "input" else engine.handle(batch_of([]), {"wait": 120}.get(ends, 150))
-    assert [(a.record, a.raised_at, a.message) for a in found.alerts] == [("r", 2, -1)] * len(ALPHA)
+    assert [(a.record, a.raised_at, a.message_index) for a in found.alerts] == [("r", 2, -1)] * len(ALPHA)
     assert found.scored.seq.tolist() == [0, 1]
-    assert found.waited == ({0: {"r": 2}} if ends == "wait" else {})
-    reason = {"timeout": Closing.TIMEOUT, "room": Closing.EVICTED, "input": Closing.END}
+    assert found.tie_timeouts == ({0: {"r": 2}} if ends == "wait" else {})
+    reason = {"timeout": CloseReason.TIMEOUT, "room": CloseReason.EVICTED, "input": CloseReason.END}
     assert found.closed.reasons == ([] if ends == "wait" else [reason[ends]])
 
 
@@ -244,17 +244,17 @@ def test_what_comes_too_late_for_its_time_is_a_block_of_its_own_and_counted() ->
     engine.handle(batch_of([event(0, 5)]), 0)
     assert len(engine.handle(batch_of([]), 20).scored) == 1
     assert not len(engine.handle(batch_of([event(2, 5)]), 21).scored)
-    assert engine.take_late_ties() == 1
+    assert engine.pop_late_tie_groups() == 1
     found = engine.handle(batch_of([event(1, 6), event(3, 4)]), 22)
     assert found.scored.seq.tolist() == [1, 2, 3]
-    assert engine.take_late_ties() == 1
-    assert engine.take_late_ties() == 0
+    assert engine.pop_late_tie_groups() == 1
+    assert engine.pop_late_tie_groups() == 0
     after = engine_of(Limits(tie_wait=20), ties="hold")
-    after.preload_decisions(0, Decisions(waited={"r": (1,)}))
+    after.preload_decisions(0, Decisions(tie_timeouts={"r": (1,)}))
     after.replay(batch_of([event(0, 5), event(2, 5)]), 30)
-    assert after.take_late_ties() == 0, "an earlier life has counted it"
+    assert after.pop_late_tie_groups() == 0, "an earlier life has counted it"
     after.handle(batch_of([event(3, 4)]), 31)
-    assert after.take_late_ties() == 1
+    assert after.pop_late_tie_groups() == 1
 
 
 def lives(steps: list[Step], bounds: Limits, until: int, cuts: list[int], at_once: bool) -> None:
@@ -305,12 +305,12 @@ def waiting(engine: Engine) -> Snapshot:
 def test_readings_that_wait_survive_another_vocabulary() -> None:
     snapshot = waiting(engine_of(ties="hold"))
     assert snapshot.ties is not None
-    assert (snapshot.ties.held.tolist(), snapshot.ties.tied.tolist()) == ([2], [False, False, True])
+    assert (snapshot.ties.num_pending.tolist(), snapshot.ties.is_tied.tolist()) == ([2], [False, False, True])
     kept = tuple(f for f in SCHEMA.features if f.name != "site")
-    vocabulary = Vocabulary.of(replace(SCHEMA, features=kept))
-    ties = snapshot.translated(vocabulary)[0].ties
+    vocabulary = Vocabulary.from_schema(replace(SCHEMA, features=kept))
+    ties = snapshot.translate(vocabulary)[0].ties
     assert ties is not None
-    assert (ties.held.tolist(), ties.tied.tolist()) == ([1], [False, False])
+    assert (ties.num_pending.tolist(), ties.is_tied.tolist()) == ([1], [False, False])
 
 
 @pytest.mark.parametrize(("before", "after"), [("hold", None), (None, "hold")])
@@ -321,24 +321,24 @@ def test_another_law_scores_open_records_again(before: Any, after: Any) -> None:
     engine.restore(0, snapshot, 0)
     found = engine.handle(batch_of([event(1, 3, 1.0)]), 1)
     assert bool(found.alerts) == (before == "hold"), "what waited was not told of yet"
-    assert found.closed.reasons == [Closing.COMPLETE]
-    assert found.closed.events.tolist() == [4]
+    assert found.closed.reasons == [CloseReason.COMPLETE]
+    assert found.closed.num_readings.tolist() == [4]
 
 
 def test_a_model_that_was_calibrated_so_holds_ties() -> None:
     model, calibration = judge()
-    held = Calibration.of(calibration.scores, "arrival", ties="hold")
-    assert Calibration.from_json(held.to_json()).ties == "hold"
+    held = Calibration.from_statistics(calibration.scores, "arrival", tie_policy="hold")
+    assert Calibration.from_json(held.to_json()).tie_policy == "hold"
     assert "ties" not in calibration.to_json()
     engine = Engine(model, calibration, "a", ALPHA)
     assert len(engine.handle(batch_of([event(0, 1), event(2, 1)]), 0).scored) == 2
-    assert engine.change(model, held, "b", "finish") == "rescore"
+    assert engine.change_model(model, held, "b", "finish") == "rescore"
     assert not len(engine.handle(batch_of([event(0, 1, record="s"), event(2, 1, record="s")]), 0).scored)
     with pytest.raises(ValueError, match="ties"):
-        Calibration.of(calibration.scores, "arrival", ties="sometimes")  # type: ignore[arg-type]
+        Calibration.from_statistics(calibration.scores, "arrival", tie_policy="sometimes")  # type: ignore[arg-type]
 
 
 def test_decisions_of_the_clock_add_up() -> None:
-    both = Decisions(waited={"r": (1,)}) + Decisions(waited={"r": (3,), "s": (2,)})
-    assert both.waited == {"r": (1, 3), "s": (2,)}
+    both = Decisions(tie_timeouts={"r": (1,)}) + Decisions(tie_timeouts={"r": (3,), "s": (2,)})
+    assert both.tie_timeouts == {"r": (1, 3), "s": (2,)}
     assert both

@@ -9,9 +9,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deformer_stream.calibration.conformal import Calibration, record_statistics
+from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine, Limits
-from deformer_stream.engine.events import Closing, Effects, EventBatch, Reason, Windowed
+from deformer_stream.engine.events import CloseReason, Effects, EventBatch, RejectionReason, WindowMembership
 from deformer_stream.engine.watermarks import Watermarks
 from deformer_stream.model.deformer import ModelConfig
 from deformer_stream.model.schema import Feature, Schema
@@ -21,7 +22,7 @@ SCHEMA = Schema(tuple(Feature(f"f{i}", "continuous", location=float(i)) for i in
 CONFIG = ModelConfig(d_model=16, layers=1, heads=2, feedforward=16, mixtures=2, hidden=(8,))
 MODEL = model_of(SCHEMA, CONFIG)
 CODES, RAW = records_of(SCHEMA, 60, seed=5)
-CALIBRATION = Calibration.of(record_statistics(MODEL, CODES, normalised(SCHEMA, CODES, RAW)), "random")
+CALIBRATION = Calibration.from_statistics(compute_max_statistics(MODEL, CODES, normalised(SCHEMA, CODES, RAW)), "random")
 WIDTH, GRACE = 10, 2
 
 Event = tuple[str, int, int, float]
@@ -51,61 +52,61 @@ def batch_of(rows: list[Event]) -> EventBatch:
         np.arange(n, dtype=np.int32),
         np.zeros(n, np.int32),
         {},
-        Windowed([d for d, _, _, _ in rows], times // WIDTH * WIDTH + WIDTH + GRACE),
+        WindowMembership([d for d, _, _, _ in rows], times // WIDTH * WIDTH + WIDTH + GRACE),
     )
 
 
-def expected(rows: list[Event]) -> tuple[list[str | Reason], list[tuple[str, Closing]]]:
+def expected(rows: list[Event]) -> tuple[list[str | RejectionReason], list[tuple[str, CloseReason]]]:
     """For each event its record or why it is refused; and the records that end, in order, with what ended them."""
     marks: dict[str, int] = {}
     deadlines: dict[str, dict[str, int]] = {}
     seen: dict[str, set[int]] = {}
-    fates: list[str | Reason] = []
-    ended: dict[str, Closing] = {}
+    fates: list[str | RejectionReason] = []
+    ended: dict[str, CloseReason] = {}
     for device, time, feature, _ in rows:
         record = f"{device}@{start(time)}" if device else "r"
         if device:
             marks[device] = mark = max(time, marks.get(device, time))
             own = deadlines.setdefault(device, {})
-            ended |= {r: Closing.WINDOW for r in sorted(own, key=own.__getitem__) if own[r] <= mark and r not in ended}
+            ended |= {r: CloseReason.WINDOW for r in sorted(own, key=own.__getitem__) if own[r] <= mark and r not in ended}
             if start(time) + WIDTH + GRACE <= mark:
-                fates.append(Reason.LATE)
+                fates.append(RejectionReason.LATE)
                 continue
             if record not in ended:
                 own[record] = start(time) + WIDTH + GRACE
         if record in ended:
-            fates.append(Reason.LATE)
+            fates.append(RejectionReason.LATE)
         elif feature in seen.setdefault(record, set()):
-            fates.append(Reason.DUPLICATE)
+            fates.append(RejectionReason.DUPLICATE)
         else:
             fates.append(record)
             seen[record].add(feature)
             if len(seen[record]) == len(SCHEMA):
-                ended[record] = Closing.COMPLETE
+                ended[record] = CloseReason.COMPLETE
     return fates, list(ended.items())
 
 
-def outcome(rows: list[Event], cuts: Iterable[int]) -> tuple[list[str | Reason], list[tuple[str, Closing]], np.ndarray]:
+def outcome(rows: list[Event], cuts: Iterable[int]) -> tuple[list[str | RejectionReason], list[tuple[str, CloseReason]], np.ndarray]:
     """The stream through an engine, one batch from cut to cut: as `expected`, and (M, 4) seq and scores."""
     it = engine()
-    fates: dict[int, str | Reason] = {}
-    ended: list[tuple[str, Closing]] = []
+    fates: dict[int, str | RejectionReason] = {}
+    ended: list[tuple[str, CloseReason]] = []
     numbers: list[tuple[float, ...]] = []
     places = sorted({0, *cuts, len(rows)})
     for first, last in pairwise(places):
         effects = it.handle(batch_of(rows[first:last]), first)
-        fates |= {first + r.message: r.reason for r in effects.rejected}
-        fates |= {first + int(e): effects.batch.records[e] for e in effects.scored.events}
+        fates |= {first + r.message_index: r.reason for r in effects.rejections}
+        fates |= {first + int(e): effects.batch.record_ids[e] for e in effects.scored.event_indices}
         s = effects.scored
-        numbers += zip(s.seq, s.log_likelihood, s.running, s.score, strict=True)
+        numbers += zip(s.seq, s.log_likelihood, s.running_log_likelihood, s.score, strict=True)
         ended += closed(effects)
     open_now = it.records.partition(0)
-    assert len(open_now.watermarks) == sum("@" in record for record in open_now.slot_of)
+    assert len(open_now.watermarks) == sum("@" in record for record in open_now.record_index_by_id)
     return [fates[i] for i in range(len(rows))], ended, np.array(numbers, float).reshape(-1, 4)
 
 
-def closed(effects: Effects) -> list[tuple[str, Closing]]:
-    return list(zip(effects.closed.records, effects.closed.reasons, strict=True))
+def closed(effects: Effects) -> list[tuple[str, CloseReason]]:
+    return list(zip(effects.closed.record_ids, effects.closed.reasons, strict=True))
 
 
 @settings(max_examples=60, deadline=None)
@@ -134,79 +135,79 @@ def test_a_window_closes_when_its_end_and_grace_are_passed() -> None:
     it = engine()
     assert closed(it.handle(batch_of([("a", 3, 0, 0.0), ("b", 4, 0, 0.0), ("a", 11, 0, 0.0)]), 0)) == []
     within = it.handle(batch_of([("a", 9, 1, 0.0)]), 1)  # out of order, within the grace
-    assert within.batch.records == ["a@0"]
+    assert within.batch.record_ids == ["a@0"]
     assert within.scored.seq.tolist() == [1]
     # One batch: the first event is still in time, the second closes the window, the third is late for it.
     effects = it.handle(batch_of([("a", 9, 2, 9e9), ("a", 12, 1, 0.0), ("a", 9, 2, 0.0)]), 2)
-    assert [(r.message, r.reason) for r in effects.rejected] == [(2, Reason.LATE)]
-    assert closed(effects) == [("a@0", Closing.WINDOW)]
-    assert effects.closed.events.tolist() == [3]
+    assert [(r.message_index, r.reason) for r in effects.rejections] == [(2, RejectionReason.LATE)]
+    assert closed(effects) == [("a@0", CloseReason.WINDOW)]
+    assert effects.closed.num_readings.tolist() == [3]
     assert [alert.record for alert in effects.alerts] == ["a@0"]
     effects = it.handle(batch_of([("a", 22, 0, 0.0), ("a", 19, 2, 0.0), ("a", 14, 1, 0.0)]), 3)
-    assert [r.reason for r in effects.rejected] == [Reason.LATE, Reason.LATE]
-    assert "'a@10'" in effects.rejected[0].detail
-    assert closed(effects) == [("a@10", Closing.WINDOW)]
-    assert effects.closed.events.tolist() == [2]
-    assert not effects.closed.complete[0]
-    assert sorted(it.records.partition(0).slot_of) == ["a@20", "b@0"], "another device's clock closes nothing"
-    assert sorted(closed(it.finish())) == [("a@20", Closing.END), ("b@0", Closing.END)]
+    assert [r.reason for r in effects.rejections] == [RejectionReason.LATE, RejectionReason.LATE]
+    assert "'a@10'" in effects.rejections[0].detail
+    assert closed(effects) == [("a@10", CloseReason.WINDOW)]
+    assert effects.closed.num_readings.tolist() == [2]
+    assert not effects.closed.is_complete[0]
+    assert sorted(it.records.partition(0).record_index_by_id) == ["a@20", "b@0"], "another device's clock closes nothing"
+    assert sorted(closed(it.finish())) == [("a@20", CloseReason.END), ("b@0", CloseReason.END)]
     assert len(it.records.partition(0).watermarks) == 0
 
 
 def test_a_window_in_which_nothing_came_is_over_all_the_same() -> None:
     effects = engine().handle(batch_of([("a", 30, 0, 0.0), ("a", 5, 0, 0.0)]), 0)
-    assert [r.reason for r in effects.rejected] == [Reason.LATE]
-    assert effects.batch.records[1] == "a@0"
+    assert [r.reason for r in effects.rejections] == [RejectionReason.LATE]
+    assert effects.batch.record_ids[1] == "a@0"
 
 
 def test_idle_windows_end_by_the_record_timeout() -> None:
     it = Engine(MODEL, CALIBRATION, "fp", 0.1, Limits(record_timeout=100))
     it.handle(batch_of([("a", 3, 0, 0.0)]), 0)
-    assert closed(it.handle(EventBatch.empty(), 100)) == [("a@0", Closing.TIMEOUT)]
+    assert closed(it.handle(EventBatch.empty(), 100)) == [("a@0", CloseReason.TIMEOUT)]
     assert len(it.records.partition(0).watermarks) == 0
     late = it.handle(batch_of([("a", 4, 1, 0.0)]), 101)
-    assert [r.reason for r in late.rejected] == [Reason.LATE]
+    assert [r.reason for r in late.rejections] == [RejectionReason.LATE]
 
 
 def test_revoked_windows_may_come_back() -> None:
     it = engine()
     it.handle(batch_of([("a", 3, 0, 0.0), ("a", 13, 0, 0.0)]), 0)
     saved = it.snapshot(0, 0)
-    assert closed(it.revoke([0])) == [("a@10", Closing.REVOKED)]
+    assert closed(it.revoke([0])) == [("a@10", CloseReason.REVOKED)]
     it.restore(0, saved, 1)
     effects = it.handle(batch_of([("a", 13, 1, 0.0), ("a", 3, 0, 0.0)]), 1)
     assert effects.scored.seq.tolist() == [1]
-    assert [r.reason for r in effects.rejected] == [Reason.LATE], "its clock is not set back"
+    assert [r.reason for r in effects.rejections] == [RejectionReason.LATE], "its clock is not set back"
 
 
 def test_an_event_that_names_the_window_joins_it() -> None:
     rows = [("a", 3, 0, 0.0), ("a", 12, 0, 0.0)]
     named = batch_of([("a", 3, 1, 0.0)])
-    named = EventBatch(named.records, named.features, named.values, named.times, named.messages, named.partitions)
+    named = EventBatch(named.record_ids, named.features, named.values, named.times, named.message_indices, named.partitions)
     for first in (0, 1):
         it = engine()
         for batch in (named, batch_of(rows[:1])) if first else (batch_of(rows[:1]), named):
             effects = it.handle(batch, 0)
         assert effects.scored.seq.tolist() == [1]
-        assert closed(it.handle(batch_of(rows[1:]), 1)) == [("a@0", Closing.WINDOW)]
-        assert [r.reason for r in it.handle(named, 2).rejected] == [Reason.LATE]
+        assert closed(it.handle(batch_of(rows[1:]), 1)) == [("a@0", CloseReason.WINDOW)]
+        assert [r.reason for r in it.handle(named, 2).rejections] == [RejectionReason.LATE]
 
 
 def test_windows_over_at_once_close_in_their_own_order() -> None:
     it = engine()
     it.handle(batch_of([("a", 11, 0, 0.0), ("a", 9, 0, 0.0)]), 0)
-    assert closed(it.handle(batch_of([("a", 40, 0, 0.0)]), 1)) == [("a@0", Closing.WINDOW), ("a@10", Closing.WINDOW)]
+    assert closed(it.handle(batch_of([("a", 40, 0, 0.0)]), 1)) == [("a@0", CloseReason.WINDOW), ("a@10", CloseReason.WINDOW)]
 
 
 def test_watermarks_are_bounded() -> None:
     marks = Watermarks(2)
-    marks.open("a", "a@0", 12)
+    marks.open_window("a", "a@0", 12)
     for device in "abac":  # b, heard from least lately, is forgotten
         assert marks.advance(device, 5) == (5, [])
     assert marks.advance("a", 1) == (5, [])
     assert marks.advance("b", 1) == (1, [])
     assert marks.advance("a", 12) == (12, ["a@0"])
-    marks.close("a@0")
-    marks.close("a@0")
+    marks.close_window("a@0")
+    marks.close_window("a@0")
     assert marks.advance("a", 99) == (99, [])
     assert len(marks) == 0

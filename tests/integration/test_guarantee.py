@@ -17,7 +17,8 @@ import pytest
 from numpy.typing import NDArray
 
 from deformer_stream import model_store
-from deformer_stream.calibration.conformal import Calibration, record_statistics
+from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.codec import Codec
 from deformer_stream.demo.simulate import FEATURES, Fleet, Order, simulate
 from deformer_stream.engine.engine import Engine
@@ -63,7 +64,7 @@ def in_arrival_order(fleet: Fleet, schema: Schema) -> tuple[NDArray[np.int64], N
 def test_false_alarms_keep_to_alpha(model_dir: Path, law: Order) -> None:
     loaded = model_store.read(model_dir)
     codes, values = in_arrival_order(simulate(CALIBRATION, seed=2, order=law), loaded.schema)
-    calibration = Calibration.of(record_statistics(loaded.model, codes, np.nan_to_num(values)), law)
+    calibration = Calibration.from_statistics(compute_max_statistics(loaded.model, codes, np.nan_to_num(values)), law)
     engine = Engine(loaded.model, calibration, loaded.fingerprint, ALPHA, effort="off")
     sink = MemorySink()
     source = MemorySource(simulate(HELD_OUT, seed=3, order=law).messages(), chunk=8_192)

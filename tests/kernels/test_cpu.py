@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.conformal import Calibration, PrefixState, advance, running_sum
+from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state, compute_running_sums
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Contribution
 from deformer_stream.engine.explain import explain
 from deformer_stream.engine.order_trees import conditionals, each_last
-from deformer_stream.engine.records import UNSCORED
+from deformer_stream.engine.records import INITIAL_RUNNING
 from deformer_stream.kernels import build
 from deformer_stream.kernels.cpu import CpuKernels, CpuKVCache, RaggedBatch, fits
 from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
@@ -68,7 +68,7 @@ def compiled(model: DEformer) -> DEformer:
 
 def scored(model: DEformer, codes: Ints, raw: Floats, seed: int, most: int = 40, cache: int = RUN) -> Collected:
     """The records' readings, interleaved and cut at random, through an engine."""
-    calibration = Calibration.of(np.arange(100.0), "random")
+    calibration = Calibration.from_statistics(np.arange(100.0), "random")
     return stream(codes, raw, Engine(model, calibration, "fp", 0.05, Limits(cache_bytes=cache)), seed, most)
 
 
@@ -144,7 +144,7 @@ def test_what_is_rebuilt_is_what_steps_have_left(
     found = []
     for evicted in (False, True):
         limits = Limits(cache_bytes=20_000_000)
-        engine = Engine(model, Calibration.of(np.arange(100.0), "random"), "fp", 0.05, limits)
+        engine = Engine(model, Calibration.from_statistics(np.arange(100.0), "random"), "fp", 0.05, limits)
         assert isinstance(engine.cache, CpuKVCache)
         for k in range(20):
             if evicted and k == 19:
@@ -152,7 +152,7 @@ def test_what_is_rebuilt_is_what_steps_have_left(
                 engine.cache.pool[:] = 0
             step = batch_of([(str(r), int(codes[r, k]), float(raw[r, k])) for r in range(records)])
             said = engine.handle(step, 0).scored
-        assert engine.take_rebuilds() == records * evicted
+        assert engine.pop_cache_rebuilds() == records * evicted
         pages = engine.cache.pool.reshape(engine.cache.pages, -1)[engine.cache.table[:records].ravel()]
         found.append((said.log_likelihood, said.score, pages))
     for kept, rebuilt in zip(*found, strict=True):
@@ -166,7 +166,7 @@ def test_statistics_go_on_as_the_rule_says(seed: int, most: int, masked: bool) -
     model = compiled(model_of(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
     assert model.library is not None
     rng, code, R = np.random.default_rng(seed), CpuKernels(model, model.library), 6
-    slots, running = rng.permutation(9)[:R], np.full(9, UNSCORED)
+    slots, running = rng.permutation(9)[:R], np.full(9, INITIAL_RUNNING)
     pieces = []
     for _ in range(2):
         edges = np.append(0, np.cumsum(rng.integers(0, most + 1, R)))
@@ -177,19 +177,19 @@ def test_statistics_go_on_as_the_rule_says(seed: int, most: int, masked: bool) -
         code.advance(running, slots, edges, surprises, scored, decided, columns)
         pieces.append((edges, surprises, scored, decided, columns))
     for i, slot in enumerate(slots.tolist()):
-        state, sums = PrefixState.start(1), np.zeros((2, 1))
+        state, sums = PrefixState.initial(1), np.zeros((2, 1))
         for edges, surprises, scored, decided, columns in pieces:
             at = slice(edges[i], edges[i + 1])
             if at.start == at.stop:
                 continue
             on = np.ones(surprises.shape[1], bool) if scored is None else scored
             said = np.where(on, surprises, 0.0)[:, None, at]
-            score, state = advance(state, said[1], on[None, at], None if decided is None else decided[None, at])
-            log_likelihood = running_sum(sums[0], said[0])
-            sums = np.stack([log_likelihood[:, -1], running_sum(sums[1], said[2])[:, -1]])
+            score, state = advance_prefix_state(state, said[1], on[None, at], None if decided is None else decided[None, at])
+            log_likelihood = compute_running_sums(sums[0], said[0])
+            sums = np.stack([log_likelihood[:, -1], compute_running_sums(sums[1], said[2])[:, -1]])
             np.testing.assert_array_equal(columns[0, at], np.where(on, surprises[0], np.nan)[at])
             np.testing.assert_allclose(columns[1:3, at], [log_likelihood[0], score[0]], rtol=1e-10, atol=1e-12)
-        expected = state.count, state.total, state.least, state.peak, *sums
+        expected = state.num_scored, state.neg_log_p_sum, state.min_log_p, state.max_statistic, *sums
         got = [running[name][slot] for name in ("scored", "total", "least", "peak", "log_likelihood", "excess")]
         np.testing.assert_allclose(got, np.array(expected).ravel(), rtol=1e-10, atol=1e-12)
 

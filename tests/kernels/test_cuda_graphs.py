@@ -31,13 +31,13 @@ def scored(
     """The records' readings, interleaved and cut at random, through an engine that records so."""
     codes, raw = records_of(model.schema, records, seed, missing=0.2)
     with patch.object(cuda_graphs, "recorder", lambda device: record):
-        engine = Engine(model, Calibration.of(np.arange(100.0), "random"), "fp", 0.05, Limits(cache_bytes=cache))
+        engine = Engine(model, Calibration.from_statistics(np.arange(100.0), "random"), "fp", 0.05, Limits(cache_bytes=cache))
         return stream(codes, raw, engine, seed, most), engine
 
 
 def recorded(engine: Engine) -> dict[cuda_graphs.Shape, cuda_graphs.CapturedGraph]:
-    assert engine.current._passes is not None
-    return engine.current._passes.recorded
+    assert engine.current_version._graph_runner is not None
+    return engine.current_version._graph_runner.recorded
 
 
 def same(a: Collected, b: Collected) -> None:
@@ -104,13 +104,13 @@ def test_where_nothing_can_be_recorded_operators_are_started_one_by_one() -> Non
 def test_models_do_not_share_what_is_recorded() -> None:
     """Records go on by the model that they began with, both over one cache."""
     first, second = model_of(SCHEMA, CONFIG, seed=1), model_of(SCHEMA, CONFIG, seed=2)
-    calibration = Calibration.of(np.arange(100.0), "random")
+    calibration = Calibration.from_statistics(np.arange(100.0), "random")
     said: list[list[np.ndarray]] = []
     for record in (None, on_cpu):
         with patch.object(cuda_graphs, "recorder", lambda device, record=record: record):
             engine = Engine(first, calibration, "1", 0.05)
             rows = [engine.handle(batch_of([("a", 0, 1.0), ("b", 1, 0.5)]), 0)]
-            assert engine.change(second, calibration, "2", "finish") == "finish"
+            assert engine.change_model(second, calibration, "2", "finish") == "finish"
             rows += [engine.handle(batch_of([("a", f, 1.0), ("c", f, 1.0)]), f) for f in (2, 3)]
         said.append([effects.scored.log_likelihood for effects in rows])
     for plain, quick in zip(*said, strict=True):
@@ -121,11 +121,11 @@ def test_models_do_not_share_what_is_recorded() -> None:
 def test_a_cache_that_was_given_up_is_let_go() -> None:
     """Before the next one takes its memory, although records go on by the model that used it."""
     first, second = model_of(SCHEMA, CONFIG), model_of(SCHEMA, replace(CONFIG, layers=1))
-    calibration = Calibration.of(np.arange(100.0), "random")
+    calibration = Calibration.from_statistics(np.arange(100.0), "random")
     engine = Engine(first, calibration, "1", 0.05)
     engine.handle(batch_of([("a", 0, 1.0)]), 0)
     given_up = weakref.ref(engine.cache)
-    assert engine.change(second, calibration, "2", "finish") == "finish"
+    assert engine.change_model(second, calibration, "2", "finish") == "finish"
     assert given_up() is None
     assert len(engine.handle(batch_of([("a", 1, 1.0), ("b", 1, 1.0)]), 1).scored) == 2
 

@@ -15,7 +15,8 @@ import torch
 
 import deformer_stream
 from deformer_stream import model_store
-from deformer_stream.calibration.conformal import Calibration, Ties, record_statistics
+from deformer_stream.calibration.conformal import Calibration, TiePolicy
+from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import EventBatch
 from deformer_stream.engine.explain import explain
@@ -63,10 +64,10 @@ def followed(model: DEformer, calibration: Calibration, most: int = 40, **limits
     return stream(*records_of(SCHEMA, RECORDS, 1, missing=0.2), engine, 2, most), engine
 
 
-def calibrated(model: DEformer, ties: Ties = "arrival") -> Calibration:
+def calibrated(model: DEformer, ties: TiePolicy = "arrival") -> Calibration:
     codes, raw = records_of(SCHEMA, 200, seed=99)
-    statistics = record_statistics(model, codes, normalised(SCHEMA, codes, raw))
-    return Calibration.of(statistics, "random", ties=ties)
+    statistics = compute_max_statistics(model, codes, normalised(SCHEMA, codes, raw))
+    return Calibration.from_statistics(statistics, "random", tie_policy=ties)
 
 
 def same_readings(a: Collected, b: Collected, near: float) -> None:
@@ -93,8 +94,8 @@ def test_a_stream_has_the_scores_and_alerts_that_it_has_on_a_cpu(change: dict[st
     calibration = calibrated(here)
     plain, _ = followed(here, calibration, most, cache_bytes=cache)
     quick, engine = followed(there, calibration, most, cache_bytes=cache)
-    assert engine.current._passes is not None
-    assert engine.current._passes.recorded or most > RECORDS, "a graph could not be recorded"
+    assert engine.current_version._graph_runner is not None
+    assert engine.current_version._graph_runner.recorded or most > RECORDS, "a graph could not be recorded"
     same_readings(plain, quick, tolerance(change))
     if (
         "precision" not in change
@@ -107,12 +108,12 @@ def test_a_stream_has_the_scores_and_alerts_that_it_has_on_a_cpu(change: dict[st
 @pytest.mark.parametrize("change", KINDS)
 def test_what_is_recorded_says_what_operators_say_one_by_one(change: dict[str, Any]) -> None:
     _, there = models(change)
-    calibration = Calibration.of(np.arange(100.0), "random")
+    calibration = Calibration.from_statistics(np.arange(100.0), "random")
     with patch.object(cuda_graphs, "recorder", lambda device: None):
         plain, _ = followed(there, calibration)
     quick, engine = followed(there, calibration)
-    assert engine.current._passes is not None
-    assert len(engine.current._passes.recorded) > 1
+    assert engine.current_version._graph_runner is not None
+    assert len(engine.current_version._graph_runner.recorded) > 1
     same_readings(plain, quick, tolerance(change))
 
 

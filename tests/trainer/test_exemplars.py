@@ -13,13 +13,13 @@ from deformer_stream import load, model_store
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from tests.trainer.tables import mixed, prepared
-from trainer.data import Prepared
+from trainer.data import PreparedTable
 from trainer.exemplars import FEWEST_DIFFER, rank
 
 CONFIG = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,))
 
 
-def model_of(data: Prepared) -> DEformer:
+def model_of(data: PreparedTable) -> DEformer:
     torch.manual_seed(0)
     return DEformer(data.schema, CONFIG).eval()
 
@@ -73,7 +73,7 @@ def test_no_exemplars_when_none_are_wanted(tmp_path: Path) -> None:
 def test_a_written_model_ranks_as_the_one_in_memory(tmp_path: Path) -> None:
     data = prepared(tmp_path, mixed(np.random.default_rng(4), 200))
     model = rank(model_of(data), data, 50, 0)
-    model_store.write(tmp_path / "model", model, Calibration.of(np.arange(50.0), "random"), {}, "<p>report</p>")
+    model_store.write(tmp_path / "model", model, Calibration.from_statistics(np.arange(50.0), "random"), {}, "<p>report</p>")
     detector = load(tmp_path / "model")
     rows = pa.table({"a": [0.0, 9.0], "b": [0.1, -9.0], "state": ["middle", "high"]}).to_pylist()
     near, far = detector.score(rows).anomaly_score.tolist()
