@@ -33,7 +33,7 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
 from trainer import gaussian_prior
 from trainer.budget import Budget
-from trainer.data import TRAIN, DataOptions, Prepared, prepare
+from trainer.data import TRAIN, DataOptions, PreparedTable, prepare_table
 from trainer.evaluate import held_out
 from trainer.fit import TrainingRun
 from trainer.recipes import choose_gaussians, choose_recipe, model_config
@@ -71,29 +71,29 @@ class Table:
             (folder / part).mkdir()
             pq.write_table(rows, folder / part / "rows.parquet")
         self.preset = preset_for(len(train))
-        self.data = prepare([folder / "train" / "rows.parquet"], DataOptions(seed=seed), folder / "train")
+        self.data = prepare_table([folder / "train" / "rows.parquet"], DataOptions(seed=seed), folder / "train")
         self.held = encoded(self.data, folder / "held" / "rows.parquet", folder / "held")
         began = time.process_time()
-        self.guides = gaussian_prior.fit(self.data, choose_gaussians(self.settings({})), seed)
+        self.guides = gaussian_prior.fit_priors(self.data, choose_gaussians(self.settings({})), seed)
         self.seconds = time.process_time() - began
 
     def settings(self, options: dict[str, Any]) -> TrainConfig:
         return TrainConfig(out=self.folder / "model", preset=self.preset, seed=self.seed, **options)
 
-    def fit(self, data: Prepared, options: dict[str, Any], readings: int) -> TrainingRun:
+    def fit(self, data: PreparedTable, options: dict[str, Any], readings: int) -> TrainingRun:
         """A training run of so many readings that has not begun."""
         settings = self.settings(options)
-        rows = len(data.rows(TRAIN))
+        rows = len(data.select_rows(TRAIN))
         recipe = replace(choose_recipe(settings, rows), epochs=max(1, round(readings / len(data.schema) / rows)))
         guides = None if options.get("gaussians") == 0 else self.guides
         torch.manual_seed(self.seed)
-        model = DEformer(data.schema, replace(model_config(settings), gaussians=guides.components if guides else 0))
+        model = DEformer(data.schema, replace(model_config(settings), gaussians=guides.num_components if guides else 0))
         if guides is not None:
-            model.gaussians = guides.whole
+            model.gaussians = guides.full
         return TrainingRun(data, model, recipe, self.seed, self.folder, Budget(None), {}, guides)
 
 
-def lagged(data: Prepared, seed: int) -> Prepared:
+def lagged(data: PreparedTable, seed: int) -> PreparedTable:
     """With an order of arrival: a delay for each feature, the same in all records, and noise of the same spread."""
     rng = np.random.default_rng([seed, 0x1A65])
     delay = np.random.default_rng([seed, 0x1A66]).random(len(data.schema)) * len(data.schema)

@@ -33,12 +33,12 @@ from numpy.typing import NDArray
 
 from benchmarks.command import Kept, again, launch, machine, parser, publish, today
 from benchmarks.tables import find_tables, need_peers, preset_for, seeds_of, split, tables_folder
-from trainer.data import CALIBRATION, Prepared, encode
+from trainer.data import CALIBRATION, PreparedTable, encode_table
 from trainer.evaluate import held_out
 from trainer.job import Result, train
 from trainer.sampling import Noise, read_rows, seeded
 from trainer.settings import TrainConfig
-from trainer.tables import index_records, open_source
+from trainer.tables import index_records, open_tables
 
 Floats = NDArray[np.float64]
 
@@ -81,16 +81,16 @@ def learned(rows: pa.Table, held: pa.Table, seed: int, max_time: str, **options:
         return result, held_out(result.model, data, np.arange(len(data.split)), ORDERS, seed).mean
 
 
-def encoded(data: Prepared, table: Path, folder: Path) -> Prepared:
+def encoded(data: PreparedTable, table: Path, folder: Path) -> PreparedTable:
     """Other records in the units of these, all of them held out."""
-    source = open_source([table], "wide", None, None)
-    source.columns = [name for name in source.schema.names if name in data.schema.codes]
+    source = open_tables([table], "wide", None, None)
+    source.feature_columns = [name for name in source.schema.names if name in data.schema.codes]
     index_records(source)
-    values, _ = encode(source, data.schema, folder)
+    values, _ = encode_table(source, data.schema, folder)
     return replace(data, values=values, ranks=None, split=np.full(len(values), CALIBRATION, np.uint8))
 
 
-def spread(data: Prepared, rows: NDArray[np.int64], seed: int) -> Floats:
+def spread(data: PreparedTable, rows: NDArray[np.int64], seed: int) -> Floats:
     """(N, F) readings spread over their quantum and labels over their cell."""
     values, _ = read_rows(data, rows)
     spread_out, _ = Noise.of(data.schema).apply(values, seeded(seed, 0xDE45))
@@ -98,7 +98,7 @@ def spread(data: Prepared, rows: NDArray[np.int64], seed: int) -> Floats:
     return spread_out.double().numpy() + np.where(data.schema.discrete, cells, 0.0)
 
 
-def mixture(data: Prepared, held: Prepared, seed: int) -> tuple[int, float]:
+def mixture(data: PreparedTable, held: PreparedTable, seed: int) -> tuple[int, float]:
     """Components chosen, and the mean −ln p of held-out records. Missing readings would need another peer."""
     from sklearn.mixture import GaussianMixture
 
@@ -144,7 +144,7 @@ def measure(train_rows: pa.Table, held_rows: pa.Table, seed: int, max_time: str)
     }
 
 
-def encoded_train(data: Prepared, table: Path, folder: Path) -> Prepared:
+def encoded_train(data: PreparedTable, table: Path, folder: Path) -> PreparedTable:
     """The training table again (the run's own copy is gone), with the split it was used in."""
     return replace(encoded(data, table, folder), split=data.split)
 

@@ -38,7 +38,7 @@ from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
 from deformer_stream.model.distributions import SCALE_FLOOR
 from experiments.experiment import in_memory
 from trainer.budget import Budget
-from trainer.data import TRAIN, VALIDATION, Prepared
+from trainer.data import TRAIN, VALIDATION, PreparedTable
 from trainer.fit import Interrupted, Recipe, TrainingRun
 from trainer.settings import Precision
 
@@ -109,7 +109,7 @@ def _network(inputs: int, config: ModelConfig) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def table(features: int) -> Prepared:
+def table(features: int) -> PreparedTable:
     """Records of correlated numbers, in memory."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(RECORDS, features)).cumsum(1) / np.sqrt(1 + np.arange(features))
@@ -158,7 +158,7 @@ def plain_steps(model: Plain, x: Tensor, batch: int) -> Steps:
     return steps
 
 
-def our_steps(model: DEformer, data: Prepared, batch: int, precision: Precision, folder: Path) -> Steps:
+def our_steps(model: DEformer, data: PreparedTable, batch: int, precision: Precision, folder: Path) -> Steps:
     recipe = Recipe(batch, 1e-4, 1_000_000, training_precision=precision, optimizer="adam")
     fit = TrainingRun(data, model, recipe, 0, folder, Budget(), {})
 

@@ -15,7 +15,7 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Schema
 from deformer_stream.settings import reason
-from trainer.data import Prepared, fingerprint
+from trainer.data import PreparedTable, compute_fingerprint
 from trainer.fit import Recipe
 
 TEST = 3
@@ -40,7 +40,7 @@ class Data:
     """prepared: all records in the model's units, split in four. correction: (N,) nats to be added to a record's NLL to
     have it in the units of the published figures."""
 
-    prepared: Prepared
+    prepared: PreparedTable
     correction: NDArray[np.float64]
 
 
@@ -76,20 +76,20 @@ class Experiment:
     report: Callable[[Scored], tuple[list[str], dict[str, Any]]]
 
 
-def in_memory(schema: Schema, values: NDArray[np.float32], split: NDArray[np.uint8]) -> Prepared:
+def in_memory(schema: Schema, values: NDArray[np.float32], split: NDArray[np.uint8]) -> PreparedTable:
     """Arrays as the trainer takes them. values: (N, F) in the model's units; split: (N,)."""
-    return Prepared(
+    return PreparedTable(
         schema=schema,
-        excluded=(),
+        excluded_columns=(),
         values=values,
-        ranks=None,
+        arrival_ranks=None,
         split=split,
         layout="wide",
-        time=None,
-        missing={},
-        refused={},
-        skipped={},
-        fingerprint=fingerprint(schema, values, None, split),
+        time_column=None,
+        missing_by_feature={},
+        infinite_by_feature={},
+        skipped_by_reason={},
+        fingerprint=compute_fingerprint(schema, values, None, split),
     )
 
 

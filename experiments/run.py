@@ -29,7 +29,7 @@ from experiments.score import in_orders
 from trainer import checkpoint
 from trainer.budget import Budget, Costs
 from trainer.calibrate import calibrate
-from trainer.data import CALIBRATION, TRAIN, VALIDATION, Prepared
+from trainer.data import CALIBRATION, TRAIN, VALIDATION, PreparedTable
 from trainer.evaluate import held_out
 from trainer.fit import Status, TrainingResult, TrainingRun
 
@@ -75,7 +75,7 @@ def run(
         )
         nll = scores.nll + data.correction[rows]
         training = _training(experiment, preset, settings, data, fit, fitted, device)
-        training["test"] = _summary(nll, len(data.prepared.rows(TEST)))
+        training["test"] = _summary(nll, len(data.prepared.select_rows(TEST)))
         history = _corrected(fitted.history, float(data.correction[fit.validation_rows].mean()))
         say("drawing the report")
         blocks, further = experiment.report(
@@ -86,7 +86,7 @@ def run(
     return Outcome(settings.out, results)
 
 
-def start(data: Prepared, preset: Preset, settings: ExperimentSettings, device: torch.device) -> TrainingRun:
+def start(data: PreparedTable, preset: Preset, settings: ExperimentSettings, device: torch.device) -> TrainingRun:
     """The training run, not yet begun."""
     torch.manual_seed(settings.seed)
     if device.type == "cuda":
@@ -103,7 +103,7 @@ def parameters(model: DEformer) -> int:
 
 def test_rows(data: Data, settings: ExperimentSettings) -> NDArray[np.int64]:
     """All test records, or a random choice of `--test-records`, ascending."""
-    rows = data.prepared.rows(TEST)
+    rows = data.prepared.select_rows(TEST)
     if settings.test_records is None or settings.test_records >= len(rows):
         return rows
     chosen = np.random.default_rng([settings.seed, 0x7E57]).permutation(len(rows))[: settings.test_records]
@@ -203,7 +203,7 @@ def _write(
     document: str,
 ) -> None:
     """The model directory with its report, then results.json, whose presence says that the run is complete."""
-    calibration = calibrate(fitted.model, data.prepared, data.prepared.rows(CALIBRATION), "random", settings.seed)
+    calibration = calibrate(fitted.model, data.prepared, data.prepared.select_rows(CALIBRATION), "random", settings.seed)
     model_store.write(settings.out / MODEL, fitted.model, calibration, results, document)
     partial = settings.out / (RESULTS + ".partial")
     partial.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")

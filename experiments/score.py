@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.progress import Progress
 from trainer import checkpoint
-from trainer.data import Prepared
+from trainer.data import PreparedTable
 from trainer.evaluate import held_out
 from trainer.fit import CHECKPOINT_SECONDS, Interrupted
 
@@ -34,7 +34,7 @@ class OrderScores:
 
 def in_orders(
     model: DEformer,
-    data: Prepared,
+    data: PreparedTable,
     rows: NDArray[np.int64],
     orders: int,
     seed: int,

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream.model.deformer import DEformer
-from trainer.data import Prepared
+from trainer.data import PreparedTable
 from trainer.sampling import Noise, arrange, random_keys, read_rows, seeded, sent, take
 
 BATCH = 512
@@ -35,7 +35,7 @@ class HeldOut:
 
 
 def held_out(
-    model: DEformer, data: Prepared, rows: NDArray[np.int64], orders: int, seed: int, arrival_share: float = 0.0
+    model: DEformer, data: PreparedTable, rows: NDArray[np.int64], orders: int, seed: int, arrival_share: float = 0.0
 ) -> HeldOut:
     """Score the rows in `orders` orders each: random ones, but a share as logged, where the table knows that order.
 

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.conformal import record_excess
+from deformer_stream.engine.record_scores import sum_centered_nll
+from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.ranking import Ranking
-from trainer.data import CALIBRATION, LEFT_OUT, TRAIN, VALIDATION, Prepared
+from trainer.data import CALIBRATION, LEFT_OUT, TRAIN, VALIDATION, PreparedTable
 from trainer.sampling import arrange, random_keys, read_rows, seeded, take
 
 EXEMPLARS = 4096
@@ -22,7 +23,7 @@ FEWEST_DIFFER = 0.05
 """Least chance that two records differ in a word: a word that is always the same must not outweigh all else."""
 
 
-def rank(model: DEformer, data: Prepared, most: int, seed: int) -> DEformer:
+def rank(model: DEformer, data: PreparedTable, most: int, seed: int) -> DEformer:
     """The model with exemplars: at most `most` records of the table, from all parts of its split, for the ranking makes
     no promise that needs records kept apart; only those that were sifted, where some were left out. Those of a model
     that was adapted stay, as far as there is room. With `most` 0, or where there is nothing to compare, none."""
@@ -46,7 +47,7 @@ def rank(model: DEformer, data: Prepared, most: int, seed: int) -> DEformer:
     own = np.arange(len(places) - len(rows), len(places))
     some = torch.from_numpy(np.sort(rng.permutation(own)[:TYPICAL]))
     far = ranking.distances(ranking.positions[some], ranking.known[some], own=some).double().numpy()
-    kept = data.rows(CALIBRATION)
+    kept = data.select_rows(CALIBRATION)
     excess = _excess(model, data, rng.permutation(kept)[:TYPICAL], seed)
     ranking.typical = torch.tensor([_typical(far), _typical(excess)], dtype=torch.float64)
     model.ranking = ranking.to(model.device)
@@ -77,11 +78,12 @@ def _deviations(ranking: Ranking, places: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(out).float()
 
 
-def _excess(model: DEformer, data: Prepared, rows: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
+def _excess(model: DEformer, data: PreparedTable, rows: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
     """Of records that training never saw, in random orders."""
     values, _ = read_rows(data, np.sort(rows))
     features, order = arrange(values, random_keys(values.shape, seeded(seed, 0x4A4C)))
-    return record_excess(model, features.numpy(), take(values, order).double().numpy())
+    with attached_kernels(model) as kernels:  # the engine standardises its own sums by these
+        return sum_centered_nll(kernels, model, features.numpy(), take(values, order).double().numpy())
 
 
 def _typical(values: NDArray[np.float64]) -> list[float]:

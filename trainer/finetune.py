@@ -16,8 +16,8 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.gaussian_prior import GaussianPrior
 from deformer_stream.model.schema import Schema
-from trainer.data import TRAIN, Prepared
-from trainer.gaussian_prior import FOLDS, RIDGE, CrossFittedPriors, Floats, Ints, Mixture, mixture_of, module_of
+from trainer.data import TRAIN, PreparedTable
+from trainer.gaussian_prior import NUM_FOLDS, RIDGE, CrossFittedPriors, Floats, Ints, Mixture, extract_mixture, build_prior
 from trainer.sampling import Noise, read_rows, seeded
 
 PRIORS = (10.0, 100.0, 1000.0)
@@ -58,21 +58,21 @@ def _inputs(old: DEformer, model: DEformer, count: int) -> torch.Tensor:
     return place + more * (place >= count - old.label_width)
 
 
-def guides(old: GaussianPrior, data: Prepared, before: int, seed: int) -> CrossFittedPriors:
+def guides(old: GaussianPrior, data: PreparedTable, before: int, seed: int) -> CrossFittedPriors:
     """The old Gaussians drawn to the table's training records. before: features of the old model."""
     rng = np.random.default_rng([seed, 0xADA7])
-    fold_of = rng.integers(0, FOLDS, len(data.split))
-    rows = data.rows(TRAIN)
+    fold_of = rng.integers(0, NUM_FOLDS, len(data.split))
+    rows = data.select_rows(TRAIN)
     values, _ = read_rows(data, rows)
     spread, _ = Noise.of(data.schema).apply(values, seeded(seed, 0xADA7))
     x = spread[:, np.flatnonzero(data.schema.linear)].double().numpy()
-    prior = _with_new_features(mixture_of(old), x, int(data.schema.linear[:before].sum()))
+    prior = _with_new_features(extract_mixture(old), x, int(data.schema.linear[:before].sum()))
     folds, missing = fold_of[rows], np.isnan(x)
     for draw in range(DRAWS if missing.any() else 1):
         known = torch.from_numpy(np.where(missing, np.nan, x))
-        x = np.asarray(module_of(data.schema, [prior]).draw_missing(known, seeded(seed, 0xADA7, draw)))
+        x = np.asarray(build_prior(data.schema, [prior]).draw_missing(known, seeded(seed, 0xADA7, draw)))
         nll, whole, parts = min((_adapted(x, folds, prior, worth) for worth in PRIORS), key=lambda one: one[0])
-    return CrossFittedPriors(module_of(data.schema, [whole]), module_of(data.schema, parts), fold_of, nll)
+    return CrossFittedPriors(build_prior(data.schema, [whole]), build_prior(data.schema, parts), fold_of, nll)
 
 
 def _with_new_features(old: Mixture, x: Floats, before: int) -> Mixture:
@@ -95,7 +95,7 @@ def _with_new_features(old: Mixture, x: Floats, before: int) -> Mixture:
 
 def _adapted(x: Floats, folds: Ints, prior: Mixture, worth: float) -> tuple[float, Mixture, list[Mixture]]:
     """Cross-validated −ln p, the fit to all and those without each fold. Components keep their numbers."""
-    parts = [_maximised_a_posteriori(x[folds != f], prior, worth) for f in range(FOLDS)]
+    parts = [_maximised_a_posteriori(x[folds != f], prior, worth) for f in range(NUM_FOLDS)]
     inside = [np.logaddexp.reduce(part.log_densities(x[folds == f]), 1) for f, part in enumerate(parts)]
     return -float(np.concatenate(inside).mean()), _maximised_a_posteriori(x, prior, worth), parts
 

@@ -24,7 +24,7 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
 from trainer import checkpoint
 from trainer.budget import Budget, Costs
-from trainer.data import TRAIN, VALIDATION, Prepared
+from trainer.data import TRAIN, VALIDATION, PreparedTable
 from trainer.distributed import Ranks
 from trainer.evaluate import held_out
 from trainer.gaussian_prior import CrossFittedPriors
@@ -113,7 +113,7 @@ class TrainingRun:
 
     def __init__(
         self,
-        data: Prepared,
+        data: PreparedTable,
         model: DEformer,
         recipe: Recipe,
         seed: int,
@@ -128,8 +128,8 @@ class TrainingRun:
         self.data, self.model, self.recipe, self.seed = data, model, recipe, seed
         self.folder, self.budget, self.identity = folder, budget, identity
         self.guides, self.peers = guides, peers
-        self.rows = data.rows(TRAIN)
-        self.validation_rows = np.random.default_rng([seed, 0x7A1]).permutation(data.rows(VALIDATION))[:VALIDATION_ROWS]
+        self.rows = data.select_rows(TRAIN)
+        self.validation_rows = np.random.default_rng([seed, 0x7A1]).permutation(data.select_rows(VALIDATION))[:VALIDATION_ROWS]
         self.batch = min(recipe.batch * recipe.accumulate * peers.size, len(self.rows))
         self.steps_per_epoch = len(self.rows) // self.batch
         self.steps = max(1, recipe.epochs * self.steps_per_epoch)
@@ -243,7 +243,7 @@ class TrainingRun:
         places, order = arrange(samples.values, samples.keys)
         here = places, take(samples.values, order), samples.hidden.gather(1, order)
         features, taken, hidden = (sent(tensor, device) for tensor in here)
-        guide = None if self.guides is None else self.guides.without_own_fold(features, taken, rows)
+        guide = None if self.guides is None else self.guides.compute_conditionals(features, taken, rows)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.low_precision):
             log_p = self.model.log_prob(features, taken, guide)
         log_p = log_p.masked_fill(hidden, 0.0)

@@ -15,10 +15,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from trainer.data import CALIBRATION, LEFT_OUT, TRAIN, VALIDATION, Prepared
+from trainer.data import CALIBRATION, LEFT_OUT, TRAIN, VALIDATION, PreparedTable
 
 
-def siblings(data: Prepared, folds: int, seed: int) -> Iterator[Prepared]:
+def siblings(data: PreparedTable, folds: int, seed: int) -> Iterator[PreparedTable]:
     """The same records split otherwise, `folds` − 1 times: those that the first split holds out are trained on, and
     each of the others is held out once. As many validate as before."""
     first, apart = data.split == CALIBRATION, data.split == LEFT_OUT

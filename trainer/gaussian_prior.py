@@ -17,16 +17,16 @@ from torch import Tensor
 
 from deformer_stream.model.gaussian_prior import GaussianPrior, PriorConditional
 from deformer_stream.model.schema import Schema
-from trainer.data import TRAIN, Prepared
+from trainer.data import TRAIN, PreparedTable
 from trainer.sampling import Noise, read_rows, seeded
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-FOLDS = 5
+NUM_FOLDS = 5
 ROWS = 6000
 """More records than this do not make the Gaussians better by much, only slower."""
-WIDEST_TABLE = 64
+MAX_FEATURES = 64
 """With more features on a line the Cholesky factors cost more than the network, so there is no guide."""
 ROWS_PER_COMPONENT = 4
 NUMBERS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -82,35 +82,35 @@ class CrossFittedPriors:
     """whole: fitted to all training records. folds: variants of it, each refitted without one fold. fold_of: (N,) fold
     of each record of the table, by row number. nll: cross-validated −ln p of a record's numbers, nats."""
 
-    whole: GaussianPrior
-    folds: GaussianPrior
-    fold_of: Ints
+    full: GaussianPrior
+    by_fold: GaussianPrior
+    fold_by_row: Ints
     nll: float
 
     @property
-    def components(self) -> int:
-        return self.whole.components
+    def num_components(self) -> int:
+        return self.full.components
 
-    def without_own_fold(self, features: Tensor, values: Tensor, rows: Ints) -> PriorConditional:
+    def compute_conditionals(self, features: Tensor, values: Tensor, rows: Ints) -> PriorConditional:
         """What records of the table, by row number (B,), are guided by in training; see `Gaussians.forward`."""
         with torch.no_grad():
-            guide: PriorConditional = self.folds(
-                features, values, torch.from_numpy(self.fold_of[rows]).to(features.device)
+            guide: PriorConditional = self.by_fold(
+                features, values, torch.from_numpy(self.fold_by_row[rows]).to(features.device)
             )
         return guide
 
 
-def fit(data: Prepared, most: int, seed: int, hurry: Callable[[], bool] = lambda: False) -> CrossFittedPriors | None:
+def fit_priors(data: PreparedTable, max_components: int, seed: int, is_time_short: Callable[[], bool] = lambda: False) -> CrossFittedPriors | None:
     """Up to `most` Gaussians for the features on a line, as many as cross-validation on training records likes best.
 
     hurry: asked before more Gaussians are tried, whether time is short. None where there is nothing to guide: no
     such feature, or more than `WIDEST_TABLE`."""
     linear = np.flatnonzero(data.schema.linear)
     rng = np.random.default_rng([seed, 0x6A55])
-    fold_of = rng.integers(0, FOLDS, len(data.split))
-    rows = data.rows(TRAIN)
+    fold_of = rng.integers(0, NUM_FOLDS, len(data.split))
+    rows = data.select_rows(TRAIN)
     rows = np.sort(rng.choice(rows, ROWS, replace=False)) if len(rows) > ROWS else rows
-    if most < 1 or not 0 < len(linear) <= WIDEST_TABLE:
+    if max_components < 1 or not 0 < len(linear) <= MAX_FEATURES:
         return None
     values, _ = read_rows(data, rows)
     spread, _ = Noise.of(data.schema).apply(values, seeded(seed, 0x6A55))
@@ -121,16 +121,16 @@ def fit(data: Prepared, most: int, seed: int, hurry: Callable[[], bool] = lambda
 
     def drawn(mixture: Mixture, draw: int) -> Floats:
         known = torch.from_numpy(np.where(missing, np.nan, x))
-        return np.asarray(module_of(data.schema, [mixture]).draw_missing(known, seeded(seed, 0x6A56, draw)))
+        return np.asarray(build_prior(data.schema, [mixture]).draw_missing(known, seeded(seed, 0x6A56, draw)))
 
     for draw in range(DRAWS_BY_ONE if missing.any() else 0):
         x = drawn(_maximised(x, np.ones((len(x), 1)), Shrinkage(1.0, DIAGONALS[0])), draw)
-    best = _best(x, folds, most, seed, hurry)
+    best = _best(x, folds, max_components, seed, is_time_short)
     for draw in range(DRAWS if missing.any() else 0):  # number and shrinkage are settled
         x = drawn(best.whole, DRAWS_BY_ONE + draw)
         best = _fitted(x, folds, len(best.whole.means), best.shrinkage, seed, best.apart)
     return CrossFittedPriors(
-        module_of(data.schema, [best.whole]), module_of(data.schema, best.parts), fold_of, best.nll
+        build_prior(data.schema, [best.whole]), build_prior(data.schema, best.parts), fold_of, best.nll
     )
 
 
@@ -182,7 +182,7 @@ class _Fitted:
 
 def _fitted(x: Floats, folds: Ints, components: int, shrinkage: Shrinkage, seed: int, apart: bool) -> _Fitted:
     whole = _expectation_maximisation(x, _start(x, components, seed, apart), shrinkage, ROUNDS)
-    parts = [_refitted(x[folds != f], whole, shrinkage) for f in range(FOLDS)]
+    parts = [_refitted(x[folds != f], whole, shrinkage) for f in range(NUM_FOLDS)]
     inside = [np.logaddexp.reduce(part.log_densities(x[folds == f]), 1) for f, part in enumerate(parts)]
     return _Fitted(-float(np.concatenate(inside).mean()), shrinkage, apart, whole, parts)
 
@@ -264,13 +264,13 @@ def _outer(rows: Floats) -> Floats:
     return np.asarray(rows[:, :, None] * rows[:, None, :])
 
 
-def mixture_of(gaussians: GaussianPrior) -> Mixture:
+def extract_mixture(gaussians: GaussianPrior) -> Mixture:
     """The first variant."""
     parts = (gaussians.log_weights[0], gaussians.means[0], gaussians.covariances[0])
     return Mixture(*(part.double().cpu().numpy() for part in parts))
 
 
-def module_of(schema: Schema, variants: list[Mixture]) -> GaussianPrior:
+def build_prior(schema: Schema, variants: list[Mixture]) -> GaussianPrior:
     module = GaussianPrior(schema, len(variants[0].means), len(variants))
     for name in ("log_weights", "means", "covariances"):
         setattr(module, name, torch.from_numpy(np.stack([getattr(mixture, name) for mixture in variants])))

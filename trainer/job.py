@@ -26,7 +26,7 @@ from deformer_stream.model.windows import Window
 from trainer import checkpoint, finetune, gaussian_prior
 from trainer.budget import Budget, Costs
 from trainer.calibrate import calibrated, calibration_rows, choose_order, score_calibration_records, statistics
-from trainer.data import CALIBRATION, TRAIN, DataOptions, Prepared, prepare
+from trainer.data import CALIBRATION, TRAIN, DataOptions, PreparedTable, prepare_table
 from trainer.distributed import Ranks
 from trainer.evaluate import HeldOut, held_out
 from trainer.exemplars import TYPICAL, rank
@@ -54,7 +54,7 @@ class Result:
 
     directory: Path
     fingerprint: str
-    data: Prepared
+    data: PreparedTable
     model: DEformer
     fitted: TrainingResult
     calibration: Calibration
@@ -92,7 +92,7 @@ def train(
     tables: Sequence[Path],
     settings: TrainConfig,
     *,
-    show: Callable[[Prepared], None] = lambda data: None,
+    show: Callable[[PreparedTable], None] = lambda data: None,
     observe: Callable[[Status], None] = lambda status: None,
     say: Callable[[str], None] = lambda line: None,
     stop: Callable[[], bool] = lambda: False,
@@ -116,14 +116,14 @@ def train(
         if fitted.steps < FEWEST_STEPS and budget.limit is not None:
             say(f"--max-time left next to no time to train (steps: {fitted.steps}); allow more")
         say("calibrating")
-        rows = data.rows(CALIBRATION)
+        rows = data.select_rows(CALIBRATION)
         rows = calibration_rows(rows, settings.seed + 2, math.ceil(fit.budget.share * len(rows)))
         found = score_calibration_records(fitted.model, data, rows, order, settings.seed)
         others = siblings(data, settings.folds, settings.seed) if settings.folds else ()
         for number, fold in enumerate(others, 2):
             say(f"fold {number} of {settings.folds}")
             sibling = _trained(_sibling(fold, settings, number, folder, budget), stop).model
-            found += score_calibration_records(sibling, fold, fold.rows(CALIBRATION), order, settings.seed + number)
+            found += score_calibration_records(sibling, fold, fold.select_rows(CALIBRATION), order, settings.seed + number)
         calibration = calibrated(found, data.schema, order, settings.contamination, data.ties)
         model = rank(fitted.model, data, choose_exemplars(settings), settings.seed)
         held = held_out(
@@ -160,14 +160,14 @@ def _begin(
     folder: Path,
     budget: Budget,
     peers: Ranks,
-    show: Callable[[Prepared], None] = lambda data: None,
+    show: Callable[[PreparedTable], None] = lambda data: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> TrainingRun:
     """The training run, new or where it was interrupted. folder: for the encoded table."""
     kept = _folder_of(settings.out)
     state = _earlier_run(kept, settings)
     old = _old_model(settings)
-    data = drop_outliers(prepare(tables, _data_options(settings, old), folder), settings.contamination, settings.seed)
+    data = drop_outliers(prepare_table(tables, _data_options(settings, old), folder), settings.contamination, settings.seed)
     show(data)
     choose_order(settings.order, data)  # what cannot be is said before anything is trained
     fit = _fit(data, settings, kept, _part(budget, settings.folds or 1), old, state, peers)
@@ -180,7 +180,7 @@ def _begin(
 
 
 def _fit(
-    data: Prepared,
+    data: PreparedTable,
     settings: TrainConfig,
     folder: Path,
     budget: Budget,
@@ -198,18 +198,18 @@ def _fit(
         most, hurry = choose_gaussians(settings), lambda: budget.beyond(GUIDE_SHARE)
         if state is not None:  # as many as before, whatever the time
             most, hurry = state["identity"]["gaussians"], lambda: False
-        guides = gaussian_prior.fit(data, most, settings.seed, hurry)
+        guides = gaussian_prior.fit_priors(data, most, settings.seed, hurry)
         config = model_config(settings, data.schema.repeats)
-        model = DEformer(data.schema, replace(config, gaussians=guides.components if guides else 0))
+        model = DEformer(data.schema, replace(config, gaussians=guides.num_components if guides else 0))
     if guides is not None:
-        model.gaussians = guides.whole
-        guides.folds.to(device)
+        model.gaussians = guides.full
+        guides.by_fold.to(device)
     model = model.to(device)
     identity = _identity(settings, data, model.config, recipe) | {"processes": peers.size}
     return TrainingRun(data, model, recipe, settings.seed, folder, budget, identity, guides, peers)
 
 
-def _sibling(fold: Prepared, settings: TrainConfig, number: int, folder: Path, budget: Budget) -> TrainingRun:
+def _sibling(fold: PreparedTable, settings: TrainConfig, number: int, folder: Path, budget: Budget) -> TrainingRun:
     """Training as the first model's, on the other records of a fold (`trainer.folds`). It is not resumed."""
     own = folder / f"fold-{number}"
     own.mkdir(exist_ok=True)
@@ -291,14 +291,14 @@ def _old_model(settings: TrainConfig) -> DEformer | None:
     return model_store.read(settings.init_from).model.train()
 
 
-def _adapted_model(old: DEformer, data: Prepared, seed: int) -> tuple[DEformer, CrossFittedPriors | None]:
+def _adapted_model(old: DEformer, data: PreparedTable, seed: int) -> tuple[DEformer, CrossFittedPriors | None]:
     guides = finetune.guides(old.gaussians, data, len(old.schema), seed) if old.gaussians is not None else None
     model = finetune.extended(old, data.schema)
     model.ranking = old.ranking  # until the exemplars of this table join them
     return model, guides
 
 
-def _identity(settings: TrainConfig, data: Prepared, config: ModelConfig, recipe: Recipe) -> dict[str, Any]:
+def _identity(settings: TrainConfig, data: PreparedTable, config: ModelConfig, recipe: Recipe) -> dict[str, Any]:
     """What a run and its continuation share."""
     fleet = None if settings.init_from is None else model_store.read_manifest(settings.init_from)["fingerprint"]
     identity = {"the model of --init-from": fleet, "the data's fingerprint": data.fingerprint}
@@ -306,11 +306,11 @@ def _identity(settings: TrainConfig, data: Prepared, config: ModelConfig, recipe
     return identity | {k: list(v) if isinstance(v, tuple) else v for k, v in (asdict(config) | asdict(recipe)).items()}
 
 
-def _costs(model: DEformer, data: Prepared, budget: Budget) -> Costs:
+def _costs(model: DEformer, data: PreparedTable, budget: Budget) -> Costs:
     """What calibration, ranking and the held-out evaluation will take, from a few rows, and a second for the rest.
 
     Where that is more than `AFTER_SHARE` of a limited time, they look at fewer records."""
-    rows = data.rows(CALIBRATION)
+    rows = data.select_rows(CALIBRATION)
     few = rows[:TIMED_ROWS]
     began = budget.clock()
     statistics(model, data, few, choose_order(None, data), 0)  # any order takes as long
@@ -328,7 +328,7 @@ def _costs(model: DEformer, data: Prepared, budget: Budget) -> Costs:
 
 def _summary(
     settings: TrainConfig,
-    data: Prepared,
+    data: PreparedTable,
     recipe: Recipe,
     fitted: TrainingResult,
     held: HeldOut,
@@ -340,7 +340,7 @@ def _summary(
     options = settings.model_dump(mode="json", exclude_none=True)
     per_feature = {n: float(v) for n, v in zip(data.schema.names, held.per_feature, strict=True) if np.isfinite(v)}
     return {
-        **data.summary(),
+        **data.summarize(),
         "held_out": {
             "log_likelihood": -held.mean,
             "log_likelihood_per_feature": -held.mean / scored,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data import CALIBRATION, LEFT_OUT, Prepared
+from trainer.data import CALIBRATION, LEFT_OUT, PreparedTable
 
 REFERENCES = 500
 """Records that distances are taken to."""
@@ -15,7 +15,7 @@ CELLS = 4_000_000
 """Differences held at once."""
 
 
-def drop_outliers(data: Prepared, share: float, seed: int) -> Prepared:
+def drop_outliers(data: PreparedTable, share: float, seed: int) -> PreparedTable:
     """Leave this share of the records, those farthest from the others, out of training and validation.
 
     A record's distance is the median of its distances to a sample of all: anomalies that are alike, near each other,
@@ -31,7 +31,7 @@ def drop_outliers(data: Prepared, share: float, seed: int) -> Prepared:
     return replace(data, split=split)
 
 
-def distances(data: Prepared, seed: int) -> NDArray[np.float64]:
+def distances(data: PreparedTable, seed: int) -> NDArray[np.float64]:
     """(N,) median distance of each record to `REFERENCES` others: the root mean square difference over the features
     that both have, in standard deviations; labels differ by one or not at all. 0 where nothing can be compared."""
     n, features = data.values.shape

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deformer_stream.model.schema import Schema
-from trainer.data import Prepared
+from trainer.data import PreparedTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Samples:
 
 
 def draw(
-    data: Prepared, rows: NDArray[np.int64], noise: Noise, arrival_share: float, generator: torch.Generator
+    data: PreparedTable, rows: NDArray[np.int64], noise: Noise, arrival_share: float, generator: torch.Generator
 ) -> Samples:
     """Rows of the matrix with noise, each in a fresh random order; a share of them as logged, where the table knows,
     with ties held in any order of each."""
@@ -110,12 +110,12 @@ def random_keys(shape: torch.Size, generator: torch.Generator) -> Tensor:
     return torch.rand(shape, generator=generator, dtype=torch.float64)
 
 
-def read_rows(data: Prepared, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor | None]:
+def read_rows(data: PreparedTable, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor | None]:
     """(B, F) values and (B, F) ranks of arrival, if the table has them, of some rows of the matrix on disk."""
     values = torch.from_numpy(np.ascontiguousarray(data.values[rows]))
-    if data.ranks is None:
+    if data.arrival_ranks is None:
         return values, None
-    return values, torch.from_numpy(data.ranks[rows].astype(np.float64))
+    return values, torch.from_numpy(data.arrival_ranks[rows].astype(np.float64))
 
 
 def seeded(*seeds: int) -> torch.Generator:

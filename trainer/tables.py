@@ -26,7 +26,7 @@ from deformer_stream.model.schema import label_of
 from deformer_stream.model.windows import Window, window_start
 
 Layout = Literal["wide", "long"]
-Form = Literal["number", "boolean", "text", "clock", "time", "other"]
+ValueForm = Literal["number", "boolean", "text", "clock", "time", "other"]
 """clock: times of day, which are read as seconds since midnight."""
 
 RECORD, FEATURE, VALUE, TIME, DEVICE = "record", "feature", "value", "time", "device"
@@ -35,23 +35,23 @@ BATCH_CELLS = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class FeatureReadings:
     """M readings of one feature. rows: (M,) the records they belong to. values: M values as they stand in the file.
 
     Long layout only: times (M,) int64 microseconds since 1970 or `NO_TIME`; events (M,) place in the input; slots (M,)
     of the window, 0 where records are given by name.
     """
 
-    name: str
+    feature_name: str
     rows: NDArray[np.int64]
     values: pa.Array
     times: NDArray[np.int64] | None = None
-    events: NDArray[np.int64] | None = None
-    slots: NDArray[np.int64] | None = None
+    event_indexes: NDArray[np.int64] | None = None
+    time_slots: NDArray[np.int64] | None = None
 
 
 @dataclass
-class Source:
+class InputTables:
     """The input tables and how they are to be read.
 
     columns: the features' columns (wide layout). time: the column with the record's (wide) or event's (long) time.
@@ -62,24 +62,24 @@ class Source:
     files: list[Path]
     schema: pa.Schema
     layout: Layout
-    label: str | None
-    normal: str | None
+    label_column: str | None
+    normal_label: str | None
     window: Window | None = None
-    columns: list[str] = field(default_factory=list)
-    time: str | None = None
-    records: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)
-    event_rows: NDArray[np.int64] | None = None  # long layout: (E,) row of each event, −1 where it is left out
+    feature_columns: list[str] = field(default_factory=list)
+    time_column: str | None = None
+    num_records: int = 0
+    skipped_by_reason: dict[str, int] = field(default_factory=dict)
+    row_by_event: NDArray[np.int64] | None = None  # long layout: (E,) row of each event, −1 where it is left out
 
-    def blocks(self) -> Iterator[Block]:
+    def iterate_readings(self) -> Iterator[FeatureReadings]:
         """All readings of the records that are kept, in the order of the input."""
         return _wide_blocks(self) if self.layout == "wide" else _long_blocks(self)
 
 
-def form_of(kind: pa.DataType) -> Form:
+def classify_type(kind: pa.DataType) -> ValueForm:
     """What the values of an Arrow type are, as far as features go."""
     if pa.types.is_dictionary(kind):
-        return "text" if form_of(kind.value_type) in ("text", "number", "boolean") else "other"
+        return "text" if classify_type(kind.value_type) in ("text", "number", "boolean") else "other"
     if pa.types.is_boolean(kind):
         return "boolean"
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind):
@@ -113,13 +113,13 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith((".", "_")) for part in path.parts)
 
 
-def open_source(
+def open_tables(
     tables: Sequence[Path],
     layout: Layout | None,
     label: str | None,
     normal: str | None,
     window: Window | None = None,
-) -> Source:
+) -> InputTables:
     """Find the files and check that they hold the same columns of the same kind.
 
     Raises InputError naming file and column where they do not, ConfigError where an option names no column of theirs.
@@ -149,7 +149,7 @@ def open_source(
         raise ConfigError("--label and --normal belong together: the column and the value that marks a normal row")
     if label is not None and label not in schema.names:
         raise ConfigError(f"--label {label}: {files[0]} has no such column; it has {', '.join(schema.names)}")
-    return Source(files, schema, layout, label, normal, window)
+    return InputTables(files, schema, layout, label, normal, window)
 
 
 def _read_schema(path: Path) -> pa.Schema:
@@ -172,14 +172,14 @@ def _check_same(first: pa.Schema, other: pa.Schema, first_path: Path, path: Path
         if name not in other.names:
             raise InputError(f"{path}: column {name!r} is missing, {first_path} has it; train on tables of one kind")
         a, b = first.field(name).type, other.field(name).type
-        if form_of(a) != form_of(b) and not (pa.types.is_null(a) or pa.types.is_null(b)):
+        if classify_type(a) != classify_type(b) and not (pa.types.is_null(a) or pa.types.is_null(b)):
             raise InputError(f"{path}: column {name!r} is {b}, in {first_path} it is {a}; convert one of them")
     for name in other.names:
         if name not in first.names:
             raise InputError(f"{path}: column {name!r} is new, {first_path} lacks it; train on tables of one kind")
 
 
-def _batches(source: Source, columns: list[str]) -> Iterator[pa.RecordBatch]:
+def _batches(source: InputTables, columns: list[str]) -> Iterator[pa.RecordBatch]:
     size = int(np.clip(BATCH_CELLS // max(len(columns), 1), 1024, 65_536))
     for path in source.files:
         try:
@@ -189,7 +189,7 @@ def _batches(source: Source, columns: list[str]) -> Iterator[pa.RecordBatch]:
             raise InputError(f"{path}: cannot be read to its end ({_first_line(error)}); restore the file") from error
 
 
-def is_normal(values: pa.Array, normal: str) -> NDArray[np.bool_]:
+def match_normal_label(values: pa.Array, normal: str) -> NDArray[np.bool_]:
     """(N,) whether a label equals NORMAL, compared as text by `label_of`; a null never does."""
     wanted = {normal}
     with contextlib.suppress(ValueError):  # NORMAL may be a word
@@ -203,18 +203,18 @@ def encode_labels(values: pa.Array) -> tuple[NDArray[np.int64], list[str]]:
     """(N,) index into the distinct labels, −1 for null and NaN, and the labels' texts."""
     encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
     labels = [label_of(v.as_py()) for v in encoded.dictionary]
-    if form_of(encoded.dictionary.type) == "number" and not pa.types.is_null(encoded.dictionary.type):
+    if classify_type(encoded.dictionary.type) == "number" and not pa.types.is_null(encoded.dictionary.type):
         labels = [label_of(float(v)) for v in encoded.dictionary.to_pylist()]
     codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-    if "nan" in labels and form_of(encoded.dictionary.type) == "number":
+    if "nan" in labels and classify_type(encoded.dictionary.type) == "number":
         nan = np.array([label == "nan" for label in labels] + [False])
         codes = np.where(nan[codes], -1, codes)
     return codes, labels
 
 
-def microseconds(values: pa.Array) -> NDArray[np.int64]:
+def parse_times(values: pa.Array) -> NDArray[np.int64]:
     """(N,) times in microseconds since 1970: timestamps, epoch seconds, or RFC 3339 texts; `NO_TIME` for null."""
-    form = form_of(values.type)
+    form = classify_type(values.type)
     if form == "number":
         seconds = values.cast(pa.float64(), safe=False).fill_null(np.nan).to_numpy(zero_copy_only=False)
         known = np.isfinite(seconds)
@@ -226,25 +226,25 @@ def microseconds(values: pa.Array) -> NDArray[np.int64]:
     return micros
 
 
-def index_records(source: Source) -> None:
+def index_records(source: InputTables) -> None:
     """Pass 0: how many records there are and which are kept (`--label`); long layout: the row of every event."""
     if source.layout == "long":
         _index_long(source)
-    elif source.label is None:
-        source.records = sum(pq.read_metadata(path).num_rows for path in source.files)
+    elif source.label_column is None:
+        source.num_records = sum(pq.read_metadata(path).num_rows for path in source.files)
     else:
-        assert source.normal is not None  # noqa: S101 - open_source refuses one without the other
+        assert source.normal_label is not None  # noqa: S101 - open_source refuses one without the other
         total, seen = 0, dict[str, int]()
-        for batch in _batches(source, [source.label]):
+        for batch in _batches(source, [source.label_column]):
             total += len(batch)
-            source.records += int(is_normal(batch.column(0), source.normal).sum())
+            source.num_records += int(match_normal_label(batch.column(0), source.normal_label).sum())
             for text, count in _label_counts(batch.column(0)):
                 seen[text] = seen.get(text, 0) + count
-        source.skipped["rows that are not normal"] = total - source.records
-        if not source.records:
+        source.skipped_by_reason["rows that are not normal"] = total - source.num_records
+        if not source.num_records:
             known = ", ".join(f"{text} ({count})" for text, count in list(seen.items())[:10]) or "nothing"
             raise InputError(
-                f"no row of {source.files[0]} has {source.label} = {source.normal}; the column holds {known}"
+                f"no row of {source.files[0]} has {source.label_column} = {source.normal_label}; the column holds {known}"
             )
 
 
@@ -253,32 +253,32 @@ def _label_counts(values: pa.Array) -> list[tuple[str, int]]:
     return [(text, int((codes == i).sum())) for i, text in enumerate(labels[:50])]
 
 
-def _index_long(source: Source) -> None:
+def _index_long(source: InputTables) -> None:
     ids: dict[str | tuple[str, int], int] = {}
     normal: list[bool] = []
     rows, unusable = [], 0
     columns = [FEATURE, *([RECORD] if source.window is None else [DEVICE, TIME])]
-    for batch in _batches(source, columns + ([source.label] if source.label else [])):
+    for batch in _batches(source, columns + ([source.label_column] if source.label_column else [])):
         row = _named(batch, ids) if source.window is None else _windowed(batch, ids, source.window)
         row[batch.column(FEATURE).is_null().to_numpy(zero_copy_only=False)] = -1
         unusable += int((row < 0).sum())
         normal.extend([True] * (len(ids) - len(normal)))
-        if source.label is not None and source.normal is not None:
-            for bad in np.unique(row[~is_normal(batch.column(source.label), source.normal)]):
+        if source.label_column is not None and source.normal_label is not None:
+            for bad in np.unique(row[~match_normal_label(batch.column(source.label_column), source.normal_label)]):
                 if bad >= 0:
                     normal[bad] = False  # a record is normal when every one of its events is
         rows.append(row)
     keep = np.array(normal, bool)
     compact = np.append(np.where(keep, np.cumsum(keep) - 1, -1), -1)
-    source.event_rows = compact[np.concatenate(rows)] if rows else np.empty(0, np.int64)
-    source.records = int(keep.sum())
+    source.row_by_event = compact[np.concatenate(rows)] if rows else np.empty(0, np.int64)
+    source.num_records = int(keep.sum())
     if unusable:
         owner = "record" if source.window is None else "device, time"
-        source.skipped[f"events without {owner} or feature"] = unusable
+        source.skipped_by_reason[f"events without {owner} or feature"] = unusable
     if not keep.all():
-        source.skipped["records that are not normal"] = int((~keep).sum())
+        source.skipped_by_reason["records that are not normal"] = int((~keep).sum())
     if len(keep) and not keep.any():
-        raise InputError(f"no record of {source.files[0]} has {source.label} = {source.normal} in all of its events")
+        raise InputError(f"no record of {source.files[0]} has {source.label_column} = {source.normal_label} in all of its events")
 
 
 def _named(batch: pa.RecordBatch, ids: dict[str | tuple[str, int], int]) -> NDArray[np.int64]:
@@ -293,7 +293,7 @@ def _windowed(batch: pa.RecordBatch, ids: dict[str | tuple[str, int], int], wind
     """Likewise, of devices' windows, known by the device and the window's start."""
     encoded = batch.column(DEVICE).cast(pa.string()).dictionary_encode()
     device = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-    times = microseconds(batch.column(TIME))
+    times = parse_times(batch.column(TIME))
     known = np.flatnonzero((device >= 0) & (times != NO_TIME))
     pairs = np.stack([device[known], window_start(times[known], window.width)], 1)
     _, first, of = np.unique(pairs, axis=0, return_index=True, return_inverse=True)
@@ -306,25 +306,25 @@ def _windowed(batch: pa.RecordBatch, ids: dict[str | tuple[str, int], int], wind
     return rows
 
 
-def _wide_blocks(source: Source) -> Iterator[Block]:
+def _wide_blocks(source: InputTables) -> Iterator[FeatureReadings]:
     start = 0
-    for batch in _batches(source, source.columns + ([source.label] if source.label else [])):
-        if source.label is not None and source.normal is not None:
-            batch = batch.filter(pa.array(is_normal(batch.column(source.label), source.normal)))
+    for batch in _batches(source, source.feature_columns + ([source.label_column] if source.label_column else [])):
+        if source.label_column is not None and source.normal_label is not None:
+            batch = batch.filter(pa.array(match_normal_label(batch.column(source.label_column), source.normal_label)))
         rows = np.arange(start, start + len(batch), dtype=np.int64)
         start += len(batch)
-        for name in source.columns:
-            yield Block(name, rows, batch.column(name))
+        for name in source.feature_columns:
+            yield FeatureReadings(name, rows, batch.column(name))
 
 
-def _long_blocks(source: Source) -> Iterator[Block]:
-    assert source.event_rows is not None  # noqa: S101 - index_records ran before
+def _long_blocks(source: InputTables) -> Iterator[FeatureReadings]:
+    assert source.row_by_event is not None  # noqa: S101 - index_records ran before
     start = 0
-    for batch in _batches(source, [FEATURE, VALUE] + ([source.time] if source.time else [])):
+    for batch in _batches(source, [FEATURE, VALUE] + ([source.time_column] if source.time_column else [])):
         events = np.arange(start, start + len(batch), dtype=np.int64)
         start += len(batch)
-        rows = source.event_rows[events]
-        times = microseconds(batch.column(source.time)) if source.time else np.full(len(batch), NO_TIME)
+        rows = source.row_by_event[events]
+        times = parse_times(batch.column(source.time_column)) if source.time_column else np.full(len(batch), NO_TIME)
         slots = np.zeros_like(times) if source.window is None else source.window.slot(times)
         encoded = batch.column(FEATURE).cast(pa.string()).dictionary_encode()
         codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -334,12 +334,12 @@ def _long_blocks(source: Source) -> Iterator[Block]:
         for i, name in enumerate(encoded.dictionary.to_pylist()):
             at = order[bounds[i] : bounds[i + 1]]
             if len(at):
-                yield Block(name, rows[at], batch.column(VALUE).take(pa.array(at)), times[at], events[at], slots[at])
+                yield FeatureReadings(name, rows[at], batch.column(VALUE).take(pa.array(at)), times[at], events[at], slots[at])
 
 
 def parse_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """(N,) numbers, NaN where there is none, and (N,) whether a text is neither null nor a number."""
-    if form_of(values.type) == "text":
+    if classify_type(values.type) == "text":
         if pa.types.is_dictionary(values.type):
             values = values.dictionary_decode()
         text = pc.utf8_trim_whitespace(values.cast(pa.string()))

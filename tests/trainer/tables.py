@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from trainer.data import DataOptions, Prepared, prepare
+from trainer.data import DataOptions, PreparedTable, prepare_table
 
 
 def write(path: Path, columns: dict[str, Any]) -> Path:
@@ -44,8 +44,8 @@ def mixed(rng: np.random.Generator, n: int) -> dict[str, Any]:
     }
 
 
-def prepared(folder: Path, columns: dict[str, Any], **options: Any) -> Prepared:
+def prepared(folder: Path, columns: dict[str, Any], **options: Any) -> PreparedTable:
     table = write(folder / "table.parquet", columns)
     work = folder / "work"
     work.mkdir(exist_ok=True)
-    return prepare([table], DataOptions(**options), work)
+    return prepare_table([table], DataOptions(**options), work)

@@ -43,8 +43,8 @@ def test_what_is_a_cycle_and_why(tmp_path: Path, rng: np.random.Generator) -> No
     assert found["heading"] == ("continuous", 360.0, False, "asked for")
     assert found["hour"][:3] == ("continuous", 24.0, False)
     assert found["y"][:3] == ("continuous", None, False)
-    assert data.time == "at", "a time of day is no moment"
-    assert {e.name: e.reason for e in data.excluded} == {"at": "the record's time", "on": "times are no features"}
+    assert data.time_column == "at", "a time of day is no moment"
+    assert {e.name: e.reason for e in data.excluded_columns} == {"at": "the record's time", "on": "times are no features"}
     raw = data.schema.denormalise(np.zeros(300, int), data.values[:, 0].astype(float))
     np.testing.assert_allclose(
         raw, [3600 * t.hour + 60 * t.minute + t.second for t in columns["clock"].to_pylist()], atol=0.1

@@ -12,17 +12,17 @@ import pytest
 
 from deformer_stream.errors import ConfigError, InputError
 from tests.trainer.tables import write
-from trainer.data import CALIBRATION, TRAIN, VALIDATION, DataOptions, Prepared, assign_split, prepare
+from trainer.data import CALIBRATION, TRAIN, VALIDATION, DataOptions, PreparedTable, assign_split, prepare_table
 from trainer.feature_kinds import find_quantum
-from trainer.tables import microseconds
+from trainer.tables import parse_times
 
 N = 400
 
 
-def prepare_in(folder: Path, *tables: Path, **options: Any) -> Prepared:
+def prepare_in(folder: Path, *tables: Path, **options: Any) -> PreparedTable:
     work = folder / "work"
     work.mkdir(exist_ok=True)
-    return prepare(tables, DataOptions(**options), work)
+    return prepare_table(tables, DataOptions(**options), work)
 
 
 def nasty(rng: np.random.Generator, n: int = N) -> dict[str, Any]:
@@ -78,11 +78,11 @@ def test_kinds_of_a_nasty_table(tmp_path: Path, rng: np.random.Generator) -> Non
     assert feature["constant"].labels == ("2.5",)
     assert feature["text"].context
     assert all(f.reason for f in got.schema.features)
-    reasons = {e.name: e.reason for e in got.excluded}
+    reasons = {e.name: e.reason for e in got.excluded_columns}
     assert set(reasons) == {"when", "later", "record", "empty", "nothing", "serial", "list", "label"}
     assert reasons["when"] == "the record's time"
-    assert got.time == "when"
-    assert got.skipped == {"rows that are not normal": N - len(got.values)}
+    assert got.time_column == "when"
+    assert got.skipped_by_reason == {"rows that are not normal": N - len(got.values)}
 
 
 def test_missing_and_infinite_readings_are_not_observed(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -90,8 +90,8 @@ def test_missing_and_infinite_readings_are_not_observed(tmp_path: Path, rng: np.
     code = got.schema.codes["number"]
     absent = np.flatnonzero(np.isnan(got.values[:, code]))
     assert sorted(absent) == sorted({3, 7, 11, *range(0, N, 50)})
-    assert got.refused == {"number": 2}
-    assert got.missing == {"number": 1 + N // 50}
+    assert got.infinite_by_feature == {"number": 2}
+    assert got.missing_by_feature == {"number": 1 + N // 50}
     others = np.delete(np.asarray(got.values), code, 1)
     assert np.isfinite(others).all()
 
@@ -99,7 +99,7 @@ def test_missing_and_infinite_readings_are_not_observed(tmp_path: Path, rng: np.
 def test_values_are_normalised_by_training_rows_only(tmp_path: Path, rng: np.random.Generator) -> None:
     x = rng.normal(5.0, 2.0, N)
     got = prepare_in(tmp_path, write(tmp_path / "t.parquet", {"x": x, "c": rng.choice(["a", "b"], N)}))
-    train = got.rows(TRAIN)
+    train = got.select_rows(TRAIN)
     feature = got.schema.features[0]
     ordered = np.sort(x[train])
     clipped = np.clip(ordered, ordered[1], ordered[-2])
@@ -125,7 +125,7 @@ def test_label_unseen_in_training_rows_gets_the_code_past_the_labels(tmp_path: P
     got = prepare_in(tmp_path, write(tmp_path / "t.parquet", {"x": rng.normal(size=N), "t": pa.array(text.tolist())}))
     assert got.schema.features[1].labels == ("a", "b")
     assert got.values[held, 1] == 2.0
-    assert got.schema.features[1].unseen == pytest.approx(1 / (len(got.rows(TRAIN)) + 2))
+    assert got.schema.features[1].unseen == pytest.approx(1 / (len(got.select_rows(TRAIN)) + 2))
 
 
 def long_of(columns: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
@@ -172,11 +172,11 @@ def test_arrival_ranks_follow_time_then_place(tmp_path: Path, rng: np.random.Gen
     time = np.tile([5.0, 1.0, 5.0], n) + np.repeat(np.arange(n), 3)
     table = {"record": record, "feature": feature, "value": rng.normal(size=3 * n), "time": time}
     got = prepare_in(tmp_path, write(tmp_path / "t.parquet", table))
-    assert got.ranks is not None
-    assert (got.ranks == [1, 0, 2]).all()
+    assert got.arrival_ranks is not None
+    assert (got.arrival_ranks == [1, 0, 2]).all()
     got = prepare_in(tmp_path, write(tmp_path / "u.parquet", {k: v for k, v in table.items() if k != "time"}))
-    assert got.ranks is not None
-    assert (got.ranks == [0, 1, 2]).all()
+    assert got.arrival_ranks is not None
+    assert (got.arrival_ranks == [0, 1, 2]).all()
 
 
 def test_first_of_repeated_events_counts(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -188,7 +188,7 @@ def test_first_of_repeated_events_counts(tmp_path: Path, rng: np.random.Generato
         "value": np.append(rng.normal(size=2 * n), [99.0, 1.0]),
     }
     got = prepare_in(tmp_path, write(tmp_path / "t.parquet", table))
-    assert got.skipped == {"repeated events (record and feature)": 1, "events without record or feature": 1}
+    assert got.skipped_by_reason == {"repeated events (record and feature)": 1, "events without record or feature": 1}
     first = got.schema.denormalise(np.zeros(1, int), got.values[:1, 0].astype(float))[0]
     assert first == pytest.approx(table["value"][0], abs=1e-5)
 
@@ -204,7 +204,7 @@ def test_long_records_are_normal_when_all_their_events_are(tmp_path: Path, rng: 
     got = prepare_in(tmp_path, write(tmp_path / "t.parquet", table), label="fault", normal="false")
     assert len(got.values) == n - 5
     assert got.schema.names == ("a", "b")
-    assert got.skipped == {"records that are not normal": 5}
+    assert got.skipped_by_reason == {"records that are not normal": 5}
 
 
 def test_several_files_and_folders_read_as_one(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -330,8 +330,8 @@ def test_no_quantum_where_readings_lie_on_no_grid(rng: np.random.Generator) -> N
 
 
 def test_quantum_of_sparse_integers(rng: np.random.Generator) -> None:
-    assert find_quantum(np.sort(rng.choice([0.0, 2.0, 5.0, 9.0], 500)), whole=True) == 1.0
-    assert find_quantum(np.sort(4.0 * rng.integers(0, 50, 500)), whole=True) == 4.0
+    assert find_quantum(np.sort(rng.choice([0.0, 2.0, 5.0, 9.0], 500)), is_integer=True) == 1.0
+    assert find_quantum(np.sort(4.0 * rng.integers(0, 50, 500)), is_integer=True) == 4.0
 
 
 def test_times_in_every_spelling() -> None:
@@ -342,4 +342,4 @@ def test_times_in_every_spelling() -> None:
         pa.array([dt.datetime(2020, 3, 9, 10, 34, 33), None], pa.timestamp("ms")),
         pa.array([dt.datetime(2020, 3, 9, 10, 34, 33), None], pa.timestamp("ns", "UTC")),
     ):
-        assert microseconds(values).tolist() == expected
+        assert parse_times(values).tolist() == expected

@@ -30,16 +30,16 @@ CONFIG = ModelConfig(d_model=64, layers=2, heads=4, feedforward=96, mixtures=3, 
 def test_a_step_on_a_gpu_that_is_not_there(tmp_path: Path, optimizer: Optimizer, change: dict[str, object]) -> None:
     """In low precision, with dropout, guided and not. The way back is PyTorch's own and needs a real one."""
     data = prepared(tmp_path, mixed(np.random.default_rng(3), 200))
-    guides = gaussian_prior.fit(data, 1, 0)
+    guides = gaussian_prior.fit_priors(data, 1, 0)
     assert guides is not None
-    rows = data.rows(TRAIN)[:32]
+    rows = data.select_rows(TRAIN)[:32]
     drawn = draw(data, rows, Noise.of(data.schema, 0.05, 0.01), 0.5, seeded(1))
     arranged = arrange(drawn.values, drawn.keys)
     recipe = Recipe(batch=32, learning_rate=1e-3, epochs=1, optimizer=optimizer)
     model = DEformer(data.schema, replace(CONFIG, **change))  # type: ignore[arg-type]
     with fake() as mode:
         on_gpu(model, mode)
-        guided = replace(guides, folds=on_gpu(guides.folds, mode)) if model.gaussians is not None else None
+        guided = replace(guides, folds=on_gpu(guides.by_fold, mode)) if model.gaussians is not None else None
         fit = TrainingRun(data, model, recipe, 0, tmp_path, Budget(), {}, guided)
         assert fit.low_precision
         fit.model.train()

@@ -19,7 +19,7 @@ from deformer_stream.model.deformer import DEformer, ModelConfig
 from tests.conftest import free_port
 from tests.trainer.tables import mixed, prepared, write
 from trainer.budget import Budget
-from trainer.data import Prepared
+from trainer.data import PreparedTable
 from trainer.distributed import Ranks
 from trainer.fit import Recipe, TrainingRun
 
@@ -29,11 +29,11 @@ CONFIG = "d_model = 16\nlayers = 1\nheads = 2\nfeedforward = 32\nmixtures = 4\nh
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def data(tmp_path_factory: pytest.TempPathFactory) -> PreparedTable:
     return prepared(tmp_path_factory.mktemp("table"), mixed(np.random.default_rng(3), 400))
 
 
-def trained(data: Prepared, folder: Path, recipe: Recipe) -> torch.Tensor:
+def trained(data: PreparedTable, folder: Path, recipe: Recipe) -> torch.Tensor:
     """What the trained model thinks of some records. Adam makes noise of gradients that are zero by nature (those of
     the keys' bias), so outputs are compared and not weights."""
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def opinion(model: DEformer) -> torch.Tensor:
     return model.log_prob(torch.arange(4).repeat(10, 1), values)
 
 
-def test_accumulation_takes_the_step_of_the_larger_batch(data: Prepared, tmp_path: Path) -> None:
+def test_accumulation_takes_the_step_of_the_larger_batch(data: PreparedTable, tmp_path: Path) -> None:
     whole = trained(data, tmp_path, RECIPE)
     pieces = trained(data, tmp_path, replace(RECIPE, batch=8, accumulate=4))
     other = trained(data, tmp_path, replace(RECIPE, batch=16))
@@ -55,7 +55,7 @@ def test_accumulation_takes_the_step_of_the_larger_batch(data: Prepared, tmp_pat
     assert not torch.allclose(other, whole, atol=1e-2, rtol=1e-2)
 
 
-def test_half_the_precision_learns_nearly_the_same(data: Prepared, tmp_path: Path) -> None:
+def test_half_the_precision_learns_nearly_the_same(data: PreparedTable, tmp_path: Path) -> None:
     whole = trained(data, tmp_path, RECIPE)
     rough = trained(data, tmp_path, replace(RECIPE, training_precision="bfloat16"))
     assert not torch.equal(rough, whole)

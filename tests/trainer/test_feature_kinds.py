@@ -36,7 +36,7 @@ def test_a_column_without_values_is_left_out_and_said(tmp_path: Path) -> None:
         tmp_path, {"x": np.arange(50.0), "gone": pa.nulls(50), "empty": pa.array([None] * 50, pa.float64())}
     )
     assert data.schema.names == ("x",)
-    assert {e.name: e.reason for e in data.excluded} == dict.fromkeys(
+    assert {e.name: e.reason for e in data.excluded_columns} == dict.fromkeys(
         ("gone", "empty"), "no values in the training rows"
     )
 

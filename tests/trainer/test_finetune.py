@@ -18,12 +18,12 @@ from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Feature, Schema
 from tests.trainer.tables import write
 from trainer import finetune
-from trainer.data import encode
+from trainer.data import encode_table
 from trainer.evaluate import held_out
 from trainer.fit import Interrupted
 from trainer.job import Result, train
 from trainer.settings import TrainConfig
-from trainer.tables import index_records, open_source
+from trainer.tables import index_records, open_tables
 
 SMALL: dict[str, Any] = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,)}
 NUMBERS = tuple(Feature(f"x{i}", "continuous") for i in range(3))
@@ -78,11 +78,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nats(result: Result, folder: Path) -> float:
     """Of other records of the plant, in the units of the fleet."""
     table = write(folder / "held.parquet", plant(np.random.default_rng(2), 500))
-    source = open_source([table], "wide", None, None)
-    source.columns = list(source.schema.names)
+    source = open_tables([table], "wide", None, None)
+    source.feature_columns = list(source.schema.names)
     index_records(source)
     (folder / "held").mkdir(exist_ok=True)
-    values, _ = encode(source, result.data.schema, folder / "held")
+    values, _ = encode_table(source, result.data.schema, folder / "held")
     data = replace(result.data, values=values, ranks=None, split=np.zeros(len(values), np.uint8))
     scales = float(sum(np.log(f.scale) for f in result.data.schema.features))
     return held_out(result.model, data, np.arange(len(values)), 2, 0).mean + scales

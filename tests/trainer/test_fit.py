@@ -16,7 +16,7 @@ from deformer_stream.model.deformer import DEformer, ModelConfig
 from tests.trainer.tables import correlated, entropy, mixed, prepared
 from trainer import checkpoint
 from trainer.budget import Budget, Costs
-from trainer.data import CALIBRATION, Prepared
+from trainer.data import CALIBRATION, PreparedTable
 from trainer.evaluate import held_out
 from trainer.fit import Interrupted, Recipe, TrainingResult, TrainingRun, low_precision
 from trainer.sampling import Noise, arrange, random_keys, seeded, take
@@ -27,12 +27,12 @@ RECIPE = Recipe(batch=32, learning_rate=3e-3, epochs=4, smoothing=0.05)
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def data(tmp_path_factory: pytest.TempPathFactory) -> PreparedTable:
     return prepared(tmp_path_factory.mktemp("data"), mixed(np.random.default_rng(3), 300))
 
 
 def start(
-    data: Prepared,
+    data: PreparedTable,
     folder: Path,
     recipe: Recipe = RECIPE,
     budget: Budget | None = None,
@@ -54,7 +54,7 @@ def stopping_at(fit: TrainingRun, step: int) -> Callable[[], bool]:
 
 @pytest.mark.parametrize(("at", "config"), [(1, SMALL), (7, SMALL), (13, SMALL), (5, WIDE)])
 def test_interrupted_and_resumed_equals_uninterrupted(
-    data: Prepared, tmp_path: Path, at: int, config: ModelConfig
+    data: PreparedTable, tmp_path: Path, at: int, config: ModelConfig
 ) -> None:
     whole = start(data, tmp_path / "whole", config=config).run()
     first = start(data, tmp_path / "parts", config=config)
@@ -72,7 +72,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
         assert {k: v for k, v in a.items() if k != "seconds"} == {k: v for k, v in b.items() if k != "seconds"}
 
 
-def test_same_seed_same_weights_other_seed_others(data: Prepared, tmp_path: Path) -> None:
+def test_same_seed_same_weights_other_seed_others(data: PreparedTable, tmp_path: Path) -> None:
     runs = [start(data, tmp_path).run() for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(weights(runs[0]), weights(runs[1]), strict=True))
     other = start(data, tmp_path)
@@ -80,7 +80,7 @@ def test_same_seed_same_weights_other_seed_others(data: Prepared, tmp_path: Path
     assert any(not torch.equal(a, b) for a, b in zip(weights(runs[0]), weights(other.run()), strict=True))
 
 
-def test_training_in_bfloat16_reaches_about_the_likelihood_of_float32(data: Prepared, tmp_path: Path) -> None:
+def test_training_in_bfloat16_reaches_about_the_likelihood_of_float32(data: PreparedTable, tmp_path: Path) -> None:
     recipe = replace(RECIPE, training_precision="bfloat16", optimizer="adam")
     rough, exact = (
         start(data, tmp_path / name, r, config=WIDE)
@@ -111,7 +111,7 @@ def test_automatic_precision_is_bfloat16_only_on_cpus_with_amx(
     assert low_precision("auto", torch.device("cuda"))
 
 
-def test_resume_refuses_other_data_or_options(data: Prepared, tmp_path: Path) -> None:
+def test_resume_refuses_other_data_or_options(data: PreparedTable, tmp_path: Path) -> None:
     first = start(data, tmp_path, learning_rate=1e-3)
     with pytest.raises(Interrupted):
         first.run(stopping_at(first, 2))
@@ -121,7 +121,7 @@ def test_resume_refuses_other_data_or_options(data: Prepared, tmp_path: Path) ->
         start(data, tmp_path, learning_rate=1e-2).restore(state)
 
 
-def test_a_damaged_checkpoint_is_refused_by_name(data: Prepared, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_by_name(data: PreparedTable, tmp_path: Path) -> None:
     first = start(data, tmp_path)
     with pytest.raises(Interrupted):
         first.run(stopping_at(first, 1))
@@ -131,7 +131,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(data: Prepared, tmp_path: Path)
         checkpoint.load_state(tmp_path)
 
 
-def test_training_ends_within_its_time(data: Prepared, tmp_path: Path) -> None:
+def test_training_ends_within_its_time(data: PreparedTable, tmp_path: Path) -> None:
     now = 0.0
 
     def clock() -> float:
@@ -148,20 +148,20 @@ def test_training_ends_within_its_time(data: Prepared, tmp_path: Path) -> None:
     assert 20 <= len(fitted.history) <= 32
 
 
-def test_when_the_time_is_gone_before_the_first_step_there_is_one_all_the_same(data: Prepared, tmp_path: Path) -> None:
+def test_when_the_time_is_gone_before_the_first_step_there_is_one_all_the_same(data: PreparedTable, tmp_path: Path) -> None:
     fitted = start(data, tmp_path, budget=Budget(limit=5.0, spent=7.0)).run()
     assert fitted.steps == 1
     assert len(fitted.history) == 1
 
 
-def test_training_stops_when_validation_no_longer_improves(data: Prepared, tmp_path: Path) -> None:
+def test_training_stops_when_validation_no_longer_improves(data: PreparedTable, tmp_path: Path) -> None:
     fitted = start(data, tmp_path, replace(RECIPE, learning_rate=0.03, epochs=400, smoothing=0.0, patience=3)).run()
     assert fitted.stopped_early
     validation = [row["validation"] for row in fitted.history]
     assert validation.index(min(validation)) == len(validation) - 4
 
 
-def test_diverging_training_says_so(data: Prepared, tmp_path: Path) -> None:
+def test_diverging_training_says_so(data: PreparedTable, tmp_path: Path) -> None:
     fit = start(data, tmp_path)
     with torch.no_grad():
         next(fit.model.parameters()).fill_(torch.nan)
@@ -177,7 +177,7 @@ def test_held_out_likelihood_nears_the_entropy_of_a_gaussian(tmp_path: Path) -> 
     torch.manual_seed(0)
     recipe = Recipe(batch=128, learning_rate=5e-3, epochs=12)
     fitted = TrainingRun(data, DEformer(data.schema, config), recipe, 0, tmp_path, Budget(), {}).run()
-    nll = held_out(fitted.model, data, data.rows(CALIBRATION), 4, 1).mean
+    nll = held_out(fitted.model, data, data.select_rows(CALIBRATION), 4, 1).mean
     truth = entropy(covariance, np.array([f.scale for f in data.schema.features]))
     untrained = entropy(np.eye(4), np.ones(4))
     assert truth - 0.06 < nll < truth + 0.12 < untrained - 1.0
@@ -204,7 +204,7 @@ def test_missing_readings_are_left_out() -> None:
     assert empty.tolist() == [[-1], [-1]]
 
 
-def test_noise_spreads_gridded_readings_over_one_quantum(data: Prepared) -> None:
+def test_noise_spreads_gridded_readings_over_one_quantum(data: PreparedTable) -> None:
     noise = Noise.of(data.schema, forget=0.2)
     values = torch.zeros(20_000, 4)
     values[0] = torch.nan

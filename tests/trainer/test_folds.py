@@ -9,7 +9,7 @@ import pytest
 
 from deformer_stream import model_store
 from tests.trainer.tables import mixed, write
-from trainer.data import CALIBRATION, TRAIN, VALIDATION, DataOptions, prepare
+from trainer.data import CALIBRATION, TRAIN, VALIDATION, DataOptions, prepare_table
 from trainer.folds import siblings
 from trainer.job import train
 from trainer.settings import TrainConfig
@@ -21,7 +21,7 @@ SMALL = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 
 def test_each_record_is_held_out_once(tmp_path: Path, rng: np.random.Generator, folds: int) -> None:
     table = write(tmp_path / "table.parquet", mixed(rng, 101))
     (tmp_path / "work").mkdir()
-    data = prepare([table], DataOptions(calibration_share=1 / folds), tmp_path / "work")
+    data = prepare_table([table], DataOptions(calibration_share=1 / folds), tmp_path / "work")
     parts = [data, *siblings(data, folds, seed=3)]
     assert len(parts) == folds
     held_out = np.stack([part.split == CALIBRATION for part in parts])

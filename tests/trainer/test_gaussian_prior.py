@@ -13,32 +13,32 @@ from deformer_stream.model.deformer import DEformer, ModelConfig
 from tests.trainer.tables import correlated, entropy, mixed, prepared
 from trainer import checkpoint, gaussian_prior
 from trainer.budget import Budget
-from trainer.data import CALIBRATION, TRAIN, VALIDATION, Prepared
+from trainer.data import CALIBRATION, TRAIN, VALIDATION, PreparedTable
 from trainer.evaluate import held_out
 from trainer.fit import Interrupted, Recipe, TrainingRun
 
 CONFIG = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,))
 
 
-def numbers(folder: Path, x: np.ndarray, **columns: Any) -> Prepared:  # type: ignore[type-arg]
+def numbers(folder: Path, x: np.ndarray, **columns: Any) -> PreparedTable:  # type: ignore[type-arg]
     return prepared(folder, {f"x{i}": column for i, column in enumerate(x.T)} | columns)
 
 
-def untrained(data: Prepared, guides: gaussian_prior.CrossFittedPriors) -> DEformer:
+def untrained(data: PreparedTable, guides: gaussian_prior.CrossFittedPriors) -> DEformer:
     torch.manual_seed(0)
-    model = DEformer(data.schema, ModelConfig(**{**CONFIG.to_json(), "gaussians": guides.components}))
-    model.gaussians = guides.whole
+    model = DEformer(data.schema, ModelConfig(**{**CONFIG.to_json(), "gaussians": guides.num_components}))
+    model.gaussians = guides.full
     return model.eval()
 
 
 def test_one_gaussian_for_a_gaussian_and_its_covariance(tmp_path: Path) -> None:
     x, covariance = correlated(np.random.default_rng(0), 4000)
     data = numbers(tmp_path, x)
-    guides = gaussian_prior.fit(data, most=8, seed=0)
+    guides = gaussian_prior.fit_priors(data, max_components=8, seed=0)
     assert guides is not None
     scales = np.array([f.scale for f in data.schema.features])
-    assert guides.components == 1
-    np.testing.assert_allclose(guides.whole.covariances[0, 0], covariance / np.outer(scales, scales), atol=0.08)
+    assert guides.num_components == 1
+    np.testing.assert_allclose(guides.full.covariances[0, 0], covariance / np.outer(scales, scales), atol=0.08)
     assert guides.nll == pytest.approx(entropy(covariance, scales), abs=0.1)
 
 
@@ -46,10 +46,10 @@ def test_clusters_get_components_of_their_own(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     centres = np.array([[-6.0, 0.0], [6.0, 0.0], [0.0, 9.0]])
     x = centres[rng.integers(0, 3, 1500)] + rng.normal(size=(1500, 2))
-    guides = gaussian_prior.fit(numbers(tmp_path, x), most=8, seed=0)
+    guides = gaussian_prior.fit_priors(numbers(tmp_path, x), max_components=8, seed=0)
     assert guides is not None
-    assert guides.components == 3
-    assert gaussian_prior.fit(numbers(tmp_path, x), most=2, seed=0).components == 2  # type: ignore[union-attr]
+    assert guides.num_components == 3
+    assert gaussian_prior.fit_priors(numbers(tmp_path, x), max_components=2, seed=0).num_components == 2  # type: ignore[union-attr]
 
 
 def test_a_value_that_keeps_coming_back_has_its_mass(tmp_path: Path) -> None:
@@ -60,31 +60,31 @@ def test_a_value_that_keeps_coming_back_has_its_mass(tmp_path: Path) -> None:
     x = np.stack([flow, rng.normal(size=1500), rng.normal(size=1500)], 1)
     data = numbers(tmp_path, x)
     assert "of them 0.2" in data.schema.features[0].reason
-    guides = gaussian_prior.fit(data, most=8, seed=0)
+    guides = gaussian_prior.fit_priors(data, max_components=8, seed=0)
     assert guides is not None
-    weights = guides.whole.log_weights[0].exp()
-    narrow = guides.whole.covariances[0, :, 0, 0].sqrt() < 0.02
+    weights = guides.full.log_weights[0].exp()
+    narrow = guides.full.covariances[0, :, 0, 0].sqrt() < 0.02
     assert float(weights[narrow].sum()) == pytest.approx(0.3, abs=0.04)
     place = data.schema.normalise(np.array([0]), np.array([0.2]))[0]
-    assert guides.whole.means[0, narrow, 0].numpy() == pytest.approx(place, abs=0.02)
+    assert guides.full.means[0, narrow, 0].numpy() == pytest.approx(place, abs=0.02)
 
 
 def test_no_guide_where_there_is_nothing_to_guide(tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     for name, data in (
         ("labels", prepared(tmp_path, {"a": rng.choice(["x", "y"], 100).tolist()})),
-        ("wide", numbers(tmp_path, rng.normal(size=(100, gaussian_prior.WIDEST_TABLE + 1)))),
+        ("wide", numbers(tmp_path, rng.normal(size=(100, gaussian_prior.MAX_FEATURES + 1)))),
     ):
-        assert gaussian_prior.fit(data, most=4, seed=0) is None, name
-    assert gaussian_prior.fit(numbers(tmp_path, rng.normal(size=(100, 2))), most=0, seed=0) is None
+        assert gaussian_prior.fit_priors(data, max_components=4, seed=0) is None, name
+    assert gaussian_prior.fit_priors(numbers(tmp_path, rng.normal(size=(100, 2))), max_components=0, seed=0) is None
 
 
 def test_a_variant_has_not_seen_the_records_of_its_fold(tmp_path: Path) -> None:
     """With few records in many dimensions the whole fit flatters its own records; the variants do not."""
     data = numbers(tmp_path, np.random.default_rng(3).normal(size=(90, 20)))
-    guides = gaussian_prior.fit(data, most=1, seed=0)
+    guides = gaussian_prior.fit_priors(data, max_components=1, seed=0)
     assert guides is not None
-    rows = data.rows(TRAIN)
+    rows = data.select_rows(TRAIN)
     values = torch.from_numpy(np.asarray(data.values[rows])).double()
     features = torch.arange(20).repeat(len(rows), 1)
 
@@ -92,11 +92,11 @@ def test_a_variant_has_not_seen_the_records_of_its_fold(tmp_path: Path) -> None:
         z = (values.unsqueeze(-1) - guide.means) / guide.scales
         return float((0.5 * z * z + guide.scales.log()).sum((1, 2)).mean())
 
-    flattered = nats(guides.whole(features, values))
-    honest = nats(guides.without_own_fold(features, values, rows))
-    held = data.rows(CALIBRATION)
+    flattered = nats(guides.full(features, values))
+    honest = nats(guides.compute_conditionals(features, values, rows))
+    held = data.select_rows(CALIBRATION)
     values = torch.from_numpy(np.asarray(data.values[held])).double()
-    fresh = nats(guides.whole(torch.arange(20).repeat(len(held), 1), values))
+    fresh = nats(guides.full(torch.arange(20).repeat(len(held), 1), values))
     assert flattered < honest - 2.0
     assert abs(honest - fresh) < 0.6 * (fresh - flattered)
 
@@ -105,38 +105,38 @@ def test_missing_readings_do_not_flatten_the_covariance(tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
     x = rng.multivariate_normal([0, 0], [[1, 0.9], [0.9, 1]], 3000)
     x[rng.random(x.shape) < 0.4] = np.nan
-    guides = gaussian_prior.fit(numbers(tmp_path, x), most=1, seed=0)
+    guides = gaussian_prior.fit_priors(numbers(tmp_path, x), max_components=1, seed=0)
     assert guides is not None
-    covariance = guides.whole.covariances[0, 0]
+    covariance = guides.full.covariances[0, 0]
     correlation = float(covariance[0, 1] / (covariance[0, 0] * covariance[1, 1]).sqrt())
     assert correlation == pytest.approx(0.9, abs=0.05)
 
 
 def test_equal_seeds_give_equal_guides(tmp_path: Path) -> None:
     data = prepared(tmp_path, mixed(np.random.default_rng(5), 300))
-    first, again, other = (gaussian_prior.fit(data, 4, seed) for seed in (0, 0, 1))
+    first, again, other = (gaussian_prior.fit_priors(data, 4, seed) for seed in (0, 0, 1))
     assert first is not None
     assert again is not None
     assert other is not None
-    assert torch.equal(first.whole.covariances, again.whole.covariances)
-    assert torch.equal(first.folds.means, again.folds.means)
-    assert not np.array_equal(first.fold_of, other.fold_of)
+    assert torch.equal(first.full.covariances, again.full.covariances)
+    assert torch.equal(first.by_fold.means, again.by_fold.means)
+    assert not np.array_equal(first.fold_by_row, other.fold_by_row)
 
 
 def test_a_guided_network_knows_a_gaussian_before_training(tmp_path: Path) -> None:
     x, covariance = correlated(np.random.default_rng(6), 3000)
     data = numbers(tmp_path, x)
-    guides = gaussian_prior.fit(data, 4, seed=0)
+    guides = gaussian_prior.fit_priors(data, 4, seed=0)
     assert guides is not None
     truth = entropy(covariance, np.array([f.scale for f in data.schema.features]))
-    nll = held_out(untrained(data, guides), data, data.rows(CALIBRATION), 2, 0).mean
+    nll = held_out(untrained(data, guides), data, data.select_rows(CALIBRATION), 2, 0).mean
     assert nll < truth + 0.9
-    assert held_out(DEformer(data.schema, CONFIG), data, data.rows(CALIBRATION), 2, 0).mean > truth + 2.0
+    assert held_out(DEformer(data.schema, CONFIG), data, data.select_rows(CALIBRATION), 2, 0).mean > truth + 2.0
 
 
 def test_guided_training_resumes_to_the_bit_and_learns(tmp_path: Path) -> None:
     data = prepared(tmp_path, mixed(np.random.default_rng(7), 300))
-    guides = gaussian_prior.fit(data, 4, seed=0)
+    guides = gaussian_prior.fit_priors(data, 4, seed=0)
     assert guides is not None
     recipe = Recipe(batch=32, learning_rate=3e-3, epochs=4)
 
@@ -144,9 +144,9 @@ def test_guided_training_resumes_to_the_bit_and_learns(tmp_path: Path) -> None:
         (tmp_path / name).mkdir(exist_ok=True)
         return TrainingRun(data, untrained(data, guides), recipe, 0, tmp_path / name, Budget(), {}, guides)
 
-    before = held_out(untrained(data, guides), data, data.rows(CALIBRATION), 4, 0).mean
+    before = held_out(untrained(data, guides), data, data.select_rows(CALIBRATION), 4, 0).mean
     whole = start("whole").run()
-    assert held_out(whole.model, data, data.rows(CALIBRATION), 4, 0).mean < before
+    assert held_out(whole.model, data, data.select_rows(CALIBRATION), 4, 0).mean < before
     first = start("parts")
     with pytest.raises(Interrupted):
         first.run(lambda: first.step >= 5)
@@ -164,10 +164,10 @@ def test_a_narrow_cluster_stays_narrow(tmp_path: Path) -> None:
     rng = np.random.default_rng(8)
     wide, narrow = rng.normal(size=(1000, 2)), np.array([3.0, 3.0]) + 0.01 * rng.normal(size=(500, 2))
     data = numbers(tmp_path, np.concatenate([wide, narrow])[rng.permutation(1500)])
-    guides = gaussian_prior.fit(data, most=8, seed=0)
+    guides = gaussian_prior.fit_priors(data, max_components=8, seed=0)
     assert guides is not None
     scales = np.array([f.scale for f in data.schema.features])
-    spreads = guides.whole.covariances[0].diagonal(dim1=1, dim2=2).sqrt().numpy() * scales
+    spreads = guides.full.covariances[0].diagonal(dim1=1, dim2=2).sqrt().numpy() * scales
     assert spreads.max(1).min() < 0.02
 
 
@@ -180,23 +180,23 @@ def test_in_a_hurry_one_gaussian_has_to_do(tmp_path: Path) -> None:
         asked.append(True)
         return len(asked) > 1
 
-    assert gaussian_prior.fit(data, 8, 0, lambda: True).components == 1  # type: ignore[union-attr]
-    assert gaussian_prior.fit(data, 8, 0, hurry).components == 2  # type: ignore[union-attr]
-    assert gaussian_prior.fit(data, 8, 0).components >= 3  # type: ignore[union-attr]
+    assert gaussian_prior.fit_priors(data, 8, 0, lambda: True).num_components == 1  # type: ignore[union-attr]
+    assert gaussian_prior.fit_priors(data, 8, 0, hurry).num_components == 2  # type: ignore[union-attr]
+    assert gaussian_prior.fit_priors(data, 8, 0).num_components >= 3  # type: ignore[union-attr]
 
     x[::7, 0] = np.nan  # gaps are filled anew from the mixture: what was found for it stays
     asked.clear()
-    assert gaussian_prior.fit(numbers(tmp_path, x), 8, 0, hurry).components == 2  # type: ignore[union-attr]
+    assert gaussian_prior.fit_priors(numbers(tmp_path, x), 8, 0, hurry).num_components == 2  # type: ignore[union-attr]
 
 
 def test_no_run_ends_worse_than_its_guide(tmp_path: Path) -> None:
     x, _ = correlated(np.random.default_rng(10), 600)
     data = numbers(tmp_path, x)
-    guides = gaussian_prior.fit(data, 4, seed=0)
+    guides = gaussian_prior.fit_priors(data, 4, seed=0)
     assert guides is not None
     recipe = Recipe(batch=32, learning_rate=1.0, epochs=2, clip=1e6)  # far too much
     model = untrained(data, guides)
-    rows = data.rows(VALIDATION)
+    rows = data.select_rows(VALIDATION)
     before = held_out(model, data, rows, 4, 0).mean
     assert before == pytest.approx(guides.nll, abs=0.25)
     fitted = TrainingRun(data, model, recipe, 0, tmp_path, Budget(), {}, guides).run()

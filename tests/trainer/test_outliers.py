@@ -9,7 +9,7 @@ import pytest
 
 from deformer_stream import model_store
 from tests.trainer.tables import mixed, prepared, write
-from trainer.data import CALIBRATION, LEFT_OUT, Prepared
+from trainer.data import CALIBRATION, LEFT_OUT, PreparedTable
 from trainer.folds import siblings
 from trainer.job import train
 from trainer.outliers import distances, drop_outliers
@@ -19,7 +19,7 @@ SMALL = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 
 
 
 @pytest.fixture
-def dirty(tmp_path: Path, rng: np.random.Generator) -> Prepared:
+def dirty(tmp_path: Path, rng: np.random.Generator) -> PreparedTable:
     """Forty of four hundred records are like each other and unlike the rest: their neighbours vouch for them."""
     columns = mixed(rng, 400)
     columns["b"][:40] = 4.0 + 0.05 * rng.normal(size=40)
@@ -27,19 +27,19 @@ def dirty(tmp_path: Path, rng: np.random.Generator) -> Prepared:
     return prepared(tmp_path, columns)
 
 
-def test_a_cluster_of_anomalies_is_far_from_the_others(dirty: Prepared) -> None:
+def test_a_cluster_of_anomalies_is_far_from_the_others(dirty: PreparedTable) -> None:
     far = distances(dirty, 0)
     assert np.isfinite(far).all()
     assert (far[:40].min() > np.sort(far[40:])[: int(0.95 * 360)]).all()
 
 
-def test_they_are_left_out_of_training_alone(dirty: Prepared) -> None:
+def test_they_are_left_out_of_training_alone(dirty: PreparedTable) -> None:
     clean = drop_outliers(dirty, 0.1, 0)
     out = clean.split == LEFT_OUT
     assert out[:40].sum() + (dirty.split[:40] == CALIBRATION).sum() >= 36
     assert out.sum() <= 40
     assert ((clean.split == CALIBRATION) == (dirty.split == CALIBRATION)).all()
-    assert clean.summary()["rows"]["left_out"] == out.sum()
+    assert clean.summarize()["rows"]["left_out"] == out.sum()
     assert drop_outliers(dirty, 0.0, 0) is dirty
     for fold in siblings(clean, 3, 0):
         assert ((fold.split == LEFT_OUT) == out).all()

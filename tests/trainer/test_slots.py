@@ -13,17 +13,17 @@ from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.time_slots import single
 from deformer_stream.model.windows import Window
 from tests.series import series, table_of
-from trainer.data import DataOptions, Prepared, prepare
+from trainer.data import DataOptions, PreparedTable, prepare_table
 
 SECOND = 1_000_000
 MINUTE = Window(60 * SECOND, 6)
 
 
-def prepared(folder: Path, events: list[dict[str, Any]], **options: Any) -> Prepared:
+def prepared(folder: Path, events: list[dict[str, Any]], **options: Any) -> PreparedTable:
     (folder / "work").mkdir(exist_ok=True)
     pq.write_table(table_of(events), folder / "events.parquet", row_group_size=97)
     options = {"window": MINUTE, "once": ("site",)} | options
-    return prepare([folder / "events.parquet"], DataOptions(**options), folder / "work")
+    return prepare_table([folder / "events.parquet"], DataOptions(**options), folder / "work")
 
 
 def test_a_record_is_a_window_and_a_column_a_slot(tmp_path: Path) -> None:
@@ -43,9 +43,9 @@ def test_a_record_is_a_window_and_a_column_a_slot(tmp_path: Path) -> None:
         expected[row[event["device"], event["time"] // 60], code] = value
     raw = data.schema.denormalise(np.arange(13), np.asarray(data.values, np.float64))
     np.testing.assert_allclose(raw, expected, atol=1e-5)
-    assert data.ranks is not None
-    assert (data.ranks[0] >= 0).sum() == np.isfinite(expected[0]).sum()
-    flow = data.ranks[0, data.schema.places["flow"][0] + np.arange(6)]
+    assert data.arrival_ranks is not None
+    assert (data.arrival_ranks[0] >= 0).sum() == np.isfinite(expected[0]).sum()
+    flow = data.arrival_ranks[0, data.schema.places["flow"][0] + np.arange(6)]
     assert (np.diff(flow[flow >= 0]) > 0).all(), "slots of a sensor come in the order of time"
 
 
@@ -61,7 +61,7 @@ def test_a_window_without_slots_keeps_names(tmp_path: Path) -> None:
     data = prepared(tmp_path, series(40, seed=0), window=Window(60 * SECOND), once=())
     assert set(data.schema.names) == {"flow", "pressure", "site"}
     assert data.schema.window == Window(60 * SECOND)
-    assert data.skipped["repeated events (record and feature)"] > 300, "the first of a window counts"
+    assert data.skipped_by_reason["repeated events (record and feature)"] > 300, "the first of a window counts"
 
 
 def test_a_second_reading_of_a_slot_and_what_is_in_no_window(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_second_reading_of_a_slot_and_what_is_in_no_window(tmp_path: Path) -> 
     more = [{**events[0], "value": 7, "time": events[0]["time"] + 1e-3}, {**events[0], "device": None}]
     data = prepared(tmp_path, [*events, *more, {**events[0], "time": None}])
     assert data.values.shape[0] == 41
-    assert data.skipped == {
+    assert data.skipped_by_reason == {
         "repeated events (record and feature)": 1,
         "events without device, time or feature": 2,
     }
