@@ -71,8 +71,8 @@ def _stages(model: DEformer, features: int, folder: Path, polls: int = 9) -> dic
         events, _ = codec.decode(data)
         timed("decode", began)
         began = time.perf_counter()
-        accepted, _ = records.accept(events, 0)
-        records.release(accepted.ended)
+        accepted, _ = records.ingest(events, 0)
+        records.release(accepted.close_reasons)
         timed("accept", began)
         began = time.perf_counter()
         effects = engine.handle(events, 0)
@@ -107,13 +107,13 @@ def memory(options: argparse.Namespace, folder: Path) -> Rows:
     model = model_of("small", features, options.gaussians, options.precision)
     before = resident()
     for open_records in (OPEN, options.records):
-        engine = Engine(model, calm_calibration(), "benchmark", 0.01, Limits(open_records=2 * open_records))
+        engine = Engine(model, calm_calibration(), "benchmark", 0.01, Limits(max_open_records=2 * open_records))
         _fill(engine, open_records, 20)
         filled = resident() - before
         recent = _rate(engine, range(20, 26), open_records, OPEN)
-        engine.take_rebuilds()
+        engine.pop_cache_rebuilds()
         anywhere = _rate(engine, range(26, 32), open_records, open_records)
-        possible = ceiling_of(model, 20 * round(engine.take_rebuilds() / (6 * OPEN)))
+        possible = ceiling_of(model, 20 * round(engine.pop_cache_rebuilds() / (6 * OPEN)))
         yield {
             "preset": "small",
             "features": features,
@@ -147,7 +147,7 @@ def _fill(engine: Engine, records: int, readings: int) -> None:
     for start in range(0, records, 4096):
         rows = np.repeat(np.arange(start, min(records, start + 4096)), readings)
         codes = np.tile(np.arange(readings), len(rows) // readings)
-        engine.records.accept(replace(_events(rows, codes), rows=np.arange(0, len(rows) + 1, readings)), 0)
+        engine.records.ingest(replace(_events(rows, codes), row_boundaries=np.arange(0, len(rows) + 1, readings)), 0)
 
 
 def _rate(engine: Engine, places: range, records: int, among: int) -> int:
@@ -220,7 +220,7 @@ def _alone(model: DEformer, features: int) -> float:
         records = POLL // features
         rows = np.repeat(np.arange(records) + turn * POLL, features)
         events = _events(rows, np.tile(np.arange(features), records))
-        events = replace(events, rows=features * np.arange(records + 1))
+        events = replace(events, row_boundaries=features * np.arange(records + 1))
         began = time.perf_counter()
         engine.handle(events, 0)
         rates.append(len(rows) / (time.perf_counter() - began))

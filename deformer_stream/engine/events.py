@@ -19,7 +19,7 @@ NO_TIME = int(np.iinfo(np.int64).min)
 """The time of an event that carries none (times are microseconds since 1970, UTC)."""
 
 
-class Reason(StrEnum):
+class RejectionReason(StrEnum):
     """Why an event was refused. The values are the `reason` label of metrics and dead letters."""
 
     NOT_JSON = "not_json"
@@ -33,7 +33,7 @@ class Reason(StrEnum):
     FUTURE = "future"
 
 
-class Closing(StrEnum):
+class CloseReason(StrEnum):
     """Why a record was closed."""
 
     COMPLETE = "complete"
@@ -51,7 +51,7 @@ class Closing(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Windowed:
+class WindowMembership:
     """Which of N events belong to a window of their device's time.
 
     devices: N names, "" where the event names its record itself. deadlines: (N,) int64 microseconds, the event time of
@@ -75,25 +75,25 @@ class EventBatch:
     at most once; None where nothing like it is known.
     """
 
-    records: list[str]
+    record_ids: list[str]
     features: NDArray[np.int32]
     values: NDArray[np.float64]
     times: NDArray[np.int64]
-    messages: NDArray[np.int32]
+    message_indices: NDArray[np.int32]
     partitions: NDArray[np.int32]
-    unseen: dict[int, str] = field(default_factory=dict)
-    windowed: Windowed | None = None
-    rows: NDArray[np.int64] | None = None
+    unseen_labels: dict[int, str] = field(default_factory=dict)
+    windows: WindowMembership | None = None
+    row_boundaries: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
-        return len(self.records)
+        return len(self.record_ids)
 
-    def names(self) -> tuple[list[str], NDArray[np.int64]]:
+    def records_of_rows(self) -> tuple[list[str], NDArray[np.int64]]:
         """Ids of records and, of each event, the place of its own among them, (N,): those of the rows or of all."""
-        if self.rows is None:
-            return self.records, np.arange(len(self.records))
-        begins = self.rows[:-1]
-        return [self.records[i] for i in begins.tolist()], np.repeat(np.arange(len(begins)), np.diff(self.rows))
+        if self.row_boundaries is None:
+            return self.record_ids, np.arange(len(self.record_ids))
+        begins = self.row_boundaries[:-1]
+        return [self.record_ids[i] for i in begins.tolist()], np.repeat(np.arange(len(begins)), np.diff(self.row_boundaries))
 
     @staticmethod
     def empty() -> EventBatch:
@@ -102,37 +102,37 @@ class EventBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejection:
     """Readings of one message that are refused for one reason. message: index into the poll. detail: one line that
     names the offending thing. readings: how many, 1 for a message that is refused whole."""
 
-    message: int
-    reason: Reason
+    message_index: int
+    reason: RejectionReason
     detail: str
-    readings: int = 1
+    num_readings: int = 1
 
     @staticmethod
-    def merged(refusals: Iterable[Rejected]) -> list[Rejected]:
+    def merge_by_message(refusals: Iterable[Rejection]) -> list[Rejection]:
         """By message, one for each reason: it names the first thing and counts the others. A message is kept once for
         each reason, so what it costs to refuse one is bounded, however many readings it has."""
-        first: dict[tuple[int, Reason], Rejected] = {}
-        counts: Counter[tuple[int, Reason]] = Counter()
+        first: dict[tuple[int, RejectionReason], Rejection] = {}
+        counts: Counter[tuple[int, RejectionReason]] = Counter()
         for refusal in refusals:
-            key = refusal.message, refusal.reason
+            key = refusal.message_index, refusal.reason
             first.setdefault(key, refusal)
-            counts[key] += refusal.readings
-        merged = [one._standing_for(counts[key]) for key, one in first.items()]
-        return sorted(merged, key=lambda refusal: refusal.message)
+            counts[key] += refusal.num_readings
+        merged = [one._with_num_readings(counts[key]) for key, one in first.items()]
+        return sorted(merged, key=lambda refusal: refusal.message_index)
 
-    def _standing_for(self, readings: int) -> Rejected:
-        if readings == self.readings:
+    def _with_num_readings(self, readings: int) -> Rejection:
+        if readings == self.num_readings:
             return self
-        more = f"{self.detail} (and {readings - self.readings} more of this message)"
-        return Rejected(self.message, self.reason, more, readings)
+        more = f"{self.detail} (and {readings - self.num_readings} more of this message)"
+        return Rejection(self.message_index, self.reason, more, readings)
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredReadings:
     """M accepted events, in order of acceptance, where readings of one time wait for each other in that of decision.
 
     events: (M,) index into the batch. seq: (M,) int32 place in the record, from 0. log_likelihood: (M,) natural log of
@@ -141,25 +141,25 @@ class Scored:
     alert: (M,) bool, true on the events that raised an alert of the record. A block of ties counts at its last event.
     """
 
-    events: NDArray[np.int64]
+    event_indices: NDArray[np.int64]
     seq: NDArray[np.int32]
     log_likelihood: NDArray[np.float64]
-    running: NDArray[np.float64]
+    running_log_likelihood: NDArray[np.float64]
     score: NDArray[np.float64]
     p_value: NDArray[np.float64]
-    alert: NDArray[np.bool_]
+    is_alert: NDArray[np.bool_]
 
     def __len__(self) -> int:
-        return len(self.events)
+        return len(self.event_indices)
 
     @staticmethod
-    def empty() -> Scored:
+    def empty() -> ScoredReadings:
         f = np.empty(0)
-        return Scored(np.empty(0, np.int64), np.empty(0, np.int32), f, f, f, f, np.empty(0, np.bool_))
+        return ScoredReadings(np.empty(0, np.int64), np.empty(0, np.int32), f, f, f, f, np.empty(0, np.bool_))
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedRange:
     """What the model expected of a reading, raw units: 5% quantile, median, 95% quantile; or the likeliest label."""
 
     low: float | None
@@ -181,7 +181,7 @@ class Contribution:
     feature: str
     value: float | str | None
     surprise: float
-    expected: Expected
+    expected: ExpectedRange
     attribution: float | None = None
     leave_one_out: float | None = None
     relief: float | None = None
@@ -199,7 +199,7 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True)
-class AlertRaised:
+class Alert:
     """A record became improbable. raised_at: number of readings accepted when it did. message: index into the poll, −1
     where the clock decided a block of ties. partition: the record's. ended: the batch closed it, for a reason that the
     log tells. severity: 1 for the largest alpha that was asked for, 2 for the next, …"""
@@ -215,16 +215,16 @@ class AlertRaised:
     score: float
     running_log_likelihood: float
     model: str
-    message: int
+    message_index: int
     contributions: tuple[Contribution, ...]
     partition: int = 0
-    ended: bool = False
+    is_record_closed: bool = False
     severity: int = 1
     silenced_by: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class ClosedRecords:
     """R records that ended, as parallel lists.
 
     sources: (R,) int32 partitions. complete: nothing more was awaited. anomaly_score: ranks whole records, larger is
@@ -235,11 +235,11 @@ class Closed:
     raised one, `QUIET` where none did. score: the running statistic in the end, larger is more anomalous.
     """
 
-    records: list[str]
-    reasons: list[Closing]
+    record_ids: list[str]
+    reasons: list[CloseReason]
     partitions: NDArray[np.int32]
-    events: NDArray[np.int32]
-    complete: NDArray[np.bool_]
+    num_readings: NDArray[np.int32]
+    is_complete: NDArray[np.bool_]
     log_likelihood: NDArray[np.float64]
     anomaly_score: NDArray[np.float64]
     p_value: NDArray[np.float64]
@@ -248,24 +248,24 @@ class Closed:
     score: NDArray[np.float64]
 
     def __len__(self) -> int:
-        return len(self.records)
+        return len(self.record_ids)
 
     @staticmethod
-    def empty() -> Closed:
+    def empty() -> ClosedRecords:
         f, i = np.empty(0), np.empty(0, np.int32)
-        return Closed([], [], i, i, np.empty(0, np.bool_), f, f, f, i, f, f)
+        return ClosedRecords([], [], i, i, np.empty(0, np.bool_), f, f, f, i, f, f)
 
     @staticmethod
-    def joined(parts: Sequence[Closed]) -> Closed:
+    def concatenate(parts: Sequence[ClosedRecords]) -> ClosedRecords:
         """Several closings as one, in order."""
         if not parts:
-            return Closed.empty()
-        return Closed(
-            [record for part in parts for record in part.records],
+            return ClosedRecords.empty()
+        return ClosedRecords(
+            [record for part in parts for record in part.record_ids],
             [reason for part in parts for reason in part.reasons],
             np.concatenate([part.partitions for part in parts]),
-            np.concatenate([part.events for part in parts]),
-            np.concatenate([part.complete for part in parts]),
+            np.concatenate([part.num_readings for part in parts]),
+            np.concatenate([part.is_complete for part in parts]),
             np.concatenate([part.log_likelihood for part in parts]),
             np.concatenate([part.anomaly_score for part in parts]),
             np.concatenate([part.p_value for part in parts]),
@@ -283,30 +283,30 @@ class Effects:
     now stand at the end of `batch`."""
 
     batch: EventBatch
-    scored: Scored
-    alerts: list[AlertRaised]
-    rejected: list[Rejected]
-    closed: Closed
-    drifts: list[DriftNotice] = field(default_factory=list)
-    evidence: Mapping[int, DriftState] = field(default_factory=dict)
-    waited: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    scored: ScoredReadings
+    alerts: list[Alert]
+    rejections: list[Rejection]
+    closed: ClosedRecords
+    drift_notices: list[DriftNotice] = field(default_factory=list)
+    drift_states: Mapping[int, DriftState] = field(default_factory=dict)
+    tie_timeouts: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
     def decisions(self) -> dict[int, Decisions]:
         """By partition, what was decided here that the partition's log cannot tell."""
         closed: dict[int, list[str]] = {}
-        alerted: dict[int, dict[str, AlertedState]] = {}
+        alerted: dict[int, dict[str, AlertState]] = {}
         for alert in self.alerts:
-            if not alert.ended:
-                mine, told = alerted.setdefault(alert.partition, {}), AlertedState(alert.raised_at - 1, alert.alpha)
+            if not alert.is_record_closed:
+                mine, told = alerted.setdefault(alert.partition, {}), AlertState(alert.raised_at - 1, alert.alpha)
                 mine[alert.record] = mine[alert.record] + told if alert.record in mine else told
-        rows = zip(self.closed.records, self.closed.reasons, self.closed.partitions.tolist(), strict=True)
+        rows = zip(self.closed.record_ids, self.closed.reasons, self.closed.partitions.tolist(), strict=True)
         for record, reason, partition in rows:
-            if reason in (Closing.TIMEOUT, Closing.EVICTED):
+            if reason in (CloseReason.TIMEOUT, CloseReason.EVICTED):
                 closed.setdefault(partition, []).append(record)
-        waited = {p: {record: (count,) for record, count in counts.items()} for p, counts in self.waited.items()}
+        waited = {p: {record: (count,) for record, count in counts.items()} for p, counts in self.tie_timeouts.items()}
         return {
-            p: Decisions(tuple(closed.get(p, ())), alerted.get(p, {}), self.evidence.get(p), waited.get(p, {}))
-            for p in sorted({*closed, *alerted, *self.evidence, *waited})
+            p: Decisions(tuple(closed.get(p, ())), alerted.get(p, {}), self.drift_states.get(p), waited.get(p, {}))
+            for p in sorted({*closed, *alerted, *self.drift_states, *waited})
         }
 
 
@@ -319,14 +319,14 @@ SUPPRESS_ALL = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class AlertedState:
+class AlertState:
     """A record has alerted. seq: place of the reading that raised the first alert. alpha: the strictest so far."""
 
     seq: int
     alpha: float = SUPPRESS_ALL
 
-    def __add__(self, later: AlertedState) -> AlertedState:
-        return AlertedState(self.seq, min(self.alpha, later.alpha))
+    def __add__(self, later: AlertState) -> AlertState:
+        return AlertState(self.seq, min(self.alpha, later.alpha))
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,19 +338,19 @@ class Decisions:
     when the clock decided a block of ties.
     """
 
-    closed: tuple[str, ...] = ()
-    alerted: Mapping[str, AlertedState] = field(default_factory=dict)
-    drift: DriftState | None = None
-    waited: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    closed_ids: tuple[str, ...] = ()
+    alert_states: Mapping[str, AlertState] = field(default_factory=dict)
+    drift_state: DriftState | None = None
+    tie_timeouts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.closed or self.alerted or self.drift or self.waited)
+        return bool(self.closed_ids or self.alert_states or self.drift_state or self.tie_timeouts)
 
     def __add__(self, later: Decisions) -> Decisions:
-        alerted = dict(self.alerted)
-        for record, told in later.alerted.items():
+        alerted = dict(self.alert_states)
+        for record, told in later.alert_states.items():
             alerted[record] = alerted[record] + told if record in alerted else told
-        waited = dict(self.waited)
-        for record, counts in later.waited.items():
+        waited = dict(self.tie_timeouts)
+        for record, counts in later.tie_timeouts.items():
             waited[record] = waited.get(record, ()) + counts
-        return Decisions(self.closed + later.closed, alerted, later.drift or self.drift, waited)
+        return Decisions(self.closed_ids + later.closed_ids, alerted, later.drift_state or self.drift_state, waited)

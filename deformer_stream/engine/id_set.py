@@ -20,18 +20,18 @@ class StringColumn:
     end."""
 
     def __init__(self, utf8: bytes, edges: NDArray[np.int64]) -> None:
-        self.utf8, self.edges = utf8, edges
+        self.utf8, self.offsets = utf8, edges
 
     @staticmethod
-    def of(texts: Iterable[str]) -> StringColumn:
+    def from_strings(texts: Iterable[str]) -> StringColumn:
         parts = [text.encode() for text in texts]
         return StringColumn(b"".join(parts), np.cumsum([0, *map(len, parts)], dtype=np.int64))
 
     def __len__(self) -> int:
-        return len(self.edges) - 1
+        return len(self.offsets) - 1
 
     def __iter__(self) -> Iterator[str]:
-        return (self.utf8[begin:end].decode() for begin, end in pairwise(self.edges.tolist()))
+        return (self.utf8[begin:end].decode() for begin, end in pairwise(self.offsets.tolist()))
 
 
 class BoundedIdSet:
@@ -60,7 +60,7 @@ class BoundedIdSet:
 
     def _begin(self, ids: list[str]) -> None:
         """With these, at once: one by one they take twice as long."""
-        texts, spread = StringColumn.of(ids), np.fromiter(map(hash, ids), np.int64, len(ids))
+        texts, spread = StringColumn.from_strings(ids), np.fromiter(map(hash, ids), np.int64, len(ids))
         chain, number = spread & self._mask, np.arange(1, len(ids) + 1)
         entries = number << TAG | spread >> TAGGED & TAGS
         order = chain.argsort(kind="stable")
@@ -69,8 +69,8 @@ class BoundedIdSet:
         last = np.append(~follows, True)
         np.asarray(self._chains)[chain[order[last]]] = entries[order[last]]
         first = np.maximum(number >> BLOCK << BLOCK, 1)  # of the block
-        np.asarray(self._ends)[number] = texts.edges[number] - texts.edges[first - 1]
-        edges = texts.edges[[*np.unique(first) - 1, -1]].tolist()
+        np.asarray(self._ends)[number] = texts.offsets[number] - texts.offsets[first - 1]
+        edges = texts.offsets[[*np.unique(first) - 1, -1]].tolist()
         self._blocks[: len(edges) - 1] = (bytearray(texts.utf8[begin:end]) for begin, end in pairwise(edges))
         self._latest = len(ids)
 
@@ -106,7 +106,7 @@ class BoundedIdSet:
         """Where in its block an id begins."""
         return self._ends[(number - 1) % self._turn] if number & (1 << BLOCK) - 1 else 0
 
-    def texts(self) -> StringColumn:
+    def to_column(self) -> StringColumn:
         """The ids as they are now."""
         first, pieces = self._forgotten + 1, list[bytearray]()
         edges, ends = np.zeros(self._latest - self._forgotten + 1, np.int64), np.asarray(self._ends)
@@ -121,4 +121,4 @@ class BoundedIdSet:
         return StringColumn(b"".join(pieces), edges)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.texts())
+        return iter(self.to_column())

@@ -31,7 +31,7 @@ class Vocabulary:
         return len(self.names)
 
     @staticmethod
-    def of(schema: Schema) -> Vocabulary:
+    def from_schema(schema: Schema) -> Vocabulary:
         features = schema.features
         return Vocabulary(schema.names, tuple(f.kind for f in features), tuple(f.labels for f in features))
 
@@ -44,9 +44,9 @@ class TieGroups:
     are not judged yet. instant: (R,) int64 their time, or that of the last block, microseconds.
     """
 
-    tied: NDArray[np.bool_]
-    held: NDArray[np.int32]
-    instant: NDArray[np.int64]
+    is_tied: NDArray[np.bool_]
+    num_pending: NDArray[np.int32]
+    tie_time: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +100,11 @@ class Snapshot:
         """Open records."""
         return len(self.ids)
 
-    def places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def reading_positions(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Of each reading its record and its place in it, each (T,)."""
         return ragged_indices(self.counts)
 
-    def translated(self, vocabulary: Vocabulary) -> tuple[Snapshot, int]:
+    def translate(self, vocabulary: Vocabulary) -> tuple[Snapshot, int]:
         """The same in other words: features by name, labels by text. The running numbers are those of the old words.
 
         A feature that is unknown there, or of another kind, is left out; returns how many readings went with it. An
@@ -116,7 +116,7 @@ class Snapshot:
         values, texts = self._relabelled(vocabulary, code)
         features = code[self.features]
         keep = features >= 0
-        record, _ = self.places()
+        record, _ = self.reading_positions()
         first = np.cumsum(self.counts) - self.counts
         before = np.concatenate([[0], np.cumsum(keep)])  # readings kept before each, over all records
         at = np.clip(self.alert_seq + 1, 0, self.counts)
@@ -142,11 +142,11 @@ class Snapshot:
 
     def _kept(self, ties: TieGroups, keep: NDArray[np.bool_]) -> TieGroups:
         """Without the readings that are not kept, (T,)."""
-        record, place = self.places()
-        block = np.cumsum(~ties.tied)[keep]
-        waits = keep & (place >= (self.counts - ties.held)[record])
+        record, place = self.reading_positions()
+        block = np.cumsum(~ties.is_tied)[keep]
+        waits = keep & (place >= (self.counts - ties.num_pending)[record])
         held = np.bincount(record[waits], minlength=len(self)).astype(np.int32)
-        return TieGroups(np.diff(block, prepend=-1) == 0, held, ties.instant)
+        return TieGroups(np.diff(block, prepend=-1) == 0, held, ties.tie_time)
 
     def _relabelled(
         self, vocabulary: Vocabulary, code: NDArray[np.int16]
@@ -193,23 +193,23 @@ def export_state(
     records: RecordTable, source: int, now: int, models: Mapping[int, str], drift: DriftState | None = None
 ) -> Snapshot:
     """What is known of a partition. now: microseconds. models: generation → fingerprint."""
-    partition = records.partitions.get(source) or Partition(records.remembered)
-    ids = list(partition.slot_of)
-    slots = np.fromiter(partition.slot_of.values(), np.int64, len(ids))
-    generations, model = np.unique(records.generation[slots], return_inverse=True)
-    counts = records.count[slots].astype(np.int32)
+    partition = records.partitions.get(source) or Partition(records.max_closed_ids)
+    ids = list(partition.record_index_by_id)
+    slots = np.fromiter(partition.record_index_by_id.values(), np.int64, len(ids))
+    generations, model = np.unique(records.model_version[slots], return_inverse=True)
+    counts = records.num_readings[slots].astype(np.int32)
     record, place = ragged_indices(counts)
     absent_record, absent = _absent(records, slots)
     unseen = _unseen(records, slots)
-    windows = partition.watermarks.windows()
+    windows = partition.watermarks.open_windows()
     index = dict(zip(ids, range(len(ids)), strict=True)) if windows else {}
-    marks, running = partition.watermarks.marks, records.running
+    marks, running = partition.watermarks.watermark_by_device, records.running
     return Snapshot(
-        vocabulary=Vocabulary.of(records.schema),
+        vocabulary=Vocabulary.from_schema(records.schema),
         models=tuple(models[g] for g in generations.tolist()),
         ids=ids,
         model=model.astype(np.int32),
-        age=now - records.last[slots],
+        age=now - records.last_accepted_at[slots],
         counts=counts,
         features=records.log_feature[slots[record], place],
         values=records.log_value[slots[record], place],
@@ -230,27 +230,27 @@ def export_state(
         window_record=np.array([index[record] for record, _, _ in windows], np.int32),
         window_device=[device for _, device, _ in windows],
         window_deadline=np.array([deadline for _, _, deadline in windows], np.int64),
-        closed=partition.closed.texts(),
+        closed=partition.closed_ids.to_column(),
         devices=list(marks),
         marks=np.fromiter(marks.values(), np.int64, len(marks)),
         drift=drift,
-        ties=_blocks(records, slots) if records.ties else None,
+        ties=_blocks(records, slots) if records.holds_ties else None,
     )
 
 
 def _blocks(records: RecordTable, slots: Ints) -> TieGroups:
-    record, place = ragged_indices(records.count[slots])
+    record, place = ragged_indices(records.num_readings[slots])
     return TieGroups(
-        records.log_tied[slots[record], place], records.held[slots].astype(np.int32), records.instant[slots]
+        records.log_tied[slots[record], place], records.num_pending[slots].astype(np.int32), records.tie_time[slots]
     )
 
 
 def _absent(records: RecordTable, slots: Ints) -> tuple[Ints, Ints]:
     """Record (by its place among the slots) and code of every feature declared as never coming."""
-    some = np.flatnonzero(records.absent[slots] > 0)
+    some = np.flatnonzero(records.num_declared_missing[slots] > 0)
     n = len(records.schema)
-    missing = np.unpackbits(records.settled[slots[some]], axis=1, count=n, bitorder="little").astype(bool)
-    row, place = ragged_indices(records.count[slots[some]])
+    missing = np.unpackbits(records.observed_mask[slots[some]], axis=1, count=n, bitorder="little").astype(bool)
+    row, place = ragged_indices(records.num_readings[slots[some]])
     missing[row, records.log_feature[slots[some][row], place]] = False
     row, code = np.nonzero(missing)
     return some[row], code
@@ -260,7 +260,7 @@ def _unseen(records: RecordTable, slots: Ints) -> list[tuple[int, int, str]]:
     """Record (by its place among the slots), place of the reading, text; in order."""
     index = np.full(records.capacity, -1, np.int64)
     index[slots] = np.arange(len(slots))
-    rows = ((int(index[slot]), texts) for slot, texts in records.unseen.items() if index[slot] >= 0)
+    rows = ((int(index[slot]), texts) for slot, texts in records.unseen_labels.items() if index[slot] >= 0)
     return sorted((i, place, text) for i, texts in rows for place, text in texts.items())
 
 
@@ -268,31 +268,31 @@ def import_state(records: RecordTable, source: int, snapshot: Snapshot, now: int
     """The inverse of `export_state`, of a snapshot in the records' own vocabulary; the slots of its records. generation: (R,)
     of each. The partition must be new here."""
     partition = records.partition(source)
-    slots = np.array([records.take(record, source, partition) for record in snapshot.ids], np.int64)
-    records.begin(slots, np.full(len(slots), source, np.int32), generation)
-    records.last[slots] = now - snapshot.age
-    records.count[slots], records.absent[slots] = snapshot.counts, snapshot.absent_counts
-    record, place = snapshot.places()
+    slots = np.array([records.allocate(record, source, partition) for record in snapshot.ids], np.int64)
+    records.initialize(slots, np.full(len(slots), source, np.int32), generation)
+    records.last_accepted_at[slots] = now - snapshot.age
+    records.num_readings[slots], records.num_declared_missing[slots] = snapshot.counts, snapshot.absent_counts
+    record, place = snapshot.reading_positions()
     records.log_feature[slots[record], place] = snapshot.features
     records.log_value[slots[record], place] = snapshot.values
-    if records.ties:
+    if records.holds_ties:
         ties = snapshot.ties
-        records.log_tied[slots[record], place] = False if ties is None else ties.tied
+        records.log_tied[slots[record], place] = False if ties is None else ties.is_tied
         if ties is not None:
-            records.held[slots], records.instant[slots] = ties.held, ties.instant
+            records.num_pending[slots], records.tie_time[slots] = ties.num_pending, ties.tie_time
     settled = np.zeros((len(slots), len(records.schema)), bool)
     settled[record, snapshot.features] = True
     settled[ragged_indices(snapshot.absent_counts)[0], snapshot.absent] = True
-    records.settled[slots] = np.packbits(settled, axis=1, bitorder="little")
+    records.observed_mask[slots] = np.packbits(settled, axis=1, bitorder="little")
     for name in records.running.dtype.names or ():
         records.running[name][slots] = getattr(snapshot, name)
     records.alert_seq[slots], records.alert_alpha[slots] = snapshot.alert_seq, snapshot.alert_alpha
     rows, places = snapshot.unseen_record, snapshot.unseen_place
     for slot, at, text in zip(slots[rows].tolist(), places.tolist(), snapshot.unseen_text, strict=True):
-        records.unseen.setdefault(slot, {})[at] = text
+        records.unseen_labels.setdefault(slot, {})[at] = text
     rows, deadlines = snapshot.window_record, snapshot.window_deadline
     for i, device, deadline in zip(rows.tolist(), snapshot.window_device, deadlines.tolist(), strict=True):
-        partition.watermarks.open(device, snapshot.ids[i], deadline)
-    partition.closed = BoundedIdSet(records.remembered, snapshot.closed)
+        partition.watermarks.open_window(device, snapshot.ids[i], deadline)
+    partition.closed_ids = BoundedIdSet(records.max_closed_ids, snapshot.closed)
     partition.watermarks.restore(zip(snapshot.devices, snapshot.marks.tolist(), strict=True))
     return slots

@@ -19,7 +19,7 @@ from connectors.kafka import KafkaSink, ensure_topics, produce
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.codec.encode_events import Packing
-from deformer_stream.engine.events import RejectionReason, Rejected
+from deformer_stream.engine.events import RejectionReason, Rejection
 from deformer_stream.errors import ConfigError
 from tests.codec.test_arrow_messages import SCHEMA
 from tests.connectors.kafka_world import Bytes, Topic, alert, effects, numbered, sink_of
@@ -54,7 +54,7 @@ def records_of(kafka: SimpleNamespace, topic: str, count: int) -> list[Any]:
 def test_alerts_are_keyed_by_record(kafka: SimpleNamespace, topic: Topic, open_sink: Any) -> None:
     name = topic(3, "alerts")
     sink = open_sink(name, None)
-    sink.write(effects([alert("pump-1"), alert("pumpe-ä")], [Rejected(0, RejectionReason.LATE, "no topic for these")]), None)
+    sink.write(effects([alert("pump-1"), alert("pumpe-ä")], [Rejection(0, RejectionReason.LATE, "no topic for these")]), None)
     sink.flush()
     found = {r.key: r.value for r in records_of(kafka, name, 2)}
     assert found == {b"pump-1": b"id-pump-1:pump-1", "pumpe-ä".encode(): "id-pumpe-ä:pumpe-ä".encode()}
@@ -63,7 +63,7 @@ def test_alerts_are_keyed_by_record(kafka: SimpleNamespace, topic: Topic, open_s
 def test_a_notice_of_drift_goes_among_the_alerts(kafka: SimpleNamespace, topic: Topic, open_sink: Any) -> None:
     name = topic(1, "alerts")
     sink = open_sink(name, None)
-    sink.write(replace(effects([alert("pump-1")], []), drifts=[notice_of(0)]), None)
+    sink.write(replace(effects([alert("pump-1")], []), drift_notices=[notice_of(0)]), None)
     sink.flush()
     first, second = records_of(kafka, name, 2)
     assert (first.key, second.key) == (b"pump-1", b"r7")
@@ -92,7 +92,7 @@ def test_dead_letters_are_unchanged_and_say_why(kafka: SimpleNamespace, topic: T
     sink = open_sink(None, name)
     data = poll_of([b"{", b"\xff\xfe", None, None], [b"k", None, b"k", None])
     details = ["Zeile 1: größer", "not UTF-8", "null", "nothing at all"]
-    sink.write(effects([], [Rejected(i, RejectionReason.NOT_JSON, text) for i, text in enumerate(details)]), data)
+    sink.write(effects([], [Rejection(i, RejectionReason.NOT_JSON, text) for i, text in enumerate(details)]), data)
     sink.flush()
     found = records_of(kafka, name, 4)
     # A message without key and value cannot be sent by the client; an empty value stands for it.
@@ -107,7 +107,7 @@ def test_too_large_a_dead_letter_goes_without_its_payload(kafka: SimpleNamespace
     name = topic(1, "letters", **{"max.message.bytes": "2000"})
     sink = open_sink(None, name)
     data = poll_of([b"x" * 5000, b"small"], [b"big", b"small"])
-    sink.write(effects([], [Rejected(i, RejectionReason.TOO_LARGE, "large") for i in range(2)]), data)
+    sink.write(effects([], [Rejection(i, RejectionReason.TOO_LARGE, "large") for i in range(2)]), data)
     sink.flush()
     found = {r.key: r for r in records_of(kafka, name, 2)}
     assert found[b"small"].value == b"small"
@@ -121,7 +121,7 @@ def test_our_dead_letter_topics_take_the_largest_event(kafka: SimpleNamespace, t
     largest = b"x" * (2**20 - 200)  # with its key and framing just what a topic takes by default
     produce(kafka.bootstrap, events, [(b"k", largest, None)])
     sink = open_sink(None, events + "-dead-letter")
-    sink.write(effects([], [Rejected(0, RejectionReason.TOO_LARGE, "large " * 100)]), poll_of([largest], [b"k"]))
+    sink.write(effects([], [Rejection(0, RejectionReason.TOO_LARGE, "large " * 100)]), poll_of([largest], [b"k"]))
     sink.flush()
     assert records_of(kafka, events + "-dead-letter", 1)[0].value == largest
 

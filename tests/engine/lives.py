@@ -129,9 +129,9 @@ def streams(draw: st.DrawFn) -> list[Step]:
 limits = st.builds(
     Limits,
     record_timeout=st.one_of(st.none(), st.integers(2, 9)),
-    open_records=st.integers(2, 12),
+    max_open_records=st.integers(2, 12),
     cache_bytes=st.sampled_from([0, 2**20]),
-    remembered=st.integers(1, 8),
+    max_closed_ids=st.integers(1, 8),
 )
 
 

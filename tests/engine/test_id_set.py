@@ -52,15 +52,15 @@ def test_those_it_begins_with_are_as_if_added_one_by_one(block: int, most: int, 
 
 def test_what_was_taken_of_it_stays_as_it_was() -> None:
     ids = BoundedIdSet(3, ["a", "bc", "d"])
-    texts = ids.texts()
+    texts = ids.to_column()
     ids.add("e")
     assert (list(texts), len(texts), list(ids)) == (["a", "bc", "d"], 3, ["bc", "d", "e"])
 
 
 @given(texts=st.lists(st.text(max_size=5)))
 def test_texts_in_one_piece_come_back(texts: list[str]) -> None:
-    assert list(StringColumn.of(texts)) == texts
-    assert len(StringColumn.of(texts)) == len(texts)
+    assert list(StringColumn.from_strings(texts)) == texts
+    assert len(StringColumn.from_strings(texts)) == len(texts)
 
 
 def test_an_id_takes_few_bytes_and_later_ones_take_none() -> None:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deformer_stream.engine.engine import Engine, Limits, OpenRecords
-from deformer_stream.engine.events import AlertRaised, Closing, Effects, EventBatch
+from deformer_stream.engine.engine import Engine, Limits, OpenRecordPolicy
+from deformer_stream.engine.events import Alert, CloseReason, Effects, EventBatch
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
 from tests.engine.lives import ALPHA, CONFIG, SCHEMA, Event, Step, batch_of, engine_of, judge, same_snapshot, streams
@@ -33,24 +33,24 @@ class Watched:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.readings: dict[Key, list[tuple[int, float]]] = {}
-        self.alerts: dict[tuple[Key, float], AlertRaised] = {}
+        self.alerts: dict[tuple[Key, float], Alert] = {}
         self.closed: dict[Key, Numbers] = {}
 
     def add(self, effects: Effects) -> None:
         batch, closed = effects.batch, effects.closed
-        for event in effects.scored.events.tolist():
+        for event in effects.scored.event_indices.tolist():
             row = int(batch.features[event]), float(batch.values[event])
-            self.readings.setdefault((int(batch.partitions[event]), batch.records[event]), []).append(row)
+            self.readings.setdefault((int(batch.partitions[event]), batch.record_ids[event]), []).append(row)
         for alert in effects.alerts:
             key = (alert.partition, alert.record), alert.alpha
             assert key not in self.alerts, "one alert a record and alpha"
             self.alerts[key] = alert
         numbers = zip(closed.log_likelihood, closed.anomaly_score, closed.p_value, strict=True)
-        self.closed |= dict(zip(zip(closed.partitions.tolist(), closed.records, strict=True), numbers, strict=True))
+        self.closed |= dict(zip(zip(closed.partitions.tolist(), closed.record_ids, strict=True), numbers, strict=True))
 
     def open(self) -> set[Key]:
         partitions = self.engine.records.partitions
-        return {(source, record) for source, it in partitions.items() for record in it.slot_of}
+        return {(source, record) for source, it in partitions.items() for record in it.record_index_by_id}
 
 
 def judged(
@@ -75,7 +75,7 @@ def judged(
 
 @settings(max_examples=80, deadline=None)
 @given(steps=streams(), at=st.integers(0, 99), how=st.sampled_from(["finish", "rescore"]), small=st.booleans())
-def test_a_record_is_judged_by_one_model_alone(steps: list[Step], at: int, how: OpenRecords, small: bool) -> None:
+def test_a_record_is_judged_by_one_model_alone(steps: list[Step], at: int, how: OpenRecordPolicy, small: bool) -> None:
     at %= len(steps)
     it = Watched(engine_of(Limits(cache_bytes=0 if small else 2**20)))
     for step in steps[:at]:
@@ -83,7 +83,7 @@ def test_a_record_is_judged_by_one_model_alone(steps: list[Step], at: int, how: 
     before, seen = it.open(), {key: len(log) for key, log in it.readings.items()}
     alerted = dict(it.alerts)
     over = set(it.closed)
-    assert it.engine.change(*judge(1), "model-1", how) == how
+    assert it.engine.change_model(*judge(1), "model-1", how) == how
     assert it.engine.fingerprint == "model-1"
     for step in steps[at:]:
         it.add(it.engine.handle(step.batch(), step.now))
@@ -114,7 +114,7 @@ def reading(record: str, feature: int, value: float = 1.0, source: int = 0) -> E
 def test_two_models_share_a_batch() -> None:
     engine = engine_of()
     engine.handle(batch_of([reading("old", 3)]), 0)
-    engine.change(*judge(1), "model-1", "finish")
+    engine.change_model(*judge(1), "model-1", "finish")
     wild = [reading(name, f, 1e9) for f in (0, 2) for name in ("new", "old")]
     alerts = engine.handle(batch_of(wild), 1).alerts
     assert {alert.record: alert.model for alert in alerts} == {"old": "model-0", "new": "model-1"}
@@ -126,33 +126,33 @@ def test_the_clock_and_the_order_of_records_go_on() -> None:
         engine = engine_of(Limits(record_timeout=100))
         engine.handle(batch_of([reading("r", 0), reading("w", 0)]), 0)
         engine.handle(batch_of([reading("q", 0), reading("w", 1)]), 50)
-        engine.change(*judge(1), "model-1", how)  # type: ignore[arg-type]
-        assert engine.handle(EventBatch.empty(), 99).closed.records == []
-        assert engine.handle(EventBatch.empty(), 100).closed.records == ["r"]
+        engine.change_model(*judge(1), "model-1", how)  # type: ignore[arg-type]
+        assert engine.handle(EventBatch.empty(), 99).closed.record_ids == []
+        assert engine.handle(EventBatch.empty(), 100).closed.record_ids == ["r"]
         effects = engine.handle(batch_of([reading("r", 1)]), 150)
-        assert (len(effects.rejected), effects.closed.records) == (1, ["w", "q"])
+        assert (len(effects.rejections), effects.closed.record_ids) == (1, ["w", "q"])
 
 
 OTHER = Schema((Feature("flow", "continuous"), Feature("mode", "discrete", labels=("run", "stop"))))
 
 
 @pytest.mark.parametrize("how", ["finish", "rescore"])
-def test_another_vocabulary_scores_open_records_again(how: OpenRecords) -> None:
+def test_another_vocabulary_scores_open_records_again(how: OpenRecordPolicy) -> None:
     engine = engine_of()
     rows = [("whole", 0), ("whole", 1), ("part", 2), ("part", 1), ("gone", 3), ("closed", 0)]
     engine.handle(batch_of([reading(name, f) for name, f in rows]), 0)
     engine.handle(batch_of([reading("closed", f) for f in (1, 2, 3)]), 0)
-    assert engine.change(*judge(2, schema=OTHER), "other", how) == "rescore"
+    assert engine.change_model(*judge(2, schema=OTHER), "other", how) == "rescore"
     assert engine.dropped_readings == 2
     assert engine.schema == OTHER
     effects = engine.handle(EventBatch.empty(), 1)
-    assert (effects.closed.records, effects.closed.reasons) == (["whole"], [Closing.COMPLETE])
-    assert effects.closed.events.tolist() == [2]
+    assert (effects.closed.record_ids, effects.closed.reasons) == (["whole"], [CloseReason.COMPLETE])
+    assert effects.closed.num_readings.tolist() == [2]
     late = [reading("part", 0), reading("closed", 0), reading("gone", 0)]
     effects = engine.handle(batch_of(late, OTHER), 2)
     assert effects.scored.seq.tolist() == [1, 0]
-    assert [r.message for r in effects.rejected] == [1]
-    assert effects.closed.records == ["part"]
+    assert [r.message_index for r in effects.rejections] == [1]
+    assert effects.closed.record_ids == ["part"]
     fresh = Engine(*judge(2, schema=OTHER), "other", ALPHA)
     label = OTHER.label_codes[1]["run"]
     expected = fresh.handle(batch_of([reading("part", 1, label), reading("part", 0)], OTHER), 0).closed
@@ -166,9 +166,9 @@ def test_what_another_vocabulary_completes_is_not_lost_in_the_history() -> None:
     second = Engine(*judge(2, schema=OTHER), "other", ALPHA)
     second.restore(0, engine.snapshot(0, 0), 0)
     second.replay(EventBatch.empty(), 0)
-    assert second.handle(EventBatch.empty(), 0, holding={0}).closed.records == []
-    assert second.handle(EventBatch.empty(), 0).closed.records == ["whole"]
-    assert second.handle(EventBatch.empty(), 0).closed.records == []
+    assert second.handle(EventBatch.empty(), 0, restoring={0}).closed.record_ids == []
+    assert second.handle(EventBatch.empty(), 0).closed.record_ids == ["whole"]
+    assert second.handle(EventBatch.empty(), 0).closed.record_ids == []
 
 
 def readings_of(names: Sequence[str], features: Sequence[int]) -> EventBatch:
@@ -184,7 +184,7 @@ def test_models_share_the_memory_of_the_cache(width: int) -> None:
     engine.handle(readings_of(names, [0, 1]), 0)
     assert bound / 2 < engine.cache_bytes <= bound
     other = model_of(SCHEMA, replace(CONFIG, d_model=width), 1)
-    engine.change(other, judge()[1], "other", "finish")
+    engine.change_model(other, judge()[1], "other", "finish")
     fresh = [f"s{i}" for i in range(200)]
     engine.handle(readings_of(fresh, [0, 1]), 1)
     engine.handle(readings_of(names, [2]), 2)
@@ -192,7 +192,7 @@ def test_models_share_the_memory_of_the_cache(width: int) -> None:
     engine.handle(readings_of(names, [3]), 3)
     engine.handle(readings_of(fresh, [2]), 4)
     assert bound / 2 < engine.cache_bytes <= bound
-    assert set(engine.handle(readings_of(fresh, [3]), 5).closed.records) == set(fresh)
+    assert set(engine.handle(readings_of(fresh, [3]), 5).closed.record_ids) == set(fresh)
     assert engine.cache_bytes == 0
 
 
@@ -204,7 +204,7 @@ def test_a_model_is_let_go_with_its_last_record(end: str) -> None:
     engine = Engine(old, calibration, "old", ALPHA, Limits(record_timeout=100))
     del old
     engine.handle(readings_of(["r"], [0]), 0)
-    engine.change(*judge(1), "model-1", "finish")
+    engine.change_model(*judge(1), "model-1", "finish")
     engine.handle(readings_of(["s"], [0]), 0)
     gc.collect()
     assert gone() is not None
@@ -219,13 +219,13 @@ def test_a_model_is_let_go_with_its_last_record(end: str) -> None:
             engine.handle(EventBatch.empty(), 100)
     gc.collect()
     assert gone() is None
-    assert engine.handle(readings_of(["t"], [0, 1, 2, 3]), 101).closed.records[0] == "t"
+    assert engine.handle(readings_of(["t"], [0, 1, 2, 3]), 101).closed.record_ids[0] == "t"
 
 
 def test_a_snapshot_names_the_model_of_each_record() -> None:
     engine = engine_of()
     engine.handle(readings_of(["a", "b"], [0, 2]), 0)
-    engine.change(*judge(1), "model-1", "finish")
+    engine.change_model(*judge(1), "model-1", "finish")
     engine.handle(readings_of(["c"], [0, 2]), 0)
     saved = engine.snapshot(0, 0)
     assert [saved.models[i] for i in saved.model] == ["model-0", "model-0", "model-1"]
@@ -242,7 +242,7 @@ def test_a_snapshot_names_the_model_of_each_record() -> None:
 def test_a_model_that_is_still_here_keeps_its_records() -> None:
     engine = engine_of()
     engine.handle(batch_of([reading("a", 0), reading("b", 0, source=1)]), 0)
-    engine.change(*judge(1), "model-1", "finish")
+    engine.change_model(*judge(1), "model-1", "finish")
     saved = engine.snapshot(0, 0)
     engine.revoke([0])
     engine.restore(0, saved, 0)
@@ -253,7 +253,7 @@ def test_misrouted_input_stays_known() -> None:
     engine = engine_of()
     for source in range(3):
         engine.handle(batch_of([reading(f"r{i}", 0, source=source) for i in range(20)]), 0)
-    found = engine.records.misrouted
+    found = engine.records.num_misrouted
     assert found > 0
-    engine.change(*judge(1), "model-1", "rescore")
-    assert engine.records.misrouted >= found
+    engine.change_model(*judge(1), "model-1", "rescore")
+    assert engine.records.num_misrouted >= found

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from numpy.typing import NDArray
 
-from deformer_stream.engine.events import NO_TIME, Closing, EventBatch, Reason, Windowed
-from deformer_stream.engine.records import SAMPLE, RecordTable
+from deformer_stream.engine.events import NO_TIME, CloseReason, EventBatch, RejectionReason, WindowMembership
+from deformer_stream.engine.records import MISROUTED_CHECK_INTERVAL, RecordTable
 from deformer_stream.kernels.kv_cache import PAGE_TOKENS, KeyValueCache
 from deformer_stream.model.deformer import DEformer, ModelConfig, StepOutput
 from deformer_stream.model.distributions import Conditional
@@ -44,11 +44,11 @@ class RecordsMachine(RuleBasedStateMachine):
             self.closed[source] = [*self.closed[source], record][-5:]
 
     def keys(self, slots: list[int]) -> list[Key]:
-        return [(int(self.records.source[slot]), self.records.ids[slot]) for slot in slots]
+        return [(int(self.records.partition_ids[slot]), self.records.record_ids[slot]) for slot in slots]
 
-    def end(self, slots: list[int], reason: Closing) -> None:
+    def end(self, slots: list[int], reason: CloseReason) -> None:
         closed = self.records.close(slots, reason)
-        assert list(zip(closed.partitions.tolist(), closed.records, strict=True)) == self.keys(slots)
+        assert list(zip(closed.partitions.tolist(), closed.record_ids, strict=True)) == self.keys(slots)
         self.records.release(slots)
 
     def in_order(self, keys: Iterable[Key]) -> list[Key]:
@@ -97,18 +97,18 @@ class RecordsMachine(RuleBasedStateMachine):
             np.full(n, NO_TIME, np.int64),
             np.arange(n, dtype=np.int32),
             np.array([s for s, _, _, _ in events], np.int32),
-            rows=rows,
+            row_boundaries=rows,
         )
-        accepted, rejected = self.records.accept(batch, self.now)
+        accepted, rejected = self.records.ingest(batch, self.now)
         expected, refused, complete = [], [], []
         for i, (source, record, feature, value) in enumerate(events):
             key = source, record
             if key not in self.open and record in self.closed[source]:
-                refused.append((i, Reason.LATE))
+                refused.append((i, RejectionReason.LATE))
                 continue
             row = self.open.setdefault(key, {})
             if feature in row:
-                refused.append((i, Reason.DUPLICATE))
+                refused.append((i, RejectionReason.DUPLICATE))
                 continue
             row[feature] = value
             self.last[key] = self.now
@@ -117,34 +117,34 @@ class RecordsMachine(RuleBasedStateMachine):
             if len(row) == 4:
                 complete.append(key)
                 self.remember(*key)
-        assert list(zip(accepted.events.tolist(), accepted.seq.tolist(), strict=True)) == expected
-        assert [(r.message, r.reason) for r in rejected] == refused
-        assert self.keys(list(accepted.ended)) == complete
-        for event, slot, seq in zip(accepted.events, accepted.slots, accepted.seq, strict=True):
+        assert list(zip(accepted.event_indices.tolist(), accepted.seq.tolist(), strict=True)) == expected
+        assert [(r.message_index, r.reason) for r in rejected] == refused
+        assert self.keys(list(accepted.close_reasons)) == complete
+        for event, slot, seq in zip(accepted.event_indices, accepted.record_indices, accepted.seq, strict=True):
             assert self.records.log_feature[slot, seq] == events[event][2]
             assert self.records.log_value[slot, seq] == events[event][3]
-        closed = self.records.close(list(accepted.ended), list(accepted.ended.values()))
-        assert closed.complete.all()
-        self.records.release(list(accepted.ended))
+        closed = self.records.close(list(accepted.close_reasons), list(accepted.close_reasons.values()))
+        assert closed.is_complete.all()
+        self.records.release(list(accepted.close_reasons))
 
     @rule(age=st.integers(0, 3), holding=st.sets(st.integers(0, 2), max_size=1))
     def expire(self, age: int, holding: set[int]) -> None:
-        slots, earliest = self.records.idle(self.now - age, holding)
+        slots, earliest = self.records.select_idle(self.now - age, holding)
         expected = self.in_order(k for k, at in self.last.items() if at <= self.now - age and k[0] not in holding)
         assert self.keys(slots) == expected
         rest = [at for key, at in self.last.items() if key not in expected]
         assert earliest == (min(rest) if rest else None)
-        self.end(slots, Closing.TIMEOUT)
+        self.end(slots, CloseReason.TIMEOUT)
         for key in expected:
             self.remember(*key)
 
     @rule(source=st.integers(0, 2))
     def revoke(self, source: int) -> None:
         """Nothing remains of a partition, not even what was closed."""
-        slots = self.records.of_sources([source])
+        slots = self.records.indices_of_partitions([source])
         assert self.keys(slots) == [key for key in self.open if key[0] == source], "in the order of their opening"
-        self.end(slots, Closing.REVOKED)
-        self.records.forget([source])
+        self.end(slots, CloseReason.REVOKED)
+        self.records.drop_partitions([source])
         self.open = {key: row for key, row in self.open.items() if key[0] != source}
         self.last = {key: at for key, at in self.last.items() if key[0] != source}
         self.closed[source] = []
@@ -160,22 +160,22 @@ class RecordsMachine(RuleBasedStateMachine):
 
     @rule(excess=st.integers(1, 3), holding=st.sets(st.integers(0, 2), max_size=1))
     def find_stalest(self, excess: int, holding: set[int]) -> None:
-        slots = self.records.stalest(excess, holding)
+        slots = self.records.select_longest_idle(excess, holding)
         assert self.keys(slots) == self.in_order(key for key in self.open if key[0] not in holding)[:excess]
 
     @invariant()
     def agree(self) -> None:
         partitions = self.records.partitions
-        assert {(p, r): s for p, it in partitions.items() for r, s in it.slot_of.items()}.keys() == self.open.keys()
+        assert {(p, r): s for p, it in partitions.items() for r, s in it.record_index_by_id.items()}.keys() == self.open.keys()
         for source, closed in self.closed.items():
-            assert list(partitions[source].closed if source in partitions else []) == closed
+            assert list(partitions[source].closed_ids if source in partitions else []) == closed
         assert int(self.records.is_open.sum()) == len(self.open) == len(self.records)
-        assert len(self.records.free) + len(self.open) == self.records.capacity
+        assert len(self.records.free_indices) + len(self.open) == self.records.capacity
         for (source, record), row in self.open.items():
-            slot = partitions[source].slot_of[record]
+            slot = partitions[source].record_index_by_id[record]
             seen = [f for f, v in row.items() if not np.isnan(v)]
-            assert self.records.count[slot] == len(seen)
-            assert self.records.absent[slot] == len(row) - len(seen)
+            assert self.records.num_readings[slot] == len(seen)
+            assert self.records.num_declared_missing[slot] == len(row) - len(seen)
             assert self.records.log_feature[slot, : len(seen)].tolist() == seen
 
 
@@ -188,24 +188,24 @@ def test_rows_leave_what_their_events_leave() -> None:
     values = np.where(rng.random(n) < 0.2, np.nan, rng.normal(size=n))
     unseen = {int(i): f"text {i}" for i in np.flatnonzero(~np.isnan(values))[::7]}
     names = [f"r{row}" for row, some in enumerate(told) for _ in some]
-    batch = EventBatch(names, codes, values, np.full(n, NO_TIME), codes, np.full(n, 3, np.int32), unseen, rows=rows)
+    batch = EventBatch(names, codes, values, np.full(n, NO_TIME), codes, np.full(n, 3, np.int32), unseen, row_boundaries=rows)
     kept = []
-    alone = replace(batch, rows=None, windowed=Windowed([""] * n, np.zeros(n, np.int64)))
-    for given in (batch, replace(batch, rows=None), alone):
+    alone = replace(batch, row_boundaries=None, windows=WindowMembership([""] * n, np.zeros(n, np.int64)))
+    for given in (batch, replace(batch, row_boundaries=None), alone):
         records = RecordTable(SCHEMA)
-        accepted, rejected = records.accept(given, 5, 2)
+        accepted, rejected = records.ingest(given, 5, 2)
         assert not rejected
-        columns = {name: getattr(records, name)[:100].tolist() for name in ("opened", "count", "absent", "is_open")}
-        columns |= {name: getattr(records, name)[:100].tolist() for name in ("last", "source", "generation")}
-        logs = [[part.tolist() for part in records.log(slot)] for slot in range(100)]
-        fields = [getattr(accepted, name).tolist() for name in ("events", "slots", "seq")]
+        columns = {name: getattr(records, name)[:100].tolist() for name in ("open_order", "num_readings", "num_declared_missing", "is_open")}
+        columns |= {name: getattr(records, name)[:100].tolist() for name in ("last_accepted_at", "partition_ids", "model_version")}
+        logs = [[part.tolist() for part in records.readings_of(slot)] for slot in range(100)]
+        fields = [getattr(accepted, name).tolist() for name in ("event_indices", "record_indices", "seq")]
         known = (
-            records.settled[:100].tolist(),
-            records.unseen,
-            list(records.partition(3).closed),
-            records.partition(3).slot_of,
+            records.observed_mask[:100].tolist(),
+            records.unseen_labels,
+            list(records.partition(3).closed_ids),
+            records.partition(3).record_index_by_id,
         )
-        kept.append((columns, logs, fields, accepted.ended, known))
+        kept.append((columns, logs, fields, accepted.close_reasons, known))
     assert kept[0] == kept[1] == kept[2]
     assert 10 < len(kept[0][3]) < 90
 
@@ -220,9 +220,9 @@ def one_each(names: list[str], sources: list[int]) -> EventBatch:
 def test_a_record_that_is_fed_through_several_partitions_is_noticed() -> None:
     records = RecordTable(SCHEMA)
     names = [f"r{i // 3}" for i in range(300)]
-    records.accept(one_each(names, [i % 3 for i in range(300)]), 0)
+    records.ingest(one_each(names, [i % 3 for i in range(300)]), 0)
     assert len(records) == 300
-    assert 0 < records.misrouted <= 300 // SAMPLE
+    assert 0 < records.num_misrouted <= 300 // MISROUTED_CHECK_INTERVAL
     assert records.misrouted_example is not None
     name, here, there = records.misrouted_example
     assert here != there
@@ -231,8 +231,8 @@ def test_a_record_that_is_fed_through_several_partitions_is_noticed() -> None:
 
 def test_records_with_one_partition_each_are_not_misrouted() -> None:
     records = RecordTable(SCHEMA)
-    records.accept(one_each([f"r{i}" for i in range(300)], [i % 3 for i in range(300)]), 0)
-    assert (records.misrouted, records.misrouted_example) == (0, None)
+    records.ingest(one_each([f"r{i}" for i in range(300)], [i % 3 for i in range(300)]), 0)
+    assert (records.num_misrouted, records.misrouted_example) == (0, None)
 
 
 class CacheMachine(RuleBasedStateMachine):

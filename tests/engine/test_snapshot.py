@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deformer_stream.codec.state import decode_decisions, decode_snapshot, encode_decisions, encode_snapshot
 from deformer_stream.engine.engine import Engine, Limits
-from deformer_stream.engine.events import AlertedState, Closing, Decisions, EventBatch, Reason
+from deformer_stream.engine.events import AlertState, CloseReason, Decisions, EventBatch, RejectionReason
 from deformer_stream.engine.snapshot import Snapshot, Vocabulary
 from deformer_stream.errors import InvariantViolated
 from deformer_stream.model.schema import Feature, Schema
@@ -84,20 +84,20 @@ def test_decisions_may_wait_for_the_end_of_the_history(
     steps: list[Step], bounds: Limits, until: int, cuts: list[int]
 ) -> None:
     """As long as no closed id of it is forgotten: decisions of several commits are applied at once."""
-    lives(steps, replace(bounds, remembered=1000), until, cuts, torch.float64, at_once=True)
+    lives(steps, replace(bounds, max_closed_ids=1000), until, cuts, torch.float64, at_once=True)
 
 
 @settings(max_examples=40, deadline=None)
 @given(steps=streams(), source=st.integers(0, SOURCES - 1), bounds=limits)
 def test_a_partition_depends_on_its_own_log_alone(steps: list[Step], source: int, bounds: Limits) -> None:
     """Without the bound on open records, which is shared."""
-    bounds = replace(bounds, open_records=1000)
+    bounds = replace(bounds, max_open_records=1000)
     together, alone = engine_of(bounds), engine_of(bounds)
     for step in steps:
         among, own = together.handle(step.batch(), step.now), alone.handle(step.batch([source]), step.now)
         mine = np.flatnonzero(among.closed.partitions == source).tolist()
-        assert [(among.closed.records[i], among.closed.reasons[i]) for i in mine] == list(
-            zip(own.closed.records, own.closed.reasons, strict=True)
+        assert [(among.closed.record_ids[i], among.closed.reasons[i]) for i in mine] == list(
+            zip(own.closed.record_ids, own.closed.reasons, strict=True)
         )
         assert [a.id for a in among.alerts if a.partition == source] == [a.id for a in own.alerts]
     now = steps[-1].now
@@ -112,9 +112,9 @@ def test_the_same_id_in_two_partitions_is_two_records() -> None:
     engine = engine_of()
     engine.handle(batch_of([reading("r", 0), reading("r", 0, source=1)]), 0)
     effects = engine.handle(batch_of([reading("r", f, source=1) for f in (1, 2, 3)]), 0)
-    assert (effects.closed.records, effects.closed.partitions.tolist()) == (["r"], [1])
+    assert (effects.closed.record_ids, effects.closed.partitions.tolist()) == (["r"], [1])
     effects = engine.handle(batch_of([reading("r", 1), reading("r", 1, source=1)]), 0)
-    assert [(r.message, r.reason) for r in effects.rejected] == [(1, Reason.LATE)]
+    assert [(r.message_index, r.reason) for r in effects.rejections] == [(1, RejectionReason.LATE)]
     assert effects.scored.seq.tolist() == [1]
 
 
@@ -123,18 +123,18 @@ def test_the_clock_closes_after_the_events_of_its_time() -> None:
     engine.handle(batch_of([reading("r", 0), reading("s", 0)]), 0)
     effects = engine.handle(batch_of([reading("r", 1)]), 100)
     assert effects.scored.seq.tolist() == [1]
-    assert (effects.closed.records, effects.closed.reasons) == (["s"], [Closing.TIMEOUT])
+    assert (effects.closed.record_ids, effects.closed.reasons) == (["s"], [CloseReason.TIMEOUT])
 
 
 def test_records_of_partitions_that_are_being_restored_are_held() -> None:
-    engine = engine_of(Limits(record_timeout=100, open_records=2))
+    engine = engine_of(Limits(record_timeout=100, max_open_records=2))
     first = batch_of([reading("r", 0), reading("s", 0, source=1), reading("t", 0, source=1)])
-    assert engine.handle(first, 0, holding={0, 1}).closed.records == []
-    effects = engine.handle(EventBatch.empty(), 100, holding={1})
-    assert (effects.closed.records, effects.closed.reasons) == (["r"], [Closing.TIMEOUT])
-    engine.handle(batch_of([reading("u", 0)]), 100, holding={1})
+    assert engine.handle(first, 0, restoring={0, 1}).closed.record_ids == []
+    effects = engine.handle(EventBatch.empty(), 100, restoring={1})
+    assert (effects.closed.record_ids, effects.closed.reasons) == (["r"], [CloseReason.TIMEOUT])
+    engine.handle(batch_of([reading("u", 0)]), 100, restoring={1})
     effects = engine.handle(EventBatch.empty(), 101)
-    assert effects.closed.records == ["s", "t"]
+    assert effects.closed.record_ids == ["s", "t"]
 
 
 def test_downtime_is_not_silence() -> None:
@@ -143,20 +143,20 @@ def test_downtime_is_not_silence() -> None:
     second = engine_of(Limits(record_timeout=100))
     second.handle(EventBatch.empty(), 10_000)
     second.restore(0, first.snapshot(0, 60), 10_000)
-    assert second.handle(EventBatch.empty(), 10_039).closed.records == []
-    assert second.handle(EventBatch.empty(), 10_040).closed.records == ["r"]
+    assert second.handle(EventBatch.empty(), 10_039).closed.record_ids == []
+    assert second.handle(EventBatch.empty(), 10_040).closed.record_ids == ["r"]
 
 
 def test_decisions_are_what_the_log_cannot_tell() -> None:
-    engine = engine_of(Limits(record_timeout=100, open_records=3))
+    engine = engine_of(Limits(record_timeout=100, max_open_records=3))
     wild = [reading("ended", f, 1e9) for f in range(4)] + [reading("open", f, 1e9, source=2) for f in (0, 2)]
     effects = engine.handle(batch_of([*wild, *(reading(f"e{i}", 0) for i in range(3))]), 0)
     assert {a.record for a in effects.alerts} == {"ended", "open"}
-    assert effects.closed.reasons == [Closing.COMPLETE, Closing.EVICTED]
+    assert effects.closed.reasons == [CloseReason.COMPLETE, CloseReason.EVICTED]
     raised = next(a.raised_at for a in effects.alerts if a.record == "open")
     assert effects.decisions() == {
         0: Decisions(("e0",)),
-        2: Decisions((), {"open": AlertedState(raised - 1, ALPHA[-1])}),
+        2: Decisions((), {"open": AlertState(raised - 1, ALPHA[-1])}),
     }
     effects = engine.handle(EventBatch.empty(), 100)
     assert effects.decisions() == {0: Decisions(("e1", "e2")), 2: Decisions(("open",))}
@@ -166,21 +166,21 @@ def test_decisions_are_what_the_log_cannot_tell() -> None:
 def test_decisions_join_in_order() -> None:
     assert not Decisions()
     first, second = (
-        Decisions(("b",), {"c": AlertedState(1, 0.1)}),
-        Decisions(("d",), {"c": AlertedState(2, 0.01), "e": AlertedState(0)}),
+        Decisions(("b",), {"c": AlertState(1, 0.1)}),
+        Decisions(("d",), {"c": AlertState(2, 0.01), "e": AlertState(0)}),
     )
     assert Decisions(("a",)) + first + second == Decisions(
-        ("a", "b", "d"), {"c": AlertedState(1, 0.01), "e": AlertedState(0)}
+        ("a", "b", "d"), {"c": AlertState(1, 0.01), "e": AlertState(0)}
     )
 
 
 def test_history_decides_nothing() -> None:
-    engine = engine_of(Limits(record_timeout=100, open_records=2))
+    engine = engine_of(Limits(record_timeout=100, max_open_records=2))
     engine.replay(batch_of([reading(name, 0, 1e9) for name in "rst"]), 0)
     engine.replay(EventBatch.empty(), 1000)
     assert engine.snapshot(0, 1000).ids == ["r", "s", "t"]
     assert engine.snapshot(0, 1000).alert_seq.tolist() == [-1, -1, -1]
-    engine.apply(0, Decisions(("s",), {"r": AlertedState(0)}))
+    engine.apply_decisions(0, Decisions(("s",), {"r": AlertState(0)}))
     effects = engine.handle(batch_of([reading("r", 2), reading("t", 2)]), 1000)
     assert [(alert.record, alert.raised_at) for alert in effects.alerts] == [("t", 2)] * len(ALPHA), (
         "who was not told of is caught up"
@@ -190,9 +190,9 @@ def test_history_decides_nothing() -> None:
 
 def test_decisions_close_what_is_not_open_too() -> None:
     engine = engine_of()
-    engine.apply(0, Decisions(("r", "s"), {"gone": AlertedState(3)}))
+    engine.apply_decisions(0, Decisions(("r", "s"), {"gone": AlertState(3)}))
     effects = engine.handle(batch_of([reading("r", 0), reading("r", 0, source=1), reading("gone", 0)]), 0)
-    assert [(r.message, r.reason) for r in effects.rejected] == [(0, Reason.LATE)]
+    assert [(r.message_index, r.reason) for r in effects.rejections] == [(0, RejectionReason.LATE)]
 
 
 def test_nothing_is_restored_over_what_is_there() -> None:
@@ -234,7 +234,7 @@ def test_a_vocabulary_is_translated_by_name_and_text() -> None:
     ]
     engine.handle(batch_of([row for row in rows if row.owner != "a"]), 0)
     engine.handle(batch_of(rows[:3]), 0)
-    snapshot, dropped = engine.snapshot(0, 0).translated(Vocabulary.of(OTHER))
+    snapshot, dropped = engine.snapshot(0, 0).translate(Vocabulary.from_schema(OTHER))
     assert dropped == 4
     assert snapshot.ids == ["b", "c", "d", "e", "a"]
     assert snapshot.counts.tolist() == [1, 1, 1, 0, 2]
@@ -243,7 +243,7 @@ def test_a_vocabulary_is_translated_by_name_and_text() -> None:
     assert (snapshot.absent_counts.tolist(), snapshot.absent.tolist()) == ([1, 0, 0, 0, 0], [3])
     unseen = zip(snapshot.unseen_record.tolist(), snapshot.unseen_place.tolist(), snapshot.unseen_text, strict=True)
     assert list(unseen) == [(1, 0, "idle"), (2, 0, "torn")]
-    back, dropped = snapshot.translated(Vocabulary.of(SCHEMA))
+    back, dropped = snapshot.translate(Vocabulary.from_schema(SCHEMA))
     assert dropped == 0
     assert back.unseen_text == ["broken", "torn"]
     stored(back)
@@ -264,29 +264,29 @@ def test_records_of_another_model_are_scored_again(steps: list[Step], same: bool
         saved = first.snapshot(source, 0)
         second, fresh = (engine_of(seed=1) if same else other_engine() for _ in range(2))
         second.restore(source, stored(saved), 0)
-        translated, dropped = saved.translated(Vocabulary.of(second.schema))
+        translated, dropped = saved.translate(Vocabulary.from_schema(second.schema))
         assert second.dropped_readings == dropped
         fresh_effects = fresh.handle(unrolled(translated, source), 0)
         got = second.snapshot(source, 0)
-        ended = set(fresh_effects.closed.records)
+        ended = set(fresh_effects.closed.record_ids)
         running = dict(zip(got.ids, zip(got.excess, got.log_likelihood, got.p_value, strict=True), strict=True))
         want = fresh.snapshot(source, 0)
         expected = dict(zip(want.ids, zip(want.excess, want.log_likelihood, want.p_value, strict=True), strict=True))
         c = fresh_effects.closed
-        expected |= dict(zip(c.records, zip(c.anomaly_score, c.log_likelihood, c.p_value, strict=True), strict=True))
+        expected |= dict(zip(c.record_ids, zip(c.anomaly_score, c.log_likelihood, c.p_value, strict=True), strict=True))
         for record, count in zip(got.ids, got.counts.tolist(), strict=True):
             np.testing.assert_allclose(running[record], expected[record] if count else (0, 0, 1), rtol=1e-9, atol=1e-9)
         alerted = {record for record, seq in zip(saved.ids, saved.alert_seq, strict=True) if seq >= 0}
         assert {record for record, seq in zip(got.ids, got.alert_seq, strict=True) if seq >= 0} == alerted
         effects = second.handle(EventBatch.empty(), 0)
-        assert set(effects.closed.records) == ended
-        assert set(effects.closed.reasons) <= {Closing.COMPLETE}
+        assert set(effects.closed.record_ids) == ended
+        assert set(effects.closed.reasons) <= {CloseReason.COMPLETE}
         assert not effects.alerts
 
 
 def unrolled(snapshot: Snapshot, source: int) -> EventBatch:
     """The readings of a snapshot's records, and what was declared as never coming, as events."""
-    record, _ = snapshot.places()
+    record, _ = snapshot.reading_positions()
     absent = np.repeat(np.arange(len(snapshot)), snapshot.absent_counts)
     owners = np.concatenate([record, absent])
     n = len(owners)
@@ -314,5 +314,5 @@ def test_what_another_model_finds_improbable_alerts_at_the_next_reading() -> Non
 
 
 def test_decisions_survive_being_stored() -> None:
-    decisions = Decisions(("b", "a", "ümlaut\0"), {"x": AlertedState(0, 0.01), "": AlertedState(7)})
+    decisions = Decisions(("b", "a", "ümlaut\0"), {"x": AlertState(0, 0.01), "": AlertState(7)})
     assert decode_decisions(encode_decisions(decisions)) == decisions

@@ -293,7 +293,7 @@ def test_nor_where_the_clock_had_decided(
     steps: list[Step], bounds: Limits, until: int, cuts: list[int], most: int
 ) -> None:
     """Decisions are known before the history: a reading that came too late then is too late now."""
-    lives(few_times(steps, most), replace(bounds, remembered=1000), until, cuts, at_once=True)
+    lives(few_times(steps, most), replace(bounds, max_closed_ids=1000), until, cuts, at_once=True)
 
 
 def waiting(engine: Engine) -> Snapshot:

@@ -41,7 +41,7 @@ def test_an_alert_without_time_or_source_has_nulls() -> None:
 def test_a_notice_of_drift_follows_the_alerts(tmp_path: Path) -> None:
     effects, data = effects_of(1)
     sink = AlertLines(tmp_path / "alerts.jsonl")
-    sink.write(replace(effects, drifts=[notice_of()]), data)
+    sink.write(replace(effects, drift_notices=[notice_of()]), data)
     sink.close()
     lines = (tmp_path / "alerts.jsonl").read_text().splitlines(keepends=True)
     assert "".join(lines[:-1]) == (GOLDEN / "alerts.jsonl").read_text()
