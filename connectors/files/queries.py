@@ -16,7 +16,7 @@ from connectors.files.sinks import _ParquetSink
 from connectors.files.tables import LINES, Table, csv_type, enumerated, find, type_of
 from deformer_stream import log
 from deformer_stream.codec import Codec
-from deformer_stream.codec.columns import in_seconds, plain
+from deformer_stream.codec.columns import convert_times_of_day, decode_dictionary
 from deformer_stream.codec.payloads import WideRows
 from deformer_stream.engine import queries
 from deformer_stream.errors import InputError
@@ -73,14 +73,14 @@ def impute(source: Path, output: Path, model: DEformer, how: Filling, advance: A
     Raises `InputError`.
     """
     table = _open(source, model, how)
-    features = {name: model.schema.features[code] for name, code in model.schema.codes.items()}
+    features = {name: model.schema.features[code] for name, code in model.schema.code_by_name.items()}
     present = [name for name in table.schema.names if name in features]
     types = {name: csv_type(table, features[name]) for name in present} if table.rows is None else {}
     kinds = {field.name: types.get(field.name, field.type) for field in table.schema}
     fields = [out for name in table.schema.names for out in _fields(name, kinds[name], features.get(name), how)]
     columns = pa.schema(fields + ([pa.field(DRAW, pa.int64())] if how.draws else []))
     codec = Codec(model.schema, order="schema")
-    asked = np.isin(np.arange(len(model.schema)), [model.schema.codes[name] for name in present])
+    asked = np.isin(np.arange(len(model.schema)), [model.schema.code_by_name[name] for name in present])
     cells = first = 0
     sink = _Rows(output, columns)
     try:
@@ -92,13 +92,13 @@ def impute(source: Path, output: Path, model: DEformer, how: Filling, advance: A
             values[events.message_indices, events.features] = events.values
             told[events.message_indices, events.features] = True
             gaps = asked & told & np.isnan(values)
-            cells += int((gaps & ~model.schema.context).sum())
+            cells += int((gaps & ~model.schema.is_context).sum())
             rows = np.repeat(np.arange(batch.num_rows), how.draws or 1)
             new, ends = _answers(model, values, gaps, how, first)
             arrays: list[pa.Array] = []
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
                 where = f"{table.path}: column {name!r}"
-                feature, code = features.get(name), model.schema.codes.get(name)
+                feature, code = features.get(name), model.schema.code_by_name.get(name)
                 if feature is None or feature.context or code is None:
                     arrays.append(column.take(pa.array(rows)))
                     continue
@@ -198,7 +198,7 @@ def _complete(column: pa.Array, feature: Feature, values: Floats, where: str) ->
             limits = np.iinfo(kind.to_pandas_dtype())
             values = np.clip(np.round(values), limits.min, limits.max)
         new = (_texts(feature, values) if feature.labels else _numbers(values)).cast(kind, safe=False)
-        return pc.if_else(new.is_valid(), new, plain(in_seconds(column)).cast(kind))
+        return pc.if_else(new.is_valid(), new, decode_dictionary(convert_times_of_day(column)).cast(kind))
     except pa.ArrowException as error:
         line = str(error).splitlines()[0]
         raise InputError(f"{where} is {column.type} and cannot hold what is missing ({line}); convert it") from error

@@ -15,8 +15,15 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from connectors.files.tables import lines
-from deformer_stream.codec import ROW_FILE, ROW_NUMBER, Fields, Order, record_hashes, shuffle_keys
-from deformer_stream.codec.columns import encoded, text_ids
+from deformer_stream.codec import (
+    ROW_FILE_COLUMN,
+    ROW_NUMBER_COLUMN,
+    FieldNames,
+    Order,
+    compute_shuffle_keys,
+    hash_record_ids,
+)
+from deformer_stream.codec.columns import convert_ids, encode_distinct
 from deformer_stream.codec.payloads import LongRows, Messages
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import InputError
@@ -29,7 +36,7 @@ LONGEST_REST = 16_384
 def reordered_rows(
     tables: Sequence[Callable[[], Iterator[LongRows]]],
     schema: Schema,
-    fields: Fields,
+    fields: FieldNames,
     order: Order,
     seed: int,
     batch_events: int,
@@ -39,13 +46,13 @@ def reordered_rows(
     for rows in tables:
         for part in rows():
             n = len(part)
-            where = pa.DictionaryArray.from_arrays(pa.array(np.zeros(n, np.int32)), pa.array([part.topic]))
-            numbers = pa.array(np.arange(part.first, part.first + n))
-            named = [*part.table.schema.names, ROW_FILE, ROW_NUMBER]
+            where = pa.DictionaryArray.from_arrays(pa.array(np.zeros(n, np.int32)), pa.array([part.origin]))
+            numbers = pa.array(np.arange(part.first_row, part.first_row + n))
+            named = [*part.table.schema.names, ROW_FILE_COLUMN, ROW_NUMBER_COLUMN]
             parts.append(pa.Table.from_arrays([*part.table.columns, where, numbers], named))
     if not parts:
         return
-    topic = str(parts[0].column(ROW_FILE)[0].as_py()) if parts[0].num_rows else ""
+    topic = str(parts[0].column(ROW_FILE_COLUMN)[0].as_py()) if parts[0].num_rows else ""
     try:
         table = pa.concat_tables(parts, promote_options="permissive").unify_dictionaries().combine_chunks()
     except pa.ArrowException as error:
@@ -55,13 +62,13 @@ def reordered_rows(
     if len(table.to_batches()) > 1:
         raise InputError(f"{topic}: more text than can be put in order at once; use --order arrival, or smaller files")
     batch = table.to_batches()[0]
-    ids, uniques = encoded(text_ids(batch.column(fields.record), f"{topic}: column {fields.record!r}"))
-    indices, names = encoded(batch.column(fields.feature))
-    codes = np.array([schema.codes.get(name, -1) for name in names] + [-1])[indices]
+    ids, uniques = encode_distinct(convert_ids(batch.column(fields.record), f"{topic}: column {fields.record!r}"))
+    indices, names = encode_distinct(batch.column(fields.feature))
+    codes = np.array([schema.code_by_name.get(name, -1) for name in names] + [-1])[indices]
     observed = ~batch.column(fields.value).is_null().to_numpy(zero_copy_only=False)
     if fields.label in batch.schema.names:
         observed |= ~batch.column(fields.label).is_null().to_numpy(zero_copy_only=False)
-    hashes = record_hashes([*uniques, ""])[ids]
+    hashes = hash_record_ids([*uniques, ""])[ids]
     place = _arrangement(ids, hashes, codes, observed, order, seed)
     for start in range(0, len(place), batch_events):
         yield LongRows(topic, batch.take(pa.array(place[start : start + batch_events])), start)
@@ -70,7 +77,7 @@ def reordered_rows(
 def reordered_lines(
     files: Sequence[Path],
     schema: Schema,
-    fields: Fields,
+    fields: FieldNames,
     order: Order,
     seed: int,
     batch_events: int,
@@ -95,13 +102,13 @@ def reordered_lines(
                 for record, feature, there, payload in _readings(line, fields, max_message_bytes):
                     alone = f"\0{len(known)}"  # a line without a record is a group of its own, which keeps its place
                     groups.append(known.setdefault(record or alone, len(known)))
-                    codes.append(schema.codes.get(feature, -1))
+                    codes.append(schema.code_by_name.get(feature, -1))
                     observed.append(there)
                     payloads.append(payload)
                     numbers.append(number)
                     partitions.append(partition)
     ids = np.array(groups, np.int64)
-    hashes = record_hashes(known)[ids]
+    hashes = hash_record_ids(known)[ids]
     place = _arrangement(ids, hashes, np.array(codes, np.int64), np.array(observed, bool), order, seed)
     offsets, sources = np.array(numbers, np.int64), np.array(partitions, np.int32)
     topic = ",".join(map(str, files))
@@ -126,11 +133,11 @@ def _arrangement(
     _, first = np.unique(ids, return_index=True)
     appearance = np.zeros(int(ids.max()) + 1, np.int64)
     appearance[ids[np.sort(first)]] = np.arange(len(first))
-    within = shuffle_keys(hashes, codes, seed) if order == "random" else codes
+    within = compute_shuffle_keys(hashes, codes, seed) if order == "random" else codes
     return np.lexsort((within, observed, appearance[ids]))
 
 
-def _readings(line: bytes, fields: Fields, limit: int) -> list[tuple[str, str, bool, bytes]]:
+def _readings(line: bytes, fields: FieldNames, limit: int) -> list[tuple[str, str, bool, bytes]]:
     """The readings of a line: record ("" where the line is no event), feature, whether it was observed, message."""
     if len(line) > limit:
         return [("", "", True, line)]

@@ -23,8 +23,8 @@ from connectors.files.background import BackgroundWriter
 from connectors.files.tables import CSV, LINES, PARQUET
 from deformer_stream.codec import encode_alert, encode_drift, encode_rejected
 from deformer_stream.codec.payloads import Payload
-from deformer_stream.engine.events import NO_TIME, AlertRaised, Closed, Effects, EventBatch
-from deformer_stream.errors import ConfigError, write_errors
+from deformer_stream.engine.events import NO_TIME, Alert, ClosedRecords, Effects, EventBatch
+from deformer_stream.errors import ConfigError, map_write_errors
 from deformer_stream.model.schema import Schema
 
 ROW_GROUP = 131_072
@@ -119,7 +119,7 @@ class _ParquetSink:
         self._behind.do(lambda: self._put(group))
 
     def _put(self, group: pa.Table) -> None:
-        with write_errors(self._path):
+        with map_write_errors(self._path):
             self._writer.write_table(group)
 
     def flush(self) -> None:
@@ -133,7 +133,7 @@ class _ParquetSink:
             self._write()
         self._behind.wait()
         self._behind.end()
-        with write_errors(self._path):
+        with map_write_errors(self._path):
             self._writer.close()
             with self._part.open("rb") as file:
                 os.fsync(file.fileno())
@@ -159,7 +159,7 @@ class ScoresParquet(_ParquetSink):
 
     def __init__(self, path: str | Path, schema: Schema) -> None:
         super().__init__(path, SCORES)
-        self._discrete = schema.discrete
+        self._discrete = schema.is_discrete
         self._names = pa.array(schema.names, pa.string())
         # All labels of all features in one list; those of feature f begin at _start[f].
         self._labels = [label for feature in schema.features for label in feature.labels]
@@ -170,7 +170,7 @@ class ScoresParquet(_ParquetSink):
         scored, batch = effects.scored, effects.batch
         if not len(scored):
             return
-        events = scored.events
+        events = scored.event_indices
         codes, values, times = batch.features[events], batch.values[events], batch.times[events]
         discrete = self._discrete[codes]
         columns = [
@@ -181,10 +181,10 @@ class ScoresParquet(_ParquetSink):
             self._label_column(codes, values, discrete, _unseen_of(batch, events)),
             pa.array(times, pa.timestamp("us", "UTC"), mask=times == NO_TIME),
             _nullable(scored.log_likelihood, np.isnan(scored.log_likelihood)),
-            pa.array(scored.running),
+            pa.array(scored.running_log_likelihood),
             pa.array(scored.score),
             pa.array(scored.p_value),
-            pa.array(scored.alert),
+            pa.array(scored.is_alert),
         ]
         self._add(pa.RecordBatch.from_arrays(columns, schema=SCORES))
 
@@ -212,7 +212,7 @@ def _records_of(batch: EventBatch, events: NDArray[np.int64]) -> pa.Array:
     """Record ids of these events."""
     if batch.row_boundaries is None:
         return pa.array([batch.record_ids[event] for event in events.tolist()], pa.string())
-    ids, row = batch.names()
+    ids, row = batch.records_of_rows()
     return pa.array(ids, pa.string()).take(pa.array(row[events]))
 
 
@@ -229,14 +229,14 @@ class RecordsParquet(_ParquetSink):
         super().__init__(path, RECORDS)
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        closed: Closed = effects.closed
+        closed: ClosedRecords = effects.closed
         if not len(closed):
             return
         alerted = closed.alert_seq >= 0
         columns = [
-            pa.array(closed.records, pa.string()),
-            pa.array(closed.events, pa.int32()),
-            pa.array(closed.complete),
+            pa.array(closed.record_ids, pa.string()),
+            pa.array(closed.num_readings, pa.int32()),
+            pa.array(closed.is_complete),
             pa.array(closed.log_likelihood),
             pa.array(closed.anomaly_score),
             pa.array(closed.p_value),
@@ -259,7 +259,7 @@ class ExplanationsParquet(_ParquetSink):
             self._add(pa.RecordBatch.from_pylist(rows, schema=EXPLANATIONS))
 
 
-def _row(alert: AlertRaised, rank: int) -> dict[str, Any]:
+def _row(alert: Alert, rank: int) -> dict[str, Any]:
     """A contribution as a row of `EXPLANATIONS`; what is absent is null."""
     part = alert.contributions[rank]
     expected = part.expected
@@ -302,12 +302,12 @@ class LinesSink:
     def lines(self, lines: list[bytes]) -> None:
         """Append these lines, given without their ends."""
         if lines:
-            with write_errors(self._path):
+            with map_write_errors(self._path):
                 self._file.write(b"\n".join(lines) + b"\n")
 
     def flush(self) -> None:
         """Standard output has been handed over, a file's lines are with the operating system."""
-        with write_errors(self._path):
+        with map_write_errors(self._path):
             self._file.flush()
 
     def close(self) -> None:
@@ -315,7 +315,7 @@ class LinesSink:
         if self._standard:
             self.flush()
         elif not self._file.closed:
-            with write_errors(self._path), self._file:
+            with map_write_errors(self._path), self._file:
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
@@ -338,7 +338,7 @@ class AlertLines(LinesSink):
 
     def write(self, effects: Effects, data: Payload | None) -> None:
         self.lines([encode_alert(alert, data) for alert in effects.alerts])
-        self.lines([encode_drift(notice) for notice in effects.drifts])
+        self.lines([encode_drift(notice) for notice in effects.drift_notices])
 
 
 class RejectedLines(LinesSink):
@@ -346,7 +346,7 @@ class RejectedLines(LinesSink):
 
     def write(self, effects: Effects, data: Payload | None) -> None:
         if data is not None:
-            self.lines([encode_rejected(rejected, data) for rejected in effects.rejected])
+            self.lines([encode_rejected(rejected, data) for rejected in effects.rejections])
 
 
 def _nullable(values: NDArray[np.float64], null: NDArray[np.bool_]) -> pa.Array:

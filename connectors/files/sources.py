@@ -32,13 +32,13 @@ from connectors.files.tables import (
     find,
     lines,
 )
-from deformer_stream.codec import Fields, Order, Windows
-from deformer_stream.codec.columns import cells, text_ids, textual
+from deformer_stream.codec import FieldNames, Order, WindowAssigner
+from deformer_stream.codec.columns import convert_ids, is_text, to_python_values
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, WideRows
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Schema
-from deformer_stream.runtime.ports import Polled
+from deformer_stream.runtime.ports import PollResult
 
 STANDARD_INPUT = "-"
 
@@ -50,12 +50,12 @@ def open_source(
     layout: Layout | None = None,
     order: Order = "arrival",
     seed: int = 0,
-    fields: Fields | None = None,
+    fields: FieldNames | None = None,
     record_column: str = RECORD,
     time_column: str | None = None,
     batch_events: int = 8192,
     max_message_bytes: int = 1_048_576,
-    windows: Windows | None = None,
+    windows: WindowAssigner | None = None,
 ) -> FileSource | StandardInput:
     """The events of Parquet, CSV and JSON lines files and folders, one after the other; or of standard input, for "-".
 
@@ -70,7 +70,15 @@ def open_source(
     Every file is opened and checked at once. Raises `InputError` naming the file and the remedy.
     """
     settings = _Reading(
-        schema, order, seed, fields or Fields(), record_column, time_column, batch_events, max_message_bytes, windows
+        schema,
+        order,
+        seed,
+        fields or FieldNames(),
+        record_column,
+        time_column,
+        batch_events,
+        max_message_bytes,
+        windows,
     )
     if STANDARD_INPUT in map(str, inputs):
         if len(inputs) > 1 or order != "arrival":
@@ -126,11 +134,11 @@ class FileSource:
     def exhausted(self) -> bool:
         return self._exhausted
 
-    def poll(self, timeout: float) -> Polled:
+    def poll(self, timeout: float) -> PollResult:
         """The next rows or lines; what is there is there at once, so that the timeout plays no part."""
         data = None if self._exhausted else next(self._payloads, None)
         self._exhausted = data is None
-        return Polled(data)
+        return PollResult(data)
 
     def commit(self) -> None:
         """Nothing to do: a file keeps no position."""
@@ -163,7 +171,7 @@ class StandardInput:
     def exhausted(self) -> bool:
         return self._ended and not self._numbered
 
-    def poll(self, timeout: float) -> Polled:
+    def poll(self, timeout: float) -> PollResult:
         """What has come so far; waits at most `timeout` seconds for the first line and not at all for a second."""
         deadline = clock.monotonic() + timeout
         while not self._ended and len(self._numbered) < self._batch_events:
@@ -176,7 +184,7 @@ class StandardInput:
             self._numbered += _numbered(new, self._count)
             self._count += len(new)
         now, self._numbered = self._numbered[: self._batch_events], self._numbered[self._batch_events :]
-        return Polled(_as_messages(STANDARD_INPUT, now) if now else None)
+        return PollResult(_as_messages(STANDARD_INPUT, now) if now else None)
 
     def commit(self) -> None:
         """Nothing to do: what was read from a pipe is gone."""
@@ -193,15 +201,15 @@ class _Reading:
     schema: Schema
     order: Order
     seed: int
-    fields: Fields
+    fields: FieldNames
     record: str
     time: str | None
     batch_events: int
     max_message_bytes: int
-    windows: Windows | None
+    windows: WindowAssigner | None
 
     def needed(self, table: Table) -> tuple[str, ...]:
-        return self.fields.needed(table.schema.names, self.windows is not None)
+        return self.fields.required_columns(table.schema.names, self.windows is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +227,7 @@ class _WideTable:
 
     @staticmethod
     def of(table: Table, name: str | None, settings: _Reading) -> _WideTable:
-        columns, known = table.schema.names, settings.schema.codes
+        columns, known = table.schema.names, settings.schema.code_by_name
         features = [column for column in columns if column in known]
         if not features:
             want = enumerated(settings.schema.names)
@@ -237,7 +245,7 @@ class _WideTable:
     def rows(self) -> Iterator[WideRows]:
         settings = self.settings
         features = settings.schema.features
-        types = {name: csv_type(self.table, features[settings.schema.codes[name]]) for name in self.features}
+        types = {name: csv_type(self.table, features[settings.schema.code_by_name[name]]) for name in self.features}
         extra = [column for column in (self.record, self.time) if column is not None]
         if self.record is not None:
             types[self.record] = pa.string()
@@ -251,8 +259,8 @@ class _WideTable:
     def _ids(self, batch: pa.RecordBatch, first: int) -> list[str]:
         """Record ids; a null becomes "", which the codec refuses."""
         if self.record is not None:
-            ids = text_ids(batch.column(self.record), f"{self.table.path}: column {self.record!r}")
-            return [str(name) for name in cells(ids.fill_null(""))]
+            ids = convert_ids(batch.column(self.record), f"{self.table.path}: column {self.record!r}")
+            return [str(name) for name in to_python_values(ids.fill_null(""))]
         rows = range(first, first + batch.num_rows)
         return [str(row) for row in rows] if self.name is None else [f"{self.name}:{row}" for row in rows]
 
@@ -275,7 +283,7 @@ class _LongTable:
                     f"{table.path}: a long table needs a column {name!r}; rename one, or use --layout wide"
                 )
             kind = table.schema.field(name).type
-            if name == fields.feature and table.path.suffix.lower() in PARQUET and not textual(kind):
+            if name == fields.feature and table.path.suffix.lower() in PARQUET and not is_text(kind):
                 raise InputError(f"{table.path}: column {name!r} is {kind}; feature names are text: convert the column")
         owners = (fields.record,) if settings.windows is None else (fields.record, fields.device)
         wanted = (*owners, fields.feature, fields.value, fields.label, fields.time)

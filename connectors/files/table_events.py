@@ -15,9 +15,16 @@ import pyarrow as pa
 
 from connectors.files.sources import names_of
 from connectors.files.tables import LINES, RECORD, Layout, Table, find, lines, reading
-from deformer_stream.codec.columns import categorical, daytime, in_seconds, micros_of_column, number, text_ids
-from deformer_stream.codec.validation import Refusal
-from deformer_stream.codec.timestamps import micros, micros_of_text
+from deformer_stream.codec.columns import (
+    convert_ids,
+    convert_times_of_day,
+    is_scalar,
+    is_time_of_day,
+    parse_number,
+    parse_times,
+)
+from deformer_stream.codec.timestamps import parse_rfc3339, seconds_to_micros
+from deformer_stream.codec.validation import RejectionError
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
 
@@ -164,7 +171,9 @@ def _wide(
     time = time or next(iter(stamps), None)
     kinds = dict(zip(columns, table.schema.types, strict=True))
     used = [
-        c for c in columns if c not in (id_column, time) and wanted(c) and (categorical(kinds[c]) or daytime(kinds[c]))
+        c
+        for c in columns
+        if c not in (id_column, time) and wanted(c) and (is_scalar(kinds[c]) or is_time_of_day(kinds[c]))
     ]
     if not used:
         raise InputError(f"{table.path}: no column to send (of {table.shown()}); check --exclude and --model")
@@ -176,7 +185,7 @@ def _wide(
         if id_column is not None:
             ids = _ids(table, batch, id_column)
         times = _times(table, batch, time, first, seconds)
-        cells = [[_cell(value) for value in in_seconds(batch.column(c)).to_pylist()] for c in used]
+        cells = [[_cell(value) for value in convert_times_of_day(batch.column(c)).to_pylist()] for c in used]
         for i in range(n):
             last = times[i] if times[i] != NO_TIME else last
             yield last, ids[i], [(c, cell[i]) for c, cell in zip(used, cells, strict=True) if cell[i] is not None]
@@ -195,7 +204,7 @@ def _long(table: Table, owner: str, time: str | None, wanted: _Wanted, seconds: 
     first, last = 0, 0
     for batch in table.batches(used, ROWS, _text(owner)):
         times = _times(table, batch, time, first, seconds)
-        values = [_spelled(_cell(value)) for value in in_seconds(batch.column("value")).to_pylist()]
+        values = [_spelled(_cell(value)) for value in convert_times_of_day(batch.column("value")).to_pylist()]
         if "label" in used:
             labels = [_cell(value) for value in batch.column("label").to_pylist()]
             values = [value if label is None else label for value, label in zip(values, labels, strict=True)]
@@ -211,14 +220,14 @@ def _times(table: Table, batch: pa.RecordBatch, time: str | None, first: int, se
     """Microseconds by row, `NO_TIME` where null; without a time column the next seconds."""
     if time is None:
         return list(itertools.islice(seconds, batch.num_rows))
-    times, bad = micros_of_column(batch.column(time), f"{table.path}: column {time!r}")
+    times, bad = parse_times(batch.column(time), f"{table.path}: column {time!r}")
     for row, refusal in bad.items():
         raise InputError(f"{table.path}: row {first + row}: column {time!r}: {refusal.detail}")
     return [int(t) for t in times]
 
 
 def _ids(table: Table, batch: pa.RecordBatch, column: str) -> list[str]:
-    ids = text_ids(batch.column(column), f"{table.path}: column {column!r}")
+    ids = convert_ids(batch.column(column), f"{table.path}: column {column!r}")
     if ids.null_count:
         raise InputError(f"{table.path}: column {column!r} has a null; every row needs a record id")
     return [str(name) for name in ids.to_pylist()]
@@ -241,7 +250,7 @@ def _spelled(value: Any) -> Any:
     """In a column that mixes numbers and labels, all are text: what spells a number is one."""
     if not isinstance(value, str):
         return value
-    spelled = number(value)
+    spelled = parse_number(value)
     return value if spelled is None or not isfinite(spelled) else spelled
 
 
@@ -254,9 +263,9 @@ def _due(document: Any) -> int:
     time = document.get("time") if isinstance(document, dict) else None
     try:
         if isinstance(time, str):
-            return micros_of_text(time)
-        return micros(time) if isinstance(time, int | float) else NO_TIME
-    except Refusal:
+            return parse_rfc3339(time)
+        return seconds_to_micros(time) if isinstance(time, int | float) else NO_TIME
+    except RejectionError:
         return NO_TIME
 
 

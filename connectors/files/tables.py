@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.csv as pc_csv
 import pyarrow.parquet as pq
 
-from deformer_stream.codec.columns import daytime
+from deformer_stream.codec.columns import is_time_of_day
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Feature
 
@@ -144,7 +144,7 @@ def enumerated(names: Sequence[str]) -> str:
 def csv_type(table: Table, feature: Feature) -> pa.DataType:
     """What a CSV's column of this feature is to be read as: labels as text, numbers as such or as times of day."""
     kind = table.schema.field(feature.name).type
-    return kind if daytime(kind) and not feature.labels else type_of(feature)
+    return kind if is_time_of_day(kind) and not feature.labels else type_of(feature)
 
 
 def type_of(feature: Feature) -> pa.DataType:

@@ -10,23 +10,23 @@ listener runs on the client's own thread while ours waits inside `poll`, `commit
 no lock; and a deserialiser that raises makes `poll` loop for ever, so bytes stay bytes until the codec has them.
 """
 
-from connectors.kafka.client import ensure_topics, partitions_of
+from connectors.kafka.bounded_fetch import FetchLimits
+from connectors.kafka.client import count_partitions, ensure_topics
 from connectors.kafka.delivery import Delivery
 from connectors.kafka.produce import produce
-from connectors.kafka.sink import AlertEncoder, KafkaSink, topics_of
+from connectors.kafka.sink import AlertEncoder, KafkaSink, output_topics
 from connectors.kafka.source import KafkaSource
 from connectors.kafka.state import StateTopic
-from connectors.kafka.unpacking import Bounds
 
 __all__ = [
     "AlertEncoder",
-    "Bounds",
     "Delivery",
+    "FetchLimits",
     "KafkaSink",
     "KafkaSource",
     "StateTopic",
+    "count_partitions",
     "ensure_topics",
-    "partitions_of",
+    "output_topics",
     "produce",
-    "topics_of",
 ]

@@ -24,7 +24,7 @@ MAGIC = 2
 Header = tuple[str, bytes]
 
 
-class Outgoing(NamedTuple):
+class OutgoingMessage(NamedTuple):
     """A message on its way. source: the partition of events that it comes from. partition: of `topic`, None is by key,
     as every Kafka client has it (murmur2)."""
 
@@ -36,7 +36,7 @@ class Outgoing(NamedTuple):
     partition: int | None = None
 
 
-def size_of(message: Outgoing) -> int:
+def estimate_size(message: OutgoingMessage) -> int:
     """An upper bound of what the message takes in the topic's log, by the client's own estimate."""
     return int(DefaultRecordBatchBuilder.estimate_size_in_bytes(message.key, message.value, message.headers))
 
@@ -44,12 +44,12 @@ def size_of(message: Outgoing) -> int:
 class Batch(NamedTuple):
     """Records of one partition as they are sent. places: where they stand among the records of the commit."""
 
-    to: TopicPartition
+    topic_partition: TopicPartition
     records: bytearray
-    places: list[int]
+    message_indexes: list[int]
 
 
-class Batcher:
+class BatchBuilder:
     """Makes batches of one producer, each record of a partition with the number that is next there: by these the broker
     knows what it has. limits: topic → largest batch in bytes. Compresses with lz4 where that package is installed."""
 
@@ -58,14 +58,18 @@ class Batcher:
         self._compression = DefaultRecordBatchBuilder.CODEC_LZ4 if has_lz4() else DefaultRecordBatchBuilder.CODEC_NONE
         self._next: dict[TopicPartition, int] = defaultdict(int)
 
-    def batches(self, records: Sequence[Outgoing], partition_of: Callable[[Outgoing], TopicPartition]) -> list[Batch]:
+    def build(
+        self, records: Sequence[OutgoingMessage], partition_of: Callable[[OutgoingMessage], TopicPartition]
+    ) -> list[Batch]:
         """All of the records, each partition's in their order."""
         places: dict[TopicPartition, list[int]] = defaultdict(list)
         for i, record in enumerate(records):
             places[partition_of(record)].append(i)
-        return [batch for to, of_one in places.items() for batch in self._of_one(to, records, of_one)]
+        return [batch for to, of_one in places.items() for batch in self._build_for_partition(to, records, of_one)]
 
-    def _of_one(self, to: TopicPartition, records: Sequence[Outgoing], places: Sequence[int]) -> Iterator[Batch]:
+    def _build_for_partition(
+        self, to: TopicPartition, records: Sequence[OutgoingMessage], places: Sequence[int]
+    ) -> Iterator[Batch]:
         first = 0
         while first < len(places):
             builder = MemoryRecordsBuilder(
@@ -89,14 +93,14 @@ class Batcher:
             first = at
 
 
-def turns_of(batches: Sequence[Batch], leader_of: Callable[[TopicPartition], int]) -> list[dict[int, list[int]]]:
+def plan_requests(batches: Sequence[Batch], leader_of: Callable[[TopicPartition], int]) -> list[dict[int, list[int]]]:
     """Which batches are sent together: for each turn, broker → numbers of batches. A request has one batch of a
     partition at most, for so the protocol has it, and `REQUEST_BYTES`; a partition's batches keep their order."""
     turns: list[dict[int, list[int]]] = []
     sizes: list[dict[int, int]] = []
     next_turn: dict[TopicPartition, int] = defaultdict(int)
     for i, batch in enumerate(batches):
-        leader, size, turn = leader_of(batch.to), len(batch.records), next_turn[batch.to]
+        leader, size, turn = leader_of(batch.topic_partition), len(batch.records), next_turn[batch.topic_partition]
         while turn < len(turns) and leader in turns[turn] and sizes[turn][leader] + size > REQUEST_BYTES:
             turn += 1
         if turn == len(turns):
@@ -104,11 +108,13 @@ def turns_of(batches: Sequence[Batch], leader_of: Callable[[TopicPartition], int
             sizes.append(defaultdict(int))
         turns[turn][leader].append(i)
         sizes[turn][leader] += size
-        next_turn[batch.to] = turn + 1
+        next_turn[batch.topic_partition] = turn + 1
     return turns
 
 
-def in_order(batches: Sequence[Batch], first: Sequence[int]) -> list[int]:
+def offsets_in_order(batches: Sequence[Batch], first: Sequence[int]) -> list[int]:
     """Offsets of the records in their order, from the first offset of each batch."""
-    found = {at: base + i for batch, base in zip(batches, first, strict=True) for i, at in enumerate(batch.places)}
+    found = {
+        at: base + i for batch, base in zip(batches, first, strict=True) for i, at in enumerate(batch.message_indexes)
+    }
     return [found[at] for at in range(len(found))]

@@ -18,7 +18,7 @@ from kafka.admin import ConfigResource, ConfigResourceType
 from kafka.codec import has_lz4
 from kafka.net.compat import KafkaNetClient
 
-from connectors.kafka.greeting import ConnectionClosed, check_broker, context_of
+from connectors.kafka.preflight import ConnectionClosed, check_broker, create_ssl_context
 from deformer_stream import log
 from deformer_stream.errors import ConfigError, DeformerError, StateError, Unavailable
 
@@ -120,7 +120,7 @@ def translate(error: Exception, bootstrap_servers: str, doing: str) -> DeformerE
 
 
 @contextmanager
-def mapped(bootstrap_servers: str, doing: str, *also: type[Exception]) -> Iterator[None]:
+def translate_errors(bootstrap_servers: str, doing: str, *also: type[Exception]) -> Iterator[None]:
     """The one place where errors of the client become ours. also: further kinds that `MAPPING` knows."""
     try:
         yield
@@ -167,7 +167,7 @@ Client = TypeVar("Client")
 Result = TypeVar("Result")
 
 
-def _reach(bootstrap_servers: str, security: dict[str, Any], context: ssl.SSLContext | None) -> None:
+def _check_reachable(bootstrap_servers: str, security: dict[str, Any], context: ssl.SSLContext | None) -> None:
     """Speak to one of the addresses: sooner than the client would, and clearer about what is wrong.
 
     Raises Unavailable where nobody answers, ConfigError for what is no address and where the broker refuses us.
@@ -202,7 +202,7 @@ def connect(
     thread, which would go on trying, is ended. Raises Unavailable or ConfigError.
     """
     security = security or {}
-    context = context_of(security)
+    context = create_ssl_context(security)
     ours = {name: value for name, value in security.items() if not name.startswith("ssl_")}  # they are in the context
     opened: list[KafkaNetClient] = []
 
@@ -214,8 +214,8 @@ def connect(
     _client_log.removeHandler(_forward)
     _client_log.addHandler(overhear)
     try:
-        _reach(bootstrap_servers, security, context)
-        with mapped(bootstrap_servers, "connecting", ValueError, TypeError):
+        _check_reachable(bootstrap_servers, security, context)
+        with translate_errors(bootstrap_servers, "connecting", ValueError, TypeError):
             try:
                 return make(
                     bootstrap_servers=bootstrap_servers.split(","),
@@ -237,7 +237,7 @@ def connect(
         _client_log.addHandler(_forward)
 
 
-def producer(bootstrap_servers: str, security: dict[str, Any] | None, **options: Any) -> KafkaProducer:
+def create_producer(bootstrap_servers: str, security: dict[str, Any] | None, **options: Any) -> KafkaProducer:
     """A producer whose messages are acknowledged by all replicas in sync, each written once and in order.
 
     A message that the broker finds too large is the end of an idempotent producer, so callers look at the topic's limit
@@ -257,7 +257,7 @@ def producer(bootstrap_servers: str, security: dict[str, Any] | None, **options:
     )
 
 
-def _asked(call: Callable[[], Result]) -> Result:
+def _retry(call: Callable[[], Result]) -> Result:
     """The broker's answer. While a broker restarts others lead its partitions only after a while: ask again, for as
     long as a message may take. Raises the client's errors."""
     deadline = time.monotonic() + DELIVERY_SECONDS
@@ -271,16 +271,16 @@ def _asked(call: Callable[[], Result]) -> Result:
             time.sleep(0.5)
 
 
-def partitions_of(bootstrap_servers: str, topic: str, security: dict[str, Any] | None = None) -> int:
+def count_partitions(bootstrap_servers: str, topic: str, security: dict[str, Any] | None = None) -> int:
     """How many partitions a topic has that we may read. Raises Unavailable where it does not exist or no broker
     answers, ConfigError where reading it is not allowed."""
     admin: KafkaAdminClient = connect(KafkaAdminClient, bootstrap_servers, security)
     try:
-        with mapped(bootstrap_servers, f"looking for topic {topic!r}", ValueError, TypeError):
-            (found,) = _asked(lambda: admin.describe_topics([topic]))
+        with translate_errors(bootstrap_servers, f"looking for topic {topic!r}", ValueError, TypeError):
+            (found,) = _retry(lambda: admin.describe_topics([topic]))
     finally:
         admin.close()
-    _check_right(bootstrap_servers, found, "READ")
+    _check_permission(bootstrap_servers, found, "READ")
     if not found["partitions"]:
         raise Unavailable(f"topic {topic!r} does not exist on {bootstrap_servers}: create it or check --topic")
     return len(found["partitions"])
@@ -303,8 +303,8 @@ def ensure_topics(
         return {}
     admin: KafkaAdminClient = connect(KafkaAdminClient, bootstrap_servers, security)
     try:
-        with mapped(bootstrap_servers, "listing topics"):
-            there = set(_asked(admin.list_topics))
+        with translate_errors(bootstrap_servers, "listing topics"):
+            there = set(_retry(admin.list_topics))
         missing = sorted(topics.keys() - there)
         if missing and not create:
             raise ConfigError(
@@ -312,16 +312,16 @@ def ensure_topics(
                 "(--missing-topics create)"
             )
         for name in missing:
-            with mapped(bootstrap_servers, f"creating topic {name!r}"):
-                _asked(partial(_create, admin, bootstrap_servers, name, topics[name]))
-        with mapped(bootstrap_servers, "asking for the topics' rights"):
-            for found in _asked(lambda: admin.describe_topics(list(topics))):
-                _check_right(bootstrap_servers, found, "WRITE")
-        with mapped(bootstrap_servers, "reading the topics' settings"):
-            settings = _asked(lambda: _settings(admin, topics))
+            with translate_errors(bootstrap_servers, f"creating topic {name!r}"):
+                _retry(partial(_create, admin, bootstrap_servers, name, topics[name]))
+        with translate_errors(bootstrap_servers, "asking for the topics' rights"):
+            for found in _retry(lambda: admin.describe_topics(list(topics))):
+                _check_permission(bootstrap_servers, found, "WRITE")
+        with translate_errors(bootstrap_servers, "reading the topics' settings"):
+            settings = _retry(lambda: _settings(admin, topics))
             for name in topics.keys() & there:
                 if "cleanup.policy" in topics[name].get("configs", {}):
-                    partitions = _asked(partial(admin.describe_topics, [name]))[0]["partitions"]
+                    partitions = _retry(partial(admin.describe_topics, [name]))[0]["partitions"]
                     _check_compacted(name, settings[name], len(partitions), topics[name]["num_partitions"])
         return {name: int(found.get("max.message.bytes", DEFAULT_LIMIT)) for name, found in settings.items()}
     finally:
@@ -343,7 +343,7 @@ def _create(admin: KafkaAdminClient, bootstrap_servers: str, name: str, spec: di
     admin.wait_for_topics([name])
 
 
-def _check_right(bootstrap_servers: str, found: dict[str, Any], operation: str) -> None:
+def _check_permission(bootstrap_servers: str, found: dict[str, Any], operation: str) -> None:
     """Raise ConfigError if the broker says, describing a topic, that this user may not read or write it.
 
     Now, and not when the first alert is due; nor is the client's word for it then always clear.

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from kafka import KafkaConsumer
 from kafka.structs import OffsetAndMetadata, TopicPartition
 
-from connectors.kafka.batches import Outgoing
+from connectors.kafka.batches import OutgoingMessage
 from connectors.kafka.client import DELIVERY_SECONDS
 from connectors.kafka.delivery import Delivery
-from connectors.kafka.state import Attempt, Kept, StateTopic
-from deformer_stream.runtime.ports import Saved
+from connectors.kafka.state import CommitAttempt, StateReference, StateTopic
+from deformer_stream.runtime.ports import PartitionState
 
 Offsets = dict[TopicPartition, OffsetAndMetadata]
 
@@ -28,21 +28,21 @@ class CommitRequest(NamedTuple):
     """What a commit is to bring about. confirm: positions that have not changed are to be named, too."""
 
     positions: dict[TopicPartition, int]
-    saved: dict[int, Saved]
-    confirm: bool
+    saved: dict[int, PartitionState]
+    confirm_unchanged: bool
 
 
 class CommitPayload(NamedTuple):
     """A goal as messages of the state topic. kept: what is in force once they are committed; begins: whose snapshot
     begins with which message."""
 
-    goal: CommitRequest
-    messages: list[Outgoing]
-    kept: dict[TopicPartition, Kept]
-    begins: list[tuple[TopicPartition, int]]
+    request: CommitRequest
+    messages: list[OutgoingMessage]
+    references: dict[TopicPartition, StateReference]
+    first_messages: list[tuple[TopicPartition, int]]
 
 
-class Commits:
+class CommitManager:
     """delivery: what sends messages with a commit; state: where what is kept goes. kept: what is in force of each
     partition. begun: there is a commit that is not known to have taken effect. confirmed: when positions were last
     committed.
@@ -52,12 +52,12 @@ class Commits:
 
     def __init__(self, consumer: KafkaConsumer, delivery: Delivery | None, state: StateTopic | None) -> None:
         self._consumer, self._delivery, self._state = consumer, delivery, state
-        self.kept: dict[TopicPartition, Kept] = {}
+        self.kept: dict[TopicPartition, StateReference] = {}
         self._committed: dict[TopicPartition, int] = {}
         self.begun = False
         self._goal = CommitRequest({}, {}, False)
         self._words = CommitPayload(self._goal, [], {}, [])  # of the last attempt
-        self._attempt: Attempt | None = None  # it may have taken effect
+        self._attempt: CommitAttempt | None = None  # it may have taken effect
         self._life, self._number = uuid.uuid4().hex[:12], 0  # these name our commits
         self.confirmed = time.monotonic()
 
@@ -67,23 +67,27 @@ class Commits:
         delivery = self._delivery
         if delivery is None:
             return False
-        return delivery.failed or (delivery.exactly_once and not delivery.begun and self._attempt is not None)
+        return delivery.failed or (
+            delivery.exactly_once and not delivery.is_in_background and self._attempt is not None
+        )
 
     @property
     def under_way(self) -> bool:
         """An attempt goes on in the background."""
-        return self._delivery is not None and self._delivery.begun
+        return self._delivery is not None and self._delivery.is_in_background
 
     @property
     def over(self) -> bool:
         """The attempt in the background has ended, well or not."""
-        return self._delivery is not None and self._delivery.over
+        return self._delivery is not None and self._delivery.is_finished
 
-    def begin(self, positions: Mapping[TopicPartition, int], saved: Mapping[int, Saved], confirm: bool = False) -> None:
+    def begin(
+        self, positions: Mapping[TopicPartition, int], saved: Mapping[int, PartitionState], confirm: bool = False
+    ) -> None:
         """Commit these from now on, with what was put into the delivery before."""
         self.begun, self._goal = True, CommitRequest(dict(positions), dict(saved), confirm)
         if self._delivery is not None:
-            self._delivery.gather()
+            self._delivery.seal_pending()
 
     def begin_sending(self, group: Any, ended: Callable[[], None]) -> bool:
         """The first attempt, in the background; `ended` is called there when it has taken effect. False where there is
@@ -101,7 +105,7 @@ class Commits:
         """What asks for the messages' offsets where they matter, and answers with what is to be committed."""
 
         def offsets(sent: Callable[[], list[int]]) -> Offsets:
-            attempt = self._sealed(words, sent() if words.begins else [])
+            attempt = self._sealed(words, sent() if words.first_messages else [])
             if words is self._words:  # else nobody waits for us any more
                 self._attempt = attempt
             return dict(attempt.offsets)
@@ -164,7 +168,7 @@ class Commits:
         self._number += 1
         commit = f"{self._life}-{self._number}"
         kept = dict(self.kept)
-        messages: list[Outgoing] = []
+        messages: list[OutgoingMessage] = []
         begins: list[tuple[TopicPartition, int]] = []
         for tp, position in self._goal.positions.items():
             saved = self._goal.saved.get(tp.partition)
@@ -177,39 +181,39 @@ class Commits:
         self._words = CommitPayload(self._goal._replace(positions=dict(self._goal.positions)), messages, kept, begins)
         return self._words
 
-    def _sealed(self, words: CommitPayload, sent: list[int]) -> Attempt:
+    def _sealed(self, words: CommitPayload, sent: list[int]) -> CommitAttempt:
         """What is to be committed once the messages have these offsets."""
-        (positions, saved, confirm), kept = words.goal, words.kept
-        for tp, first in words.begins:
+        (positions, saved, confirm), kept = words.request, words.references
+        for tp, first in words.first_messages:
             kept[tp] = replace(kept[tp], at=sent[first])
         offsets = {
             tp: OffsetAndMetadata(at, kept[tp].metadata() if tp in kept else "", -1)
             for tp, at in positions.items()
             if confirm or self._committed.get(tp) != at or tp.partition in saved
         }
-        return Attempt(offsets, kept, saved)
+        return CommitAttempt(offsets, kept, saved)
 
-    def _learn_outcome(self, attempt: Attempt) -> None:
+    def _learn_outcome(self, attempt: CommitAttempt) -> None:
         """Whether the commit whose answer got lost took effect, as the broker tells now that nothing is open."""
-        for tp in attempt.offsets.keys() & attempt.kept.keys():
+        for tp in attempt.offsets.keys() & attempt.references.keys():
             found = self._consumer.committed(tp, metadata=True, timeout_ms=DELIVERY_SECONDS * 1000)
-            if found is not None and found.metadata == attempt.kept[tp].metadata():
+            if found is not None and found.metadata == attempt.references[tp].metadata():
                 return self._effective(attempt)
 
-    def _effective(self, attempt: Attempt) -> None:
+    def _effective(self, attempt: CommitAttempt) -> None:
         self._attempt = None
         if attempt.offsets:
             self.confirmed = time.monotonic()
         for tp in attempt.offsets.keys() & self._goal.positions.keys():  # what was lost meanwhile is no concern of ours
             self._committed[tp] = attempt.offsets[tp].offset
-            if tp in attempt.kept:
-                self.kept[tp] = attempt.kept[tp]
+            if tp in attempt.references:
+                self.kept[tp] = attempt.references[tp]
         if self._goal.saved is attempt.saved:
             self._goal = self._goal._replace(saved={})
         if self._delivery is not None:
-            self._delivery.settled()
+            self._delivery.mark_committed()
 
 
 def _needs_transaction(delivery: Delivery, words: CommitPayload) -> bool:
     """Where it does not, there is nothing to send, or it goes without."""
-    return delivery.exactly_once and (delivery.waiting or bool(words.messages))
+    return delivery.exactly_once and (delivery.has_unsent or bool(words.messages))

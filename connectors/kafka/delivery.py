@@ -19,8 +19,15 @@ from typing import Any, Generic, TypeVar
 import kafka.errors as errors
 from kafka import KafkaProducer
 
-from connectors.kafka.batches import Outgoing, size_of
-from connectors.kafka.client import CONNECT_SECONDS, DELIVERY_SECONDS, FLUSH_SECONDS, connect, mapped, producer
+from connectors.kafka.batches import OutgoingMessage, estimate_size
+from connectors.kafka.client import (
+    CONNECT_SECONDS,
+    DELIVERY_SECONDS,
+    FLUSH_SECONDS,
+    connect,
+    create_producer,
+    translate_errors,
+)
 from connectors.kafka.transactions import Offsets, Transactions
 from deformer_stream.errors import DeformerError
 
@@ -48,11 +55,11 @@ class Delivery:
     ) -> None:
         self._servers, self._security, self.limits = bootstrap_servers, security, limits
         self._transactional_id = transactional_id
-        self._pending: list[Outgoing] = []
-        self._gathered: list[Outgoing] = []  # to go with the next sending
-        self._under_way: list[Outgoing] = []  # sent, not settled
+        self._pending: list[OutgoingMessage] = []
+        self._gathered: list[OutgoingMessage] = []  # to go with the next sending
+        self._under_way: list[OutgoingMessage] = []  # sent, not settled
         self._producer: KafkaProducer | Transactions | None = None
-        self._call: _Call[None] | None = None  # in the background
+        self._call: _BackgroundCall[None] | None = None  # in the background
         self.failed = False
         """The last sending did not end well. Whether it took effect is not known until `renew`."""
         self.renew()
@@ -61,10 +68,10 @@ class Delivery:
     def exactly_once(self) -> bool:
         return self._transactional_id is not None
 
-    def put(self, message: Outgoing) -> None:
+    def put(self, message: OutgoingMessage) -> None:
         """Take a message. Raises ConfigError if it is too large for its topic."""
-        if size_of(message) > self.limits[message.topic]:
-            with mapped(self._servers, f"writing to topic {message.topic!r}"):
+        if estimate_size(message) > self.limits[message.topic]:
+            with translate_errors(self._servers, f"writing to topic {message.topic!r}"):
                 raise errors.MessageSizeTooLargeError()
         self._pending.append(message)
 
@@ -74,29 +81,29 @@ class Delivery:
         for messages in (self._under_way, self._gathered, self._pending):
             messages[:] = [message for message in messages if message.source not in gone]
 
-    def gather(self) -> None:
+    def seal_pending(self) -> None:
         """What was put until now goes with the next sending, what is put from now on with the one after that."""
         self._gathered += self._pending
         self._pending.clear()
 
     @property
-    def waiting(self) -> bool:
+    def has_unsent(self) -> bool:
         """Whether there is anything that was gathered and not settled."""
         return bool(self._under_way or self._gathered)
 
-    def send(self, state: Sequence[Outgoing], within: float | None = None) -> list[int]:
+    def send(self, state: Sequence[OutgoingMessage], within: float | None = None) -> list[int]:
         """Send everything gathered and then `state`, without a transaction; offsets of the latter, when the broker has
         all of it. within: seconds. Raises the client's errors."""
         messages = self._due(state)
         if not messages:
             return []
         sender = self._usable(KafkaProducer)
-        call = _Call(lambda: _sent(sender, messages))
+        call = _BackgroundCall(lambda: _send_all(sender, messages))
         return self._noted(lambda: call.result(within))[len(messages) - len(state) :]
 
     def transaction(
         self,
-        state: Sequence[Outgoing],
+        state: Sequence[OutgoingMessage],
         offsets: Callable[[Callable[[], list[int]]], Offsets],
         group: Any,
         ended: Callable[[], None] = lambda: None,
@@ -120,15 +127,15 @@ class Delivery:
     def begin(self, transaction: Callable[[], None]) -> None:
         """Commit it in a thread of its own; `end` waits for that, and raises what `commit` would. Who has nothing else
         to do had better commit: the end of another thread's work takes a while to be noticed."""
-        self._call = _Call(transaction)
+        self._call = _BackgroundCall(transaction)
 
     @property
-    def begun(self) -> bool:
+    def is_in_background(self) -> bool:
         """`begin` was called, and `end` was not."""
         return self._call is not None
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """What was begun has ended, well or not: `end` says so at once."""
         return self._call is not None and self._call.over
 
@@ -138,7 +145,7 @@ class Delivery:
         if call is not None:
             self._noted(lambda: call.result(within))
 
-    def settled(self) -> None:
+    def mark_committed(self) -> None:
         """What was sent is committed; what was put since then is still to be sent."""
         self._under_way.clear()
 
@@ -152,7 +159,9 @@ class Delivery:
 
     def _without_transactions(self) -> KafkaProducer:
         sizes = self.limits.values()
-        return producer(self._servers, self._security, max_request_size=max(sizes), batch_size=min(BATCH_BYTES, *sizes))
+        return create_producer(
+            self._servers, self._security, max_request_size=max(sizes), batch_size=min(BATCH_BYTES, *sizes)
+        )
 
     def _with_transactions(self) -> Transactions:
         made = connect(
@@ -165,7 +174,7 @@ class Delivery:
             patience=DELIVERY_SECONDS,
         )
         try:
-            with mapped(self._servers, f"opening transactions as {self._transactional_id!r}"):
+            with translate_errors(self._servers, f"opening transactions as {self._transactional_id!r}"):
                 made.open()
         except DeformerError:
             made.leave()
@@ -175,7 +184,7 @@ class Delivery:
     def close(self) -> None:
         """Let go of the producer; what was not sent is not sent any more."""
         if isinstance(self._producer, KafkaProducer) and not self.failed:
-            with mapped(self._servers, "closing the producer"):
+            with translate_errors(self._servers, "closing the producer"):
                 self._producer.close(timeout=CONNECT_SECONDS)
                 self._producer = None
         self._abandon()
@@ -195,7 +204,7 @@ class Delivery:
             raise errors.KafkaConnectionError("the producer is being renewed")
         return self._producer
 
-    def _due(self, state: Sequence[Outgoing]) -> list[Outgoing]:
+    def _due(self, state: Sequence[OutgoingMessage]) -> list[OutgoingMessage]:
         """What was not settled, what was gathered, and then this."""
         self._under_way += self._gathered
         self._gathered.clear()
@@ -210,7 +219,7 @@ class Delivery:
             raise
 
 
-def _sent(sender: KafkaProducer, messages: Sequence[Outgoing]) -> list[int]:
+def _send_all(sender: KafkaProducer, messages: Sequence[OutgoingMessage]) -> list[int]:
     """Offsets of the messages, when the broker has them."""
     sent = [sender.send(m.topic, value=m.value, key=m.key, headers=m.headers, partition=m.partition) for m in messages]
     sender.flush(timeout=FLUSH_SECONDS)
@@ -226,7 +235,7 @@ def _close(sender: KafkaProducer) -> None:
         sender.close(timeout=FLUSH_SECONDS)
 
 
-class _Call(Generic[Result]):
+class _BackgroundCall(Generic[Result]):
     """A call in a thread of its own. One that does not come back in time is left behind."""
 
     def __init__(self, call: Callable[[], Result]) -> None:

@@ -19,7 +19,7 @@ from deformer_stream.errors import ConfigError
 Partitions = Iterable[TopicPartition]
 
 
-class SameModel(CooperativeStickyAssignor):  # type: ignore[misc]  # the client ships no types
+class SameModelAssignor(CooperativeStickyAssignor):  # type: ignore[misc]  # the client ships no types
     """Cooperative sticky assignment (KIP-429) among members that agree on `model`, a fingerprint."""
 
     name = "deformer-cooperative-sticky"
@@ -65,7 +65,7 @@ class SameModel(CooperativeStickyAssignor):  # type: ignore[misc]  # the client 
         self.refused_by = bytes(assignment.user_data).decode() if assignment.user_data else None
 
 
-class Rebalance(AsyncConsumerRebalanceListener):  # type: ignore[misc]  # the client ships no types
+class RebalanceListener(AsyncConsumerRebalanceListener):  # type: ignore[misc]  # the client ships no types
     """Tells a source what it gains, gives up and has lost. Awaited on the client's thread, so that it can commit."""
 
     def __init__(

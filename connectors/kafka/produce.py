@@ -8,8 +8,8 @@ from typing import Any
 
 from kafka.partitioner import murmur2
 
-from connectors.kafka.client import CONNECT_SECONDS, FLUSH_SECONDS, ensure_topics, mapped, producer
-from deformer_stream.codec.encode_events import Packed, Packing, packed, together
+from connectors.kafka.client import CONNECT_SECONDS, FLUSH_SECONDS, create_producer, ensure_topics, translate_errors
+from deformer_stream.codec.encode_events import OutgoingMessage, Packing, choose_group_size, pack_readings
 from deformer_stream.runtime.timing import limit_rate
 
 BATCH_BYTES = 2**17
@@ -38,7 +38,7 @@ def produce(
     ConfigError when a message is not acknowledged.
     """
     limit = ensure_topics(bootstrap_servers, {topic: {"num_partitions": partitions}}, security)[topic]
-    client = producer(
+    client = create_producer(
         bootstrap_servers,
         security,
         linger_ms=LINGER_MILLISECONDS,
@@ -50,10 +50,10 @@ def produce(
     sent = unsent = 0
     reported = time.monotonic()
     try:
-        with mapped(bootstrap_servers, doing):
+        with translate_errors(bootstrap_servers, doing):
             there = len(client.partitions_for(topic))
-        for message, stamp in _packed(limit_rate(messages, rate), packing, together(rate), there):
-            with mapped(bootstrap_servers, doing):
+        for message, stamp in _packed(limit_rate(messages, rate), packing, choose_group_size(rate), there):
+            with translate_errors(bootstrap_servers, doing):
                 where = None if message.key else message.partition
                 future = client.send(topic, value=message.value, key=message.key, timestamp_ms=stamp, partition=where)
                 future.add_errback(failures.append)
@@ -66,7 +66,7 @@ def produce(
             if progress is not None and time.monotonic() - reported >= PROGRESS_SECONDS:
                 reported = time.monotonic()
                 progress(sent)
-        with mapped(bootstrap_servers, doing):
+        with translate_errors(bootstrap_servers, doing):
             client.flush(timeout=FLUSH_SECONDS)
             if failures:
                 raise failures[0]
@@ -79,10 +79,10 @@ def produce(
 
 def _packed(
     messages: Iterable[tuple[bytes | None, bytes, int | None]], packing: Packing, gathered: int, partitions: int
-) -> Iterator[tuple[Packed, int | None]]:
+) -> Iterator[tuple[OutgoingMessage, int | None]]:
     """Messages with their stamps."""
     if packing == "json":
-        yield from ((Packed(key, value), stamp) for key, value, stamp in messages)
+        yield from ((OutgoingMessage(key, value), stamp) for key, value, stamp in messages)
         return
     pairs = ((key, value) for key, value, _ in messages)
 
@@ -90,4 +90,4 @@ def _packed(
         """As all clients have it (KIP-480 aside, which is of messages without a key)."""
         return (int(murmur2(key)) & 0x7FFFFFFF) % partitions if key else 0
 
-    yield from ((message, None) for message in packed(pairs, packing, gathered, partition_of))
+    yield from ((message, None) for message in pack_readings(pairs, packing, gathered, partition_of))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from connectors.kafka.batches import Header, Outgoing, size_of
+from connectors.kafka.batches import Header, OutgoingMessage, estimate_size
 from connectors.kafka.delivery import Delivery
 from connectors.kafka.state import SETTINGS
-from deformer_stream.codec import encode_drift, payload_of, position
+from deformer_stream.codec import encode_drift, get_message, get_position
 from deformer_stream.codec.payloads import Messages, Payload
-from deformer_stream.engine.events import AlertRaised, Effects, Rejected
+from deformer_stream.engine.events import Alert, Effects, Rejection
 
 LETTER_BYTES = 2 * 2**20
 """Largest message of a dead-letter topic made by us: twice Kafka's default, for a letter is larger than its event."""
 
 
-def topics_of(alerts: str, dead_letters: str, state: str, partitions: int) -> dict[str, dict[str, Any]]:
+def output_topics(alerts: str, dead_letters: str, state: str, partitions: int) -> dict[str, dict[str, Any]]:
     """The topics that a consumer writes, with what `ensure_topics` needs to make them. partitions: of the events."""
     return {
         alerts: {"num_partitions": partitions},
@@ -27,7 +27,7 @@ def topics_of(alerts: str, dead_letters: str, state: str, partitions: int) -> di
 class AlertEncoder(Protocol):
     """What makes the bytes of an alert; `deformer_stream.codec.Codec` is one."""
 
-    def encode_alert(self, alert: AlertRaised, data: Payload | None) -> bytes: ...
+    def encode_alert(self, alert: Alert, data: Payload | None) -> bytes: ...
 
 
 class KafkaSink:
@@ -56,16 +56,16 @@ class KafkaSink:
         if self.alerts_topic is not None:
             for alert in effects.alerts:
                 value = self._codec.encode_alert(alert, data)
-                come = data is not None and alert.message >= 0  # else the clock decided
-                source = position(data, alert.message)[1] if data is not None and come else alert.partition
-                self._delivery.put(Outgoing(source, self.alerts_topic, alert.record.encode(), value, []))
-            for notice in effects.drifts:
+                come = data is not None and alert.message_index >= 0  # else the clock decided
+                source = get_position(data, alert.message_index)[1] if data is not None and come else alert.partition
+                self._delivery.put(OutgoingMessage(source, self.alerts_topic, alert.record.encode(), value, []))
+            for notice in effects.drift_notices:
                 key, value = notice.record.encode(), encode_drift(notice)
-                self._delivery.put(Outgoing(notice.partition, self.alerts_topic, key, value, []))
+                self._delivery.put(OutgoingMessage(notice.partition, self.alerts_topic, key, value, []))
         if self.dead_letter_topic is not None and data is not None:
-            for rejected in effects.rejected:
+            for rejected in effects.rejections:
                 limit = self._delivery.limits[self.dead_letter_topic]
-                self._delivery.put(_letter(self.dead_letter_topic, rejected, data, limit))
+                self._delivery.put(_dead_letter(self.dead_letter_topic, rejected, data, limit))
 
     def flush(self) -> None:
         """Nothing: the commit of the source that shares the delivery sends what was written, or nothing of it."""
@@ -75,20 +75,20 @@ class KafkaSink:
         self._delivery.close()
 
 
-def _letter(topic: str, rejected: Rejected, data: Payload, limit: int) -> Outgoing:
+def _dead_letter(topic: str, rejected: Rejection, data: Payload, limit: int) -> OutgoingMessage:
     """A dead letter of at most `limit` bytes."""
-    origin, partition, offset = position(data, rejected.message)
-    key, value = payload_of(data, rejected.message)
+    origin, partition, offset = get_position(data, rejected.message_index)
+    key, value = get_message(data, rejected.message_index)
     said = (("reason", rejected.reason), ("detail", rejected.detail), ("topic", origin))
     headers: list[Header] = [(name, text.encode()) for name, text in said]
     headers += [("partition", b"%d" % partition), ("offset", b"%d" % offset)]
     # A tombstone stays one, unless it has no key either: that the client does not send, so its value becomes empty.
-    tombstone = isinstance(data, Messages) and data.payloads[rejected.message] is None and key is not None
-    letter = Outgoing(partition, topic, key, None if tombstone else value, headers)
-    if size_of(letter) > limit:
+    tombstone = isinstance(data, Messages) and data.payloads[rejected.message_index] is None and key is not None
+    letter = OutgoingMessage(partition, topic, key, None if tombstone else value, headers)
+    if estimate_size(letter) > limit:
         headers += [("payload_bytes", b"%d" % len(value))]
         letter = letter._replace(value=b"", headers=headers)
-    if key is not None and size_of(letter) > limit:
+    if key is not None and estimate_size(letter) > limit:
         headers += [("key_bytes", b"%d" % len(key))]
         letter = letter._replace(key=None, headers=headers)
     return letter

@@ -10,19 +10,18 @@ import kafka.errors as errors
 from kafka import KafkaConsumer
 from kafka.structs import ConsumerGroupMetadata, MemberState, TopicPartition
 
-from connectors.kafka.client import CONNECT_SECONDS, DELIVERY_SECONDS, connect, mapped, translate
-from connectors.kafka.commits import Commits
+from connectors.kafka.bounded_fetch import FetchLimits, limit_fetches
+from connectors.kafka.client import CONNECT_SECONDS, DELIVERY_SECONDS, connect, translate, translate_errors
+from connectors.kafka.commits import CommitManager
 from connectors.kafka.delivery import Delivery
-from connectors.kafka.group import Rebalance, SameModel
-from connectors.kafka.incoming import messages_of
-from connectors.kafka.restore import LostState, restored
-from connectors.kafka.runs import Run
+from connectors.kafka.group import RebalanceListener, SameModelAssignor
+from connectors.kafka.liveness import LivenessCheck
+from connectors.kafka.record_columns import MessageColumns, to_messages
+from connectors.kafka.start_point import LostState, find_start
 from connectors.kafka.state import StateTopic
-from connectors.kafka.unpacking import Bounds, guard
-from connectors.kafka.watch import BrokerWatch
 from deformer_stream import log
 from deformer_stream.errors import DeformerError, InvariantViolated, Unavailable
-from deformer_stream.runtime.ports import NOTHING, HandOver, Polled, Restored, Saved
+from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult, RestoredPartition
 
 _REBALANCING = (
     errors.RebalanceInProgressError,
@@ -38,15 +37,15 @@ CONFIRM_SECONDS = 10.0
 """Positions that have not changed are committed again after so long: who lost his place to a namesake must learn it."""
 
 
-def _keep_nothing(partitions: frozenset[int]) -> Mapping[int, Saved]:
-    return NOTHING
+def _keep_nothing(partitions: frozenset[int]) -> Mapping[int, PartitionState]:
+    return NO_STATE
 
 
 class KafkaSource:
     """A topic as an endless source of events; one of a group that share its partitions.
 
     Offsets are committed by `commit` alone and are true positions: the next message to read. A partition that goes to
-    another member is committed up to the last poll but this one (see `poll`), reported by the next `Polled`, and never
+    another member is committed up to the last poll but this one (see `poll`), reported by the next `PollResult`, and never
     committed again. Partitions move one by one (cooperative assignment); messages of aborted transactions are not seen.
 
     bootstrap_servers: "host:port,…". start: where a group without committed offsets begins. security: arguments of the
@@ -74,14 +73,14 @@ class KafkaSource:
         model: str = "",
         instance: str | None = None,
         patience: float = 120.0,
-        bounds: Bounds | None = None,
+        bounds: FetchLimits | None = None,
     ) -> None:
         self.topic = topic
-        self.hand_over: HandOver = _keep_nothing
+        self.collect_state: CollectState = _keep_nothing
         self._servers, self._start = bootstrap_servers, start
         self._state, self._lost = state, lost
         self._session, self._patience = session_seconds, patience
-        self._same_model = SameModel(model)
+        self._same_model = SameModelAssignor(model)
         self._polled: dict[TopicPartition, int] = {}  # next positions of what was polled
         self._settled: dict[TopicPartition, int] = {}  # next positions of what was polled and dealt with
         self._gained: dict[TopicPartition, float] = {}  # partition that has not begun → since when
@@ -106,12 +105,12 @@ class KafkaSource:
             max_poll_interval_ms=int(max(session_seconds, patience / 2) * 1000),
             heartbeat_interval_ms=int(HEARTBEAT_SECONDS * 1000),
         )
-        guard(self._consumer, bounds)
-        self._commits = Commits(self._consumer, delivery, state)
-        self._watch = BrokerWatch(self._consumer, bootstrap_servers, topic, patience)
+        limit_fetches(self._consumer, bounds)
+        self._commits = CommitManager(self._consumer, delivery, state)
+        self._watch = LivenessCheck(self._consumer, bootstrap_servers, topic, patience)
         try:
-            with mapped(bootstrap_servers, f"looking for topic {topic!r}", ValueError, TypeError):
-                self._consumer.subscribe([topic], listener=Rebalance(self._gain, self._give_up, self._leave))
+            with translate_errors(bootstrap_servers, f"looking for topic {topic!r}", ValueError, TypeError):
+                self._consumer.subscribe([topic], listener=RebalanceListener(self._gain, self._give_up, self._leave))
                 self.partitions = len(self._consumer.partitions_for_topic(topic))
             if not self.partitions:
                 raise Unavailable(f"topic {topic!r} does not exist on {bootstrap_servers}: create it or check --topic")
@@ -138,7 +137,7 @@ class KafkaSource:
         """The partitions that are ours now."""
         return frozenset(tp.partition for tp in self._consumer.assignment())
 
-    def poll(self, timeout: float) -> Polled:
+    def poll(self, timeout: float) -> PollResult:
         """Whatever is there, after at most `timeout` seconds; ordered within each partition.
 
         To call it says that the effects of everything polled before are written: a partition taken away during this
@@ -156,16 +155,16 @@ class KafkaSource:
             self._polled[partition] = int(runs[-1].offsets[-1]) + 1
         revoked, self._revoked = tuple(sorted(self._revoked)), []
         begun = tuple(self._begin_gained())
-        with mapped(self._servers, f"reading topic {self.topic!r}"):
-            self._watch.look()
+        with translate_errors(self._servers, f"reading topic {self.topic!r}"):
+            self._watch.check_progress()
             recovered = self._take_recovered()
-        return Polled(messages_of(self.topic, fetched), revoked, begun, recovered)
+        return PollResult(to_messages(self.topic, fetched), revoked, begun, recovered)
 
-    def ask(self) -> None:
+    def prefetch(self) -> None:
         """Begin to fetch what there is now, for the next `poll`."""
-        self._consumer._fetcher.ask()
+        self._consumer._fetcher.prefetch()
 
-    def _poll(self, timeout: float) -> dict[TopicPartition, list[Run]]:
+    def _poll(self, timeout: float) -> dict[TopicPartition, list[MessageColumns]]:
         try:
             return dict(self._consumer.poll(timeout_ms=timeout * 1000))
         except errors.KafkaError as error:
@@ -173,10 +172,10 @@ class KafkaSource:
                 raise error.__cause__ from None  # it came from our own `Rebalance`, so it is no fault of Kafka's
             raise
 
-    def _fetch(self, timeout: float) -> dict[TopicPartition, list[Run]]:
+    def _fetch(self, timeout: float) -> dict[TopicPartition, list[MessageColumns]]:
         try:
             fetched = self._poll(timeout)
-            self._watch.worked()
+            self._watch.record_success()
             return fetched
         except errors.OffsetOutOfRangeError as error:
             # Messages have expired before we came to them, or the topic has been replaced: those partitions begin anew.
@@ -187,7 +186,7 @@ class KafkaSource:
             self._lose(gone)
             self._gain(gone)
         except (errors.KafkaError, OSError) as error:
-            self._watch.failed(error)
+            self._watch.record_failure(error)
             time.sleep(min(timeout, RETRY_SECONDS))
         return {}
 
@@ -208,7 +207,7 @@ class KafkaSource:
             self._polled[tp] = self._position(tp)
         return tuple(tp.partition for tp in over)
 
-    def _begin_gained(self) -> Iterator[Restored]:
+    def _begin_gained(self) -> Iterator[RestoredPartition]:
         """Begin with the partitions that came. Where the broker does not answer, the next poll tries again, until the
         patience is over."""
         for tp in sorted(self._gained):
@@ -226,14 +225,14 @@ class KafkaSource:
             del self._gained[tp]
             self._unrestored = ""
 
-    def _begin(self, tp: TopicPartition) -> Restored:
+    def _begin(self, tp: TopicPartition) -> RestoredPartition:
         """Place the reader where the partition's history, or else its new messages, begin."""
-        with mapped(self._servers, f"restoring partition {tp.partition} of topic {self.topic!r}"):
-            begun = restored(self._consumer, tp, self._start, self._state, self._lost)
+        with translate_errors(self._servers, f"restoring partition {tp.partition} of topic {self.topic!r}"):
+            begun = find_start(self._consumer, tp, self._start, self._state, self._lost)
             self._consumer.seek(tp, begun.position)
             self._consumer.resume(tp)
-        if begun.kept is not None:
-            self._commits.kept[tp] = begun.kept
+        if begun.reference is not None:
+            self._commits.kept[tp] = begun.reference
         self._recovering[tp] = begun.restored.until
         return begun.restored
 
@@ -241,7 +240,7 @@ class KafkaSource:
         position = self._consumer.position(tp, timeout_ms=0)
         return -1 if position is None else int(position)
 
-    def commit(self, saved: Mapping[int, Saved] = NOTHING) -> None:
+    def commit(self, saved: Mapping[int, PartitionState] = NO_STATE) -> None:
         """Commit the positions of all partitions that are ours, with what is kept of them and what sinks have put into
         the delivery. Blocks until the broker has it.
 
@@ -252,7 +251,9 @@ class KafkaSource:
         self._begin_commit(saved)
         self.end_commit()
 
-    def begin_commit(self, saved: Mapping[int, Saved] = NOTHING, ended: Callable[[], None] = lambda: None) -> None:
+    def begin_commit(
+        self, saved: Mapping[int, PartitionState] = NO_STATE, ended: Callable[[], None] = lambda: None
+    ) -> None:
         """As `commit`, and where the commit is a transaction it need not be over on return: the next `poll` may be
         called, and what sinks put meanwhile goes with the next commit. One that failed is tried again, as long as it
         takes, by the next `poll` or commit after its end. ended: called when it has taken effect at its first attempt,
@@ -263,7 +264,7 @@ class KafkaSource:
             self.end_commit()
             ended()
 
-    def _begin_commit(self, saved: Mapping[int, Saved]) -> None:
+    def _begin_commit(self, saved: Mapping[int, PartitionState]) -> None:
         self._settled = dict(self._polled)
         self.end_commit()
         confirm = time.monotonic() - self._commits.confirmed > CONFIRM_SECONDS
@@ -337,7 +338,7 @@ class KafkaSource:
         """Leave the group, so that others take over at once (with an instance name the place is kept instead). Commits
         nothing."""
         self._closed = True
-        with mapped(self._servers, "closing the consumer"):
+        with translate_errors(self._servers, "closing the consumer"):
             self._consumer.close(autocommit=False, timeout_ms=CONNECT_SECONDS * 1000)
 
     # Called by `Rebalance` on the client's thread, while ours waits.
@@ -360,7 +361,7 @@ class KafkaSource:
             try:
                 if self._commits.begun:  # what it keeps comes before what we hand over
                     await self._commit_within(deadline)
-                saved = self.hand_over(frozenset(tp.partition for tp in leaving))
+                saved = self.collect_state(frozenset(tp.partition for tp in leaving))
                 settled = {tp: at for tp, at in self._settled.items() if tp not in self._recovering}
                 self._commits.begin(settled, saved)
                 try:

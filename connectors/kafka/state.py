@@ -18,11 +18,11 @@ import orjson
 from kafka import KafkaConsumer, TopicPartition
 from kafka.structs import OffsetAndMetadata
 
-from connectors.kafka.batches import Outgoing
-from connectors.kafka.client import CONNECT_SECONDS, connect, mapped
+from connectors.kafka.batches import OutgoingMessage
+from connectors.kafka.client import CONNECT_SECONDS, connect, translate_errors
 from connectors.kafka.delivery import TRANSACTION_SECONDS
 from deformer_stream.errors import ConfigError, InvariantViolated, StateError
-from deformer_stream.runtime.ports import Saved
+from deformer_stream.runtime.ports import PartitionState
 
 FORMAT = 1
 _OURS = '{"deformer":'
@@ -42,7 +42,7 @@ SETTINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StateReference:
     """What is in force of a partition. position: the first message of the events' partition that the snapshot does not
     contain. even: which set of keys it has. at: offset of its first message in the state topic. messages: how many
     there are, of the snapshot and all decisions since. last: the commit that the last of them went with. commit: names
@@ -61,7 +61,7 @@ class Kept:
         return orjson.dumps({"deformer": FORMAT, "kept": row}).decode()
 
     @staticmethod
-    def of(metadata: str) -> Kept | None:
+    def of(metadata: str) -> StateReference | None:
         """What a commit names; None for a commit of others, which name nothing. Raises `StateError` for another
         format."""
         if not metadata.startswith(_OURS):
@@ -78,15 +78,15 @@ class Kept:
         numbers, names = (position, even, at, messages), (last, commit)
         if not (all(type(n) is int and n >= 0 for n in numbers) and all(isinstance(name, str) for name in names)):
             raise StateError("the commit's metadata is damaged")
-        return Kept(position, bool(even), at, messages, last, commit)
+        return StateReference(position, bool(even), at, messages, last, commit)
 
 
-class Attempt(NamedTuple):
+class CommitAttempt(NamedTuple):
     """A commit that may have taken effect. kept: what is in force if it has; saved: what of that was new."""
 
     offsets: dict[TopicPartition, OffsetAndMetadata]
-    kept: dict[TopicPartition, Kept]
-    saved: dict[int, Saved]
+    references: dict[TopicPartition, StateReference]
+    saved: dict[int, PartitionState]
 
 
 class StateTopic:
@@ -110,14 +110,14 @@ class StateTopic:
         self._verify = verify
 
     def messages(
-        self, partition: int, position: int, saved: Saved, kept: Kept | None, commit: str
-    ) -> tuple[list[Outgoing], Kept]:
+        self, partition: int, position: int, saved: PartitionState, kept: StateReference | None, commit: str
+    ) -> tuple[list[OutgoingMessage], StateReference]:
         """The messages that keep this, and what is in force once they are committed; a new snapshot's offset `at` is
         the first message's. position: the events' next. kept: what is in force before. commit: a name that was never
         used. Decisions need a snapshot to follow."""
         if saved.snapshot is not None:
             value, after = saved.snapshot, ""
-            kept = Kept(position, kept is None or not kept.even, 0, 0, "", "")
+            kept = StateReference(position, kept is None or not kept.even, 0, 0, "", "")
         elif saved.decisions is not None and kept is not None:
             value, after = saved.decisions, kept.last
         else:
@@ -126,10 +126,10 @@ class StateTopic:
         sent = []
         for number, cut in enumerate(range(0, max(1, len(value)), self._chunk), kept.messages):
             key = b"%d/%06d" % (kept.even, number)
-            sent.append(Outgoing(partition, self.topic, key, value[cut : cut + self._chunk], headers, partition))
+            sent.append(OutgoingMessage(partition, self.topic, key, value[cut : cut + self._chunk], headers, partition))
         return sent, replace(kept, messages=kept.messages + len(sent), last=commit, commit=commit)
 
-    def read(self, partition: int, kept: Kept) -> tuple[bytes, tuple[bytes, ...]]:
+    def read(self, partition: int, kept: StateReference) -> tuple[bytes, tuple[bytes, ...]]:
         """The snapshot in force and the decisions since. Raises `StateError` where something of it is missing or
         damaged, Unavailable where no broker answers."""
         where = TopicPartition(self.topic, partition)
@@ -144,7 +144,7 @@ class StateTopic:
             allow_auto_create_topics=False,
         )
         try:
-            with mapped(self._servers, f"reading topic {self.topic!r}"):
+            with translate_errors(self._servers, f"reading topic {self.topic!r}"):
                 reader.assign([where])
                 reader.seek(where, kept.at)
                 for commit, after, value in self._visible(reader, where):

@@ -34,8 +34,8 @@ from kafka.protocol.producer import (
 )
 from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata, TopicPartition
 
-from connectors.kafka.asking import LEADERLESS, BrokerClient, check
-from connectors.kafka.batches import Batch, Batcher, Outgoing, in_order, turns_of
+from connectors.kafka.batches import Batch, BatchBuilder, OutgoingMessage, offsets_in_order, plan_requests
+from connectors.kafka.broker_client import LEADER_MOVED, BrokerClient, raise_for_code
 
 NO_ONE = -1
 
@@ -69,41 +69,41 @@ class Transactions:
         self._asking = BrokerClient(patience, kafka_client, bootstrap_timeout_ms, **options)
         self._cluster, self._partitioner = self._asking.cluster, DefaultPartitioner()
         self._producer, self._epoch = NO_ONE, NO_ONE
-        self._batcher = Batcher(NO_ONE, NO_ONE, limits)
+        self._batcher = BatchBuilder(NO_ONE, NO_ONE, limits)
         self._coordinator: Any = None  # the broker that coordinates our transactions
         self._groups: dict[str, Any] = {}  # consumer group → the broker that coordinates it
 
     def open(self) -> None:
         """Become the process that writes under the id. On return the broker has ended what an earlier one left open."""
-        self._asking.using(self._open)
+        self._asking.run(self._open)
 
     def commit(
         self,
-        records: Sequence[Outgoing],
+        records: Sequence[OutgoingMessage],
         offsets: Callable[[Callable[[], list[int]]], Offsets],
         group: ConsumerGroupMetadata,
     ) -> None:
         """Write the records and commit the offsets of the consumer group: on return all of it is committed.
 
         offsets: is given a call that waits for the offsets of the records, in their order."""
-        self._asking.using(lambda: self._commit(records, offsets, group))
+        self._asking.run(lambda: self._commit(records, offsets, group))
 
     def leave(self) -> None:
         """Let go of the connections; a call that is under way in another thread raises soon, and does it then."""
-        self._asking.leave()
+        self._asking.abandon()
 
     # --- a commit, step by step ---------------------------------------------------------------------------------------
 
     def _commit(
         self,
-        records: Sequence[Outgoing],
+        records: Sequence[OutgoingMessage],
         offsets: Callable[[Callable[[], list[int]]], Offsets],
         group: ConsumerGroupMetadata,
     ) -> None:
-        batches = self._batcher.batches(records, self._partition)
-        group_added = self.register({batch.to for batch in batches}, group.group_id)
+        batches = self._batcher.build(records, self._partition)
+        group_added = self.register({batch.topic_partition for batch in batches}, group.group_id)
         written = self.write(batches)
-        committed = offsets(lambda: in_order(batches, written()))
+        committed = offsets(lambda: offsets_in_order(batches, written()))
         group_added()
         offsets_answered = self.send_offsets(committed, group)
         written()
@@ -119,7 +119,7 @@ class Transactions:
 
         def add_partitions() -> Any:
             entry = AddPartitionsToTxnRequest.AddPartitionsToTxnTopic
-            return self._asking.ask(
+            return self._asking.send(
                 self._coordinator,
                 AddPartitionsToTxnRequest(
                     v3_and_below_transactional_id=self._id,
@@ -131,7 +131,7 @@ class Transactions:
             )
 
         def add_group() -> Any:
-            return self._asking.ask(
+            return self._asking.send(
                 self._coordinator,
                 AddOffsetsToTxnRequest(**self._signature, group_id=group_id, max_version=4),
             )
@@ -151,13 +151,13 @@ class Transactions:
         began = time.monotonic()
 
         def send(leader: int, places: Sequence[int]) -> None:
-            expected.update({tuple(batches[i].to): i for i in places})
-            under_way.append(self._asking.ask(leader, self._produce(batches[i] for i in places)))
+            expected.update({tuple(batches[i].topic_partition): i for i in places})
+            under_way.append(self._asking.send(leader, self._produce(batches[i] for i in places)))
 
         def answers() -> Iterator[tuple[int, Any]]:
             """What became of each batch, as brokers say it."""
             for asked in under_way:
-                for topic in self._asking.answer(asked).responses:
+                for topic in self._asking.wait_for(asked).responses:
                     for answer in topic.partition_responses:
                         yield expected.pop((topic.name, answer.index)), answer
 
@@ -165,17 +165,17 @@ class Transactions:
             while under_way:
                 refused: list[int] = []
                 for place, answer in answers():
-                    if answer.error_code in LEADERLESS:
+                    if answer.error_code in LEADER_MOVED:
                         refused.append(place)
                     else:
-                        check(answer.error_code)
+                        raise_for_code(answer.error_code)
                         base[place] = int(answer.base_offset)
                 under_way.clear()
                 if refused:  # the broker knows by its number a batch that it has after all
                     self._asking.pause_since(began)
-                    self._asking.look_up()
+                    self._asking.refresh_metadata()
                 for place in refused:
-                    send(self._leader(batches[place].to), [place])
+                    send(self._leader(batches[place].topic_partition), [place])
             if expected:  # so that it is not taken for written
                 raise errors.KafkaError(f"the broker does not say what became of {sorted(expected)}")
 
@@ -183,7 +183,7 @@ class Transactions:
             settle()
             return [base[i] for i in range(len(batches))]
 
-        for turn in turns_of(batches, self._leader):
+        for turn in plan_requests(batches, self._leader):
             settle()
             for leader, places in turn.items():
                 send(leader, places)
@@ -207,7 +207,7 @@ class Transactions:
             )
 
         def ask() -> Any:
-            return self._asking.ask(
+            return self._asking.send(
                 self._group_coordinator(group.group_id),
                 TxnOffsetCommitRequest(
                     **self._signature,
@@ -233,7 +233,7 @@ class Transactions:
         """Commit."""
 
         def ask() -> Any:
-            return self._asking.ask(self._coordinator, EndTxnRequest(**self._signature, committed=True, max_version=4))
+            return self._asking.send(self._coordinator, EndTxnRequest(**self._signature, committed=True, max_version=4))
 
         self._asking.request_until_settled(ask(), ask, _code, self._find_coordinator)
 
@@ -248,10 +248,10 @@ class Transactions:
         self._cluster.set_topics(self._limits)
         answer = self._asking.retry(self._become)
         self._producer, self._epoch = answer.producer_id, answer.producer_epoch
-        self._batcher = Batcher(self._producer, self._epoch, self._limits)
+        self._batcher = BatchBuilder(self._producer, self._epoch, self._limits)
 
     def _become(self) -> Any:
-        self._asking.look_up()
+        self._asking.refresh_metadata()
         self._find_coordinator()
         asked = InitProducerIdRequest(
             transactional_id=self._id,
@@ -260,15 +260,15 @@ class Transactions:
             producer_epoch=NO_ONE,
             max_version=4,
         )
-        answer = self._asking.answer(self._asking.ask(self._coordinator, asked))
-        check(answer.error_code)
+        answer = self._asking.wait_for(self._asking.send(self._coordinator, asked))
+        raise_for_code(answer.error_code)
         return answer
 
     def _find_coordinator(self) -> None:
-        find = partial(self._asking.find, CoordinatorType.TRANSACTION, self._id)
+        find = partial(self._asking.find_coordinator, CoordinatorType.TRANSACTION, self._id)
         self._coordinator = self._asking.retry(find)
 
-    def _partition(self, record: Outgoing) -> TopicPartition:
+    def _partition(self, record: OutgoingMessage) -> TopicPartition:
         if record.topic in self._cluster.unauthorized_topics:
             raise errors.TopicAuthorizationFailedError()
         if not self._cluster.partitions_for_topic(record.topic):
@@ -301,11 +301,13 @@ class Transactions:
                 raise errors.LeaderNotAvailableError()
             return int(leader)
 
-        return self._asking.retry(known, between=self._asking.look_up)
+        return self._asking.retry(known, between=self._asking.refresh_metadata)
 
     def _group_coordinator(self, group: str) -> Any:
         if group not in self._groups:
-            self._groups[group] = self._asking.retry(partial(self._asking.find, CoordinatorType.GROUP, group))
+            self._groups[group] = self._asking.retry(
+                partial(self._asking.find_coordinator, CoordinatorType.GROUP, group)
+            )
         return self._groups[group]
 
 

@@ -15,11 +15,11 @@ from kafka.admin import MemberToRemove
 from kafka.errors import KafkaError, RetriableError
 from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata, TopicPartition
 
-from connectors.kafka import Delivery, KafkaSink, KafkaSource, StateTopic, ensure_topics, produce, topics_of
-from connectors.kafka.batches import Outgoing
+from connectors.kafka import Delivery, KafkaSink, KafkaSource, StateTopic, ensure_topics, produce, output_topics
+from connectors.kafka.batches import OutgoingMessage
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.errors import DeformerError
-from deformer_stream.runtime.ports import NOTHING, Polled, Restored, Saved
+from deformer_stream.runtime.ports import NO_STATE, PollResult, RestoredPartition, PartitionState
 from tests.connectors.kafka_world import PATIENCE, Bytes, admin_of, alert, effects, numbered, read, settle, until
 
 MODES = ("exactly-once", "at-least-once")
@@ -32,10 +32,10 @@ class Reader:
         self.source, self.delivery = source, delivery
         self.got: dict[int, list[tuple[int, bytes | None, bytes | None]]] = defaultdict(list)
         self.revoked: list[int] = []
-        self.restored: dict[int, Restored] = {}
+        self.restored: dict[int, RestoredPartition] = {}
         self.live: set[int] = set()  # partitions whose history is over
 
-    def poll(self, timeout: float = 0.2) -> Polled:
+    def poll(self, timeout: float = 0.2) -> PollResult:
         polled = self.source.poll(timeout)
         self.revoked += polled.revoked
         self.restored |= {restored.partition: restored for restored in polled.restored}
@@ -112,14 +112,14 @@ class Member:
         self.seen: dict[int, list[int]] = {}
         self.decided: dict[int, list[int]] = {}
         self.handled: list[tuple[int, int]] = []  # partition and offset of the messages that had effects
-        self.restored: list[Restored] = []
+        self.restored: list[RestoredPartition] = []
         self.revoked: list[int] = []
-        self._history: dict[int, Restored] = {}
+        self._history: dict[int, RestoredPartition] = {}
         self._unsaved: dict[int, list[int]] = {}  # decisions since the last commit, of the live partitions
         self._based: set[int] = set()  # partitions that have a snapshot
-        source.hand_over = self.hand_over
+        source.collect_state = self.collect_state
 
-    def turn(self, timeout: float = 0.1) -> Polled:
+    def turn(self, timeout: float = 0.1) -> PollResult:
         """Poll and write the effects."""
         polled = self.source.poll(timeout)
         self.revoked += polled.revoked
@@ -137,7 +137,7 @@ class Member:
         self._act(live)
         return polled
 
-    def _restore(self, restored: Restored) -> None:
+    def _restore(self, restored: RestoredPartition) -> None:
         partition = restored.partition
         assert partition not in self.seen, f"partition {partition} comes though it is ours"
         self.restored.append(restored)
@@ -172,17 +172,17 @@ class Member:
                 self._unsaved[partition].append(offset)
         self.sink.write(effects(alerts, []), data)
 
-    def hand_over(self, partitions: frozenset[int]) -> dict[int, Saved]:
+    def collect_state(self, partitions: frozenset[int]) -> dict[int, PartitionState]:
         return self._saved(partitions)
 
-    def _saved(self, snapshots: Iterable[int]) -> dict[int, Saved]:
+    def _saved(self, snapshots: Iterable[int]) -> dict[int, PartitionState]:
         saved = {}
         for partition, decisions in self._unsaved.items():
             if partition in snapshots or partition not in self._based:
                 kept = {"seen": self.seen[partition], "decided": self.decided[partition]}
-                saved[partition] = Saved(snapshot=orjson.dumps(kept))
+                saved[partition] = PartitionState(snapshot=orjson.dumps(kept))
             elif decisions:
-                saved[partition] = Saved(decisions=orjson.dumps(decisions))
+                saved[partition] = PartitionState(decisions=orjson.dumps(decisions))
         return saved
 
     def commit(self, snapshots: Iterable[int] = ()) -> None:
@@ -199,7 +199,7 @@ class Member:
         self.source.begin_commit(saved, ended)
         self._keep(saved)
 
-    def _keep(self, saved: Mapping[int, Saved]) -> None:
+    def _keep(self, saved: Mapping[int, PartitionState]) -> None:
         for partition, kept in saved.items():
             if partition in self._unsaved:
                 self._unsaved[partition] = []
@@ -249,7 +249,7 @@ class Group:
         self.bootstrap, self.topic, self.mode = bootstrap, topic, mode
         self.name = f"g-{topic}"
         self.alerts_topic, self.letters_topic, self.state_topic = f"{topic}-a", f"{topic}-d", f"{topic}-state"
-        self.topics = topics_of(self.alerts_topic, self.letters_topic, self.state_topic, partitions)
+        self.topics = output_topics(self.alerts_topic, self.letters_topic, self.state_topic, partitions)
         self.topics[self.state_topic]["configs"] |= state
         self.limits = ensure_topics(bootstrap, self.topics)
         self.members: list[Member | Reader] = []
@@ -293,13 +293,13 @@ class Group:
     def commit(
         self,
         delivery: Delivery,
-        state: Sequence[Outgoing] = (),
+        state: Sequence[OutgoingMessage] = (),
         member: ConsumerGroupMetadata | None = None,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> list[int]:
         """Send everything put and then `state`, with a transaction that commits a position, or without; offsets of the
         latter. member: none is allowed, for a group that has none. meanwhile: done in the open transaction."""
-        delivery.gather()
+        delivery.seal_pending()
         if not delivery.exactly_once:
             return delivery.send(state)
         found: list[int] = []
@@ -364,6 +364,6 @@ class Group:
         self.members.clear()
 
 
-def of_each(counts: Mapping[int, int] = NOTHING) -> list[bytes]:
+def of_each(counts: Mapping[int, int] = NO_STATE) -> list[bytes]:
     """Keys of the alerts that so many messages of each partition lead to, sorted."""
     return sorted(b"%d-%d" % (partition, offset) for partition, count in counts.items() for offset in range(count))

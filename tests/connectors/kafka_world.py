@@ -11,9 +11,9 @@ from typing import Any
 
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 
-from connectors.kafka import Delivery, KafkaSink, ensure_topics, topics_of
+from connectors.kafka import Delivery, KafkaSink, ensure_topics, output_topics
 from deformer_stream.codec.payloads import Payload
-from deformer_stream.engine.events import AlertRaised, Closed, Effects, EventBatch, Rejected, Scored
+from deformer_stream.engine.events import Alert, ClosedRecords, Effects, EventBatch, Rejection, ScoredReadings
 from tests.integration import programs
 
 PATIENCE = 30.0
@@ -26,7 +26,7 @@ Topic = Callable[..., str]
 class Bytes:
     """An encoder of alerts whose output has the length that the alert's record asks for."""
 
-    def encode_alert(self, alert: AlertRaised, data: Payload | None) -> bytes:
+    def encode_alert(self, alert: Alert, data: Payload | None) -> bytes:
         return b"x" * int(alert.record) if alert.record.isdigit() else f"{alert.id}:{alert.record}".encode()
 
 
@@ -34,24 +34,24 @@ class SentAtFlush(KafkaSink):
     """A sink without a source: its flush stands for the commit that sends what was written."""
 
     def flush(self) -> None:
-        self._delivery.gather()
+        self._delivery.seal_pending()
         self._delivery.send([])
-        self._delivery.settled()
+        self._delivery.mark_committed()
 
 
 def sink_of(bootstrap: str, alerts: str | None, letters: str | None, encoder: Any, partitions: int = 1) -> SentAtFlush:
     """A sink with its topics made as `consume` makes them."""
-    specs = topics_of(alerts or "no alerts", letters or "no letters", "no state", partitions)
+    specs = output_topics(alerts or "no alerts", letters or "no letters", "no state", partitions)
     limits = ensure_topics(bootstrap, {name: specs[name] for name in (alerts, letters) if name is not None})
     return SentAtFlush(alerts, letters, encoder, Delivery(bootstrap, None, limits))
 
 
-def alert(record: str, message: int = 0) -> AlertRaised:
-    return AlertRaised("id-" + record, record, 1, 1, 8, 0, 0.001, 0.01, 9.0, -20.0, "model", message, ())
+def alert(record: str, message: int = 0) -> Alert:
+    return Alert("id-" + record, record, 1, 1, 8, 0, 0.001, 0.01, 9.0, -20.0, "model", message, ())
 
 
-def effects(alerts: list[AlertRaised], rejected: list[Rejected]) -> Effects:
-    return Effects(EventBatch.empty(), Scored.empty(), alerts, rejected, Closed.joined([]))
+def effects(alerts: list[Alert], rejected: list[Rejection]) -> Effects:
+    return Effects(EventBatch.empty(), ScoredReadings.empty(), alerts, rejected, ClosedRecords.concatenate([]))
 
 
 def numbered(count: int, keys: int = 10, first: int = 0) -> list[tuple[bytes, bytes, int | None]]:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from connectors.files.tables import Table
-from trainer.tables import open_source
+from trainer.tables import open_tables
 
 COLUMNS = [f"f{i}" for i in range(8)]
 GROUP, GROUPS = 65_536, 20
@@ -41,6 +41,6 @@ def test_replay_holds_a_few_row_groups(long_table: Path) -> None:
 
 
 def test_training_holds_a_few_row_groups(long_table: Path) -> None:
-    source = open_source([long_table], "wide", None, None)
-    source.columns = COLUMNS
-    assert _most_held(source.blocks()) < FEW
+    source = open_tables([long_table], "wide", None, None)
+    source.feature_columns = COLUMNS
+    assert _most_held(source.iterate_readings()) < FEW

@@ -16,8 +16,8 @@ import pytest
 
 from connectors.files import FileSource, StandardInput, open_source
 from connectors.files.tables import LineSplitter
-from deformer_stream.codec import Codec, Order, Windows, position
-from deformer_stream.engine.events import NO_TIME, Rejected
+from deformer_stream.codec import Codec, Order, WindowAssigner, get_position
+from deformer_stream.engine.events import NO_TIME, Rejection
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Feature, Schema
 
@@ -34,12 +34,12 @@ Event = tuple[str, str, Any]
 
 def read(
     inputs: Sequence[Path], order: Order = "arrival", seed: int = 0, **options: Any
-) -> tuple[list[Event], list[Rejected], list[tuple[str, int, int]]]:
+) -> tuple[list[Event], list[Rejection], list[tuple[str, int, int]]]:
     """Events as (record, feature, value), refusals, and the positions of the events."""
     source = open_source(inputs, SCHEMA, order=order, seed=seed, **options)
     codec = Codec(SCHEMA, order=order, seed=seed, windows=options.get("windows"))
     events: list[Event] = []
-    refused: list[Rejected] = []
+    refused: list[Rejection] = []
     places: list[tuple[str, int, int]] = []
     while not source.exhausted:
         data = source.poll(0.0).data
@@ -54,7 +54,10 @@ def read(
             )
             events.append((record, SCHEMA.names[code], label if code == 2 else None if value != value else value))
             places.append(
-                (Path(position(data, int(batch.message_indices[i]))[0]).name, *position(data, int(batch.message_indices[i]))[1:])
+                (
+                    Path(get_position(data, int(batch.message_indices[i]))[0]).name,
+                    *get_position(data, int(batch.message_indices[i]))[1:],
+                )
             )
     return events, refused, places
 
@@ -92,7 +95,7 @@ def test_wide_parquet_with_ids_time_and_columns_that_are_ignored(tmp_path: Path)
     batch, rejected = Codec(SCHEMA).decode(data)
     assert batch.record_ids == ["x"] * 3
     assert batch.times.tolist() == [1_000_000] * 3
-    assert [(r.message, r.reason.value) for r in rejected] == [(1, "missing_field")]
+    assert [(r.message_index, r.reason.value) for r in rejected] == [(1, "missing_field")]
 
 
 def test_rows_without_ids_are_named_by_number_and_with_several_files_by_file(tmp_path: Path) -> None:
@@ -140,7 +143,7 @@ def test_long_csv_refuses_a_bad_value_and_goes_on(tmp_path: Path) -> None:
     )
     events, rejected, places = read([path])
     assert events == [("01", "a", 1.5), ("01", "state", "on"), ("01", "b", None)]
-    assert [(r.message, r.reason.value) for r in rejected] == [(1, "wrong_type")]
+    assert [(r.message_index, r.reason.value) for r in rejected] == [(1, "wrong_type")]
     assert places == [("l.csv", 0, 0), ("l.csv", 0, 2), ("l.csv", 0, 3)]
 
 
@@ -210,7 +213,7 @@ def test_devices_stand_for_records_with_windows(tmp_path: Path) -> None:
     text = tmp_path / "log.csv"
     text.write_text("device,feature,value,time\n" + "".join(",".join(map(str, row)) + "\n" for row in rows))
     events = lines(tmp_path / "log.jsonl", *(dict(zip(columns, row, strict=True)) for row in rows))
-    windows = Windows(10_000_000)
+    windows = WindowAssigner(10_000_000)
     at = "1970-01-01T00:00:"
     expected = [(f"p@{at}30Z", "a", 1.0), (f"q@{at}30Z", "b", 2.0), (f"p@{at}40Z", "b", 3.0)]
     for path in (table, text, events):

@@ -13,7 +13,7 @@ from kafka import errors as refusals
 from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata
 
 from connectors.kafka import Delivery
-from connectors.kafka.batches import Outgoing
+from connectors.kafka.batches import OutgoingMessage
 from connectors.kafka.transactions import Transactions
 from deformer_stream.errors import ConfigError
 from tests.connectors.kafka_members import Group, Member, following, of_each
@@ -38,12 +38,12 @@ def start(group: Group, opened: list[Delivery], name: str = "one") -> Delivery:
     return opened[-1]
 
 
-def message(group: Group, i: int, source: int = 0) -> Outgoing:
-    return Outgoing(source, group.alerts_topic, b"key-%d" % source, b"%d" % i, [("source", b"%d" % source)])
+def message(group: Group, i: int, source: int = 0) -> OutgoingMessage:
+    return OutgoingMessage(source, group.alerts_topic, b"key-%d" % source, b"%d" % i, [("source", b"%d" % source)])
 
 
-def kept(group: Group, i: int) -> Outgoing:
-    return Outgoing(0, group.state_topic, b"key", b"state %d" % i, [], 0)
+def kept(group: Group, i: int) -> OutgoingMessage:
+    return OutgoingMessage(0, group.state_topic, b"key", b"state %d" % i, [], 0)
 
 
 def values(group: Group, isolation: str = "read_committed") -> list[int]:
@@ -52,7 +52,7 @@ def values(group: Group, isolation: str = "read_committed") -> list[int]:
 
 def deliver(group: Group, delivery: Delivery) -> None:
     group.commit(delivery)
-    delivery.settled()
+    delivery.mark_committed()
     settle(group.bootstrap, group.alerts_topic)
 
 
@@ -85,7 +85,7 @@ def test_without_transactions_what_is_transmitted_is_there(group: Callable[..., 
     assert values(world) == [0]
     assert world.commit(delivery, [kept(world, 1)]) == [1]
     assert values(world) == [0, 0], "what is not settled goes again"
-    delivery.settled()
+    delivery.mark_committed()
     assert world.commit(delivery) == []
     assert values(world) == [0, 0]
 
@@ -99,7 +99,7 @@ def test_what_is_put_after_the_transmission_is_not_settled_with_it(
     delivery.put(message(world, 0))
     world.commit(delivery)
     delivery.put(message(world, 1))
-    delivery.settled()
+    delivery.mark_committed()
     deliver(world, delivery)
     assert values(world) == [0, 1]
 
@@ -165,7 +165,7 @@ def test_a_commit_that_does_not_come_back_is_left_behind(group: Callable[..., Gr
     delivery = start(world, opened)
     delivery.put(message(world, 0))
     before, go = threading.active_count(), threading.Event()
-    delivery.gather()
+    delivery.seal_pending()
     stranger = ConsumerGroupMetadata(world.name, -1, "", None)
 
     def hang(sent: Callable[[], list[int]]) -> dict[TopicPartition, OffsetAndMetadata]:

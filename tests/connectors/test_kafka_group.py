@@ -10,9 +10,9 @@ from kafka import errors as refusals
 from kafka.protocol.consumer.metadata import ConsumerProtocolSubscription
 
 from connectors.kafka import KafkaSource, produce
-from connectors.kafka.group import SameModel
+from connectors.kafka.group import SameModelAssignor
 from deformer_stream.errors import ConfigError, DeformerError
-from deformer_stream.runtime.ports import Saved
+from deformer_stream.runtime.ports import PartitionState
 from tests.connectors.kafka_members import MODES, Group, Member, following, of_each
 from tests.connectors.kafka_world import numbered, until
 
@@ -241,10 +241,10 @@ def test_a_fault_of_ours_in_handing_over_is_no_fault_of_the_broker(group: Callab
     first, second = world.join(), world.join()
     first.read(40)
 
-    def fail(partitions: frozenset[int]) -> dict[int, Saved]:
+    def fail(partitions: frozenset[int]) -> dict[int, PartitionState]:
         raise ZeroDivisionError
 
-    first.source.hand_over = fail
+    first.source.collect_state = fail
     with following(second.turn), pytest.raises(ZeroDivisionError):
         until(lambda: bool(first.turn()) and False, "the end")
 
@@ -276,14 +276,14 @@ def test_who_comes_back_claims_nothing(group: Callable[..., Group], monkeypatch:
     member = world.join()
     member.settle_on(0, 1, 2, 3)
     said: list[list[int]] = []
-    really = SameModel.metadata
+    really = SameModelAssignor.metadata
 
-    def metadata(assignor: SameModel, topics: set[str]) -> ConsumerProtocolSubscription:
+    def metadata(assignor: SameModelAssignor, topics: set[str]) -> ConsumerProtocolSubscription:
         subscription = really(assignor, topics)
         said.append(sorted(p for claim in subscription.owned_partitions for p in claim.partitions))
         return subscription
 
-    monkeypatch.setattr(SameModel, "metadata", metadata)
+    monkeypatch.setattr(SameModelAssignor, "metadata", metadata)
     world.abandon(member)
     until(lambda: bool(member.turn()) and sorted(member.revoked) == [0, 1, 2, 3], "the loss reported")
     member.settle_on(0, 1, 2, 3)

@@ -54,7 +54,9 @@ def records_of(kafka: SimpleNamespace, topic: str, count: int) -> list[Any]:
 def test_alerts_are_keyed_by_record(kafka: SimpleNamespace, topic: Topic, open_sink: Any) -> None:
     name = topic(3, "alerts")
     sink = open_sink(name, None)
-    sink.write(effects([alert("pump-1"), alert("pumpe-ä")], [Rejection(0, RejectionReason.LATE, "no topic for these")]), None)
+    sink.write(
+        effects([alert("pump-1"), alert("pumpe-ä")], [Rejection(0, RejectionReason.LATE, "no topic for these")]), None
+    )
     sink.flush()
     found = {r.key: r.value for r in records_of(kafka, name, 2)}
     assert found == {b"pump-1": b"id-pump-1:pump-1", "pumpe-ä".encode(): "id-pumpe-ä:pumpe-ä".encode()}

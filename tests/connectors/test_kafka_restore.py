@@ -17,9 +17,9 @@ from kafka.structs import OffsetAndMetadata
 from structlog.testing import capture_logs
 
 from connectors.kafka import ensure_topics, produce
-from connectors.kafka.state import ROOM, Kept
+from connectors.kafka.state import ROOM, StateReference
 from deformer_stream.errors import StateError
-from deformer_stream.runtime.ports import Restored, Saved
+from deformer_stream.runtime.ports import RestoredPartition, PartitionState
 from tests.connectors.kafka_members import Group, Reader
 from tests.connectors.kafka_world import admin_of, numbered, until
 
@@ -37,9 +37,9 @@ def world(group: Callable[..., Group]) -> Group:
     produce(world.bootstrap, world.topic, numbered(30))
     reader = world.reader(max_poll_records=10)
     reader.read(10)
-    reader.source.commit({0: Saved(snapshot=SNAPSHOT)})
+    reader.source.commit({0: PartitionState(snapshot=SNAPSHOT)})
     reader.read(20)
-    reader.source.commit({0: Saved(decisions=b"decisions")})
+    reader.source.commit({0: PartitionState(decisions=b"decisions")})
     reader.close()
     assert world.positions() == {0: 20}
     return world
@@ -106,7 +106,7 @@ def set_policy(world: Group, policy: str) -> None:
 
 
 def snapshot_cut_short(world: Group) -> None:
-    kept = Kept.of(world.committed()[0].metadata)
+    kept = StateReference.of(world.committed()[0].metadata)
     assert kept is not None
     set_policy(world, "delete")
     delete_before(world, world.state_topic, kept.at + 1)
@@ -151,11 +151,11 @@ class Case:
 
     damage: Callable[[Group], None]
     says: str
-    rebuilt: tuple[Restored, range]
-    forgotten: tuple[Restored, range]
+    rebuilt: tuple[RestoredPartition, range]
+    forgotten: tuple[RestoredPartition, range]
 
 
-STATELESS = {"rebuilt": (Restored(0, 20), range(30)), "forgotten": (Restored(0, 20), range(20, 30))}
+STATELESS = {"rebuilt": (RestoredPartition(0, 20), range(30)), "forgotten": (RestoredPartition(0, 20), range(20, 30))}
 CASES = [
     Case(empty_state, r"of 3 messages from offset 0 on 0 are there, so the open records are not known", **STATELESS),
     Case(foreign_state, r"of 3 messages from offset 0 on 0 are there", **STATELESS),
@@ -166,20 +166,20 @@ CASES = [
     Case(
         history_expired,
         "the state needs messages from offset 10 on, the first there is 15",
-        (Restored(0, 20, SNAPSHOT, (b"decisions",)), range(15, 30)),
-        (Restored(0, 20), range(20, 30)),
+        (RestoredPartition(0, 20, SNAPSHOT, (b"decisions",)), range(15, 30)),
+        (RestoredPartition(0, 20), range(20, 30)),
     ),
     Case(
         events_expired,
         "5 messages have expired before they were consumed",
-        (Restored(0, 25, SNAPSHOT, (b"decisions",)), range(25, 30)),
-        (Restored(0, 25), range(25, 30)),
+        (RestoredPartition(0, 25, SNAPSHOT, (b"decisions",)), range(25, 30)),
+        (RestoredPartition(0, 25), range(25, 30)),
     ),
     Case(
         topic_replaced,
         "the group has consumed up to offset 20, the topic ends at 7: it is another",
-        (Restored(0, 0), range(7)),
-        (Restored(0, 0), range(7)),
+        (RestoredPartition(0, 0), range(7)),
+        (RestoredPartition(0, 0), range(7)),
     ),
 ]
 NAMES = ["empty", "foreign", "cut-short", "expired", "version", "torn", "history", "events", "topic"]
@@ -199,14 +199,14 @@ def test_what_is_gone_is_said_and_dealt_with_as_told(world: Group, case: Case) -
     world.close()
     assert world.committed() == committed, "a life that ends so leaves everything as it is"
 
-    told: list[tuple[Lost, tuple[Restored, range]]] = [("forget", case.forgotten), ("rebuild", case.rebuilt)]
+    told: list[tuple[Lost, tuple[RestoredPartition, range]]] = [("forget", case.forgotten), ("rebuild", case.rebuilt)]
     for lost, (restored, read) in told:
         reader, warnings = begin(world, lost)
         assert any(case.says in line for line in warnings), warnings
         assert reader.restored == {0: restored}
         assert offsets(reader) == list(read)
         if lost == "rebuild":
-            reader.source.commit({0: Saved(snapshot=b"new")})
+            reader.source.commit({0: PartitionState(snapshot=b"new")})
             assert world.positions() == {0: read.stop}
         reader.close()
 
@@ -214,23 +214,23 @@ def test_what_is_gone_is_said_and_dealt_with_as_told(world: Group, case: Case) -
 def test_what_was_rebuilt_is_kept_again(world: Group) -> None:
     empty_state(world)
     reader, _ = begin(world, "rebuild")
-    reader.source.commit({0: Saved(snapshot=b"new")})
+    reader.source.commit({0: PartitionState(snapshot=b"new")})
     reader.close()
     reader, warnings = begin(world, "refuse")
-    assert reader.restored == {0: Restored(0, 30, b"new")}
+    assert reader.restored == {0: RestoredPartition(0, 30, b"new")}
     assert warnings == []
 
 
-KEPT = Kept(10, True, 7, 4, "a-1", "a-2")
+KEPT = StateReference(10, True, 7, 4, "a-1", "a-2")
 
 
 @pytest.mark.parametrize("text", ["", "x", "{}", "[]", "17", "null", '{"flink": 1}', '"deformer"', "\u0000"])
 def test_metadata_of_others_name_nothing(text: str) -> None:
-    assert Kept.of(text) is None
+    assert StateReference.of(text) is None
 
 
 def test_metadata_are_read_as_they_were_written() -> None:
-    assert Kept.of(KEPT.metadata()) == KEPT
+    assert StateReference.of(KEPT.metadata()) == KEPT
     assert len(replace(KEPT, position=2**62, at=2**62, last="x" * 40, commit="x" * 40).metadata()) < 512, "Kafka: 4096"
 
 
@@ -241,19 +241,19 @@ def test_damaged_metadata_are_never_taken_for_others(place: int, other: str) -> 
     for damaged in (text[:place], text[:place] + other + text[place + 1 :]):
         if damaged.startswith('{"deformer":'):
             with suppress(StateError):
-                assert isinstance(Kept.of(damaged), Kept)
+                assert isinstance(StateReference.of(damaged), StateReference)
 
 
 @pytest.mark.parametrize("row", ["[]", '[10,1,0,"4","a","b"]', '[-1,1,0,4,"a","b"]', '[1,1,0,4,5,"b"]', "null", "{}"])
 def test_nonsense_is_damage(row: str) -> None:
     with pytest.raises(StateError, match="the commit's metadata is damaged"):
-        Kept.of(f'{{"deformer":1,"kept":{row}}}')
+        StateReference.of(f'{{"deformer":1,"kept":{row}}}')
 
 
 def test_the_commit_of_another_program_is_a_position_and_no_more(world: Group) -> None:
     metadata('{"flink": 1}')(world)
     reader, warnings = begin(world, "refuse")
-    assert reader.restored == {0: Restored(0, 20)}
+    assert reader.restored == {0: RestoredPartition(0, 20)}
     assert offsets(reader) == list(range(20, 30))
     assert warnings == []
 

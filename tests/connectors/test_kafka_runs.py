@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kafka.record.default_records import DefaultRecordBatch
 
 from connectors.kafka import runs
-from connectors.kafka.runs import Run, batches_at, runs_of
+from connectors.kafka.record_columns import MessageColumns, read_small_batches, read_batch
 from tests.connectors.raw import batch, record, varint
 
 text = st.one_of(st.none(), st.binary(max_size=20), st.integers(60, 70).map(bytes), st.integers(8185, 8200).map(bytes))
@@ -38,14 +38,14 @@ def expected(data: bytes) -> tuple[list[Row], bool]:
 def read(data: bytes) -> tuple[list[Row], bool]:
     found: list[Row] = []
     try:
-        for run in runs_of(DefaultRecordBatch(data)):
+        for run in read_batch(DefaultRecordBatch(data)):
             found += rows_of(run)
     except (errors.KafkaError, ValueError, struct.error):
         return found, False
     return found, True
 
 
-def rows_of(run: Run) -> list[Row]:
+def rows_of(run: MessageColumns) -> list[Row]:
     columns = run.offsets.tolist(), run.times.tolist(), run.sizes.tolist(), run.keys, run.values
     return list(zip(*columns, strict=True))
 
@@ -121,7 +121,7 @@ def sealed(whole: bytearray) -> bytearray:
 def read_at_once(wholes: list[bytearray]) -> int:
     """How many batches are read as one; these are what each of them is by itself."""
     data = b"any" + b"".join(wholes)
-    found = batches_at(data, 3)
+    found = read_small_batches(data, 3)
     if found is None:
         return 0
     ends = list(itertools.accumulate(map(len, wholes), initial=3))
@@ -171,18 +171,18 @@ def test_anything_else_is_left_to_be_read_by_itself(library: Any, change: Callab
 
 def test_a_part_of_a_run() -> None:
     data = batch(b"".join(record(i, b"k%d" % i, None) for i in range(3)), 3, 0, 7)
-    (run,) = runs_of(DefaultRecordBatch(data))
-    assert run.part(0, 9) is run
-    part = run.part(1, 2)
+    (run,) = read_batch(DefaultRecordBatch(data))
+    assert run.slice(0, 9) is run
+    part = run.slice(1, 2)
     assert (part.offsets.tolist(), part.times.tolist(), part.keys, part.values) == ([1], [7], [b"k1"], [None])
     assert len(part) == 1
-    assert sum(len(piece.values) for piece in (run.part(0, 1), run.part(1, 3))) == len(run)
+    assert sum(len(piece.values) for piece in (run.slice(0, 1), run.slice(1, 3))) == len(run)
 
 
 def test_times_that_no_clock_shows() -> None:
     """A sender may state any; past 64 bits they are as good as the last one."""
     body = b"\0" + varint(2**40) + varint(0) + b"\1\1\0"
     data = batch(varint(len(body)) + body, 1, 0, 2**63 - 1)
-    (run,) = runs_of(DefaultRecordBatch(data))
-    assert isinstance(run, Run)
+    (run,) = read_batch(DefaultRecordBatch(data))
+    assert isinstance(run, MessageColumns)
     assert run.times.tolist() == [2**63 - 1]

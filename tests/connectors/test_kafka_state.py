@@ -15,10 +15,10 @@ from kafka import KafkaConsumer
 from kafka.admin import ConfigResource, ConfigResourceType
 
 from connectors.kafka import produce
-from connectors.kafka.state import Kept
+from connectors.kafka.state import StateReference
 from connectors.kafka.transactions import Transactions
 from deformer_stream.errors import ConfigError, Unavailable
-from deformer_stream.runtime.ports import Restored, Saved
+from deformer_stream.runtime.ports import RestoredPartition, PartitionState
 from tests.connectors.kafka_members import MODES, Group, Reader, of_each
 from tests.connectors.kafka_world import admin_of, numbered, read, until
 
@@ -45,7 +45,7 @@ def fail(*args: object, **options: object) -> None:
 End = Callable[[Group, Reader], None]
 
 
-def restored(world: Group, **options: Any) -> tuple[Reader, Restored]:
+def restored(world: Group, **options: Any) -> tuple[Reader, RestoredPartition]:
     """A new life, and what it begins with."""
     reader = world.reader(**options)
     until(lambda: reader.poll() is not None and 0 in reader.restored, "partition 0")
@@ -57,13 +57,13 @@ def test_what_was_saved_comes_back(group: Callable[..., Group], mode: str, end: 
     world = group(mode=mode)
     produce(world.bootstrap, world.topic, numbered(30))
     reader, begun = restored(world, max_poll_records=10)
-    assert begun == Restored(0, 0)
+    assert begun == RestoredPartition(0, 0)
     reader.read(10)
-    reader.source.commit({0: Saved(snapshot=LARGE)})
+    reader.source.commit({0: PartitionState(snapshot=LARGE)})
     assert len([r for r in read(world.bootstrap, world.state_topic) if r.value]) == 3, "in several messages"
-    reader.source.commit({0: Saved(decisions=b"first")})  # without new messages
+    reader.source.commit({0: PartitionState(decisions=b"first")})  # without new messages
     reader.read(20)
-    reader.source.commit({0: Saved(decisions=b"")})
+    reader.source.commit({0: PartitionState(decisions=b"")})
     reader.source.commit()
     reader.read(30)
     reader.source.commit()
@@ -71,20 +71,20 @@ def test_what_was_saved_comes_back(group: Callable[..., Group], mode: str, end: 
 
     reader, begun = restored(world)
     assert begun.snapshot == LARGE
-    assert begun == Restored(0, 30, LARGE, (b"first", b""))
+    assert begun == RestoredPartition(0, 30, LARGE, (b"first", b""))
     reader.settle_on(0)
     assert [offset for offset, _, _ in reader.got[0]] == list(range(10, 30)), "the history since the snapshot"
-    reader.source.commit({0: Saved(decisions=b"third")})
-    reader.source.commit({0: Saved(snapshot=b"small")})  # stands for everything before
+    reader.source.commit({0: PartitionState(decisions=b"third")})
+    reader.source.commit({0: PartitionState(snapshot=b"small")})  # stands for everything before
     end(world, reader)
 
     reader, begun = restored(world)
-    assert begun == Restored(0, 30, b"small", ())
+    assert begun == RestoredPartition(0, 30, b"small", ())
     reader.settle_on(0)
     assert len(reader) == 0
-    reader.source.commit({0: Saved(decisions=b"fourth")})
+    reader.source.commit({0: PartitionState(decisions=b"fourth")})
     end(world, reader)
-    assert restored(world)[1] == Restored(0, 30, b"small", (b"fourth",))
+    assert restored(world)[1] == RestoredPartition(0, 30, b"small", (b"fourth",))
 
 
 def test_what_was_not_committed_does_not_come_back(
@@ -95,14 +95,14 @@ def test_what_was_not_committed_does_not_come_back(
     produce(world.bootstrap, world.topic, numbered(20))
     reader, _ = restored(world, max_poll_records=10, patience=0.2)
     reader.read(10)
-    reader.source.commit({0: Saved(snapshot=b"in force")})
-    reader.source.commit({0: Saved(decisions=b"one")})
+    reader.source.commit({0: PartitionState(snapshot=b"in force")})
+    reader.source.commit({0: PartitionState(decisions=b"one")})
     reader.read(20)
 
     with monkeypatch.context() as patch:
         patch.setattr(KafkaConsumer, "commit", fail)  # the last step in each mode
         patch.setattr(Transactions, "end", fail)
-        for saved in (Saved(decisions=b"never"), Saved(snapshot=b"never")):
+        for saved in (PartitionState(decisions=b"never"), PartitionState(snapshot=b"never")):
             with pytest.raises(Unavailable):
                 reader.source.commit({0: saved})
         assert reader.delivery is not None
@@ -110,11 +110,11 @@ def test_what_was_not_committed_does_not_come_back(
     world.abandon(reader)
 
     reader, begun = restored(world)
-    assert begun == Restored(0, 10, b"in force", (b"one",))
+    assert begun == RestoredPartition(0, 10, b"in force", (b"one",))
     reader.read(10)
-    reader.source.commit({0: Saved(decisions=b"two")})
+    reader.source.commit({0: PartitionState(decisions=b"two")})
     world.abandon(reader)
-    assert restored(world)[1] == Restored(0, 20, b"in force", (b"one", b"two"))
+    assert restored(world)[1] == RestoredPartition(0, 20, b"in force", (b"one", b"two"))
 
 
 class Killed(Exception):  # noqa: N818
@@ -128,12 +128,12 @@ def test_a_life_that_ended_within_a_transaction(
     """The next one waits for the transaction's end: the broker aborts it after a while, or a successor with the same
     name does so at once."""
     monkeypatch.setattr("connectors.kafka.delivery.TRANSACTION_SECONDS", 1.0)
-    monkeypatch.setattr("connectors.kafka.restore.DELIVERY_SECONDS", 2.0)
+    monkeypatch.setattr("connectors.kafka.start_point.DELIVERY_SECONDS", 2.0)
     world = group()
     world.produce(20)
     reader, _ = restored(world, instance=instance, max_poll_records=10)
     reader.read(10)
-    reader.source.commit({0: Saved(snapshot=b"in force")})
+    reader.source.commit({0: PartitionState(snapshot=b"in force")})
     reader.read(20)
 
     def die(transactions: Transactions) -> None:
@@ -142,13 +142,13 @@ def test_a_life_that_ended_within_a_transaction(
     with monkeypatch.context() as patch:
         patch.setattr(Transactions, "end", die)
         with pytest.raises(Killed):
-            reader.source.commit({0: Saved(snapshot=b"never")})
+            reader.source.commit({0: PartitionState(snapshot=b"never")})
     if instance is None:
         world.abandon(reader)
     successor, begun = restored(world, instance=instance)
-    assert begun == Restored(0, 10, b"in force")
+    assert begun == RestoredPartition(0, 10, b"in force")
     successor.read(10)
-    successor.source.commit({0: Saved(decisions=b"one")})
+    successor.source.commit({0: PartitionState(decisions=b"one")})
     assert world.positions() == {0: 20}
 
 
@@ -158,18 +158,18 @@ def test_partitions_are_kept_apart(either: Callable[..., Group]) -> None:
     reader = world.reader()
     reader.settle_on(0, 1, 2)
     reader.read(60)
-    reader.source.commit({p: Saved(snapshot=b"snapshot %d" % p) for p in range(3)})
-    reader.source.commit({1: Saved(decisions=b"of one"), 2: Saved(snapshot=b"newer")})
-    reader.source.commit({0: Saved(decisions=b"of zero")})
+    reader.source.commit({p: PartitionState(snapshot=b"snapshot %d" % p) for p in range(3)})
+    reader.source.commit({1: PartitionState(decisions=b"of one"), 2: PartitionState(snapshot=b"newer")})
+    reader.source.commit({0: PartitionState(decisions=b"of zero")})
     ends = {p: rows[-1][0] + 1 for p, rows in reader.got.items()}
     assert world.positions() == ends
     reader.close()
     reader = world.reader()
     reader.settle_on(0, 1, 2)
     assert reader.restored == {
-        0: Restored(0, ends[0], b"snapshot 0", (b"of zero",)),
-        1: Restored(1, ends[1], b"snapshot 1", (b"of one",)),
-        2: Restored(2, ends[2], b"newer", ()),
+        0: RestoredPartition(0, ends[0], b"snapshot 0", (b"of zero",)),
+        1: RestoredPartition(1, ends[1], b"snapshot 1", (b"of one",)),
+        2: RestoredPartition(2, ends[2], b"newer", ()),
     }
 
 
@@ -177,10 +177,10 @@ def test_a_thousand_decisions_come_back_in_order(either: Callable[..., Group]) -
     """Sent together, for speed; each is a commit's."""
     world = either()
     state, delivery = world.state(), world.delivery()
-    messages, kept = state.messages(0, 0, Saved(snapshot=LARGE), None, "c")
+    messages, kept = state.messages(0, 0, PartitionState(snapshot=LARGE), None, "c")
     decisions = tuple(b"%d" % i * (i % 7) for i in range(1500))
     for i, decided in enumerate(decisions):
-        more, kept = state.messages(0, i, Saved(decisions=decided), kept, f"c{i}")
+        more, kept = state.messages(0, i, PartitionState(decisions=decided), kept, f"c{i}")
         messages += more
     at = world.commit(delivery, messages)[0]
     delivery.close()
@@ -193,11 +193,11 @@ def test_decisions_may_be_larger_than_a_message(either: Callable[..., Group]) ->
     produce(world.bootstrap, world.topic, numbered(1))
     reader, _ = restored(world)
     reader.read(1)
-    reader.source.commit({0: Saved(snapshot=b"snapshot")})
+    reader.source.commit({0: PartitionState(snapshot=b"snapshot")})
     for decisions in (b"before", LARGE, b"after"):
-        reader.source.commit({0: Saved(decisions=decisions)})
+        reader.source.commit({0: PartitionState(decisions=decisions)})
     reader.close()
-    assert restored(world)[1] == Restored(0, 1, b"snapshot", (b"before", LARGE, b"after"))
+    assert restored(world)[1] == RestoredPartition(0, 1, b"snapshot", (b"before", LARGE, b"after"))
 
 
 def test_too_small_a_topic_is_refused(group: Callable[..., Group]) -> None:
@@ -209,10 +209,10 @@ def test_too_small_a_topic_is_refused(group: Callable[..., Group]) -> None:
 def test_small_messages_are_enough(group: Callable[..., Group]) -> None:
     world = group(**{"max.message.bytes": "8192"})
     reader, _ = restored(world)
-    reader.source.commit({0: Saved(snapshot=LARGE[:100_000])})
-    reader.source.commit({0: Saved(decisions=LARGE[:50_000])})
+    reader.source.commit({0: PartitionState(snapshot=LARGE[:100_000])})
+    reader.source.commit({0: PartitionState(decisions=LARGE[:50_000])})
     reader.close()
-    assert restored(world)[1] == Restored(0, 0, LARGE[:100_000], (LARGE[:50_000],))
+    assert restored(world)[1] == RestoredPartition(0, 0, LARGE[:100_000], (LARGE[:50_000],))
 
 
 @contextmanager
@@ -250,10 +250,10 @@ def test_compaction_removes_what_is_superseded_and_never_what_is_in_force(
     with eager_cleaner(world.bootstrap):
         reader, _ = restored(world, patience=0.1)
         for i in range(4):
-            reader.source.commit({0: Saved(snapshot=LARGE[i : i + 10_000])})
-            reader.source.commit({0: Saved(decisions=b"%d" % i)})
+            reader.source.commit({0: PartitionState(snapshot=LARGE[i : i + 10_000])})
+            reader.source.commit({0: PartitionState(decisions=b"%d" % i)})
             time.sleep(0.1)
-        kept = Kept.of(world.committed()[0].metadata)
+        kept = StateReference.of(world.committed()[0].metadata)
         assert kept is not None
         until(lambda: first_there() > 0, "the end of the first snapshot")
         with monkeypatch.context() as patch:
@@ -261,11 +261,11 @@ def test_compaction_removes_what_is_superseded_and_never_what_is_in_force(
             for saved in (b"never", LARGE[:30_000], b"never"):
                 for kind in ("snapshot", "decisions"):
                     with pytest.raises(Unavailable):
-                        reader.source.commit({0: Saved(**{kind: saved})})
+                        reader.source.commit({0: PartitionState(**{kind: saved})})
                 time.sleep(0.1)
         until(lambda: first_there() == kept.at, "the end of everything before what is in force")
     reader.close()
-    assert restored(world)[1] == Restored(0, 0, LARGE[3:10_003], (b"3",))
+    assert restored(world)[1] == RestoredPartition(0, 0, LARGE[3:10_003], (b"3",))
 
 
 def test_whatever_the_lives_are_alerts_come_once_and_the_state_is_complete(either: Callable[..., Group]) -> None:

@@ -17,7 +17,7 @@ from kafka import KafkaProducer, TopicPartition
 from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata
 
 from connectors.kafka import Delivery, ensure_topics
-from connectors.kafka.batches import Outgoing
+from connectors.kafka.batches import OutgoingMessage
 from connectors.kafka.transactions import Transactions
 from tests.conftest import start_broker
 from tests.connectors.kafka_members import Group, following
@@ -29,7 +29,7 @@ PREFERRED = 0
 Sent = dict[tuple[str, int], list[tuple[int, bytes]]]
 
 
-def commit(delivery: Delivery, state: list[Outgoing], position: int = 1, group: str = "nobody's") -> list[int]:
+def commit(delivery: Delivery, state: list[OutgoingMessage], position: int = 1, group: str = "nobody's") -> list[int]:
     """Commit what was put and `state` with a position of a group that has no members; offsets of `state`."""
     found: list[int] = []
 
@@ -37,17 +37,17 @@ def commit(delivery: Delivery, state: list[Outgoing], position: int = 1, group: 
         found.extend(sent())
         return {TopicPartition(state[0].topic, 0): OffsetAndMetadata(position, "", -1)}
 
-    delivery.gather()
+    delivery.seal_pending()
     delivery.begin(delivery.transaction(state, offsets, ConsumerGroupMetadata(group, -1, "", None)))
     delivery.end()
-    delivery.settled()
+    delivery.mark_committed()
     return found
 
 
-def mixture(topics: list[str], count: int, dice: random.Random) -> list[Outgoing]:
+def mixture(topics: list[str], count: int, dice: random.Random) -> list[OutgoingMessage]:
     """Messages of all sizes, for partitions in no order; each says who it is."""
     return [
-        Outgoing(
+        OutgoingMessage(
             0,
             dice.choice(topics),
             None,
@@ -91,10 +91,10 @@ def test_messages_are_what_those_of_other_clients_are(kafka: SimpleNamespace, to
     began = time.time() * 1000
     for key in keys:
         value, headers = (None if key == b"key-0" else b"v"), [("name", key), ("more", b"")]
-        delivery.put(Outgoing(0, ours, key, value, headers))
+        delivery.put(OutgoingMessage(0, ours, key, value, headers))
         sender.send(theirs, key=key, value=value, headers=headers)
     sender.close()
-    commit(delivery, [Outgoing(0, ours, None, b"of any partition", [])])
+    commit(delivery, [OutgoingMessage(0, ours, None, b"of any partition", [])])
     delivery.close()
     settle(kafka.bootstrap, ours)
     written = {
@@ -115,7 +115,7 @@ def test_sequence_numbers_begin_again_at_zero_after_the_largest(
     assert isinstance(delivery._producer, Transactions)
     delivery._producer._batcher._next[TopicPartition(name, 0)] = 2**31 - 10
     for _ in range(4):
-        commit(delivery, [Outgoing(0, name, None, b"%d" % i, [], 0) for i in range(8)])
+        commit(delivery, [OutgoingMessage(0, name, None, b"%d" % i, [], 0) for i in range(8)])
     delivery.close()
     settle(kafka.bootstrap, name)
     assert [int(r.value) for r in read(kafka.bootstrap, name)] == [*range(8)] * 4
@@ -126,7 +126,7 @@ def test_commits_in_close_succession(kafka: SimpleNamespace, topic: Callable[...
     name = topic(2)
     delivery = Delivery(kafka.bootstrap, None, {name: 100_000}, name)
     for i in range(30):
-        assert commit(delivery, [Outgoing(0, name, None, b"%d" % i, [], i % 2)], i)
+        assert commit(delivery, [OutgoingMessage(0, name, None, b"%d" % i, [], i % 2)], i)
     delivery.close()
     settle(kafka.bootstrap, name)
     assert sorted(int(r.value) for r in read(kafka.bootstrap, name)) == [*range(30)]
@@ -139,7 +139,7 @@ def test_a_partition_that_comes_into_being_meanwhile(kafka: SimpleNamespace, top
     with admin_of(kafka.bootstrap) as admin:
         creation = threading.Timer(0.3, lambda: admin.create_partitions({name: 2}))
         creation.start()
-        assert commit(delivery, [Outgoing(0, name, None, b"early", [], 1)]) == [0]
+        assert commit(delivery, [OutgoingMessage(0, name, None, b"early", [], 1)]) == [0]
         creation.join()
     assert not delivery.failed
     delivery.close()
@@ -152,9 +152,9 @@ def test_two_that_have_one_name(kafka: SimpleNamespace, topic: Callable[..., str
     name = topic(1)
     first, second = (Delivery(kafka.bootstrap, None, {name: 100_000}, name) for _ in range(2))
     with pytest.raises(refusals.ProducerFencedError):
-        commit(first, [Outgoing(0, name, None, b"first", [], 0)])
+        commit(first, [OutgoingMessage(0, name, None, b"first", [], 0)])
     assert first.failed
-    commit(second, [Outgoing(0, name, None, b"second", [], 0)])
+    commit(second, [OutgoingMessage(0, name, None, b"second", [], 0)])
     for delivery in (first, second):
         delivery.close()
     settle(kafka.bootstrap, name)
@@ -224,7 +224,7 @@ def test_brokers_take_over_from_each_other(three: Any) -> None:
         if topics:
             move(three.bootstrap, *topics)
         for time_of_turn in range(2):
-            state = [Outgoing(0, name, None, b"%d" % turn, [], partition) for partition in range(3)]
+            state = [OutgoingMessage(0, name, None, b"%d" % turn, [], partition) for partition in range(3)]
             assert commit(delivery, state, 2 * turn + time_of_turn)
             assert not delivery.failed
     delivery.close()

@@ -12,8 +12,8 @@ import pytest
 from kafka import KafkaConsumer, TopicPartition
 from kafka.errors import CorruptRecordError
 
-from connectors.kafka.unpacking import Bounds, guard
-from deformer_stream.codec.payloads import Unreadable
+from connectors.kafka.bounded_fetch import FetchLimits, limit_fetches
+from deformer_stream.codec.payloads import UnreadablePayload
 from deformer_stream.engine.events import RejectionReason
 from tests.connectors.raw import GZIP, LZ4, SNAPPY, ZSTD, batch, bomb, compressed, java_snappy, record, send
 
@@ -30,10 +30,10 @@ def reader(kafka: SimpleNamespace) -> Iterator[Callable[..., KafkaConsumer]]:
     """A guarded consumer at the beginning of a topic of one partition."""
     opened = []
 
-    def read(topic: str, bounds: Bounds | None = None, at: int = 0, **options: Any) -> KafkaConsumer:
+    def read(topic: str, bounds: FetchLimits | None = None, at: int = 0, **options: Any) -> KafkaConsumer:
         consumer = KafkaConsumer(bootstrap_servers=kafka.bootstrap, enable_auto_commit=False, **options)
         opened.append(consumer)
-        guard(consumer, bounds)
+        limit_fetches(consumer, bounds)
         consumer.assign([TopicPartition(topic, 0)])
         consumer.seek(TopicPartition(topic, 0), at)
         return consumer
@@ -59,7 +59,7 @@ def polls(consumer: KafkaConsumer) -> list[list[tuple[int, Any]]]:
 def rows(consumer: KafkaConsumer) -> list[tuple[int, Any]]:
     """Offsets with the values, or with reason and number of messages of what stands for them."""
     return [
-        (offset, (value.reason, value.messages) if isinstance(value, Unreadable) else value)
+        (offset, (value.reason, value.num_messages) if isinstance(value, UnreadablePayload) else value)
         for messages in polls(consumer)
         for offset, value in messages
     ]
@@ -88,8 +88,16 @@ def test_a_batch_that_inflates_past_the_bound_is_skipped(
         send(kafka.bootstrap, name, batch(body, count, how))
     consumer = reader(name)
     found = rows(consumer)
-    assert found == [(0, b"0"), (1, b"1"), (2, b"2"), (3, (RejectionReason.TOO_LARGE, 1)), (4, b"0"), (5, b"1"), (6, b"2")]
-    (skipped,) = [v for poll in polls(reader(name, at=3)) for _, v in poll if isinstance(v, Unreadable)]
+    assert found == [
+        (0, b"0"),
+        (1, b"1"),
+        (2, b"2"),
+        (3, (RejectionReason.TOO_LARGE, 1)),
+        (4, b"0"),
+        (5, b"1"),
+        (6, b"2"),
+    ]
+    (skipped,) = [v for poll in polls(reader(name, at=3)) for _, v in poll if isinstance(v, UnreadablePayload)]
     assert "1 messages, offsets 3 to 3: compressed to" in skipped.detail
     assert f"at most {64 * MIB} are accepted" in skipped.detail
     assert skipped.detail.isprintable()
@@ -104,8 +112,8 @@ def test_the_bound_is_kept_by_every_compression(
     if codec == SNAPPY:
         send(kafka.bootstrap, name, batch(java_snappy(three(b"x" * 1000)), 3, codec))
     whole = len(three(b"x" * 1000))
-    assert {value for _, value in rows(reader(name, Bounds(batch=whole - 1)))} == {(RejectionReason.TOO_LARGE, 3)}
-    assert len(rows(reader(name, Bounds(batch=whole)))) == (6 if codec == SNAPPY else 3)
+    assert {value for _, value in rows(reader(name, FetchLimits(batch=whole - 1)))} == {(RejectionReason.TOO_LARGE, 3)}
+    assert len(rows(reader(name, FetchLimits(batch=whole)))) == (6 if codec == SNAPPY else 3)
 
 
 def test_a_large_message_within_a_small_batch_is_refused_alone(
@@ -131,7 +139,7 @@ def test_what_cannot_be_unpacked_is_refused_from_there_on(
     consumer = reader(name)
     assert rows(consumer) == [(0, b"a"), (2, (RejectionReason.NOT_JSON, 2)), (3, b"0"), (4, b"1"), (5, b"2")]
     assert rows(reader(name, at=1)) == rows(reader(name))[1:], "where a consumer begins again after a crash"
-    (skipped,) = [v for poll in polls(reader(name, at=1)) for _, v in poll if isinstance(v, Unreadable)]
+    (skipped,) = [v for poll in polls(reader(name, at=1)) for _, v in poll if isinstance(v, UnreadablePayload)]
     assert "2 messages, offsets 1 to 2: cannot be read" in skipped.detail
     assert skipped.detail.isprintable()
 
@@ -143,7 +151,7 @@ def test_a_poll_takes_no_more_than_its_bytes(
     for _ in range(20):  # 20 small batches that inflate to 20 MiB each
         many = b"".join(record(i, None, b"%06d" % i + b"x" * 2**19) for i in range(40))
         send(kafka.bootstrap, name, batch(compressed(ZSTD, many), 40, ZSTD))
-    found = polls(reader(name, Bounds(poll=8 * MIB)))
+    found = polls(reader(name, FetchLimits(poll=8 * MIB)))
     assert [offset for poll in found for offset, _ in poll] == list(range(800))
     assert max(len(poll) for poll in found) <= 16
     limited = polls(reader(name, max_poll_records=7))
@@ -181,7 +189,7 @@ def test_who_reads_slowly_holds_no_more_than_a_fetch_of_each_partition(
             send(kafka.bootstrap, name, several, partition)
     there = 4 * 24 * len(several)
     consumer = KafkaConsumer(bootstrap_servers=kafka.bootstrap, enable_auto_commit=False, max_poll_records=1)
-    guard(consumer)
+    limit_fetches(consumer)
     partitions = [TopicPartition(name, p) for p in range(4)]
     consumer.assign(partitions)
     consumer.seek_to_beginning()

@@ -16,7 +16,7 @@ from kafka import KafkaConsumer, TopicPartition
 from structlog.testing import capture_logs
 
 from connectors.kafka import ensure_topics, produce
-from connectors.kafka.watch import BrokerWatch
+from connectors.kafka.liveness import LivenessCheck
 from deformer_stream.errors import Unavailable
 from tests.conftest import start_broker
 from tests.connectors.kafka_members import MODES, Group, following
@@ -31,8 +31,8 @@ SOON = 0.3
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch asks with every call."""
-    monkeypatch.setattr("connectors.kafka.watch.PROBE_SECONDS", 0.0)
-    monkeypatch.setattr("connectors.kafka.watch.ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr("connectors.kafka.liveness.PROBE_SECONDS", 0.0)
+    monkeypatch.setattr("connectors.kafka.liveness.ANSWER_SECONDS", 1.0)
 
 
 # --- a partition that delivers nothing --------------------------------------------------------------------------------
@@ -55,16 +55,16 @@ def test_a_partition_that_delivers_nothing(kafka: SimpleNamespace, topic: Topic,
     tp = TopicPartition(topic(1), 0)
     produce(kafka.bootstrap, tp.topic, numbered(3))
     place(consumer, tp, 1)
-    watch = BrokerWatch(consumer, kafka.bootstrap, tp.topic, SOON)
-    watch.look()
+    watch = LivenessCheck(consumer, kafka.bootstrap, tp.topic, SOON)
+    watch.check_progress()
     time.sleep(SOON)
     with pytest.raises(
         Unavailable, match=r"partition 0 delivers nothing from offset 1 on, though it ends at 3"
     ) as caught:
-        until(lambda: watch.look() is None and time.sleep(0.05) is not None, "a complaint")
+        until(lambda: watch.check_progress() is None and time.sleep(0.05) is not None, "a complaint")
     assert tp.topic in str(caught.value)
     place(consumer, tp, 2)
-    watch.look()  # it has moved
+    watch.check_progress()  # it has moved
 
 
 def test_a_silent_partition_may_be_silent(kafka: SimpleNamespace, topic: Topic, consumer: KafkaConsumer) -> None:
@@ -72,12 +72,12 @@ def test_a_silent_partition_may_be_silent(kafka: SimpleNamespace, topic: Topic, 
     tp = TopicPartition(topic(1), 0)
     produce(kafka.bootstrap, tp.topic, numbered(3))
     place(consumer, tp, 3)
-    watch = BrokerWatch(consumer, kafka.bootstrap, tp.topic, 1.0)
+    watch = LivenessCheck(consumer, kafka.bootstrap, tp.topic, 1.0)
     for _ in range(6):
-        watch.look()
+        watch.check_progress()
         time.sleep(0.25)
     produce(kafka.bootstrap, tp.topic, numbered(1))
-    watch.look()
+    watch.check_progress()
 
 
 def test_a_partition_that_was_elsewhere_is_not_late(
@@ -86,15 +86,15 @@ def test_a_partition_that_was_elsewhere_is_not_late(
     """It comes back at the position where it was when it left."""
     tp, other = TopicPartition(topic(1), 0), TopicPartition(topic(1), 0)
     produce(kafka.bootstrap, tp.topic, numbered(3))
-    watch = BrokerWatch(consumer, kafka.bootstrap, tp.topic, 1.0)
+    watch = LivenessCheck(consumer, kafka.bootstrap, tp.topic, 1.0)
     place(consumer, tp, 1)
-    watch.look()
-    watch.look()
+    watch.check_progress()
+    watch.check_progress()
     place(consumer, other, 0)
-    watch.look()
+    watch.check_progress()
     time.sleep(1.1)
     place(consumer, tp, 1)
-    watch.look()
+    watch.check_progress()
 
 
 # --- a broker that is away --------------------------------------------------------------------------------------------

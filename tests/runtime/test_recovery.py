@@ -24,7 +24,7 @@ from deformer_stream.model_store import Artifact
 from deformer_stream.runtime import process
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
-from deformer_stream.runtime.ports import NOTHING, HandOver, Polled, Restored, Saved
+from deformer_stream.runtime.ports import NO_STATE, CollectState, PollResult, RestoredPartition, PartitionState
 from deformer_stream.runtime.recovery import Recovery
 from deformer_stream.testing import ManualClock
 from tests.models import rows_of
@@ -35,7 +35,7 @@ DRIFT = 1.1
 """A level that nearly every partition gets to at some time, by chance."""
 
 
-Goal = tuple[dict[int, int], Mapping[int, Saved], list[tuple[Effects, Payload | None]]]
+Goal = tuple[dict[int, int], Mapping[int, PartitionState], list[tuple[Effects, Payload | None]]]
 """Of a commit: positions, what is kept of the partitions, and effects."""
 
 
@@ -73,7 +73,7 @@ class Member:
 
     def __init__(self, world: World, assigned: set[int], seed: int, crash: float, move: float) -> None:
         self.world, self.rng, self.crash, self.move = world, np.random.default_rng(seed), crash, move
-        self.hand_over: HandOver = lambda partitions: NOTHING
+        self.collect_state: CollectState = lambda partitions: NO_STATE
         self.model = ""
         self._new = sorted(assigned)
         self._assigned = set(assigned)
@@ -96,13 +96,13 @@ class Member:
     def lag(self) -> dict[tuple[str, int], int]:
         return {}
 
-    def poll(self, timeout: float) -> Polled:
+    def poll(self, timeout: float) -> PollResult:
         if self._dice(self.crash):
             raise CrashError
         revoked: tuple[int, ...] = ()
         if self._next and self._dice(self.move):
             gone = int(self.rng.choice(sorted(self._assigned)))
-            self._commit(self.hand_over(frozenset({gone})))
+            self._commit(self.collect_state(frozenset({gone})))
             self._assigned.discard(gone)
             for known in (self._next, self._recovering):
                 known.pop(gone, None)
@@ -110,14 +110,14 @@ class Member:
         restored = []
         for p in self._new:
             kept = self.world.kept[p]
-            restored.append(Restored(p, kept.position, kept.snapshot, kept.decisions))
+            restored.append(RestoredPartition(p, kept.position, kept.snapshot, kept.decisions))
             self._next[p], self._recovering[p] = kept.taken, kept.position
         self._new = []
         data = self._some()
         recovered = tuple(p for p, until in self._recovering.items() if self._next[p] >= until)
         for p in recovered:
             del self._recovering[p]
-        return Polled(data, revoked, tuple(restored), recovered)
+        return PollResult(data, revoked, tuple(restored), recovered)
 
     def _some(self) -> Messages | None:
         rows: list[tuple[int, int, bytes]] = []
@@ -131,17 +131,17 @@ class Member:
         partitions, offsets = np.array([r[0] for r in rows], np.int32), np.array([r[1] for r in rows], np.int64)
         return Messages("t", [None] * len(rows), [r[2] for r in rows], np.full(len(rows), NO_TIME), partitions, offsets)
 
-    def commit(self, saved: Mapping[int, Saved] = NOTHING) -> None:
+    def commit(self, saved: Mapping[int, PartitionState] = NO_STATE) -> None:
         if self._dice(self.crash):
             raise CrashError
         self._commit(saved)
         if self._dice(self.crash):
             raise CrashError
 
-    def _commit(self, saved: Mapping[int, Saved]) -> None:
+    def _commit(self, saved: Mapping[int, PartitionState]) -> None:
         self._take_effect(*self._goal(saved))
 
-    def _goal(self, saved: Mapping[int, Saved]) -> Goal:
+    def _goal(self, saved: Mapping[int, PartitionState]) -> Goal:
         live = self._assigned - self._recovering.keys() - set(self._new)
         pending, self._pending = self._pending, []
         return {p: self._next[p] for p in live}, saved, pending
@@ -149,14 +149,14 @@ class Member:
     def _take_effect(
         self,
         positions: Mapping[int, int],
-        saved: Mapping[int, Saved],
+        saved: Mapping[int, PartitionState],
         pending: Sequence[tuple[Effects, Payload | None]],
     ) -> None:
         """All or nothing."""
         for p, position in positions.items():
             kept = self.world.kept[p]
             kept.position = position
-            new = saved.get(p, Saved())
+            new = saved.get(p, PartitionState())
             if new.snapshot is not None:
                 kept.snapshot, kept.taken, kept.decisions = new.snapshot, kept.position, ()
             elif new.decisions is not None:
@@ -164,10 +164,10 @@ class Member:
         for effects, data in pending:
             for alert in effects.alerts:
                 self.world.alerts.append((alert.id, alert.record, alert.raised_at))
-            self.world.notices += [notice.id for notice in effects.drifts]
-            for refusal in effects.rejected:
+            self.world.notices += [notice.id for notice in effects.drift_notices]
+            for refusal in effects.rejections:
                 assert isinstance(data, Messages)
-                place = int(data.partitions[refusal.message]), int(data.offsets[refusal.message])
+                place = int(data.partitions[refusal.message_index]), int(data.offsets[refusal.message_index])
                 self.world.letters.append((*place, refusal.reason.value))
 
     def write(self, effects: Effects, data: Payload | None) -> None:
@@ -183,19 +183,19 @@ class Unhurried(Member):
 
     _begun: Goal | None = None
 
-    def ask(self) -> None: ...
+    def prefetch(self) -> None: ...
 
-    def begin_commit(self, saved: Mapping[int, Saved], ended: Callable[[], None]) -> None:
+    def begin_commit(self, saved: Mapping[int, PartitionState], ended: Callable[[], None]) -> None:
         self._end()
         self._begun = self._goal(saved)
         ended()
 
-    def poll(self, timeout: float) -> Polled:
+    def poll(self, timeout: float) -> PollResult:
         if self._dice(0.5):
             self._end()
         return super().poll(timeout)
 
-    def _commit(self, saved: Mapping[int, Saved]) -> None:
+    def _commit(self, saved: Mapping[int, PartitionState]) -> None:
         self._end()
         super()._commit(saved)
 
@@ -318,7 +318,7 @@ def test_wrongly_keyed_input_is_reported_once(loaded: Artifact, capsys: pytest.C
     Pipeline(member, Codec(loaded.schema), engine, [member], ManualClock(), metrics, finite=False).run(
         threading.Event()
     )
-    assert metrics.registry.get_sample_value("deformer_records_misrouted_total") == engine.records.misrouted > 1
+    assert metrics.registry.get_sample_value("deformer_records_misrouted_total") == engine.records.num_misrouted > 1
     assert capsys.readouterr().out.count("key messages by record id") == 1
 
 
@@ -329,7 +329,7 @@ def test_decisions_follow_a_snapshot_that_was_committed(loaded: Artifact, monkey
     lines = world_of(loaded, 1).events[0]
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
     recovery = Recovery(engine, Metrics(), interval=100.0)
-    recovery.restore(Restored(0, 0), 0)
+    recovery.restore(RestoredPartition(0, 0), 0)
     recovery.go_live(0)
 
     def handle(some: list[bytes]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import kafka.errors as errors
 from kafka.protocol.metadata import CoordinatorType, FindCoordinatorRequest
 
-IN_FLIGHT = 32
+MAX_IN_FLIGHT = 32
 """Requests on one connection that are not answered; more than a commit has, for who asks more is refused."""
 
 PAUSE_SECONDS = 0.001
@@ -19,7 +19,7 @@ PAUSE_SHARE = 0.1
 """What the broker is not ready for is asked again after a millisecond, or a tenth of the time that it has taken so far:
 mostly it is still ending the transaction before, which takes it a few milliseconds, and an alert waits for that."""
 
-MOVING = frozenset(
+COORDINATOR_MOVED = frozenset(
     error.errno
     for error in (
         errors.CoordinatorLoadInProgressError,
@@ -29,7 +29,7 @@ MOVING = frozenset(
 )
 """Another broker coordinates the group or the transactions, or is about to."""
 
-LEADERLESS = frozenset(
+LEADER_MOVED = frozenset(
     error.errno
     for error in (
         errors.UnknownTopicOrPartitionError,
@@ -42,7 +42,7 @@ LEADERLESS = frozenset(
 )
 """Another broker leads the partition, or is about to; or the broker has not heard of it yet."""
 
-PASSING = MOVING | LEADERLESS | {errors.ConcurrentTransactionsError.errno}
+TRANSIENT = COORDINATOR_MOVED | LEADER_MOVED | {errors.ConcurrentTransactionsError.errno}
 """The last one: the broker is still ending the transaction before."""
 
 _FENCED = (errors.InvalidProducerEpochError, errors.ProducerFencedError)
@@ -51,7 +51,7 @@ _REGROUPED = (errors.IllegalGenerationError, errors.UnknownMemberIdError)
 Result = TypeVar("Result")
 
 
-def check(code: int) -> None:
+def raise_for_code(code: int) -> None:
     """Raise the error that the code of an answer stands for, if any: ProducerFencedError where the transactional id
     belongs to another process now, CommitFailedError where the group has dealt out its partitions anew."""
     kind = errors.for_code(code)
@@ -76,7 +76,7 @@ class BrokerClient:
     ) -> None:
         self._patience = patience
         self._client = kafka_client(
-            max_in_flight_requests_per_connection=IN_FLIGHT,
+            max_in_flight_requests_per_connection=MAX_IN_FLIGHT,
             request_timeout_ms=int(1000 * patience),
             # Of a few sockets it is as quick as epoll, and what is waited for changes without a call of the system:
             # after each of those this thread waits for the interpreter.
@@ -91,7 +91,7 @@ class BrokerClient:
         self._deadline = time.monotonic() + patience
         self._manager.bootstrap(bootstrap_timeout_ms)
 
-    def using(self, call: Callable[[], None]) -> None:
+    def run(self, call: Callable[[], None]) -> None:
         """Make a call that asks; nobody closes the connections in its course."""
         try:
             with self._in_use:
@@ -102,41 +102,41 @@ class BrokerClient:
                 call()
         finally:
             if self._left.is_set():
-                self._let_go()
+                self._close_if_unused()
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Let go of the connections; a call that is under way in another thread raises soon, and does it then."""
         self._left.set()
         self._net.wakeup()
-        self._let_go()
+        self._close_if_unused()
 
-    def look_up(self) -> None:
+    def refresh_metadata(self) -> None:
         """Learn anew which brokers lead which partitions."""
-        self.answer(self._manager.call_soon(self.cluster.refresh_metadata))
+        self.wait_for(self._manager.call_soon(self.cluster.refresh_metadata))
 
-    def find(self, kind: CoordinatorType, key: str) -> Any:
+    def find_coordinator(self, kind: CoordinatorType, key: str) -> Any:
         """The broker that coordinates a transactional id or a group: its number, as it has in the metadata, so that it
         is asked over the same connection."""
         asked = FindCoordinatorRequest(key=key, key_type=kind.value, coordinator_keys=[key])
-        answer = self.answer(self.ask(self._manager.least_loaded_node(), asked))
+        answer = self.wait_for(self.send(self._manager.least_loaded_node(), asked))
         found = answer.coordinators[0] if answer.coordinators else answer
-        check(found.error_code)
+        raise_for_code(found.error_code)
         return self.cluster.add_coordinator(found, kind, key, synthesize_node_id=False)
 
-    def ask(self, node: Any, request: Any) -> Any:
+    def send(self, node: Any, request: Any) -> Any:
         """Send a request over the connection to this broker, which is made where there is none; its answer to come."""
         while (wait := self._manager.connection_delay(node)) > 0:
             self._pause(wait)
         connection = self._manager.get_connection(node)
-        self.answer(connection.init_future)
+        self.wait_for(connection.init_future)
         while connection.paused:  # the broker asks for less
             self._pause(PAUSE_SECONDS)
         return connection.send_request(request)
 
-    def answer(self, asked: Any) -> Any:
+    def wait_for(self, asked: Any) -> Any:
         """The answer, when it is there. Raises what the client says instead."""
         while not asked.is_done:
-            self._turn(self._deadline)
+            self._poll_network(self._deadline)
         if asked.exception is not None:
             raise asked.exception
         return asked.value
@@ -147,12 +147,12 @@ class BrokerClient:
         """Ask until the answer's code is none of those that pass by themselves; to ask twice must do no harm. find: who
         is asked, anew."""
         began = time.monotonic()
-        while (code := code_of(self.answer(asked))) in PASSING:
+        while (code := code_of(self.wait_for(asked))) in TRANSIENT:
             self.pause_since(began)
-            if code in MOVING:
+            if code in COORDINATOR_MOVED:
                 find()
             asked = ask()
-        check(code)
+        raise_for_code(code)
 
     def retry(self, call: Callable[[], Result], between: Callable[[], object] = lambda: None) -> Result:
         """The call's result, of as many attempts as it takes while brokers look for their coordinators and leaders."""
@@ -173,9 +173,9 @@ class BrokerClient:
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            self._turn(until)
+            self._poll_network(until)
 
-    def _turn(self, until: float) -> None:
+    def _poll_network(self, until: float) -> None:
         """Let the connections work until something happens, or it is so late."""
         if self._left.is_set():
             raise errors.KafkaConnectionError("the transaction was left behind")
@@ -184,7 +184,7 @@ class BrokerClient:
             raise errors.KafkaTimeoutError("the broker does not answer")
         self._net.poll(timeout_ms=1000 * max(0.0, min(until, self._deadline) - now))
 
-    def _let_go(self) -> None:
+    def _close_if_unused(self) -> None:
         """Close the connections if no call uses them; the call does it otherwise, when it ends."""
         if self._in_use.acquire(blocking=False):
             try:

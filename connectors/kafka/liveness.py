@@ -15,7 +15,7 @@ PROBE_SECONDS = 10.0
 ANSWER_SECONDS = 2.0
 
 
-class BrokerWatch:
+class LivenessCheck:
     """Asks the broker now and then for the ends of partitions that have not moved.
 
     topic: its first partition is asked for by who reads none. patience: seconds without an answer, or without a message
@@ -30,7 +30,7 @@ class BrokerWatch:
         self._probed = self._answered = time.monotonic()
         self._seen: dict[TopicPartition, tuple[int, float]] = {}  # position and since when it is behind
 
-    def failed(self, error: Exception) -> None:
+    def record_failure(self, error: Exception) -> None:
         """A poll has failed. Raises our error where waiting does not help, or the patience is over."""
         now = time.monotonic()
         ours = translate(error, self._servers, f"reading topic {self._first.topic!r}")
@@ -43,11 +43,11 @@ class BrokerWatch:
             self._warned = now
             log.get("kafka").warning("reading failed, will be tried again", error=type(error).__name__)
 
-    def worked(self) -> None:
+    def record_success(self) -> None:
         """A poll has not failed; whether it brought something is looked at by `look`."""
         self._failing = None
 
-    def look(self) -> None:
+    def check_progress(self) -> None:
         """Called with every poll. Raises Unavailable when the patience is over, ConfigError where asking is refused."""
         now = time.monotonic()
         if now - self._probed < PROBE_SECONDS:

@@ -8,10 +8,10 @@ from typing import Literal
 from kafka import KafkaConsumer, TopicPartition
 
 from connectors.kafka.client import DELIVERY_SECONDS
-from connectors.kafka.state import Kept, StateTopic
+from connectors.kafka.state import StateReference, StateTopic
 from deformer_stream import log
 from deformer_stream.errors import StateError
-from deformer_stream.runtime.ports import Restored
+from deformer_stream.runtime.ports import RestoredPartition
 
 LostState = Literal["refuse", "rebuild", "forget"]
 """Where the state topic or messages of the events' topic are gone: end with the reason; rebuild open records from what
@@ -19,21 +19,21 @@ is still there; or begin at the committed position (or the first message after i
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class StartPoint:
     """position: the first message to read. kept: what is in force of the partition, if anything is."""
 
-    restored: Restored
+    restored: RestoredPartition
     position: int
-    kept: Kept | None = None
+    reference: StateReference | None = None
 
 
-def restored(
+def find_start(
     consumer: KafkaConsumer,
     tp: TopicPartition,
     start: Literal["earliest", "latest"],
     state: StateTopic | None,
     lost: LostState,
-) -> Begun:
+) -> StartPoint:
     """How to begin with a partition that is ours now.
 
     Without a commit it begins where `start` says; after the commit of a program that keeps no state (or an operator's
@@ -55,34 +55,36 @@ def restored(
                 start=start,
             )
         position = first if start == "earliest" else end
-        return Begun(Restored(tp.partition, position), position)
+        return StartPoint(RestoredPartition(tp.partition, position), position)
     if committed.offset > end:
-        _lost(
+        _handle_lost_state(
             tp, lost, f"the group has consumed up to offset {committed.offset}, the topic ends at {end}: it is another"
         )
-        return Begun(Restored(tp.partition, first), first)
+        return StartPoint(RestoredPartition(tp.partition, first), first)
     until = max(committed.offset, first)
     if committed.offset < first:
-        _lost(tp, lost, f"{first - committed.offset} messages have expired before they were consumed")
+        _handle_lost_state(tp, lost, f"{first - committed.offset} messages have expired before they were consumed")
     try:
-        kept = None if state is None else Kept.of(committed.metadata)
+        kept = None if state is None else StateReference.of(committed.metadata)
         if state is None or kept is None:
             if state is not None:
                 log.get("kafka").info("the commit names no state: no open records", partition=tp.partition)
-            return Begun(Restored(tp.partition, until), until)
+            return StartPoint(RestoredPartition(tp.partition, until), until)
         snapshot, decisions = state.read(tp.partition, kept)
     except StateError as error:
-        _lost(tp, lost, str(error))
+        _handle_lost_state(tp, lost, str(error))
         position = first if lost == "rebuild" else until
-        return Begun(Restored(tp.partition, until), position)
+        return StartPoint(RestoredPartition(tp.partition, until), position)
     if kept.position < first:
-        _lost(tp, lost, f"the state needs messages from offset {kept.position} on, the first there is {first}")
+        _handle_lost_state(
+            tp, lost, f"the state needs messages from offset {kept.position} on, the first there is {first}"
+        )
         if lost == "forget":
-            return Begun(Restored(tp.partition, until), until)
-    return Begun(Restored(tp.partition, until, snapshot, decisions), max(kept.position, first), kept)
+            return StartPoint(RestoredPartition(tp.partition, until), until)
+    return StartPoint(RestoredPartition(tp.partition, until, snapshot, decisions), max(kept.position, first), kept)
 
 
-def _lost(tp: TopicPartition, lost: LostState, what: str) -> None:
+def _handle_lost_state(tp: TopicPartition, lost: LostState, what: str) -> None:
     """Refuse, or say what is done about it."""
     where = f"topic {tp.topic!r}, partition {tp.partition}: {what}"
     if lost == "refuse":

@@ -11,31 +11,34 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import kafka.errors as errors
 import numpy as np
+from kafka import TopicPartition
 from kafka.record.default_records import DefaultRecord, DefaultRecordBatch
 from numpy.typing import NDArray
 
+from deformer_stream.codec.payloads import Messages
+from deformer_stream.engine.events import NO_TIME
 from deformer_stream.kernels import build
 
 Ints = NDArray[np.int64]
 
-RECORDS = 1024
+MAX_RECORDS = 1024
 """Most records of a run: enough for the work on columns to count, few enough to hold twice."""
-LONGEST_LENGTH, LONGEST_NUMBER = 4, 5
+MAX_LENGTH_BYTES, MAX_VARINT_BYTES = 4, 5
 """Bytes of a record's length and of its other numbers in the common form; longer ones would mean more than 128 MiB, or
 seven weeks of one batch."""
-UNPARSABLE = (errors.KafkaError, ValueError, struct.error)
+PARSE_ERRORS = (errors.KafkaError, ValueError, struct.error)
 """What the client's parser raises."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class MessageColumns:
     """N messages of one partition, in order.
 
     offsets, times: (N,) int64; times are milliseconds since 1970 as the sender or the broker states them, any number.
@@ -51,20 +54,20 @@ class Run:
     def __len__(self) -> int:
         return len(self.values)
 
-    def part(self, start: int, stop: int) -> Run:
+    def slice(self, start: int, stop: int) -> MessageColumns:
         """The messages from `start` to before `stop`."""
         if start == 0 and stop >= len(self):
             return self
         cut = slice(start, stop)
-        return Run(self.offsets[cut], self.times[cut], self.sizes[cut], self.keys[cut], self.values[cut])
+        return MessageColumns(self.offsets[cut], self.times[cut], self.sizes[cut], self.keys[cut], self.values[cut])
 
     @staticmethod
-    def of(records: Sequence[DefaultRecord]) -> Run:
+    def from_records(records: Sequence[DefaultRecord]) -> MessageColumns:
         """What the client's parser has made, as a run."""
         bound = np.iinfo(np.int64)
         times = (min(max(r.timestamp, bound.min), bound.max) for r in records)
         n = len(records)
-        return Run(
+        return MessageColumns(
             np.fromiter((r.offset for r in records), np.int64, n),
             np.fromiter(times, np.int64, n),
             np.fromiter((r.size_in_bytes for r in records), np.int64, n),
@@ -73,14 +76,14 @@ class Run:
         )
 
 
-def runs_of(batch: DefaultRecordBatch) -> Iterator[Run]:
+def read_batch(batch: DefaultRecordBatch) -> Iterator[MessageColumns]:
     """All records of a batch that is not compressed any more. Raises `UNPARSABLE`, after what comes before it."""
     batch._buffer = bytes(batch._buffer)
     while (rest := batch._num_records - batch._next_record_index) > 0:
-        count = min(rest, RECORDS)
-        found = _common(batch, count)
+        count = min(rest, MAX_RECORDS)
+        found = _read_common_form(batch, count)
         if found is None:
-            yield from _one_by_one(batch, count)
+            yield from _parse_with_client(batch, count)
         else:
             run, batch._pos = found
             batch._next_record_index += count
@@ -88,47 +91,47 @@ def runs_of(batch: DefaultRecordBatch) -> Iterator[Run]:
     next(batch, None)  # raises where bytes are left over
 
 
-def _one_by_one(batch: DefaultRecordBatch, count: int) -> Iterator[Run]:
+def _parse_with_client(batch: DefaultRecordBatch, count: int) -> Iterator[MessageColumns]:
     records: list[DefaultRecord] = []
     failure: Exception | None = None
     try:
         records.extend(next(batch) for _ in range(count))
-    except UNPARSABLE as error:
+    except PARSE_ERRORS as error:
         failure = error
     if records:
-        yield Run.of(records)
+        yield MessageColumns.from_records(records)
     if failure is not None:
         raise failure
 
 
 @dataclass(frozen=True, slots=True)
-class Batches:
+class SmallBatches:
     """The records of batches that follow each other, as one run. place: after them in the buffer; next_offset,
     leader_epoch: as the last of them has it."""
 
-    run: Run
+    run: MessageColumns
     place: int
     next_offset: int
     leader_epoch: int
 
 
-def batches_at(buffer: bytes, at: int) -> Batches | None:
+def read_small_batches(buffer: bytes, at: int) -> SmallBatches | None:
     """What the batches from this place on hold, as far as they are small, of the common form, and need nothing but to
     be read: no compression, no transaction, and a checksum that is right. Of many small batches each by itself would
     cost as much as a large one. None where the first is none of these, or there is no compiled code."""
     library = _library()
     if library is None:
         return None
-    out, after = np.empty((8, RECORDS), np.int64), np.empty(3, np.int64)
-    form = RECORDS, LONGEST_LENGTH, LONGEST_NUMBER
+    out, after = np.empty((8, MAX_RECORDS), np.int64), np.empty(3, np.int64)
+    form = MAX_RECORDS, MAX_LENGTH_BYTES, MAX_VARINT_BYTES
     count = library.read_batches(buffer, len(buffer), at, *form, out.ctypes.data, after.ctypes.data)
     if count == 0:
         return None
     rows = out[:, :count]
-    return Batches(_run(buffer, rows, rows[3], rows[2]), *after.tolist())
+    return SmallBatches(_run(buffer, rows, rows[3], rows[2]), *after.tolist())
 
 
-def _common(batch: DefaultRecordBatch, count: int) -> tuple[Run, int] | None:
+def _read_common_form(batch: DefaultRecordBatch, count: int) -> tuple[MessageColumns, int] | None:
     """The next records and the place after them; None where one is not of the common form."""
     out = np.empty((8, count), np.int64)
     if not _read(batch._buffer, batch._pos, out):
@@ -141,10 +144,12 @@ def _common(batch: DefaultRecordBatch, count: int) -> tuple[Run, int] | None:
     return _run(batch._buffer, out, batch.base_offset + numbers, times), int(ends[-1])
 
 
-def _run(buffer: bytes, rows: Ints, offsets: Ints, times: Ints) -> Run:
+def _run(buffer: bytes, rows: Ints, offsets: Ints, times: Ints) -> MessageColumns:
     """N records of a buffer. rows: (8, N), see `_read`."""
     starts, ends, _, _, key, key_size, value, value_size = rows
-    return Run(offsets, times, ends - starts, _slices(buffer, key, key_size), _slices(buffer, value, value_size))
+    return MessageColumns(
+        offsets, times, ends - starts, _slice_bytes(buffer, key, key_size), _slice_bytes(buffer, value, value_size)
+    )
 
 
 @cache
@@ -164,9 +169,9 @@ def _read(buffer: bytes, at: int, out: Ints) -> bool:
     -1 for none; the same of its value. False where one is not of the common form."""
     library = _library()
     if library is not None:
-        form = out.shape[1], LONGEST_LENGTH, LONGEST_NUMBER
+        form = out.shape[1], MAX_LENGTH_BYTES, MAX_VARINT_BYTES
         return bool(library.read_records(buffer, len(buffer), at, *form, out.ctypes.data))
-    places = _places(buffer, at, out.shape[1])
+    places = _find_record_bounds(buffer, at, out.shape[1])
     if places is None:
         return False
     out[:2] = places
@@ -174,11 +179,11 @@ def _read(buffer: bytes, at: int, out: Ints) -> bool:
     raw = np.frombuffer(buffer, np.uint8)
     try:
         plain = raw[starts] < 128  # attributes, which mean nothing
-        out[2], place, short = _numbers(raw, starts + 1)
-        out[3], place, also = _numbers(raw, place)
+        out[2], place, short = _decode_varints(raw, starts + 1)
+        out[3], place, also = _decode_varints(raw, place)
         plain &= short & also
         for row in (4, 6):
-            out[row + 1], out[row], short = _numbers(raw, place)
+            out[row + 1], out[row], short = _decode_varints(raw, place)
             plain &= short & (out[row + 1] >= -1)
             place = out[row] + np.maximum(out[row + 1], 0)
         return bool((plain & (raw[place] == 0) & (place + 1 == ends)).all())  # no headers
@@ -186,7 +191,7 @@ def _read(buffer: bytes, at: int, out: Ints) -> bool:
         return False
 
 
-def _places(buffer: bytes, at: int, count: int) -> tuple[list[int], list[int]] | None:
+def _find_record_bounds(buffer: bytes, at: int, count: int) -> tuple[list[int], list[int]] | None:
     """Where so many records begin, after their length, and end; None where one is not of the common form."""
     starts: list[int] = []
     ends: list[int] = []
@@ -218,13 +223,13 @@ def _places(buffer: bytes, at: int, count: int) -> tuple[list[int], list[int]] |
     return None if at > len(buffer) else (starts, ends)
 
 
-def _numbers(raw: NDArray[np.uint8], at: Ints) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+def _decode_varints(raw: NDArray[np.uint8], at: Ints) -> tuple[Ints, Ints, NDArray[np.bool_]]:
     """(N,) numbers at these places (zigzag, seven bits a byte, the lowest first), the places after them, and whether
     each is of the usual size. Raises IndexError past the end."""
     byte = raw[at].astype(np.int64)
     at = at + 1
     number, more = byte & 127, byte >= 128
-    for place in range(1, LONGEST_NUMBER):
+    for place in range(1, MAX_VARINT_BYTES):
         if not more.any():
             break
         byte = np.where(more, raw[at], 0).astype(np.int64)
@@ -234,7 +239,24 @@ def _numbers(raw: NDArray[np.uint8], at: Ints) -> tuple[Ints, Ints, NDArray[np.b
     return (number >> 1) ^ -(number & 1), at, ~more
 
 
-def _slices(buffer: bytes, starts: Ints, lengths: Ints) -> list[bytes | None]:
+def _slice_bytes(buffer: bytes, starts: Ints, lengths: Ints) -> list[bytes | None]:
     """The byte strings at these places; None for a length below 0."""
     spans = zip(starts.tolist(), lengths.tolist(), strict=True)
     return [buffer[at : at + length] if length >= 0 else None for at, length in spans]
+
+
+def to_messages(topic: str, fetched: Mapping[TopicPartition, list[MessageColumns]]) -> Messages | None:
+    """The runs of a poll as they came, partition by partition; None if there are none."""
+    pairs = [(tp.partition, run) for tp, runs in fetched.items() for run in runs]
+    if not pairs:
+        return None
+    millis = np.concatenate([run.times for _, run in pairs])
+    numbers, sizes = [partition for partition, _ in pairs], [len(run) for _, run in pairs]
+    return Messages(
+        topic=topic,
+        keys=[key for _, run in pairs for key in run.keys],
+        payloads=[value for _, run in pairs for value in run.values],
+        times=np.where((millis < 0) | (millis >= 2**53), NO_TIME, millis * 1000),  # senders may state any
+        partitions=np.repeat(np.array(numbers, np.int32), sizes),
+        offsets=np.concatenate([run.offsets for _, run in pairs]),
+    )
