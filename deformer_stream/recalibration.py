@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import DEFAULT_ALPHAS, MAX_CALIBRATION_RECORDS, Calibration, TiePolicy, extract_group, group_indexes_by_key, trim_largest
-from deformer_stream.calibration.drift import surprise_of
+from deformer_stream.calibration.drift import average_neg_log_p_by_feature
 from deformer_stream.codec.payloads import Payload, WideRows
 from deformer_stream.engine.events import Effects
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.windows import WINDOW_SEPARATOR
 from deformer_stream.model_store import Artifact
-from deformer_stream.report import charts, html
+from deformer_stream.report import charts, pages
 
 LOGGED = 2_000
 """Records by which the usual surprise of each feature is told."""
@@ -65,7 +65,7 @@ class MaxStatisticSink:
     def surprise(self, model: DEformer) -> dict[str, float]:
         """Mean −ln p by feature, nats."""
         pairs = (tuple(zip(*log, strict=True)) for log in self.logs.values())
-        return surprise_of(model, [(np.array(codes, np.int64), np.array(values)) for codes, values in pairs])
+        return average_neg_log_p_by_feature(model, [(np.array(codes, np.int64), np.array(values)) for codes, values in pairs])
 
     def order(self, of_rows: str, asked: str | None) -> str:
         """The arrival law of what was collected. of_rows: of the readings of a wide row. asked: for all. Raises
@@ -174,7 +174,7 @@ def written(found: Recalibration, loaded: Artifact, directory: Any, alphas: Sequ
         page = (loaded.directory / model_store.REPORT).read_text("utf-8")
     except (OSError, UnicodeDecodeError):
         page = ""
-    report = html.extended(page, "Calibration report", *_section(found, loaded.fingerprint, alphas))
+    report = pages.append_blocks(page, "Calibration report", *_section(found, loaded.fingerprint, alphas))
     training = loaded.manifest["training"] | {"recalibrated": note}
     return model_store.write(directory, loaded.model, found.calibration, training, report)
 
@@ -183,20 +183,20 @@ def _section(found: Recalibration, fingerprint: str, alphas: Sequence[float]) ->
     new = found.calibration
     thresholds = {f"α = {alpha:g}": new.compute_threshold(alpha) for alpha in alphas}
     return [
-        html.heading("Calibrated again"),
-        html.paragraph(
+        pages.render_heading("Calibrated again"),
+        pages.render_paragraph(
             f"{found.records:,} normal records in {new.arrival_order} order{_held(new)} calibrate the model that was "
             f"{fingerprint} before; "
             "its weights are as they were. What is said above about when it alerts was true of the calibration before."
         ),
-        charts.histogram(
+        charts.draw_histogram(
             new.scores,
             "Largest statistic of normal records",
             "statistic, nats",
             vertical={name: t for name, t in thresholds.items() if np.isfinite(t)},
         ),
-        html.table(["α", "statistic that alerted", "statistic that alerts", "in reach?"], found.rows(alphas)),
-        *(html.paragraph(line + ".") for line in found.groups()),
+        pages.render_table(["α", "statistic that alerted", "statistic that alerts", "in reach?"], found.rows(alphas)),
+        *(pages.render_paragraph(line + ".") for line in found.groups()),
     ]
 
 

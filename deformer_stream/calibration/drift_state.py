@@ -1,4 +1,7 @@
-"""The state of the drift test and the notices that it gives, as values."""
+"""Values that drift detection exchanges with snapshots and with outputs.
+
+They are apart from `drift`, so that code that only stores or sends them does not import the network.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +11,55 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class DriftState:
-    """The evidence that a partition's records are other than those of the calibration (`calibration.drift`), as a value.
+    """The evidence that a partition's records differ from the calibration records, as an immutable value.
 
-    model: fingerprint of the model whose calibration it is about. records: how many were seen. capital: by bet.
-    alarmed: a notice was given, and the evidence has not gone since. counts: group → records by bin; "" has those that
-    are judged by all calibration records.
+    It is the state of the test martingale in `calibration.drift` and a part of each snapshot.
+
+    Attributes:
+        model: Fingerprint of the model whose calibration is tested.
+        num_records: Number of the partition's records so far.
+        wealth_by_bet: The wealth of each bet, in the order of `drift.BET_EXPONENTS`.
+        is_alarmed: Whether an alarm was raised and the wealth has not fallen below 1 since.
+        bin_counts_by_group: For each calibration group, the number of records in each bin of ranks. Group "" holds the
+            records that are compared with the calibration records of all groups.
     """
 
     model: str
-    records: int
-    wealth: tuple[float, ...]
-    alarmed: bool = False
-    counts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    num_records: int
+    wealth_by_bet: tuple[float, ...]
+    is_alarmed: bool = False
+    bin_counts_by_group: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureShift:
-    """A feature whose readings have become more surprising: mean −ln p in recent records and in calibration, nats."""
+    """A feature whose readings have become less probable than they were in calibration.
+
+    Attributes:
+        feature: Name of the feature.
+        recent_neg_log_p: Mean of −ln p over its readings in recent records, in nats, where p is a reading's p-value.
+        calibration_neg_log_p: The same mean over the calibration records.
+    """
 
     feature: str
-    surprise: float
-    expected: float
+    recent_neg_log_p: float
+    calibration_neg_log_p: float
 
 
 @dataclass(frozen=True, slots=True)
 class DriftNotice:
-    """The records of a partition are no longer like those of the calibration.
+    """A notice that the records of a partition are no longer like the calibration records.
 
-    record: whose end brought the evidence to the level. log10: of the martingale. records: that were seen since the
-    model is in force. time: when, microseconds. moved: the features, the most first.
+    Attributes:
+        id: Identifier that depends only on the model, the partition and the record.
+        record: Id of the closed record after which the evidence reached the level.
+        partition: Number of the partition.
+        model: Fingerprint of the model.
+        level: The level; without drift, a partition ever gets a notice with probability at most 1/level.
+        log10_wealth: Base-10 logarithm of the test martingale's value, which is the strength of the evidence.
+        num_records: Number of the partition's records since the model was loaded.
+        time: When the notice was made, in microseconds since 1970, UTC.
+        shifted_features: The features that have become less probable, largest change first.
     """
 
     id: str
@@ -44,7 +67,7 @@ class DriftNotice:
     partition: int
     model: str
     level: float
-    log10: float
-    records: int
+    log10_wealth: float
+    num_records: int
     time: int
-    moved: tuple[FeatureShift, ...] = ()
+    shifted_features: tuple[FeatureShift, ...] = ()

@@ -122,5 +122,5 @@ def _iterate_score_terms(
             x = to_tensor(np.ascontiguousarray(values[start : start + batch_size]), model)
             terms = model.conditionals(inputs, x).surprise(x)
             log_p, centered_nll = (term.double().cpu().numpy() for term in terms)
-        is_context = model.schema.context[np.maximum(codes, 0)]
+        is_context = model.schema.is_context[np.maximum(codes, 0)]
         yield log_p, centered_nll, (codes >= 0) & ~is_context

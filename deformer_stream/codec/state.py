@@ -20,9 +20,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.drift import BETS, MOST
+from deformer_stream.calibration.drift import BET_EXPONENTS, MAX_WEALTH
 from deformer_stream.calibration.drift_state import DriftState
-from deformer_stream.engine.events import NO_ALERT, SUPPRESS_ALL, AlertedState, Decisions
+from deformer_stream.engine.events import NO_ALERT, SUPPRESS_ALL, AlertState, Decisions
 from deformer_stream.engine.id_set import StringColumn
 from deformer_stream.engine.snapshot import Snapshot, TieGroups, Vocabulary
 from deformer_stream.errors import StateError
@@ -103,7 +103,8 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
     columns |= {name: getattr(snapshot, name) for name in _SNAPSHOT if name not in columns}
     columns |= _drift_columns(snapshot.drift)
     if snapshot.ties is not None:
-        columns |= {name: getattr(snapshot.ties, name) for name in _TIES}
+        ties = snapshot.ties
+        columns |= {"tied": ties.is_tied, "held": ties.num_pending, "instant": ties.tie_time}
     return _sealed(SNAPSHOT, columns, _SNAPSHOT | _DRIFT | _TIES)
 
 
@@ -116,7 +117,7 @@ def decode_snapshot(data: bytes, where: str = "the saved state") -> Snapshot:
         vocabulary = _vocabulary(*(columns.pop(name) for name in _VOCABULARY))
         drift = _drift(columns)
         ties = _blocks(columns) if "tied" in columns else None
-        columns["closed"] = StringColumn.of(columns["closed"])
+        columns["closed"] = StringColumn.from_strings(columns["closed"])
         snapshot = Snapshot(vocabulary, tuple(columns.pop("models")), **columns, drift=drift, ties=ties)
         _check(snapshot)
     except _Nonsense as error:
@@ -124,7 +125,7 @@ def decode_snapshot(data: bytes, where: str = "the saved state") -> Snapshot:
     return snapshot
 
 
-def verify(snapshot: bytes, decisions: Iterable[bytes]) -> None:
+def check_state(snapshot: bytes, decisions: Iterable[bytes]) -> None:
     """Raise `StateError` if what was saved of a partition cannot be decoded."""
     decode_snapshot(snapshot)
     for part in decisions:
@@ -132,17 +133,17 @@ def verify(snapshot: bytes, decisions: Iterable[bytes]) -> None:
 
 
 def encode_decisions(decisions: Decisions) -> bytes:
-    alerted = decisions.alerted
+    alerted = decisions.alert_states
     columns: dict[str, Column] = {
-        "closed": decisions.closed,
+        "closed": decisions.closed_ids,
         "alerted": list(alerted),
         "alert_seq": np.array([told.seq for told in alerted.values()], np.int32),
         "alert_alpha": np.array([told.alpha for told in alerted.values()], np.float64),
-        **_drift_columns(decisions.drift),
+        **_drift_columns(decisions.drift_state),
     }
-    if decisions.waited:
-        columns["waited"] = [record for record, counts in decisions.waited.items() for _ in counts]
-        columns["waited_at"] = np.array([n for counts in decisions.waited.values() for n in counts], np.int32)
+    if decisions.tie_timeouts:
+        columns["waited"] = [record for record, counts in decisions.tie_timeouts.items() for _ in counts]
+        columns["waited_at"] = np.array([n for counts in decisions.tie_timeouts.values() for n in counts], np.int32)
     return _sealed(DECISIONS, columns, _DECISIONS | _WAITED)
 
 
@@ -160,7 +161,7 @@ def decode_decisions(data: bytes, where: str = "the saved decisions") -> Decisio
         waited = _waited(columns.get("waited", []), columns.get("waited_at", np.empty(0, np.int32)))
     except _Nonsense as error:
         raise StateError(f"{where}: {error}; {REMEDY}") from error
-    told = dict(zip(alerted, map(AlertedState, seq.tolist(), alpha.tolist()), strict=True))
+    told = dict(zip(alerted, map(AlertState, seq.tolist(), alpha.tolist()), strict=True))
     return Decisions(tuple(closed), told, drift, waited)
 
 
@@ -181,11 +182,11 @@ def _waited(records: list[str], counts: NDArray[np.int32]) -> dict[str, tuple[in
 
 
 def _drift_columns(drift: DriftState | None) -> dict[str, Column]:
-    counts = [] if drift is None else list(drift.counts.values())
+    counts = [] if drift is None else list(drift.bin_counts_by_group.values())
     return {
         "drift_model": [] if drift is None else [drift.model],
-        "drift": np.array([] if drift is None else [drift.records, drift.alarmed, *drift.wealth], np.float64),
-        "drift_groups": [] if drift is None else list(drift.counts),
+        "drift": np.array([] if drift is None else [drift.num_records, drift.is_alarmed, *drift.wealth_by_bet], np.float64),
+        "drift_groups": [] if drift is None else list(drift.bin_counts_by_group),
         "drift_bins": np.array([len(bins) for bins in counts], np.int32),
         "drift_counts": np.array([count for bins in counts for count in bins], np.int64),
     }
@@ -196,11 +197,11 @@ def _drift(columns: dict[str, Any]) -> DriftState | None:
     model, state, groups, bins, counts = (columns.pop(name, ()) for name in _DRIFT)
     if not len(model):
         return None
-    _must(len(model) == 1 and len(state) == 2 + len(BETS), "the evidence of drift is none")
+    _must(len(model) == 1 and len(state) == 2 + len(BET_EXPONENTS), "the evidence of drift is none")
     _must(len(groups) == len(bins) == len(set(groups)), "the evidence of drift is not given once for each group")
     _must(bool((bins >= 0).all()) and int(bins.sum()) == len(counts), "the evidence of drift is cut short")
     _must(bool((counts >= 0).all()) and state[0] == counts.sum(), "the evidence of drift is of other records")
-    _must(bool(((state[2:] >= 0) & (state[2:] <= MOST)).all()) and state[1] in (0, 1), "the evidence of drift is none")
+    _must(bool(((state[2:] >= 0) & (state[2:] <= MAX_WEALTH)).all()) and state[1] in (0, 1), "the evidence of drift is none")
     ends = np.cumsum(bins).tolist()
     parts = (tuple(counts[end - size : end].tolist()) for end, size in zip(ends, bins.tolist(), strict=True))
     capital = tuple(state[2:].tolist())
@@ -223,7 +224,7 @@ def _sealed(kind: bytes, columns: Columns, types: Mapping[str, pa.DataType]) -> 
 
 def _array(column: Column, kind: pa.DataType) -> pa.Array:
     if isinstance(column, StringColumn):
-        return pa.LargeStringArray.from_buffers(len(column), pa.py_buffer(column.edges), pa.py_buffer(column.utf8))
+        return pa.LargeStringArray.from_buffers(len(column), pa.py_buffer(column.offsets), pa.py_buffer(column.utf8))
     return pa.array(column, kind)
 
 
@@ -276,7 +277,7 @@ def _check(snapshot: Snapshot) -> None:
     T, A = int(snapshot.counts.sum()), int(snapshot.absent_counts.sum())
     _must(len(snapshot.features) == len(snapshot.values) == T and len(snapshot.absent) == A, "readings are missing")
     _must(_within(snapshot.features, F) and _within(snapshot.absent, F), "a reading is of no feature")
-    record, _ = snapshot.places()
+    record, _ = snapshot.reading_positions()
     once = np.zeros((R, F), bool)
     once[record, snapshot.features] = True
     once[ragged_indices(snapshot.absent_counts)[0], snapshot.absent] = True
@@ -301,14 +302,14 @@ def _check(snapshot: Snapshot) -> None:
 def _check_ties(snapshot: Snapshot, ties: TieGroups | None) -> None:
     if ties is None:
         return
-    _must(len(ties.tied) == int(snapshot.counts.sum()), "ties are not given once for each reading")
-    _must(len(ties.held) == len(ties.instant) == len(snapshot), "ties are not given once for each record")
-    _must(_within(ties.held, snapshot.counts + 1), "more readings wait than there are")
-    opens = np.append(ties.tied, False)
+    _must(len(ties.is_tied) == int(snapshot.counts.sum()), "ties are not given once for each reading")
+    _must(len(ties.num_pending) == len(ties.tie_time) == len(snapshot), "ties are not given once for each record")
+    _must(_within(ties.num_pending, snapshot.counts + 1), "more readings wait than there are")
+    opens = np.append(ties.is_tied, False)
     first = np.cumsum(snapshot.counts) - snapshot.counts
     _must(not opens[first[snapshot.counts > 0]].any(), "a first reading goes with another before it")
-    waiting = ties.held > 0
-    _must(not opens[(first + snapshot.counts - ties.held)[waiting]].any(), "a block is judged in part")
+    waiting = ties.num_pending > 0
+    _must(not opens[(first + snapshot.counts - ties.num_pending)[waiting]].any(), "a block is judged in part")
 
 
 def _check_values(snapshot: Snapshot) -> None:

@@ -129,7 +129,7 @@ class Engine:
             batch, accepted = decide_tie_groups(self.records, batch, accepted, np.array(ending + waited, np.int64))
         scored, alerts = self._judge(batch, accepted)
         closed = self._close(ending, reasons)
-        drifts, evidence = ([], {}) if self._watch is None else self._watch.told(self.current_version.model, now)
+        drifts, evidence = ([], {}) if self._watch is None else self._watch.collect_notices(self.current_version.model, now)
         decided = self.records.reading_counts(waited)
         return Effects(batch, scored, alerts, rejected, closed, drifts, evidence, decided)
 
@@ -168,12 +168,12 @@ class Engine:
                 self.records.mark_alerted(slot_of[record], told)
         self._let_go(self.records.close_ids(source, decisions.closed_ids))
         if self._watch is not None:
-            self._watch.restore(source, decisions.drift_state)
+            self._watch.import_state(source, decisions.drift_state)
 
     def snapshot(self, partition: int, now: int) -> Snapshot:
         """What is known of a partition, as a value. now: microseconds since 1970."""
         models = {number: generation.fingerprint for number, generation in self._generations.items()}
-        drift = None if self._watch is None else self._watch.of(partition)
+        drift = None if self._watch is None else self._watch.export_state(partition)
         return export_state(self.records, partition, now, models, drift)
 
     def restore(self, partition: int, snapshot: Snapshot, now: int) -> None:
@@ -192,7 +192,7 @@ class Engine:
             numbers = {}  # never a mix within a record
         number = np.array([numbers.get(model, -1) for model in snapshot.models], np.int64)[snapshot.model]
         if self._watch is not None:
-            self._watch.restore(partition, snapshot.drift)
+            self._watch.import_state(partition, snapshot.drift)
         slots = import_state(self.records, partition, snapshot, now, np.where(number < 0, self._newest, number))
         self._make_room()
         self._next_expiry = self._next_wait = 0
@@ -229,7 +229,7 @@ class Engine:
         for source in partitions:
             self._splits.pop(source, None)
         if self._watch is not None:
-            self._watch.forget(partitions)
+            self._watch.drop_partitions(partitions)
         self._translated.difference_update(partitions)
         return Effects(EventBatch.empty(), ScoredReadings.empty(), [], [], closed)
 
@@ -245,7 +245,7 @@ class Engine:
 
     def measure_drift(self) -> dict[int, float]:
         """By partition, log10 of the evidence that its records are other than those of the calibration."""
-        return {} if self._watch is None else self._watch.log10()
+        return {} if self._watch is None else self._watch.compute_log10_wealth()
 
     def finish(self) -> Effects:
         """The input ended: close every open record, by partition, the one opened first at the beginning."""

@@ -34,11 +34,11 @@ from deformer_stream import log
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.engine import Engine, OpenRecordPolicy
-from deformer_stream.engine.events import NO_TIME, Effects, EventBatch, Rejected
+from deformer_stream.engine.events import NO_TIME, Effects, EventBatch, Rejection
 from deformer_stream.errors import ConfigError
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.metrics import Metrics
-from deformer_stream.runtime.ports import AsyncCommitSource, Clock, EventSource, PartitionedSource, Polled, Saved, Sink
+from deformer_stream.runtime.ports import AsyncCommitSource, Clock, EventSource, PartitionedSource, PollResult, PartitionState, Sink
 from deformer_stream.runtime.recovery import Recovery
 
 SUMMARY_SECONDS = 60.0
@@ -70,7 +70,7 @@ class EventClock:
         return self._now
 
 
-class Pace:
+class CommitSchedule:
     """When to commit: every `interval` seconds; at once for an alert, which nobody sees before. While more waits to be
     read than a poll brings, throughput comes first: then committing takes no more than a fifth of the time."""
 
@@ -110,8 +110,8 @@ class Totals:
         self.events += len(effects.scored)
         self.alerts += len(effects.alerts)
         self.closed += len(effects.closed)
-        for refusal in effects.rejected:
-            self.rejected[refusal.reason.value] += refusal.readings
+        for refusal in effects.rejections:
+            self.rejected[refusal.reason.value] += refusal.num_readings
 
     def shown(self) -> dict[str, Any]:
         """For a log line."""
@@ -146,15 +146,15 @@ class Pipeline:
     recovery: Recovery = field(init=False)
     _shared: PartitionedSource | None = field(init=False)
     _unhurried: AsyncCommitSource | None = field(init=False)
-    _pace: Pace = field(init=False)
+    _pace: CommitSchedule = field(init=False)
 
     def __post_init__(self) -> None:
         self.recovery = Recovery(self.engine, self.metrics, self.snapshot_interval)
-        self._pace = Pace(self.commit_interval)
+        self._pace = CommitSchedule(self.commit_interval)
         self._shared = self.source if isinstance(self.source, PartitionedSource) else None
         self._unhurried = self.source if isinstance(self.source, AsyncCommitSource) else None
         if self._shared is not None:
-            self._shared.hand_over = self._hand_over
+            self._shared.collect_state = self._hand_over
 
     def run(self, stop: threading.Event) -> Totals:
         """Go until `stop` is set or the source is exhausted; then make everything safe and return the totals."""
@@ -168,9 +168,9 @@ class Pipeline:
             started = time.perf_counter()
             effects = self.engine.handle(batch, self.clock.at(batch.times), self.recovery.restoring)  # 3
             seconds = time.perf_counter() - started
-            effects = replace(effects, rejected=Rejected.merged([*refused, *effects.rejected]))
+            effects = replace(effects, rejections=Rejection.merge_by_message([*refused, *effects.rejections]))
             self._act(effects, data)  # 4
-            urgent = self._shared is not None and bool(effects.alerts or effects.drifts)
+            urgent = self._shared is not None and bool(effects.alerts or effects.drift_notices)
             if self._pace.due(urgent, self._behind):
                 self._commit()  # 5
             if self._unhurried is not None:
@@ -209,7 +209,7 @@ class Pipeline:
             self._shared.model = found.fingerprint
         log.get("model").info("model changed", before=before, model=found.fingerprint, open_records=done)
 
-    def _moved(self, polled: Polled) -> Payload | None:
+    def _moved(self, polled: PollResult) -> Payload | None:
         """Follow the partitions that come and go; what is left of the data once their history is handled."""
         now = self._now()
         if polled.revoked:
@@ -236,13 +236,13 @@ class Pipeline:
             log.get("runtime").info(
                 "alert", id=alert.id, record=alert.record, raised_at=alert.raised_at, p_value=alert.p_value
             )
-        for notice in effects.drifts:
+        for notice in effects.drift_notices:
             log.get("runtime").warning(
                 "drift: the records are no longer like those of the calibration",
                 id=notice.id,
                 partition=notice.partition,
-                log10_martingale=round(notice.log10, 2),
-                features=[one.feature for one in notice.moved],
+                log10_martingale=round(notice.log10_wealth, 2),
+                features=[one.feature for one in notice.shifted_features],
             )
         self.totals.add(effects)
         metrics = self.metrics
@@ -259,7 +259,7 @@ class Pipeline:
     def _report_misrouted(self) -> None:
         """Record ids that are open in two partitions at once mean that messages are keyed wrongly: say so, once."""
         records = self.engine.records
-        if records.misrouted and records.misrouted_example is not None:
+        if records.num_misrouted and records.misrouted_example is not None:
             if not self.metrics.misrouted_so_far:
                 record, here, there = records.misrouted_example
                 log.get("runtime").warning(
@@ -267,7 +267,7 @@ class Pipeline:
                     record=record,
                     partitions=[there, here],
                 )
-            self.metrics.misrouting(records.misrouted)
+            self.metrics.misrouting(records.num_misrouted)
 
     def _commit(self, final: bool = False) -> None:
         """Hop 5. final: snapshots of all partitions, so that whoever takes them over has no history to handle."""
@@ -292,7 +292,7 @@ class Pipeline:
         self.metrics.lags(self._shared.lag())
         log.get("runtime").debug("commit", saved=sorted(saved))
 
-    def _hand_over(self, partitions: frozenset[int]) -> dict[int, Saved]:
+    def _hand_over(self, partitions: frozenset[int]) -> dict[int, PartitionState]:
         """The source is about to give these up and will commit; called while it polls or commits."""
         for sink in self.sinks:
             sink.flush()

@@ -1,4 +1,4 @@
-"""Law 6 and the arithmetic of the rule."""
+"""Conformal p-values: the arithmetic of the prefix statistics, and false alarms within alpha (invariant 6)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import (
     P_VALUE_EXPONENT,
@@ -25,51 +26,61 @@ from deformer_stream.model.schema import Feature, Schema
 from tests.engine.worlds import model_of, normalised, records_of
 from tests.statistics import beta_binomial_upper
 
-NUMBERS = Schema(tuple(Feature(f"f{i}", "continuous", context=i == 1) for i in range(4)))
+Floats = NDArray[np.float64]
+
+SCHEMA_WITH_CONTEXT = Schema(tuple(Feature(f"f{i}", "continuous", context=i == 1) for i in range(4)))
+
+SHIFT_BY_GROUP = {"calm": 0.0, "hot": 0.6}
+"""How much more surprising the readings of each group are, relative to a correct model."""
 
 
-def g_of(p: list[float]) -> list[float]:
-    """The definition, reading by reading, in plain arithmetic."""
-    out, best, p = [], 0.0, [x**P_VALUE_EXPONENT for x in p]
-    for k in range(1, len(p) + 1):
-        t = -sum(math.log(x) for x in p[:k])
+def compute_statistics_directly(p_values: list[float]) -> list[float]:
+    """Return the running statistic after each reading, by the definition and one reading at a time."""
+    running, largest = [], 0.0
+    p_values = [p**P_VALUE_EXPONENT for p in p_values]
+    for k in range(1, len(p_values) + 1):
+        prefix = p_values[:k]
+        t = -sum(math.log(p) for p in prefix)
         fisher = -math.log(sum(t**i / math.factorial(i) for i in range(k))) + t
-        sidak = -math.log(-math.expm1(k * math.log1p(-min(p[:k])))) if min(p[:k]) < 1 else 0.0
-        best = max(best, fisher, sidak)
-        out.append(best)
-    return out
+        sidak = -math.log(-math.expm1(k * math.log1p(-min(prefix)))) if min(prefix) < 1 else 0.0
+        largest = max(largest, fisher, sidak)
+        running.append(largest)
+    return running
 
 
 @given(st.lists(st.floats(1e-12, 0.999), min_size=1, max_size=30))
-def test_prefix_statistics_follow_their_definition(p: list[float]) -> None:
-    log_p = np.log(np.array(p))[None]
+def test_prefix_statistics_equal_their_definition(p_values: list[float]) -> None:
+    log_p = np.log(np.array(p_values))[None]
     score, _ = advance_prefix_state(PrefixState.initial(1), log_p, np.ones_like(log_p, bool))
-    np.testing.assert_allclose(score[0], g_of(p), rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(score[0], compute_statistics_directly(p_values), rtol=1e-6, atol=1e-9)
 
 
 @given(st.lists(st.floats(-2000, 0), min_size=1, max_size=40), st.data())
-def test_any_split_gives_the_same_bits(log_p: list[float], data: st.DataObject) -> None:
-    whole = np.array(log_p)[None]
-    scored = np.array(data.draw(st.lists(st.booleans(), min_size=len(log_p), max_size=len(log_p))))[None]
-    expected, end = advance_prefix_state(PrefixState.initial(1), whole, scored)
-    cut = data.draw(st.integers(0, len(log_p)))
-    parts, state = [], PrefixState.initial(1)
-    for piece in (slice(0, cut), slice(cut, None)):
-        if whole[:, piece].size:
-            score, state = advance_prefix_state(state, whole[:, piece], scored[:, piece])
-            parts.append(score)
-    assert np.array_equal(np.concatenate(parts, 1), expected)
-    assert (state.num_scored, state.neg_log_p_sum, state.min_log_p, state.max_statistic) == (end.num_scored, end.neg_log_p_sum, end.min_log_p, end.max_statistic)
+def test_splitting_readings_over_calls_gives_the_same_bits(values: list[float], data: st.DataObject) -> None:
+    log_p = np.array(values)[None]
+    is_scored = np.array(data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values))))[None]
+    expected, final_state = advance_prefix_state(PrefixState.initial(1), log_p, is_scored)
+    split = data.draw(st.integers(0, len(values)))
+    scores, state = [], PrefixState.initial(1)
+    for part in (slice(0, split), slice(split, None)):
+        if log_p[:, part].size:
+            score, state = advance_prefix_state(state, log_p[:, part], is_scored[:, part])
+            scores.append(score)
+    assert np.array_equal(np.concatenate(scores, 1), expected)
+    assert state.num_scored == final_state.num_scored
+    assert state.neg_log_p_sum == final_state.neg_log_p_sum
+    assert state.min_log_p == final_state.min_log_p
+    assert state.max_statistic == final_state.max_statistic
 
 
-def test_statistics_stay_finite_far_out() -> None:
+def test_statistics_of_tiny_p_values_are_finite() -> None:
     log_p = np.array([[-1e6, -1e300, 0.0, -5.0]])
     score, _ = advance_prefix_state(PrefixState.initial(1), log_p, np.ones((1, 4), bool))
     assert np.isfinite(score).all()
     assert (np.diff(score) >= 0).all()
 
 
-def test_context_changes_nothing() -> None:
+def test_context_readings_do_not_change_the_statistics() -> None:
     log_p = np.log(np.array([[0.5, 1e-9, 0.2]]))
     with_context, _ = advance_prefix_state(PrefixState.initial(1), log_p, np.array([[True, False, True]]))
     without, _ = advance_prefix_state(PrefixState.initial(1), log_p[:, [0, 2]], np.ones((1, 2), bool))
@@ -77,7 +88,7 @@ def test_context_changes_nothing() -> None:
     assert with_context[0, 1] == with_context[0, 0]
 
 
-def test_ties_within_the_noise_of_float32_count_as_ties() -> None:
+def test_scores_within_float32_rounding_count_as_equal() -> None:
     scores = np.array([0.5, 3.0, 40.0])
     calibration = Calibration.from_statistics(scores, "random")
     exact = calibration.compute_pooled_p_values(scores)
@@ -86,7 +97,7 @@ def test_ties_within_the_noise_of_float32_count_as_ties() -> None:
     assert (calibration.compute_pooled_p_values(scores * 1.001) < exact).all()
 
 
-def test_p_value_counts_ties_against_the_record() -> None:
+def test_equal_calibration_scores_raise_the_p_value() -> None:
     calibration = Calibration.from_statistics(np.array([1.0, 2.0, 2.0, 3.0]), "random")
     p = calibration.compute_pooled_p_values(np.array([0.0, 1.0, 1.5, 2.0, 2.5, 3.0, 9.0]))
     np.testing.assert_allclose(p, np.array([5, 5, 4, 4, 2, 2, 1]) / 5)
@@ -94,7 +105,7 @@ def test_p_value_counts_ties_against_the_record() -> None:
 
 
 @given(st.lists(st.floats(0, 50), min_size=1, max_size=200), st.floats(0.001, 0.5))
-def test_threshold_is_where_alerts_begin(statistics: list[float], alpha: float) -> None:
+def test_alerts_begin_above_the_threshold(statistics: list[float], alpha: float) -> None:
     calibration = Calibration.from_statistics(np.array(statistics), "random")
     threshold = calibration.compute_threshold(alpha)
     if alpha < calibration.min_p_value:
@@ -106,58 +117,71 @@ def test_threshold_is_where_alerts_begin(statistics: list[float], alpha: float) 
         assert calibration.compute_pooled_p_values(np.array([threshold - 1e-9]))[0] > alpha
 
 
-def peaks_of(shift: float, count: int, rng: np.random.Generator, k: int = 8) -> np.ndarray:
-    """M of records whose readings are all as surprising as this shift makes them."""
-    log_p = -rng.exponential(size=(count, k)) * (1.0 + shift)
-    return advance_prefix_state(PrefixState.initial(count), log_p, np.ones((count, k), bool))[1].max_statistic
+def draw_max_statistics(shift: float, num_records: int, rng: np.random.Generator, num_readings: int = 8) -> Floats:
+    """Draw the largest prefix statistic of random records whose −ln p are larger by the factor 1 + shift."""
+    log_p = -rng.exponential(size=(num_records, num_readings)) * (1.0 + shift)
+    is_scored = np.ones(log_p.shape, bool)
+    return advance_prefix_state(PrefixState.initial(num_records), log_p, is_scored)[1].max_statistic
 
 
-GROUPS = {"calm": 0.0, "hot": 0.6}
-
-
-def grouped(rng: np.random.Generator, n: int = 999) -> Calibration:
-    peaks = {name: peaks_of(shift, n, rng) for name, shift in GROUPS.items()}
-    return Calibration.from_statistics(np.concatenate(list(peaks.values())), "arrival").with_groups(peaks, "/", 99)
+def make_grouped_calibration(rng: np.random.Generator, records_per_group: int = 999) -> Calibration:
+    """Return a calibration with the groups of `SHIFT_BY_GROUP`."""
+    statistics_by_group = {
+        name: draw_max_statistics(shift, records_per_group, rng) for name, shift in SHIFT_BY_GROUP.items()
+    }
+    pooled = Calibration.from_statistics(np.concatenate(list(statistics_by_group.values())), "arrival")
+    return pooled.with_groups(statistics_by_group, "/", 99)
 
 
 @pytest.mark.parametrize("alpha", [0.01, 0.05])
-def test_each_group_keeps_its_alpha_where_all_together_do_not(alpha: float) -> None:
-    """Two groups, one of which is noisier: within 99% beta-binomial bounds each by its own calibration."""
-    rng, m = np.random.default_rng(8), 5_000
-    calibration = grouped(rng)
-    for name, shift in GROUPS.items():
-        score = peaks_of(shift, m, rng)[:, None]
-        ids = [f"{name}/{i}" for i in range(m)]
-        own = int((calibration.compute_p_values(score, lambda ids=ids: ids) <= alpha).sum())
-        pooled = int((calibration.compute_p_values(score, lambda: ["no group"] * m) <= alpha).sum())
-        low = beta_binomial_upper(999, m, alpha, 0.005)
-        assert low <= own <= beta_binomial_upper(999, m, alpha, 0.995)
+def test_each_group_keeps_alpha_only_with_its_own_calibration(alpha: float) -> None:
+    """One of two groups is noisier. Counts stay within 99% beta-binomial bounds by group, and leave them if pooled."""
+    rng, num_records = np.random.default_rng(8), 5_000
+    calibration = make_grouped_calibration(rng)
+    for name, shift in SHIFT_BY_GROUP.items():
+        score = draw_max_statistics(shift, num_records, rng)[:, None]
+        record_ids = [f"{name}/{i}" for i in range(num_records)]
+        by_group = int((calibration.compute_p_values(score, lambda ids=record_ids: ids) <= alpha).sum())
+        pooled = int((calibration.compute_p_values(score, lambda: ["no group"] * num_records) <= alpha).sum())
+        low = beta_binomial_upper(999, num_records, alpha, 0.005)
+        assert low <= by_group <= beta_binomial_upper(999, num_records, alpha, 0.995)
         if name == "hot":
-            assert pooled > beta_binomial_upper(2 * 999, m, alpha, 0.999), "the noisier group alarms too often"
+            assert pooled > beta_binomial_upper(2 * 999, num_records, alpha, 0.999), (
+                "the noisier group is not over alpha"
+            )
         else:
-            assert pooled < low, "at the expense of the other one"
+            assert pooled < low, "the quieter group is not under alpha"
 
 
-def test_groups_are_those_with_enough_records() -> None:
+def test_groups_with_few_records_use_the_pooled_calibration() -> None:
     rng = np.random.default_rng(1)
-    peaks = {"many": peaks_of(0.0, 99, rng), "few": peaks_of(9.0, 98, rng), "": peaks_of(0.0, 200, rng)}
-    calibration = Calibration.from_statistics(np.concatenate(list(peaks.values())), "random").with_groups(peaks, "@", 99)
+    statistics_by_group = {
+        "many": draw_max_statistics(0.0, 99, rng),
+        "few": draw_max_statistics(9.0, 98, rng),
+        "": draw_max_statistics(0.0, 200, rng),
+    }
+    pooled = Calibration.from_statistics(np.concatenate(list(statistics_by_group.values())), "random")
+    calibration = pooled.with_groups(statistics_by_group, "@", 99)
     assert list(calibration.calibration_by_group) == ["many"]
     score = np.array([[3.0]] * 5)
-    ids = ["many@1", "few@1", "many", "a@many@1", "x/many@1"]
-    p = calibration.compute_p_values(score, lambda: ids)[:, 0]
-    pooled, own = calibration.compute_pooled_p_values(score)[0, 0], calibration.calibration_by_group["many"].compute_pooled_p_values(score)[0, 0]
-    assert p.tolist() == [own, pooled, pooled, pooled, pooled]
-    assert own != pooled
-    assert Calibration.from_statistics(peaks["few"], "random").with_groups({"few": peaks["few"]}, "@", 99).separator == ""
+    record_ids = ["many@1", "few@1", "many", "a@many@1", "x/many@1"]
+    p = calibration.compute_p_values(score, lambda: record_ids)[:, 0]
+    pooled_p = calibration.compute_pooled_p_values(score)[0, 0]
+    group_p = calibration.calibration_by_group["many"].compute_pooled_p_values(score)[0, 0]
+    assert p.tolist() == [group_p, pooled_p, pooled_p, pooled_p, pooled_p]
+    assert group_p != pooled_p
+    few = statistics_by_group["few"]
+    assert Calibration.from_statistics(few, "random").with_groups({"few": few}, "@", 99).separator == ""
 
 
-def test_groups_survive_being_stored() -> None:
-    calibration = grouped(np.random.default_rng(2), 120)
-    again = Calibration.from_json(json.loads(json.dumps(calibration.to_json())))
-    assert (again.arrival_order, again.separator, list(again.calibration_by_group)) == ("arrival", "/", list(GROUPS))
-    for name, own in calibration.calibration_by_group.items():
-        assert np.array_equal(again.calibration_by_group[name].scores, own.scores)
+def test_groups_round_trip_through_json() -> None:
+    calibration = make_grouped_calibration(np.random.default_rng(2), 120)
+    restored = Calibration.from_json(json.loads(json.dumps(calibration.to_json())))
+    assert restored.arrival_order == "arrival"
+    assert restored.separator == "/"
+    assert list(restored.calibration_by_group) == list(SHIFT_BY_GROUP)
+    for name, group in calibration.calibration_by_group.items():
+        assert np.array_equal(restored.calibration_by_group[name].scores, group.scores)
     assert "groups" not in Calibration.from_statistics(np.arange(3.0), "random").to_json()
 
 
@@ -165,64 +189,67 @@ def test_groups_survive_being_stored() -> None:
     "change",
     [{"separator": ""}, {"groups": {}}, {"groups": {"": [1.0]}}, {"groups": {"a": [2.0, 1.0]}}, {"groups": [[1.0]]}],
 )
-def test_groups_that_are_none(change: dict[str, Any]) -> None:
-    row = Calibration.from_statistics(np.arange(9.0), "random").with_groups({"a": np.arange(9.0)}, "/", 9).to_json()
+def test_invalid_groups_are_rejected(change: dict[str, Any]) -> None:
+    calibration = Calibration.from_statistics(np.arange(9.0), "random").with_groups({"a": np.arange(9.0)}, "/", 9)
     with pytest.raises((ValueError, AttributeError), match=r"calibration|items"):
-        Calibration.from_json(row | change)
+        Calibration.from_json(calibration.to_json() | change)
 
 
-def test_trimming_leaves_out_the_largest() -> None:
+def test_trimming_drops_the_largest_statistics() -> None:
     statistics = np.array([5.0, 1.0, 9.0, 2.0, 7.0])
     assert trim_largest(statistics, 0.0).tolist() == [1, 2, 5, 7, 9]
     assert trim_largest(statistics, 0.3).tolist() == [1, 2, 5]
-    assert trim_largest(statistics, 0.09).tolist() == [1, 2, 5, 7, 9], "less than half a record"
+    assert trim_largest(statistics, 0.09).tolist() == [1, 2, 5, 7, 9], "less than half a record was not rounded down"
 
 
-def test_alphas_out_of_reach_are_told_with_what_they_take() -> None:
+def test_unreachable_alphas_are_reported_with_the_required_records() -> None:
     calibration = Calibration.from_statistics(np.arange(99.0), "random")
     assert calibration.find_unreachable_alphas((0.05, 0.01, 0.009, 0.001)) == {0.009: 111, 0.001: 999}
     assert calibration.describe_reachability(0.01) == "yes"
     assert calibration.describe_reachability(0.001) == "no: it takes 999 calibration records, there are 99"
-    for alpha, needed in calibration.find_unreachable_alphas((0.009, 0.001)).items():
-        assert Calibration.from_statistics(np.arange(float(needed)), "random").describe_reachability(alpha) == "yes"
+    for alpha, required in calibration.find_unreachable_alphas((0.009, 0.001)).items():
+        larger = Calibration.from_statistics(np.arange(float(required)), "random")
+        assert larger.describe_reachability(alpha) == "yes"
 
 
-@pytest.mark.parametrize("bad", [[2.0, 1.0], [math.nan], [math.inf]])
-def test_calibrations_that_are_none(bad: list[float]) -> None:
+@pytest.mark.parametrize("scores", [[2.0, 1.0], [math.nan], [math.inf]])
+def test_invalid_scores_are_rejected(scores: list[float]) -> None:
     with pytest.raises(ValueError, match="calibration"):
-        Calibration(np.array(bad), "random")
+        Calibration(np.array(scores), "random")
 
 
-def test_round_trip_through_json() -> None:
+def test_calibration_round_trips_through_json() -> None:
     calibration = Calibration.from_statistics(np.random.default_rng(0).exponential(size=50), "arrival")
-    again = Calibration.from_json(calibration.to_json())
-    assert again.arrival_order == "arrival"
-    assert np.array_equal(again.scores, calibration.scores)
+    restored = Calibration.from_json(calibration.to_json())
+    assert restored.arrival_order == "arrival"
+    assert np.array_equal(restored.scores, calibration.scores)
 
 
 def test_false_alarms_of_a_wrong_model_stay_within_alpha() -> None:
-    """However wrong the p-values are (here far from uniform and dependent), the share of alerts keeps to alpha."""
+    """The p-values of the readings are far from uniform and dependent, yet the share of alerts stays within alpha."""
     rng = np.random.default_rng(5)
-    n, m, k, alpha = 999, 20_000, 12, 0.01
+    num_calibration, num_records, num_readings, alpha = 999, 20_000, 12, 0.01
 
-    def peaks(count: int) -> np.ndarray:
+    def draw_statistics(count: int) -> Floats:
         common = rng.exponential(size=(count, 1))
-        log_p = -(common + rng.exponential(size=(count, k)) ** 1.7)
-        return advance_prefix_state(PrefixState.initial(count), log_p, np.ones((count, k), bool))[1].max_statistic
+        log_p = -(common + rng.exponential(size=(count, num_readings)) ** 1.7)
+        is_scored = np.ones((count, num_readings), bool)
+        return advance_prefix_state(PrefixState.initial(count), log_p, is_scored)[1].max_statistic
 
-    calibration = Calibration.from_statistics(peaks(n), "arrival")
-    alarms = int((calibration.compute_pooled_p_values(peaks(m)) <= alpha).sum())
-    assert alarms <= beta_binomial_upper(n, m, alpha, 0.99)
-    assert alarms > 0
+    calibration = Calibration.from_statistics(draw_statistics(num_calibration), "arrival")
+    num_alerts = int((calibration.compute_pooled_p_values(draw_statistics(num_records)) <= alpha).sum())
+    assert num_alerts <= beta_binomial_upper(num_calibration, num_records, alpha, 0.99)
+    assert num_alerts > 0
 
 
-def test_the_excess_of_a_record_adds_up_what_its_readings_exceed() -> None:
-    model = model_of(NUMBERS, ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=3, hidden=(16,)))
-    codes, values = records_of(NUMBERS, 5, 3, missing=0.3)
-    values = normalised(NUMBERS, codes, values)
-    whole = compute_centered_nll(model, codes, values, batch_size=2)
-    features, numbers = torch.from_numpy(codes), torch.from_numpy(values)
+def test_centered_nll_of_a_record_is_the_sum_over_its_scored_readings() -> None:
+    config = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=3, hidden=(16,))
+    model = model_of(SCHEMA_WITH_CONTEXT, config)
+    codes, raw_values = records_of(SCHEMA_WITH_CONTEXT, 5, 3, missing=0.3)
+    values = normalised(SCHEMA_WITH_CONTEXT, codes, raw_values)
+    by_record = compute_centered_nll(model, codes, values, batch_size=2)
+    x = torch.from_numpy(values)
     with torch.inference_mode():
-        excess = model.conditionals(features, numbers).surprise(numbers)[1].numpy()
-    counted = (codes >= 0) & (codes != 1)  # feature 1 is context
-    np.testing.assert_allclose(whole, np.where(counted, excess, 0.0).sum(1), atol=1e-9)
+        by_reading = model.conditionals(torch.from_numpy(codes), x).surprise(x)[1].numpy()
+    is_scored = (codes >= 0) & (codes != 1)  # feature 1 is context
+    np.testing.assert_allclose(by_record, np.where(is_scored, by_reading, 0.0).sum(1), atol=1e-9)

@@ -1,4 +1,4 @@
-"""Drift: a notice is a rarity while records are exchangeable, ties and long streams included; a shift is found soon."""
+"""The drift test: false alarms stay rare while records are exchangeable, and a shift is detected soon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.calibration.drift import PRIOR, DriftMonitor, Reached, Ruler, moved, notice_id, surprise_of
+from deformer_stream.calibration.drift import (
+    CHANGE_PRIOR_DECAY,
+    DriftAlarm,
+    DriftMonitor,
+    RankBins,
+    average_neg_log_p_by_feature,
+    find_shifted_features,
+    make_notice_id,
+)
 from deformer_stream.calibration.drift_state import FeatureShift
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import CloseReason, Decisions
@@ -22,30 +30,34 @@ Floats = NDArray[np.float64]
 Draw = Callable[[np.random.Generator, int], Floats]
 
 
-def smooth(rng: np.random.Generator, count: int) -> Floats:
+def draw_continuous(rng: np.random.Generator, count: int) -> Floats:
+    """Draw statistics without ties."""
     return rng.exponential(size=count)
 
 
-def stepped(rng: np.random.Generator, count: int) -> Floats:
-    """Half of all statistics are 0, a quarter 1, …: ties everywhere."""
+def draw_integers(rng: np.random.Generator, count: int) -> Floats:
+    """Draw statistics with many ties: half of them are 0, a quarter 1, and so on."""
     return np.floor(rng.exponential(size=count) / math.log(2))
 
 
-def constant(rng: np.random.Generator, count: int) -> Floats:
+def draw_constant(rng: np.random.Generator, count: int) -> Floats:
+    """Return statistics that are all equal."""
     return np.full(count, 3.0)
 
 
-def noisy(rng: np.random.Generator, count: int) -> Floats:
-    """As `stepped`, with what float32 sums in other batches add."""
-    return stepped(rng, count) * (1 + 1e-6 * rng.normal(size=count))
+def draw_noisy_integers(rng: np.random.Generator, count: int) -> Floats:
+    """Draw statistics with many ties that differ by rounding errors, like float32 sums in different batches."""
+    return draw_integers(rng, count) * (1 + 1e-6 * rng.normal(size=count))
 
 
-def notices(watch: DriftMonitor, scores: Floats, source: int = 0) -> list[Reached]:
-    watch.observe([source] * len(scores), [f"r{i}" for i in range(len(scores))], scores)
-    return watch.take_reached()
+def observe_and_pop_alarms(monitor: DriftMonitor, scores: Floats, partition: int = 0) -> list[DriftAlarm]:
+    """Send statistics of records r0, r1, … of one partition to the monitor and return the alarms."""
+    monitor.observe([partition] * len(scores), [f"r{i}" for i in range(len(scores))], scores)
+    return monitor.pop_alarms()
 
 
-def binomial_upper(n: int, p: float, confidence: float = 0.999) -> int:
+def compute_binomial_upper(n: int, p: float, confidence: float = 0.999) -> int:
+    """Return the smallest k that a binomial variable with n trials exceeds with probability at most 1 − confidence."""
     total = 0.0
     for k in range(n + 1):
         total += math.comb(n, k) * p**k * (1 - p) ** (n - k)
@@ -54,219 +66,236 @@ def binomial_upper(n: int, p: float, confidence: float = 0.999) -> int:
     return n
 
 
-@pytest.mark.parametrize("draw", [smooth, stepped, constant, noisy])
-@pytest.mark.parametrize("calibrated", [5, 99])
-def test_false_notices_keep_to_the_level(draw: Draw, calibrated: int) -> None:
-    """Far longer streams than calibrations: ranks among the calibration alone would bring hundreds of notices."""
-    lives, level = 150, 10.0
-    rng = np.random.default_rng(calibrated)
-    told = 0
-    for life in range(lives):
-        calibration = Calibration.from_statistics(draw(rng, calibrated), "random")
-        told += bool(notices(DriftMonitor(calibration, f"m{life}", level), draw(rng, 400)))
-    assert told <= binomial_upper(lives, 1 / level)
+@pytest.mark.parametrize("draw", [draw_continuous, draw_integers, draw_constant, draw_noisy_integers])
+@pytest.mark.parametrize("num_calibration", [5, 99])
+def test_false_alarms_stay_within_the_level(draw: Draw, num_calibration: int) -> None:
+    """The streams are much longer than the calibrations: ranks among these alone would raise hundreds of alarms."""
+    num_streams, level = 150, 10.0
+    rng = np.random.default_rng(num_calibration)
+    num_alarmed = 0
+    for stream in range(num_streams):
+        calibration = Calibration.from_statistics(draw(rng, num_calibration), "random")
+        monitor = DriftMonitor(calibration, f"m{stream}", level)
+        num_alarmed += bool(observe_and_pop_alarms(monitor, draw(rng, 400)))
+    assert num_alarmed <= compute_binomial_upper(num_streams, 1 / level)
 
 
-def test_groups_are_ranked_among_their_own() -> None:
-    """One group is far more surprising than the other, in calibration and in the stream."""
-    rng, lives, level, told = np.random.default_rng(2), 60, 10.0, 0
-    for life in range(lives):
-        own = {"calm": smooth(rng, 50), "hot": 5 + smooth(rng, 50)}
-        calibration = Calibration.from_statistics(np.concatenate(list(own.values())), "random").with_groups(own, "/", 50)
-        watch = DriftMonitor(calibration, f"m{life}", level)
+def test_records_are_ranked_within_their_group() -> None:
+    """One group has much larger statistics than the other, both in the calibration and in the stream."""
+    rng, num_streams, level, num_alarmed = np.random.default_rng(2), 60, 10.0, 0
+    for stream in range(num_streams):
+        statistics_by_group = {"calm": draw_continuous(rng, 50), "hot": 5 + draw_continuous(rng, 50)}
+        pooled = Calibration.from_statistics(np.concatenate(list(statistics_by_group.values())), "random")
+        calibration = pooled.with_groups(statistics_by_group, "/", 50)
+        monitor = DriftMonitor(calibration, f"m{stream}", level)
         for start in range(0, 200, 10):
-            name = "hot" if start >= 100 else "calm"  # in the mix this would be drift
-            watch.observe([0] * 10, [f"{name}/{start + i}" for i in range(10)], smooth(rng, 10) + 5 * (name == "hot"))
-        told += bool(watch.take_reached())
-        assert set(watch.of(0).counts) == {"calm", "hot"}  # type: ignore[union-attr]
-    assert told <= binomial_upper(lives, 1 / level)
+            name = "hot" if start >= 100 else "calm"  # without groups this change would be drift
+            scores = draw_continuous(rng, 10) + 5 * (name == "hot")
+            monitor.observe([0] * 10, [f"{name}/{start + i}" for i in range(10)], scores)
+        num_alarmed += bool(monitor.pop_alarms())
+        state = monitor.export_state(0)
+        assert state is not None
+        assert set(state.bin_counts_by_group) == {"calm", "hot"}
+    assert num_alarmed <= compute_binomial_upper(num_streams, 1 / level)
 
 
-@pytest.mark.parametrize("before", [0, 3000])
-def test_a_shift_is_found_soon(before: int) -> None:
-    """Every statistic is 1.5 larger than before, that is 1.5 standard deviations. A thousand to one takes some forty
-    records, and hardly more after a long quiet time."""
+@pytest.mark.parametrize("num_before", [0, 3000])
+def test_shift_is_detected_soon(num_before: int) -> None:
+    """After a shift by 1.5 standard deviations, level 1000 is reached within some forty records.
+
+    A long quiet period before the shift delays it only slightly.
+    """
     rng = np.random.default_rng(3)
-    found = []
-    for life in range(20):
-        watch = DriftMonitor(Calibration.from_statistics(smooth(rng, 500), "random"), f"m{life}", 1000.0)
-        assert not notices(watch, smooth(rng, before)) if before else True
-        (first, *_) = notices(watch, smooth(rng, 300) + 1.5)
-        found.append(first.records - before)
-    print(f"change after {before} records: found after {np.median(found):.0f} (median), {max(found)} at most")
-    assert np.median(found) <= 60
-    assert max(found) <= 150
+    delays = []
+    for stream in range(20):
+        calibration = Calibration.from_statistics(draw_continuous(rng, 500), "random")
+        monitor = DriftMonitor(calibration, f"m{stream}", 1000.0)
+        assert not observe_and_pop_alarms(monitor, draw_continuous(rng, num_before)) if num_before else True
+        (first, *_) = observe_and_pop_alarms(monitor, draw_continuous(rng, 300) + 1.5)
+        delays.append(first.num_records - num_before)
+    print(f"shift after {num_before} records: delay {np.median(delays):.0f} (median), {max(delays)} at most")
+    assert np.median(delays) <= 60
+    assert max(delays) <= 150
 
 
-def test_an_excursion_is_told_once() -> None:
+def test_one_excursion_raises_one_alarm() -> None:
     rng = np.random.default_rng(4)
-    watch = DriftMonitor(Calibration.from_statistics(smooth(rng, 200), "random"), "m", 100.0)
-    assert len(notices(watch, smooth(rng, 30) + 4.0)) == 1
-    assert watch.of(0).alarmed  # type: ignore[union-attr]
-    assert not notices(watch, smooth(rng, 30) + 4.0)
-    assert not notices(watch, smooth(rng, 3000))
-    assert not watch.of(0).alarmed  # type: ignore[union-attr]
-    assert len(notices(watch, smooth(rng, 200) + 8.0)) == 1
+    monitor = DriftMonitor(Calibration.from_statistics(draw_continuous(rng, 200), "random"), "m", 100.0)
+    assert len(observe_and_pop_alarms(monitor, draw_continuous(rng, 30) + 4.0)) == 1
+    assert monitor.export_state(0).is_alarmed  # type: ignore[union-attr]
+    assert not observe_and_pop_alarms(monitor, draw_continuous(rng, 30) + 4.0)
+    assert not observe_and_pop_alarms(monitor, draw_continuous(rng, 3000))
+    assert not monitor.export_state(0).is_alarmed  # type: ignore[union-attr]
+    assert len(observe_and_pop_alarms(monitor, draw_continuous(rng, 200) + 8.0)) == 1
 
 
-def test_records_with_fewer_readings_are_no_drift() -> None:
-    """Their statistics are smaller than those of the calibration."""
+def test_smaller_statistics_are_not_drift() -> None:
+    """Records with fewer readings have smaller statistics than the calibration records."""
     rng = np.random.default_rng(5)
-    watch = DriftMonitor(Calibration.from_statistics(smooth(rng, 200), "random"), "m", 10.0)
-    assert not notices(watch, smooth(rng, 2000) * 0.3)
-    assert watch.log10()[0] < 0
+    monitor = DriftMonitor(Calibration.from_statistics(draw_continuous(rng, 200), "random"), "m", 10.0)
+    assert not observe_and_pop_alarms(monitor, draw_continuous(rng, 2000) * 0.3)
+    assert monitor.compute_log10_wealth()[0] < 0
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(1, 40))
-def test_any_cut_and_any_life_gives_the_same(seed: int, cuts: Sequence[int], calibrated: int) -> None:
+def test_restoring_after_each_batch_changes_nothing(
+    seed: int, batch_sizes: Sequence[int], num_calibration: int
+) -> None:
     rng = np.random.default_rng(seed)
-    calibration = Calibration.from_statistics(stepped(rng, calibrated), "random")
-    scores = stepped(rng, sum(cuts)) + 2.0 * (np.arange(sum(cuts)) > 20)
-    names = [f"r{i}" for i in range(len(scores))]
-    whole, parts, at = DriftMonitor(calibration, "m", 5.0), DriftMonitor(calibration, "m", 5.0), 0
-    whole.observe([3] * len(names), names, scores)
-    told = []
-    for cut in cuts:
-        parts.observe([3] * cut, names[at : at + cut], scores[at : at + cut])
-        told += parts.take_reached()
-        drift = parts.of(3)
-        parts, at = DriftMonitor(calibration, "m", 5.0), at + cut
-        parts.restore(3, drift)
-    assert told == whole.take_reached()
-    assert parts.of(3) == whole.of(3)
+    calibration = Calibration.from_statistics(draw_integers(rng, num_calibration), "random")
+    num_records = sum(batch_sizes)
+    scores = draw_integers(rng, num_records) + 2.0 * (np.arange(num_records) > 20)
+    record_ids = [f"r{i}" for i in range(num_records)]
+    uninterrupted, restored = DriftMonitor(calibration, "m", 5.0), DriftMonitor(calibration, "m", 5.0)
+    uninterrupted.observe([3] * num_records, record_ids, scores)
+    alarms, start = [], 0
+    for size in batch_sizes:
+        end = start + size
+        restored.observe([3] * size, record_ids[start:end], scores[start:end])
+        alarms += restored.pop_alarms()
+        state, start = restored.export_state(3), end
+        restored = DriftMonitor(calibration, "m", 5.0)
+        restored.import_state(3, state)
+    assert alarms == uninterrupted.pop_alarms()
+    assert restored.export_state(3) == uninterrupted.export_state(3)
 
 
-def test_evidence_about_another_model_is_dropped() -> None:
+def test_evidence_about_another_model_is_ignored() -> None:
     calibration = Calibration.from_statistics(np.arange(9.0), "random")
+    smaller_calibration = Calibration.from_statistics(np.arange(3.0), "random")
     first = DriftMonitor(calibration, "m", 10.0)
-    notices(first, np.full(20, 99.0))
-    other, shorter = (
-        DriftMonitor(calibration, "n", 10.0),
-        DriftMonitor(Calibration.from_statistics(np.arange(3.0), "random"), "m", 10.0),
-    )
-    for watch in (other, shorter):
-        watch.restore(0, first.of(0))
-        assert watch.of(0) is None
+    observe_and_pop_alarms(first, np.full(20, 99.0))
+    for other in (DriftMonitor(calibration, "n", 10.0), DriftMonitor(smaller_calibration, "m", 10.0)):
+        other.import_state(0, first.export_state(0))
+        assert other.export_state(0) is None
 
 
-def test_the_gambler_breaks_even() -> None:
-    """The mean over many draws of calibration and stream stays 1; by the bet whose winnings have a variance."""
+def test_expected_wealth_stays_one() -> None:
+    """The mean over many draws of calibration and stream stays 1, tested for the bet whose wealth has a variance."""
     rng = np.random.default_rng(6)
-    ends = []
-    for life in range(4000):
-        watch = DriftMonitor(Calibration.from_statistics(smooth(rng, 10), "random"), f"m{life}", math.inf)
-        watch.observe([0] * 3, ["a", "b", "c"], smooth(rng, 3))
-        drift = watch.of(0)
-        assert drift is not None
-        ends.append(drift.wealth[-1] + 4**-PRIOR)
-    error = np.std(ends) / math.sqrt(len(ends))
-    assert abs(np.mean(ends) - 1) < 4 * error < 0.1
+    final_wealth = []
+    for stream in range(4000):
+        calibration = Calibration.from_statistics(draw_continuous(rng, 10), "random")
+        monitor = DriftMonitor(calibration, f"m{stream}", math.inf)
+        monitor.observe([0] * 3, ["a", "b", "c"], draw_continuous(rng, 3))
+        state = monitor.export_state(0)
+        assert state is not None
+        final_wealth.append(state.wealth_by_bet[-1] + 4**-CHANGE_PRIOR_DECAY)
+    error = np.std(final_wealth) / math.sqrt(len(final_wealth))
+    assert abs(np.mean(final_wealth) - 1) < 4 * error < 0.1
 
 
-def test_places_of_the_bins_are_those_of_the_calibration() -> None:
+def test_bins_cover_all_ranks() -> None:
     for n in range(40):
-        ruler = Ruler(np.arange(float(n)), 0)
-        assert sum(ruler.prior) == n + 1
-        bins = ruler.bins(np.arange(-0.5, n), [0.5] * (n + 1))
-        assert np.bincount(bins).tolist() == ruler.prior
+        rank_bins = RankBins(np.arange(float(n)), 0)
+        assert sum(rank_bins.num_intervals_in_bin) == n + 1
+        bins = rank_bins.find_bins(np.arange(-0.5, n), [0.5] * (n + 1))
+        assert np.bincount(bins).tolist() == rank_bins.num_intervals_in_bin
 
 
-def test_what_moved_is_told_the_most_first() -> None:
-    found = moved({"a": 3.0, "b": 1.5, "c": 9.0, "d": 0.5}, {"a": 1.0, "b": 1.4, "c": 8.5})
-    assert found == (FeatureShift("a", 3.0, 1.0), FeatureShift("c", 9.0, 8.5), FeatureShift("b", 1.5, 1.4))
-    assert surprise_of(judge()[0], []) == {}
+def test_shifted_features_are_sorted_by_increase() -> None:
+    shifts = find_shifted_features({"a": 3.0, "b": 1.5, "c": 9.0, "d": 0.5}, {"a": 1.0, "b": 1.4, "c": 8.5})
+    assert shifts == (FeatureShift("a", 3.0, 1.0), FeatureShift("c", 9.0, 8.5), FeatureShift("b", 1.5, 1.4))
+    assert average_neg_log_p_by_feature(judge()[0], []) == {}
 
 
-def drifting(level: float | None, limits: Limits | None = None) -> Engine:
+def make_engine(level: float | None, limits: Limits | None = None) -> Engine:
+    """Return an engine that monitors drift with this alarm level."""
     return Engine(*judge(), "model-0", 0.3, limits, level)
 
 
-def record(name: str, value: float, source: int = 0, last: bool = True) -> list[Event]:
+def make_record(record_id: str, value: float, partition: int = 0, is_complete: bool = True) -> list[Event]:
+    """Return the events of a record whose first reading is `value`; an incomplete one lacks its last reading."""
     values = {0: value, 1: 0.0, 2: -3.0, 3: 1.0}
-    return [Event(source, name, False, 0, f, v) for f, v in values.items() if last or f != 3]
+    return [
+        Event(partition, record_id, False, 0, feature, reading)
+        for feature, reading in values.items()
+        if is_complete or feature != 3
+    ]
 
 
-def test_an_engine_tells_what_moved() -> None:
-    engine = drifting(50.0)
-    told = []
+def test_notice_names_the_shifted_feature() -> None:
+    engine = make_engine(50.0)
+    notices = []
     for i in range(60):
-        effects = engine.handle(batch_of(record(f"r{i}", 1e3)), 1000 + i)
-        told += effects.drift_notices
+        effects = engine.handle(batch_of(make_record(f"r{i}", 1e3)), 1000 + i)
+        notices += effects.drift_notices
         assert effects.drift_states.keys() == {0}
-    (notice,) = told
-    assert (notice.partition, notice.model, notice.level, notice.records) == (
-        0,
-        "model-0",
-        50.0,
-        int(notice.record[1:]) + 1,
-    )
-    assert notice.time == 1000 + notice.records - 1
-    assert notice.id == notice_id(Reached(notice.record, 0, 0.0, 0), "model-0")
-    assert notice.log10 >= math.log10(50)
-    assert notice.moved[0].feature == "flow"
+    (notice,) = notices
+    assert (notice.partition, notice.model, notice.level) == (0, "model-0", 50.0)
+    assert notice.num_records == int(notice.record[1:]) + 1
+    assert notice.time == 1000 + notice.num_records - 1
+    assert notice.id == make_notice_id(DriftAlarm(notice.record, 0, 0.0, 0), "model-0")
+    assert notice.log10_wealth >= math.log10(50)
+    assert notice.shifted_features[0].feature == "flow"
     assert engine.measure_drift()[0] > 2
 
 
-def test_only_records_that_ended_by_themselves_count() -> None:
-    engine = drifting(50.0, Limits(record_timeout=10, max_open_records=3))
-    engine.handle(batch_of(record("whole", 1.0) + record("silent", 1.0, last=False)), 0)
-    assert engine.snapshot(0, 0).drift.records == 1  # type: ignore[union-attr]
-    (closed,) = engine.handle(batch_of([]), 10).closed.reasons
-    assert closed is CloseReason.TIMEOUT
-    assert engine.snapshot(0, 0).drift.records == 2  # type: ignore[union-attr]
+def test_evicted_records_do_not_count() -> None:
+    """Complete and timed-out records count; an evicted record was cut short and its statistic is too small."""
+    engine = make_engine(50.0, Limits(record_timeout=10, max_open_records=3))
+    engine.handle(batch_of(make_record("complete", 1.0) + make_record("silent", 1.0, is_complete=False)), 0)
+    assert engine.snapshot(0, 0).drift.num_records == 1  # type: ignore[union-attr]
+    (reason,) = engine.handle(batch_of([]), 10).closed.reasons
+    assert reason is CloseReason.TIMEOUT
+    assert engine.snapshot(0, 0).drift.num_records == 2  # type: ignore[union-attr]
     for i in range(5):
-        engine.handle(batch_of(record(f"r{i}", 1.0, last=False)), 11)
-    assert engine.snapshot(0, 0).drift.records == 2, "evicted ones do not"  # type: ignore[union-attr]
+        engine.handle(batch_of(make_record(f"r{i}", 1.0, is_complete=False)), 11)
+    assert engine.snapshot(0, 0).drift.num_records == 2, "evicted records were counted"  # type: ignore[union-attr]
     engine.finish()
     assert engine.measure_drift().keys() == {0}
     engine.revoke([0])
     assert engine.measure_drift() == {}
 
 
-def test_without_a_level_nothing_is_followed_and_with_none_nothing_is_told() -> None:
-    silent, following = drifting(None), drifting(math.inf)
-    for engine in (silent, following):
+def test_infinite_level_measures_without_notices() -> None:
+    """Without a level nothing is measured; with an infinite one the wealth is measured and nothing is decided."""
+    unmonitored, monitored = make_engine(None), make_engine(math.inf)
+    for engine in (unmonitored, monitored):
         for i in range(30):
-            effects = engine.handle(batch_of(record(f"r{i}", 1e3)), i)
+            effects = engine.handle(batch_of(make_record(f"r{i}", 1e3)), i)
             assert (effects.drift_notices, effects.drift_states, effects.decisions()) == ([], {}, {})
-    assert silent.measure_drift() == {}
-    assert silent.snapshot(0, 0).drift is None
-    assert following.measure_drift()[0] > 2
-    assert following.snapshot(0, 0).drift is not None
+    assert unmonitored.measure_drift() == {}
+    assert unmonitored.snapshot(0, 0).drift is None
+    assert monitored.measure_drift()[0] > 2
+    assert monitored.snapshot(0, 0).drift is not None
 
 
-def test_what_was_told_stays_told() -> None:
-    """A life that ends after its notice is followed by one that does not repeat it; one that ended before it, does."""
-    first = drifting(50.0)
-    saved, decided = first.snapshot(0, 0), []
+def test_notice_is_not_repeated_after_a_restart() -> None:
+    """A run that ended after its notice was committed does not repeat it; if it ended before, the notice is sent."""
+    first = make_engine(50.0)
+    snapshot, decisions_by_step = first.snapshot(0, 0), []
     for i in range(60):
-        effects = first.handle(batch_of(record(f"r{i}", 1e3)), i)
-        decided.append(effects.decisions().get(0, Decisions()))
+        effects = first.handle(batch_of(make_record(f"r{i}", 1e3)), i)
+        decisions_by_step.append(effects.decisions().get(0, Decisions()))
         if effects.drift_notices:
             break
-    told = len(decided)
-    for until in (told - 1, told):
-        second = drifting(50.0)
-        second.restore(0, saved, 0)
-        for i in range(until):
-            second.replay(batch_of(record(f"r{i}", 1e3)), i)
-        for decisions in decided[:until]:
+    num_steps = len(decisions_by_step)
+    for restart in (num_steps - 1, num_steps):
+        second = make_engine(50.0)
+        second.restore(0, snapshot, 0)
+        for i in range(restart):
+            second.replay(batch_of(make_record(f"r{i}", 1e3)), i)
+        for decisions in decisions_by_step[:restart]:
             second.apply_decisions(0, decisions)
-        again = [n for i in range(until, 60) for n in second.handle(batch_of(record(f"r{i}", 1e3)), i).drift_notices]
-        assert [n.id for n in again] == ([n.id for n in effects.drift_notices] if until < told else [])
+        notices = []
+        for i in range(restart, 60):
+            notices += second.handle(batch_of(make_record(f"r{i}", 1e3)), i).drift_notices
+        expected = [notice.id for notice in effects.drift_notices] if restart < num_steps else []
+        assert [notice.id for notice in notices] == expected
 
 
-def test_another_model_begins_anew() -> None:
-    engine = drifting(50.0)
+def test_model_change_resets_the_evidence() -> None:
+    engine = make_engine(50.0)
     for i in range(60):
-        engine.handle(batch_of(record(f"r{i}", 1e3)), i)
-    engine.handle(batch_of(record("open", 1e3, last=False)), 60)
+        engine.handle(batch_of(make_record(f"r{i}", 1e3)), i)
+    engine.handle(batch_of(make_record("open", 1e3, is_complete=False)), 60)
     engine.change_model(*judge(1), "model-1", "finish")
     assert engine.measure_drift() == {}
-    engine.handle(batch_of(record("open", 1e3)[-1:]), 61)
-    assert engine.measure_drift() == {}, "its record was judged by the model before"
-    engine.handle(batch_of(record("new", 1e3)), 62)
-    drift = engine.snapshot(0, 0).drift
-    assert drift is not None
-    assert (drift.model, drift.records) == ("model-1", 1)
+    engine.handle(batch_of(make_record("open", 1e3)[-1:]), 61)
+    assert engine.measure_drift() == {}, "a record scored by the previous model was counted"
+    engine.handle(batch_of(make_record("new", 1e3)), 62)
+    state = engine.snapshot(0, 0).drift
+    assert state is not None
+    assert (state.model, state.num_records) == ("model-1", 1)

@@ -1,4 +1,4 @@
-"""Saved state as bytes: what goes in comes out, and whatever is not exactly that is refused with one line."""
+"""PartitionState state as bytes: what goes in comes out, and whatever is not exactly that is refused with one line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from deformer_stream.codec.state import (
     encode_decisions,
     encode_snapshot,
 )
-from deformer_stream.engine.events import AlertedState, Decisions
+from deformer_stream.engine.events import AlertState, Decisions
 from deformer_stream.engine.id_set import StringColumn
 from deformer_stream.engine.snapshot import Snapshot, TieGroups, Vocabulary
 from deformer_stream.errors import StateError
@@ -69,15 +69,15 @@ EXAMPLE = Snapshot(
     window_record=ints(1),
     window_device=["pump-8"],
     window_deadline=np.array([1_583_750_080_000_000]),
-    closed=StringColumn.of(["b", "a", ""]),
+    closed=StringColumn.from_strings(["b", "a", ""]),
     devices=["pump-9", "pump-8"],
     marks=np.array([-5, 1_583_750_073_000_000]),
     drift=DriftState("fedcba9876543210", 7, (0.5, 1e-9, 12.25), True, {"": (1, 0, 2), "pump-7": (4,)}),
 )
-DECIDED = Decisions(("b", "ümlaut\0"), {"a": AlertedState(3, 0.001), "": AlertedState(0, 0.05)}, EXAMPLE.drift)
+DECIDED = Decisions(("b", "ümlaut\0"), {"a": AlertState(3, 0.001), "": AlertState(0, 0.05)}, EXAMPLE.drift)
 
 TIED = replace(EXAMPLE, ties=TieGroups(np.array([False, True, False]), ints(2, 0, 0), np.array([5, -(2**63), 7])))
-WAITED = replace(DECIDED, waited={"a": (2, 3), "ümlaut\0": (1,)})
+WAITED = replace(DECIDED, tie_timeouts={"a": (2, 3), "ümlaut\0": (1,)})
 """With readings of one time that wait for each other."""
 
 texts = st.text(max_size=12)
@@ -133,7 +133,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         window_record=windowed,
         window_device=[draw(texts) for _ in windowed],
         window_deadline=rng.integers(-(2**60), 2**60, len(windowed)),
-        closed=StringColumn.of(draw(st.lists(texts, max_size=8))),
+        closed=StringColumn.from_strings(draw(st.lists(texts, max_size=8))),
         devices=devices,
         marks=rng.integers(-(2**60), 2**60, len(devices)),
         drift=draw(drifts),
@@ -151,23 +151,23 @@ def test_a_snapshot_comes_back_as_it_was(snapshot: Snapshot) -> None:
 @settings(max_examples=100, deadline=None)
 @given(
     closed=st.lists(texts),
-    alerted=st.dictionaries(texts, st.builds(AlertedState, st.integers(0, 2**31 - 1), st.floats(0, 0.999))),
+    alerted=st.dictionaries(texts, st.builds(AlertState, st.integers(0, 2**31 - 1), st.floats(0, 0.999))),
     drift=drifts,
 )
 def test_decisions_come_back_as_they_were(
-    closed: list[str], alerted: dict[str, AlertedState], drift: DriftState | None
+    closed: list[str], alerted: dict[str, AlertState], drift: DriftState | None
 ) -> None:
     decisions = Decisions(tuple(closed), alerted, drift)
     again = decode_decisions(encode_decisions(decisions))
     assert again == decisions
-    assert list(again.alerted) == list(alerted)
+    assert list(again.alert_states) == list(alerted)
 
 
 @pytest.mark.parametrize(("records", "smaller"), [(10, False), (10_000, True)])
 def test_what_is_much_is_compressed(records: int, smaller: bool) -> None:
     decisions = Decisions(tuple(f"record-{i}" for i in range(records)))
     data = encode_decisions(decisions)
-    assert (len(data) < sum(map(len, decisions.closed))) == smaller
+    assert (len(data) < sum(map(len, decisions.closed_ids))) == smaller
     assert decode_decisions(data) == decisions
 
 
@@ -193,8 +193,8 @@ def test_format_version_1_knows_a_single_alpha() -> None:
     assert (GOLDEN / "snapshot.v1").read_bytes()[9:11] == b"\x00\x01"
     old = replace(EXAMPLE, drift=None, alert_seq=ints(1, -1, -1), alert_alpha=np.array([0.0, 1.0, 1.0]))
     same_snapshot(decode_snapshot((GOLDEN / "snapshot.v1").read_bytes()), old)
-    told = {"a": AlertedState(3, 0.0), "": AlertedState(0, 0.0)}
-    assert decode_decisions((GOLDEN / "decisions.v1").read_bytes()) == Decisions(DECIDED.closed, told)
+    told = {"a": AlertState(3, 0.0), "": AlertState(0, 0.0)}
+    assert decode_decisions((GOLDEN / "decisions.v1").read_bytes()) == Decisions(DECIDED.closed_ids, told)
 
 
 def refused(decode: Callable[[bytes, str], object], data: bytes, what: str) -> None:
@@ -309,11 +309,11 @@ def test_what_the_records_rely_on_is_checked() -> None:
         {"window_record": ints(3)},
         {"window_device": []},
         {"devices": ["a", "a"]},
-        {"drift": replace(EXAMPLE.drift, records=8)},
-        {"drift": replace(EXAMPLE.drift, wealth=(1.0, 1.0))},
-        {"drift": replace(EXAMPLE.drift, wealth=(1.0, 1.0, np.nan))},
-        {"drift": replace(EXAMPLE.drift, wealth=(1.0, 1.0, -1.0))},
-        {"drift": replace(EXAMPLE.drift, counts={"": (8, -1)})},
+        {"drift": replace(EXAMPLE.drift, num_records=8)},
+        {"drift": replace(EXAMPLE.drift, wealth_by_bet=(1.0, 1.0))},
+        {"drift": replace(EXAMPLE.drift, wealth_by_bet=(1.0, 1.0, np.nan))},
+        {"drift": replace(EXAMPLE.drift, wealth_by_bet=(1.0, 1.0, -1.0))},
+        {"drift": replace(EXAMPLE.drift, bin_counts_by_group={"": (8, -1)})},
         {"marks": EXAMPLE.marks[:1]},
         {"vocabulary": replace(VOCABULARY, names=("flow", "mode", "mode"))},
         {"vocabulary": replace(VOCABULARY, names=("flow", "mode"))},
@@ -327,19 +327,19 @@ def test_ties_are_checked() -> None:
     good = TIED.ties
     assert good is not None
     faults: list[dict[str, Any]] = [
-        {"tied": np.array([False, True])},
-        {"tied": np.array([True, False, False])},
-        {"held": ints(2, 0)},
-        {"held": ints(3, 0, 0)},
-        {"held": ints(-1, 0, 0)},
-        {"held": ints(1, 0, 0)},
-        {"instant": np.array([5, 5])},
+        {"is_tied": np.array([False, True])},
+        {"is_tied": np.array([True, False, False])},
+        {"num_pending": ints(2, 0)},
+        {"num_pending": ints(3, 0, 0)},
+        {"num_pending": ints(-1, 0, 0)},
+        {"num_pending": ints(1, 0, 0)},
+        {"tie_time": np.array([5, 5])},
     ]
     for fault in faults:
         refused(decode_snapshot, encode_snapshot(replace(TIED, ties=replace(good, **fault))), "")
-    refused(decode_decisions, encode_decisions(Decisions(waited={"a": (0,)})), "before the first reading")
+    refused(decode_decisions, encode_decisions(Decisions(tie_timeouts={"a": (0,)})), "before the first reading")
 
 
 def test_decisions_are_checked() -> None:
-    refused(decode_decisions, encode_decisions(Decisions((), {"a": AlertedState(-1)})), "before the first reading")
-    refused(decode_decisions, encode_decisions(Decisions((), {"a": AlertedState(1, 1.0)})), "at no alpha")
+    refused(decode_decisions, encode_decisions(Decisions((), {"a": AlertState(-1)})), "before the first reading")
+    refused(decode_decisions, encode_decisions(Decisions((), {"a": AlertState(1, 1.0)})), "at no alpha")

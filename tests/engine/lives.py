@@ -201,8 +201,8 @@ def same_drift(a: DriftState | None, b: DriftState | None) -> None:
     """Its capital is a product of many numbers."""
     assert (a is None) == (b is None)
     if a is not None and b is not None:
-        assert replace(a, wealth=()) == replace(b, wealth=())
-        np.testing.assert_allclose(a.wealth, b.wealth, rtol=1e-9)
+        assert replace(a, wealth_by_bet=()) == replace(b, wealth_by_bet=())
+        np.testing.assert_allclose(a.wealth_by_bet, b.wealth_by_bet, rtol=1e-9)
 
 
 def same_alert(a: Alert, b: Alert, tolerance: float) -> None:
