@@ -19,7 +19,7 @@ from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Schema
 from trainer.data import PreparedTable
-from trainer.sampling import arrange, random_keys, read_rows, seeded, take
+from trainer.sampling import order_readings, draw_random_keys, read_rows, create_generator, gather_values
 
 Order = Literal["arrival", "random", "schema"]
 BATCH = 256
@@ -34,11 +34,11 @@ def choose_order(wanted: Order | None, data: PreparedTable) -> Order:
     return wanted or ("random" if data.arrival_ranks is None else "arrival")
 
 
-def calibration_rows(rows: NDArray[np.int64], seed: int, most: int = MAX_CALIBRATION_RECORDS) -> NDArray[np.int64]:
+def sample_rows(rows: NDArray[np.int64], seed: int, max_rows: int = MAX_CALIBRATION_RECORDS) -> NDArray[np.int64]:
     """At most `most` of the rows, a random choice."""
-    if len(rows) <= most:
+    if len(rows) <= max_rows:
         return rows
-    return np.sort(np.random.default_rng([seed, 0xCA11]).choice(rows, most, replace=False))
+    return np.sort(np.random.default_rng([seed, 0xCA11]).choice(rows, max_rows, replace=False))
 
 
 def score_calibration_records(
@@ -56,7 +56,7 @@ def score_calibration_records(
         order: The arrival-order distribution from which each record's order is drawn.
         seed: Seed of the random orders.
     """
-    generator = seeded(seed, 0xCA1B)
+    generator = create_generator(seed, 0xCA1B)
     num_features = len(data.schema)
     total = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
     with attached_kernels(model) as kernels:
@@ -65,14 +65,14 @@ def score_calibration_records(
             if order == "arrival" and ranks is not None:
                 keys = ranks  # readings of one event time get an arbitrary order here; the engine averages over orders
             elif order == "random":
-                keys = random_keys(values.shape, generator)
+                keys = draw_random_keys(values.shape, generator)
             else:
                 keys = torch.arange(values.shape[1], dtype=torch.float64).expand(values.shape)
-            features, places = arrange(values, keys)
-            codes, x = features.numpy(), take(values, places).double().numpy()
+            features, places = order_readings(values, keys)
+            codes, x = features.numpy(), gather_values(values, places).double().numpy()
             part = survey_records(kernels, model, codes, x)
             if order == "arrival" and ranks is not None and data.ties == "hold":
-                part = replace(part, statistics=_held(model, codes, x, take(ranks, places).long().numpy()))
+                part = replace(part, statistics=_held(model, codes, x, gather_values(ranks, places).long().numpy()))
             total += part
     return total
 
@@ -91,7 +91,7 @@ def _held(
     return np.array([peaks.get(str(row), 0.0) for row in range(len(codes))])
 
 
-def statistics(
+def compute_statistics(
     model: DEformer, data: PreparedTable, rows: NDArray[np.int64], order: Order, seed: int
 ) -> NDArray[np.float64]:
     """(N,) M of each row, larger is more anomalous."""
@@ -104,11 +104,11 @@ def calibrate(
     """Calibrate on the rows, which must have been used neither for training nor for early stopping."""
     was_training = model.training
     model.eval()
-    found = score_calibration_records(model, data, calibration_rows(rows, seed), order, seed)
+    found = score_calibration_records(model, data, sample_rows(rows, seed), order, seed)
     model.train(was_training)
-    return calibrated(found, data.schema, order, trim, data.ties)
+    return build_calibration(found, data.schema, order, trim, data.ties)
 
 
-def calibrated(found: RecordScores, schema: Schema, order: Order, trim: float, ties: TiePolicy = "arrival") -> Calibration:
+def build_calibration(found: RecordScores, schema: Schema, order: Order, trim: float, ties: TiePolicy = "arrival") -> Calibration:
     """trim: share of the largest statistics that are left out."""
     return Calibration.from_statistics(trim_largest(found.statistics, trim), order, found.average_neg_log_p_by_feature(schema.names), ties)

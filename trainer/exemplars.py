@@ -13,17 +13,17 @@ from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.ranking import Ranking
 from trainer.data import CALIBRATION, LEFT_OUT, TRAIN, VALIDATION, PreparedTable
-from trainer.sampling import arrange, random_keys, read_rows, seeded, take
+from trainer.sampling import order_readings, draw_random_keys, read_rows, create_generator, gather_values
 
-EXEMPLARS = 4096
+MAX_EXEMPLARS = 4096
 """More make the ranking of the largest tables a little better and every closing record dearer."""
-TYPICAL = 1000
+MAX_REFERENCE_RECORDS = 1000
 """Records that say what is typical."""
-FEWEST_DIFFER = 0.05
+MIN_DIFFERENCE_RATE = 0.05
 """Least chance that two records differ in a word: a word that is always the same must not outweigh all else."""
 
 
-def rank(model: DEformer, data: PreparedTable, most: int, seed: int) -> DEformer:
+def add_ranking(model: DEformer, data: PreparedTable, most: int, seed: int) -> DEformer:
     """The model with exemplars: at most `most` records of the table, from all parts of its split, for the ranking makes
     no promise that needs records kept apart; only those that were sifted, where some were left out. Those of a model
     that was adapted stay, as far as there is room. With `most` 0, or where there is nothing to compare, none."""
@@ -37,7 +37,7 @@ def rank(model: DEformer, data: PreparedTable, most: int, seed: int) -> DEformer
         return model
     values = np.asarray(data.values[rows], np.float64)
     known = torch.from_numpy(~np.isnan(values))
-    places = Ranking(data.schema, 0).place(np.nan_to_num(values))
+    places = Ranking(data.schema, 0).compute_positions(np.nan_to_num(values))
     if model.ranking is not None:
         places, known = _joined(model.ranking, places, known, most, rng)
     ranking = Ranking(data.schema, len(places))
@@ -45,10 +45,10 @@ def rank(model: DEformer, data: PreparedTable, most: int, seed: int) -> DEformer
     ranking.deviations = _deviations(ranking, places)
     ranking.positions = places / ranking.deviations
     own = np.arange(len(places) - len(rows), len(places))
-    some = torch.from_numpy(np.sort(rng.permutation(own)[:TYPICAL]))
-    far = ranking.distances(ranking.positions[some], ranking.known[some], own=some).double().numpy()
+    some = torch.from_numpy(np.sort(rng.permutation(own)[:MAX_REFERENCE_RECORDS]))
+    far = ranking.compute_distances(ranking.positions[some], ranking.known[some], own_exemplar=some).double().numpy()
     kept = data.select_rows(CALIBRATION)
-    excess = _excess(model, data, rng.permutation(kept)[:TYPICAL], seed)
+    excess = _excess(model, data, rng.permutation(kept)[:MAX_REFERENCE_RECORDS], seed)
     ranking.typical = torch.tensor([_typical(far), _typical(excess)], dtype=torch.float64)
     model.ranking = ranking.to(model.device)
     model.config = replace(model.config, exemplars=len(places))
@@ -70,9 +70,9 @@ def _deviations(ranking: Ranking, places: torch.Tensor) -> torch.Tensor:
     out = np.ones(places.shape[1])
     for f, (place, known) in enumerate(zip(places.numpy().T, ranking.known.numpy().T, strict=True)):
         there = place[known].astype(np.float64)
-        if len(there) and bool(ranking.words[f]):
+        if len(there) and bool(ranking.is_text_label[f]):
             shares = np.unique(there, return_counts=True)[1] / len(there)
-            out[f] = max(1.0 - float((shares**2).sum()), FEWEST_DIFFER)
+            out[f] = max(1.0 - float((shares**2).sum()), MIN_DIFFERENCE_RATE)
         elif len(there) and there.std() > 0:
             out[f] = there.std()
     return torch.from_numpy(out).float()
@@ -81,9 +81,9 @@ def _deviations(ranking: Ranking, places: torch.Tensor) -> torch.Tensor:
 def _excess(model: DEformer, data: PreparedTable, rows: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
     """Of records that training never saw, in random orders."""
     values, _ = read_rows(data, np.sort(rows))
-    features, order = arrange(values, random_keys(values.shape, seeded(seed, 0x4A4C)))
+    features, order = order_readings(values, draw_random_keys(values.shape, create_generator(seed, 0x4A4C)))
     with attached_kernels(model) as kernels:  # the engine standardises its own sums by these
-        return sum_centered_nll(kernels, model, features.numpy(), take(values, order).double().numpy())
+        return sum_centered_nll(kernels, model, features.numpy(), gather_values(values, order).double().numpy())
 
 
 def _typical(values: NDArray[np.float64]) -> list[float]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, cast
@@ -14,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from deformer_stream.kernels import build
 from deformer_stream.kernels.kv_cache import PagePool, zeroed
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.distributions import Conditional, Surprisal
 from deformer_stream.model.gaussian_prior import GaussianPrior, PriorConditional
-from deformer_stream.model.layers import TransformerLayer, rounded
+from deformer_stream.model.layers import TransformerLayer, round_to_bfloat16
 
 COLUMNS = 32
 """Columns of weights that lie together."""
@@ -74,7 +76,7 @@ class Layout:
         layers = (_Layer * config.layers)(*(self._layer(cast(TransformerLayer, block)) for block in model.blocks))
         parts = self._encoders(model), self._gaussians(model.gaussians, rows), self._head(model)
         self.network = _Network(
-            *(config.d_model, config.heads, config.feedforward, config.layers, model.tokens_kept),
+            *(config.d_model, config.heads, config.feedforward, config.layers, model.cached_tokens_per_reading),
             *(config.norm == "pre", config.activation == "relu", self._at(layers)),
             *(part and self._at(part) for part in parts),
         )
@@ -94,7 +96,7 @@ class Layout:
 
     def _factors(self, linear: nn.Linear) -> int:
         """(columns / 32, inputs / pair, 32, pair)"""
-        weight = rounded(linear.weight.detach()) if self._rounds else linear.weight.detach()
+        weight = round_to_bfloat16(linear.weight.detach()) if self._rounds else linear.weight.detach()
         n, k = weight.shape
         laid = weight.view(n // COLUMNS, COLUMNS, k // self._pair, self._pair).transpose(1, 2)
         return self._kept(laid, torch.bfloat16 if self._pair == 2 else torch.float32)
@@ -118,7 +120,7 @@ class Layout:
             maps.append(self._map(weight, bias, inputs))
             inputs = maps[-1].columns
         with torch.no_grad():
-            identity, guidance = model.query_tokens(features, None), None
+            identity, guidance = model.embed_query_tokens(features, None), None
             if model.guidance is not None:  # what it adds in any case is part of the identities
                 identity = identity + root * model.guidance.bias
                 told = root * model.guidance.weight, torch.zeros_like(model.guidance.bias)
@@ -129,11 +131,11 @@ class Layout:
 
     def _shares(self, model: DEformer, weight: Tensor, bias: Tensor, width: int) -> list[Tensor]:
         """What features, numbers and labels add to the first hidden layer of u, with the angles of cycles."""
-        known = model.identity().detach().double()
-        ends = [known.shape[1], 1, 2 if model.cycles is not None else 0, model.label_width]
+        known = model.embed_identities().detach().double()
+        ends = [known.shape[1], 1, 2 if model.cycle_angles is not None else 0, model.label_width]
         own, number, turned, label = torch.split(enlarged(weight, width).double(), ends, 1)
         rows = torch.zeros(1, 0) if model.label_embedding is None else model.label_embedding.weight.detach()
-        cycles = torch.zeros(len(known), 2) if model.cycles is None else model.cycles
+        cycles = torch.zeros(len(known), 2) if model.cycle_angles is None else model.cycle_angles
         shares = known @ own.T + enlarged(bias, width)
         return [shares, torch.cat([number, enlarged(turned, width, 2)], 1).T, cycles, rows.double() @ label.T]
 
@@ -141,26 +143,26 @@ class Layout:
         """The first variant with its components last, beside some that weigh nothing."""
         if gaussians is None:
             return None
-        C = up_to(gaussians.components, LANES)
+        C = up_to(gaussians.num_components, LANES)
         parts = gaussians.log_weights[0], gaussians.means[0].T, gaussians.covariances[0].permute(1, 2, 0)
         given = [
-            self._kept(nn.functional.pad(t.double(), (0, C - gaussians.components), value=fill), torch.float64)
+            self._kept(nn.functional.pad(t.double(), (0, C - gaussians.num_components), value=fill), torch.float64)
             for t, fill in zip(parts, (-math.inf, 0.0, 1.0), strict=True)
         ]
-        places = [self._kept(torch.as_tensor(t), torch.int64) for t in (*rows, gaussians.places)]
-        return _Gaussians(gaussians.components, C, gaussians.means.shape[-1], *given, *places)
+        places = [self._kept(torch.as_tensor(t), torch.int64) for t in (*rows, gaussians.column_by_code)]
+        return _Gaussians(gaussians.num_components, C, gaussians.means.shape[-1], *given, *places)
 
     def _head(self, model: DEformer) -> _Head:
         head, d = model.head, model.config.d_model
         norm = (model.norm.weight, model.norm.bias) if isinstance(model.norm, nn.LayerNorm) else ()
-        unseen = torch.stack([torch.log1p(-head.unseen), torch.log(head.unseen)], 1)
+        unseen = torch.stack([torch.log1p(-head.unseen_mass), torch.log(head.unseen_mass)], 1)
         adjust, guides = None, 0
         if head.adjust is not None:
             adjust = self._at(self._map(head.adjust.weight, head.adjust.bias, d))
             guides = head.adjust.out_features // 3
         return _Head(
-            *(head.mixtures, guides, head.labels, *(map(self._kept, norm) if norm else (None, None))),
-            *(self._kept(head.floor), self._kept(unseen), self._kept(head.counts, torch.int64)),
+            *(head.num_components, guides, head.num_labels, *(map(self._kept, norm) if norm else (None, None))),
+            *(self._kept(head.scale_floor), self._kept(unseen), self._kept(head.label_counts, torch.int64)),
             *(self._at(self._map(head.project.weight, head.project.bias, d)), adjust),
         )
 
@@ -270,11 +272,11 @@ class CpuKVCache(PagePool):
     """Pages that compiled code reads and writes: keys and values of all layers, and the guide's Cholesky factors."""
 
     def __init__(self, model: DEformer, itemsize: int, memory: int) -> None:
-        config, kept, readings = model.config, model.tokens_kept, len(model.schema)
+        config, kept, readings = model.config, model.cached_tokens_per_reading, len(model.schema)
         page_bytes = 2 * config.layers * config.d_model * PAGE_TOKENS * itemsize
         takes: list[Callable[[Ints], Ints]] = [lambda n: -(-n * kept // PAGE_TOKENS)]
         if model.gaussians is not None:
-            vector = 4 * up_to(model.gaussians.components, LANES)
+            vector = 4 * up_to(model.gaussians.num_components, LANES)
             page_bytes = -(-max(page_bytes, (readings + ENTRIES) * vector) // 64) * 64
             self.page_of, self.place_in = _rows(readings, page_bytes // vector)
             ends = np.concatenate([[0], self.page_of + 1])  # columns of the table, less those of the tokens
@@ -326,7 +328,7 @@ class CpuKernels:
     @staticmethod
     def of(model: DEformer) -> CpuKernels | None:
         """None where no compiled code may score for the model."""
-        return CpuKernels(model, model.library) if model.library is not None and fits(model) else None
+        return CpuKernels(model, model.kernel_library) if model.kernel_library is not None and fits(model) else None
 
     def cache(self, memory: int) -> CpuKVCache:
         return CpuKVCache(self.model, int(self.library.cached_bytes()), memory)
@@ -334,7 +336,7 @@ class CpuKernels:
     def judge(self, cache: CpuKVCache, ragged: RaggedBatch) -> Floats:
         """ln p, ln of the p-value and excess of the new readings that are asked for, (3, Z), see `heads.Judgement`. The
         places of all in the pages must be reserved, and are filled."""
-        if ragged.num_prefill_only is not None and self.model.tokens_kept == 2:  # identity tokens are in the pages, too
+        if ragged.num_prefill_only is not None and self.model.cached_tokens_per_reading == 2:  # identity tokens are in the pages, too
             return self.judge(cache, replace(ragged, num_prefill_only=None))[:, ragged.wanted()]
         judged = np.empty((3, int(ragged.query_offsets[-1])), np.float32)
         self._score(cache, ragged, judged=judged)
@@ -377,7 +379,7 @@ class CpuKernels:
         first, start = L * np.arange(N + 1), np.zeros(N, np.int64)
         x = np.ascontiguousarray(values.flatten().numpy(), np.float32)
         ragged = RaggedBatch(features.flatten().numpy(), x, first, start, pages, place)
-        return self.conditionals(cache, ragged).shaped(N, L)
+        return self.conditionals(cache, ragged).reshape(N, L)
 
     def surprisal(self, conditional: Conditional, values: Tensor) -> Surprisal | None:
         """`Conditional.surprisal` of readings."""
@@ -407,7 +409,7 @@ class CpuKernels:
     ) -> PriorConditional | None:
         """Into one of the two. Returns what the network was told."""
         gaussians, first, asked = self.model.gaussians, ragged.first, ragged.query_offsets
-        expected = None if gaussians is None else torch.empty(3, int(asked[-1]), up_to(gaussians.components, LANES))
+        expected = None if gaussians is None else torch.empty(3, int(asked[-1]), up_to(gaussians.num_components, LANES))
         given = ragged.features, ragged.values, first, asked, ragged.start, ragged.place, ragged.pages, cache.pool
         told = (None,) * 3 if expected is None else expected
         sizes = len(ragged.start), ragged.pages.shape[1], cache.page_bytes, UNIT_TOKENS
@@ -417,9 +419,24 @@ class CpuKernels:
         run(self.library, "score_readings", lambda next: _Work(network, *pointers, next, *sizes), units)
         if gaussians is None or expected is None:
             return None
-        known = gaussians.places[torch.from_numpy(ragged.features)] >= 0
-        weights, means, scales = expected[..., : gaussians.components]
+        known = gaussians.column_by_code[torch.from_numpy(ragged.features)] >= 0
+        weights, means, scales = expected[..., : gaussians.num_components]
         return PriorConditional(weights, means, scales, known)
+
+
+@contextlib.contextmanager
+def attached_kernels(model: DEformer) -> Iterator[CpuKernels | None]:
+    """Attach the compiled library to the model within a `with` block, as reading it from a model directory does.
+
+    Yields the model's kernels, or None if compiled code is not available or not made for such a model.
+    """
+    before = model.kernel_library
+    if before is None:
+        model.kernel_library = build.library(model.config.precision == "bfloat16")
+    try:
+        yield CpuKernels.of(model)
+    finally:
+        model.kernel_library = before
 
 
 def run(library: ctypes.CDLL, name: str, work: Callable[[int | None], ctypes.Structure], units: int) -> None:

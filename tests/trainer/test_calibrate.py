@@ -19,10 +19,10 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from tests.trainer.tables import mixed, prepared, write
-from trainer.calibrate import calibrate, calibration_rows, choose_order, statistics
+from trainer.calibrate import calibrate, sample_rows, choose_order, compute_statistics
 from trainer.data import CALIBRATION, DataOptions, PreparedTable, prepare_table
-from trainer.evaluate import held_out
-from trainer.sampling import arrange, take
+from trainer.evaluate import evaluate_held_out
+from trainer.sampling import order_readings, gather_values
 
 CONFIG = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,))
 
@@ -66,21 +66,21 @@ def test_order_is_that_of_the_table_unless_told(wide: PreparedTable, long: Prepa
 
 def test_statistics_are_taken_in_the_order_of_arrival(long: PreparedTable) -> None:
     model, rows = model_of(long), np.arange(40)
-    b, a = long.schema.codes["b"], long.schema.codes["a"]
+    b, a = long.schema.code_by_name["b"], long.schema.code_by_name["a"]
     for order, columns in (("arrival", [b, a]), ("schema", [0, 1])):
         values = np.asarray(long.values[rows][:, columns], float)
         expected = compute_max_statistics(model, np.tile(columns, (40, 1)), values)
-        got = statistics(model, long, rows, "arrival" if order == "arrival" else "schema", 0)
+        got = compute_statistics(model, long, rows, "arrival" if order == "arrival" else "schema", 0)
         np.testing.assert_allclose(got, expected, rtol=1e-5)
     backwards = compute_max_statistics(model, np.tile([a, b], (40, 1)), np.asarray(long.values[rows][:, [a, b]], float))
-    assert not np.allclose(statistics(model, long, rows, "arrival", 0), backwards)
+    assert not np.allclose(compute_statistics(model, long, rows, "arrival", 0), backwards)
 
 
 def test_random_orders_follow_the_seed(wide: PreparedTable) -> None:
     model, rows = model_of(wide), wide.select_rows(CALIBRATION)
-    first = statistics(model, wide, rows, "random", 0)
-    np.testing.assert_array_equal(first, statistics(model, wide, rows, "random", 0))
-    assert not np.allclose(first, statistics(model, wide, rows, "random", 1))
+    first = compute_statistics(model, wide, rows, "random", 0)
+    np.testing.assert_array_equal(first, compute_statistics(model, wide, rows, "random", 0))
+    assert not np.allclose(first, compute_statistics(model, wide, rows, "random", 1))
 
 
 def test_calibration_uses_the_rows_given(wide: PreparedTable) -> None:
@@ -100,19 +100,19 @@ def test_a_share_of_the_largest_is_left_out(wide: PreparedTable) -> None:
 
 
 def test_many_rows_are_thinned_at_random() -> None:
-    rows = calibration_rows(np.arange(5000), 3, most=100)
+    rows = sample_rows(np.arange(5000), 3, max_rows=100)
     assert len(np.unique(rows)) == 100
     assert rows.max() > 4000
-    np.testing.assert_array_equal(rows, calibration_rows(np.arange(5000), 3, most=100))
-    assert len(calibration_rows(np.arange(50), 3, most=100)) == 50
+    np.testing.assert_array_equal(rows, sample_rows(np.arange(5000), 3, max_rows=100))
+    assert len(sample_rows(np.arange(50), 3, max_rows=100)) == 50
 
 
 def test_held_out_likelihood_adds_up(wide: PreparedTable) -> None:
-    result = held_out(model_of(wide), wide, np.arange(100), 3, 0)
+    result = evaluate_held_out(model_of(wide), wide, np.arange(100), 3, 0)
     counts = np.isfinite(np.asarray(wide.values[:100])).sum(0)
-    assert result.nll.sum() == pytest.approx(float((result.per_feature * counts).sum()), rel=1e-5)
-    again = held_out(model_of(wide), wide, np.arange(100), 3, 0)
-    np.testing.assert_array_equal(result.nll, again.nll)
+    assert result.nll_by_record.sum() == pytest.approx(float((result.nll_by_feature * counts).sum()), rel=1e-5)
+    again = evaluate_held_out(model_of(wide), wide, np.arange(100), 3, 0)
+    np.testing.assert_array_equal(result.nll_by_record, again.nll_by_record)
 
 
 def streamed_statistics(model: DEformer, data: PreparedTable, rows: NDArray[np.int64], polls: int) -> NDArray[np.float64]:
@@ -144,8 +144,8 @@ def test_calibration_scores_equal_the_engines_bit_for_bit(
     model, rows = DEformer(wide.schema, config).eval(), np.arange(300)
     with torch.no_grad():
         model.head.project.weight.mul_(30.0)
-    got = statistics(model, wide, rows, "schema", 0)
-    assert model.library is None, "calibration leaves the model as it was"
+    got = compute_statistics(model, wide, rows, "schema", 0)
+    assert model.kernel_library is None, "calibration leaves the model as it was"
     with attached_kernels(model) as kernels:
         assert kernels is not None, "the tests of compiled code need a C compiler"
         np.testing.assert_array_equal(got, streamed_statistics(model, wide, rows, polls=7))
@@ -157,5 +157,5 @@ def test_calibration_scores_equal_the_engines_bit_for_bit(
 def in_schema_order(data: PreparedTable, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return codes and values of rows, (N, L) each, in schema order with padding at the end."""
     values = torch.from_numpy(np.asarray(data.values[rows]))
-    features, places = arrange(values, torch.arange(values.shape[1], dtype=torch.float64).expand(values.shape))
-    return features.numpy(), take(values, places).double().numpy()
+    features, places = order_readings(values, torch.arange(values.shape[1], dtype=torch.float64).expand(values.shape))
+    return features.numpy(), gather_values(values, places).double().numpy()
