@@ -69,14 +69,14 @@ class CudaGraphs:
     def expected(self, given: ForwardInputs[Tensor]) -> PriorConditional | None:
         """What the Gaussians expect of the readings."""
         past = KVCacheView((), (), given.tokens, self.cache.told(given.pages))
-        return self.model.expected(given.features, given.values, past)
+        return self.model.compute_prior(given.features, given.values, past)
 
     def judged(self, given: ForwardInputs[Tensor], guide: PriorConditional | None) -> Tensor:
         """See `__call__`. Nothing here looks at what tensors hold or makes one on the CPU, so it can be recorded."""
         past = self.cache.past(given.pages, given.tokens)
         told = self.model.forward_cached(given.features, given.values, past, guide)
         self.cache.keep(told, given.places)
-        judged = told.conditional.score_terms(given.values, told.conditional.surprisal(given.values))
+        judged = told.conditional.compute_score_terms(given.values, told.conditional.compute_surprisal(given.values))
         return torch.stack([judged.log_prob, judged.log_p_value, judged.centered_nll]).double()
 
     def _recorded(self, new: ForwardInputs[NDArray[Any]]) -> CapturedGraph | None:
@@ -125,7 +125,7 @@ class CapturedGraph:
         self.padding: ForwardInputs[Any] = ForwardInputs(-1, 0.0, page, 0, place)
         each = records, readings
         shapes: ForwardInputs[Any] = ForwardInputs(
-            each, each, (records, pages), (records,), (records, readings * model.tokens_kept)
+            each, each, (records, pages), (records,), (records, readings * model.cached_tokens_per_reading)
         )
         types: ForwardInputs[Any] = ForwardInputs(torch.int64, model.dtype, torch.int64, torch.int64, torch.int64)
         sizes = [prod(lengths) * kind.itemsize for lengths, kind in zip(shapes, types, strict=True)]
@@ -151,7 +151,7 @@ class CapturedGraph:
         self._send(new)
         fresh = expected(self.given)
         if self.guide is not None and fresh is not None:
-            for kept, part in zip(self.guide.parts, fresh.parts, strict=True):
+            for kept, part in zip(self.guide.tensors, fresh.tensors, strict=True):
                 kept.copy_(part)
         self.answer.copy_(self.work(), non_blocking=True)
         if self.device.type == "cuda":

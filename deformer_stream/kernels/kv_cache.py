@@ -155,9 +155,9 @@ Shape = tuple[object, ...]
 
 def shape_of(model: DEformer) -> Shape:
     config = model.config
-    guides = 0 if model.gaussians is None else model.gaussians.components
-    network = config.layers, config.heads, config.d_model, guides, model.keeps_readings
-    return len(model.schema), model.tokens_kept, *network, model.dtype, model.device
+    guides = 0 if model.gaussians is None else model.gaussians.num_components
+    network = config.layers, config.heads, config.d_model, guides, model.has_cached_readings
+    return len(model.schema), model.cached_tokens_per_reading, *network, model.dtype, model.device
 
 
 class KeyValueCache(PagePool):
@@ -168,17 +168,17 @@ class KeyValueCache(PagePool):
     function of tensors, without a look at what they hold (`past`, `keep`): so it can be recorded (`kernels.cuda_graphs`)."""
 
     def __init__(self, model: DEformer, memory: int) -> None:
-        config, kept = model.config, model.tokens_kept
+        config, kept = model.config, model.cached_tokens_per_reading
         self.kept, self.heads, self.device = kept, config.heads, model.device
         page_bytes = (
-            (2 * config.layers * config.d_model + 2 * model.keeps_readings) * PAGE_TOKENS * model.dtype.itemsize
+            (2 * config.layers * config.d_model + 2 * model.has_cached_readings) * PAGE_TOKENS * model.dtype.itemsize
         )
         super().__init__(len(model.schema), (lambda n: -(-n * kept // PAGE_TOKENS),), page_bytes, memory)
         self.nowhere = self.pages  # a page more, where padding goes
         # Heads before tokens, so that a record's pages of one head come out of a gather as one contiguous matrix.
         shape = (self.pages + 1, config.heads, PAGE_TOKENS, config.d_model // config.heads)
         self.keys, self.values = ([_zeros(shape, model) for _ in range(config.layers)] for _ in range(2))
-        self.readings = _zeros((self.pages + 1, PAGE_TOKENS, 2), model) if model.keeps_readings else None
+        self.readings = _zeros((self.pages + 1, PAGE_TOKENS, 2), model) if model.has_cached_readings else None
 
     def seen(self, slots: Ints, lengths: Ints | None = None) -> tuple[Ints, Ints]:
         """Where the cached tokens of R slots are: their pages, (R, P), as many as the longest has, and how many tokens

@@ -83,5 +83,5 @@ def test_what_others_can_write_is_not_loaded(cache: Path, capsys: pytest.Capture
 def test_a_model_that_is_read_has_it_where_it_fits(tmp_path: Path) -> None:
     model = model_of(SCHEMA, WIDE, 0, torch.float32)
     model_store.write(tmp_path / "model", model, calibration_of(model), TRAINING, "")
-    assert model_store.read(tmp_path / "model").model.library is build.library(False)
-    assert model_store.read(tmp_path / "model", compiled=False).model.library is None
+    assert model_store.read(tmp_path / "model").model.kernel_library is build.library(False)
+    assert model_store.read(tmp_path / "model", compiled=False).model.kernel_library is None

@@ -61,8 +61,8 @@ def two_threads() -> Iterator[None]:
 
 
 def compiled(model: DEformer) -> DEformer:
-    model.library = build.library(model.config.precision == "bfloat16")
-    assert model.library is not None, "the tests of compiled code need a C compiler"
+    model.kernel_library = build.library(model.config.precision == "bfloat16")
+    assert model.kernel_library is not None, "the tests of compiled code need a C compiler"
     return model
 
 
@@ -94,7 +94,7 @@ def test_what_compiled_code_says_is_what_the_network_says(
     found = scored(model, codes, raw, seed, most)
     tolerance = TOLERANCE[precision]
     np.testing.assert_allclose(numbers(found, 9)[:, 0], expected[codes >= 0], atol=tolerance)
-    excess = np.where((codes >= 0) & ~schema.context[codes], excess, 0.0).sum(1)
+    excess = np.where((codes >= 0) & ~schema.is_context[codes], excess, 0.0).sum(1)
     np.testing.assert_allclose([found.closed[str(r)][4] for r in range(9)], excess, atol=5 * tolerance)
 
 
@@ -122,9 +122,9 @@ def test_rounded_factors_say_the_same_in_pairs_and_singly(memory: Literal["all",
     codes, raw = records_of(schema, 60, 1, missing=0.2)
     found, pages = [], []
     for singly in (False, True):
-        model.library = build.compiled(build.SOURCES, "", "-DROUNDED", *["-DSINGLY"] * singly)
-        assert model.library is not None, "the tests of compiled code need a C compiler"
-        pages.append(CpuKernels(model, model.library).record_bytes)
+        model.kernel_library = build.compiled(build.SOURCES, "", "-DROUNDED", *["-DSINGLY"] * singly)
+        assert model.kernel_library is not None, "the tests of compiled code need a C compiler"
+        pages.append(CpuKernels(model, model.kernel_library).record_bytes)
         found.append(numbers(scored(model, codes, raw, 2), 60))
     np.testing.assert_allclose(found[1], found[0], atol=TOLERANCE["bfloat16"])
     assert pages[0] == pages[1]
@@ -164,8 +164,8 @@ def test_what_is_rebuilt_is_what_steps_have_left(
 def test_statistics_go_on_as_the_rule_says(seed: int, most: int, masked: bool) -> None:
     """From mild to very wild readings, in two pieces; of records in any slots, some without a reading in a piece."""
     model = compiled(model_of(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
-    assert model.library is not None
-    rng, code, R = np.random.default_rng(seed), CpuKernels(model, model.library), 6
+    assert model.kernel_library is not None
+    rng, code, R = np.random.default_rng(seed), CpuKernels(model, model.kernel_library), 6
     slots, running = rng.permutation(9)[:R], np.full(9, INITIAL_RUNNING)
     pieces = []
     for _ in range(2):
@@ -215,19 +215,19 @@ def test_readings_are_judged_as_the_plain_network_judges_them(
     model = compiled(model_of(schema, replace(shape, hidden=hidden, identity=identity), seed, torch.float32))
     codes, raw = records_of(schema, 4, seed)
     if wild:
-        raw = np.where(schema.linear[codes], raw * 10.0 ** np.random.default_rng(seed).integers(-2, 9, raw.shape), raw)
+        raw = np.where(schema.is_linear[codes], raw * 10.0 ** np.random.default_rng(seed).integers(-2, 9, raw.shape), raw)
     features, values = torch.from_numpy(codes), torch.from_numpy(normalised(schema, codes, raw)).float()
-    assert model.library is not None
-    code, L = CpuKernels(model, model.library), len(schema)
+    assert model.kernel_library is not None
+    code, L = CpuKernels(model, model.kernel_library), len(schema)
     cache = code.cache(1 << 24)
     cache.grow(4)
     cache.reserve(np.arange(4), np.full(4, L))
     ragged = RaggedBatch(codes.ravel(), values.numpy().ravel(), L * np.arange(5), np.zeros(4, np.int64), cache.table)
     with torch.inference_mode():
         plain, other = model.conditionals(features, values), code.conditionals(cache, ragged)
-        expected = plain.score_terms(values, plain.surprisal(values))
-        again = other.shaped(4, L)
-        twice = again.score_terms(values, again.surprisal(values))
+        expected = plain.compute_score_terms(values, plain.compute_surprisal(values))
+        again = other.reshape(4, L)
+        twice = again.compute_score_terms(values, again.compute_surprisal(values))
     found = code.judge(cache, ragged).reshape(3, 4, L)
     for one, two, three in zip(found, astuple(expected), astuple(twice), strict=True):
         np.testing.assert_allclose(one, two.numpy(), rtol=1e-3, atol=2e-3)
@@ -259,8 +259,8 @@ def test_other_shapes_are_left_to_the_plain_network(change: dict[str, Any]) -> N
 def test_surprise_of_large_and_of_lopsided_mixtures() -> None:
     """Narrow components, far ones, and some that weigh next to nothing."""
     model = compiled(model_of(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
-    assert model.library is not None
-    code = CpuKernels(model, model.library)
+    assert model.kernel_library is not None
+    code = CpuKernels(model, model.kernel_library)
     generator = torch.Generator().manual_seed(0)
     for J in (1, 16, 150):
         weights, means, scales = (torch.randn((40, J), generator=generator) for _ in range(3))
@@ -268,7 +268,7 @@ def test_surprise_of_large_and_of_lopsided_mixtures() -> None:
         log_weights = torch.log_softmax(30 * weights, -1)
         mixture = Conditional(none[:, 0] > 0, log_weights, 5 * means, (2 * scales).exp(), none)
         values = 10 * torch.randn(40, generator=generator)
-        expected, got = mixture.surprisal(values), code.surprisal(mixture, values)
+        expected, got = mixture.compute_surprisal(values), code.surprisal(mixture, values)
         assert expected is not None
         assert got is not None
         for a, b in zip(astuple(got), astuple(expected), strict=True):
@@ -277,8 +277,8 @@ def test_surprise_of_large_and_of_lopsided_mixtures() -> None:
 
 def test_quantiles_have_so_much_mass_below() -> None:
     model = compiled(model_of(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
-    assert model.library is not None
-    code, qs = CpuKernels(model, model.library), (0.05, 0.5, 0.95)
+    assert model.kernel_library is not None
+    code, qs = CpuKernels(model, model.kernel_library), (0.05, 0.5, 0.95)
     generator = torch.Generator().manual_seed(0)
     for J in (1, 16, 40):
         weights, means, scales = (torch.randn((2, 20, J), generator=generator) for _ in range(3))
@@ -295,14 +295,14 @@ def test_trees_of_orders_say_what_the_network_says_of_them(
     schema: Schema, shape: ModelConfig, seed: int, mirrored: bool
 ) -> None:
     model, W = compiled(model_of(schema, shape, seed, torch.float32)), len(schema)
-    assert model.library is not None
+    assert model.kernel_library is not None
     codes, raw = records_of(schema, 3, seed)
     features, values = torch.from_numpy(codes), torch.from_numpy(normalised(schema, codes, raw)).float()
     given_, asked = (W // 3, W // 4) if seed % 2 else (0, 0)
     orders = each_last(given_, W - given_ - asked, asked, mirrored)
     at = values[:, orders.reading]
     with torch.inference_mode():
-        found = conditionals(model, orders, features, values, CpuKernels(model, model.library)).log_prob(at)
+        found = conditionals(model, orders, features, values, CpuKernels(model, model.kernel_library)).log_prob(at)
         expected = conditionals(model, orders, features, values).log_prob(at)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
@@ -320,10 +320,10 @@ def test_explanations_are_the_same(seed: int, loud: bool) -> None:
     discrete = [Feature(f"s{i}", "discrete", labels=("a", "b", "c")) for i in range(3)]
     schema = Schema((*continuous, *discrete))
     model = compiled(model_of(schema, replace(CONFIG, gaussians=seed % 3), seed, torch.float32))
-    assert model.library is not None
+    assert model.kernel_library is not None
     codes, raw = records_of(schema, 5, seed, missing=0.2)
     given_ = model, codes, raw, [{}] * 5, list("abcde"), lambda score, _: np.full(score.shape, loud)
-    code = CpuKernels(model, model.library)
+    code = CpuKernels(model, model.kernel_library)
     for effort in ("full", "fast"):
         plain, same = explain(*given_, effort), explain(*given_, effort, code)
         for one, other in zip(plain, same, strict=True):

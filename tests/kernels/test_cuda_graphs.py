@@ -144,7 +144,7 @@ def test_a_pass_can_be_recorded(schema: Schema, config: ModelConfig, readings: i
     with fake() as mode, patch.object(cuda_graphs, "recorder", lambda device: None):
         cache = KeyValueCache(on_gpu(model, mode), 0)
         new = torch.zeros(16, readings, dtype=torch.long, device="cuda")
-        pages, places = new.expand(16, 4), new.repeat(1, model.tokens_kept)
+        pages, places = new.expand(16, 4), new.repeat(1, model.cached_tokens_per_reading)
         given = ForwardInputs(new, new.float(), pages, new[:, 0], places)
         run = CudaGraphs(model, cache)
         with torch.no_grad():  # in inference mode operators that are made of others are not seen through
