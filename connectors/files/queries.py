@@ -18,7 +18,7 @@ from deformer_stream import log
 from deformer_stream.codec import Codec
 from deformer_stream.codec.columns import convert_times_of_day, decode_dictionary
 from deformer_stream.codec.payloads import WideRows
-from deformer_stream.engine import queries
+from deformer_stream.engine import imputation
 from deformer_stream.errors import InputError
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature
@@ -126,13 +126,13 @@ def _answers(
     first: row of the table, so that every batch draws by itself."""
     if how.draws:
         seed = int(np.random.SeedSequence([how.seed, first]).generate_state(1, np.uint64)[0] >> 1)
-        drawn = queries.complete(model, values, gaps, how.draws, seed)
+        drawn = imputation.sample_completions(model, values, gaps, how.draws, seed)
         drawn = np.where(gaps, drawn, np.nan)
         return drawn.transpose(1, 0, 2).reshape(-1, drawn.shape[2]), []
-    filled = queries.fill(model, values, gaps, how.interval)
-    new = {"median": filled.value, "mean": filled.mean, "mode": filled.mode}[how.estimate]
-    new = np.where(np.isnan(new), filled.value, new)  # labels
-    ends = list(queries.quantiles(model, values, gaps, sorted(how.quantiles))) if how.quantiles else []
+    filled = imputation.impute(model, values, gaps, how.interval)
+    new = {"median": filled.median, "mean": filled.mean, "mode": filled.mode}[how.estimate]
+    new = np.where(np.isnan(new), filled.median, new)  # labels
+    ends = list(imputation.impute_quantiles(model, values, gaps, sorted(how.quantiles))) if how.quantiles else []
     return new, [filled.low, filled.high, *ends]
 
 
@@ -142,7 +142,7 @@ def sample(output: Path, model: DEformer, count: int, seed: int, advance: Advanc
     columns = pa.schema([(f.name, pa.string() if f.labels else pa.float64()) for f in features])
     sink = _Rows(output, columns)
     try:
-        for block in queries.sample(model, count, seed):
+        for block in imputation.sample_records(model, count, seed):
             arrays = [_texts(f, x) if f.labels else _numbers(x) for f, x in zip(features, block.T, strict=True)]
             sink.add(pa.RecordBatch.from_arrays(arrays, schema=columns))
             if advance is not None:

@@ -1,13 +1,17 @@
-"""Kafka: events from a topic, alerts and dead letters to topics, and a load generator.
+"""Kafka connector: events from a topic, alerts and dead letters to topics, and a load generator.
 
-`client` connects and turns the client's errors into ours. `source` reads and commits; `group` says who may share its
-partitions, `restore` where one begins, `watch` that none falls silent, `unpacking` that no batch bursts. `sink` words
-alerts and dead letters, `state` what is kept of open records; `delivery` sends both with the commit, all or nothing
-(`transactions`). `produce` generates load.
+- `client` connects and translates the client's errors; `preflight` checks a broker before the client connects.
+- `source` polls and commits; `group` assigns partitions, `start_point` finds where a partition begins, `liveness`
+  detects a partition that stops delivering, `bounded_fetch` and `record_columns` read record batches.
+- `sink` encodes alerts and dead letters, `state` the snapshots of open records.
+- `commits` and `delivery` send all of it together with the consumed offsets, in one transaction (`transactions`,
+  `batches`, `broker_client`).
+- `produce` sends events, as a load generator.
 
-The client is kafka-python. Three things about it shape these files: a consumer belongs to one thread; its rebalance
-listener runs on the client's own thread while ours waits inside `poll`, `commit` or `close`, so what they share needs
-no lock; and a deserialiser that raises makes `poll` loop for ever, so bytes stay bytes until the codec has them.
+The client library is kafka-python. Three of its properties shape these files. A consumer belongs to one thread. Its
+rebalance listener runs on the client's own thread while ours waits inside `poll`, `commit` or `close`, so the state
+they share needs no lock. A deserializer that raises makes `poll` loop forever, so keys and values stay bytes until
+the codec decodes them.
 """
 
 from connectors.kafka.bounded_fetch import FetchLimits

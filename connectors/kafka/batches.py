@@ -1,4 +1,4 @@
-"""Messages as they are sent: record batches of one partition, and which of them go together."""
+"""Outgoing messages, packed into record batches per partition and into requests per broker."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kafka.record.memory_records import MemoryRecordsBuilder
 from kafka.structs import TopicPartition
 
 BATCH_BYTES = 131_072
-"""Messages that go to one partition together; a larger one goes by itself."""
+"""Largest batch in bytes; a message that is larger forms a batch of its own."""
 
 REQUEST_BYTES = 1_048_576
-"""Batches that go to one broker together."""
+"""Largest sum of batches in one request to a broker, in bytes."""
 
 SEQUENCES = 2**31
 MAGIC = 2
@@ -25,8 +25,18 @@ Header = tuple[str, bytes]
 
 
 class OutgoingMessage(NamedTuple):
-    """A message on its way. source: the partition of events that it comes from. partition: of `topic`, None is by key,
-    as every Kafka client has it (murmur2)."""
+    """A message to be sent.
+
+    Attributes:
+        source: Partition of the events topic that caused the message. If this partition moves to another process before
+            the
+            message is committed, the message is dropped.
+        topic: The topic to send to.
+        key: The key, or None.
+        value: The value, or None for a tombstone.
+        headers: Pairs of name and value.
+        partition: Partition of `topic`, or None to choose it by the key with murmur2, as all Kafka clients do.
+    """
 
     source: int
     topic: str
@@ -37,12 +47,18 @@ class OutgoingMessage(NamedTuple):
 
 
 def estimate_size(message: OutgoingMessage) -> int:
-    """An upper bound of what the message takes in the topic's log, by the client's own estimate."""
+    """Return an upper bound, by the client's own estimate, of the bytes that the message takes in the topic's log."""
     return int(DefaultRecordBatchBuilder.estimate_size_in_bytes(message.key, message.value, message.headers))
 
 
 class Batch(NamedTuple):
-    """Records of one partition as they are sent. places: where they stand among the records of the commit."""
+    """Encoded records of one partition.
+
+    Attributes:
+        topic_partition: The partition they go to.
+        records: The encoded record batch.
+        message_indexes: The index of each record among the messages of the commit.
+    """
 
     topic_partition: TopicPartition
     records: bytearray
@@ -50,8 +66,16 @@ class Batch(NamedTuple):
 
 
 class BatchBuilder:
-    """Makes batches of one producer, each record of a partition with the number that is next there: by these the broker
-    knows what it has. limits: topic → largest batch in bytes. Compresses with lz4 where that package is installed."""
+    """Encodes messages of one producer into record batches with consecutive sequence numbers per partition.
+
+    A broker recognises repeated batches by the sequence numbers. Batches are compressed with lz4 if that package is
+    installed.
+
+    Args:
+        producer: The producer id that the broker has assigned.
+        epoch: The producer epoch that the broker has assigned.
+        limits: Largest batch in bytes, by topic.
+    """
 
     def __init__(self, producer: int, epoch: int, limits: Mapping[str, int]) -> None:
         self._producer, self._epoch, self._limits = producer, epoch, limits
@@ -61,7 +85,12 @@ class BatchBuilder:
     def build(
         self, records: Sequence[OutgoingMessage], partition_of: Callable[[OutgoingMessage], TopicPartition]
     ) -> list[Batch]:
-        """All of the records, each partition's in their order."""
+        """Return batches that hold all messages; messages of one partition keep their order.
+
+        Args:
+            records: The messages.
+            partition_of: Returns the partition of a message.
+        """
         places: dict[TopicPartition, list[int]] = defaultdict(list)
         for i, record in enumerate(records):
             places[partition_of(record)].append(i)
@@ -70,6 +99,13 @@ class BatchBuilder:
     def _build_for_partition(
         self, to: TopicPartition, records: Sequence[OutgoingMessage], places: Sequence[int]
     ) -> Iterator[Batch]:
+        """Yield the batches of one partition.
+
+        Args:
+            to: The partition.
+            records: All messages of the commit.
+            places: Indexes of the messages that go to this partition.
+        """
         first = 0
         while first < len(places):
             builder = MemoryRecordsBuilder(
@@ -94,8 +130,19 @@ class BatchBuilder:
 
 
 def plan_requests(batches: Sequence[Batch], leader_of: Callable[[TopicPartition], int]) -> list[dict[int, list[int]]]:
-    """Which batches are sent together: for each turn, broker → numbers of batches. A request has one batch of a
-    partition at most, for so the protocol has it, and `REQUEST_BYTES`; a partition's batches keep their order."""
+    """Return which batches are sent together, as a list of rounds.
+
+    The protocol allows one batch per partition in a request, and a request is at most `REQUEST_BYTES` long. Batches of
+    one
+    partition keep their order.
+
+    Args:
+        batches: The batches.
+        leader_of: Returns the id of the broker that leads a partition.
+
+    Returns:
+        For each round, the indexes of batches by broker.
+    """
     turns: list[dict[int, list[int]]] = []
     sizes: list[dict[int, int]] = []
     next_turn: dict[TopicPartition, int] = defaultdict(int)
@@ -113,7 +160,12 @@ def plan_requests(batches: Sequence[Batch], leader_of: Callable[[TopicPartition]
 
 
 def offsets_in_order(batches: Sequence[Batch], first: Sequence[int]) -> list[int]:
-    """Offsets of the records in their order, from the first offset of each batch."""
+    """Return the offset of each message, in the order of the messages.
+
+    Args:
+        batches: The batches that hold the messages.
+        first: The offset of the first record of each batch.
+    """
     found = {
         at: base + i for batch, base in zip(batches, first, strict=True) for i, at in enumerate(batch.message_indexes)
     }

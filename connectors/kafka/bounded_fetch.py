@@ -1,14 +1,16 @@
-"""Record batches as they are unpacked: in bounded memory, and never the end of the stream.
+"""Fetching with bounded memory, in which no damaged batch can stop the stream.
 
-Kafka bounds what a batch takes compressed; what it holds can be a thousand times that (gzip), or ten thousand (zstd).
-kafka-python 3.0.12 inflates a batch whole, with packages that may be missing. When it cannot unpack one, its `poll`
-raises once and then never returns; for that a header whose name is no UTF-8 will do, which no broker looks at.
+Kafka bounds the compressed size of a batch; its content can be a thousand times larger (gzip), or ten thousand times
+(zstd). kafka-python 3.0.12 decompresses a batch as a whole. If it cannot decode a batch, its `poll` raises once and
+then
+never returns. A header whose name is not UTF-8 is enough for that, and brokers accept it.
 
-`guard` changes that for one consumer. Where a batch, or the rest of it, cannot be handed over, one message stands for
-it, at its last offset, so that the position moves on; its payload is an `Unreadable`, which the codec refuses.
+`limit_fetches` changes this for one consumer. If a batch, or the rest of it, cannot be delivered, one message takes its
+place at its last offset, so that the position advances. The payload of this message is an `Unreadable`, which the codec
+rejects.
 
-A guarded consumer's `poll` returns runs (`runs.Run`), many messages each, in place of an object for every message: what
-the client spends on those would be most of what a message costs.
+The `poll` of such a consumer returns `MessageColumns`, many messages at once, instead of an object per message. These
+objects would be most of the cost of a message.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from deformer_stream.codec.payloads import UnreadablePayload
 from deformer_stream.engine.events import RejectionReason
 
 MESSAGE_OVERHEAD = 100
-"""Bytes that a message takes beside its own."""
+"""Bytes that a message takes in memory beside its content."""
 
 _SNAPPY_BLOCKS = b"\x82SNAPPY\0"
 _SNAPPY_HEAD = 16
@@ -46,8 +48,13 @@ _INFLATE = {
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """What a consumer takes, in bytes. batch: of a batch, inflated. message: of one, with its key and headers. poll: of
-    all that one poll returns, give or take a message."""
+    """Limits on what a consumer accepts, in bytes.
+
+    Attributes:
+        batch: Size of a batch after decompression.
+        message: Size of a message with its key and headers.
+        poll: Size of everything that one poll returns, give or take one message.
+    """
 
     batch: int = 64 * 2**20
     message: int = 2 * 2**20
@@ -55,28 +62,35 @@ class FetchLimits:
 
     @staticmethod
     def for_messages_of(message: int) -> FetchLimits:
-        """Wide enough for messages of so many bytes, with their keys and headers."""
+        """Return limits for messages of at most `message` bytes, with their keys and headers."""
         least = FetchLimits()
         return FetchLimits(max(least.batch, 2 * message), max(least.message, 2 * message), max(least.poll, 2 * message))
 
 
 def limit_fetches(consumer: KafkaConsumer, bounds: FetchLimits | None = None) -> None:
-    """From now on the consumer unpacks in bounded memory, its `poll` returns runs, and what it cannot unpack comes as
-    `Unreadable`."""
+    """Make a consumer fetch with bounded memory and return `MessageColumns` from `poll`."""
     fetcher = consumer._fetcher
     fetcher.__class__ = _Fetcher
     fetcher.bounds = bounds or FetchLimits()
     fetcher.asked = None
-    fetcher.memory = np.empty(fetcher.bounds.batch, np.uint8).data  # pages are taken as they are written
+    fetcher.memory = np.empty(
+        fetcher.bounds.batch, np.uint8
+    ).data  # the operating system allocates its pages when they are written
 
 
 class _TooLarge(Exception):  # noqa: N818  (control flow)
-    """The batch inflates past the bound."""
+    """The batch exceeds the limit when it is decompressed."""
 
 
 class _Fetcher(Fetcher):  # type: ignore[misc]  # the client ships no types
-    """bounds, memory: set by `guard`. room: bytes that this poll may still return. asked: done when the broker has been
-    asked, where `ask` was called since the last poll."""
+    """The client's fetcher, with bounded memory.
+
+    Attributes:
+        bounds: The limits.
+        memory: Buffer for decompressed batches.
+        bytes_left: Bytes that the current poll may still return.
+        prefetched: Done when the broker was asked for more, if `prefetch` was called since the last poll.
+    """
 
     bounds: FetchLimits
     memory: memoryview
@@ -84,13 +98,18 @@ class _Fetcher(Fetcher):  # type: ignore[misc]  # the client ships no types
     prefetched: Future | None
 
     def prefetch(self) -> None:
-        """Ask the broker for what there is, without waiting for anything: the next poll will want it soon."""
+        """Request the available messages without waiting for them."""
         self.prefetched = self._net.call_soon_with_future(self._send_fetches_async)
 
     def fetch_records(self, max_records: int, update_offsets: bool = True, timeout_ms: float | None = None) -> Any:
-        """The client asks the broker ahead, whenever it hands out the last of what it has. The answer holds what was
-        there by then, so all that came while those messages were dealt with would wait for the poll after the next:
-        here only a poll that leaves messages behind asks ahead, the others ask when they begin, or were asked for."""
+        """Return fetched records, requesting more only when that is useful.
+
+        The client requests more whenever it returns the last of its messages. The response then holds only messages
+        that existed
+        at that moment, and later ones wait for one more poll. Here only a poll that leaves messages behind requests
+        ahead; other
+        polls request when they begin, or earlier through `prefetch`.
+        """
         asked, self.prefetched = self.prefetched, None
         if asked is not None:
             self._net.run(self._manager.wait_for, asked, None)
@@ -103,8 +122,11 @@ class _Fetcher(Fetcher):  # type: ignore[misc]  # the client ships no types
         return self.fetched_records(max_records, update_offsets=update_offsets)[0], not waited
 
     async def _wait_for_first_response(self, timeout_ms: float | None) -> bool:
-        """Ask, and wait for the first answer of any broker; false where there is none to be had. In one go, for each
-        time the client's thread is asked for something costs as much as an answer of the broker."""
+        """Request messages and wait for the first response of any broker; return False if there is no broker to wait
+        for.
+
+        All in one call, because each call into the client's thread costs as much as a response of the broker.
+        """
         await self._send_fetches_async()
         awaited = [*self._fetch_futures, *([] if self._reset_task is None else [self._reset_task])]
         awaited = [future for future in awaited if not future.is_done]
@@ -117,20 +139,22 @@ class _Fetcher(Fetcher):  # type: ignore[misc]  # the client ships no types
         return bool(awaited)
 
     def fetched_records(self, *args: Any, **kwargs: Any) -> Any:
+        """Return fetched records of at most `bounds.poll` bytes."""
         self.bytes_left = self.bounds.poll
         return super().fetched_records(*args, **kwargs)
 
     def _append(self, drained: Any, part: Any, max_records: int, update_offsets: bool) -> int:
+        """Append records to the result, and stop when the byte limit of the poll is reached."""
         taken = super()._append(drained, part, max_records, update_offsets)
-        return int(taken) if self.bytes_left > 0 else max_records  # as if no more were wanted
+        return int(taken) if self.bytes_left > 0 else max_records  # stop, as if enough records were returned
 
     def PartitionRecords(self, fetch_offset: int, tp: Any, records: Any, **kwargs: Any) -> Any:  # noqa: N802
-        """Stands in for the client's inner class of that name."""
+        """Replace the client's inner class of this name."""
         return _PartitionRecords(self, fetch_offset, tp, _PartitionBatches(records, self), **kwargs)
 
 
 class _PartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
-    """What the class above iterates over as a record is here a run, as its value."""
+    """Fetched records of one partition; what the client treats as one record is here a chunk of records."""
 
     def __init__(self, fetcher: _Fetcher, *args: Any, **kwargs: Any) -> None:
         self._fetcher = fetcher
@@ -138,7 +162,7 @@ class _PartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def take(self, n: int) -> _ColumnsAsList | tuple[()]:
-        """At most `n` messages, of one run; none where nothing is left, or room."""
+        """Return at most `n` messages of one chunk, or nothing if none are left or the byte limit is reached."""
         if self._fetcher.bytes_left <= 0 or (run := self._rest or self._next_run()) is None:
             return ()
         weights = np.cumsum(run.sizes + MESSAGE_OVERHEAD)
@@ -150,10 +174,11 @@ class _PartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
         return _ColumnsAsList(taken)
 
     def _next_run(self) -> MessageColumns | None:
+        """Return the next chunk from the fetch offset on, or None at the end."""
         try:
             record = next(self.record_iterator, None)
         except errors.KafkaError:
-            self.drain()  # or the client would ask an iterator that has ended for ever
+            self.drain()  # otherwise the client would call an exhausted iterator forever
             raise
         if record is None:
             return None
@@ -170,7 +195,9 @@ class _PartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
 
 
 class _ColumnsAsList:
-    """A run where the client expects a list of messages: it counts as many, and is put into its list as one."""
+    """A chunk in place of the list of messages that the client expects: its length counts messages, iteration yields
+    the chunk.
+    """
 
     def __init__(self, run: MessageColumns) -> None:
         self._run = run
@@ -183,7 +210,9 @@ class _ColumnsAsList:
 
 
 class _PartitionBatches:
-    """The batches of a fetched partition, as the client's own class for them has it; small ones several at a time."""
+    """The batches of a fetched partition, with the interface of the client's class; consecutive small ones are read
+    together.
+    """
 
     def __init__(self, records: MemoryRecords, fetcher: _Fetcher) -> None:
         self._records, self._fetcher = records, fetcher
@@ -198,12 +227,12 @@ class _PartitionBatches:
             records._cache_next()
             return _SmallBatchesAdapter(found, self._fetcher)
         batch = records.next_batch()
-        # Only version 2 holds many messages here: brokers have converted older ones since Kafka 3.0.
+        # Batches of older format versions hold one message each: brokers convert them since Kafka 3.0.
         return batch if batch.magic < 2 else _BoundedBatch(batch, self._fetcher)
 
 
 class _SmallBatchesAdapter:
-    """Several batches as one, whose checksums are right."""
+    """Several small batches with the interface of one batch of the client. Their checksums were verified."""
 
     is_control_batch = False
     magic = 2
@@ -216,14 +245,14 @@ class _SmallBatchesAdapter:
         return True
 
     def has_producer_id(self) -> bool:
-        return False  # that would matter in a transaction
+        return False  # only relevant in a transaction
 
     def __iter__(self) -> Iterator[DefaultRecord]:
         yield _wrap_as_record(_refuse_large_messages(self._run, self._fetcher.bounds.message))
 
 
 class _BoundedBatch:
-    """A batch that can always be iterated over; in all else it is the client's."""
+    """A batch that can always be iterated; all other attributes are those of the client's batch."""
 
     def __init__(self, batch: DefaultRecordBatch, fetcher: _Fetcher) -> None:
         self._batch, self._fetcher = batch, fetcher
@@ -232,7 +261,7 @@ class _BoundedBatch:
         return getattr(self._batch, name)
 
     def __next__(self) -> Any:
-        return next(self._batch)  # of control batches, which are the broker's own
+        return next(self._batch)  # for control batches, which the broker writes
 
     def __iter__(self) -> Iterator[DefaultRecord]:
         batch = self._batch
@@ -243,15 +272,22 @@ class _BoundedBatch:
                 given, last = given + len(run), int(run.offsets[-1])
                 yield _wrap_as_record(_refuse_large_messages(run, self._fetcher.bounds.message))
         except _TooLarge:
-            detail = f"compressed to {batch.size_in_bytes} bytes; at most {self._fetcher.bounds.batch} are accepted"
+            detail = f"the batch of {batch.size_in_bytes} compressed bytes exceeds {self._fetcher.bounds.batch} bytes uncompressed"
             yield self._placeholder_for_rest(given, last, RejectionReason.TOO_LARGE, detail)
         except (*PARSE_ERRORS, cramjam.DecompressionError) as error:
             if last < batch.last_offset:
-                detail = f"cannot be read ({repr(f'{type(error).__name__}: {error}')[1:120]})"
+                detail = f"the batch cannot be decoded ({repr(f'{type(error).__name__}: {error}')[1:120]})"
                 yield self._placeholder_for_rest(given, last, RejectionReason.NOT_JSON, detail)
 
     def _placeholder_for_rest(self, given: int, last: int, reason: RejectionReason, detail: str) -> DefaultRecord:
-        """One message for all that has not come of the batch."""
+        """Return one message that stands for the messages of the batch that could not be read.
+
+        Args:
+            given: Number of messages that were read.
+            last: Offset of the last message that was read.
+            reason: Why the rest is refused.
+            detail: The reason in words.
+        """
         batch = self._batch
         count = max(1, batch.records_count - given)
         where = f"{count} messages, offsets {last + 1} to {batch.last_offset}"
@@ -264,26 +300,31 @@ class _BoundedBatch:
 
 
 def _refuse_large_messages(run: MessageColumns, most: int) -> MessageColumns:
-    """The run, with `Unreadable` for the messages of more than so many bytes."""
+    """Replace messages of more than `most` bytes by `Unreadable`."""
     for i in np.flatnonzero(run.sizes > most).tolist():
-        detail = f"{run.sizes[i]} bytes with key and headers; at most {most} are accepted"
+        detail = f"{run.sizes[i]} bytes with key and headers, more than the limit of {most}"
         run.keys[i], run.values[i], run.sizes[i] = None, UnreadablePayload(RejectionReason.TOO_LARGE, detail), 0
     return run
 
 
 def _wrap_as_record(run: MessageColumns) -> DefaultRecord:
-    """A run as the record that the client's own class takes it for."""
+    """Wrap a chunk as a record object, which the client's classes pass through."""
     return DefaultRecord(int(run.sizes.sum()), int(run.offsets[-1]), 0, 0, None, run, [])
 
 
 def _convert_legacy_record(record: Any) -> DefaultRecord:
-    """A message of a batch of an older version."""
+    """Convert a record of an older message format."""
     size = max(0, record.serialized_key_size) + max(0, record.serialized_value_size)
     return DefaultRecord(size, record.offset, record.timestamp, 0, record.key, record.value, [])
 
 
 def _inflate(batch: DefaultRecordBatch, memory: memoryview) -> None:
-    """Let the batch be as if it had come uncompressed. Raises `_TooLarge` or what says that it cannot be read."""
+    """Decompress a batch in place.
+
+    Raises:
+        _TooLarge: It exceeds the limit.
+        Exception: It cannot be decompressed.
+    """
     codec = batch.compression_type
     if codec == DefaultRecordBatch.CODEC_NONE:
         return
@@ -294,7 +335,7 @@ def _inflate(batch: DefaultRecordBatch, memory: memoryview) -> None:
         elif codec in _INFLATE:
             size = _INFLATE[codec](data, memory)
         else:
-            raise errors.UnsupportedCodecError(f"compression {codec} is unknown")
+            raise errors.UnsupportedCodecError(f"unknown compression codec {codec}")
     except cramjam.DecompressionError as error:
         if "whole buffer" in str(error) or "smaller than required" in str(error):
             raise _TooLarge from None
@@ -303,7 +344,7 @@ def _inflate(batch: DefaultRecordBatch, memory: memoryview) -> None:
 
 
 def _inflate_snappy(data: memoryview, memory: memoryview) -> int:
-    """One block, or, as Java clients write it, a head and several blocks, each after its length."""
+    """Decompress Snappy data: one block, or the format of Java clients, a header and several length-prefixed blocks."""
     if bytes(data[: len(_SNAPPY_BLOCKS)]) != _SNAPPY_BLOCKS:
         return int(cramjam.snappy.decompress_raw_into(data, memory))
     at, size = _SNAPPY_HEAD, 0

@@ -1,4 +1,4 @@
-"""The broker asked directly: over kafka-python's connections, by the thread that wants the answer."""
+"""Requests to Kafka brokers over kafka-python's connections, made by the thread that waits for the responses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import kafka.errors as errors
 from kafka.protocol.metadata import CoordinatorType, FindCoordinatorRequest
 
 MAX_IN_FLIGHT = 32
-"""Requests on one connection that are not answered; more than a commit has, for who asks more is refused."""
+"""Unanswered requests that a connection may have. A commit has fewer; the client refuses more."""
 
 PAUSE_SECONDS = 0.001
 PAUSE_SHARE = 0.1
@@ -27,7 +27,7 @@ COORDINATOR_MOVED = frozenset(
         errors.NotCoordinatorError,
     )
 )
-"""Another broker coordinates the group or the transactions, or is about to."""
+"""Error codes that mean: another broker coordinates the group or the transactions, or is about to."""
 
 LEADER_MOVED = frozenset(
     error.errno
@@ -40,10 +40,14 @@ LEADER_MOVED = frozenset(
         errors.NotEnoughReplicasAfterAppendError,
     )
 )
-"""Another broker leads the partition, or is about to; or the broker has not heard of it yet."""
+"""Error codes that mean: another broker leads the partition or is about to, or the broker does not know the partition
+yet.
+"""
 
 TRANSIENT = COORDINATOR_MOVED | LEADER_MOVED | {errors.ConcurrentTransactionsError.errno}
-"""The last one: the broker is still ending the transaction before."""
+"""Error codes after which a request is retried. The last one means that the broker is still ending the previous
+transaction.
+"""
 
 _FENCED = (errors.InvalidProducerEpochError, errors.ProducerFencedError)
 _REGROUPED = (errors.IllegalGenerationError, errors.UnknownMemberIdError)
@@ -52,8 +56,13 @@ Result = TypeVar("Result")
 
 
 def raise_for_code(code: int) -> None:
-    """Raise the error that the code of an answer stands for, if any: ProducerFencedError where the transactional id
-    belongs to another process now, CommitFailedError where the group has dealt out its partitions anew."""
+    """Raise the client's error for the error code of a response, if it is one.
+
+    Raises:
+        ProducerFencedError: The transactional id now belongs to another process.
+        CommitFailedError: The group has assigned its partitions anew.
+        KafkaError: Any other error.
+    """
     kind = errors.for_code(code)
     if issubclass(kind, _FENCED):
         raise errors.ProducerFencedError()
@@ -64,11 +73,16 @@ def raise_for_code(code: int) -> None:
 
 
 class BrokerClient:
-    """Connections to the brokers of a cluster, one to each, which work while somebody waits for an answer.
+    """Connections to the brokers of a cluster, one per broker, driven by the thread that waits for a response.
 
-    Calls belong to one thread at a time, within `using`, and raise the client's errors, KafkaTimeoutError `patience`
-    seconds after that has begun; `leave` may be called from any thread. options: of the client, as `connect` gives
-    them.
+    All calls are made inside `run`, by one thread at a time, except `abandon`. They raise the client's errors, and
+    KafkaTimeoutError if `run` takes longer than `patience` seconds.
+
+    Args:
+        patience: Seconds that one call of `run` may take.
+        kafka_client: Factory of the client's network layer.
+        bootstrap_timeout_ms: Milliseconds the first connection may take.
+        **options: Further arguments of the client, as `client.connect` passes them.
     """
 
     def __init__(
@@ -78,8 +92,8 @@ class BrokerClient:
         self._client = kafka_client(
             max_in_flight_requests_per_connection=MAX_IN_FLIGHT,
             request_timeout_ms=int(1000 * patience),
-            # Of a few sockets it is as quick as epoll, and what is waited for changes without a call of the system:
-            # after each of those this thread waits for the interpreter.
+            # For a few sockets poll is as fast as epoll, and changing the set of sockets needs no system call. Each
+            # system call would make this thread wait for the GIL.
             selector=selectors.PollSelector,
             **options,
         )
@@ -92,31 +106,36 @@ class BrokerClient:
         self._manager.bootstrap(bootstrap_timeout_ms)
 
     def run(self, call: Callable[[], None]) -> None:
-        """Make a call that asks; nobody closes the connections in its course."""
+        """Run a function that makes requests; connections are not closed while it runs."""
         try:
             with self._in_use:
                 self._deadline = time.monotonic() + self._patience
                 if self._left.is_set():
                     raise errors.KafkaConnectionError("the connections are closed")
-                self._net.poll(timeout_ms=0)  # what became of them since the last call
+                self._net.poll(timeout_ms=0)  # process what has arrived since the last call
                 call()
         finally:
             if self._left.is_set():
                 self._close_if_unused()
 
     def abandon(self) -> None:
-        """Let go of the connections; a call that is under way in another thread raises soon, and does it then."""
+        """Close the connections. A call that runs in another thread raises soon and closes them itself. May be called
+        from any thread.
+        """
         self._left.set()
         self._net.wakeup()
         self._close_if_unused()
 
     def refresh_metadata(self) -> None:
-        """Learn anew which brokers lead which partitions."""
+        """Request anew which brokers lead which partitions."""
         self.wait_for(self._manager.call_soon(self.cluster.refresh_metadata))
 
     def find_coordinator(self, kind: CoordinatorType, key: str) -> Any:
-        """The broker that coordinates a transactional id or a group: its number, as it has in the metadata, so that it
-        is asked over the same connection."""
+        """Return the broker that coordinates a transactional id or a consumer group.
+
+        The result is the broker's id in the metadata, so that requests use the same connection as others to this
+        broker.
+        """
         asked = FindCoordinatorRequest(key=key, key_type=kind.value, coordinator_keys=[key])
         answer = self.wait_for(self.send(self._manager.least_loaded_node(), asked))
         found = answer.coordinators[0] if answer.coordinators else answer
@@ -124,17 +143,17 @@ class BrokerClient:
         return self.cluster.add_coordinator(found, kind, key, synthesize_node_id=False)
 
     def send(self, node: Any, request: Any) -> Any:
-        """Send a request over the connection to this broker, which is made where there is none; its answer to come."""
+        """Send a request to a broker, connecting first if necessary, and return a future of the response."""
         while (wait := self._manager.connection_delay(node)) > 0:
             self._pause(wait)
         connection = self._manager.get_connection(node)
         self.wait_for(connection.init_future)
-        while connection.paused:  # the broker asks for less
+        while connection.paused:  # the broker throttles this client
             self._pause(PAUSE_SECONDS)
         return connection.send_request(request)
 
     def wait_for(self, asked: Any) -> Any:
-        """The answer, when it is there. Raises what the client says instead."""
+        """Wait for a future of `send` and return the response; raise the client's error if the request failed."""
         while not asked.is_done:
             self._poll_network(self._deadline)
         if asked.exception is not None:
@@ -144,8 +163,14 @@ class BrokerClient:
     def request_until_settled(
         self, asked: Any, ask: Callable[[], Any], code_of: Callable[[Any], int], find: Callable[[], object]
     ) -> None:
-        """Ask until the answer's code is none of those that pass by themselves; to ask twice must do no harm. find: who
-        is asked, anew."""
+        """Repeat a request until its response has no transient error code, then raise the error that is left, if any.
+
+        Args:
+            asked: Future of the first attempt.
+            ask: Sends the request again; repeating it must be harmless.
+            code_of: Returns the error code of a response.
+            find: Finds the broker again after the coordinator has moved.
+        """
         began = time.monotonic()
         while (code := code_of(self.wait_for(asked))) in TRANSIENT:
             self.pause_since(began)
@@ -155,7 +180,12 @@ class BrokerClient:
         raise_for_code(code)
 
     def retry(self, call: Callable[[], Result], between: Callable[[], object] = lambda: None) -> Result:
-        """The call's result, of as many attempts as it takes while brokers look for their coordinators and leaders."""
+        """Call a function and retry it on retriable errors until the deadline.
+
+        Args:
+            call: The function.
+            between: Called before each retry.
+        """
         began = time.monotonic()
         while True:
             try:
@@ -167,25 +197,32 @@ class BrokerClient:
             between()
 
     def pause_since(self, began: float) -> None:
-        """Before asking again what was first asked then."""
+        """Wait before a retry, longer if the first attempt was made long ago.
+
+        Args:
+            began: `time.monotonic()` of the first attempt.
+        """
         self._pause(max(PAUSE_SECONDS, PAUSE_SHARE * (time.monotonic() - began)))
 
     def _pause(self, seconds: float) -> None:
+        """Drive the connections for a number of seconds."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self._poll_network(until)
 
     def _poll_network(self, until: float) -> None:
-        """Let the connections work until something happens, or it is so late."""
+        """Drive the connections until something happens or `until` is reached; raise KafkaTimeoutError after the
+        deadline.
+        """
         if self._left.is_set():
-            raise errors.KafkaConnectionError("the transaction was left behind")
+            raise errors.KafkaConnectionError("the transaction was abandoned")
         now = time.monotonic()
         if now > self._deadline:
-            raise errors.KafkaTimeoutError("the broker does not answer")
+            raise errors.KafkaTimeoutError("the broker did not respond in time")
         self._net.poll(timeout_ms=1000 * max(0.0, min(until, self._deadline) - now))
 
     def _close_if_unused(self) -> None:
-        """Close the connections if no call uses them; the call does it otherwise, when it ends."""
+        """Close the connections unless a call uses them; that call then closes them when it ends."""
         if self._in_use.acquire(blocking=False):
             try:
                 if not self._closed:

@@ -1,4 +1,4 @@
-"""Reaching the broker: connections, topics, and what becomes of the client's errors."""
+"""Connect to Kafka, create topics, and translate the client's errors into ours."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from deformer_stream import log
 from deformer_stream.errors import ConfigError, DeformerError, StateError, Unavailable
 
 CONNECT_SECONDS = 5.0
-"""How long a broker may take to answer at all before it counts as unreachable."""
+"""Seconds a broker may take to respond before it counts as unreachable."""
 
 REFUSAL_SECONDS = 0.5
-"""A broker that hangs up is asked again after so long: it may have been about to stop."""
+"""Seconds to wait before connecting again to a broker that closed the connection; it may have been shutting down."""
 
 RECONNECT_SECONDS = 1.0
-"""A broker that was away is found again so long after it came back; the client alone would take half a minute."""
+"""Longest wait in seconds between attempts to reconnect. The client's default would be half a minute."""
 
 REPEAT_SECONDS = 60.0
-"""What the client's log says again and again, ours says every so often."""
+"""A warning that the client logs repeatedly is forwarded at most once in this many seconds."""
 
 DELIVERY_SECONDS = 30.0
-"""How long a message may stay unacknowledged, or a commit unanswered, before the command ends with exit code 4."""
+"""Seconds a message may stay unacknowledged, or a commit unanswered, before it counts as failed."""
 
 FLUSH_SECONDS = DELIVERY_SECONDS + CONNECT_SECONDS
-"""By then the client has given up every message that was not acknowledged."""
+"""Seconds after which the client has given up every message that was not acknowledged."""
 
 DEFAULT_LIMIT = 2**20 + 12
-"""Kafka's own default of a topic's max.message.bytes."""
+"""Kafka's default of a topic's max.message.bytes."""
 
-_Row = tuple[tuple[type[Exception], ...], type[DeformerError], str]
+_MappingRow = tuple[tuple[type[Exception], ...], type[DeformerError], str]
 
-MAPPING: tuple[_Row, ...] = (
+MAPPING: tuple[_MappingRow, ...] = (
     (
         (errors.SaslAuthenticationFailedError, errors.UnacceptableCredentialError),
         ConfigError,
@@ -54,13 +54,13 @@ MAPPING: tuple[_Row, ...] = (
     (
         (errors.UnsupportedSaslMechanismError, errors.IllegalSaslStateError, errors.SecurityDisabledError),
         ConfigError,
-        "the broker does not log in this way: check --sasl-mechanism and --security-protocol",
+        "the broker does not support this login mechanism: check --sasl-mechanism and --security-protocol",
     ),
-    ((errors.AuthorizationError,), ConfigError, "the broker does not allow it: grant this user the right"),
+    ((errors.AuthorizationError,), ConfigError, "this user is not authorized: grant the permission"),
     (
         (errors.InvalidTopicError, errors.InvalidGroupIdError, errors.InvalidReplicationFactorError),
         ConfigError,
-        "the broker does not accept the name or the setting: check --topic and --group",
+        "the broker rejects the name or the setting: check --topic and --group",
     ),
     (
         (errors.MessageSizeTooLargeError, errors.RecordListTooLargeError),
@@ -70,58 +70,75 @@ MAPPING: tuple[_Row, ...] = (
     (
         (errors.UnsupportedVersionError, errors.UnsupportedCodecError, errors.UnrecognizedBrokerVersion),
         ConfigError,
-        "the broker is too old or speaks another version: Kafka 2.4 or newer is needed",
+        "the broker's version is not supported: Kafka 2.4 or newer is needed",
     ),
     (
         (errors.InconsistentGroupProtocolError, errors.GroupMaxSizeReachedError),
         ConfigError,
-        "the consumer group does not take this member: choose another --group",
+        "the consumer group does not accept this member: choose another --group",
     ),
     (
         (errors.FencedInstanceIdError,),
         ConfigError,
-        "another process of the group has this name: give each process its own --instance",
+        "another process of the group uses this instance name: give each process its own --instance",
     ),
     (
         (errors.LogTruncationError,),
         StateError,
-        "messages that were consumed are gone, the topic was replaced or lost them: run again, see --lost-state",
+        "messages that were consumed are gone, because the topic was replaced or truncated: run again, see --lost-state",
     ),
     (
         (errors.KafkaProtocolError,),
         ConfigError,
-        "what listens there breaks off: check --bootstrap-servers, --security-protocol and the login (--sasl-…)",
+        "the connection was closed during the protocol handshake: check --bootstrap-servers, --security-protocol and the "
+        "login (--sasl-...)",
     ),
     (
         (errors.KafkaConfigurationError, ValueError, TypeError),
         ConfigError,
-        "the client does not accept the settings: check --bootstrap-servers, --topic and the security options",
+        "the client rejects the settings: check --bootstrap-servers, --topic and the security options",
     ),
     (
         (errors.UnknownTopicOrPartitionError, errors.UnknownTopicIdError),
         Unavailable,
-        "the topic does not exist (any more): create it or check --topic",
+        "the topic does not exist: create it or check --topic",
     ),
     (
         (errors.RetriableError, errors.BrokerNotAvailableError),
         Unavailable,
-        "no answer in time: start the broker, or check --bootstrap-servers and --security-protocol",
+        "the broker did not respond in time: start it, or check --bootstrap-servers and --security-protocol",
     ),
-    ((OSError,), Unavailable, "the network refused: check --bootstrap-servers"),
+    ((OSError,), Unavailable, "the network connection failed: check --bootstrap-servers"),
     ((errors.KafkaError,), Unavailable, "the request failed: see the broker's log, then run again"),
 )
-"""What becomes of the client's errors, first match first. The last row is for answers that nobody foresees."""
+"""Which of our errors stands for which of the client's errors, and the remedy to print. The first match counts."""
 
 
 def translate(error: Exception, bootstrap_servers: str, doing: str) -> DeformerError:
-    """The client's error as ours, in one line: what failed, where, the remedy. Its own text quotes settings."""
-    ours, remedy = next((ours, remedy) for kinds, ours, remedy in MAPPING if isinstance(error, kinds))
-    return ours(f"Kafka at {bootstrap_servers}: {doing} failed ({type(error).__name__}): {remedy}")
+    """Return our error for an error of the client: what failed, where, and the remedy, in one line.
+
+    The client's own text is left out, because it may quote settings.
+
+    Args:
+        error: An error that `MAPPING` covers.
+        bootstrap_servers: The brokers, for the message.
+        doing: What was attempted, for example "reading topic 'sensors'".
+    """
+    error_type, remedy = next(
+        (error_type, remedy) for client_errors, error_type, remedy in MAPPING if isinstance(error, client_errors)
+    )
+    return error_type(f"Kafka at {bootstrap_servers}: {doing} failed ({type(error).__name__}): {remedy}")
 
 
 @contextmanager
 def translate_errors(bootstrap_servers: str, doing: str, *also: type[Exception]) -> Iterator[None]:
-    """The one place where errors of the client become ours. also: further kinds that `MAPPING` knows."""
+    """Translate the client's errors that the body raises.
+
+    Args:
+        bootstrap_servers: The brokers, for the message.
+        doing: What the body attempts, for the message.
+        *also: Further kinds of exceptions to translate; `MAPPING` must cover them.
+    """
     try:
         yield
     except (errors.KafkaError, OSError, *also) as error:
@@ -129,35 +146,41 @@ def translate_errors(bootstrap_servers: str, doing: str, *also: type[Exception])
 
 
 class _LogForwarder(logging.Handler):
-    """Warnings of the client become lines of our log; it has no other voice. What its event loop says of its own pace
-    is left out: on a busy machine that is no news. What it repeats ten times a second while it waits for a transaction
-    to end comes every `REPEAT_SECONDS`; that logging in goes unencrypted it says once."""
+    """A handler that forwards warnings of the client to our log.
+
+    Messages about the pace of the client's event loop are dropped, because they are normal on a busy machine. A
+    repeated
+    message is forwarded once in `REPEAT_SECONDS`, and a warning about an unencrypted login only once.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._said: dict[str, float] = {}
+        self._forwarded_at: dict[str, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         text, now = record.getMessage(), time.monotonic()
-        if record.name == "kafka.net.selector" or now - self._said.get(text, -math.inf) < REPEAT_SECONDS:
+        if record.name == "kafka.net.selector" or now - self._forwarded_at.get(text, -math.inf) < REPEAT_SECONDS:
             return
-        if len(self._said) >= 1000:
-            self._said.clear()
-        self._said[text] = math.inf if record.name.startswith("kafka.net.sasl") else now
+        if len(self._forwarded_at) >= 1000:
+            self._forwarded_at.clear()
+        self._forwarded_at[text] = math.inf if record.name.startswith("kafka.net.sasl") else now
         log.get("kafka").warning(text)
 
 
 class _ConnectErrorCollector(logging.Handler):
-    """Why connecting does not succeed: the client tries again whatever happens and tells its log alone why."""
+    """A handler that keeps the last permanent error that the client logs while it connects.
+
+    The client retries after every error and reports the reason only in its log.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.refusal: errors.KafkaError | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        for said in record.args if isinstance(record.args, tuple) else ():
-            if isinstance(said, errors.KafkaError) and not said.retriable:
-                self.refusal = said
+        for argument in record.args if isinstance(record.args, tuple) else ():
+            if isinstance(argument, errors.KafkaError) and not argument.retriable:
+                self.refusal = argument
 
 
 _client_log = logging.getLogger("kafka")
@@ -168,15 +191,17 @@ Result = TypeVar("Result")
 
 
 def _check_reachable(bootstrap_servers: str, security: dict[str, Any], context: ssl.SSLContext | None) -> None:
-    """Speak to one of the addresses: sooner than the client would, and clearer about what is wrong.
+    """Connect to one of the brokers and run the preflight check, so that errors appear early and are specific.
 
-    Raises Unavailable where nobody answers, ConfigError for what is no address and where the broker refuses us.
+    Raises:
+        Unavailable: No broker responds.
+        ConfigError: An address is malformed, or the broker refuses the connection.
     """
     cause = ""
     for server in map(str.strip, bootstrap_servers.split(",")):
         host, _, port = server.rpartition(":")
         if not (host and port.isdecimal() and int(port) < 2**16):
-            raise ConfigError(f"--bootstrap-servers {bootstrap_servers!r}: {server!r} is not of the form host:port")
+            raise ConfigError(f"--bootstrap-servers {bootstrap_servers!r}: {server!r} does not have the form host:port")
         for last in (False, True):
             try:
                 with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as connection:
@@ -186,7 +211,7 @@ def _check_reachable(bootstrap_servers: str, security: dict[str, Any], context: 
                     raise
                 time.sleep(REFUSAL_SECONDS)
             except OSError as error:
-                cause = "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
+                cause = "no response in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
                 break
     raise Unavailable(
         f"Kafka at {bootstrap_servers} cannot be reached ({cause}): start the broker or check --bootstrap-servers"
@@ -196,23 +221,33 @@ def _check_reachable(bootstrap_servers: str, security: dict[str, Any], context: 
 def connect(
     make: Callable[..., Client], bootstrap_servers: str, security: dict[str, Any] | None, **options: Any
 ) -> Client:
-    """A client that has spoken to the broker, within `CONNECT_SECONDS`.
+    """Create a client after checking that a broker is reachable.
 
-    While connecting the client's log is not forwarded, for the error raised says it all; and when it fails, its network
-    thread, which would go on trying, is ended. Raises Unavailable or ConfigError.
+    While it connects, the client's log is not forwarded, because the raised error states the reason. If connecting
+    fails, the network thread of the client is ended; it would otherwise retry forever.
+
+    Args:
+        make: The client's class or factory.
+        bootstrap_servers: Comma-separated host:port pairs.
+        security: Arguments of the client for encryption and login.
+        **options: Further arguments of the client.
+
+    Raises:
+        Unavailable: No broker responds within `CONNECT_SECONDS`.
+        ConfigError: The broker refuses the connection, or a setting is invalid.
     """
     security = security or {}
     context = create_ssl_context(security)
-    ours = {name: value for name, value in security.items() if not name.startswith("ssl_")}  # they are in the context
-    opened: list[KafkaNetClient] = []
+    client_security = {name: value for name, value in security.items() if not name.startswith("ssl_")}
+    network_clients: list[KafkaNetClient] = []
 
-    def remember(**configuration: Any) -> KafkaNetClient:
-        opened.append(KafkaNetClient(**configuration))
-        return opened[-1]
+    def create_network_client(**configuration: Any) -> KafkaNetClient:
+        network_clients.append(KafkaNetClient(**configuration))
+        return network_clients[-1]
 
-    overhear = _ConnectErrorCollector()
+    error_collector = _ConnectErrorCollector()
     _client_log.removeHandler(_forward)
-    _client_log.addHandler(overhear)
+    _client_log.addHandler(error_collector)
     try:
         _check_reachable(bootstrap_servers, security, context)
         with translate_errors(bootstrap_servers, "connecting", ValueError, TypeError):
@@ -221,27 +256,27 @@ def connect(
                     bootstrap_servers=bootstrap_servers.split(","),
                     bootstrap_timeout_ms=int(CONNECT_SECONDS * 1000),
                     reconnect_backoff_max_ms=int(RECONNECT_SECONDS * 1000),
-                    kafka_client=remember,
+                    kafka_client=create_network_client,
                     ssl_context=context,
-                    **ours,
+                    **client_security,
                     **options,
                 )
             except errors.KafkaTimeoutError as error:
-                raise overhear.refusal or error from error
+                raise error_collector.refusal or error from error
     except DeformerError:
-        for client in opened:
+        for client in network_clients:
             client.close()
         raise
     finally:
-        _client_log.removeHandler(overhear)
+        _client_log.removeHandler(error_collector)
         _client_log.addHandler(_forward)
 
 
 def create_producer(bootstrap_servers: str, security: dict[str, Any] | None, **options: Any) -> KafkaProducer:
-    """A producer whose messages are acknowledged by all replicas in sync, each written once and in order.
+    """Create an idempotent producer whose messages are acknowledged by all in-sync replicas.
 
-    A message that the broker finds too large is the end of an idempotent producer, so callers look at the topic's limit
-    (`ensure_topics`) first. Compresses with lz4 where that package is installed.
+    A message that the broker finds too large stops an idempotent producer. So callers must compare sizes with the
+    topic's     limit first (see `ensure_topics`). Messages are compressed with lz4 if that package is installed.
     """
     return connect(
         KafkaProducer,
@@ -258,8 +293,10 @@ def create_producer(bootstrap_servers: str, security: dict[str, Any] | None, **o
 
 
 def _retry(call: Callable[[], Result]) -> Result:
-    """The broker's answer. While a broker restarts others lead its partitions only after a while: ask again, for as
-    long as a message may take. Raises the client's errors."""
+    """Call the broker, and retry retriable errors for up to `DELIVERY_SECONDS`.
+
+    After a broker restart it takes a while until other brokers lead its partitions.
+    """
     deadline = time.monotonic() + DELIVERY_SECONDS
     while True:
         try:
@@ -272,11 +309,15 @@ def _retry(call: Callable[[], Result]) -> Result:
 
 
 def count_partitions(bootstrap_servers: str, topic: str, security: dict[str, Any] | None = None) -> int:
-    """How many partitions a topic has that we may read. Raises Unavailable where it does not exist or no broker
-    answers, ConfigError where reading it is not allowed."""
+    """Return how many partitions a topic has, after checking that this user may read it.
+
+    Raises:
+        Unavailable: The topic does not exist, or no broker responds.
+        ConfigError: This user may not read the topic.
+    """
     admin: KafkaAdminClient = connect(KafkaAdminClient, bootstrap_servers, security)
     try:
-        with translate_errors(bootstrap_servers, f"looking for topic {topic!r}", ValueError, TypeError):
+        with translate_errors(bootstrap_servers, f"looking up topic {topic!r}", ValueError, TypeError):
             (found,) = _retry(lambda: admin.describe_topics([topic]))
     finally:
         admin.close()
@@ -292,12 +333,19 @@ def ensure_topics(
     security: dict[str, Any] | None = None,
     create: bool = True,
 ) -> dict[str, int]:
-    """Create the topics that are missing; return the largest message each of them takes, in bytes.
+    """Create missing topics, check existing ones, and return the largest message that each accepts, in bytes.
 
-    topics: name → what the client's `create_topics` takes (num_partitions, configs); replication is the broker's
-    default. A topic that is there already must be compacted if it is to be, and then have the partitions. Raises
-    ConfigError where it is not so, or creation is forbidden, by the broker or by `create`, or writing is; Unavailable
-    where no broker answers.
+    Args:
+        bootstrap_servers: Comma-separated host:port pairs.
+        topics: By name, the arguments of the client's `create_topics` (`num_partitions`, `configs`). The replication
+            factor is the broker's default. If an existing topic should be compacted, it must be, and it must
+            have at least `num_partitions` partitions.
+        security: Arguments of the client for encryption and login.
+        create: Whether missing topics may be created.
+
+    Raises:
+        ConfigError: A topic is missing and may not be created, has other settings, or may not be written by this user.
+        Unavailable: No broker responds.
     """
     if not topics:
         return {}
@@ -308,13 +356,12 @@ def ensure_topics(
         missing = sorted(topics.keys() - there)
         if missing and not create:
             raise ConfigError(
-                f"Kafka at {bootstrap_servers} has no topic {', '.join(missing)}: create it, or let it be created "
-                "(--missing-topics create)"
+                f"Kafka at {bootstrap_servers} has no topic {', '.join(missing)}: create it, or use --missing-topics create"
             )
         for name in missing:
             with translate_errors(bootstrap_servers, f"creating topic {name!r}"):
                 _retry(partial(_create, admin, bootstrap_servers, name, topics[name]))
-        with translate_errors(bootstrap_servers, "asking for the topics' rights"):
+        with translate_errors(bootstrap_servers, "describing the topics"):
             for found in _retry(lambda: admin.describe_topics(list(topics))):
                 _check_permission(bootstrap_servers, found, "WRITE")
         with translate_errors(bootstrap_servers, "reading the topics' settings"):
@@ -329,50 +376,53 @@ def ensure_topics(
 
 
 def _create(admin: KafkaAdminClient, bootstrap_servers: str, name: str, spec: dict[str, Any]) -> None:
+    """Create a topic and wait until the brokers know it; another process may have created it first."""
     try:
         admin.create_topics({name: spec})
     except errors.TopicAlreadyExistsError:
-        pass  # another consumer of the group was faster
+        pass  # another consumer of the group created it first
     except (errors.AuthorizationError, errors.PolicyViolationError) as error:
         raise ConfigError(
-            f"topic {name!r} does not exist on {bootstrap_servers} and may not be created ({type(error).__name__}):"
-            " create it, or grant this user the right to"
+            f"topic {name!r} does not exist on {bootstrap_servers} and this user may not create it ({type(error).__name__}): "
+            "create it, or grant the permission"
         ) from error
     else:
-        log.get("kafka").info("topic created", topic=name, partitions=spec.get("num_partitions"))
+        log.get("kafka").info("topic_created", topic=name, partitions=spec.get("num_partitions"))
     admin.wait_for_topics([name])
 
 
 def _check_permission(bootstrap_servers: str, found: dict[str, Any], operation: str) -> None:
-    """Raise ConfigError if the broker says, describing a topic, that this user may not read or write it.
+    """Raise `ConfigError` if this user may not read or write a topic, given the broker's description of it.
 
-    Now, and not when the first alert is due; nor is the client's word for it then always clear.
+    It is checked at start, since the client's own error would appear only with the first alert and is less clear.
     """
     allowed = found["authorized_operations"] or [operation]
     if found["error_code"] == errors.TopicAuthorizationFailedError.errno or operation not in allowed:
         raise ConfigError(
-            f"topic {found['name']!r} on {bootstrap_servers} is closed to this user: grant the right {operation}"
+            f"topic {found['name']!r} on {bootstrap_servers} may not be used by this user: grant the permission {operation}"
         )
 
 
 def _settings(admin: KafkaAdminClient, topics: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Topic → what matters of its settings; nothing where we may not ask."""
+    """Return `max.message.bytes` and `cleanup.policy` of each topic, or nothing if this user may not read settings."""
     settings: dict[str, dict[str, str]] = {name: {} for name in topics}
     wanted = dict.fromkeys(("max.message.bytes", "cleanup.policy"))
     asked = [ConfigResource(ConfigResourceType.TOPIC, name, wanted) for name in settings]
     try:
         found = admin.describe_configs(asked, config_filter="all")
     except errors.AuthorizationError:
-        return settings  # who may write a topic need not be allowed to read its settings
+        return settings  # a user may be allowed to write a topic but not to read its settings
     for name, rows in found.get("topic", {}).items():
         settings[name] = {key: rows[key]["value"] for key in wanted if key in rows}
     return settings
 
 
 def _check_compacted(name: str, settings: dict[str, str], partitions: int, needed: int) -> None:
-    """Messages must be kept by key, and for each partition of the events. Raises ConfigError."""
+    """Raise `ConfigError` unless the state topic is compacted and has a partition for each partition of the events."""
     policy = settings.get("cleanup.policy", "compact")
     if policy != "compact":
-        raise ConfigError(f"topic {name!r} has cleanup.policy={policy}, open records would expire: set it to compact")
+        raise ConfigError(
+            f"topic {name!r} has cleanup.policy={policy}, so saved records would expire: set it to compact"
+        )
     if partitions < needed:
         raise ConfigError(f"topic {name!r} has {partitions} partitions, {needed} are needed: add partitions to it")

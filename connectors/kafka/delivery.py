@@ -1,12 +1,14 @@
-"""Messages out: held back until they may go, then sent, with or without a transaction around them.
+"""A buffer of outgoing messages and the producer that sends them, with or without transactions.
 
-With transactions ("exactly-once") messages wait for the commit, which sends them together with the consumed positions:
-all of it becomes visible or nothing. Without ("at-least-once") they are sent and acknowledged first, the positions
-committed afterwards. In both, what was not acknowledged stays here and is sent again; what belongs to a partition that
-has gone to another consumer is dropped, for that one does the work again.
+With transactions ("exactly-once") messages wait for the commit, which sends them together with the consumed offsets:
+all
+of it becomes visible, or nothing. Without ("at-least-once") they are sent and acknowledged first, and the offsets are
+committed afterwards. In both modes messages that were not acknowledged stay in the buffer and are sent again. Messages
+of
+a partition that has moved to another process are dropped, because that process repeats the work.
 
-A transaction that failed ends its producer. Its successor has the same transactional id, so the broker completes or
-aborts whatever was left open before the first new message.
+A failed transaction ends its producer. Its successor uses the same transactional id, so the broker ends the failed
+transaction before the first new message.
 """
 
 from __future__ import annotations
@@ -33,17 +35,28 @@ from deformer_stream.errors import DeformerError
 
 BATCH_BYTES = 16_384
 TRANSACTION_SECONDS = 30.0
-"""The broker aborts a transaction whose process has been silent for so long; readers of the topics wait for it."""
+"""Seconds of silence after which the broker aborts a transaction. Readers of the topics wait for it."""
 
 Result = TypeVar("Result")
 Producer = TypeVar("Producer")
 
 
 class Delivery:
-    """What a consumer sends, on behalf of its partitions.
+    """The outgoing messages of a consumer.
 
-    limits: topic → largest message in bytes. transactional_id: names the producer to the broker, one process at a
-    time; None sends without transactions. Raises Unavailable or ConfigError where the broker cannot be used.
+    Args:
+        bootstrap_servers: Comma-separated host:port pairs.
+        security: Arguments of the client for encryption and login.
+        limits: Largest message in bytes, by topic.
+        transactional_id: Identifies the producer to the broker, for one process at a time; None sends without
+            transactions.
+
+    Attributes:
+        failed: Whether the last attempt failed. Whether it took effect is unknown until `renew`.
+
+    Raises:
+        Unavailable: No broker responds.
+        ConfigError: The broker refuses the connection.
     """
 
     def __init__(
@@ -56,50 +69,60 @@ class Delivery:
         self._servers, self._security, self.limits = bootstrap_servers, security, limits
         self._transactional_id = transactional_id
         self._pending: list[OutgoingMessage] = []
-        self._gathered: list[OutgoingMessage] = []  # to go with the next sending
-        self._under_way: list[OutgoingMessage] = []  # sent, not settled
+        self._sealed: list[OutgoingMessage] = []  # sealed: sent by the next attempt
+        self._sent: list[OutgoingMessage] = []  # sent by an attempt, not yet committed
         self._producer: KafkaProducer | Transactions | None = None
-        self._call: _BackgroundCall[None] | None = None  # in the background
+        self._call: _BackgroundCall[None] | None = None  # the attempt in the background
         self.failed = False
-        """The last sending did not end well. Whether it took effect is not known until `renew`."""
         self.renew()
 
     @property
     def exactly_once(self) -> bool:
+        """Whether messages are sent in transactions."""
         return self._transactional_id is not None
 
     def put(self, message: OutgoingMessage) -> None:
-        """Take a message. Raises ConfigError if it is too large for its topic."""
+        """Add a message to the buffer; raise `ConfigError` if it is too large for its topic."""
         if estimate_size(message) > self.limits[message.topic]:
             with translate_errors(self._servers, f"writing to topic {message.topic!r}"):
                 raise errors.MessageSizeTooLargeError()
         self._pending.append(message)
 
     def drop(self, partitions: Iterable[int]) -> None:
-        """Forget what belongs to partitions that are no longer ours."""
+        """Drop messages of partitions that have moved to another process."""
         gone = set(partitions)
-        for messages in (self._under_way, self._gathered, self._pending):
+        for messages in (self._sent, self._sealed, self._pending):
             messages[:] = [message for message in messages if message.source not in gone]
 
     def seal_pending(self) -> None:
-        """What was put until now goes with the next sending, what is put from now on with the one after that."""
-        self._gathered += self._pending
+        """Fix what the next attempt sends: everything put until now. Later messages go with the attempt after it."""
+        self._sealed += self._pending
         self._pending.clear()
 
     @property
     def has_unsent(self) -> bool:
-        """Whether there is anything that was gathered and not settled."""
-        return bool(self._under_way or self._gathered)
+        """Whether any message is sealed or sent and not yet committed."""
+        return bool(self._sent or self._sealed)
 
     def send(self, state: Sequence[OutgoingMessage], within: float | None = None) -> list[int]:
-        """Send everything gathered and then `state`, without a transaction; offsets of the latter, when the broker has
-        all of it. within: seconds. Raises the client's errors."""
-        messages = self._due(state)
+        """Send all sealed messages and then `state`, without a transaction, and wait for the acknowledgements.
+
+        Args:
+            state: Messages of the state topic.
+            within: Seconds to wait, or None for the default.
+
+        Returns:
+            The offsets of `state`.
+
+        Raises:
+            KafkaError: The client's error.
+        """
+        messages = self._collect(state)
         if not messages:
             return []
-        sender = self._usable(KafkaProducer)
+        sender = self._require_producer(KafkaProducer)
         call = _BackgroundCall(lambda: _send_all(sender, messages))
-        return self._noted(lambda: call.result(within))[len(messages) - len(state) :]
+        return self._guard(lambda: call.result(within))[len(messages) - len(state) :]
 
     def transaction(
         self,
@@ -108,11 +131,17 @@ class Delivery:
         group: Any,
         ended: Callable[[], None] = lambda: None,
     ) -> Callable[[], None]:
-        """What commits a transaction of everything gathered and then `state`, for `commit` or `begin`.
+        """Return a function that commits a transaction with all sealed messages and then `state`.
 
-        offsets: what to commit for the consumer `group`; it is given a call that waits for the offsets of `state`.
-        ended: called by the same thread when all is committed."""
-        messages, transactions = self._due(state), self._usable(Transactions)
+        Pass it to `commit` or `begin`.
+
+        Args:
+            state: Messages of the state topic.
+            offsets: Returns the offsets to commit. It gets a function that waits for the offsets of `state`.
+            group: The consumer group.
+            ended: Called by the same thread after the transaction is committed.
+        """
+        messages, transactions = self._collect(state), self._require_producer(Transactions)
 
         def run() -> None:
             transactions.commit(messages, lambda sent: offsets(lambda: sent()[len(messages) - len(state) :]), group)
@@ -121,50 +150,57 @@ class Delivery:
         return run
 
     def commit(self, transaction: Callable[[], None]) -> None:
-        """Return when it is committed. Raises the client's errors, CommitFailedError if the group has rebalanced."""
-        self._noted(transaction)
+        """Commit a transaction and return when it is committed; raise the client's errors."""
+        self._guard(transaction)
 
     def begin(self, transaction: Callable[[], None]) -> None:
-        """Commit it in a thread of its own; `end` waits for that, and raises what `commit` would. Who has nothing else
-        to do had better commit: the end of another thread's work takes a while to be noticed."""
+        """Commit a transaction in a background thread; `end` waits for it and raises its errors.
+
+        Prefer `commit` if there is nothing else to do, because noticing the end of another thread's work takes time.
+        """
         self._call = _BackgroundCall(transaction)
 
     @property
     def is_in_background(self) -> bool:
-        """`begin` was called, and `end` was not."""
+        """Whether `begin` was called and `end` was not."""
         return self._call is not None
 
     @property
     def is_finished(self) -> bool:
-        """What was begun has ended, well or not: `end` says so at once."""
+        """Whether the background attempt has ended, successfully or not, so that `end` returns at once."""
         return self._call is not None and self._call.over
 
     def end(self, within: float | None = None) -> None:
-        """Wait for what was begun. within: seconds. Raises the client's errors."""
+        """Wait for the background attempt and raise its error, if any.
+
+        Args:
+            within: Seconds to wait, or None for the default.
+        """
         call, self._call = self._call, None
         if call is not None:
-            self._noted(lambda: call.result(within))
+            self._guard(lambda: call.result(within))
 
     def mark_committed(self) -> None:
-        """What was sent is committed; what was put since then is still to be sent."""
-        self._under_way.clear()
+        """Remove the messages of the last attempt, which are committed."""
+        self._sent.clear()
 
     def renew(self) -> None:
-        """A fresh producer, at the beginning and after a failure. When this returns, the broker has completed or
-        aborted what was open. Raises Unavailable or ConfigError."""
+        """Create a new producer, at start and after a failure. On return the broker has ended the failed transaction."""
         self._abandon()
         self._call = None
         self._producer = self._without_transactions() if self._transactional_id is None else self._with_transactions()
         self.failed = False
 
     def _without_transactions(self) -> KafkaProducer:
+        """Return a producer for at-least-once delivery."""
         sizes = self.limits.values()
         return create_producer(
             self._servers, self._security, max_request_size=max(sizes), batch_size=min(BATCH_BYTES, *sizes)
         )
 
     def _with_transactions(self) -> Transactions:
-        made = connect(
+        """Return a transactional producer, opened."""
+        transactions = connect(
             Transactions,
             self._servers,
             self._security,
@@ -174,15 +210,15 @@ class Delivery:
             patience=DELIVERY_SECONDS,
         )
         try:
-            with translate_errors(self._servers, f"opening transactions as {self._transactional_id!r}"):
-                made.open()
+            with translate_errors(self._servers, f"opening a transaction as {self._transactional_id!r}"):
+                transactions.open()
         except DeformerError:
-            made.leave()
+            transactions.leave()
             raise
-        return made
+        return transactions
 
     def close(self) -> None:
-        """Let go of the producer; what was not sent is not sent any more."""
+        """Close the producer; messages that were not sent are dropped."""
         if isinstance(self._producer, KafkaProducer) and not self.failed:
             with translate_errors(self._servers, "closing the producer"):
                 self._producer.close(timeout=CONNECT_SECONDS)
@@ -190,8 +226,10 @@ class Delivery:
         self._abandon()
 
     def _abandon(self) -> None:
-        """End a producer that may have failed, without waiting for what it still holds: KafkaProducer would wait for
-        that, and leave its thread running if it waits in vain."""
+        """Discard a producer that may have failed, without waiting for messages it still holds.
+
+        KafkaProducer would wait for them, and leave its thread running if that fails.
+        """
         if isinstance(self._producer, Transactions):
             self._producer.leave()
         elif self._producer is not None:
@@ -199,19 +237,20 @@ class Delivery:
             threading.Thread(target=_close, args=(self._producer,), daemon=True).start()
         self._producer = None
 
-    def _usable(self, kind: type[Producer]) -> Producer:
+    def _require_producer(self, kind: type[Producer]) -> Producer:
+        """Return the producer, or raise KafkaConnectionError if it has failed and must be renewed."""
         if not isinstance(self._producer, kind) or self.failed:
-            raise errors.KafkaConnectionError("the producer is being renewed")
+            raise errors.KafkaConnectionError("the producer has failed and is being replaced")
         return self._producer
 
-    def _due(self, state: Sequence[OutgoingMessage]) -> list[OutgoingMessage]:
-        """What was not settled, what was gathered, and then this."""
-        self._under_way += self._gathered
-        self._gathered.clear()
-        return [*self._under_way, *state]
+    def _collect(self, state: Sequence[OutgoingMessage]) -> list[OutgoingMessage]:
+        """Return the messages of the next attempt: those of a failed attempt, those sealed since, and `state`."""
+        self._sent += self._sealed
+        self._sealed.clear()
+        return [*self._sent, *state]
 
-    def _noted(self, result: Callable[[], Result]) -> Result:
-        """What comes of sending. Whatever it raises is the end of the producer."""
+    def _guard(self, result: Callable[[], Result]) -> Result:
+        """Return the result of a call to the producer; on any exception mark the producer as failed."""
         try:
             return result()
         except BaseException:
@@ -220,23 +259,23 @@ class Delivery:
 
 
 def _send_all(sender: KafkaProducer, messages: Sequence[OutgoingMessage]) -> list[int]:
-    """Offsets of the messages, when the broker has them."""
+    """Send messages, wait for the acknowledgements, and return the offsets."""
     sent = [sender.send(m.topic, value=m.value, key=m.key, headers=m.headers, partition=m.partition) for m in messages]
     sender.flush(timeout=FLUSH_SECONDS)
-    for future in sent:  # the client does not raise by itself what became of each
+    for future in sent:  # the client does not raise the errors of single messages
         if future.failed():
             raise future.exception
     return [int(future.value.offset) for future in sent]
 
 
 def _close(sender: KafkaProducer) -> None:
-    """What the producer held has failed already, or is about to."""
+    """Close a producer whose messages have failed."""
     with suppress(errors.KafkaError):
         sender.close(timeout=FLUSH_SECONDS)
 
 
 class _BackgroundCall(Generic[Result]):
-    """A call in a thread of its own. One that does not come back in time is left behind."""
+    """A function call in a thread of its own. A call that does not return in time is abandoned."""
 
     def __init__(self, call: Callable[[], Result]) -> None:
         self._done: list[Result] = []
@@ -245,7 +284,7 @@ class _BackgroundCall(Generic[Result]):
         def run() -> None:
             try:
                 self._done.append(call())
-            except BaseException as error:  # handed to the caller, whatever it is
+            except BaseException as error:  # raised again by `result`
                 self._failed.append(error)
 
         self._thread = threading.Thread(target=run, name="delivery", daemon=True)
@@ -256,10 +295,17 @@ class _BackgroundCall(Generic[Result]):
         return not self._thread.is_alive()
 
     def result(self, within: float | None) -> Result:
-        """The call's, within so many seconds. Raises what it raises, or KafkaTimeoutError."""
+        """Wait for the call and return its result.
+
+        Args:
+            within: Seconds to wait, or None for the default.
+
+        Raises:
+            BaseException: What the call raised, or KafkaTimeoutError if it has not returned in time.
+        """
         self._thread.join(FLUSH_SECONDS + DELIVERY_SECONDS if within is None else max(0.0, within))
         if self._failed:
             raise self._failed[0]
         if not self._done:
-            raise errors.KafkaTimeoutError("the broker does not answer")
+            raise errors.KafkaTimeoutError("the broker did not respond in time")
         return self._done[0]

@@ -1,4 +1,7 @@
-"""A watch over the source: a partition that stops delivering, or a broker that is gone, must not be a silent idle."""
+"""Detection of partitions that stop delivering, and of brokers that stop responding.
+
+Both would otherwise look like an idle stream.
+"""
 
 from __future__ import annotations
 
@@ -12,82 +15,97 @@ from deformer_stream import log
 from deformer_stream.errors import Unavailable
 
 PROBE_SECONDS = 10.0
+"""Seconds between two requests for the end offsets of idle partitions."""
 ANSWER_SECONDS = 2.0
+"""Seconds the broker may take to respond to such a request."""
 
 
 class LivenessCheck:
-    """Asks the broker now and then for the ends of partitions that have not moved.
+    """A periodic request for the end offsets of partitions whose position has not changed.
 
-    topic: its first partition is asked for by who reads none. patience: seconds without an answer, or without a message
-    though there are some, after which Unavailable is raised.
+    Args:
+        consumer: The consumer to check.
+        bootstrap_servers: The brokers, for messages.
+        topic: The topic. If no partition is assigned, the end of its first partition is requested.
+        patience: Seconds without a response, or without a message although some are waiting, until `Unavailable` is
+            raised.
     """
 
     def __init__(self, consumer: KafkaConsumer, bootstrap_servers: str, topic: str, patience: float) -> None:
         self._consumer, self._servers, self._patience = consumer, bootstrap_servers, patience
         self._first = TopicPartition(topic, 0)
-        self._failing: float | None = None  # since when every poll has failed
+        self._failing: float | None = None  # time of the first of consecutive failures
         self._warned = -PROBE_SECONDS
         self._probed = self._answered = time.monotonic()
-        self._seen: dict[TopicPartition, tuple[int, float]] = {}  # position and since when it is behind
+        self._last_progress: dict[TopicPartition, tuple[int, float]] = {}  # position and time of the last progress
 
     def record_failure(self, error: Exception) -> None:
-        """A poll has failed. Raises our error where waiting does not help, or the patience is over."""
+        """Record that a poll failed.
+
+        Raises:
+            DeformerError: The error is permanent, or polls have failed for longer than `patience`.
+        """
         now = time.monotonic()
-        ours = translate(error, self._servers, f"reading topic {self._first.topic!r}")
-        if not isinstance(ours, Unavailable):
-            raise ours from error
+        translated = translate(error, self._servers, f"reading topic {self._first.topic!r}")
+        if not isinstance(translated, Unavailable):
+            raise translated from error
         self._failing = self._failing or now
         if now - self._failing > self._patience:
-            raise ours from error
+            raise translated from error
         if now - self._warned >= PROBE_SECONDS:
             self._warned = now
-            log.get("kafka").warning("reading failed, will be tried again", error=type(error).__name__)
+            log.get("kafka").warning("poll_failed_retrying", error=type(error).__name__)
 
     def record_success(self) -> None:
-        """A poll has not failed; whether it brought something is looked at by `look`."""
+        """Record that a poll did not fail, whether or not it returned messages."""
         self._failing = None
 
     def check_progress(self) -> None:
-        """Called with every poll. Raises Unavailable when the patience is over, ConfigError where asking is refused."""
+        """Request end offsets if the last request is long enough ago; call it with every poll.
+
+        Raises:
+            Unavailable: The broker has not responded, or a partition has not delivered, for longer than `patience`.
+            ConfigError: The broker refuses the request.
+        """
         now = time.monotonic()
         if now - self._probed < PROBE_SECONDS:
             return
         self._probed = now
         reading = self._consumer.assignment() - self._consumer.paused()
-        self._seen = {tp: seen for tp, seen in self._seen.items() if tp in reading}
-        resting = [tp for tp in reading if not self._moved(tp, now)]
-        asked = resting if reading else [self._first]
-        if not asked:
+        self._last_progress = {tp: progress for tp, progress in self._last_progress.items() if tp in reading}
+        idle = [tp for tp in reading if not self._moved(tp, now)]
+        requested = idle if reading else [self._first]
+        if not requested:
             self._answered = now
             return
         try:
-            ends = self._consumer.end_offsets(asked, timeout_ms=ANSWER_SECONDS * 1000)
+            ends = self._consumer.end_offsets(requested, timeout_ms=ANSWER_SECONDS * 1000)
         except errors.KafkaError as error:
-            ours = translate(error, self._servers, "asking for the ends of partitions")
-            if not isinstance(ours, Unavailable):
-                raise ours from error
+            translated = translate(error, self._servers, "requesting the end offsets of partitions")
+            if not isinstance(translated, Unavailable):
+                raise translated from error
             if now - self._answered > self._patience:
                 raise Unavailable(
-                    f"Kafka at {self._servers} has not answered for {now - self._answered:.0f} s: look at the brokers"
+                    f"Kafka at {self._servers} has not responded for {now - self._answered:.0f} s: check the brokers"
                 ) from error
-            log.get("kafka").warning("the broker does not answer", since_seconds=round(now - self._answered))
+            log.get("kafka").warning("broker_not_responding", since_seconds=round(now - self._answered))
             return
         self._answered = now
-        for tp in resting:
-            position, since = self._seen[tp]
+        for tp in idle:
+            position, since = self._last_progress[tp]
             if ends[tp] <= position:
-                self._seen[tp] = position, now
+                self._last_progress[tp] = position, now
             elif now - since > self._patience:
                 raise Unavailable(
-                    f"topic {tp.topic!r}, partition {tp.partition} delivers nothing from offset {position} on, though "
-                    f"it ends at {ends[tp]}: look at the brokers"
+                    f"topic {tp.topic!r}, partition {tp.partition} delivers nothing from offset {position} on, "
+                    f"although it ends at {ends[tp]}: check the brokers"
                 )
 
     def _moved(self, tp: TopicPartition, now: float) -> bool:
-        """Whether the partition's position is another than at the last look."""
+        """Return whether the position of a partition has changed since the last check, and remember it."""
         position = self._consumer.position(tp, timeout_ms=0)
-        seen = self._seen.get(tp)
-        if seen is None or position is None or seen[0] != position:
-            self._seen[tp] = (-1 if position is None else int(position), now)
+        previous = self._last_progress.get(tp)
+        if previous is None or position is None or previous[0] != position:
+            self._last_progress[tp] = (-1 if position is None else int(position), now)
             return True
         return False

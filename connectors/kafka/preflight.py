@@ -1,7 +1,7 @@
-"""The first words to a broker: whether it can be spoken to in the way that we are told to, encrypted and logged in.
+"""Check that a broker accepts the configured encryption and login, before the client connects.
 
-The client tries again whatever is wrong, a refused password too, and tells its log alone why. Here a refusal is an
-error in one line, at once and after one attempt.
+The client retries after every error, even after a refused password, and reports the reason only in its log. The check
+here makes one attempt and raises an error that states the reason in one line.
 """
 
 from __future__ import annotations
@@ -16,27 +16,31 @@ from kafka.net.sasl import get_sasl_mechanism
 
 from deformer_stream.errors import ConfigError
 
-# Requests by their numbers in Kafka's protocol, in versions that brokers from 2.4 on take.
+# Request numbers of the Kafka protocol; the versions used are supported by brokers from 2.4 on.
 _METADATA, _SASL_HANDSHAKE, _API_VERSIONS, _SASL_AUTHENTICATE = 3, 17, 18, 36
 _UNSUPPORTED_MECHANISM = 33
 
 
-class ConnectionClosed(ConfigError):  # noqa: N818 - named by what is the matter, as our other errors are
-    """The broker ends the connection without a word: not what it wants to hear, unless it is just about to stop."""
+class ConnectionClosed(ConfigError):  # noqa: N818 - errors are named after the condition
+    """The broker closed the connection without an error message; it may also be shutting down."""
 
 
 def create_ssl_context(security: dict[str, Any]) -> ssl.SSLContext | None:
-    """The authorities we trust and the certificate we show; None where nothing is encrypted.
+    """Return the TLS settings with trusted authorities and our certificate, or None without encryption.
 
-    security: the client's arguments ssl_cafile (without it, the authorities that this machine trusts), ssl_certfile,
-    ssl_keyfile, ssl_password. Raises ConfigError, which quotes no passphrase, for files that are no use.
+    Args:
+        security: The client's arguments `security_protocol`, `ssl_cafile` (default: the authorities that this machine
+            trusts), `ssl_certfile`, `ssl_keyfile` and `ssl_password`.
+
+    Raises:
+        ConfigError: A file is missing or cannot be used. The message never quotes the passphrase.
     """
     if "SSL" not in security.get("security_protocol", "PLAINTEXT"):
         return None
     for name in ("ssl_cafile", "ssl_certfile", "ssl_keyfile"):
         if name in security and not Path(security[name]).is_file():
-            raise ConfigError(f"--{name.replace('_', '-')} {security[name]}: there is no such file: check the path")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # which looks at the certificate and at the host's name in it
+            raise ConfigError(f"--{name.replace('_', '-')} {security[name]}: no such file: check the path")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # verifies the certificate and its host name
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     authorities, certificate = security.get("ssl_cafile"), security.get("ssl_certfile")
     try:
@@ -46,16 +50,16 @@ def create_ssl_context(security: dict[str, Any]) -> ssl.SSLContext | None:
             context.load_verify_locations(authorities)
     except OSError as error:
         raise ConfigError(
-            f"--ssl-cafile {authorities} has no certificate ({_describe(error)}): give one as PEM"
+            f"--ssl-cafile {authorities} holds no certificate ({_describe(error)}): give a PEM file"
         ) from None
     try:
         if certificate is not None:
-            # A function: without any passphrase OpenSSL would ask for one on the terminal, and wait.
+            # A function, because without a passphrase OpenSSL would prompt on the terminal and wait.
             context.load_cert_chain(certificate, security.get("ssl_keyfile"), lambda: security.get("ssl_password", ""))
     except OSError as error:
         raise ConfigError(
-            f"--ssl-certfile {certificate} cannot be used with its key ({_describe(error)}): check that both are PEM and "
-            "belong together, and --ssl-password-file if the key has a passphrase"
+            f"--ssl-certfile {certificate} cannot be used with its key ({_describe(error)}): check that both are PEM "
+            "files that belong together, and --ssl-password-file if the key has a passphrase"
         ) from None
     return context
 
@@ -63,34 +67,42 @@ def create_ssl_context(security: dict[str, Any]) -> ssl.SSLContext | None:
 def check_broker(
     connection: socket.socket, address: str, security: dict[str, Any], context: ssl.SSLContext | None
 ) -> None:
-    """Say on a fresh connection to `address` ("host:port") what a client says first: log in, ask for the brokers.
+    """Make the first requests of a Kafka client on a new connection: log in and list the brokers.
 
-    Raises ConfigError where the broker does not want to be spoken to in this way, OSError where it does not answer.
+    Args:
+        connection: A connected socket; it is closed on return.
+        address: "host:port", for messages and for the host name in the certificate.
+        security: The client's arguments for encryption and login.
+        context: TLS settings, or None without encryption.
+
+    Raises:
+        ConfigError: The broker refuses the connection, the certificate or the login.
+        OSError: The broker does not respond.
     """
-    silence = "check --security-protocol, it may want TLS, and --bootstrap-servers"
+    remedy = "check --security-protocol (the broker may require TLS) and --bootstrap-servers"
     try:
         if context is not None:
-            silence = "check --security-protocol, it may not want TLS, and --bootstrap-servers"
+            remedy = "check --security-protocol (the broker may not use TLS) and --bootstrap-servers"
             host = address.rpartition(":")[0].strip("[]").rstrip(".")
             connection = context.wrap_socket(connection, server_hostname=host)
-            silence = "check --ssl-certfile and --ssl-keyfile, it may want another certificate than it is shown"
+            remedy = "check --ssl-certfile and --ssl-keyfile (the broker may require another certificate)"
         with connection:
             _request(connection, address, _API_VERSIONS, 0)
             if "sasl_mechanism" in security:
-                silence = "check --security-protocol and the login (--sasl-…)"
+                remedy = "check --security-protocol and the login (--sasl-...)"
                 _log_in(connection, address, security)
-            silence = "check --security-protocol, it may want a login (--sasl-…)"
+            remedy = "check --security-protocol (the broker may require a login, --sasl-...)"
             _request(connection, address, _METADATA, 1, struct.pack(">i", 0))
     except ssl.SSLCertVerificationError as error:
         raise ConfigError(
-            f"Kafka at {address} shows a certificate that is refused ({error.verify_message.rstrip('.')}): check "
-            "--ssl-cafile, the host in --bootstrap-servers, and how long the certificate is valid"
+            f"the certificate of Kafka at {address} cannot be verified ({error.verify_message.rstrip('.')}): check "
+            "--ssl-cafile, the host in --bootstrap-servers, and the certificate's validity"
         ) from None
     except (ssl.SSLError, ConnectionError) as error:
         if "ALERT" not in (getattr(error, "reason", None) or ""):
-            raise ConnectionClosed(f"Kafka at {address} hangs up on us: {silence}") from error
+            raise ConnectionClosed(f"Kafka at {address} closed the connection: {remedy}") from error
         raise ConfigError(
-            f"Kafka at {address} refuses our certificate, or the lack of one ({_describe(error)}): check --ssl-certfile and "
+            f"Kafka at {address} refuses our client certificate ({_describe(error)}): check --ssl-certfile and "
             "--ssl-keyfile"
         ) from None
     except struct.error:
@@ -98,7 +110,7 @@ def check_broker(
 
 
 def _log_in(connection: socket.socket, address: str, security: dict[str, Any]) -> None:
-    """Show the password, or that we know it. Raises ConfigError where the broker does not take it."""
+    """Log in with the configured SASL mechanism; raise `ConfigError` if the broker refuses."""
     name = security["sasl_mechanism"]
     answer = _request(connection, address, _SASL_HANDSHAKE, 1, _with_length(">h", name.encode()))
     code, count = struct.unpack_from(">hi", answer)
@@ -107,25 +119,39 @@ def _log_in(connection: socket.socket, address: str, security: dict[str, Any]) -
         for _ in range(count):
             word, rest = _read_field(">h", rest)
             offered.append(word.decode())
-        raise ConfigError(f"Kafka at {address} logs in by {' or '.join(offered)}, not {name}: check --sasl-mechanism")
+        raise ConfigError(
+            f"Kafka at {address} supports the login mechanisms {', '.join(offered)}, not {name}: check --sasl-mechanism"
+        )
     if code != 0:
-        raise ConfigError(f"Kafka at {address} wants no login: check --security-protocol and --bootstrap-servers")
+        raise ConfigError(f"Kafka at {address} accepts no login: check --security-protocol and --bootstrap-servers")
     mechanism = get_sasl_mechanism(name)(host=address.rpartition(":")[0], **security)
     while not mechanism.is_done():
         answer = _request(connection, address, _SASL_AUTHENTICATE, 0, _with_length(">i", mechanism.auth_bytes()))
         if answer[:2] != b"\0\0":
             raise ConfigError(f"Kafka at {address} refuses the login: check --sasl-username and the password")
-        _, rest = _read_field(">h", answer[2:])  # the words that go with an error
+        _, rest = _read_field(">h", answer[2:])  # the error message
         try:
             mechanism.receive(_read_field(">i", rest)[0])
-        except (ValueError, KeyError):  # of SCRAM: either side proves to the other that it knows the password
+        except (ValueError, KeyError):  # SCRAM: each side proves that it knows the password
             raise ConfigError(
-                f"Kafka at {address} cannot show that it knows the password: check --bootstrap-servers"
+                f"Kafka at {address} cannot prove that it knows the password: check --bootstrap-servers"
             ) from None
 
 
 def _request(connection: socket.socket, address: str, request: int, version: int, body: bytes = b"") -> bytes:
-    """The body of the answer. Raises ConfigError for an answer that is none of Kafka's, OSError for none."""
+    """Send one request and return the body of the response.
+
+    Args:
+        connection: An open connection.
+        address: "host:port", for messages.
+        request: The number of the request in Kafka's protocol.
+        version: The version of the request.
+        body: The encoded request without its header.
+
+    Raises:
+        ConfigError: The response is not one of Kafka's.
+        OSError: There is no response.
+    """
     connection.sendall(struct.pack(">ihhih", 10 + len(body), request, version, request, -1) + body)
     size, correlation = struct.unpack(">ii", _read(connection, 8))
     if correlation != request:
@@ -134,22 +160,27 @@ def _request(connection: socket.socket, address: str, request: int, version: int
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
+    """Read exactly `size` bytes from a connection."""
     data = b""
     while len(data) < size:
         more = connection.recv(size - len(data))
         if not more:
-            raise ConnectionAbortedError("the broker hung up")
+            raise ConnectionAbortedError("the broker closed the connection")
         data += more
     return data
 
 
 def _with_length(size: str, data: bytes) -> bytes:
-    """Bytes or a text with its length before it; `size` is the length's own format."""
+    """Prefix bytes with their length, packed in the `struct` format `size`."""
     return struct.pack(size, len(data)) + data
 
 
 def _read_field(size: str, data: bytes) -> tuple[bytes, bytes]:
-    """The bytes or the text at the beginning of `data`, empty where it is null; and the rest."""
+    """Split a length-prefixed field from the beginning of `data`.
+
+    Returns:
+        The field (empty if it is null), and the rest of the data.
+    """
     (length,) = struct.unpack_from(size, data)
     begin = struct.calcsize(size)
     end = begin + max(0, length)
@@ -157,10 +188,11 @@ def _read_field(size: str, data: bytes) -> tuple[bytes, bytes]:
 
 
 def _not_kafka_error(address: str) -> ConfigError:
-    return ConfigError(f"what listens at {address} is no Kafka: check --bootstrap-servers")
+    """Return the error for a server that does not speak Kafka's protocol."""
+    return ConfigError(f"the server at {address} does not speak the Kafka protocol: check --bootstrap-servers")
 
 
 def _describe(error: OSError) -> str:
-    """`TLSV13_ALERT_CERTIFICATE_REQUIRED` → `tlsv13 alert certificate required`; the system's words otherwise."""
+    """Return a short reason for a TLS or network error, for example "tlsv13 alert certificate required"."""
     reason = getattr(error, "reason", None)
     return reason.replace("_", " ").lower() if reason else error.strerror or type(error).__name__

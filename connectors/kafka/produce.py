@@ -1,4 +1,4 @@
-"""A load generator: messages to a topic, as fast as it goes or at a steady rate."""
+"""Send messages to a topic, as fast as possible or at a steady rate."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from deformer_stream.runtime.timing import limit_rate
 BATCH_BYTES = 2**17
 LINGER_MILLISECONDS = 5
 UNSENT_MESSAGES = 10_000
-"""The client's send buffer knows no bound of its own, so acknowledgements are awaited after so many messages."""
+"""Number of messages after which acknowledgements are awaited, because the client's send buffer is unbounded."""
 
 PROGRESS_SECONDS = 0.1
+"""Seconds between two calls of `progress`."""
 
 
 def produce(
@@ -30,12 +31,22 @@ def produce(
     progress: Callable[[int], None] | None = None,
     packing: Packing = "json",
 ) -> int:
-    """Send messages (key, value, milliseconds since 1970 or None for now); return how many were acknowledged.
+    """Send messages to a topic and return how many were acknowledged.
 
-    rate: messages per second, None for as fast as it goes (`paced`). partitions: of the topic, if it must be created.
-    progress: called with the number sent so far, some ten times a second. packing: gathers messages of one reading into
-    fewer, of now; they count as what was gathered. `messages` may be a live generator. Raises Unavailable or
-    ConfigError when a message is not acknowledged.
+    Args:
+        bootstrap_servers: Comma-separated host:port pairs.
+        topic: The topic; it is created if it does not exist.
+        messages: Triples of key, value, and timestamp in milliseconds since 1970 (None for now). It may be a live
+            generator.
+        rate: Messages per second, or None for as fast as possible.
+        partitions: Number of partitions, if the topic must be created.
+        security: Arguments of the client for encryption and login.
+        progress: Called about ten times a second with the number of messages sent so far.
+        packing: How single readings are packed into messages; the result counts readings.
+
+    Raises:
+        Unavailable: No broker responds, or a message is not acknowledged in time.
+        ConfigError: The broker refuses the connection or a message.
     """
     limit = ensure_topics(bootstrap_servers, {topic: {"num_partitions": partitions}}, security)[topic]
     client = create_producer(
@@ -57,7 +68,7 @@ def produce(
                 where = None if message.key else message.partition
                 future = client.send(topic, value=message.value, key=message.key, timestamp_ms=stamp, partition=where)
                 future.add_errback(failures.append)
-                sent, unsent = sent + message.readings, unsent + 1
+                sent, unsent = sent + message.num_readings, unsent + 1
                 if unsent == UNSENT_MESSAGES:
                     client.flush(timeout=FLUSH_SECONDS)
                     unsent = 0
@@ -80,7 +91,7 @@ def produce(
 def _packed(
     messages: Iterable[tuple[bytes | None, bytes, int | None]], packing: Packing, gathered: int, partitions: int
 ) -> Iterator[tuple[OutgoingMessage, int | None]]:
-    """Messages with their stamps."""
+    """Pack messages of one reading into larger messages; yield each with its timestamp."""
     if packing == "json":
         yield from ((OutgoingMessage(key, value), stamp) for key, value, stamp in messages)
         return

@@ -1,10 +1,10 @@
-"""The records of a batch as columns: no object for each of them.
+"""Records of Kafka batches as columns, without an object per record.
 
-A batch is unpacked a run at a time. A run of the common form (no headers, numbers of the usual size) is read by
-compiled code (`records.c`). Without, only the places of its records are found one by one, for each begins where the one
-before ends; all else is read for all of them at once. A run with anything else in it is left to the client's own
-parser, record by record, which also says what is wrong with it. Format:
-https://kafka.apache.org/documentation/#recordbatch
+Batches are read in chunks of at most `MAX_RECORDS` records. A chunk whose records all have the common form (no headers,
+numbers of the usual size) is read by compiled code (`records.c`). Without compiled code only the bounds of the records
+are found one by one, and the rest is decoded by NumPy for all records together. A chunk with any other record is parsed
+by the client, record by record; the client also reports what is wrong with a damaged record. The format is described at
+https://kafka.apache.org/documentation/#recordbatch.
 """
 
 from __future__ import annotations
@@ -29,20 +29,24 @@ from deformer_stream.kernels import build
 Ints = NDArray[np.int64]
 
 MAX_RECORDS = 1024
-"""Most records of a run: enough for the work on columns to count, few enough to hold twice."""
+"""Largest number of records in a chunk: enough to amortise the cost per chunk, few enough to hold in memory twice."""
 MAX_LENGTH_BYTES, MAX_VARINT_BYTES = 4, 5
 """Bytes of a record's length and of its other numbers in the common form; longer ones would mean more than 128 MiB, or
 seven weeks of one batch."""
 PARSE_ERRORS = (errors.KafkaError, ValueError, struct.error)
-"""What the client's parser raises."""
+"""Exceptions that the client's parser raises for damaged records."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageColumns:
-    """N messages of one partition, in order.
+    """N consecutive messages of one partition, as columns.
 
-    offsets, times: (N,) int64; times are milliseconds since 1970 as the sender or the broker states them, any number.
-    sizes: (N,) bytes with key and headers. keys, values: N byte strings or None.
+    Attributes:
+        offsets: (N,) offsets.
+        times: (N,) milliseconds since 1970 as the sender or the broker states them; any number is possible.
+        sizes: (N,) bytes, key and headers included.
+        keys: N keys or None.
+        values: N values or None.
     """
 
     offsets: Ints
@@ -55,7 +59,7 @@ class MessageColumns:
         return len(self.values)
 
     def slice(self, start: int, stop: int) -> MessageColumns:
-        """The messages from `start` to before `stop`."""
+        """Return the messages from index `start` to before `stop`."""
         if start == 0 and stop >= len(self):
             return self
         cut = slice(start, stop)
@@ -63,7 +67,7 @@ class MessageColumns:
 
     @staticmethod
     def from_records(records: Sequence[DefaultRecord]) -> MessageColumns:
-        """What the client's parser has made, as a run."""
+        """Convert records that the client's parser has made."""
         bound = np.iinfo(np.int64)
         times = (min(max(r.timestamp, bound.min), bound.max) for r in records)
         n = len(records)
@@ -77,7 +81,11 @@ class MessageColumns:
 
 
 def read_batch(batch: DefaultRecordBatch) -> Iterator[MessageColumns]:
-    """All records of a batch that is not compressed any more. Raises `UNPARSABLE`, after what comes before it."""
+    """Yield all records of an uncompressed batch in chunks.
+
+    Raises:
+        Exception: One of `PARSE_ERRORS`, after the records before the damaged one were yielded.
+    """
     batch._buffer = bytes(batch._buffer)
     while (rest := batch._num_records - batch._next_record_index) > 0:
         count = min(rest, MAX_RECORDS)
@@ -92,6 +100,7 @@ def read_batch(batch: DefaultRecordBatch) -> Iterator[MessageColumns]:
 
 
 def _parse_with_client(batch: DefaultRecordBatch, count: int) -> Iterator[MessageColumns]:
+    """Yield records parsed by the client; raise its error after those that could be parsed."""
     records: list[DefaultRecord] = []
     failure: Exception | None = None
     try:
@@ -106,8 +115,14 @@ def _parse_with_client(batch: DefaultRecordBatch, count: int) -> Iterator[Messag
 
 @dataclass(frozen=True, slots=True)
 class SmallBatches:
-    """The records of batches that follow each other, as one run. place: after them in the buffer; next_offset,
-    leader_epoch: as the last of them has it."""
+    """The records of consecutive batches, as one chunk.
+
+    Attributes:
+        run: The records.
+        place: Position in the buffer after the last batch.
+        next_offset: Offset after the last batch.
+        leader_epoch: Leader epoch of the last batch.
+    """
 
     run: MessageColumns
     place: int
@@ -116,9 +131,17 @@ class SmallBatches:
 
 
 def read_small_batches(buffer: bytes, at: int) -> SmallBatches | None:
-    """What the batches from this place on hold, as far as they are small, of the common form, and need nothing but to
-    be read: no compression, no transaction, and a checksum that is right. Of many small batches each by itself would
-    cost as much as a large one. None where the first is none of these, or there is no compiled code."""
+    """Read consecutive small batches in one call, because reading each by itself costs as much as a large batch.
+
+    Only batches that are uncompressed, outside transactions, of the common form, and with a correct checksum are read.
+
+    Args:
+        buffer: The fetched bytes.
+        at: Position of the first batch.
+
+    Returns:
+        The records, or None if the first batch does not qualify or there is no compiled code.
+    """
     library = _library()
     if library is None:
         return None
@@ -132,7 +155,11 @@ def read_small_batches(buffer: bytes, at: int) -> SmallBatches | None:
 
 
 def _read_common_form(batch: DefaultRecordBatch, count: int) -> tuple[MessageColumns, int] | None:
-    """The next records and the place after them; None where one is not of the common form."""
+    """Read the next records of a batch.
+
+    Returns:
+        The records and the position after them, or None if a record is not of the common form.
+    """
     out = np.empty((8, count), np.int64)
     if not _read(batch._buffer, batch._pos, out):
         return None
@@ -145,7 +172,14 @@ def _read_common_form(batch: DefaultRecordBatch, count: int) -> tuple[MessageCol
 
 
 def _run(buffer: bytes, rows: Ints, offsets: Ints, times: Ints) -> MessageColumns:
-    """N records of a buffer. rows: (8, N), see `_read`."""
+    """Build the columns of N records.
+
+    Args:
+        buffer: The bytes of the batch.
+        rows: (8, N) fields of the records, see `_read`.
+        offsets: (N,) offsets.
+        times: (N,) milliseconds since 1970.
+    """
     starts, ends, _, _, key, key_size, value, value_size = rows
     return MessageColumns(
         offsets, times, ends - starts, _slice_bytes(buffer, key, key_size), _slice_bytes(buffer, value, value_size)
@@ -154,8 +188,12 @@ def _run(buffer: bytes, rows: Ints, offsets: Ints, times: Ints) -> MessageColumn
 
 @cache
 def _library(*more: str) -> ctypes.CDLL | None:
-    """more: flags for the compiler."""
-    library = build.compiled(Path(__file__).parent, "messages are read without compiled code, more slowly", *more)
+    """Return the compiled reader, or None if it cannot be compiled.
+
+    Args:
+        *more: Further flags for the compiler.
+    """
+    library = build.build_library(Path(__file__).parent, "messages are read without compiled code, more slowly", *more)
     if library is not None:
         library.read_records.argtypes = [ctypes.c_char_p, *[ctypes.c_int64] * 3, *[ctypes.c_int32] * 2, ctypes.c_void_p]
         library.read_batches.argtypes = [*library.read_records.argtypes, ctypes.c_void_p]
@@ -164,9 +202,18 @@ def _library(*more: str) -> ctypes.CDLL | None:
 
 
 def _read(buffer: bytes, at: int, out: Ints) -> bool:
-    """Where the parts of records stand, from this place on. Into the rows of `out`, (8, N): where a record begins,
-    after its length, and ends; its time and offset after the batch's first; where its key begins, and the key's length,
-    -1 for none; the same of its value. False where one is not of the common form."""
+    """Find the fields of the next N records and write them into `out`.
+
+    Args:
+        buffer: The bytes of the batch.
+        at: Position of the first record.
+        out: (8, N) output. Its rows are: position after the record's length, end position, time and offset relative to
+            the
+            batch's first, position of the key, length of the key (-1 for none), position and length of the value.
+
+    Returns:
+        Whether all records are of the common form.
+    """
     library = _library()
     if library is not None:
         form = out.shape[1], MAX_LENGTH_BYTES, MAX_VARINT_BYTES
@@ -192,7 +239,9 @@ def _read(buffer: bytes, at: int, out: Ints) -> bool:
 
 
 def _find_record_bounds(buffer: bytes, at: int, count: int) -> tuple[list[int], list[int]] | None:
-    """Where so many records begin, after their length, and end; None where one is not of the common form."""
+    """Return where each of the next `count` records begins (after its length) and ends, or None if one is of another
+    form.
+    """
     starts: list[int] = []
     ends: list[int] = []
     begin, end = starts.append, ends.append
@@ -224,8 +273,18 @@ def _find_record_bounds(buffer: bytes, at: int, count: int) -> tuple[list[int], 
 
 
 def _decode_varints(raw: NDArray[np.uint8], at: Ints) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """(N,) numbers at these places (zigzag, seven bits a byte, the lowest first), the places after them, and whether
-    each is of the usual size. Raises IndexError past the end."""
+    """Decode one zigzag varint per record, for all records together.
+
+    Args:
+        raw: The bytes of the batch.
+        at: (N,) positions.
+
+    Returns:
+        (N,) numbers, (N,) positions after them, and (N,) whether each has at most `MAX_VARINT_BYTES` bytes.
+
+    Raises:
+        IndexError: A number extends past the end of the batch.
+    """
     byte = raw[at].astype(np.int64)
     at = at + 1
     number, more = byte & 127, byte >= 128
@@ -240,13 +299,13 @@ def _decode_varints(raw: NDArray[np.uint8], at: Ints) -> tuple[Ints, Ints, NDArr
 
 
 def _slice_bytes(buffer: bytes, starts: Ints, lengths: Ints) -> list[bytes | None]:
-    """The byte strings at these places; None for a length below 0."""
+    """Return the byte strings at these positions; None for a negative length."""
     spans = zip(starts.tolist(), lengths.tolist(), strict=True)
     return [buffer[at : at + length] if length >= 0 else None for at, length in spans]
 
 
 def to_messages(topic: str, fetched: Mapping[TopicPartition, list[MessageColumns]]) -> Messages | None:
-    """The runs of a poll as they came, partition by partition; None if there are none."""
+    """Concatenate the records of a poll, partition by partition; return None if there are none."""
     pairs = [(tp.partition, run) for tp, runs in fetched.items() for run in runs]
     if not pairs:
         return None

@@ -1,4 +1,4 @@
-"""Effects out: alerts to one topic, dead letters to another."""
+"""Sinks for alerts and dead letters: each goes to its own topic."""
 
 from __future__ import annotations
 
@@ -12,11 +12,21 @@ from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.events import Alert, Effects, Rejection
 
 LETTER_BYTES = 2 * 2**20
-"""Largest message of a dead-letter topic made by us: twice Kafka's default, for a letter is larger than its event."""
+"""Largest message of a dead-letter topic that is created here, in bytes.
+
+A dead letter is larger than its event, so it is twice Kafka's default.
+"""
 
 
 def output_topics(alerts: str, dead_letters: str, state: str, partitions: int) -> dict[str, dict[str, Any]]:
-    """The topics that a consumer writes, with what `ensure_topics` needs to make them. partitions: of the events."""
+    """Return the topics that a consumer writes, with the settings to create them with.
+
+    Args:
+        alerts: Name of the alerts topic.
+        dead_letters: Name of the dead-letter topic.
+        state: Name of the state topic.
+        partitions: Number of partitions of the events topic.
+    """
     return {
         alerts: {"num_partitions": partitions},
         dead_letters: {"num_partitions": partitions, "configs": {"max.message.bytes": str(LETTER_BYTES)}},
@@ -25,18 +35,23 @@ def output_topics(alerts: str, dead_letters: str, state: str, partitions: int) -
 
 
 class AlertEncoder(Protocol):
-    """What makes the bytes of an alert; `deformer_stream.codec.Codec` is one."""
+    """An encoder of alerts; `deformer_stream.codec.Codec` is one."""
 
     def encode_alert(self, alert: Alert, data: Payload | None) -> bytes: ...
 
 
 class KafkaSink:
-    """Alerts and notices of drift to one topic, keyed by record; refused events to another, as they came, with the
-    reason in headers.
+    """A sink that sends alerts and drift notices to one topic, keyed by record, and refused events to another.
 
-    The dead letter's headers, UTF-8: reason, detail, and the source position as topic, partition, offset. A letter too
-    large for its topic is sent without its payload, with the header payload_bytes: bad input never stops the stream.
-    Either topic may be None: then its effects are not sent. delivery: what sends them, with the commit of its source.
+    A dead letter is the refused message unchanged, with UTF-8 headers `reason`, `detail`, and the position `topic`,
+    `partition` and `offset`. If it is too large for its topic it is sent without its payload, with the header
+    `payload_bytes`.
+
+    Args:
+        alerts_topic: Topic of alerts, or None to send none.
+        dead_letter_topic: Topic of refused events, or None to send none.
+        codec: Encoder of alerts.
+        delivery: Buffer of outgoing messages; the source that shares it sends them with its commit.
     """
 
     def __init__(
@@ -51,8 +66,11 @@ class KafkaSink:
         self._codec, self._delivery = codec, delivery
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        """Hand alerts and dead letters over to be sent. Raises ConfigError for an alert that is too large for its
-        topic."""
+        """Put alerts, notices and dead letters into the delivery.
+
+        Raises:
+            ConfigError: An alert is too large for its topic.
+        """
         if self.alerts_topic is not None:
             for alert in effects.alerts:
                 value = self._codec.encode_alert(alert, data)
@@ -68,15 +86,15 @@ class KafkaSink:
                 self._delivery.put(_dead_letter(self.dead_letter_topic, rejected, data, limit))
 
     def flush(self) -> None:
-        """Nothing: the commit of the source that shares the delivery sends what was written, or nothing of it."""
+        """Do nothing; the commit of the source that shares the delivery sends the messages."""
 
     def close(self) -> None:
-        """Let go of the delivery; what was not committed is not sent."""
+        """Close the delivery; messages that were not committed are not sent."""
         self._delivery.close()
 
 
 def _dead_letter(topic: str, rejected: Rejection, data: Payload, limit: int) -> OutgoingMessage:
-    """A dead letter of at most `limit` bytes."""
+    """Return the dead letter for a refused event, cut to at most `limit` bytes."""
     origin, partition, offset = get_position(data, rejected.message_index)
     key, value = get_message(data, rejected.message_index)
     said = (("reason", rejected.reason), ("detail", rejected.detail), ("topic", origin))

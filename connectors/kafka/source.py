@@ -1,4 +1,4 @@
-"""Events in: a topic as an endless source, shared with the other members of a consumer group."""
+"""The event source: a topic whose partitions are shared with the other members of a consumer group."""
 
 from __future__ import annotations
 
@@ -30,31 +30,52 @@ _REBALANCING = (
     errors.UnknownMemberIdError,
 )
 HEARTBEAT_SECONDS = 1.0
-"""How soon a member hears that partitions are to move."""
+"""Seconds between heartbeats; so soon does a member learn that partitions will move."""
 
 RETRY_SECONDS = 0.5
+"""Seconds to wait after a failed poll or commit before the next attempt."""
 CONFIRM_SECONDS = 10.0
-"""Positions that have not changed are committed again after so long: who lost his place to a namesake must learn it."""
+"""Seconds after which unchanged offsets are committed again, so that a process whose instance name was taken learns of
+it.
+"""
 
 
 def _keep_nothing(partitions: frozenset[int]) -> Mapping[int, PartitionState]:
+    """Return no state to save; the default before the pipeline sets its own function."""
     return NO_STATE
 
 
 class KafkaSource:
-    """A topic as an endless source of events; one of a group that share its partitions.
+    """A topic as an endless source of events, shared by the members of a consumer group.
 
-    Offsets are committed by `commit` alone and are true positions: the next message to read. A partition that goes to
-    another member is committed up to the last poll but this one (see `poll`), reported by the next `PollResult`, and never
-    committed again. Partitions move one by one (cooperative assignment); messages of aborted transactions are not seen.
+    Only `commit` commits offsets. They are the offset of the next event to read. When a partition moves to another
+    member,
+    the events of all polls but the last are committed with its state (see `poll`), the next `PollResult` reports it,
+    and it is
+    never committed again. Partitions move one by one (cooperative assignment). Messages of aborted transactions are
+    skipped.
 
-    bootstrap_servers: "host:port,…". start: where a group without committed offsets begins. security: arguments of the
-    client (security_protocol, ssl_cafile, sasl_mechanism, …), never logged. delivery: what sends messages with a
-    commit; state: where what is kept goes, both or neither. lost: what to do where what is needed is gone. model: its
-    fingerprint; members of one group must agree on it. instance: a name that stays the same over restarts, so that
-    they move no partitions. patience: seconds without an answer after which the broker counts as gone. bounds: what a
-    batch may unpack to. Belongs to the thread that made it. Raises Unavailable where no broker answers or the topic
-    does not exist, ConfigError where the broker refuses us.
+    The object belongs to the thread that created it.
+
+    Args:
+        bootstrap_servers: Comma-separated host:port pairs.
+        topic: The events topic.
+        group: The consumer group.
+        start: Where a group without committed offsets begins.
+        security: Arguments of the client for encryption and login. They are never logged.
+        max_poll_records: Largest number of messages in one poll.
+        session_seconds: Seconds of silence after which the group gives this member's partitions to others.
+        delivery: Sends messages with a commit; give `delivery` and `state` together or neither.
+        state: Encodes saved state.
+        lost: What to do if the saved state is gone.
+        model: Fingerprint of the model; the members of a group must agree on it.
+        instance: A name of this process that stays the same over restarts, so that a restart moves no partitions.
+        patience: Seconds without a response after which the brokers count as unavailable.
+        bounds: Limits on the size of messages and batches.
+
+    Raises:
+        Unavailable: No broker responds, or the topic does not exist.
+        ConfigError: The broker refuses the connection.
     """
 
     def __init__(
@@ -80,12 +101,14 @@ class KafkaSource:
         self._servers, self._start = bootstrap_servers, start
         self._state, self._lost = state, lost
         self._session, self._patience = session_seconds, patience
-        self._same_model = SameModelAssignor(model)
-        self._polled: dict[TopicPartition, int] = {}  # next positions of what was polled
-        self._settled: dict[TopicPartition, int] = {}  # next positions of what was polled and dealt with
-        self._gained: dict[TopicPartition, float] = {}  # partition that has not begun → since when
-        self._unrestored = ""  # why not, as it was said last
-        self._recovering: dict[TopicPartition, int] = {}  # partition → where its history ends
+        self._assignor = SameModelAssignor(model)
+        self._polled: dict[TopicPartition, int] = {}  # offset of the next event, after all polls
+        self._settled: dict[
+            TopicPartition, int
+        ] = {}  # offset of the next event, after the polls whose effects are written
+        self._gained: dict[TopicPartition, float] = {}  # assigned but not restored, since when
+        self._restore_error = ""  # the last logged reason why a restore failed
+        self._recovering: dict[TopicPartition, int] = {}  # offset at which the history of a partition ends
         self._revoked: list[int] = []
         self._closed = False
         self._consumer: KafkaConsumer = connect(
@@ -95,19 +118,19 @@ class KafkaSource:
             group_id=group,
             group_instance_id=instance,
             enable_auto_commit=False,
-            auto_offset_reset="none",  # where a partition begins is decided in `restored`
+            auto_offset_reset="none",  # `find_start` decides where a partition begins
             isolation_level="read_committed",
             allow_auto_create_topics=False,
-            partition_assignment_strategy=[self._same_model],
+            partition_assignment_strategy=[self._assignor],
             max_poll_records=max_poll_records,
             session_timeout_ms=int(session_seconds * 1000),
-            # A process that hangs loses its place in half the time that the others' commits wait for it.
+            # A process that hangs loses its membership in half of the time that the commits of the others wait for it.
             max_poll_interval_ms=int(max(session_seconds, patience / 2) * 1000),
             heartbeat_interval_ms=int(HEARTBEAT_SECONDS * 1000),
         )
         limit_fetches(self._consumer, bounds)
         self._commits = CommitManager(self._consumer, delivery, state)
-        self._watch = LivenessCheck(self._consumer, bootstrap_servers, topic, patience)
+        self._liveness = LivenessCheck(self._consumer, bootstrap_servers, topic, patience)
         try:
             with translate_errors(bootstrap_servers, f"looking for topic {topic!r}", ValueError, TypeError):
                 self._consumer.subscribe([topic], listener=RebalanceListener(self._gain, self._give_up, self._leave))
@@ -120,29 +143,34 @@ class KafkaSource:
 
     @property
     def model(self) -> str:
-        """The fingerprint that we say when the group next deals out partitions."""
-        return self._same_model.model
+        """The fingerprint that this member sends with the next rebalance."""
+        return self._assignor.model
 
     @model.setter
     def model(self, fingerprint: str) -> None:
-        self._same_model.model = fingerprint
+        self._assignor.model = fingerprint
 
     @property
     def exhausted(self) -> bool:
-        """Never: more may always come."""
+        """Whether the source has ended: never, a topic is endless."""
         return False
 
     @property
     def assigned(self) -> frozenset[int]:
-        """The partitions that are ours now."""
+        """The numbers of the partitions that this process owns."""
         return frozenset(tp.partition for tp in self._consumer.assignment())
 
     def poll(self, timeout: float) -> PollResult:
-        """Whatever is there, after at most `timeout` seconds; ordered within each partition.
+        """Return the events that are available, after at most `timeout` seconds, in order within each partition.
 
-        To call it says that the effects of everything polled before are written: a partition taken away during this
-        call is committed up to there. `revoked` were taken away before `data` came. Raises ConfigError where the group
-        works with another model, `StateError` where what is kept of a partition cannot be had.
+        Calling it states that the effects of all earlier polls are written. A partition that is revoked during the call
+        is
+        committed up to there. `PollResult.revoked` were revoked before `PollResult.data` arrived.
+
+        Raises:
+            ConfigError: The group uses another model.
+            StateError: The saved state of a partition is gone.
+            Unavailable: The brokers have not responded for longer than `patience`.
         """
         self._settled = dict(self._polled)
         commits = self._commits
@@ -150,103 +178,111 @@ class KafkaSource:
             self.end_commit()
         fetched = self._fetch(timeout)
         self._end_failed()
-        self._same_model.check()
+        self._assignor.check()
         for partition, runs in fetched.items():
             self._polled[partition] = int(runs[-1].offsets[-1]) + 1
         revoked, self._revoked = tuple(sorted(self._revoked)), []
-        begun = tuple(self._begin_gained())
+        restored = tuple(self._restore_gained())
         with translate_errors(self._servers, f"reading topic {self.topic!r}"):
-            self._watch.check_progress()
+            self._liveness.check_progress()
             recovered = self._take_recovered()
-        return PollResult(to_messages(self.topic, fetched), revoked, begun, recovered)
+        return PollResult(to_messages(self.topic, fetched), revoked, restored, recovered)
 
     def prefetch(self) -> None:
-        """Begin to fetch what there is now, for the next `poll`."""
+        """Start fetching for the next `poll`, without waiting."""
         self._consumer._fetcher.prefetch()
 
     def _poll(self, timeout: float) -> dict[TopicPartition, list[MessageColumns]]:
+        """Poll the client; if an exception came from our own rebalance callback, raise it instead of the client's
+        wrapper.
+        """
         try:
             return dict(self._consumer.poll(timeout_ms=timeout * 1000))
         except errors.KafkaError as error:
             if type(error) is errors.KafkaError and error.__cause__ is not None:
-                raise error.__cause__ from None  # it came from our own `Rebalance`, so it is no fault of Kafka's
+                raise error.__cause__ from None  # raised by our own rebalance callback
             raise
 
     def _fetch(self, timeout: float) -> dict[TopicPartition, list[MessageColumns]]:
+        """Poll the client and handle its errors: restart partitions whose offset is gone, retry when brokers are away."""
         try:
             fetched = self._poll(timeout)
-            self._watch.record_success()
+            self._liveness.record_success()
             return fetched
         except errors.OffsetOutOfRangeError as error:
-            # Messages have expired before we came to them, or the topic has been replaced: those partitions begin anew.
+            # Messages expired before they were read, or the topic was replaced: these partitions are restored again.
             (gone,) = error.args
-            log.get("kafka").warning(
-                "there is no message at our position", offsets={tp.partition: gone[tp] for tp in gone}
-            )
+            log.get("kafka").warning("offset_out_of_range", offsets={tp.partition: gone[tp] for tp in gone})
             self._lose(gone)
             self._gain(gone)
         except (errors.KafkaError, OSError) as error:
-            self._watch.record_failure(error)
+            self._liveness.record_failure(error)
             time.sleep(min(timeout, RETRY_SECONDS))
         return {}
 
     def _end_failed(self) -> None:
-        """What a hand-over that failed has left open is ended now, or everyone would wait for it who begins with a
-        partition. Where the broker does not answer, the next poll or commit tries again."""
+        """End the transaction that a failed hand-over has left open, because readers of committed offsets wait for it.
+
+        If the broker does not respond, the next poll or commit tries again.
+        """
         if self._commits.failed and not self._commits.begun:
             try:
                 self._commits.renew()
             except Unavailable as error:
-                log.get("kafka").debug("the producer is not renewed yet", why=str(error))
+                log.get("kafka").debug("producer_renewal_failed", error=str(error))
 
     def _take_recovered(self) -> tuple[int, ...]:
-        """The partitions whose history is over; what follows it may be transaction markers, which are never polled."""
+        """Return and remove the partitions whose history has been read completely.
+
+        After the history there may be transaction markers, which are never returned by a poll.
+        """
         over = [tp for tp, until in self._recovering.items() if self._position(tp) >= until]
         for tp in over:
             del self._recovering[tp]
             self._polled[tp] = self._position(tp)
         return tuple(tp.partition for tp in over)
 
-    def _begin_gained(self) -> Iterator[RestoredPartition]:
-        """Begin with the partitions that came. Where the broker does not answer, the next poll tries again, until the
-        patience is over."""
+    def _restore_gained(self) -> Iterator[RestoredPartition]:
+        """Restore the assigned partitions one after another; if the brokers do not respond, the next poll tries again."""
         for tp in sorted(self._gained):
             try:
-                yield self._begin(tp)
+                yield self._restore(tp)
             except Unavailable as error:
                 if time.monotonic() - self._gained[tp] > self._patience:
                     raise
-                if str(error) != self._unrestored:
-                    self._unrestored = str(error)
-                    log.get("kafka").warning(
-                        "not restored, will be tried again", partition=tp.partition, why=str(error)
-                    )
+                if str(error) != self._restore_error:
+                    self._restore_error = str(error)
+                    log.get("kafka").warning("restore_failed_retrying", partition=tp.partition, error=str(error))
                 return
             del self._gained[tp]
-            self._unrestored = ""
+            self._restore_error = ""
 
-    def _begin(self, tp: TopicPartition) -> RestoredPartition:
-        """Place the reader where the partition's history, or else its new messages, begin."""
+    def _restore(self, tp: TopicPartition) -> RestoredPartition:
+        """Restore one partition and set the reader to the first event that it needs."""
         with translate_errors(self._servers, f"restoring partition {tp.partition} of topic {self.topic!r}"):
-            begun = find_start(self._consumer, tp, self._start, self._state, self._lost)
-            self._consumer.seek(tp, begun.position)
+            start = find_start(self._consumer, tp, self._start, self._state, self._lost)
+            self._consumer.seek(tp, start.position)
             self._consumer.resume(tp)
-        if begun.reference is not None:
-            self._commits.kept[tp] = begun.reference
-        self._recovering[tp] = begun.restored.until
-        return begun.restored
+        if start.reference is not None:
+            self._commits.kept[tp] = start.reference
+        self._recovering[tp] = start.restored.until
+        return start.restored
 
     def _position(self, tp: TopicPartition) -> int:
+        """Return the offset of the next event of a partition, or -1 if it is unknown."""
         position = self._consumer.position(tp, timeout_ms=0)
         return -1 if position is None else int(position)
 
     def commit(self, saved: Mapping[int, PartitionState] = NO_STATE) -> None:
-        """Commit the positions of all partitions that are ours, with what is kept of them and what sinks have put into
-        the delivery. Blocks until the broker has it.
+        """Commit the offsets of all partitions with their saved state and the messages of the sinks; block until it is
+        done.
 
-        While the group is rebalancing the broker takes no commit: the rebalance is then finished first, without taking
-        new messages, and what is still ours is committed. What was lost meanwhile is reported by the next poll. A
-        failure is tried again until the patience is over: then Unavailable is raised.
+        During a rebalance the broker accepts no commits. The rebalance is then completed first, without accepting new
+        messages,
+        and the partitions that remain are committed. The next poll reports the others.
+
+        Raises:
+            Unavailable: The commit has failed for longer than `patience`.
         """
         self._begin_commit(saved)
         self.end_commit()
@@ -254,10 +290,16 @@ class KafkaSource:
     def begin_commit(
         self, saved: Mapping[int, PartitionState] = NO_STATE, ended: Callable[[], None] = lambda: None
     ) -> None:
-        """As `commit`, and where the commit is a transaction it need not be over on return: the next `poll` may be
-        called, and what sinks put meanwhile goes with the next commit. One that failed is tried again, as long as it
-        takes, by the next `poll` or commit after its end. ended: called when it has taken effect at its first attempt,
-        perhaps from another thread."""
+        """Begin a commit, and if it is a transaction, return before it has ended.
+
+        The next `poll` may be called meanwhile; what sinks send then belongs to the next commit. A failed attempt is
+        repeated by
+        the next `poll` or commit.
+
+        Args:
+            saved: State to save, by partition number.
+            ended: Called when the first attempt has taken effect, possibly from another thread.
+        """
         self._begin_commit(saved)
         group = self._group()
         if group is None or not self._commits.begin_sending(group, ended):
@@ -265,68 +307,69 @@ class KafkaSource:
             ended()
 
     def _begin_commit(self, saved: Mapping[int, PartitionState]) -> None:
+        """Wait for the previous commit and begin the next one."""
         self._settled = dict(self._polled)
         self.end_commit()
         confirm = time.monotonic() - self._commits.confirmed > CONFIRM_SECONDS
         self._commits.begin(self._positions(), saved, confirm)
 
     def end_commit(self) -> None:
-        """Return when the commit that was begun, if any, has taken effect. Raises as `commit` does, and lets it be."""
+        """Wait until the commit that was begun, if any, has taken effect; on an error that `commit` raises, abandon it."""
         deadline = time.monotonic() + self._patience
-        said: set[str] = set()
-        again = False
+        logged: set[str] = set()
+        is_retry = False
         while self._commits.begun:
             try:
-                if again:
+                if is_retry:
                     self._finish_rebalance()
                 self._try_to_commit()
             except (errors.KafkaError, OSError, Unavailable) as error:
-                ours = error if isinstance(error, Unavailable) else translate(error, self._servers, "committing")
-                if not isinstance(ours, Unavailable) or time.monotonic() > deadline:
+                translated = error if isinstance(error, Unavailable) else translate(error, self._servers, "committing")
+                if not isinstance(translated, Unavailable) or time.monotonic() > deadline:
                     self._commits.give_up()
-                    raise ours from error
-                if (kind := type(error).__name__) not in said:
-                    log.get("kafka").warning("commit failed, will be tried again", error=kind)
-                    said.add(kind)
+                    raise translated from error
+                if (kind := type(error).__name__) not in logged:
+                    log.get("kafka").warning("commit_failed_retrying", error=kind)
+                    logged.add(kind)
                 if not isinstance(error, _REBALANCING):
                     time.sleep(RETRY_SECONDS)
-                again = True
+                is_retry = True
 
     def _try_to_commit(self) -> None:
-        """One attempt. Raises the client's errors and ours."""
+        """Make one attempt to commit; raise the client's errors and ours."""
         group = None
         if not self._commits.under_way:
             if (group := self._group()) is None:
                 raise errors.RebalanceInProgressError()
             self._commits.recover()
-        rest = self._commits.send(group)
-        if rest is not None:
-            self._consumer.commit(rest, timeout_ms=DELIVERY_SECONDS * 1000)
+        offsets = self._commits.send(group)
+        if offsets is not None:
+            self._consumer.commit(offsets, timeout_ms=DELIVERY_SECONDS * 1000)
         self._commits.conclude()
 
     def _group(self) -> ConsumerGroupMetadata | None:
-        """Our place in the group; None while that is being dealt out anew."""
+        """Return our membership in the group, or None during a rebalance."""
         group = self._consumer.group_metadata()
         return None if self._consumer.assignment() and group.state is not MemberState.STABLE else group
 
     def _positions(self) -> dict[TopicPartition, int]:
-        """Where our partitions are; not of those whose history is not over, their commit stands."""
+        """Return the offset of the next event of each partition, except those that are still being restored."""
         live = [tp for tp in self._consumer.assignment() if tp not in self._recovering and tp not in self._gained]
         return {tp: at for tp in live if (at := self._position(tp)) >= 0}
 
     def _finish_rebalance(self) -> None:
-        """Let the client rejoin its group while nothing is delivered: partitions are paused, new ones as they come."""
+        """Let the client rejoin its group while all partitions are paused, so that no messages are delivered."""
         paused = [tp for tp in self._consumer.assignment() if tp not in self._consumer.paused()]
         self._consumer.pause(*paused)
         try:
             if self._poll(0.1):
-                raise InvariantViolated("a paused partition has delivered messages; report this")
+                raise InvariantViolated("a paused partition has delivered messages; this is a bug, please report it")
         finally:
-            ours = self._consumer.assignment() - self._gained.keys()  # those wait for `_begin`
+            ours = self._consumer.assignment() - self._gained.keys()  # those wait for `_restore`
             self._consumer.resume(*[tp for tp in paused if tp in ours])
 
     def lag(self) -> dict[tuple[str, int], int]:
-        """(topic, partition) → messages not read yet, for the partitions whose end is known. Asks nobody."""
+        """Return the number of unread messages by (topic, partition), as far as the client knows it without a request."""
         lags = {}
         for tp in self._consumer.assignment():
             end, here = self._consumer.highwater(tp), self._consumer.position(tp, timeout_ms=0)
@@ -335,31 +378,34 @@ class KafkaSource:
         return lags
 
     def close(self) -> None:
-        """Leave the group, so that others take over at once (with an instance name the place is kept instead). Commits
-        nothing."""
+        """Leave the group without committing, so that others take over at once. With an instance name the membership is
+        kept.
+        """
         self._closed = True
         with translate_errors(self._servers, "closing the consumer"):
             self._consumer.close(autocommit=False, timeout_ms=CONNECT_SECONDS * 1000)
 
-    # Called by `Rebalance` on the client's thread, while ours waits.
+    # Called by `RebalanceListener` on the client's thread, while ours waits.
 
     def _gain(self, partitions: Iterable[TopicPartition]) -> None:
-        """Nothing is delivered of them before `_begin`."""
+        """Pause newly assigned partitions; `_restore` restores and resumes them."""
         for tp in partitions:
             self._consumer.seek(tp, 0)
             self._consumer.pause(tp)
             self._gained[tp] = time.monotonic()
         numbers = sorted(tp.partition for tp in partitions)
-        log.get("kafka").info("partitions assigned", topic=self.topic, partitions=numbers)
+        log.get("kafka").info("partitions_assigned", topic=self.topic, partitions=numbers)
 
     async def _give_up(self, partitions: Iterable[TopicPartition]) -> None:
-        """Commit what is settled of them, and keep what is to be kept; the next owner begins there. Not on closing:
-        `close` commits nothing."""
+        """Commit the written events of revoked partitions with their state, so that the next owner begins there.
+
+        Nothing is committed while the source is being closed.
+        """
         leaving = {tp: self._settled[tp] for tp in partitions if tp in self._settled and tp not in self._recovering}
         if leaving and not self._closed:
-            deadline = time.monotonic() + self._session / 2  # while we wait here, no heartbeat goes out
+            deadline = time.monotonic() + self._session / 2  # no heartbeat is sent while this waits
             try:
-                if self._commits.begun:  # what it keeps comes before what we hand over
+                if self._commits.begun:  # its state comes before the state of the partitions that are handed over
                     await self._commit_within(deadline)
                 saved = self.collect_state(frozenset(tp.partition for tp in leaving))
                 settled = {tp: at for tp, at in self._settled.items() if tp not in self._recovering}
@@ -369,24 +415,26 @@ class KafkaSource:
                 finally:
                     self._commits.give_up()
             except (errors.KafkaError, DeformerError) as error:
-                # The next owner repeats these messages. To raise here would end the group's rebalance instead.
-                log.get("kafka").warning("revoked partitions not committed", error=type(error).__name__)
+                # The next owner repeats these messages. Raising here would end the group's rebalance instead.
+                log.get("kafka").warning("revoked_partitions_not_committed", error=type(error).__name__)
         self._lose(partitions)
 
     async def _commit_within(self, deadline: float) -> None:
-        """One attempt, without asking how an earlier one went. Raises the client's errors and ours."""
+        """Make one attempt to commit before the deadline, without finding out how an earlier attempt ended."""
         if self._commits.failed:
-            raise errors.KafkaConnectionError("an earlier commit has not ended")
-        rest = self._commits.send(self._consumer.group_metadata(), deadline - time.monotonic())
-        if rest is not None:
-            await self._consumer.commit_async(rest)
+            raise errors.KafkaConnectionError("the previous commit has not ended")
+        offsets = self._commits.send(self._consumer.group_metadata(), deadline - time.monotonic())
+        if offsets is not None:
+            await self._consumer.commit_async(offsets)
         self._commits.conclude()
 
     def _leave(self, partitions: Iterable[TopicPartition]) -> None:
-        self._same_model.leave()
+        """Remove all partitions after the group has continued without this member."""
+        self._assignor.leave()
         self._lose(partitions)
 
     def _lose(self, partitions: Iterable[TopicPartition]) -> None:
+        """Remove partitions that now belong to another process."""
         for tp in partitions:
             for known in (self._polled, self._settled, self._recovering, self._gained):
                 known.pop(tp, None)

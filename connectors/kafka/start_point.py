@@ -1,4 +1,4 @@
-"""Where a partition begins when it comes to us, and what to do where something needed for that is gone."""
+"""Where to begin reading a partition that was assigned, and what to do if the saved state is gone."""
 
 from __future__ import annotations
 
@@ -14,13 +14,22 @@ from deformer_stream.errors import StateError
 from deformer_stream.runtime.ports import RestoredPartition
 
 LostState = Literal["refuse", "rebuild", "forget"]
-"""Where the state topic or messages of the events' topic are gone: end with the reason; rebuild open records from what
-is still there; or begin at the committed position (or the first message after it) without open records."""
+"""What to do if the state topic, or events that the state needs, are gone.
+
+"refuse" raises an error. "rebuild" rebuilds open records from the events that still exist. "forget" begins at the
+committed offset, or at the first event after it, without open records.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StartPoint:
-    """position: the first message to read. kept: what is in force of the partition, if anything is."""
+    """Where to begin with a partition.
+
+    Attributes:
+        restored: The saved state, for the engine.
+        position: Offset of the first event to read.
+        reference: The messages of the state topic that hold the state, if there are any.
+    """
 
     restored: RestoredPartition
     position: int
@@ -34,23 +43,27 @@ def find_start(
     state: StateTopic | None,
     lost: LostState,
 ) -> StartPoint:
-    """How to begin with a partition that is ours now.
+    """Return where to begin with a partition that was assigned to this process.
 
-    Without a commit it begins where `start` says; after the commit of a program that keeps no state (or an operator's
-    reset) at the committed position, without open records. Waits for transactions that are under way. Raises
-    `StateError` where something needed is gone and `lost` is "refuse", and the client's errors.
+    Without a committed offset it is the beginning or the end of the partition, as `start` says. After a commit that names
+    no state, for instance of another program, it is the committed offset, without open records. Waits for open
+    transactions to end.
+
+    Raises:
+        StateError: Something that is needed is gone and `lost` is "refuse".
+        KafkaError: The broker does not respond; errors of the client are not translated.
     """
-    limit = int(DELIVERY_SECONDS * 1000)
-    committed = consumer.committed(tp, metadata=True, timeout_ms=limit)
+    timeout_ms = int(DELIVERY_SECONDS * 1000)
+    committed = consumer.committed(tp, metadata=True, timeout_ms=timeout_ms)
     first, end = (
-        consumer.beginning_offsets([tp], timeout_ms=limit)[tp],
-        consumer.end_offsets([tp], timeout_ms=limit)[tp],
+        consumer.beginning_offsets([tp], timeout_ms=timeout_ms)[tp],
+        consumer.end_offsets([tp], timeout_ms=timeout_ms)[tp],
     )
     if committed is None:
-        written = TopicPartition("" if state is None else state.topic, tp.partition)
-        if state is not None and consumer.end_offsets([written], timeout_ms=limit)[written]:
+        state_partition = TopicPartition("" if state is None else state.topic, tp.partition)
+        if state is not None and consumer.end_offsets([state_partition], timeout_ms=timeout_ms)[state_partition]:
             log.get("kafka").warning(
-                "there is no commit of the group, though state was kept for one: the partition begins anew",
+                "state_without_committed_offset",
                 partition=tp.partition,
                 start=start,
             )
@@ -58,38 +71,44 @@ def find_start(
         return StartPoint(RestoredPartition(tp.partition, position), position)
     if committed.offset > end:
         _handle_lost_state(
-            tp, lost, f"the group has consumed up to offset {committed.offset}, the topic ends at {end}: it is another"
+            tp,
+            lost,
+            f"the group has consumed up to offset {committed.offset}, but the topic ends at {end}: it was replaced",
         )
         return StartPoint(RestoredPartition(tp.partition, first), first)
     until = max(committed.offset, first)
     if committed.offset < first:
-        _handle_lost_state(tp, lost, f"{first - committed.offset} messages have expired before they were consumed")
+        _handle_lost_state(tp, lost, f"{first - committed.offset} messages expired before they were consumed")
     try:
-        kept = None if state is None else StateReference.of(committed.metadata)
-        if state is None or kept is None:
+        reference = None if state is None else StateReference.of(committed.metadata)
+        if state is None or reference is None:
             if state is not None:
-                log.get("kafka").info("the commit names no state: no open records", partition=tp.partition)
+                log.get("kafka").info("commit_without_state", partition=tp.partition)
             return StartPoint(RestoredPartition(tp.partition, until), until)
-        snapshot, decisions = state.read(tp.partition, kept)
+        snapshot, decisions = state.read(tp.partition, reference)
     except StateError as error:
         _handle_lost_state(tp, lost, str(error))
         position = first if lost == "rebuild" else until
         return StartPoint(RestoredPartition(tp.partition, until), position)
-    if kept.position < first:
+    if reference.position < first:
         _handle_lost_state(
-            tp, lost, f"the state needs messages from offset {kept.position} on, the first there is {first}"
+            tp,
+            lost,
+            f"the saved state needs messages from offset {reference.position} on, but the first one is {first}",
         )
         if lost == "forget":
             return StartPoint(RestoredPartition(tp.partition, until), until)
-    return StartPoint(RestoredPartition(tp.partition, until, snapshot, decisions), max(kept.position, first), kept)
+    return StartPoint(
+        RestoredPartition(tp.partition, until, snapshot, decisions), max(reference.position, first), reference
+    )
 
 
-def _handle_lost_state(tp: TopicPartition, lost: LostState, what: str) -> None:
-    """Refuse, or say what is done about it."""
-    where = f"topic {tp.topic!r}, partition {tp.partition}: {what}"
+def _handle_lost_state(tp: TopicPartition, lost: LostState, loss: str) -> None:
+    """Raise `StateError` if `lost` is "refuse"; otherwise log what was lost and continue."""
+    where = f"topic {tp.topic!r}, partition {tp.partition}: {loss}"
     if lost == "refuse":
         raise StateError(
-            f"{where}; --lost-state rebuild reads the messages that are left again without effects, --lost-state "
-            "forget begins without open records"
+            f"{where}; start once with --lost-state rebuild (reads the remaining messages again, without effects) or "
+            "--lost-state forget (begins without open records)"
         )
-    log.get("kafka").warning(where, lost_state=lost)
+    log.get("kafka").warning("state_lost", where=where, lost_state=lost)

@@ -1,10 +1,12 @@
-"""What is kept of a consumer's partitions: messages in a compacted topic, named by the commit that goes with them.
+"""Saved state of a consumer's partitions, as messages in a compacted topic that the committed offsets refer to.
 
-The state topic has the partitions of the events' topic; partition p holds what is kept of events' partition p. A
-snapshot is a run of messages, and so are the decisions that a commit adds to it; each run names the commit it went with
-and the one before. The metadata of the committed offset names the last run, so a reader follows the chain back and is
-misled neither by runs whose commit came to nothing nor by what a process sent that did not know of its end. Keys
-alternate between two sets from snapshot to snapshot: compaction never removes what the last commit names.
+The state topic has as many partitions as the events topic; partition p holds the state of events partition p. A
+snapshot
+is a sequence of messages, and so are the decisions that a later commit adds. Each sequence carries the name of its
+commit
+and of the commit before. The metadata of the committed offset names the last sequence. So a reader follows the chain
+backwards and ignores sequences whose commit failed, or that a process sent after it had lost the partition. Keys
+alternate between two sets from one snapshot to the next, so compaction never removes what the last commit refers to.
 """
 
 from __future__ import annotations
@@ -27,26 +29,36 @@ from deformer_stream.runtime.ports import PartitionState
 FORMAT = 1
 _OURS = '{"deformer":'
 ROOM = 4096
-"""Bytes of a message that are left for key and headers."""
+"""Bytes of a message that are reserved for its key and headers."""
 
 VISIBLE_SECONDS = 2 * TRANSACTION_SECONDS
-"""What is committed is visible once every earlier transaction in its partition has ended; the broker ends that of a
-process that died, a while after its time is over."""
+"""Seconds until a committed message is certainly visible.
+
+It becomes visible after every earlier transaction of its partition has ended. The broker aborts the transaction of a
+dead
+process some time after its timeout.
+"""
 
 SETTINGS = {
     "cleanup.policy": "compact",
     "segment.ms": "600000",
     "min.cleanable.dirty.ratio": "0.1",
 }
-"""Of a state topic that has to be created: compacted soon, for only the latest snapshots matter."""
+"""Settings of a state topic that is created here. It is compacted soon, because only the latest snapshots matter."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateReference:
-    """What is in force of a partition. position: the first message of the events' partition that the snapshot does not
-    contain. even: which set of keys it has. at: offset of its first message in the state topic. messages: how many
-    there are, of the snapshot and all decisions since. last: the commit that the last of them went with. commit: names
-    the latest commit, so that one whose answer got lost is recognised."""
+    """The messages of the state topic that hold the state of one partition.
+
+    Attributes:
+        position: Offset of the first event that the snapshot does not include.
+        even: Which of the two sets of keys the snapshot uses.
+        at: Offset of the snapshot's first message in the state topic.
+        messages: Number of messages of the snapshot and of all decisions since.
+        last: Name of the commit that added the last of them.
+        commit: Name of the latest commit, so that a commit whose response was lost is recognised.
+    """
 
     position: int
     even: bool
@@ -56,33 +68,46 @@ class StateReference:
     commit: str
 
     def metadata(self) -> str:
-        """As text that goes with the committed offset."""
+        """Return the reference as text, for the metadata of the committed offset."""
         row = [self.position, int(self.even), self.at, self.messages, self.last, self.commit]
         return orjson.dumps({"deformer": FORMAT, "kept": row}).decode()
 
     @staticmethod
     def of(metadata: str) -> StateReference | None:
-        """What a commit names; None for a commit of others, which name nothing. Raises `StateError` for another
-        format."""
+        """Parse the metadata of a committed offset.
+
+        Returns:
+            The reference, or None if the commit was made by another program.
+
+        Raises:
+            StateError: The metadata is damaged or has another format version.
+        """
         if not metadata.startswith(_OURS):
             return None
         try:
             document = orjson.loads(metadata)
             if document["deformer"] != FORMAT:
                 raise StateError(
-                    f"the committed state has format {document['deformer']!r}, this package reads {FORMAT}"
+                    f"the saved state has format version {document['deformer']!r}, but this package reads version {FORMAT}: use the "
+                    "package that wrote it, or start once with --lost-state rebuild"
                 )
             position, even, at, messages, last, commit = document["kept"]
         except (orjson.JSONDecodeError, TypeError, KeyError, ValueError):
-            raise StateError("the commit's metadata is damaged") from None
+            raise StateError("the metadata of the committed offset is damaged") from None
         numbers, names = (position, even, at, messages), (last, commit)
         if not (all(type(n) is int and n >= 0 for n in numbers) and all(isinstance(name, str) for name in names)):
-            raise StateError("the commit's metadata is damaged")
+            raise StateError("the metadata of the committed offset is damaged")
         return StateReference(position, bool(even), at, messages, last, commit)
 
 
 class CommitAttempt(NamedTuple):
-    """A commit that may have taken effect. kept: what is in force if it has; saved: what of that was new."""
+    """An attempt to commit that may have taken effect.
+
+    Attributes:
+        offsets: The offsets that it commits.
+        references: For each partition, the messages that hold its state if the attempt has taken effect.
+        saved: The state that was new in this attempt, by partition number.
+    """
 
     offsets: dict[TopicPartition, OffsetAndMetadata]
     references: dict[TopicPartition, StateReference]
@@ -90,9 +115,18 @@ class CommitAttempt(NamedTuple):
 
 
 class StateTopic:
-    """Reads and words the messages of a state topic; a `Delivery` sends them. largest: of its messages, in bytes.
-    verify: raises `StateError` for a snapshot with its decisions that nobody could go on with. Raises ConfigError where
-    `largest` is too small for any."""
+    """Encodes state as messages of the state topic, and reads it back.
+
+    Args:
+        bootstrap_servers: Comma-separated host:port pairs.
+        topic: The state topic.
+        security: Arguments of the client for encryption and login.
+        largest: Largest message that the topic accepts, in bytes.
+        verify: Raises `StateError` if a snapshot with its decisions cannot be decoded.
+
+    Raises:
+        ConfigError: `largest` is too small to hold any state.
+    """
 
     def __init__(
         self,
@@ -103,7 +137,9 @@ class StateTopic:
         verify: Callable[[bytes, tuple[bytes, ...]], None] | None = None,
     ) -> None:
         if largest < 2 * ROOM:
-            raise ConfigError(f"topic {topic!r} has max.message.bytes={largest}: set it to {2 * ROOM} or more")
+            raise ConfigError(
+                f"topic {topic!r} has max.message.bytes={largest}, too small for saved state: set it to {2 * ROOM} or more"
+            )
         self.topic = topic
         self._servers, self._security = bootstrap_servers, security
         self._chunk = largest - ROOM
@@ -112,16 +148,32 @@ class StateTopic:
     def messages(
         self, partition: int, position: int, saved: PartitionState, kept: StateReference | None, commit: str
     ) -> tuple[list[OutgoingMessage], StateReference]:
-        """The messages that keep this, and what is in force once they are committed; a new snapshot's offset `at` is
-        the first message's. position: the events' next. kept: what is in force before. commit: a name that was never
-        used. Decisions need a snapshot to follow."""
+        """Encode the state of a partition.
+
+        Args:
+            partition: The partition number.
+            position: Offset of the next event.
+            saved: A snapshot, or decisions since the last snapshot.
+            kept: The reference that is in force before this commit.
+            commit: A new, unique name of the commit.
+
+        Returns:
+            The messages, and the reference that is in force once they are committed. For a new snapshot its field `at`
+            must be
+            set to the offset of the first message.
+
+        Raises:
+            InvariantViolated: There are decisions, but no snapshot that they follow.
+        """
         if saved.snapshot is not None:
             value, after = saved.snapshot, ""
             kept = StateReference(position, kept is None or not kept.even, 0, 0, "", "")
         elif saved.decisions is not None and kept is not None:
             value, after = saved.decisions, kept.last
         else:
-            raise InvariantViolated(f"partition {partition}: decisions without a snapshot to follow; report this")
+            raise InvariantViolated(
+                f"partition {partition}: there are decisions but no snapshot that they follow; this is a bug, please report it"
+            )
         headers = [("deformer", b"%d" % FORMAT), ("commit", commit.encode()), ("after", after.encode())]
         sent = []
         for number, cut in enumerate(range(0, max(1, len(value)), self._chunk), kept.messages):
@@ -130,8 +182,12 @@ class StateTopic:
         return sent, replace(kept, messages=kept.messages + len(sent), last=commit, commit=commit)
 
     def read(self, partition: int, kept: StateReference) -> tuple[bytes, tuple[bytes, ...]]:
-        """The snapshot in force and the decisions since. Raises `StateError` where something of it is missing or
-        damaged, Unavailable where no broker answers."""
+        """Read the snapshot of a partition and the decisions since.
+
+        Raises:
+            StateError: A part of the state is missing or damaged.
+            Unavailable: No broker responds.
+        """
         where = TopicPartition(self.topic, partition)
         runs: dict[str, tuple[str, list[bytes]]] = {}  # commit → commit before, values
         reader: KafkaConsumer = connect(
@@ -156,8 +212,8 @@ class StateTopic:
         chain = _chain(runs, kept.last)
         if _count(chain) != kept.messages:
             raise StateError(
-                f"topic {self.topic!r}, partition {partition}: of {kept.messages} messages from offset {kept.at} on "
-                f"{_count(chain)} are there, so the open records are not known"
+                f"topic {self.topic!r}, partition {partition}: {_count(chain)} of {kept.messages} messages from offset "
+                f"{kept.at} on are left, so the open records cannot be restored"
             )
         snapshot, *decisions = map(b"".join, chain)
         if self._verify is not None:
@@ -165,8 +221,10 @@ class StateTopic:
         return snapshot, tuple(decisions)
 
     def _visible(self, reader: KafkaConsumer, where: TopicPartition) -> Iterator[tuple[str, str, bytes]]:
-        """Commit, commit before and value of our messages, until all that is visible has been read and nothing more
-        will become visible."""
+        """Yield the commit name, the previous commit name and the value of each of our messages.
+
+        It ends when everything visible has been read and nothing more can become visible.
+        """
         deadline = time.monotonic() + VISIBLE_SECONDS
         while True:
             visible = reader.end_offsets([where])[where]
@@ -180,7 +238,7 @@ class StateTopic:
                 return
 
     def _written(self, where: TopicPartition) -> int:
-        """The end of the partition, open transactions included."""
+        """Return the end offset of the partition, open transactions included."""
         reader: KafkaConsumer = connect(KafkaConsumer, self._servers, self._security)
         try:
             return int(reader.end_offsets([where])[where])
@@ -189,7 +247,7 @@ class StateTopic:
 
 
 def _chain(runs: Mapping[str, tuple[str, list[bytes]]], last: str) -> list[list[bytes]]:
-    """The runs from the first to the last, as far back as they are there."""
+    """Return the values of the sequences that lead to the commit `last`, first sequence first, as far as they exist."""
     chain: list[list[bytes]] = []
     while last in runs and len(chain) < len(runs):
         last, values = runs[last]
@@ -198,4 +256,5 @@ def _chain(runs: Mapping[str, tuple[str, list[bytes]]], last: str) -> list[list[
 
 
 def _count(chain: list[list[bytes]]) -> int:
+    """Return the number of messages in a chain of sequences."""
     return sum(map(len, chain))

@@ -1,16 +1,16 @@
-"""Kafka transactions in straight lines: messages and the positions they follow from, all of it or nothing.
+"""Kafka transactions: messages and the consumed offsets become visible together, or not at all.
 
-The requests are kafka-python's own, so are its connections, its metadata and its records. What is ours is the order in
-which they are sent (its producer has a network thread with queues between, and sends one request for a transaction at a
-time), see docs/decisions/0025. One commit is
+Requests, connections, metadata and record encoding are kafka-python's. The order of the requests is ours, because the
+client's own producer sends one request of a transaction at a time through a network thread (see
+docs/decisions/0025-hand-ordered-transaction-requests.md). One commit is
 
-    AddPartitionsToTxn, AddOffsetsToTxn   to the transaction's coordinator, together
-    Produce                               to each partition's leader, when the partitions are added
-    TxnOffsetCommit                       to the group's coordinator, when the group is added
-    EndTxn                                when all of that is answered
+    AddPartitionsToTxn, AddOffsetsToTxn   to the coordinator of the transaction, together
+    Produce                               to the leader of each partition, once the partitions are added
+    TxnOffsetCommit                       to the coordinator of the group, once the group is added
+    EndTxn                                once all responses have arrived
 
-so three answers are waited for in a row. A broker has one connection, and answers what comes over it one after the
-other: that saves it from checking two requests of one transaction at once, of which it would refuse one.
+so a commit waits for three responses in sequence. There is one connection per broker, and a broker answers its requests
+in order. So it never checks two requests of one transaction at once, of which it would refuse one.
 """
 
 from __future__ import annotations
@@ -38,20 +38,27 @@ from connectors.kafka.batches import Batch, BatchBuilder, OutgoingMessage, offse
 from connectors.kafka.broker_client import LEADER_MOVED, BrokerClient, raise_for_code
 
 NO_ONE = -1
+"""The producer id and epoch before the broker has assigned any."""
 
 Offsets = Mapping[TopicPartition, OffsetAndMetadata]
 
 
 class Transactions:
-    """The one process that writes under `transactional_id`, transaction by transaction.
+    """The only process that writes under a transactional id, one transaction after another.
 
-    Whatever a call raises, the transaction may be open, ended or aborted: this object is over then, and who opens
-    another one under the same id (`open`) ends what was left. Calls belong to one thread at a time and raise the
-    client's errors, KafkaTimeoutError after `patience` seconds; `leave` may be called from any thread and ends a call
-    that another one is in.
+    If a call raises, the transaction may be open, ended or aborted, and this object must not be used again. Opening
+    another
+    one with the same id ends what was left open. Calls belong to one thread at a time, except `leave`. They raise the
+    client's errors, and KafkaTimeoutError after `patience` seconds.
 
-    limits: topic → largest batch in bytes. timeout: seconds after which the broker aborts a transaction whose process
-    is silent. options: of the client, as `connect` gives them.
+    Args:
+        transactional_id: The id; the broker admits one process at a time.
+        limits: Largest batch in bytes, by topic.
+        timeout: Seconds of silence after which the broker aborts an open transaction.
+        patience: Seconds that one call may take.
+        kafka_client: Factory of the client's network layer.
+        bootstrap_timeout_ms: Milliseconds the first connection may take.
+        **options: Further arguments of the client, as `client.connect` passes them.
     """
 
     def __init__(
@@ -74,7 +81,9 @@ class Transactions:
         self._groups: dict[str, Any] = {}  # consumer group → the broker that coordinates it
 
     def open(self) -> None:
-        """Become the process that writes under the id. On return the broker has ended what an earlier one left open."""
+        """Become the process that writes under the transactional id. On return the broker has ended what a predecessor
+        left open.
+        """
         self._asking.run(self._open)
 
     def commit(
@@ -83,13 +92,19 @@ class Transactions:
         offsets: Callable[[Callable[[], list[int]]], Offsets],
         group: ConsumerGroupMetadata,
     ) -> None:
-        """Write the records and commit the offsets of the consumer group: on return all of it is committed.
+        """Write messages and commit offsets of a consumer group in one transaction; return when it is committed.
 
-        offsets: is given a call that waits for the offsets of the records, in their order."""
+        Args:
+            records: The messages.
+            offsets: Returns the offsets to commit. It gets a function that waits for the offsets of the messages and
+                returns
+                them in the order of the messages.
+            group: The consumer group.
+        """
         self._asking.run(lambda: self._commit(records, offsets, group))
 
     def leave(self) -> None:
-        """Let go of the connections; a call that is under way in another thread raises soon, and does it then."""
+        """Close the connections; a call that runs in another thread raises soon. May be called from any thread."""
         self._asking.abandon()
 
     # --- a commit, step by step ---------------------------------------------------------------------------------------
@@ -111,8 +126,11 @@ class Transactions:
         self.end()
 
     def register(self, partitions: Iterable[TopicPartition], group_id: str) -> Callable[[], None]:
-        """Add partitions and a group to the transaction, which begins with that; on return the partitions are added,
-        the group when the call that is returned has returned."""
+        """Add partitions and a consumer group to the transaction, which begins it.
+
+        Returns:
+            A function that waits until the group is added. The partitions are added on return.
+        """
         topics = defaultdict(list)
         for tp in sorted(partitions):
             topics[tp.topic].append(tp.partition)
@@ -143,8 +161,11 @@ class Transactions:
         return lambda: self._asking.request_until_settled(group_asked, add_group, _code, self._find_coordinator)
 
     def write(self, batches: Sequence[Batch]) -> Callable[[], list[int]]:
-        """Send batches to the leaders of their partitions, each partition's in their order. The call that is returned
-        waits for the brokers, and gives the offset of each batch's first record."""
+        """Send batches to the leaders of their partitions; batches of one partition are sent in order.
+
+        Returns:
+            A function that waits for the responses and returns the offset of the first record of each batch.
+        """
         base: dict[int, int] = {}
         expected: dict[tuple[str, int], int] = {}
         under_way: list[Any] = []
@@ -155,7 +176,7 @@ class Transactions:
             under_way.append(self._asking.send(leader, self._produce(batches[i] for i in places)))
 
         def answers() -> Iterator[tuple[int, Any]]:
-            """What became of each batch, as brokers say it."""
+            """Yield the index of each batch with the broker's response."""
             for asked in under_way:
                 for topic in self._asking.wait_for(asked).responses:
                     for answer in topic.partition_responses:
@@ -190,8 +211,11 @@ class Transactions:
         return offsets
 
     def send_offsets(self, offsets: Offsets, group: ConsumerGroupMetadata) -> Callable[[], None]:
-        """Commit positions of the consumer group with the transaction, if it takes them from this member: the call that
-        is returned waits for that."""
+        """Commit offsets of the consumer group within the transaction, if the group accepts them from this member.
+
+        Returns:
+            A function that waits for the response.
+        """
         if not offsets:
             return lambda: None
         entry = TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
@@ -230,7 +254,7 @@ class Transactions:
         )
 
     def end(self) -> None:
-        """Commit."""
+        """Commit the transaction."""
 
         def ask() -> Any:
             return self._asking.send(self._coordinator, EndTxnRequest(**self._signature, committed=True, max_version=4))
@@ -239,7 +263,7 @@ class Transactions:
 
     @property
     def _signature(self) -> dict[str, Any]:
-        """Who asks, as every request of a transaction says it."""
+        """The fields that identify the producer in every request of a transaction."""
         return {"transactional_id": self._id, "producer_id": self._producer, "producer_epoch": self._epoch}
 
     # --- what that needs ----------------------------------------------------------------------------------------------
@@ -251,6 +275,7 @@ class Transactions:
         self._batcher = BatchBuilder(self._producer, self._epoch, self._limits)
 
     def _become(self) -> Any:
+        """Request a producer id and epoch from the coordinator, which fences any predecessor."""
         self._asking.refresh_metadata()
         self._find_coordinator()
         asked = InitProducerIdRequest(
@@ -269,6 +294,7 @@ class Transactions:
         self._coordinator = self._asking.retry(find)
 
     def _partition(self, record: OutgoingMessage) -> TopicPartition:
+        """Return the partition that a message goes to."""
         if record.topic in self._cluster.unauthorized_topics:
             raise errors.TopicAuthorizationFailedError()
         if not self._cluster.partitions_for_topic(record.topic):
@@ -281,6 +307,7 @@ class Transactions:
         )
 
     def _produce(self, batches: Iterable[Batch]) -> ProduceRequest:
+        """Return the request that writes batches."""
         entry = ProduceRequest.TopicProduceData
         topics = defaultdict(list)
         for to, records, _ in batches:
@@ -295,6 +322,8 @@ class Transactions:
         )
 
     def _leader(self, tp: TopicPartition) -> int:
+        """Return the broker that leads a partition; wait while it has none."""
+
         def known() -> int:
             leader = self._cluster.leader_for_partition(tp)
             if leader is None or leader < 0:
@@ -304,6 +333,7 @@ class Transactions:
         return self._asking.retry(known, between=self._asking.refresh_metadata)
 
     def _group_coordinator(self, group: str) -> Any:
+        """Return the broker that coordinates a consumer group."""
         if group not in self._groups:
             self._groups[group] = self._asking.retry(
                 partial(self._asking.find_coordinator, CoordinatorType.GROUP, group)
@@ -312,12 +342,15 @@ class Transactions:
 
 
 def _code(answer: Any) -> int:
+    """Return the error code of a response."""
     return int(answer.error_code)
 
 
 def _worst_of_partitions(answer: Any) -> int:
-    """The code that says why partitions were not added, 0 where they were: of those that were not even tried, for the
-    others' sake, it says nothing."""
+    """Return the error code that explains why partitions were not added to the transaction, or 0.
+
+    If one partition is refused, the broker does not attempt the others; their code says nothing about the reason.
+    """
     codes = {p.partition_error_code for t in answer.results_by_topic_v3_and_below for p in t.results_by_partition}
     codes.discard(0)
     return int(min(codes, key=lambda code: code == errors.OperationNotAttemptedError.errno, default=0))

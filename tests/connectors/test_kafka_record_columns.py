@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kafka.record.default_records import DefaultRecordBatch
 
-from connectors.kafka import runs
+from connectors.kafka import record_columns
 from connectors.kafka.record_columns import MessageColumns, read_small_batches, read_batch
 from tests.connectors.raw import batch, record, varint
 
@@ -55,11 +55,11 @@ def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     """What reads, with so short runs that a few records are several; None where that is NumPy."""
     found = None
     if request.param != "numpy":
-        found = runs._library(*["-DPORTABLE"] * (request.param != "compiled"))
+        found = record_columns._library(*["-DPORTABLE"] * (request.param != "compiled"))
         assert found is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "RECORDS", 4)
-        patch.setattr(runs, "_library", lambda: found)
+        patch.setattr(record_columns, "RECORDS", 4)
+        patch.setattr(record_columns, "_library", lambda: found)
         yield found
 
 
