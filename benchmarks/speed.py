@@ -36,7 +36,7 @@ from deformer_stream.engine.scoring import ModelVersion
 from deformer_stream.kernels import build
 from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.kernels.cuda_graphs import CudaGraphs
-from deformer_stream.kernels.kv_cache import KeyValueCache
+from deformer_stream.kernels.kv_cache import TorchKVCache
 from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
 from deformer_stream.model.distributions import Conditional, Head
 from deformer_stream.model.schema import Feature, Schema
@@ -129,22 +129,22 @@ class Profile:
 
     STAGES = (
         (Engine, "_accept", "accept"),
-        (ModelVersion, "_judge", "statistics"),
+        (ModelVersion, "_update_statistics", "statistics"),
         (RecordTable, "log", "readings"),
         (RecordTable, "readings", "readings"),
-        (KeyValueCache, "seen", "cache"),
-        (KeyValueCache, "room", "cache"),
-        (KeyValueCache, "past", "cache"),
-        (KeyValueCache, "keep", "cache"),
+        (TorchKVCache, "seen", "cache"),
+        (TorchKVCache, "room", "cache"),
+        (TorchKVCache, "past", "cache"),
+        (TorchKVCache, "keep", "cache"),
         (CudaGraphs, "__call__", "network"),
-        (DEformer, "expected", "guide"),
-        (DEformer, "query_tokens", "tokens"),
-        (DEformer, "observation_tokens", "tokens"),
+        (DEformer, "compute_prior", "guide"),
+        (DEformer, "embed_query_tokens", "tokens"),
+        (DEformer, "embed_observation_tokens", "tokens"),
         (CpuKernels, "judge", "network"),
         (DEformer, "forward_cached", "layers"),
         (Head, "forward", "head"),
-        (Conditional, "surprisal", "surprise"),
-        (Conditional, "score_terms", "surprise"),
+        (Conditional, "compute_surprisal", "surprise"),
+        (Conditional, "compute_score_terms", "surprise"),
         (ModelVersion, "score", "rest of scoring"),
         (Engine, "handle", "rest of the engine"),
     )
@@ -190,7 +190,7 @@ class World:
         self.published = DEformer(schema, replace(case.config, precision="float32")).to(case.device).eval()
         self.published.load_state_dict(self.model.state_dict())
         if case.compiled:
-            self.model.library = build.library(case.precision == "bfloat16")
+            self.model.kernel_library = build.load_kernels(case.precision == "bfloat16")
         # Nothing alerts: explanations are timed apart.
         self.calibration = Calibration.from_statistics(1e6 + np.arange(100.0), "random")
         self.features, self.records = features, records
@@ -270,7 +270,7 @@ def measure(case: Case) -> dict[str, Any]:
         "open_records": case.records,
         "precision": case.precision,
         "gaussians": case.gaussians,
-        "compiled": world.model.library is not None,
+        "compiled": world.model.kernel_library is not None,
         "device": case.device,
         "ceiling": ceiling_of(world.model),
     }

@@ -1,4 +1,10 @@
-"""From readings to log-likelihoods, running statistics and p-values, by the model that a record began with."""
+"""Scoring of readings by the model version that their record was opened under.
+
+`ModelVersion.score_readings` turns readings into log-likelihoods, running statistics and p-values. It runs the network
+through the KV cache of the open records (`ModelVersion._compute_score_terms`), and then updates the running statistics
+of each record (`ModelVersion._update_statistics`). Both steps use the compiled CPU kernels if the model has them, and
+PyTorch otherwise.
+"""
 
 from __future__ import annotations
 
@@ -10,325 +16,517 @@ import torch
 from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state, compute_running_sums
+from deformer_stream.engine.events import AlertState
 from deformer_stream.engine.records import RecordTable
 from deformer_stream.engine.ties import average_over_orders
 from deformer_stream.kernels.cpu import CpuKernels, CpuKVCache, RaggedBatch
 from deformer_stream.kernels.cuda_graphs import CudaGraphs, ForwardInputs
-from deformer_stream.kernels.kv_cache import KeyValueCache, Shape, shape_of
+from deformer_stream.kernels.kv_cache import TorchKVCache, CacheShape, cache_shape
 from deformer_stream.model.deformer import DEformer, to_tensor
 from deformer_stream.ragged import ragged_indices, run_boundaries
 
-Cache = KeyValueCache | CpuKVCache
+Cache = TorchKVCache | CpuKVCache
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-GROUP_READINGS = 8_192
-"""Readings of the records that go through the network together, cached ones included where attention gathers copies:
-past it, larger matrices gain nothing, and what is computed of them falls out of the processor's cache."""
+MAX_READINGS_PER_PASS = 8_192
+"""Readings of the records that go through the network in one pass; cached readings count if attention has to gather
+copies of them. Larger matrices gain nothing, because their intermediate results no longer fit the processor's cache."""
 
-FORKS = 128
-"""Branches of open records that compiled code follows at once."""
+MAX_BRANCHES = 128
+"""Branches (tie groups in another order) that the compiled kernels score in one call."""
 
-PADDING, SMALL_READINGS = 1.25, 512
-"""Records with unequal numbers of readings share a pass if padding adds at most a quarter, or few readings in all: a
-pass costs as much as some hundred readings whatever is in it."""
+MAX_PADDING_RATIO = 1.25
+"""Records with unequal numbers of readings share a padded pass if padding adds at most a quarter."""
+
+SMALL_PASS_READINGS = 512
+"""Up to this many readings a padded pass may hold any amount of padding, because a pass has a fixed cost."""
 
 NO_ALPHAS = np.empty(0)
-"""The alphas of readings that were judged before: none, so no alert is raised."""
+"""The alphas for readings that must not raise an alert, because they were scored before (replay, rescoring)."""
 
 
 class ModelVersion:
-    """A model with its calibration: what the records that began with it are judged by."""
+    """A model with its calibration, which scores all records that were opened while it was the current one.
+
+    Attributes:
+        model: The network, in evaluation mode.
+        calibration: The calibration of this model.
+        fingerprint: Identifies the model with its calibration.
+        schema: The features of the model.
+        kernels: The compiled CPU kernels, None if the model is scored by PyTorch.
+        cache_shape: What two model versions must have in common to share a KV cache.
+    """
 
     def __init__(self, model: DEformer, calibration: Calibration, fingerprint: str) -> None:
         self.model, self.calibration, self.fingerprint = model.eval(), calibration, fingerprint
         self.schema = model.schema
-        self.kernels = CpuKernels.of(model)
-        self._forks: CpuKVCache | None = None  # where branches of open records live while a block is judged
-        self._graph_runner: CudaGraphs | None = None  # without compiled code, over the cache used last
-        # What two generations must have in common to share a cache.
-        self.cache_shape: Shape = *shape_of(model), None if self.kernels is None else model.config.precision
+        self.kernels = CpuKernels.for_model(model)
+        self._branch_cache: CpuKVCache | None = None  # copies of the pages that branches of tie groups start from
+        self._graph_runner: CudaGraphs | None = None  # runs the PyTorch model over the cache that was used last
+        self.cache_shape: CacheShape = *cache_shape(model), None if self.kernels is None else model.config.precision
 
-    def create_cache(self, memory: int) -> Cache:
-        """An empty one of at most so many bytes."""
-        return KeyValueCache(self.model, memory) if self.kernels is None else self.kernels.cache(memory)
+    def create_cache(self, max_bytes: int) -> Cache:
+        """Return an empty KV cache that holds at most `max_bytes` bytes."""
+        return TorchKVCache(self.model, max_bytes) if self.kernels is None else self.kernels.create_cache(max_bytes)
 
     def release_cache(self) -> None:
-        """Let go of the cache used last, so that its memory comes free."""
+        """Drop the reference to the KV cache that was used last, so that its memory can be freed."""
         self._graph_runner = None
 
     def score_readings(
-        self, records: RecordTable, cache: Cache, slots: Ints, seq: Ints, alphas: Floats
+        self, records: RecordTable, cache: Cache, record_index: Ints, seq: Ints, alphas: Floats
     ) -> tuple[Floats, Ints, int]:
-        """Judge M readings that are in the logs, given their slots and places in the record, each (M,); a record's come
-        in order, and those before them are judged already. Returns log-likelihood, its running sum, score and p-value,
-        (4, M); how many of the alphas, given the largest first, each of them is the first to pass, (M,); and how many
-        records' cache was built again."""
-        # Readings of one record stand together, in its order, from `first` on; first come the records that end here.
-        order = (slots + records.capacity * records.is_open[slots]).argsort(kind="stable")
-        ordered, seq = slots[order], seq[order]
-        edges = run_boundaries(ordered)
-        first, fresh = edges[:-1], edges[1:] - edges[:-1]
-        slots, before = ordered[first], seq[first]
-        tied = records.log_tied[ordered, seq] if records.holds_ties else None
-        surprises, rebuilt = self._compute_score_terms(records, cache, slots, before, fresh, tied)
-        decided = None if tied is None else ~np.append(tied[1:], False)
-        columns, passed = np.empty((4, len(seq))), np.empty(len(seq), np.int64)
-        columns[:, order], passed[order] = self._update_statistics(records, slots, edges, seq, surprises, alphas, decided)
-        return columns, passed, rebuilt
+        """Score M readings that are in the logs of their records, and update the running statistics of these records.
 
-    def rank_records(self, records: RecordTable, slots: Ints) -> Floats:
-        """`anomaly_score` of R records whose logs are complete as far as they will ever be, (R,)."""
-        ranking, excess = self.model.ranking, records.running["excess"][slots]
-        if ranking is None or not len(slots):
-            return excess
-        count = records.num_readings[slots]
-        places = np.arange(max(1, int(count.max())))
-        codes, raw = records.gather_readings(slots, np.broadcast_to(places, (len(slots), len(places))))
-        codes = np.where(places < count[:, None], codes, -1)
-        return ranking.scores(codes, self.schema.normalise(np.maximum(codes, 0), raw), excess)
+        The readings of one record must be in the order of its log, and all earlier readings must be scored already. A
+        reading for which the network returns a term that is not finite is not scored: like a context feature, it leaves
+        the statistics of its record unchanged.
+
+        Args:
+            records: The table of open records.
+            cache: The KV cache of the records.
+            record_index: (M,) row of the record of each reading in the table.
+            seq: (M,) place of each reading in the log of its record.
+            alphas: Alert levels, descending.
+
+        Returns:
+            (4, M) log-likelihood (NaN if the reading is not scored), its running sum, score and p-value;
+            (M,) the number of alphas that the p-value of the record reaches for the first time with this reading;
+            the number of records whose KV cache was rebuilt.
+        """
+        # Sort by record, with records that have ended first: their pages are free for the others afterwards.
+        order = (record_index + records.capacity * records.is_open[record_index]).argsort(kind="stable")
+        sorted_index, seq = record_index[order], seq[order]
+        boundaries = run_boundaries(sorted_index)
+        first, num_new = boundaries[:-1], boundaries[1:] - boundaries[:-1]
+        record_index, num_scored_before = sorted_index[first], seq[first]
+        is_tied = records.log.is_tied(sorted_index, seq) if records.holds_ties else None
+        terms, num_rebuilt = self._compute_score_terms(
+            records, cache, record_index, num_scored_before, num_new, is_tied
+        )
+        is_group_end = None if is_tied is None else ~np.append(is_tied[1:], False)
+        columns, num_crossed = np.empty((4, len(seq))), np.empty(len(seq), np.int64)
+        columns[:, order], num_crossed[order] = self._update_statistics(
+            records, record_index, boundaries, seq, terms, alphas, is_group_end
+        )
+        return columns, num_crossed, num_rebuilt
+
+    def rank_records(self, records: RecordTable, record_index: Ints) -> Floats:
+        """Return the anomaly score of R records that have ended, (R,); larger is more anomalous.
+
+        Args:
+            records: The table of records, in which the logs of these records are still readable.
+            record_index: (R,) row of each record in the table.
+        """
+        ranking, centered_nll = self.model.ranking, records.running["excess"][record_index]
+        if ranking is None or not len(record_index):
+            return centered_nll
+        num_readings = records.num_readings[record_index]
+        codes, values = records.log.gather_padded(record_index, num_readings)
+        return ranking.scores(codes, self.schema.normalise(np.maximum(codes, 0), values), centered_nll)
 
     def _compute_score_terms(
-        self, records: RecordTable, cache: Cache, slots: Ints, before: Ints, fresh: Ints, tied: Bools | None
+        self,
+        records: RecordTable,
+        cache: Cache,
+        record_index: Ints,
+        num_scored_before: Ints,
+        num_new: Ints,
+        is_tied: Bools | None,
     ) -> tuple[Floats, int]:
-        """What the network says of `fresh` readings of R records after the first `before` ones, one record after the
-        other: ln p, ln of the p-value and excess, (3, M). And how many records' cache was built again. tied: (M,)
-        whether a reading is of the block of the one before it, where there are blocks."""
-        out = np.empty((3, int(fresh.sum())))
-        offset = np.cumsum(fresh) - fresh
-        rebuilt, ended = 0, len(slots) - int(records.is_open[slots].sum())
-        for part in _passes(cache, slots, before, fresh, ended):
-            some, seen = slots[part], before[part]
-            cache.mark_in_use(some)
-            start = cache.length[some]
-            lost = start != seen
-            if lost.any():
-                cache.drop(some[lost])
-                start[lost] = 0
-                rebuilt += int((lost & (seen > 0)).sum())
+        """Return what the network computes for the new readings of R records, M readings in total.
+
+        Args:
+            records: The table of open records.
+            cache: The KV cache of the records. A record whose earlier readings it does not hold is computed again.
+            record_index: (R,) row of each record in the table, with records that have ended first.
+            num_scored_before: (R,) number of readings of each record that are scored already.
+            num_new: (R,) number of readings of each record to score.
+            is_tied: (M,) whether a reading is in the tie group of the reading before it; None without tie groups.
+
+        Returns:
+            (3, M) ln p, ln of the p-value, and centered NLL, one record after the other; and the number of records
+            whose KV cache was rebuilt.
+        """
+        terms = np.empty((3, int(num_new.sum())))
+        first = np.cumsum(num_new) - num_new
+        num_rebuilt, num_ended = 0, len(record_index) - int(records.is_open[record_index].sum())
+        for part in _split_into_passes(cache, record_index, num_scored_before, num_new, num_ended):
+            index, num_before = record_index[part], num_scored_before[part]
+            cache.mark_in_use(index)
+            num_cached = cache.num_cached_readings[index]
+            is_stale = num_cached != num_before
+            if is_stale.any():
+                cache.free(index[is_stale])
+                num_cached[is_stale] = 0
+                num_rebuilt += int((is_stale & (num_before > 0)).sum())
             if self.kernels is not None and isinstance(cache, CpuKVCache):
-                self._score_ragged(
-                    self.kernels, records, cache, some, start, seen, fresh[part], out[:, offset[part.start] :]
+                out = terms[:, first[part.start] :]
+                self._score_ragged(self.kernels, records, cache, index, num_cached, num_before, num_new[part], out)
+            elif isinstance(cache, TorchKVCache):
+                for rows in _group_by_length(num_before + num_new[part] - num_cached, num_cached):
+                    group = index[rows], num_cached[rows], num_before[rows], num_new[part][rows]
+                    is_new, padded_terms = self._score_padded(records, cache, *group)
+                    row, place = np.nonzero(is_new)
+                    offset = place - (num_before - num_cached)[rows][row]
+                    terms[:, first[part][rows][row] + offset] = padded_terms[:, is_new]
+            end = int(first[part][-1] + num_new[part][-1])
+            span = slice(int(first[part.start]), end)
+            if is_tied is not None and is_tied[span].any():
+                row, offset = ragged_indices(num_new[part])
+                score_branches = partial(self._score_branches, records, cache)
+                terms[:, span] = average_over_orders(
+                    records, index[row], num_before[row] + offset, is_tied[span], terms[:, span], score_branches
                 )
-            elif isinstance(cache, KeyValueCache):
-                for rows in _groups(seen + fresh[part] - start, start):
-                    group = some[rows], start[rows], seen[rows], fresh[part][rows]
-                    new, found = self._score_padded(records, cache, *group)
-                    row, place = np.nonzero(new)
-                    out[:, offset[part][rows][row] + place - (seen - start)[rows][row]] = found[:, new]
-            end = int(offset[part][-1] + fresh[part][-1])
-            at = slice(int(offset[part.start]), end)
-            if tied is not None and tied[at].any():
-                row, place = ragged_indices(fresh[part])
-                branches = partial(self._branches, records, cache)
-                out[:, at] = average_over_orders(records, some[row], seen[row] + place, tied[at], out[:, at], branches)
-            if part.stop < len(slots):
-                cache.drop(slots[part.start : min(part.stop, ended)])
-        return out, rebuilt
+            if part.stop < len(record_index):
+                cache.free(record_index[part.start : min(part.stop, num_ended)])
+        return terms, num_rebuilt
 
     def _score_ragged(
         self,
-        compiled: CpuKernels,
+        kernels: CpuKernels,
         records: RecordTable,
         cache: CpuKVCache,
-        slots: Ints,
-        start: Ints,
-        before: Ints,
-        fresh: Ints,
+        record_index: Ints,
+        num_cached: Ints,
+        num_scored_before: Ints,
+        num_new: Ints,
         out: Floats,
     ) -> None:
-        """All of R records at once, without padding, into the first columns of `out`."""
-        length = before + fresh - start
-        cache.reserve(slots, length)
-        row, place = ragged_indices(length)
-        codes, raw = records.gather_readings(slots[row], (start[row] + place)[:, None])
-        values = self.schema.normalise(codes, raw)[:, 0].astype(np.float32)
-        first = np.concatenate([[0], np.cumsum(length)])
-        silent = before - start
-        ragged_ = RaggedBatch(
-            codes[:, 0], values, first, start, cache.table[slots], num_prefill_only=silent if silent.any() else None
+        """Score the new readings of R records by the compiled kernels, without padding, and add them to the cache.
+
+        Args:
+            kernels: The compiled kernels of this model.
+            records: The table of open records.
+            cache: The KV cache of the records.
+            record_index: (R,) row of each record in the table.
+            num_cached: (R,) readings of each record that the cache holds.
+            num_scored_before: (R,) readings of each record that are scored already.
+            num_new: (R,) readings of each record to score, M in total.
+            out: Its first M columns receive ln p, ln of the p-value, and centered NLL, one record after the other.
+        """
+        num_processed = num_scored_before + num_new - num_cached
+        cache.allocate(record_index, num_processed)
+        row, offset = ragged_indices(num_processed)
+        codes, raw_values = records.log.gather(record_index[row], num_cached[row] + offset)
+        values = self.schema.normalise(codes, raw_values).astype(np.float32)
+        first = np.concatenate([[0], np.cumsum(num_processed)])
+        num_prefill_only = num_scored_before - num_cached
+        ragged_batch = RaggedBatch(
+            codes,
+            values,
+            first,
+            num_cached,
+            cache.page_table[record_index],
+            num_prefill_only=num_prefill_only if num_prefill_only.any() else None,
         )
-        out[:, : int(fresh.sum())] = compiled.judge(cache, ragged_)
-        cache.length[slots] += length
+        out[:, : int(num_new.sum())] = kernels.score(cache, ragged_batch)
+        cache.num_cached_readings[record_index] += num_processed
 
     def _score_padded(
-        self, records: RecordTable, cache: KeyValueCache, slots: Ints, start: Ints, before: Ints, fresh: Ints
+        self,
+        records: RecordTable,
+        cache: TorchKVCache,
+        record_index: Ints,
+        num_cached: Ints,
+        num_scored_before: Ints,
+        num_new: Ints,
     ) -> tuple[Bools, Floats]:
-        """R records with `fresh` new readings, cached up to `start` and scored up to `before`, each (R,).
+        """Score the new readings of R records by PyTorch in one padded batch, and add them to the cache.
 
-        All readings from `start` on go through the network, L places with padding at the end. Returns which of them are
-        new, (R, L); and ln p, ln of the p-value and excess, (3, R, L)."""
-        length = before + fresh - start
-        column = np.arange(int(length.max()))
-        valid = column < length[:, None]
-        codes, raw = records.gather_readings(slots, np.where(valid, start[:, None] + column, 0))
+        All readings that the cache does not hold go through the network, at most L per record.
+
+        Args:
+            records: The table of open records.
+            cache: The KV cache of the records.
+            record_index: (R,) row of each record in the table.
+            num_cached: (R,) readings of each record that the cache holds.
+            num_scored_before: (R,) readings of each record that are scored already.
+            num_new: (R,) readings of each record to score.
+
+        Returns:
+            (R, L) which places hold new readings; and (3, R, L) ln p, ln of the p-value, and centered NLL.
+        """
+        num_processed = num_scored_before + num_new - num_cached
+        column = np.arange(int(num_processed.max()))
+        is_valid = column < num_processed[:, None]
+        places = np.where(is_valid, num_cached[:, None] + column, 0)
+        codes, raw_values = records.log.gather(record_index[:, None], places)
         if self._graph_runner is None or self._graph_runner.cache is not cache:
             self._graph_runner = CudaGraphs(self.model, cache)
-        pages, tokens = cache.seen(slots)
-        places, kept = cache.room(slots, length, len(column) * cache.kept)
-        features, values = np.where(valid, codes, -1), self.schema.normalise(codes, raw)
-        found = self._graph_runner(ForwardInputs(features, values, pages, tokens, places))
-        cache.length[slots] += kept
-        return valid & (column >= (before - start)[:, None]), found
+        pages, num_tokens = cache.locate_tokens(record_index)
+        token_places, num_kept = cache.allocate_tokens(
+            record_index, num_processed, len(column) * cache.tokens_per_reading
+        )
+        features, values = np.where(is_valid, codes, -1), self.schema.normalise(codes, raw_values)
+        terms = self._graph_runner(ForwardInputs(features, values, pages, num_tokens, token_places))
+        cache.num_cached_readings[record_index] += num_kept
+        return is_valid & (column >= (num_scored_before - num_cached)[:, None]), terms
 
-    def _branches(
-        self, records: RecordTable, cache: Cache, slots: Ints, start: Ints, length: Ints, codes: Ints, raw: Floats
+    def _score_branches(
+        self,
+        records: RecordTable,
+        cache: Cache,
+        record_index: Ints,
+        num_before: Ints,
+        length: Ints,
+        codes: Ints,
+        raw_values: Floats,
     ) -> Floats:
-        """`engine.ties.Judge`, of branches whose past is in the cache."""
-        out = np.empty((3, len(codes)))
+        """Score B branches, which are tie groups of open records in another order, without changing the cache.
+
+        The signature after `cache` is that of `engine.ties.ScoreBranches`.
+
+        Args:
+            records: The table of open records.
+            cache: The KV cache, which holds the readings before each branch.
+            record_index: (B,) row of the record of each branch in the table.
+            num_before: (B,) number of readings of the record before the branch.
+            length: (B,) number of readings of each branch, T in total.
+            codes: (T,) feature codes, one branch after the other.
+            raw_values: (T,) values in raw units.
+
+        Returns:
+            (3, T) ln p, ln of the p-value, and centered NLL.
+        """
+        terms = np.empty((3, len(codes)))
         first = np.cumsum(length) - length
-        values = self.schema.normalise(codes, raw)
+        values = self.schema.normalise(codes, raw_values)
         if self.kernels is not None and isinstance(cache, CpuKVCache):
-            if self._forks is None:
-                self._forks = self.kernels.cache(FORKS * cache.pages_per_record * cache.page_bytes)
-            for some in np.array_split(np.arange(len(slots)), -(-len(slots) // FORKS)):
-                self._forks.fork(cache, slots[some], start[some], length[some])
-                at = slice(int(first[some[0]]), int(first[some[-1]] + length[some[-1]]))
-                begins = np.append(first[some] - at.start, at.stop - at.start)
-                given = codes[at], values[at].astype(np.float32), begins, start[some], self._forks.table[: len(some)]
-                out[:, at] = self.kernels.judge(self._forks, RaggedBatch(*given))
-        elif isinstance(cache, KeyValueCache):
-            for rows in _groups(length, start):
-                place = np.arange(int(length[rows].max()))
-                valid = place < length[rows, None]
-                source = np.where(valid, first[rows, None] + place, 0)
-                x = to_tensor(values[source], self.model)
+            if self._branch_cache is None:
+                self._branch_cache = self.kernels.create_cache(MAX_BRANCHES * cache.pages_per_record * cache.page_bytes)
+            for branches in np.array_split(np.arange(len(record_index)), -(-len(record_index) // MAX_BRANCHES)):
+                self._branch_cache.copy_from(cache, record_index[branches], num_before[branches], length[branches])
+                span = slice(int(first[branches[0]]), int(first[branches[-1]] + length[branches[-1]]))
+                ragged_batch = RaggedBatch(
+                    codes[span],
+                    values[span].astype(np.float32),
+                    np.append(first[branches] - span.start, span.stop - span.start),
+                    num_before[branches],
+                    self._branch_cache.page_table[: len(branches)],
+                )
+                terms[:, span] = self.kernels.score(self._branch_cache, ragged_batch)
+        elif isinstance(cache, TorchKVCache):
+            for branches in _group_by_length(length, num_before):
+                column = np.arange(int(length[branches].max()))
+                is_valid = column < length[branches, None]
+                reading = np.where(is_valid, first[branches, None] + column, 0)
+                x = to_tensor(values[reading], self.model)
+                features = to_tensor(np.where(is_valid, codes[reading], -1), self.model)
                 with torch.inference_mode():
-                    past = cache.gather(slots[rows], start[rows])
-                    conditional = self.model.forward_cached(
-                        to_tensor(np.where(valid, codes[source], -1), self.model), x, past
-                    ).conditional
-                    judged = conditional.score_terms(x, conditional.surprisal(x))
-                found = (judged.log_prob, judged.log_p_value, judged.centered_nll)
-                out[:, source[valid]] = np.stack([t.double().cpu().numpy()[valid] for t in found])
-        return out
+                    cached = cache.gather(record_index[branches], num_before[branches])
+                    conditional = self.model.forward_cached(features, x, cached).conditional
+                    scored = conditional.compute_score_terms(x, conditional.compute_surprisal(x))
+                tensors = (scored.log_prob, scored.log_p_value, scored.centered_nll)
+                terms[:, reading[is_valid]] = np.stack([t.double().cpu().numpy()[is_valid] for t in tensors])
+        return terms
 
     def _update_statistics(
         self,
         records: RecordTable,
-        slots: Ints,
-        edges: Ints,
+        record_index: Ints,
+        boundaries: Ints,
         seq: Ints,
-        surprises: Floats,
+        terms: Floats,
         alphas: Floats,
-        decided: Bools | None,
+        is_group_end: Bools | None,
     ) -> tuple[Floats, Ints]:
-        """Go on with R records, (R,), by M readings that stand one record after the other, (R + 1,) where each begins.
+        """Add M scored readings to the running statistics of their R records, one record after the other.
 
-        seq: (M,) their places in the records. surprises: (3, M), see `_surprises`; decided: (M,), see `advance`.
-        Returns log-likelihood, running log-likelihood, score and p-value, (4, M); and how many alphas are passed there
-        for the first time, (M,)."""
-        fresh, context, scored = edges[1:] - edges[:-1], self.schema.context, None
-        if context.any():
-            scored = ~context[records.log_feature[slots.repeat(fresh), seq]]
+        Args:
+            records: The table of open records, whose running statistics and alert columns are updated.
+            record_index: (R,) row of each record in the table.
+            boundaries: (R + 1,) index of the first reading of each record, followed by M.
+            seq: (M,) place of each reading in the log of its record.
+            terms: (3, M) ln p, ln of the p-value, and centered NLL.
+            alphas: Alert levels, descending.
+            is_group_end: (M,) whether a reading is the last one of its tie group; None without tie groups.
+
+        Returns:
+            (4, M) log-likelihood, its running sum, score and p-value; and (M,) the number of alphas that each reading
+            is the first of its record to reach.
+        """
+        num_new, is_context = boundaries[1:] - boundaries[:-1], self.schema.is_context
+        is_scored: Bools | None = None
+        if is_context.any():
+            is_scored = ~is_context[records.log.gather_features(record_index.repeat(num_new), seq)]
+        is_finite: Bools = np.all(np.isfinite(terms), axis=0)
+        if not is_finite.all():
+            is_scored = is_finite if is_scored is None else is_scored & is_finite
         columns = np.empty((4, len(seq)))
         if self.kernels is not None:
-            self.kernels.advance(records.running, slots, edges, surprises, scored, decided, columns)
+            self.kernels.advance(records.running, record_index, boundaries, terms, is_scored, is_group_end, columns)
         else:
-            _advance(records.running, slots, edges, surprises, scored, decided, columns)
+            _advance_running(records.running, record_index, boundaries, terms, is_scored, is_group_end, columns)
         columns[3] = self.calibration.compute_p_values(
-            columns[2], lambda: [records.record_ids[slot] for slot in slots.tolist()], fresh
+            columns[2], lambda: [records.record_ids[index] for index in record_index.tolist()], num_new
         )
-        records.running["p_value"][slots] = columns[3, edges[1:] - 1]
-        return columns, _passed(records, slots.repeat(fresh), seq, columns[3], alphas)
+        records.set_p_values(record_index, columns[3, boundaries[1:] - 1])
+        return columns, _count_crossed_alphas(records, record_index.repeat(num_new), seq, columns[3], alphas)
 
 
-def _advance(
+def _advance_running(
     running: NDArray[np.void],
-    slots: Ints,
-    edges: Ints,
-    surprises: Floats,
-    scored: Bools | None,
-    decided: Bools | None,
+    record_index: Ints,
+    boundaries: Ints,
+    terms: Floats,
+    is_scored: Bools | None,
+    is_group_end: Bools | None,
     columns: Floats,
 ) -> None:
-    """`Compiled.advance`, by `conformal.advance`."""
-    first, fresh = edges[:-1], edges[1:] - edges[:-1]
-    columns[0] = surprises[0] if scored is None else np.where(scored, surprises[0], np.nan)
-    for rows in _groups(fresh, np.zeros_like(fresh)):
-        before = running[slots[rows]]
-        place = np.arange(int(fresh[rows].max()))
-        new = place < fresh[rows, None]
-        source = np.where(new, first[rows, None] + place, 0)
-        counted = new if scored is None else new & scored[source]
-        gain, log_p, excess = np.where(counted, surprises[:, source], 0.0)
+    """Add M readings to the running statistics of their R records.
+
+    This is the NumPy version of `CpuKernels.advance`, for models that PyTorch scores.
+
+    Args:
+        running: The running statistics of all records in the table (`RUNNING_DTYPE`); the rows of the R records are
+            updated, except for the p-value.
+        record_index: (R,) row of each record in the table.
+        boundaries: (R + 1,) index of the first reading of each record, followed by M.
+        terms: (3, M) ln p, ln of the p-value, and centered NLL.
+        is_scored: (M,) false for readings that change nothing, such as context; None if all are scored.
+        is_group_end: (M,) false for readings of a tie group except its last; None without tie groups.
+        columns: The first three rows, (M,) each, receive ln p (NaN if not scored), its running sum, and the score.
+    """
+    first, num_new = boundaries[:-1], boundaries[1:] - boundaries[:-1]
+    columns[0] = terms[0] if is_scored is None else np.where(is_scored, terms[0], np.nan)
+    for rows in _group_by_length(num_new, np.zeros_like(num_new)):
+        before = running[record_index[rows]]
+        column = np.arange(int(num_new[rows].max()))
+        is_valid = column < num_new[rows, None]
+        reading = np.where(is_valid, first[rows, None] + column, 0)
+        is_counted = is_valid if is_scored is None else is_valid & is_scored[reading]
+        log_p, log_p_value, centered_nll = np.where(is_counted, terms[:, reading], 0.0)
         state = PrefixState(before["scored"], before["total"], before["least"], before["peak"])
-        score, state = advance_prefix_state(state, log_p, counted, None if decided is None else decided[source])
-        # Summed in arrival order, as the statistics are, so that any split of the readings gives the same bits.
-        likelihood, beyond = compute_running_sums(before["log_likelihood"], gain), compute_running_sums(before["excess"], excess)
-        columns[1:3, source[new]] = np.stack([likelihood, score])[:, new]
-        for name, last in (
-            ("scored", state.num_scored),
-            ("total", state.neg_log_p_sum),
-            ("least", state.min_log_p),
-            ("peak", state.max_statistic),
-            ("log_likelihood", likelihood[:, -1]),
-            ("excess", beyond[:, -1]),
-        ):
-            running[name][slots[rows]] = last
+        is_decision_point = None if is_group_end is None else is_group_end[reading]
+        score, state = advance_prefix_state(state, log_p_value, is_counted, is_decision_point)
+        # Sums run in arrival order, so that any division of the readings into batches gives the same bits.
+        log_likelihood = compute_running_sums(before["log_likelihood"], log_p)
+        centered_sum = compute_running_sums(before["excess"], centered_nll)
+        columns[1:3, reading[is_valid]] = np.stack([log_likelihood, score])[:, is_valid]
+        last_by_field = {
+            "scored": state.num_scored,
+            "total": state.neg_log_p_sum,
+            "least": state.min_log_p,
+            "peak": state.max_statistic,
+            "log_likelihood": log_likelihood[:, -1],
+            "excess": centered_sum[:, -1],
+        }
+        for field, last in last_by_field.items():
+            running[field][record_index[rows]] = last
 
 
-def _passed(records: RecordTable, slots: Ints, seq: Ints, p_value: Floats, alphas: Floats) -> Ints:
-    """How many of the alphas, the largest first, each of M readings is the first of its record to pass, (M,), which the
-    records remember. A record's readings come in order."""
-    passed = np.zeros(len(seq), np.int64)
-    if not len(alphas) or p_value.min(initial=1.0) > alphas[0]:
-        return passed
-    level = (p_value[:, None] <= alphas).sum(1)
-    told = (alphas >= records.alert_alpha[slots, None]).sum(1)
-    for i in (level > told).nonzero()[0].tolist():
-        slot = slots[i]
-        more = int(level[i] - (alphas >= records.alert_alpha[slot]).sum())
-        if more > 0:
-            passed[i], records.alert_alpha[slot] = more, alphas[level[i] - 1]
-            if records.alert_seq[slot] < 0:
-                records.alert_seq[slot] = seq[i]
-    return passed
+def _count_crossed_alphas(
+    records: RecordTable, record_index: Ints, seq: Ints, p_values: Floats, alphas: Floats
+) -> Ints:
+    """Return how many alphas each reading is the first of its record to reach, and mark these records as alerted.
+
+    Args:
+        records: The table of open records, whose alert columns are updated.
+        record_index: (M,) row of the record of each reading; the readings of a record are in the order of its log.
+        seq: (M,) place of each reading in the log of its record.
+        p_values: (M,) p-value of the record after each reading.
+        alphas: Alert levels, descending.
+    """
+    num_crossed = np.zeros(len(seq), np.int64)
+    if not len(alphas) or p_values.min(initial=1.0) > alphas[0]:
+        return num_crossed
+    num_reached = (p_values[:, None] <= alphas).sum(1)
+    num_alerted = (alphas >= records.alert_alpha[record_index, None]).sum(1)
+    for i in (num_reached > num_alerted).nonzero()[0].tolist():
+        index = record_index[i]
+        num_new = int(num_reached[i] - (alphas >= records.alert_alpha[index]).sum())
+        if num_new > 0:
+            num_crossed[i] = num_new
+            records.mark_alerted(int(index), AlertState(int(seq[i]), float(alphas[num_reached[i] - 1])))
+    return num_crossed
 
 
-def _passes(cache: Cache, slots: Ints, before: Ints, fresh: Ints, ended: int) -> Iterator[slice]:
-    """Which of R records go through the network together: `GROUP_READINGS` to process, or one record; all pages fit.
-    The first ones, so many, end here: they go before the others where these want pages that were never in use."""
-    first = ended if 0 < ended < len(slots) and cache.blocks_needed(slots, before + fresh) else len(slots)
-    few = (before + fresh).sum() <= GROUP_READINGS and len(slots) * cache.pages_per_record <= cache.pages
-    if few and 0 < first == len(slots):
-        yield slice(0, len(slots))
+def _split_into_passes(
+    cache: Cache, record_index: Ints, num_scored_before: Ints, num_new: Ints, num_ended: int
+) -> Iterator[slice]:
+    """Divide R records into consecutive slices, each of which goes through the network in one pass.
+
+    The pages of a slice fit the cache together, and a slice has at most `MAX_READINGS_PER_PASS` readings to process
+    unless it is a single record. If all records together need pages that the cache has never used, records that have
+    ended get slices of their own, so that the others can use their pages.
+
+    Args:
+        cache: The KV cache of the records.
+        record_index: (R,) row of each record in the table, with records that have ended first.
+        num_scored_before: (R,) readings of each record that are scored already.
+        num_new: (R,) readings of each record to score.
+        num_ended: How many of the records have ended.
+    """
+    num_readings = num_scored_before + num_new
+    has_both = 0 < num_ended < len(record_index)
+    first_end = num_ended if has_both and cache.needs_untouched_pages(record_index, num_readings) else len(record_index)
+    fits_one_pass = (
+        num_readings.sum() <= MAX_READINGS_PER_PASS and len(record_index) * cache.pages_per_record <= cache.num_pages
+    )
+    if fits_one_pass and 0 < first_end == len(record_index):
+        yield slice(0, len(record_index))
         return
-    pages, at = np.cumsum(cache.held(before + fresh)), 0
-    readings = np.cumsum(np.where(cache.length[slots] == before, fresh, before + fresh))
-    while at < len(slots):
-        bound = int(pages[at - 1]) + cache.pages if at else cache.pages
-        most = int(readings[at - 1]) + GROUP_READINGS if at else GROUP_READINGS
-        end = min(int(np.searchsorted(pages, bound, "right")), int(np.searchsorted(readings, most, "right")))
-        if at < first:
-            end = min(end, first)
-        yield slice(at, max(at + 1, end))
-        at = max(at + 1, end)
+    page_sums = np.cumsum(cache.num_pages_for(num_readings))
+    reading_sums = np.cumsum(
+        np.where(cache.num_cached_readings[record_index] == num_scored_before, num_new, num_readings)
+    )
+    start = 0
+    while start < len(record_index):
+        max_pages = int(page_sums[start - 1]) + cache.num_pages if start else cache.num_pages
+        max_readings = (int(reading_sums[start - 1]) if start else 0) + MAX_READINGS_PER_PASS
+        end_by_pages = int(np.searchsorted(page_sums, max_pages, "right"))
+        end_by_readings = int(np.searchsorted(reading_sums, max_readings, "right"))
+        end = min(end_by_pages, end_by_readings)
+        if start < first_end:
+            end = min(end, first_end)
+        end = max(start + 1, end)
+        yield slice(start, end)
+        start = end
 
 
-def _groups(length: Ints, start: Ints) -> Iterator[Ints]:
-    """Rows that go through the network together: about equally many readings to process, similar pasts."""
-    if len(length) * int((length + start).max(initial=0)) <= SMALL_READINGS:
-        yield np.arange(len(length))
+def _group_by_length(num_processed: Ints, num_cached: Ints) -> Iterator[Ints]:
+    """Divide R records into groups for padded passes, with similar numbers of readings to process and cached readings.
+
+    Args:
+        num_processed: (R,) readings of each record that go through the network.
+        num_cached: (R,) readings of each record that attention reads from the cache.
+
+    Yields:
+        Indexes of the records of one group.
+    """
+    if len(num_processed) * int((num_processed + num_cached).max(initial=0)) <= SMALL_PASS_READINGS:
+        yield np.arange(len(num_processed))
         return
-    order = np.argsort(length, kind="stable")
-    values, index, counts = np.unique(length[order], return_index=True, return_counts=True)
-    begin = work = 0
-    for value, at, count in zip(values.tolist(), index.tolist(), counts.tolist(), strict=True):
-        if value * (at + count - begin) > PADDING * (work + value * count) + SMALL_READINGS:
-            yield from _similar(order[begin:at], length, start)
-            begin, work = at, 0
-        work += value * count
-    yield from _similar(order[begin:], length, start)
+    order = np.argsort(num_processed, kind="stable")
+    lengths, starts, counts = np.unique(num_processed[order], return_index=True, return_counts=True)
+    group_start = num_readings = 0
+    for length, start, count in zip(lengths.tolist(), starts.tolist(), counts.tolist(), strict=True):
+        padded_size = length * (start + count - group_start)
+        if padded_size > MAX_PADDING_RATIO * (num_readings + length * count) + SMALL_PASS_READINGS:
+            yield from _split_by_num_cached(order[group_start:start], num_processed, num_cached)
+            group_start, num_readings = start, 0
+        num_readings += length * count
+    yield from _split_by_num_cached(order[group_start:], num_processed, num_cached)
 
 
-def _similar(rows: Ints, length: Ints, start: Ints) -> Iterator[Ints]:
-    """Cut rows into groups of bounded size, those with short pasts first."""
-    rows = rows[np.argsort(start[rows], kind="stable")]
-    longest = int(length[rows].max())
-    at = 0
-    while at < len(rows):
-        size = max(1, GROUP_READINGS // (longest + int(start[rows[at]])))
-        yield rows[at : at + size]
-        at += size
+def _split_by_num_cached(rows: Ints, num_processed: Ints, num_cached: Ints) -> Iterator[Ints]:
+    """Divide one group of records into groups of bounded size, records with few cached readings first.
+
+    Args:
+        rows: Indexes of the records of the group.
+        num_processed: (R,) readings of each record that go through the network.
+        num_cached: (R,) readings of each record that attention reads from the cache.
+
+    Yields:
+        Indexes of the records of one smaller group.
+    """
+    rows = rows[np.argsort(num_cached[rows], kind="stable")]
+    max_length = int(num_processed[rows].max())
+    start = 0
+    while start < len(rows):
+        size = max(1, MAX_READINGS_PER_PASS // (max_length + int(num_cached[rows[start]])))
+        yield rows[start : start + size]
+        start += size

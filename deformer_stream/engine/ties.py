@@ -1,14 +1,21 @@
-"""How a block of tied readings is judged: over several of its orders, so that none of them counts more.
+"""Tie groups: readings of one record with the same event time, which are scored together because their order has no
+meaning.
 
-Of a block b after a past s, with K of its orders o (`MOST_ORDERS`, the canonical one first, in pairs of an order and
-its reverse; the one pair that two readings have):
+If the tie policy of the engine is "hold", a reading is written to the log of its record when it arrives, but it is
+scored only when its tie group is decided. A group is decided by the first reading of the record that has another time,
+by the end of the record, or by `Limits.tie_wait` microseconds without a further reading. A decided group is stored in
+canonical order (context features first, then by feature code), so later scores do not depend on its order of arrival.
+A reading without an event time forms a group of its own.
 
-    ln p(b | s) = logmeanexp_o Σ_i ln p(b_i | s, those before i in o)
+`decide_tie_groups` selects the readings that a batch decides. `average_over_orders` scores a group over K orders of its
+readings: the canonical one, and others in pairs of an order and its reverse. For a group b after the readings s:
 
-a proper mixture of K densities. A reading's ln p is its mean over the orders and an equal share of what the mixture
-adds. What the alert goes by is symmetric, too: a reading's p-value is the smallest that it has in any of the orders, as
-a rule one in which many of the others have come before it; calibration takes the same. The canonical order is the past
-of what follows. Context stands first in every order, for it conditions and is not judged.
+    ln p(b | s) = logmeanexp_o Σ_i ln p(b_i | s, readings before i in order o)
+
+This is the log-density of a mixture of K densities. The ln p of one reading is its mean over the orders plus an equal
+share of the difference between ln p(b | s) and the sum of these means. The p-value of a reading is its smallest one
+over the orders; calibration uses the same rule. Context features stand first in every order, because they condition the
+others and are not scored.
 """
 
 from __future__ import annotations
@@ -28,199 +35,337 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-MOST_ORDERS = 4
-"""Eight said the same of records at twice the cost (docs/experiments.md)."""
+MAX_ORDERS = 4
+"""Orders of a tie group that are averaged. Eight gave the same result at twice the cost (docs/experiments.md)."""
 
-Judge = Callable[[Ints, Ints, Ints, Ints, Floats], Floats]
-"""What the network says of B branches that leave the logs of slots (B,) at places (B,), with so many readings each,
-(B,); codes and raw values (T,) of all, one branch after the other: ln p, ln of the p-value and excess, (3, T)."""
+ScoreBranches = Callable[[Ints, Ints, Ints, Ints, Floats], Floats]
+"""Returns the score terms of B branches, which are alternative continuations of open records.
+
+Its arguments are the record index of each branch (B,), the number of earlier readings of the record that the branch
+follows (B,), the number of readings in the branch (B,), and the feature codes and raw values of all readings, one
+branch after the other, (T,) each. It returns (3, T): ln p, ln of the p-value, and centered NLL."""
+
+SplitPlaces = Callable[[int], Collection[int]]
+"""Returns, for a record index, the places in the record's log at which a timeout of the previous run ended a group."""
 
 
-def orders(record: str, codes: Ints, given: int) -> Ints:
-    """Orders of a block besides the canonical one, (K − 1, m). codes: (m,), of which the first `given` keep their
-    places. They depend on the record's id and the codes only."""
-    n = len(codes) - given
-    if n <= 2:
-        drawn = np.arange(n)[None, ::-1][: n - 1]
+def draw_orders(record_id: str, codes: Ints, num_context: int) -> Ints:
+    """Return the orders of a tie group over which its scores are averaged, without the canonical order.
+
+    The orders depend on the record id and the feature codes only, so every run draws the same ones.
+
+    Args:
+        record_id: Id of the record.
+        codes: (m,) feature codes of the group in canonical order.
+        num_context: Number of context features, which come first in `codes` and keep their places.
+
+    Returns:
+        (K − 1, m) indexes into `codes`, one order per row. K is 1 or 2 if at most two readings can be permuted.
+    """
+    num_permuted = len(codes) - num_context
+    if num_permuted <= 2:
+        orders = np.arange(num_permuted)[None, ::-1][: num_permuted - 1]
     else:
-        text = record.encode("utf-8", "surrogatepass") + b"\0" + codes.astype(">i8").tobytes()
-        rng = np.random.default_rng(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()))
-        some = np.stack([np.arange(n), *(rng.permutation(n) for _ in range(MOST_ORDERS // 2 - 1))])
-        drawn = np.concatenate([some[1:], some[:, ::-1]])
-    return np.concatenate([np.tile(np.arange(given), (len(drawn), 1)), drawn + given], 1)
+        seed_text = record_id.encode("utf-8", "surrogatepass") + b"\0" + codes.astype(">i8").tobytes()
+        seed = int.from_bytes(hashlib.blake2b(seed_text, digest_size=8).digest())
+        rng = np.random.default_rng(seed)
+        permutations = [rng.permutation(num_permuted) for _ in range(MAX_ORDERS // 2 - 1)]
+        forward = np.stack([np.arange(num_permuted), *permutations])
+        orders = np.concatenate([forward[1:], forward[:, ::-1]])
+    context_places = np.tile(np.arange(num_context), (len(orders), 1))
+    return np.concatenate([context_places, orders + num_context], 1)
 
 
-def symmetric(records: RecordTable, slot: Ints, place: Ints, tied: Bools, found: Floats, judge: Judge) -> Floats:
-    """What is said of M readings, (3, M): ln p, ln of the p-value and excess, the same for every order of a block.
+def average_over_orders(
+    records: RecordTable,
+    record_index: Ints,
+    place: Ints,
+    is_tied: Bools,
+    canonical_terms: Floats,
+    score_branches: ScoreBranches,
+) -> Floats:
+    """Return score terms of M readings that do not depend on the order within a tie group.
 
-    The readings are whole blocks in canonical order, (M,) each: slot, place, and whether a reading goes with the one
-    before it. found: (3, M), in that order."""
-    begin = np.flatnonzero(~tied)
-    size = np.diff(np.append(begin, len(tied)))
-    codes = records.log_feature[slot, place].astype(np.int64)
-    context = records.schema.context[codes]
-    given = np.add.reduceat(context.astype(np.int64), begin)
-    blocks = np.flatnonzero(size - given > 1)
-    if not len(blocks):
-        return found
-    rows, count = [], np.ones(len(begin), np.int64)
-    for one in blocks.tolist():
-        at, m = int(begin[one]), int(size[one])
-        drawn = orders(records.ids[slot[at]], codes[at : at + m], int(given[one]))
-        count[one] += len(drawn)
-        rows.append((drawn + at).ravel())
-    row, branch = np.concatenate(rows), np.repeat(blocks, count[blocks] - 1)
-    where = records.log_value[slot[row], place[row]]
-    first, length = begin[branch], size[branch]
-    more = judge(slot[first], place[first], length, codes[row], where)
-    out = found.copy()
-    for kind in (0, 2):
-        np.add.at(out[kind], row, more[kind])
-    np.minimum.at(out[1], row, more[1])
-    block = np.cumsum(~tied) - 1
-    out[[0, 2]] /= count[block]
-    together = np.add.reduceat(np.where(context, 0.0, found[0]), begin)
-    other = np.add.reduceat(np.where(context[row], 0.0, more[0]), np.cumsum(length) - length)
-    np.logaddexp.at(together, branch, other)
-    together -= np.log(count)
-    together -= np.add.reduceat(np.where(context, 0.0, out[0]), begin)
-    out[0] += (together / np.maximum(size - given, 1))[block]
-    return out
+    The readings form complete tie groups, one after the other, each in canonical order. A reading with a term that is
+    not finite in any order gets NaN terms and does not influence the other readings of its group.
 
+    Args:
+        records: The table of open records.
+        record_index: (M,) row of the record in the table.
+        place: (M,) position of the reading in the log of the record.
+        is_tied: (M,) whether a reading belongs to the same tie group as the reading before it.
+        canonical_terms: (3, M) ln p, ln of the p-value, and centered NLL of the readings in canonical order.
+        score_branches: Scores the readings of a group in another order.
 
-# Ties: readings of one record with one event time, whose order means nothing, wait for each other and are one block.
-#
-# Under the law "hold" a reading enters its record's log when it comes and is judged when its block is decided: with the
-# first reading of the record that has another time, at the record's end, or by the clock (`Limits.tie_wait`). A decided
-# block stands in the log in canonical order, context first and then by feature code, so nothing that follows depends on
-# the order in which it came. A reading without a time is a block of its own. `engine.ties` says how a block is judged.
-
-
-Splits = Callable[[int], Collection[int]]
-"""Of a slot, the places at which the clock of an earlier life had decided a block."""
-
-
-def decide(
-    records: RecordTable, batch: EventBatch, accepted: AcceptedReadings, ending: Ints, splits: Splits | None = None
-) -> tuple[EventBatch, AcceptedReadings]:
-    """From what was accepted to what is judged: whole blocks, those whose record has gone on to another time, and
-    everything that waits in the slots `ending`, (R,).
-
-    Returns the batch, with the readings that had waited since earlier ones at its end, and the decided readings in
-    place of the accepted ones, in the order in which their blocks became whole. A reading that had waited has the
-    message of the one that decided it, −1 where the clock did."""
-    runs = _enter(records, batch, accepted, splits)
-    more = np.setdiff1d(ending, runs.slots)
-    runs = runs.beside(more, records)
-    records.held[ending] = 0
-    row, offset = ragged_indices(records.count[runs.slots] - records.held[runs.slots] - runs.first + runs.waiting)
-    slot, place = runs.slots[row], (runs.first - runs.waiting)[row] + offset
-    event = np.full(len(row), -1)
-    came = place >= runs.first[row]
-    event[came] = runs.events[(runs.begin[row] + place - runs.first[row])[came]]
-    tied = records.log_tied[slot, place]
-    block = np.cumsum(~tied) - 1
-    event = event[_arrange(records, slot, place, block)]
-    whole = np.maximum.reduceat(event, np.flatnonzero(~tied)) if len(event) else event
-    order = np.lexsort((place, records.opened[slot], records.source[slot], whole[block]))
-    row, slot, place, event = row[order], slot[order], place[order], event[order]
-    waited = event < 0
-    event[waited] = len(batch) + np.arange(int(waited.sum()))
-    of = row[waited]
-    batch = _with_waiting(batch, records, slot[waited], place[waited], runs.instant[of], runs.message[of])
-    return batch, AcceptedReadings(event, slot, place, accepted.ended)
+    Returns:
+        (3, M) the same terms, combined over the orders.
+    """
+    group_start = np.flatnonzero(~is_tied)
+    group_size = np.diff(np.append(group_start, len(is_tied)))
+    codes = records.log.gather_features(record_index, place)
+    is_context = records.schema.is_context[codes]
+    num_context = np.add.reduceat(is_context.astype(np.int64), group_start)
+    permuted_groups = np.flatnonzero(group_size - num_context > 1)
+    if not len(permuted_groups):
+        return canonical_terms
+    rows_by_branch: list[Ints] = []
+    num_orders = np.ones(len(group_start), np.int64)
+    for group in permuted_groups.tolist():
+        start, size = int(group_start[group]), int(group_size[group])
+        record_id = records.record_ids[record_index[start]]
+        orders = draw_orders(record_id, codes[start : start + size], int(num_context[group]))
+        num_orders[group] += len(orders)
+        rows_by_branch.append((orders + start).ravel())
+    row = np.concatenate(rows_by_branch)
+    branch_group = np.repeat(permuted_groups, num_orders[permuted_groups] - 1)
+    first, length = group_start[branch_group], group_size[branch_group]
+    _, values = records.log.gather(record_index[row], place[row])
+    branch_terms = score_branches(record_index[first], place[first], length, codes[row], values)
+    branches = _Branches(branch_terms, row, np.cumsum(length) - length, branch_group)
+    return _combine_orders(canonical_terms, branches, group_start, num_orders, is_context)
 
 
 @dataclass(frozen=True, slots=True)
-class _Runs:
-    """What a batch brought to R records, and to others nothing. slots: (R,). first: place of the first reading that
-    came now; begin: where it stands in `events`, which has the batch's events record by record. waiting: readings that
-    had waited, with the time `instant`; message: of what decided them."""
+class _Branches:
+    """Score terms of tie groups in orders other than the canonical one. A branch is one group in one order.
 
-    events: Ints
-    slots: Ints
-    first: Ints
-    begin: Ints
-    waiting: Ints
-    instant: Ints
-    message: Ints
+    Attributes:
+        terms: (3, T) ln p, ln of the p-value, and centered NLL of all readings, one branch after the other.
+        row: (T,) index of the same reading among the readings in canonical order.
+        start: (B,) index of the first reading of each branch.
+        group: (B,) index of the tie group of each branch.
+    """
 
-    def beside(self, slots: Ints, records: RecordTable) -> _Runs:
-        """With some that got nothing."""
-        none = np.zeros(len(slots), np.int64)
-        added = slots, records.count[slots], none, records.held[slots], records.instant[slots], none - 1
-        own = self.slots, self.first, self.begin, self.waiting, self.instant, self.message
+    terms: Floats
+    row: Ints
+    start: Ints
+    group: Ints
+
+
+def _combine_orders(
+    canonical_terms: Floats, branches: _Branches, group_start: Ints, num_orders: Ints, is_context: Bools
+) -> Floats:
+    """Return the terms of M readings in G tie groups, combined over the orders of each group.
+
+    Args:
+        canonical_terms: (3, M) terms in canonical order: ln p, ln of the p-value, and centered NLL.
+        branches: The terms in the other orders.
+        group_start: (G,) index of the first reading of each group.
+        num_orders: (G,) number of orders of each group, the canonical one included.
+        is_context: (M,) whether the reading is of a context feature.
+
+    Returns:
+        (3, M) mean ln p plus an equal share of what the mixture over orders adds, smallest ln p-value, mean centered
+        NLL.
+    """
+    row, branch_terms = branches.row, branches.terms
+    is_not_finite: Bools = ~np.all(np.isfinite(canonical_terms), axis=0)
+    is_not_finite[row[~np.all(np.isfinite(branch_terms), axis=0)]] = True
+    is_excluded = is_context | is_not_finite
+    if is_not_finite.any():
+        canonical_terms = np.where(is_not_finite, 0.0, canonical_terms)
+        branch_terms = np.where(is_not_finite[row], 0.0, branch_terms)
+    combined = canonical_terms.copy()
+    for term in (0, 2):
+        np.add.at(combined[term], row, branch_terms[term])
+    np.minimum.at(combined[1], row, branch_terms[1])
+    group_size = np.diff(np.append(group_start, len(is_context)))
+    group = np.arange(len(group_start)).repeat(group_size)
+    combined[[0, 2]] /= num_orders[group]
+    log_mixture = np.add.reduceat(np.where(is_excluded, 0.0, canonical_terms[0]), group_start)
+    branch_log_p = np.add.reduceat(np.where(is_excluded[row], 0.0, branch_terms[0]), branches.start)
+    np.logaddexp.at(log_mixture, branches.group, branch_log_p)
+    log_mixture -= np.log(num_orders)
+    log_mixture -= np.add.reduceat(np.where(is_excluded, 0.0, combined[0]), group_start)
+    num_scored = group_size - np.add.reduceat(is_excluded.astype(np.int64), group_start)
+    combined[0] += (log_mixture / np.maximum(num_scored, 1))[group]
+    combined[:, is_not_finite] = np.nan
+    return combined
+
+
+def decide_tie_groups(
+    records: RecordTable,
+    batch: EventBatch,
+    accepted: AcceptedReadings,
+    ending_indices: Ints,
+    split_places: SplitPlaces | None = None,
+) -> tuple[EventBatch, AcceptedReadings]:
+    """Select the readings whose tie group is decided by a batch, and store these groups in canonical order.
+
+    A group is decided if its record has got a reading with another time, or if its record is in `ending_indices`.
+
+    Args:
+        records: The table of open records, whose logs hold the accepted readings already.
+        batch: The batch of events.
+        accepted: The readings that were accepted from the batch.
+        ending_indices: (R,) rows of the records whose pending readings are all decided now.
+        split_places: If the events are replayed, the places at which the previous run ended a group by a timeout.
+
+    Returns:
+        The batch, followed by the decided readings of earlier batches; and the decided readings, in the order in which
+        their groups were completed. A reading of an earlier batch gets the message index of the event that decided its
+        group, or −1 if no event of this batch did.
+    """
+    runs = _mark_ties(records, batch, accepted, split_places)
+    runs = runs.extend(np.setdiff1d(ending_indices, runs.record_indices), records)
+    records.clear_pending(ending_indices)
+    first_undecided = runs.first_new_place - runs.num_waiting
+    row, offset = ragged_indices(
+        records.num_readings[runs.record_indices] - records.num_pending[runs.record_indices] - first_undecided
+    )
+    record_index, place = runs.record_indices[row], first_undecided[row] + offset
+    event_index = np.full(len(row), -1)
+    is_new = place >= runs.first_new_place[row]
+    event_index[is_new] = runs.event_indices[(runs.start[row] + place - runs.first_new_place[row])[is_new]]
+    is_tied = records.log.is_tied(record_index, place)
+    group = np.cumsum(~is_tied) - 1
+    event_index = event_index[_sort_groups(records, record_index, place, group)]
+    last_event = np.maximum.reduceat(event_index, np.flatnonzero(~is_tied)) if len(event_index) else event_index
+    sort_keys = place, records.open_order[record_index], records.partition_ids[record_index], last_event[group]
+    order = np.lexsort(sort_keys)
+    row, record_index, place, event_index = row[order], record_index[order], place[order], event_index[order]
+    is_earlier = event_index < 0
+    event_index[is_earlier] = len(batch) + np.arange(int(is_earlier.sum()))
+    run = row[is_earlier]
+    batch = _append_readings(
+        batch, records, record_index[is_earlier], place[is_earlier], runs.tie_time[run], runs.message_index[run]
+    )
+    return batch, AcceptedReadings(event_index, record_index, place, accepted.close_reasons)
+
+
+@dataclass(frozen=True, slots=True)
+class _RecordRuns:
+    """The readings that a batch has added to R records, sorted by record; some of these records may have got none.
+
+    Attributes:
+        event_indices: (M,) index of each added reading in the batch, record by record.
+        record_indices: (R,) row of each record in the table.
+        first_new_place: (R,) place in the log of the first reading that the batch has added.
+        start: (R,) index of that reading in `event_indices`.
+        num_waiting: (R,) readings of earlier batches whose tie group was not decided yet.
+        tie_time: (R,) event time of these waiting readings, microseconds.
+        message_index: (R,) message of the event that decides the waiting readings, −1 if no event does.
+    """
+
+    event_indices: Ints
+    record_indices: Ints
+    first_new_place: Ints
+    start: Ints
+    num_waiting: Ints
+    tie_time: Ints
+    message_index: Ints
+
+    def extend(self, record_indices: Ints, records: RecordTable) -> _RecordRuns:
+        """Return these runs followed by records to which the batch has added nothing."""
+        zeros = np.zeros(len(record_indices), np.int64)
+        num_readings, num_pending = records.num_readings[record_indices], records.num_pending[record_indices]
+        added = record_indices, num_readings, zeros, num_pending, records.tie_time[record_indices], zeros - 1
+        own = (
+            *(self.record_indices, self.first_new_place, self.start),
+            *(self.num_waiting, self.tie_time, self.message_index),
+        )
         columns = [np.concatenate(pair) for pair in zip(own, added, strict=True)]
-        return _Runs(self.events, *columns)
+        return _RecordRuns(self.event_indices, *columns)
 
 
-def _enter(records: RecordTable, batch: EventBatch, accepted: AcceptedReadings, splits: Splits | None) -> _Runs:
-    """Note which accepted readings go with the one before them, and how many of each record wait from now on."""
-    order = np.lexsort((accepted.seq, accepted.slots))
-    events, slots, places = accepted.events[order], accepted.slots[order], accepted.seq[order]
-    times, rows = batch.times[events], np.arange(len(events))
-    begin = np.flatnonzero(np.diff(slots, prepend=-1))
-    mine = slots[begin]
-    if not len(begin):
-        return _Runs(events, *[begin] * 6)
-    instant, waiting = records.instant[mine], records.held[mine]
-    before = np.append(NO_TIME, times[:-1])
-    before[begin] = instant
-    tied = (times == before) & (times != NO_TIME)
-    tied[begin] &= waiting > 0
-    if splits is not None:
-        for row in np.flatnonzero(tied).tolist():
-            tied[row] = int(places[row]) not in splits(int(slots[row]))
-    records.log_tied[slots, places] = tied
-    if splits is None:  # an earlier life has counted its own
-        # A block that begins though its instant, or a later one, was there already: it came too late.
-        records.late_ties += int((~tied & (times <= before) & (times != NO_TIME)).sum())
-    last = np.append(begin[1:], len(slots)) - 1
-    latest = np.maximum.reduceat(np.where(tied, -1, rows), begin)  # where the last block begins; −1 before this batch
-    held = np.where(latest < 0, waiting + last - begin, last - latest) + 1
-    timed = times[last] != NO_TIME
-    records.held[mine] = np.where(timed, held, 0)
-    records.instant[mine] = np.where(timed, times[last], instant)
-    decider = np.minimum(np.minimum.reduceat(np.where(tied, len(rows), rows), begin), last)
-    message = batch.messages[events[decider]].astype(np.int64)
-    return _Runs(events, mine, places[begin], begin, waiting, instant, message)
+def _mark_ties(
+    records: RecordTable, batch: EventBatch, accepted: AcceptedReadings, split_places: SplitPlaces | None
+) -> _RecordRuns:
+    """Mark which accepted readings join the tie group of the reading before them, and update the pending readings.
+
+    The function also counts groups whose event time was decided already (`RecordTable.pop_late_tie_groups`), except in a
+    replay, because the previous run has counted them.
+
+    Args:
+        records: The table of open records. Its tie columns are updated.
+        batch: The batch of events.
+        accepted: The readings that were accepted from the batch.
+        split_places: If the events are replayed, the places at which the previous run ended a group by a timeout.
+
+    Returns:
+        The accepted readings, sorted by record.
+    """
+    order = np.lexsort((accepted.seq, accepted.record_indices))
+    event_indices, owners, places = (a[order] for a in (accepted.event_indices, accepted.record_indices, accepted.seq))
+    times, rows = batch.times[event_indices], np.arange(len(event_indices))
+    start = np.flatnonzero(np.diff(owners, prepend=-1))
+    record_indices = owners[start]
+    if not len(start):
+        return _RecordRuns(event_indices, *[start] * 6)
+    tie_time, num_waiting = records.tie_time[record_indices], records.num_pending[record_indices]
+    time_before = np.append(NO_TIME, times[:-1])
+    time_before[start] = tie_time
+    has_time = times != NO_TIME
+    is_tied = (times == time_before) & has_time
+    is_tied[start] &= num_waiting > 0
+    if split_places is not None:
+        for row in np.flatnonzero(is_tied).tolist():
+            is_tied[row] = int(places[row]) not in split_places(int(owners[row]))
+    records.log.mark_tied(owners, places, is_tied)
+    if split_places is None:
+        # A group that starts at a time that the record has reached or passed before has come too late to be joined.
+        records.add_late_tie_groups(int((~is_tied & (times <= time_before) & has_time).sum()))
+    last = np.append(start[1:], len(owners)) - 1
+    # Row at which the last group of each record starts, −1 if it started before this batch.
+    last_group_start = np.maximum.reduceat(np.where(is_tied, -1, rows), start)
+    num_pending = np.where(last_group_start < 0, num_waiting + last - start, last - last_group_start) + 1
+    records.set_pending(
+        record_indices,
+        np.where(has_time[last], num_pending, 0),
+        np.where(has_time[last], times[last], tie_time),
+    )
+    first_untied = np.minimum.reduceat(np.where(is_tied, len(rows), rows), start)
+    deciding_event = event_indices[np.minimum(first_untied, last)]
+    message_index = batch.message_indices[deciding_event].astype(np.int64)
+    return _RecordRuns(event_indices, record_indices, places[start], start, num_waiting, tie_time, message_index)
 
 
-def _with_waiting(
-    batch: EventBatch, records: RecordTable, slots: Ints, places: Ints, times: Ints, messages: Ints
+def _append_readings(
+    batch: EventBatch, records: RecordTable, record_indices: Ints, places: Ints, times: Ints, message_indices: Ints
 ) -> EventBatch:
-    """The batch with readings of the log at its end."""
-    if not len(slots):
+    """Return the batch followed by readings of earlier batches, which are copied from the logs of their records.
+
+    Args:
+        batch: The batch of events.
+        records: The table of open records.
+        record_indices: (N,) row of the record of each reading.
+        places: (N,) place of each reading in the log of its record.
+        times: (N,) event time of each reading, microseconds.
+        message_indices: (N,) index of the message that decided the reading, −1 for none.
+    """
+    if not len(record_indices):
         return batch
-    unseen = dict(batch.unseen)
-    for i, (slot, place) in enumerate(zip(slots.tolist(), places.tolist(), strict=True)):
-        text = records.unseen.get(slot, {}).get(place)
-        if text is not None:
-            unseen[len(batch) + i] = text
+    unseen_labels = dict(batch.unseen_labels)
+    for i, (record_index, place) in enumerate(zip(record_indices.tolist(), places.tolist(), strict=True)):
+        label = records.unseen_labels.get(record_index, {}).get(place)
+        if label is not None:
+            unseen_labels[len(batch) + i] = label
+    features, values = records.log.gather(record_indices, places)
     return EventBatch(
-        batch.records + [records.ids[slot] for slot in slots.tolist()],
-        np.append(batch.features, records.log_feature[slots, places]).astype(np.int32),
-        np.append(batch.values, records.log_value[slots, places]),
+        batch.record_ids + [records.record_ids[record_index] for record_index in record_indices.tolist()],
+        np.append(batch.features, features).astype(np.int32),
+        np.append(batch.values, values),
         np.append(batch.times, times),
-        np.append(batch.messages, messages).astype(np.int32),
-        np.append(batch.partitions, records.source[slots]),
-        unseen,
+        np.append(batch.message_indices, message_indices).astype(np.int32),
+        np.append(batch.partitions, records.partition_ids[record_indices]),
+        unseen_labels,
     )
 
 
-def _arrange(records: RecordTable, slot: Ints, place: Ints, block: Ints) -> Ints:
-    """Put the readings of each block, (M,), into canonical order in the logs; which of them stands where, (M,)."""
-    code = records.log_feature[slot, place].astype(np.int64)
-    order = np.lexsort((code, ~records.schema.context[code], block))
-    moved = np.flatnonzero(order != np.arange(len(order)))
-    if len(moved):
-        records.log_feature[slot, place] = code[order]
-        records.log_value[slot, place] = records.log_value[slot, place][order]
-        texts = {}
-        for row, source in zip(moved.tolist(), order[moved].tolist(), strict=True):
-            text = records.unseen.get(int(slot[row]), {}).pop(int(place[source]), None)
-            if text is not None:
-                texts[row] = text
-        for row, text in texts.items():
-            records.unseen[int(slot[row])][int(place[row])] = text
+def _sort_groups(records: RecordTable, record_index: Ints, place: Ints, group: Ints) -> Ints:
+    """Store the readings of each tie group in canonical order: context features first, then by feature code.
+
+    Args:
+        records: The table of open records, whose logs are changed.
+        record_index: (M,) row of the record of each reading.
+        place: (M,) place of each reading in the log of its record.
+        group: (M,) number of the tie group of each reading, ascending.
+
+    Returns:
+        (M,) for each place, the index of the reading that is stored there now.
+    """
+    codes = records.log.gather_features(record_index, place)
+    order = np.lexsort((codes, ~records.schema.is_context[codes], group))
+    if (order != np.arange(len(order))).any():
+        records.reorder_readings(record_index, place, order)
     return order

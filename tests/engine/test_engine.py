@@ -107,21 +107,21 @@ def test_stream_equals_whole_records(change: dict[str, Any], cache: int, most: i
     """Laws 1 and 2: however the events interleave and whatever the cache forgets, scores are those of `log_prob`."""
     model, calibration = make(replace(CONFIG, **change))
     codes, raw = records_of(SCHEMA, N, seed=1, missing=0.2)
-    raw[::6] = np.where(SCHEMA.discrete[codes[::6]], raw[::6], 30 * raw[::6])
+    raw[::6] = np.where(SCHEMA.is_discrete[codes[::6]], raw[::6], 30 * raw[::6])
     values = normalised(SCHEMA, codes, raw)
     expected = model.log_prob(torch.from_numpy(codes), torch.from_numpy(values)).detach().numpy()
     peaks = compute_max_statistics(model, codes, values)
     with torch.no_grad():
         conditionals = model.conditionals(torch.from_numpy(codes), torch.from_numpy(values))
-        excess = conditionals.surprise(torch.from_numpy(values))[1].numpy()
-    excess = np.where((codes >= 0) & ~SCHEMA.context[codes], excess, 0.0).sum(1)
+        excess = conditionals.score(torch.from_numpy(values))[1].numpy()
+    excess = np.where((codes >= 0) & ~SCHEMA.is_context[codes], excess, 0.0).sum(1)
     engine = Engine(model, calibration, "fp", 0.05, Limits(cache_bytes=cache))
     got = stream(codes, raw, engine, seed=2, most=most)
-    assert engine.cache_rebuilds > 0 if cache < RUN else engine.cache_rebuilds == 0
+    assert engine.num_cache_rebuilds > 0 if cache < RUN else engine.num_cache_rebuilds == 0
     for r in range(N):
         n = int((codes[r] >= 0).sum())
         seq, ll, running, score, p, alert = np.array(got.readings[str(r)]).T
-        context = SCHEMA.context[codes[r, :n]]
+        context = SCHEMA.is_context[codes[r, :n]]
         np.testing.assert_array_equal(seq, np.arange(n))
         np.testing.assert_array_equal(np.isnan(ll), context)
         np.testing.assert_allclose(np.where(context, 0.0, ll), expected[r, :n], atol=1e-9)
@@ -258,7 +258,7 @@ def test_several_alphas_alert_as_each_would_alone(most: int) -> None:
     """But for the severity, which counts from the largest."""
     model, calibration = make()
     codes, raw = records_of(SCHEMA, N, seed=1, missing=0.2)
-    raw[::6] = np.where(SCHEMA.discrete[codes[::6]], raw[::6], 3 * raw[::6])
+    raw[::6] = np.where(SCHEMA.is_discrete[codes[::6]], raw[::6], 3 * raw[::6])
     alphas = (0.01, 0.2, 0.05)
     together = stream(codes, raw, Engine(model, calibration, "fp", alphas), seed=2, most=most)
     alone = [stream(codes, raw, Engine(model, calibration, "fp", alpha), seed=2, most=most) for alpha in alphas]

@@ -143,7 +143,7 @@ def test_another_vocabulary_scores_open_records_again(how: OpenRecordPolicy) -> 
     engine.handle(batch_of([reading(name, f) for name, f in rows]), 0)
     engine.handle(batch_of([reading("closed", f) for f in (1, 2, 3)]), 0)
     assert engine.change_model(*judge(2, schema=OTHER), "other", how) == "rescore"
-    assert engine.dropped_readings == 2
+    assert engine.num_dropped_readings == 2
     assert engine.schema == OTHER
     effects = engine.handle(EventBatch.empty(), 1)
     assert (effects.closed.record_ids, effects.closed.reasons) == (["whole"], [CloseReason.COMPLETE])
@@ -154,7 +154,7 @@ def test_another_vocabulary_scores_open_records_again(how: OpenRecordPolicy) -> 
     assert [r.message_index for r in effects.rejections] == [1]
     assert effects.closed.record_ids == ["part"]
     fresh = Engine(*judge(2, schema=OTHER), "other", ALPHA)
-    label = OTHER.label_codes[1]["run"]
+    label = OTHER.code_by_label[1]["run"]
     expected = fresh.handle(batch_of([reading("part", 1, label), reading("part", 0)], OTHER), 0).closed
     assert effects.closed.log_likelihood[0] == pytest.approx(expected.log_likelihood[0], abs=1e-9)
 
