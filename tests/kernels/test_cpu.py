@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state, compute_running_sums
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Contribution
-from deformer_stream.engine.explain import explain
-from deformer_stream.engine.order_trees import conditionals, each_last
+from deformer_stream.engine.explain import explain_records
+from deformer_stream.engine.order_trees import build_order_tree, compute_tree_conditionals
 from deformer_stream.engine.records import INITIAL_RUNNING
 from deformer_stream.kernels import build
-from deformer_stream.kernels.cpu import CpuKernels, CpuKVCache, RaggedBatch, fits
+from deformer_stream.kernels.cpu import CpuKernels, CpuKVCache, RaggedBatch, is_supported
 from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
 from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.schema import Feature, Schema
-from tests.engine.test_engine import RUN, Collected, batch_of, stream
+from tests.engine.test_engine import ENOUGH_CACHE_BYTES, Collected, batch_of, run_stream
 from tests.engine.worlds import model_of, normalised, records_of, schemas
 
 Ints = NDArray[np.int64]
@@ -61,15 +61,15 @@ def two_threads() -> Iterator[None]:
 
 
 def compiled(model: DEformer) -> DEformer:
-    model.kernel_library = build.library(model.config.precision == "bfloat16")
+    model.kernel_library = build.load_kernels(model.config.precision == "bfloat16")
     assert model.kernel_library is not None, "the tests of compiled code need a C compiler"
     return model
 
 
-def scored(model: DEformer, codes: Ints, raw: Floats, seed: int, most: int = 40, cache: int = RUN) -> Collected:
+def scored(model: DEformer, codes: Ints, raw: Floats, seed: int, most: int = 40, cache: int = ENOUGH_CACHE_BYTES) -> Collected:
     """The records' readings, interleaved and cut at random, through an engine."""
     calibration = Calibration.from_statistics(np.arange(100.0), "random")
-    return stream(codes, raw, Engine(model, calibration, "fp", 0.05, Limits(cache_bytes=cache)), seed, most)
+    return run_stream(codes, raw, Engine(model, calibration, "fp", 0.05, Limits(cache_bytes=cache)), seed, most)
 
 
 def numbers(found: Collected, records: int) -> Floats:
@@ -90,7 +90,7 @@ def test_what_compiled_code_says_is_what_the_network_says(
     features, values = torch.from_numpy(codes), torch.from_numpy(normalised(schema, codes, raw)).float()
     with torch.inference_mode():
         expected = model.log_prob(features, values).double().numpy()
-        excess = model.conditionals(features, values).surprise(values)[1].double().numpy()
+        excess = model.conditionals(features, values).score(values)[1].double().numpy()
     found = scored(model, codes, raw, seed, most)
     tolerance = TOLERANCE[precision]
     np.testing.assert_allclose(numbers(found, 9)[:, 0], expected[codes >= 0], atol=tolerance)
@@ -109,7 +109,7 @@ def test_scores_do_not_depend_on_cuts_nor_on_eviction(
     model = compiled(model_of(schema, config, dtype=torch.float32))
     codes, raw = records_of(schema, 60, 1, missing=0.2)
     whole = numbers(scored(model, codes, raw, 2, 5000), 60)
-    for most, cache in ((40, RUN), (1, RUN), (40, 1_000_000), (300, 0)):
+    for most, cache in ((40, ENOUGH_CACHE_BYTES), (1, ENOUGH_CACHE_BYTES), (40, 1_000_000), (300, 0)):
         again = numbers(scored(model, codes, raw, 2, most, cache), 60)
         np.testing.assert_allclose(again, whole, atol=TOLERANCE[precision])
 
@@ -122,9 +122,9 @@ def test_rounded_factors_say_the_same_in_pairs_and_singly(memory: Literal["all",
     codes, raw = records_of(schema, 60, 1, missing=0.2)
     found, pages = [], []
     for singly in (False, True):
-        model.kernel_library = build.compiled(build.SOURCES, "", "-DROUNDED", *["-DSINGLY"] * singly)
+        model.kernel_library = build.build_library(build.SOURCES, "", "-DROUNDED", *["-DSINGLY"] * singly)
         assert model.kernel_library is not None, "the tests of compiled code need a C compiler"
-        pages.append(CpuKernels(model, model.kernel_library).record_bytes)
+        pages.append(CpuKernels(model, model.kernel_library).bytes_per_record)
         found.append(numbers(scored(model, codes, raw, 2), 60))
     np.testing.assert_allclose(found[1], found[0], atol=TOLERANCE["bfloat16"])
     assert pages[0] == pages[1]
@@ -148,12 +148,12 @@ def test_what_is_rebuilt_is_what_steps_have_left(
         assert isinstance(engine.cache, CpuKVCache)
         for k in range(20):
             if evicted and k == 19:
-                engine.cache.drop(np.arange(records))
+                engine.cache.free(np.arange(records))
                 engine.cache.pool[:] = 0
             step = batch_of([(str(r), int(codes[r, k]), float(raw[r, k])) for r in range(records)])
             said = engine.handle(step, 0).scored
         assert engine.pop_cache_rebuilds() == records * evicted
-        pages = engine.cache.pool.reshape(engine.cache.pages, -1)[engine.cache.table[:records].ravel()]
+        pages = engine.cache.pool.reshape(engine.cache.num_pages, -1)[engine.cache.page_table[:records].ravel()]
         found.append((said.log_likelihood, said.score, pages))
     for kept, rebuilt in zip(*found, strict=True):
         np.testing.assert_array_equal(rebuilt, kept)
@@ -219,16 +219,16 @@ def test_readings_are_judged_as_the_plain_network_judges_them(
     features, values = torch.from_numpy(codes), torch.from_numpy(normalised(schema, codes, raw)).float()
     assert model.kernel_library is not None
     code, L = CpuKernels(model, model.kernel_library), len(schema)
-    cache = code.cache(1 << 24)
-    cache.grow(4)
-    cache.reserve(np.arange(4), np.full(4, L))
-    ragged = RaggedBatch(codes.ravel(), values.numpy().ravel(), L * np.arange(5), np.zeros(4, np.int64), cache.table)
+    cache = code.create_cache(1 << 24)
+    cache.ensure_capacity(4)
+    cache.allocate(np.arange(4), np.full(4, L))
+    ragged = RaggedBatch(codes.ravel(), values.numpy().ravel(), L * np.arange(5), np.zeros(4, np.int64), cache.page_table)
     with torch.inference_mode():
         plain, other = model.conditionals(features, values), code.conditionals(cache, ragged)
         expected = plain.compute_score_terms(values, plain.compute_surprisal(values))
         again = other.reshape(4, L)
         twice = again.compute_score_terms(values, again.compute_surprisal(values))
-    found = code.judge(cache, ragged).reshape(3, 4, L)
+    found = code.score(cache, ragged).reshape(3, 4, L)
     for one, two, three in zip(found, astuple(expected), astuple(twice), strict=True):
         np.testing.assert_allclose(one, two.numpy(), rtol=1e-3, atol=2e-3)
         np.testing.assert_allclose(one, three.numpy(), rtol=1e-4, atol=1e-3)
@@ -252,8 +252,8 @@ def test_rounding_moves_scores_by_little_and_does_something() -> None:
 )
 def test_other_shapes_are_left_to_the_plain_network(change: dict[str, Any]) -> None:
     model = model_of(Schema((Feature("a", "continuous"),)), replace(CONFIG, **change), dtype=torch.float32)
-    assert not fits(model)
-    assert fits(model_of(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
+    assert not is_supported(model)
+    assert is_supported(model_of(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
 
 
 def test_surprise_of_large_and_of_lopsided_mixtures() -> None:
@@ -299,11 +299,11 @@ def test_trees_of_orders_say_what_the_network_says_of_them(
     codes, raw = records_of(schema, 3, seed)
     features, values = torch.from_numpy(codes), torch.from_numpy(normalised(schema, codes, raw)).float()
     given_, asked = (W // 3, W // 4) if seed % 2 else (0, 0)
-    orders = each_last(given_, W - given_ - asked, asked, mirrored)
-    at = values[:, orders.reading]
+    orders = build_order_tree(given_, W - given_ - asked, asked, mirrored)
+    at = values[:, orders.reading_index]
     with torch.inference_mode():
-        found = conditionals(model, orders, features, values, CpuKernels(model, model.kernel_library)).log_prob(at)
-        expected = conditionals(model, orders, features, values).log_prob(at)
+        found = compute_tree_conditionals(model, orders, features, values, CpuKernels(model, model.kernel_library)).log_prob(at)
+        expected = compute_tree_conditionals(model, orders, features, values).log_prob(at)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
 
@@ -325,7 +325,7 @@ def test_explanations_are_the_same(seed: int, loud: bool) -> None:
     given_ = model, codes, raw, [{}] * 5, list("abcde"), lambda score, _: np.full(score.shape, loud)
     code = CpuKernels(model, model.kernel_library)
     for effort in ("full", "fast"):
-        plain, same = explain(*given_, effort), explain(*given_, effort, code)
+        plain, same = explain_records(*given_, effort), explain_records(*given_, effort, code)
         for one, other in zip(plain, same, strict=True):
             assert one.silenced_by == other.silenced_by
             for a, b in zip(*(sorted(of.contributions, key=attrgetter("feature")) for of in (one, other)), strict=True):

@@ -16,23 +16,23 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.kernels import cuda_graphs
 from deformer_stream.kernels.cuda_graphs import CudaGraphs, ForwardInputs, Recorder, Work, common
-from deformer_stream.kernels.kv_cache import KeyValueCache
+from deformer_stream.kernels.kv_cache import TorchKVCache
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Schema
 from tests.engine.devices import Recordable, fake, on_cpu, on_gpu
-from tests.engine.test_engine import CONFIG, RUN, SCHEMA, Collected, batch_of, stream
+from tests.engine.test_engine import CONFIG, ENOUGH_CACHE_BYTES, SCHEMA, Collected, batch_of, run_stream
 from tests.engine.worlds import configs, model_of, records_of, schemas
 from tests.kernels.test_cpu import PRECISIONS, Precision
 
 
 def scored(
-    model: DEformer, record: Recorder | None, seed: int = 0, most: int = 40, cache: int = RUN, records: int = 30
+    model: DEformer, record: Recorder | None, seed: int = 0, most: int = 40, cache: int = ENOUGH_CACHE_BYTES, records: int = 30
 ) -> tuple[Collected, Engine]:
     """The records' readings, interleaved and cut at random, through an engine that records so."""
     codes, raw = records_of(model.schema, records, seed, missing=0.2)
     with patch.object(cuda_graphs, "recorder", lambda device: record):
         engine = Engine(model, Calibration.from_statistics(np.arange(100.0), "random"), "fp", 0.05, Limits(cache_bytes=cache))
-        return stream(codes, raw, engine, seed, most), engine
+        return run_stream(codes, raw, engine, seed, most), engine
 
 
 def recorded(engine: Engine) -> dict[cuda_graphs.Shape, cuda_graphs.CapturedGraph]:
@@ -54,7 +54,7 @@ def same(a: Collected, b: Collected) -> None:
     config=configs,
     seed=st.integers(0, 2**16),
     most=st.integers(1, 60),
-    cache=st.sampled_from([RUN, 100_000, 0]),
+    cache=st.sampled_from([ENOUGH_CACHE_BYTES, 100_000, 0]),
     records=st.sampled_from([1, 9, 40]),
 )
 def test_what_is_recorded_says_what_operators_say_one_by_one(
@@ -142,7 +142,7 @@ def test_a_pass_can_be_recorded(schema: Schema, config: ModelConfig, readings: i
     but for what the Gaussians are asked beforehand, none is made on the CPU."""
     model = model_of(schema, replace(config, precision=precision), dtype=torch.float32)
     with fake() as mode, patch.object(cuda_graphs, "recorder", lambda device: None):
-        cache = KeyValueCache(on_gpu(model, mode), 0)
+        cache = TorchKVCache(on_gpu(model, mode), 0)
         new = torch.zeros(16, readings, dtype=torch.long, device="cuda")
         pages, places = new.expand(16, 4), new.repeat(1, model.cached_tokens_per_reading)
         given = ForwardInputs(new, new.float(), pages, new[:, 0], places)

@@ -19,12 +19,12 @@ from deformer_stream.calibration.conformal import Calibration, TiePolicy
 from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import EventBatch
-from deformer_stream.engine.explain import explain
+from deformer_stream.engine.explain import explain_records
 from deformer_stream.kernels import cuda_graphs
 from deformer_stream.model.deformer import DEformer, ModelConfig
-from tests.commands import Run
+from tests.commands import RunCommand
 from tests.engine.devices import needs_gpu
-from tests.engine.test_engine import SCHEMA, Collected, stream
+from tests.engine.test_engine import SCHEMA, Collected, run_stream
 from tests.engine.worlds import model_of, normalised, records_of
 from tests.models import write_model
 from tests.trainer.tables import mixed, write
@@ -61,7 +61,7 @@ def tolerance(change: dict[str, Any]) -> float:
 def followed(model: DEformer, calibration: Calibration, most: int = 40, **limits: Any) -> tuple[Collected, Engine]:
     """What a stream of records leads to, in polls of up to so many readings."""
     engine = Engine(model, calibration, "fp", (0.05, 0.2), Limits(**limits))
-    return stream(*records_of(SCHEMA, RECORDS, 1, missing=0.2), engine, 2, most), engine
+    return run_stream(*records_of(SCHEMA, RECORDS, 1, missing=0.2), engine, 2, most), engine
 
 
 def calibrated(model: DEformer, ties: TiePolicy = "arrival") -> Calibration:
@@ -100,8 +100,8 @@ def test_a_stream_has_the_scores_and_alerts_that_it_has_on_a_cpu(change: dict[st
     if (
         "precision" not in change
     ):  # a p-value is a rank: it may change where a score moves past one of the calibration's
-        assert len(plain.levels.keys() ^ quick.levels.keys()) <= 1
-    assert plain.levels
+        assert len(plain.alert_by_level.keys() ^ quick.alert_by_level.keys()) <= 1
+    assert plain.alert_by_level
     assert plain.closed.keys() == quick.closed.keys()
 
 
@@ -138,7 +138,7 @@ def test_alerts_are_explained_as_on_a_cpu() -> None:
     codes, raw = records_of(SCHEMA, 5, 4)
     told = []
     for model in (here, there):
-        told.append(explain(model, codes, raw, [{}] * 5, "abcde", lambda scores, names: scores > 1.0))
+        told.append(explain_records(model, codes, raw, [{}] * 5, "abcde", lambda scores, names: scores > 1.0))
     for expected, found in zip(*told, strict=True):
         by_name = {part.feature: part for part in found.contributions}
         for part in expected.contributions:
@@ -165,7 +165,7 @@ def test_models_go_both_ways(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_minute_of_training(tmp_path: Path, cli: Run, optimizer: str) -> None:
+def test_a_minute_of_training(tmp_path: Path, cli: RunCommand, optimizer: str) -> None:
     """It learns, and what it has learnt is the same on a CPU."""
     table, config = write(tmp_path / "table.parquet", mixed(np.random.default_rng(11), 3000)), tmp_path / "train.toml"
     config.write_text(f'optimizer = "{optimizer}"\n')
