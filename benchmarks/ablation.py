@@ -26,15 +26,15 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 
-from benchmarks.command import Kept, again, launch, machine, parser, publish
+from benchmarks.command import ResultStore, add_again_option, run_benchmark, describe_machine, build_parser, publish_results
 from benchmarks.density import ORDERS, encoded, halves, sources
 from benchmarks.tables import markdown_head, markdown_row, preset_for, seeds_of
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
 from trainer import gaussian_prior
-from trainer.budget import Budget
-from trainer.data import TRAIN, DataOptions, PreparedTable, prepare_table
-from trainer.evaluate import held_out
+from trainer.budget import TimeBudget
+from trainer.data import DataOptions, PreparedTable, Split, prepare_table
+from trainer.evaluate import evaluate_held_out
 from trainer.fit import TrainingRun
 from trainer.recipes import choose_gaussians, choose_recipe, model_config
 from trainer.settings import TrainConfig
@@ -83,14 +83,14 @@ class Table:
     def fit(self, data: PreparedTable, options: dict[str, Any], readings: int) -> TrainingRun:
         """A training run of so many readings that has not begun."""
         settings = self.settings(options)
-        rows = len(data.select_rows(TRAIN))
+        rows = len(data.select_rows(Split.TRAIN))
         recipe = replace(choose_recipe(settings, rows), epochs=max(1, round(readings / len(data.schema) / rows)))
         guides = None if options.get("gaussians") == 0 else self.guides
         torch.manual_seed(self.seed)
         model = DEformer(data.schema, replace(model_config(settings), gaussians=guides.num_components if guides else 0))
         if guides is not None:
             model.gaussians = guides.full
-        return TrainingRun(data, model, recipe, self.seed, self.folder, Budget(None), {}, guides)
+        return TrainingRun(data, model, recipe, self.seed, self.folder, TimeBudget(None), {}, guides)
 
 
 def lagged(data: PreparedTable, seed: int) -> PreparedTable:
@@ -111,14 +111,14 @@ def measure(table: Table, variant: str, readings: int) -> dict[str, Any]:
     fitted = fit.run()
     seconds = time.process_time() - began
     rows = np.arange(len(held.split))
-    nats = {"random": held_out(fitted.model, held, rows, ORDERS, table.seed).mean}
+    nats = {"random": evaluate_held_out(fitted.model, held, rows, ORDERS, table.seed).mean_nll}
     if logged:
-        nats["logged"] = held_out(fitted.model, held, rows, 1, table.seed, 1.0).mean
+        nats["logged"] = evaluate_held_out(fitted.model, held, rows, 1, table.seed, 1.0).mean_nll
     steps = {"steps": fitted.steps, "of": fit.steps, "gaussians": fitted.model.config.gaussians}
     return {"table": table.name, "seed": table.seed, "variant": variant, **nats, **steps, "seconds": round(seconds, 1)}
 
 
-def complete(kept: Kept, names: list[str], seeds: list[int], variants: list[str], readings: int) -> None:
+def complete(kept: ResultStore, names: list[str], seeds: list[int], variants: list[str], readings: int) -> None:
     """Measure what is asked for and not there yet."""
     for seed in seeds:
         for name, path in sources(",".join(names)).items():
@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace) -> None:
     variants = [v.strip() for v in arguments.variants.split(";")] if arguments.variants else [*VARIANTS, *LAGS]
     if unknown := [v for v in variants if v not in VARIANTS and v not in LAGS]:
         raise ConfigError(f"--variants {unknown[0]}: there are {'; '.join([*VARIANTS, *LAGS])}")
-    kept = Kept("ablation", {"readings": arguments.readings, "machine": machine()}, arguments.again)
+    kept = ResultStore("ablation", {"readings": arguments.readings, "machine": describe_machine()}, arguments.again)
     complete(kept, names, seeds, variants, arguments.readings)
     plain = [line for line in kept.lines if line["variant"] in VARIANTS]
     lags = [line for line in kept.lines if line["variant"] in LAGS]
@@ -162,19 +162,19 @@ def run(arguments: argparse.Namespace) -> None:
     parts += [(lags, figure, "lags: both halves", f"With lags, {figure} orders") for figure in ("logged", "random")]
     blocks = [f"{title}:\n\n{table_of(some, figure, base)}" for some, figure, base, title in parts if some]
     text = (
-        f"# Ablation\n\n{machine()}; −ln p of a held-out normal record, nats, seeds {arguments.seeds}, "
+        f"# Ablation\n\n{describe_machine()}; −ln p of a held-out normal record, nats, seeds {arguments.seeds}, "
         f"{arguments.readings:,} readings for each training run; variants as differences from the first row.\n\n"
     )
     text += "\n\n".join(blocks) + "\n"
-    publish("ablation", text)
+    publish_results("ablation", text)
 
 
 def main() -> None:
-    options = parser(__doc__, "", seeds="0,1")
+    options = build_parser(__doc__, "", seeds="0,1")
     options.add_argument("--tables", default=TABLES, help=f"names with commas between; {TABLES} by default")
     options.add_argument("--readings", type=int, default=300_000, help="of each training run; 300000 by default")
     options.add_argument("--variants", default="", help="names with semicolons between; all by default")
-    launch("ablation", run, again(options))
+    run_benchmark("ablation", run, add_again_option(options))
 
 
 if __name__ == "__main__":

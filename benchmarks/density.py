@@ -31,12 +31,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from benchmarks.command import Kept, again, launch, machine, parser, publish, today
+from benchmarks.command import ResultStore, add_again_option, run_benchmark, describe_machine, build_parser, publish_results, format_today
 from benchmarks.tables import find_tables, need_peers, preset_for, seeds_of, split, tables_folder
-from trainer.data import CALIBRATION, PreparedTable, encode_table
-from trainer.evaluate import held_out
-from trainer.job import Result, train
-from trainer.sampling import Noise, read_rows, seeded
+from trainer.data import PreparedTable, Split, encode_table
+from trainer.evaluate import evaluate_held_out
+from trainer.job import TrainingOutput, train
+from trainer.sampling import Noise, create_generator, read_rows
 from trainer.settings import TrainConfig
 from trainer.tables import index_records, open_tables
 
@@ -68,7 +68,7 @@ PAPER: dict[str, Any] = {
 }
 
 
-def learned(rows: pa.Table, held: pa.Table, seed: int, max_time: str, **options: Any) -> tuple[Result, float]:
+def learned(rows: pa.Table, held: pa.Table, seed: int, max_time: str, **options: Any) -> tuple[TrainingOutput, float]:
     """A training run, and the mean −ln p of the held-out records over random orders."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -78,31 +78,31 @@ def learned(rows: pa.Table, held: pa.Table, seed: int, max_time: str, **options:
         settings = TrainConfig(out=folder / "model", **chosen)  # type: ignore[arg-type]
         result = train([folder / "train.parquet"], settings)
         data = encoded(result.data, folder / "held.parquet", folder)
-        return result, held_out(result.model, data, np.arange(len(data.split)), ORDERS, seed).mean
+        return result, evaluate_held_out(result.model, data, np.arange(len(data.split)), ORDERS, seed).mean_nll
 
 
 def encoded(data: PreparedTable, table: Path, folder: Path) -> PreparedTable:
     """Other records in the units of these, all of them held out."""
     source = open_tables([table], "wide", None, None)
-    source.feature_columns = [name for name in source.schema.names if name in data.schema.codes]
+    source.feature_columns = [name for name in source.schema.names if name in data.schema.code_by_name]
     index_records(source)
     values, _ = encode_table(source, data.schema, folder)
-    return replace(data, values=values, ranks=None, split=np.full(len(values), CALIBRATION, np.uint8))
+    return replace(data, values=values, ranks=None, split=np.full(len(values), Split.CALIBRATION, np.uint8))
 
 
 def spread(data: PreparedTable, rows: NDArray[np.int64], seed: int) -> Floats:
     """(N, F) readings spread over their quantum and labels over their cell."""
     values, _ = read_rows(data, rows)
-    spread_out, _ = Noise.of(data.schema).apply(values, seeded(seed, 0xDE45))
+    spread_out, _ = Noise.from_schema(data.schema).apply(values, create_generator(seed, 0xDE45))
     cells = np.random.default_rng([seed, 0xDE45]).random(values.shape) - 0.5
-    return spread_out.double().numpy() + np.where(data.schema.discrete, cells, 0.0)
+    return spread_out.double().numpy() + np.where(data.schema.is_discrete, cells, 0.0)
 
 
 def mixture(data: PreparedTable, held: PreparedTable, seed: int) -> tuple[int, float]:
     """Components chosen, and the mean −ln p of held-out records. Missing readings would need another peer."""
     from sklearn.mixture import GaussianMixture
 
-    x = spread(data, np.flatnonzero(data.split != CALIBRATION), seed)
+    x = spread(data, np.flatnonzero(data.split != Split.CALIBRATION), seed)
     location, scale = x.mean(0), x.std(0) + 1e-9
     x = (x - location) / scale
     with warnings.catch_warnings():
@@ -138,8 +138,8 @@ def measure(train_rows: pa.Table, held_rows: pa.Table, seed: int, max_time: str)
         "paper": paper,
         "components": components,
         "gaussians": result.model.config.gaussians,
-        "steps": result.fitted.steps,
-        "paper_steps": plain.fitted.steps,
+        "steps": result.training_result.steps,
+        "paper_steps": plain.training_result.steps,
         "mixture_seconds": round(time.monotonic() - began, 1),
     }
 
@@ -198,30 +198,30 @@ def wins(lines: list[dict[str, Any]], against: str) -> int:
 def run(arguments: argparse.Namespace) -> None:
     need_peers()
     seeds = seeds_of(arguments.seeds)
-    setting = {"seeds": arguments.seeds, "max_time": arguments.max_time, "machine": machine()}
-    kept, lines = Kept("density", setting, arguments.again), []
+    setting = {"seeds": arguments.seeds, "max_time": arguments.max_time, "machine": describe_machine()}
+    kept, lines = ResultStore("density", setting, arguments.again), []
     for name, path in sources(arguments.tables).items():
         line = kept.find(table=name)
         if line is None:
             pairs = [halves(name, path, seed) for seed in seeds]
             runs = [measure(*pair, seed, arguments.max_time) for pair, seed in zip(pairs, seeds, strict=True)]
             about = {"table": name, "features": pairs[0][0].num_columns, "records": len(pairs[0][0])}
-            line = kept.add({**about, "date": today(), "runs": runs})
+            line = kept.add({**about, "date": format_today(), "runs": runs})
         lines.append(line)
         print(json.dumps(line), flush=True)
     days = ", ".join(sorted({line["date"] for line in lines}))
     text = (
-        f"# Density\n\n{machine()}, {days}; −ln p of a held-out normal record, nats, mean over {ORDERS} random orders "
+        f"# Density\n\n{describe_machine()}, {days}; −ln p of a held-out normal record, nats, mean over {ORDERS} random orders "
         f"and seeds {arguments.seeds}; at most {arguments.max_time} for a training run, calibration included.\n\n"
         f"{table_of(lines)}\n\nOurs is likelier than the Gaussian mixture on {wins(lines, 'mixture')} and than the "
         f"paper's recipe on {wins(lines, 'paper')} of {len(lines)} tables.\n"
     )
-    publish("density", text)
+    publish_results("density", text)
 
 
 def main() -> None:
-    options = parser(__doc__, f"{SKAB!r} among them; all by default", seeds="0", max_time="60s")
-    launch("density", run, again(options))
+    options = build_parser(__doc__, f"{SKAB!r} among them; all by default", seeds="0", max_time="60s")
+    run_benchmark("density", run, add_again_option(options))
 
 
 if __name__ == "__main__":

@@ -36,14 +36,14 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.command import RESULTS, launch, machine, parser, publish, today
+from benchmarks.command import RESULTS, run_benchmark, describe_machine, build_parser, publish_results, format_today
 from benchmarks.early_report import report, summary
 from benchmarks.tables import find_tables, need_peers, preset_for, seeds_of, split
 from deformer_stream import load
 from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state
 from deformer_stream.model.deformer import DEformer, to_tensor
 from deformer_stream.model.schema import Schema
-from trainer.data import CALIBRATION, assign_split, encode_table
+from trainer.data import Split, assign_split, encode_table
 from trainer.job import train
 from trainer.settings import TrainConfig
 from trainer.tables import index_records, open_tables
@@ -118,7 +118,7 @@ def prepare(table: pa.Table, seed: int, max_time: str, folder: Path) -> Case:
         )
         train([folder / "normal.parquet"], settings)
     model = load(model_folder).artifact.model
-    held = assign_split(len(rows), CALIBRATION_SHARE, seed) == CALIBRATION
+    held = assign_split(len(rows), CALIBRATION_SHARE, seed) == Split.CALIBRATION
     test = np.concatenate(
         [parts.test[~parts.anomaly][:NORMALS], parts.test[parts.anomaly][:ANOMALIES]]
     )  # shuffled already
@@ -136,7 +136,7 @@ def matrix(schema: Schema, table: pa.Table) -> Floats:
         folder = Path(name)
         pq.write_table(table, folder / "table.parquet")
         source = open_tables([folder / "table.parquet"], "wide", None, None)
-        source.feature_columns = [column for column in source.schema.names if column in schema.codes]
+        source.feature_columns = [column for column in source.schema.names if column in schema.code_by_name]
         index_records(source)
         return np.array(encode_table(source, schema, folder)[0], np.float64)
 
@@ -150,7 +150,7 @@ def ours(model: DEformer, codes: Ints, values: Floats) -> Floats:
         x = to_tensor(ordered[rows], model)
         with torch.inference_mode():
             log_p = model.conditionals(to_tensor(codes[rows], model), x).log_p_value(x).double().cpu().numpy()
-        scored = ~model.schema.context[codes[rows]]
+        scored = ~model.schema.is_context[codes[rows]]
         state = PrefixState.initial(len(log_p))
         for k in range(log_p.shape[1]):
             state = replace(state, peak=np.zeros(len(log_p)))  # the rule takes the largest later
@@ -335,19 +335,19 @@ def run(arguments: argparse.Namespace) -> None:
             lines.append({"table": name, "features": table.num_columns - 1, "runs": runs})
             print(name, file=sys.stderr, flush=True)
     when = (
-        f"{machine()}, {today()}; {len(lines)} tables, seeds {arguments.seeds}, at most "
+        f"{describe_machine()}, {format_today()}; {len(lines)} tables, seeds {arguments.seeds}, at most "
         f"{arguments.max_time} of training each, calibration included."
     )
     text, page = report(lines, when, ALPHA, SHARES)
     print(json.dumps({"benchmark": "early", "alpha": ALPHA, "tables": len(lines)} | summary(lines, ALPHA)))
-    publish("early", text, lines)
+    publish_results("early", text, lines)
     (RESULTS / "early.html").write_text(page)
 
 
 def main() -> None:
-    options = parser(__doc__, seeds="0", max_time="45s")
+    options = build_parser(__doc__, seeds="0", max_time="45s")
     options.add_argument("--models", default="", help="folder in which trained models are kept; none by default")
-    launch("early", run, options)
+    run_benchmark("early", run, options)
 
 
 if __name__ == "__main__":

@@ -32,13 +32,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.command import machine, publish, today
+from benchmarks.command import describe_machine, publish_results, format_today
 from benchmarks.feed import schema_of
 from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
 from deformer_stream.model.distributions import SCALE_FLOOR
-from experiments.experiment import in_memory
-from trainer.budget import Budget
-from trainer.data import TRAIN, VALIDATION, PreparedTable
+from experiments.experiment import make_prepared_table
+from trainer.budget import TimeBudget
+from trainer.data import PreparedTable, Split
 from trainer.fit import Interrupted, Recipe, TrainingRun
 from trainer.settings import Precision
 
@@ -113,9 +113,9 @@ def table(features: int) -> PreparedTable:
     """Records of correlated numbers, in memory."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(RECORDS, features)).cumsum(1) / np.sqrt(1 + np.arange(features))
-    split = np.full(RECORDS, TRAIN, np.uint8)
-    split[:20] = VALIDATION
-    return in_memory(schema_of(features), x.astype(np.float32), split)
+    split = np.full(RECORDS, Split.TRAIN, np.uint8)
+    split[:20] = Split.VALIDATION
+    return make_prepared_table(schema_of(features), x.astype(np.float32), split)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def plain_steps(model: Plain, x: Tensor, batch: int) -> Steps:
 
 def our_steps(model: DEformer, data: PreparedTable, batch: int, precision: Precision, folder: Path) -> Steps:
     recipe = Recipe(batch, 1e-4, 1_000_000, training_precision=precision, optimizer="adam")
-    fit = TrainingRun(data, model, recipe, 0, folder, Budget(), {})
+    fit = TrainingRun(data, model, recipe, 0, folder, TimeBudget(), {})
 
     def steps(count: int) -> float:
         last, ended = fit.step + 1 + count, []
@@ -188,12 +188,12 @@ def measure(preset: str, features: int, batch: int, rounds: int, steps: int) -> 
     with torch.no_grad():
         both = [m(order, x[:64].gather(1, order)).sum(1).mean() for m in (plain, ours[0].log_prob)]
     with tempfile.TemporaryDirectory() as name:
-        runs = [
+        to_path = [
             plain_steps(plain, x, batch),
             our_steps(ours[0], data, batch, "float32", Path(name)),
             our_steps(ours[1], data, batch, "auto", Path(name)),
         ]
-        seconds = [[run(steps) for run in runs] for _ in range(rounds)]
+        seconds = [[run(steps) for run in to_path] for _ in range(rounds)]
     rates = [batch / min(column) for column in zip(*seconds, strict=True)]
     return Line(preset, features, batch, *rates, difference=float((both[0] - both[1]).abs()))
 
@@ -228,10 +228,10 @@ def main() -> None:
             lines.append(measure(preset, features, batch, arguments.rounds, steps))
             print(json.dumps(record(lines[-1])), flush=True)
     text = (
-        f"# Training speed\n\n{machine()}, {arguments.threads} threads used, {today()}; records "
+        f"# Training speed\n\n{describe_machine()}, {arguments.threads} threads used, {format_today()}; records "
         f"trained on a second, the best of {arguments.rounds} rounds in turn.\n\n{table_of(lines)}\n"
     )
-    publish("training", text, [record(line) for line in lines])
+    publish_results("training", text, [record(line) for line in lines])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""`python -m experiments.NAME`: one command for every experiment. Heavy imports wait until there is work."""
+"""The command `python -m experiments.NAME`, which is the same for every experiment.
+
+Heavy packages are imported when the experiment runs, so `--help` answers at once.
+"""
 
 from __future__ import annotations
 
@@ -9,55 +12,71 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deformer_stream.cli_utils import HELP, debug_option, debugging, run
-from deformer_stream.settings import load, options
+from deformer_stream.cli_utils import HELP, add_debug_option, is_debugging, run
+from deformer_stream.settings import add_options, load_settings
 from experiments.options import ExperimentSettings
 
 if TYPE_CHECKING:
     from experiments.experiment import Experiment
 
-SECTION = "experiment"
+CONFIG_TABLE = "experiment"
+"""The table of an experiment's options in a configuration file."""
 
 
-def main(name: str, summary: str, experiment: Callable[[], Experiment]) -> None:
-    """Run `python -m experiments.{name}` with the process's arguments. experiment: imports and returns it."""
+def main(name: str, summary: str, import_experiment: Callable[[], Experiment]) -> None:
+    """Run `python -m experiments.{name}` with the arguments of the process, and end the process.
+
+    Args:
+        name: Name of the experiment's package.
+        summary: Help text of the command.
+        import_experiment: Imports and returns the experiment.
+    """
     program = f"python -m experiments.{name}"
 
     @click.command(name=program, help=summary, context_settings=HELP)
-    @options(ExperimentSettings)
-    @debug_option
+    @add_options(ExperimentSettings)
+    @add_debug_option
     def command(config: Path | None, **flags: Any) -> int:
-        return carry_out(experiment, load(ExperimentSettings, flags, config, SECTION))
+        return run_command(import_experiment, load_settings(ExperimentSettings, flags, config, CONFIG_TABLE))
 
     run(command, program)
 
 
-def carry_out(experiment: Callable[[], Experiment], settings: ExperimentSettings) -> int:
-    """Run it to the end or to the next pause; returns the exit code."""
-    began = time.monotonic()
+def run_command(import_experiment: Callable[[], Experiment], settings: ExperimentSettings) -> int:
+    """Run an experiment until it is complete or must pause, print its results, and return the exit code.
+
+    The exit code is 0 if the experiment is complete or `--pause-after` has passed, else 128 plus the signal's number.
+    """
+    started_at = time.monotonic()
     from deformer_stream import log
 
-    log.configure(debugging())
+    log.configure(is_debugging())
     from experiments import run as runner
     from trainer import console
     from trainer.fit import Interrupted
     from trainer.job import StopSignals
 
-    with StopSignals() as signals, console.ProgressDisplay() as watch:
+    with StopSignals() as signals, console.ProgressDisplay() as display:
 
-        def stop() -> bool:
-            pause = settings.pause_after
-            return signals() or (pause is not None and time.monotonic() - began > pause)
+        def should_stop() -> bool:
+            limit = settings.pause_after
+            return signals() or (limit is not None and time.monotonic() - started_at > limit)
 
         try:
-            outcome = runner.run(experiment(), settings, say=console.say, observe=watch, stop=stop)
+            outcome = runner.run_experiment(
+                import_experiment(),
+                settings,
+                report_progress=console.print_line,
+                observe_step=display,
+                should_stop=should_stop,
+            )
         except Interrupted:
-            click.echo(f"stopped, progress is kept; add --resume to continue {settings.out}", err=True)
+            click.echo(f"stopped; progress is saved in {settings.out}: add --resume to continue", err=True)
             return 128 + signals.received if signals.received else 0
     test = outcome.results["test"]
     scored = f"{test['records']} of {test['of']} test records, {test['orders']} orders"
     click.echo(f"test NLL   {test['nll']:.3f} nats ({scored})")
     click.echo(f"training   {outcome.results['seconds']:.0f} s, {outcome.results['steps']} steps")
     click.echo(f"results    {outcome.directory / runner.RESULTS}")
-    click.echo(f"model      {outcome.directory / runner.MODEL} (report.html is there too)")
+    click.echo(f"model      {outcome.directory / runner.MODEL} (contains report.html)")
     return 0

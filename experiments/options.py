@@ -1,4 +1,4 @@
-"""What an experiment can be told. Imports nothing heavy: `--help` is built from these fields."""
+"""The options of an experiment. Heavy packages are not imported, because `--help` is built from these fields."""
 
 from __future__ import annotations
 
@@ -13,24 +13,33 @@ PresetName = Literal["default", "small", "paper"]
 
 
 class ExperimentSettings(Settings):
-    """`python -m experiments.…`"""
+    """The options of `python -m experiments.NAME`."""
 
-    data: Path = Field(description="Where the data set is, or the folder that holds it under its own name.")
-    out: Path = Field(description="Folder for checkpoint, model, results.json and report.html.")
+    data: Path = Field(description="The data set, or the folder that contains it under its own name.")
+    out: Path = Field(description="Folder for the checkpoint, the model, results.json and report.html.")
     preset: PresetName = Field(
-        "default", description="paper: its model and optimiser; default: better in less time; small: for a CPU."
+        "default",
+        description="Model and optimizer. paper is that of the publication, default is better in less time, and small "
+        "suits a CPU.",
     )
     override: str = Field("", description="Changes of the preset, comma-separated: d_model=128,batch=32,epochs=10.")
     max_time: Duration | None = Field(
-        None, gt=0, description="Train for this long, over all pieces of a run: 90s, 20m, 2h. Scoring comes after it."
+        None,
+        gt=0,
+        description="Limit of the training time, summed over all parts of an interrupted run: 90s, 20m, 2h. Scoring "
+        "follows and needs more time.",
     )
     pause_after: Duration | None = Field(
-        None, gt=0, description="Stop after this long, wherever the run stands; --resume continues it."
+        None, gt=0, description="Save the progress and end after this time. Continue the run with --resume."
     )
-    resume: bool = Field(False, description="Continue an interrupted run; starts from the beginning if there is none.")
-    orders: int = Field(10, ge=1, description="Random orders in which every test record is scored.")
+    resume: bool = Field(
+        False, description="Continue an interrupted run. If there is none, the run starts from the beginning."
+    )
+    orders: int = Field(10, ge=1, description="Number of random feature orders in which each test record is scored.")
     test_records: int | None = Field(
-        None, ge=1, description="Score only this many test records, and say so; by default all."
+        None,
+        ge=1,
+        description="Number of test records to score, chosen at random; by default all. The report shows the number.",
     )
-    device: Device = Field("auto", description="Where to train; auto takes a GPU if there is one.")
-    seed: int = Field(0, ge=0, description="Of splits, orders and initial weights.")
+    device: Device = Field("auto", description="Device for training; auto uses a GPU if one is available.")
+    seed: int = Field(0, ge=0, description="Seed of the split, the orders and the initial weights.")

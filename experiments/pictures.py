@@ -1,72 +1,119 @@
-"""Black-and-white images as inline SVG for `deformer_stream.report.html`: a path per image, a rectangle per run of ink."""
+"""Render black-and-white images as inline SVG for the pages of `deformer_stream.report.pages`."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.report.charts import WIDTH
-from deformer_stream.report.html import text
+from deformer_stream.report.pages import replace_illegal_characters
 
-Bits = NDArray[np.bool_]
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+BooleanImage = NDArray[np.bool_]
+
+WIDTH = 660
+"""Width of a gallery in SVG units; the page scales it."""
+
 PAPER, INK, HIDDEN, FRAME = "#ffffff", "#15191d", "#d9480f", "#d5dade"
-"""The same in light and dark pages: images are data, and black on white is how they are known."""
+"""Colours of a white pixel, a black pixel, a missing pixel and the frame of an image.
+
+They are the same in light and dark pages, because images are data and black on white is their usual appearance.
+"""
+
+_GAP = 3
+"""Space between images in SVG units."""
+
+_TEMPLATE = Path(__file__).with_name("gallery.html")
 
 
-def runs(image: Bits) -> str:
-    """The SVG path that covers the true pixels of (H, W), row by row."""
+def to_path(image: BooleanImage) -> str:
+    """Return the SVG path that covers the true pixels of an image of shape (H, W): one rectangle per horizontal run."""
     padded = np.zeros((image.shape[0], image.shape[1] + 2), np.int8)
     padded[:, 1:-1] = image
     edges = np.diff(padded, axis=1)
     rows, starts = np.nonzero(edges == 1)
     ends = np.nonzero(edges == -1)[1]
-    spans = zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True)
-    return "".join(f"M{a} {y}h{b - a}v1h{a - b}z" for y, a, b in spans)
+    runs = zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True)
+    return "".join(f"M{start} {row}h{end - start}v1h{start - end}z" for row, start, end in runs)
 
 
-def gallery(
-    images: Bits, title: str, columns: int, note: str = "", *, hidden: Bits | None = None, heads: tuple[str, ...] = ()
-) -> str:
-    """Images in rows of `columns`, read like text.
+def render_gallery(
+    images: BooleanImage,
+    title: str,
+    num_columns: int,
+    note: str = "",
+    *,
+    is_hidden: BooleanImage | None = None,
+    column_heads: tuple[str, ...] = (),
+) -> Markup:
+    """Return images as a part of a page, in rows that are filled from left to right.
 
-    images: (N, H, W). hidden: (N, H, W), pixels shown as missing. heads: a name above each column. note: below.
+    Args:
+        images: (N, H, W) N images of H × W pixels, true for black.
+        title: Title above the images.
+        num_columns: Number of images in a row.
+        note: Text below the images.
+        is_hidden: (N, H, W) pixels that are shown as missing; none by default.
+        column_heads: A name above each column; no names by default.
     """
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
     height, width = images.shape[1:]
-    lines = -(-len(images) // columns)
-    gap, top = 3, 24 if heads else 0
-    scale = (WIDTH - gap * (columns + 1)) / columns / width
-    side_x, side_y = width * scale + gap, height * scale + gap
-    parts = [
-        f'<text x="{gap + (i + 0.5) * side_x:.1f}" y="16" text-anchor="middle">{text(name)}</text>'
-        for i, name in enumerate(heads)
+    head_height = 24 if column_heads else 0
+    scale = (WIDTH - _GAP * (num_columns + 1)) / num_columns / width
+    column_width, row_height = width * scale + _GAP, height * scale + _GAP
+    hidden = np.zeros_like(images) if is_hidden is None else is_hidden
+    cells = [
+        {
+            "x": _GAP + i % num_columns * column_width,
+            "y": head_height + _GAP + i // num_columns * row_height,
+            "black": to_path(image & ~missing),
+            "missing": to_path(missing),
+        }
+        for i, (image, missing) in enumerate(zip(images, hidden, strict=True))
     ]
-    for i, image in enumerate(images):
-        x, y = gap + i % columns * side_x, top + gap + i // columns * side_y
-        gone = hidden[i] if hidden is not None else np.zeros_like(image)
-        parts.append(
-            f'<g transform="translate({x:.2f} {y:.2f}) scale({scale:.4f})" shape-rendering="crispEdges">'
-            f'<rect width="{width}" height="{height}" fill="{PAPER}" stroke="{FRAME}" stroke-width="{1 / scale:.2f}"/>'
-            f'<path fill="{INK}" d="{runs(image & ~gone)}"/>'
-            + (f'<path fill="{HIDDEN}" d="{runs(gone)}"/>' if gone.any() else "")
-            + "</g>"
+    heads = [{"x": _GAP + (i + 0.5) * column_width, "name": name} for i, name in enumerate(column_heads)]
+    num_rows = -(-len(images) // num_columns)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.globals.update(paper=PAPER, ink=INK, hidden=HIDDEN, frame=FRAME)
+    template = environment.from_string(_TEMPLATE.read_text("utf-8"))
+    return Markup(  # noqa: S704 - the template escapes its texts
+        template.render(
+            title=replace_illegal_characters(title),
+            note=replace_illegal_characters(note),
+            description=replace_illegal_characters(f"{title}: {len(images)} images"),
+            heads=heads,
+            cells=cells,
+            image_width=width,
+            image_height=height,
+            scale=scale,
+            total_width=WIDTH,
+            total_height=head_height + _GAP + num_rows * row_height,
         )
-    total = top + gap + lines * side_y
-    below = f"<p>{text(note)}</p>" if note else ""
-    return (
-        f'<figure><figcaption>{text(title)}</figcaption><div class="scroll" tabindex="0" role="region" '
-        f'aria-label="{text(title)}"><svg xmlns="http://www.w3.org/2000/svg" role="img" '
-        f'viewBox="0 0 {WIDTH} {total:.0f}" aria-label="{text(f"{title}: {len(images)} images")}">{"".join(parts)}'
-        f"</svg></div>{below}</figure>"
     )
 
 
-def outlines(groups: dict[str, NDArray[np.float64]], bins: int = 60) -> dict[str, tuple[list[float], list[float]]]:
-    """Histograms as series for `charts.line_chart(log_x=True, steps=True)`: shares of each group of positive numbers,
-    over common bins of equal ratio."""
-    everything = np.concatenate(list(groups.values()))
-    edges = np.geomspace(everything.min() / 1.001, everything.max() * 1.001, bins + 1)
+def compute_outlines(
+    values_by_group: dict[str, NDArray[np.float64]], num_bins: int = 60
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Return histograms as series for `charts.draw_lines(log_x=True, show_steps=True)`.
+
+    Args:
+        values_by_group: Positive numbers by the name of their group.
+        num_bins: Number of bins; all groups have the same bins, and the edges of a bin have a constant ratio.
+
+    Returns:
+        For each group the bin edges, and the share of the group that is in each bin.
+    """
+    all_values = np.concatenate(list(values_by_group.values()))
+    edges = np.geomspace(all_values.min() / 1.001, all_values.max() * 1.001, num_bins + 1)
     series = {}
-    for name, values in groups.items():
+    for name, values in values_by_group.items():
         counts, _ = np.histogram(values, edges)
         shares = np.concatenate([[0.0], counts / max(1, len(values)), [0.0]])
         series[name] = ([edges[0], *edges.tolist()], shares.tolist())

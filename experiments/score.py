@@ -1,4 +1,4 @@
-"""The final figure: the NLL of every test record in several random orders, in pieces, so that it can be interrupted."""
+"""Score test records in several random orders, in small pieces so that the work can be interrupted and continued."""
 
 from __future__ import annotations
 
@@ -16,83 +16,107 @@ from deformer_stream.model.deformer import DEformer
 from deformer_stream.progress import Progress
 from trainer import checkpoint
 from trainer.data import PreparedTable
-from trainer.evaluate import held_out
+from trainer.evaluate import evaluate_held_out
 from trainer.fit import CHECKPOINT_SECONDS, Interrupted
 
 Floats = NDArray[np.float64]
-PIECE_READINGS = 65_536
-"""Readings scored between two looks at whether to stop."""
+
+READINGS_PER_PIECE = 65_536
+"""Number of readings that are scored between two checks whether to stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class OrderScores:
-    """nll: (orders, N) −ln p of each record in each order, nats, the model's units. per_feature: (orders, F) means."""
+    """Negative log-likelihoods in several random orders, in nats and in the model's units.
+
+    Attributes:
+        nll: (orders, N) of each of N records in each order.
+        per_feature: (orders, F) mean over the records of each feature, given the features before it in the order.
+    """
 
     nll: Floats
     per_feature: Floats
 
 
-def in_orders(
+def score_in_orders(
     model: DEformer,
     data: PreparedTable,
     rows: NDArray[np.int64],
-    orders: int,
+    num_orders: int,
     seed: int,
-    folder: Path | None = None,
-    stop: Callable[[], bool] = lambda: False,
+    checkpoint_folder: Path | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> OrderScores:
-    """Score the rows in `orders` random orders each; the k-th order of a row depends on seed, k and its place alone.
+    """Score records in several random orders each.
 
-    folder: keeps what is done, and is continued from where it holds the same rows and seed of the same model; the
-    caller removes it. Raises `Interrupted` when `stop` says so.
+    The k-th order of a record depends only on the seed, k and the record's place in `rows`.
+
+    Args:
+        model: The model.
+        data: The prepared table.
+        rows: Row numbers of the records to score.
+        num_orders: Number of random orders.
+        seed: Seed of the orders.
+        checkpoint_folder: Folder in which the progress is saved. Saved progress of the same model, rows and seed is
+            continued. The caller removes the folder.
+        should_stop: Returns whether to save the progress and stop.
+
+    Raises:
+        Interrupted: `should_stop` returned true.
     """
-    size = max(1, PIECE_READINGS // len(data.schema))
-    starts = range(0, len(rows), size)
-    nll = np.full((orders, len(rows)), np.nan)
-    features = np.full((orders, len(starts), len(data.schema)), np.nan)
-    done = 0
-    identity = [seed, orders, len(rows), size, _digest(model, rows)]
-    state = checkpoint.load_state(folder) if folder is not None else None
-    if folder is not None and state is not None and state["identity"] == identity:
-        tensors = checkpoint.load_tensors(folder)
-        nll, features, done = tensors["nll"].numpy(), tensors["features"].numpy(), state["done"]
+    piece_size = max(1, READINGS_PER_PIECE // len(data.schema))
+    starts = range(0, len(rows), piece_size)
+    nll = np.full((num_orders, len(rows)), np.nan)
+    per_feature = np.full((num_orders, len(starts), len(data.schema)), np.nan)
+    num_done = 0
+    identity = [seed, num_orders, len(rows), piece_size, _compute_digest(model, rows)]
+    if checkpoint_folder is not None:
+        state = checkpoint.load_state(checkpoint_folder)
+        if state is not None and state["identity"] == identity:
+            tensors = checkpoint.load_tensors(checkpoint_folder)
+            nll, per_feature, num_done = tensors["nll"].numpy(), tensors["features"].numpy(), state["done"]
 
     def save() -> None:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            tensors = {"nll": torch.from_numpy(nll), "features": torch.from_numpy(features)}
-            checkpoint.save(folder, tensors, {"identity": identity, "done": done})
+        if checkpoint_folder is not None:
+            checkpoint_folder.mkdir(parents=True, exist_ok=True)
+            tensors = {"nll": torch.from_numpy(nll), "features": torch.from_numpy(per_feature)}
+            checkpoint.save(checkpoint_folder, tensors, {"identity": identity, "done": num_done})
 
-    saved = time.monotonic()
-    with Progress("scoring", orders * len(rows), "records") as progress:
-        for k, start in [(k, start) for k in range(orders) for start in starts][done:]:
-            piece = rows[start : start + size]
-            held = held_out(model, data, piece, 1, seed + (1 + k) * 1_000_003 + start)
-            nll[k, start : start + size] = held.nll
-            features[k, start // size] = held.per_feature
-            done += 1
-            progress.reach(done * size)
-            if stop():
+    saved_at = time.monotonic()
+    pieces = [(order, start) for order in range(num_orders) for start in starts]
+    with Progress("scoring", num_orders * len(rows), "records") as progress:
+        for order, start in pieces[num_done:]:
+            piece = rows[start : start + piece_size]
+            scores = evaluate_held_out(model, data, piece, 1, seed + (1 + order) * 1_000_003 + start)
+            nll[order, start : start + piece_size] = scores.nll_by_record
+            per_feature[order, start // piece_size] = scores.nll_by_feature
+            num_done += 1
+            progress.reach(num_done * piece_size)
+            if should_stop():
                 save()
                 raise Interrupted
-            if time.monotonic() - saved > CHECKPOINT_SECONDS:
+            if time.monotonic() - saved_at > CHECKPOINT_SECONDS:
                 save()
-                saved = time.monotonic()
+                saved_at = time.monotonic()
     save()
-    weights = np.array([len(rows[start : start + size]) for start in starts]) / len(rows)
-    return OrderScores(nll, np.einsum("kpf,p->kf", features, weights))
+    weights = np.array([len(rows[start : start + piece_size]) for start in starts]) / len(rows)
+    return OrderScores(nll, np.einsum("kpf,p->kf", per_feature, weights))
 
 
-def _digest(model: DEformer, rows: NDArray[np.int64]) -> str:
-    """Tells weights and rows apart."""
+def _compute_digest(model: DEformer, rows: NDArray[np.int64]) -> str:
+    """Return a digest of the weights and the row numbers, so that progress of another model is never continued."""
     digest = hashlib.blake2b(rows.tobytes(), digest_size=8)
-    for p in model.parameters():
-        digest.update(p.detach().cpu().numpy().tobytes())
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
-def auroc(normal: Floats, shifted: Floats) -> float:
-    """P(a shifted record has a larger NLL than a normal one), ties counting half."""
-    ordered = np.sort(normal)
-    below = np.searchsorted(ordered, shifted, "left") + np.searchsorted(ordered, shifted, "right")
-    return float(below.mean() / 2 / len(normal))
+def compute_auroc(normal_nll: Floats, shifted_nll: Floats) -> float:
+    """Return the area under the ROC curve of the negative log-likelihood as a detector of shifted records.
+
+    This is the probability that a shifted record has a larger value than a normal one; ties count half.
+    """
+    ordered = np.sort(normal_nll)
+    num_below = np.searchsorted(ordered, shifted_nll, "left")
+    num_below_or_equal = np.searchsorted(ordered, shifted_nll, "right")
+    return float((num_below + num_below_or_equal).mean() / 2 / len(normal_nll))

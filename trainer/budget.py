@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Budget:
+class TimeBudget:
     """limit: seconds, None for any. reserve: seconds kept for what comes after training, and share: of the records that
     it may look at in that time. spent: seconds of earlier
     lives of the run. clock: seconds; where several processes train together, one clock for all: they decide alike."""

@@ -19,7 +19,7 @@ from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Schema
 from trainer.data import PreparedTable
-from trainer.sampling import order_readings, draw_random_keys, read_rows, create_generator, gather_values
+from trainer.sampling import create_generator, draw_random_keys, gather_values, order_readings, read_rows
 
 Order = Literal["arrival", "random", "schema"]
 BATCH = 256

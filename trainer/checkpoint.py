@@ -15,9 +15,9 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from deformer_stream.errors import InputError, write_errors
+from deformer_stream.errors import InputError, map_write_errors
 
-FILE = "checkpoint.safetensors"
+FILE_NAME = "checkpoint.safetensors"
 
 
 def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -25,18 +25,18 @@ def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Non
     data = safetensors.torch.save(
         {name: t.detach().cpu().contiguous() for name, t in tensors.items()}, {"state": json.dumps(state)}
     )
-    partial = folder / (FILE + ".partial")
-    with write_errors(folder / FILE):
+    partial = folder / (FILE_NAME + ".partial")
+    with map_write_errors(folder / FILE_NAME):
         with partial.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(folder / FILE)
+        partial.replace(folder / FILE_NAME)
 
 
 def load_state(folder: Path) -> dict[str, Any] | None:
     """The state without the tensors, or None where there is no checkpoint."""
-    path = folder / FILE
+    path = folder / FILE_NAME
     if not path.exists():
         return None
     try:
@@ -49,5 +49,5 @@ def load_state(folder: Path) -> dict[str, Any] | None:
 
 def load_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors, on the CPU."""
-    tensors: dict[str, Tensor] = safetensors.torch.load_file(folder / FILE)
+    tensors: dict[str, Tensor] = safetensors.torch.load_file(folder / FILE_NAME)
     return tensors

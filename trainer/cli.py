@@ -8,15 +8,15 @@ from typing import Any
 
 import click
 
-from deformer_stream.cli_utils import debug_option, debugging, run
-from deformer_stream.settings import load, options
+from deformer_stream.cli_utils import add_debug_option, is_debugging, run
+from deformer_stream.settings import add_options, load_settings
 from trainer.settings import TrainConfig, TrainSettings
 
 
 @click.command(name="deformer-train", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("tables", nargs=-1, required=True, metavar="TABLE…", type=click.Path(path_type=Path))
-@options(TrainSettings)
-@debug_option
+@add_options(TrainSettings)
+@add_debug_option
 def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
     """Train a model on the normal records of Parquet files or folders.
 
@@ -25,36 +25,36 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
     --config may also set hyperparameters of the model (d_model, layers, …) and of training (learning_rate, batch, …).
     """
     began = time.monotonic()
-    settings = load(TrainConfig, flags, config, "train")
+    settings = load_settings(TrainConfig, flags, config, "train")
     from deformer_stream import log
 
-    log.configure(debugging())
+    log.configure(is_debugging())
     from trainer import console
-    from trainer.budget import Budget
-    from trainer.distributed import joined
+    from trainer.budget import TimeBudget
+    from trainer.distributed import join_process_group
     from trainer.fit import Interrupted
-    from trainer.job import StopSignals, assist, train
+    from trainer.job import StopSignals, run_worker_rank, train
 
-    with joined() as peers, StopSignals() as stop, console.ProgressDisplay() as watch:
-        budget = Budget(settings.max_time, peers.clock, spent=peers.agree(time.monotonic() - began))
+    with join_process_group() as peers, StopSignals() as stop, console.ProgressDisplay() as watch:
+        budget = TimeBudget(settings.max_time, peers.read_clock, spent=peers.broadcast(time.monotonic() - began))
         try:
-            if not peers.first:
-                assist(tables, settings, stop, budget, peers)
+            if not peers.is_first:
+                run_worker_rank(tables, settings, stop, budget, peers)
                 return 0
             result = train(
                 tables,
                 settings,
-                show=console.show_kinds,
-                observe=watch,
-                say=console.say,
-                stop=stop,
+                on_prepared=console.print_features,
+                on_status=watch,
+                on_message=console.print_line,
+                should_stop=stop,
                 budget=budget,
-                peers=peers,
+                ranks=peers,
             )
         except Interrupted:
             click.echo(f"deformer-train: stopped, progress is kept; add --resume to continue {settings.out}", err=True)
             return 128 + stop.received
-    click.echo(console.summary(result))
+    click.echo(console.format_summary(result))
     return 0
 
 

@@ -29,49 +29,49 @@ class Ranks:
     """rank: which of `size` processes this is."""
 
     rank: int = 0
-    size: int = 1
+    world_size: int = 1
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         return self.rank == 0
 
-    def device(self, wanted: torch.device) -> torch.device:
+    def choose_device(self, wanted: torch.device) -> torch.device:
         """With GPUs each process takes the one of its place on the machine."""
-        if wanted.type == "cuda" and self.size > 1:
+        if wanted.type == "cuda" and self.world_size > 1:
             wanted = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(wanted)
         return wanted
 
-    def parts(self, records: int, pieces: int) -> list[slice]:
+    def select_slices(self, records: int, pieces: int) -> list[slice]:
         """The pieces of a step's records that are this process's, `pieces` of them, as even as can be."""
-        total = self.size * pieces
+        total = self.world_size * pieces
         edges = [records * k // total for k in range(total + 1)]
         mine = range(self.rank * pieces, (self.rank + 1) * pieces)
         return [slice(edges[k], edges[k + 1]) for k in mine if edges[k] < edges[k + 1]]
 
-    def agree(self, value: float) -> float:
+    def broadcast(self, value: float) -> float:
         """The first process's value for all of them: a call is answered once all have made it."""
-        if self.size == 1:
+        if self.world_size == 1:
             return value
         shared = torch.tensor([value], dtype=torch.float64)
         dist.broadcast(shared, 0)
         return float(shared)
 
-    def clock(self) -> float:
+    def read_clock(self) -> float:
         """The first process's clock, seconds."""
-        return self.agree(time.monotonic())
+        return self.broadcast(time.monotonic())
 
-    def any(self, value: bool) -> bool:
+    def is_any(self, value: bool) -> bool:
         """Whether it is so for any of them."""
-        if self.size == 1:
+        if self.world_size == 1:
             return value
         flag = torch.tensor([int(value)])
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag)
 
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
+    def sum_in_place(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over the processes, in one exchange."""
-        if self.size == 1:
+        if self.world_size == 1:
             return
         flat = torch.cat([t.flatten() for t in tensors])
         dist.all_reduce(flat)
@@ -80,7 +80,7 @@ class Ranks:
 
 
 @contextmanager
-def joined() -> Iterator[Ranks]:
+def join_process_group() -> Iterator[Ranks]:
     """The processes started by `torchrun`, or this one alone."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:

@@ -10,13 +10,21 @@ from numpy.typing import NDArray
 
 from deformer_stream.model.deformer import DEformer
 from trainer.data import PreparedTable
-from trainer.sampling import Noise, arrange, random_keys, read_rows, seeded, sent, take
+from trainer.sampling import (
+    Noise,
+    create_generator,
+    draw_random_keys,
+    gather_values,
+    move_to_device,
+    order_readings,
+    read_rows,
+)
 
 BATCH = 512
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOut:
+class HeldOutLikelihood:
     """Held-out likelihood. records, orders: how many were scored.
 
     nll: (N,) −ln p of each record in nats (normalised units, smaller is likelier), mean over orders. per_feature: (F,)
@@ -24,44 +32,44 @@ class HeldOut:
     never was.
     """
 
-    nll: NDArray[np.float64]
-    per_feature: NDArray[np.float64]
-    orders: int
+    nll_by_record: NDArray[np.float64]
+    nll_by_feature: NDArray[np.float64]
+    num_orders: int
 
     @property
-    def mean(self) -> float:
+    def mean_nll(self) -> float:
         """Nats per record."""
-        return float(self.nll.mean())
+        return float(self.nll_by_record.mean())
 
 
-def held_out(
+def evaluate_held_out(
     model: DEformer, data: PreparedTable, rows: NDArray[np.int64], orders: int, seed: int, arrival_share: float = 0.0
-) -> HeldOut:
+) -> HeldOutLikelihood:
     """Score the rows in `orders` orders each: random ones, but a share as logged, where the table knows that order.
 
     Gridded readings are spread over their quantum by noise, as in training, so that the result is a density's. Orders
     and noise depend on the seed and the rows alone: models are compared like with like.
     """
-    noise = Noise.of(data.schema)
+    noise = Noise.from_schema(data.schema)
     device = model.device
     features_total = len(data.schema)
     nll = np.zeros(len(rows))
     sums, counts = np.zeros(features_total), np.zeros(features_total)
-    scored = torch.tensor(~data.schema.context)
+    scored = torch.tensor(~data.schema.is_context)
     was_training = model.training
     model.eval()
     with torch.inference_mode():
         for k in range(orders):
-            generator = seeded(seed, 0xE7A1, k)
+            generator = create_generator(seed, 0xE7A1, k)
             for start in range(0, len(rows), BATCH):
                 part = slice(start, start + BATCH)
                 values, ranks = read_rows(data, rows[part])
                 values, _ = noise.apply(values, generator)
-                keys = random_keys(values.shape, generator)
+                keys = draw_random_keys(values.shape, generator)
                 if ranks is not None and k < arrival_share * orders:
                     keys = ranks
-                features, order = arrange(values, keys)
-                out = model.log_prob(sent(features, device), sent(take(values, order), device)).double().cpu()
+                features, order = order_readings(values, keys)
+                out = model.log_prob(move_to_device(features, device), move_to_device(gather_values(values, order), device)).double().cpu()
                 nll[part] -= out.sum(1).numpy() / orders
                 use = (features >= 0) & scored[features.clamp(min=0)]
                 codes = features[use].numpy()
@@ -69,4 +77,4 @@ def held_out(
                 counts += np.bincount(codes, minlength=features_total)
     model.train(was_training)
     per_feature = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-    return HeldOut(nll, per_feature, orders)
+    return HeldOutLikelihood(nll, per_feature, orders)

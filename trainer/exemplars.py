@@ -12,8 +12,8 @@ from deformer_stream.engine.record_scores import sum_centered_nll
 from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.ranking import Ranking
-from trainer.data import CALIBRATION, LEFT_OUT, TRAIN, VALIDATION, PreparedTable
-from trainer.sampling import order_readings, draw_random_keys, read_rows, create_generator, gather_values
+from trainer.data import PreparedTable, Split
+from trainer.sampling import create_generator, draw_random_keys, gather_values, order_readings, read_rows
 
 MAX_EXEMPLARS = 4096
 """More make the ranking of the largest tables a little better and every closing record dearer."""
@@ -29,8 +29,8 @@ def add_ranking(model: DEformer, data: PreparedTable, most: int, seed: int) -> D
     that was adapted stay, as far as there is room. With `most` 0, or where there is nothing to compare, none."""
     rng = np.random.default_rng([seed, 0x4A4C])
     rows = np.arange(len(data.split))
-    if (data.split == LEFT_OUT).any():
-        rows = np.flatnonzero((data.split == TRAIN) | (data.split == VALIDATION))
+    if (data.split == Split.LEFT_OUT).any():
+        rows = np.flatnonzero((data.split == Split.TRAIN) | (data.split == Split.VALIDATION))
     rows = np.sort(rng.choice(rows, most, replace=False)) if len(rows) > most else rows
     if not most or len(rows) < 2:
         model.ranking = None
@@ -47,7 +47,7 @@ def add_ranking(model: DEformer, data: PreparedTable, most: int, seed: int) -> D
     own = np.arange(len(places) - len(rows), len(places))
     some = torch.from_numpy(np.sort(rng.permutation(own)[:MAX_REFERENCE_RECORDS]))
     far = ranking.compute_distances(ranking.positions[some], ranking.known[some], own_exemplar=some).double().numpy()
-    kept = data.select_rows(CALIBRATION)
+    kept = data.select_rows(Split.CALIBRATION)
     excess = _excess(model, data, rng.permutation(kept)[:MAX_REFERENCE_RECORDS], seed)
     ranking.typical = torch.tensor([_typical(far), _typical(excess)], dtype=torch.float64)
     model.ranking = ranking.to(model.device)

@@ -16,24 +16,33 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.gaussian_prior import GaussianPrior
 from deformer_stream.model.schema import Schema
-from trainer.data import TRAIN, PreparedTable
-from trainer.gaussian_prior import NUM_FOLDS, RIDGE, CrossFittedPriors, Floats, Ints, Mixture, extract_mixture, build_prior
-from trainer.sampling import Noise, read_rows, seeded
+from trainer.data import PreparedTable, Split
+from trainer.gaussian_prior import (
+    NUM_FOLDS,
+    RIDGE,
+    CrossFittedPriors,
+    Floats,
+    Ints,
+    Mixture,
+    build_prior,
+    extract_mixture,
+)
+from trainer.sampling import Noise, create_generator, read_rows
 
 PRIORS = (10.0, 100.0, 1000.0)
 """Records' worth of each old component's covariance, to choose from by cross-validation."""
 CENTRE = 2.0
 """Records' worth of its mean: plants differ in their levels more than in what moves together."""
 ROUNDS, DRAWS = 10, 3
-RATE = 0.3
+LEARNING_RATE_FACTOR = 0.3
 """Of the preset's peak rate of learning: the weights are good already."""
 
 
-def extended(old: DEformer, schema: Schema) -> DEformer:
+def extend_model(old: DEformer, schema: Schema) -> DEformer:
     """A model of the larger schema that says of the old features what the old model says."""
     if schema.features[: len(old.schema)] != old.schema.features:
         raise ValueError("the features of the old model come first")
-    if bool(old.schema.discrete.all()) and not bool(schema.discrete.all()):
+    if bool(old.schema.is_discrete.all()) and not bool(schema.is_discrete.all()):
         raise ConfigError("--init-from: the old model knows labels only and new features are measurements; train anew")
     try:
         model = DEformer(schema, replace(old.config, exemplars=0))
@@ -54,23 +63,23 @@ def extended(old: DEformer, schema: Schema) -> DEformer:
 def _inputs(old: DEformer, model: DEformer, count: int) -> torch.Tensor:
     """(count,) where the old model's inputs of a reading stand among the new one's: cycles come before labels."""
     place = torch.arange(count)
-    more = 2 if old.cycles is None and model.cycles is not None else 0
+    more = 2 if old.cycle_angles is None and model.cycle_angles is not None else 0
     return place + more * (place >= count - old.label_width)
 
 
-def guides(old: GaussianPrior, data: PreparedTable, before: int, seed: int) -> CrossFittedPriors:
+def adapt_priors(old: GaussianPrior, data: PreparedTable, before: int, seed: int) -> CrossFittedPriors:
     """The old Gaussians drawn to the table's training records. before: features of the old model."""
     rng = np.random.default_rng([seed, 0xADA7])
     fold_of = rng.integers(0, NUM_FOLDS, len(data.split))
-    rows = data.select_rows(TRAIN)
+    rows = data.select_rows(Split.TRAIN)
     values, _ = read_rows(data, rows)
-    spread, _ = Noise.of(data.schema).apply(values, seeded(seed, 0xADA7))
-    x = spread[:, np.flatnonzero(data.schema.linear)].double().numpy()
-    prior = _with_new_features(extract_mixture(old), x, int(data.schema.linear[:before].sum()))
+    spread, _ = Noise.from_schema(data.schema).apply(values, create_generator(seed, 0xADA7))
+    x = spread[:, np.flatnonzero(data.schema.is_linear)].double().numpy()
+    prior = _with_new_features(extract_mixture(old), x, int(data.schema.is_linear[:before].sum()))
     folds, missing = fold_of[rows], np.isnan(x)
     for draw in range(DRAWS if missing.any() else 1):
         known = torch.from_numpy(np.where(missing, np.nan, x))
-        x = np.asarray(build_prior(data.schema, [prior]).draw_missing(known, seeded(seed, 0xADA7, draw)))
+        x = np.asarray(build_prior(data.schema, [prior]).sample_missing(known, create_generator(seed, 0xADA7, draw)))
         nll, whole, parts = min((_adapted(x, folds, prior, worth) for worth in PRIORS), key=lambda one: one[0])
     return CrossFittedPriors(build_prior(data.schema, [whole]), build_prior(data.schema, parts), fold_of, nll)
 

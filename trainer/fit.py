@@ -23,13 +23,21 @@ from torch import Tensor
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
 from trainer import checkpoint
-from trainer.budget import Budget, Costs
-from trainer.data import TRAIN, VALIDATION, PreparedTable
+from trainer.budget import Costs, TimeBudget
+from trainer.data import PreparedTable, Split
 from trainer.distributed import Ranks
-from trainer.evaluate import held_out
+from trainer.evaluate import evaluate_held_out
 from trainer.gaussian_prior import CrossFittedPriors
 from trainer.muon import Muon
-from trainer.sampling import Noise, Samples, arrange, draw, seeded, sent, take
+from trainer.sampling import (
+    Noise,
+    Samples,
+    create_generator,
+    draw_samples,
+    gather_values,
+    move_to_device,
+    order_readings,
+)
 from trainer.settings import Optimizer, Precision
 
 EVALUATIONS = 30
@@ -71,15 +79,15 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class TrainingStatus:
     """Where training stands. train, validation: nats per record, NaN while unknown."""
 
     step: int
     steps: int
     epoch: int
     progress: float
-    train: float
-    validation: float
+    train_nll: float
+    validation_nll: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,34 +126,34 @@ class TrainingRun:
         recipe: Recipe,
         seed: int,
         folder: Path,
-        budget: Budget,
+        budget: TimeBudget,
         identity: dict[str, Any],
-        guides: CrossFittedPriors | None = None,
-        peers: Ranks = SINGLE_PROCESS,
+        priors: CrossFittedPriors | None = None,
+        ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
         """folder: where checkpoints go. identity: options and data fingerprint that a checkpoint must share. guides:
         where the model has Gaussians, the variants that training is guided by. peers: who takes part."""
         self.data, self.model, self.recipe, self.seed = data, model, recipe, seed
         self.folder, self.budget, self.identity = folder, budget, identity
-        self.guides, self.peers = guides, peers
-        self.rows = data.select_rows(TRAIN)
-        self.validation_rows = np.random.default_rng([seed, 0x7A1]).permutation(data.select_rows(VALIDATION))[:VALIDATION_ROWS]
-        self.batch = min(recipe.batch * recipe.accumulate * peers.size, len(self.rows))
-        self.steps_per_epoch = len(self.rows) // self.batch
+        self.priors, self.ranks = priors, ranks
+        self.train_rows = data.select_rows(Split.TRAIN)
+        self.validation_rows = np.random.default_rng([seed, 0x7A1]).permutation(data.select_rows(Split.VALIDATION))[:VALIDATION_ROWS]
+        self.batch_size = min(recipe.batch * recipe.accumulate * ranks.world_size, len(self.train_rows))
+        self.steps_per_epoch = len(self.train_rows) // self.batch_size
         self.steps = max(1, recipe.epochs * self.steps_per_epoch)
-        self.noise = Noise.of(data.schema, recipe.smoothing, recipe.forget)
-        self.scored = int((~data.schema.context).sum())
-        self.average = copy.deepcopy(model).eval().requires_grad_(False)
-        self.best = {name: p.clone() for name, p in self.average.named_parameters()}
-        self.weights: list[Tensor] = list(model.parameters())
-        self.averages: list[Tensor] = list(self.average.parameters())
+        self.noise = Noise.from_schema(data.schema, recipe.smoothing, recipe.forget)
+        self.num_scored_features = int((~data.schema.is_context).sum())
+        self.averaged_model = copy.deepcopy(model).eval().requires_grad_(False)
+        self.best_weights = {name: p.clone() for name, p in self.averaged_model.named_parameters()}
+        self.parameters: list[Tensor] = list(model.parameters())
+        self.averaged_parameters: list[Tensor] = list(self.averaged_model.parameters())
         self.optimizer = _optimiser(model, recipe)
-        self.low_precision = low_precision(recipe.training_precision, model.device)
+        self.is_low_precision = low_precision(recipe.training_precision, model.device)
         self.step = 0
-        self.since_best = 0
+        self.validations_since_best = 0
         self.best_validation = math.inf
         self.history: list[dict[str, float]] = []
-        self.next_mark = 1.0 / EVALUATIONS
+        self.next_validation_progress = 1.0 / EVALUATIONS
         self.losses: list[float] = []
         self.measured = False
         self._permutation: tuple[int, Any] = (-1, None)
@@ -159,25 +167,25 @@ class TrainingRun:
 
     def run(
         self,
-        stop: Callable[[], bool] = lambda: False,
-        observe: Callable[[Status], None] = lambda status: None,
+        should_stop: Callable[[], bool] = lambda: False,
+        on_status: Callable[[TrainingStatus], None] = lambda status: None,
         costs: Callable[[DEformer], Costs] = lambda model: Costs(0.0, 0.0),
     ) -> TrainingResult:
         """Train to the end of the schedule, a step at least. stop: asked after every step. observe: told after every
         step. costs: asked once where there is a time limit. Raises `Interrupted` when told to stop."""
         saved = self.budget.elapsed
-        exhausted = self.since_best >= self.recipe.patience
+        exhausted = self.validations_since_best >= self.recipe.patience
         self.model.train()
         with _deterministic(self.model.device):
             while (self.progress < 1.0 or not self.step) and not exhausted:
                 self._train_step()
                 if not self.measured and self.budget.limit is not None and self.step >= 3:
-                    self._fit_into(costs(self.average), self.budget.limit)
+                    self._fit_into(costs(self.averaged_model), self.budget.limit)
                 if self._evaluation_due():
                     self._evaluate()
-                    exhausted = self.since_best >= self.recipe.patience
-                observe(self.status())
-                if self.peers.any(stop()):
+                    exhausted = self.validations_since_best >= self.recipe.patience
+                on_status(self.status())
+                if self.ranks.is_any(should_stop()):
                     self.save()
                     raise Interrupted
                 if self.budget.elapsed - saved > CHECKPOINT_SECONDS:
@@ -187,10 +195,10 @@ class TrainingRun:
                 self._evaluate()
         self.save()
         with torch.no_grad():
-            for name, p in self.average.named_parameters():
-                p.copy_(self.best[name])
+            for name, p in self.averaged_model.named_parameters():
+                p.copy_(self.best_weights[name])
         early = exhausted and self.progress < 1.0
-        return TrainingResult(self.average, self.history, self.step, self.step / self.steps_per_epoch, early)
+        return TrainingResult(self.averaged_model, self.history, self.step, self.step / self.steps_per_epoch, early)
 
     def _fit_into(self, costs: Costs, limit: float) -> None:
         """Keep time for what comes after, and validate on so few records that all of it takes about a tenth."""
@@ -199,29 +207,29 @@ class TrainingRun:
         affordable = 0.1 * limit / EVALUATIONS / VALIDATION_ORDERS / max(costs.record, 1e-9)
         self.validation_rows = self.validation_rows[: max(32, int(affordable))]
 
-    def status(self) -> Status:
+    def status(self) -> TrainingStatus:
         last = self.history[-1] if self.history else {"train": math.nan, "validation": math.nan}
         train, validation = fmean(self.losses) if self.losses else last["train"], last["validation"]
-        return Status(self.step, self.steps, self.step // self.steps_per_epoch, self.progress, train, validation)
+        return TrainingStatus(self.step, self.steps, self.step // self.steps_per_epoch, self.progress, train, validation)
 
     def _batch_rows(self) -> Any:
         """The rows of this step: every epoch is a permutation of its own; what does not fill a batch is left out."""
         epoch, place = divmod(self.step, self.steps_per_epoch)
         if self._permutation[0] != epoch:
-            self._permutation = epoch, np.random.default_rng([self.seed, 0xE90C, epoch]).permutation(self.rows)
-        return np.sort(self._permutation[1][place * self.batch : (place + 1) * self.batch])
+            self._permutation = epoch, np.random.default_rng([self.seed, 0xE90C, epoch]).permutation(self.train_rows)
+        return np.sort(self._permutation[1][place * self.batch_size : (place + 1) * self.batch_size])
 
     def _train_step(self) -> None:
         rows = self._batch_rows()
-        samples = draw(self.data, rows, self.noise, self.recipe.arrival_share, seeded(self.seed, 0x57E9, self.step))
+        samples = draw_samples(self.data, rows, self.noise, self.recipe.arrival_share, create_generator(self.seed, 0x57E9, self.step))
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.model.device)
-        for part in self.peers.parts(len(rows), self.recipe.accumulate):
+        for part in self.ranks.select_slices(len(rows), self.recipe.accumulate):
             if self.model.config.dropout:  # it draws from the global generator
-                torch.manual_seed(seeded(self.seed, 0x57E9, self.step, part.start).initial_seed())
-            total += self._backward(samples[part], rows[part], len(rows))
-        gradients = [p.grad for p in self.weights if p.grad is not None]
-        self.peers.add_up([total, *gradients])
+                torch.manual_seed(create_generator(self.seed, 0x57E9, self.step, part.start).initial_seed())
+            total += self._accumulate_gradients(samples[part], rows[part], len(rows))
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        self.ranks.sum_in_place([total, *gradients])
         norm = float(torch.nn.utils.get_total_norm(gradients))
         if not math.isfinite(norm):
             raise ConfigError(
@@ -235,19 +243,19 @@ class TrainingRun:
         self.optimizer.step()
         self.step += 1
         self._update_average()
-        self.losses.append(float(total) * self.scored)
+        self.losses.append(float(total) * self.num_scored_features)
 
-    def _backward(self, samples: Samples, rows: Any, records: int) -> Tensor:
+    def _accumulate_gradients(self, samples: Samples, rows: Any, records: int) -> Tensor:
         """Add the gradient of a part of a step of so many records; the part's share of the loss."""
         device = self.model.device
-        places, order = arrange(samples.values, samples.keys)
-        here = places, take(samples.values, order), samples.hidden.gather(1, order)
-        features, taken, hidden = (sent(tensor, device) for tensor in here)
-        guide = None if self.guides is None else self.guides.compute_conditionals(features, taken, rows)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.low_precision):
+        places, order = order_readings(samples.values, samples.keys)
+        here = places, gather_values(samples.values, order), samples.hidden.gather(1, order)
+        features, taken, hidden = (move_to_device(tensor, device) for tensor in here)
+        guide = None if self.priors is None else self.priors.compute_conditionals(features, taken, rows)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.is_low_precision):
             log_p = self.model.log_prob(features, taken, guide)
         log_p = log_p.masked_fill(hidden, 0.0)
-        loss = -log_p.sum() / records / self.scored
+        loss = -log_p.sum() / records / self.num_scored_features
         torch.autograd.backward(loss)
         return loss.detach()
 
@@ -263,11 +271,11 @@ class TrainingRun:
         gamma = 1.0 / self.recipe.averaging
         keep = (1.0 - 1.0 / self.step) ** (gamma + 1.0)
         with torch.no_grad():
-            torch._foreach_lerp_(self.averages, self.weights, 1.0 - keep)
+            torch._foreach_lerp_(self.averaged_parameters, self.parameters, 1.0 - keep)
 
     def _evaluation_due(self) -> bool:
         """At every thirtieth of the schedule; under a time limit so that it takes at most a ninth of the time."""
-        if self.progress < self.next_mark or (self.budget.limit is not None and not self.measured):
+        if self.progress < self.next_validation_progress or (self.budget.limit is not None and not self.measured):
             return False
         if self.budget.limit is not None:
             return self.budget.clock() - self._evaluated_at > 8.0 * self._evaluation_seconds
@@ -280,11 +288,11 @@ class TrainingRun:
         nll = self._validation()
         self._evaluated_at = self.budget.clock()
         self._evaluation_seconds = self._evaluated_at - began
-        self.next_mark = (math.floor(self.progress * EVALUATIONS + 1e-9) + 1) / EVALUATIONS
-        self.since_best += 1
+        self.next_validation_progress = (math.floor(self.progress * EVALUATIONS + 1e-9) + 1) / EVALUATIONS
+        self.validations_since_best += 1
         if nll < self.best_validation:
-            self.best_validation, self.since_best = nll, 0
-            self.best = {name: p.clone() for name, p in self.average.named_parameters()}
+            self.best_validation, self.validations_since_best = nll, 0
+            self.best_weights = {name: p.clone() for name, p in self.averaged_model.named_parameters()}
         self.history.append(
             {
                 "step": self.step,
@@ -301,37 +309,37 @@ class TrainingRun:
         """Nats per record of the averaged weights, always of the same records in the same orders, logged ones among
         them as in training."""
         share = self.recipe.arrival_share
-        held = held_out(self.average, self.data, self.validation_rows, VALIDATION_ORDERS, self.seed, share)
-        return self.peers.agree(held.mean)
+        held = evaluate_held_out(self.averaged_model, self.data, self.validation_rows, VALIDATION_ORDERS, self.seed, share)
+        return self.ranks.broadcast(held.mean_nll)
 
     def _validation_at_first(self) -> float:
         """Of the weights that training began with, which say what the guide says, or the model that is adapted: no run
         ends with worse ones."""
-        now = [p.clone() for p in self.averages]
+        now = [p.clone() for p in self.averaged_parameters]
         with torch.no_grad():
-            torch._foreach_copy_(self.averages, list(self.best.values()))
+            torch._foreach_copy_(self.averaged_parameters, list(self.best_weights.values()))
             nll = self._validation()
-            torch._foreach_copy_(self.averages, now)
+            torch._foreach_copy_(self.averaged_parameters, now)
         return nll
 
     def save(self) -> None:
         """Write the checkpoint, where this process is the one that writes."""
         elapsed = self.budget.elapsed
-        if not self.peers.first:
+        if not self.ranks.is_first:
             return
         tensors: dict[str, Tensor] = {f"model.{k}": p for k, p in self.model.named_parameters()}
-        tensors |= {f"average.{k}": p for k, p in self.average.named_parameters()}
-        tensors |= {f"best.{k}": p for k, p in self.best.items()}
+        tensors |= {f"average.{k}": p for k, p in self.averaged_model.named_parameters()}
+        tensors |= {f"best.{k}": p for k, p in self.best_weights.items()}
         for i, moments in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{i}.{k}": t for k, t in moments.items()}
         state = {
             "identity": self.identity,
             "step": self.step,
             "steps": self.steps,
-            "since_best": self.since_best,
+            "since_best": self.validations_since_best,
             "best_validation": self.best_validation,
             "history": self.history,
-            "next_mark": self.next_mark,
+            "next_mark": self.next_validation_progress,
             "losses": self.losses,
             "elapsed": elapsed,
             "reserve": self.budget.reserve,
@@ -350,9 +358,9 @@ class TrainingRun:
                     f"--resume: {name} was {before}, now it is {value}; "
                     f"run as before, or delete {self.folder} to start anew"
                 )
-        self.step, self.since_best = state["step"], state["since_best"]
+        self.step, self.validations_since_best = state["step"], state["since_best"]
         self.best_validation, self.history = state["best_validation"], state["history"]
-        self.next_mark, self.losses = state["next_mark"], state["losses"]
+        self.next_validation_progress, self.losses = state["next_mark"], state["losses"]
         self.budget.spent += state["elapsed"]
         self.budget.reserve, self.budget.share = state["reserve"], state["share"]
         self.measured = state["measured"]
@@ -360,10 +368,10 @@ class TrainingRun:
         tensors = checkpoint.load_tensors(self.folder)
         device = self.model.device
         with torch.no_grad():
-            for module, prefix in ((self.model, "model."), (self.average, "average.")):
+            for module, prefix in ((self.model, "model."), (self.averaged_model, "average.")):
                 for name, p in module.named_parameters():
                     p.copy_(tensors[prefix + name])
-        self.best = {name: tensors[f"best.{name}"].to(device) for name in self.best}
+        self.best_weights = {name: tensors[f"best.{name}"].to(device) for name in self.best_weights}
         moments: dict[int, dict[str, Tensor]] = {}
         for name, t in tensors.items():
             if name.startswith("optimizer."):

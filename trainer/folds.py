@@ -15,21 +15,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from trainer.data import CALIBRATION, LEFT_OUT, TRAIN, VALIDATION, PreparedTable
+from trainer.data import PreparedTable, Split
 
 
-def siblings(data: PreparedTable, folds: int, seed: int) -> Iterator[PreparedTable]:
+def split_folds(data: PreparedTable, folds: int, seed: int) -> Iterator[PreparedTable]:
     """The same records split otherwise, `folds` − 1 times: those that the first split holds out are trained on, and
     each of the others is held out once. As many validate as before."""
-    first, apart = data.split == CALIBRATION, data.split == LEFT_OUT
+    first, apart = data.split == Split.CALIBRATION, data.split == Split.LEFT_OUT
     rng = np.random.default_rng([seed, 0xF01D])
     part = np.zeros(len(data.split), np.int64)
     others = ~first & ~apart
     part[others] = rng.permutation(np.arange(int(others.sum())) % (folds - 1)) + 1
-    validating = int((data.split == VALIDATION).sum())
+    validating = int((data.split == Split.VALIDATION).sum())
     for fold in range(1, folds):
-        split = np.full(len(data.split), TRAIN, np.uint8)
-        split[part == fold] = CALIBRATION
-        split[rng.permutation(np.flatnonzero((part != fold) & ~apart))[:validating]] = VALIDATION
-        split[apart] = LEFT_OUT
+        split = np.full(len(data.split), Split.TRAIN, np.uint8)
+        split[part == fold] = Split.CALIBRATION
+        split[rng.permutation(np.flatnonzero((part != fold) & ~apart))[:validating]] = Split.VALIDATION
+        split[apart] = Split.LEFT_OUT
         yield replace(data, split=split)

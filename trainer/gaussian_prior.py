@@ -1,8 +1,10 @@
-"""The Gaussians that guide the network: expectation and maximisation, their number by cross-validation.
+"""Fit the Gaussian prior: a mixture of Gaussians whose exact conditionals are given to the network as input.
 
-A network that is shown, while it learns, what Gaussians fitted to the very same records expect of them trusts them too
-much, the more the fewer records there are. So training records are dealt into folds, and each fold is guided by a
-variant that was refitted without it (`Guides.folds`); scoring uses the one fitted to all of them.
+The mixture is fitted by expectation-maximisation before the network is trained. The number of components is chosen by
+cross-validation. If the network were trained with conditionals from a mixture that was fitted to the same records, it
+would trust them too much, the more so the fewer records there are. Therefore the training records are divided into
+folds. In training, each record gets the conditionals of a variant that was refitted without its fold. A model that
+scores uses the mixture that was fitted to all training records.
 """
 
 from __future__ import annotations
@@ -17,70 +19,114 @@ from torch import Tensor
 
 from deformer_stream.model.gaussian_prior import GaussianPrior, PriorConditional
 from deformer_stream.model.schema import Schema
-from trainer.data import TRAIN, PreparedTable
-from trainer.sampling import Noise, read_rows, seeded
+from trainer.data import PreparedTable, Split
+from trainer.sampling import Noise, create_generator, read_rows
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 NUM_FOLDS = 5
-ROWS = 6000
-"""More records than this do not make the Gaussians better by much, only slower."""
+
+MAX_ROWS = 6000
+"""Training records to which the mixture is fitted. More records improve it little and take longer."""
+
 MAX_FEATURES = 64
-"""With more features on a line the Cholesky factors cost more than the network, so there is no guide."""
-ROWS_PER_COMPONENT = 4
-NUMBERS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Of components, one after the other."""
-GAIN = 0.01
-"""Nats a record that more components must gain."""
-ROUNDS, REFITTED = 60, 4
-"""Most rounds of expectation and maximisation; rounds without a fold, from the fit to all."""
-CONVERGED = 1e-3
-"""Nats a record that a round must gain for another one to follow."""
+"""With more continuous features, the Cholesky factors cost more than the network, so there is no prior."""
+
+MIN_ROWS_PER_COMPONENT = 4
+
+COMPONENT_COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Numbers of components that are tried, one after the other."""
+
+MIN_GAIN = 0.01
+"""Decrease of the cross-validated −ln p, in nats per record, from which a larger number of components is preferred."""
+
+MAX_ROUNDS = 60
+"""Rounds of expectation-maximisation for a mixture that is fitted to all records."""
+
+MAX_REFIT_ROUNDS = 4
+"""Rounds of expectation-maximisation for a variant without one fold, which begins with the mixture of all records."""
+
+MIN_ROUND_GAIN = 1e-3
+"""Increase of the log-likelihood, in nats per record, from which another round follows."""
+
 RIDGE = 1e-3
-"""Standard deviation added to every feature, normalised units, so that a covariance can be inverted."""
-DIAGONALS = (0.02, 0.2)
-"""How far the covariance common to all components may be drawn to its diagonal."""
-ALIKE, WIDTH = 0.1, 0.05
-"""Share of a feature's readings that lie within so many of its standard deviations: a value that keeps coming back."""
-APART = 2.0
-"""Standard deviations, in the first clustering, between being such a reading and not."""
-STRONGEST, WEAKEST = 10.0, 1e-5
-"""Records' worth of the common covariance that are added to each component's own."""
-DRAWS_BY_ONE, DRAWS = 20, 2
-"""How often missing readings are drawn anew: from a single Gaussian first, then from the mixture."""
+"""Standard deviation that is added to each feature, in normalised units, so that covariances can be inverted."""
+
+DIAGONAL_SHARES = (0.02, 0.2)
+"""Candidates for `Shrinkage.diagonal_share`."""
+
+REPEATED_SHARE = 0.1
+"""Share of a feature's readings that must be nearly equal for their value to count as a repeated value."""
+
+REPEATED_WIDTH = 0.05
+"""Readings within this many standard deviations of the feature are nearly equal."""
+
+REPEATED_DISTANCE = 2.0
+"""Distance, in the first clustering, between readings that are a repeated value and all others."""
+
+MAX_STRENGTH, MIN_STRENGTH = 10.0, 1e-5
+"""Largest and smallest `Shrinkage.strength`."""
+
+NUM_DRAWS_ONE_COMPONENT, NUM_DRAWS_MIXTURE = 20, 2
+"""How often missing readings are imputed at random: first from a single Gaussian, then from the mixture."""
+
+FIT_SEED, DRAW_SEED = 0x6A55, 0x6A56
+"""Constants that separate the random numbers of this module from others of the same seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """log_weights: (K,). means: (K, D). covariances: (K, D, D)."""
+    """A mixture of K Gaussians over D features.
+
+    Attributes:
+        log_weights: (K,) natural logarithm of the components' probabilities.
+        means: (K, D), in normalised units.
+        covariances: (K, D, D), positive definite.
+    """
 
     log_weights: Floats
     means: Floats
     covariances: Floats
 
-    def log_densities(self, x: Floats) -> Floats:
-        """x: (N, D) → (N, K) ln of weight times density. One matrix product for all components."""
-        (K, D), factors = self.means.shape, np.linalg.cholesky(self.covariances)
-        whiten = np.linalg.inv(factors)
-        z = x @ whiten.reshape(K * D, D).T - (whiten @ self.means[:, :, None]).reshape(K * D)
-        size = np.log(np.diagonal(factors, axis1=1, axis2=2)).sum(1) + 0.5 * D * np.log(2 * np.pi)
-        out: Floats = self.log_weights - size - 0.5 * (z * z).reshape(-1, K, D).sum(2)
-        return out
+    def compute_log_densities(self, x: Floats) -> Floats:
+        """Return ln(weight · density) of each of N records in each component, (N, K). x: (N, D)."""
+        K, D = self.means.shape
+        cholesky_factors = np.linalg.cholesky(self.covariances)
+        inverse_factors = np.linalg.inv(cholesky_factors)
+        # One matrix product whitens the records for all components at once.
+        whitened_means = (inverse_factors @ self.means[:, :, None]).reshape(K * D)
+        whitened = x @ inverse_factors.reshape(K * D, D).T - whitened_means
+        half_log_determinants = np.log(np.diagonal(cholesky_factors, axis1=1, axis2=2)).sum(1)
+        log_normalizers = half_log_determinants + 0.5 * D * np.log(2 * np.pi)
+        squared_distances = (whitened * whitened).reshape(-1, K, D).sum(2)
+        log_densities: Floats = self.log_weights - log_normalizers - 0.5 * squared_distances
+        return log_densities
 
 
 @dataclass(frozen=True, slots=True)
 class Shrinkage:
-    """strength: records' worth of the common covariance. diagonal: share of its diagonal in that one."""
+    """How far the covariances of the components are moved towards a common one.
+
+    Attributes:
+        strength: Weight of the common covariance, as a number of records that are added to each component.
+        diagonal_share: Share of the diagonal in the common covariance; 1 would remove all correlations.
+    """
 
     strength: float
-    diagonal: float
+    diagonal_share: float
 
 
 @dataclass(frozen=True, slots=True)
 class CrossFittedPriors:
-    """whole: fitted to all training records. folds: variants of it, each refitted without one fold. fold_of: (N,) fold
-    of each record of the table, by row number. nll: cross-validated −ln p of a record's numbers, nats."""
+    """The Gaussian prior of a model and the variants of it that are used in training.
+
+    Attributes:
+        full: The prior that was fitted to all training records.
+        by_fold: Variants of it, each refitted without one fold of the training records.
+        fold_by_row: (N,) the fold of each record of the table, by row number.
+        nll: Cross-validated −ln p of a record's continuous features, in nats. Smaller is better.
+    """
 
     full: GaussianPrior
     by_fold: GaussianPrior
@@ -89,189 +135,292 @@ class CrossFittedPriors:
 
     @property
     def num_components(self) -> int:
-        return self.full.components
+        """The number of Gaussians."""
+        return self.full.num_components
 
     def compute_conditionals(self, features: Tensor, values: Tensor, rows: Ints) -> PriorConditional:
-        """What records of the table, by row number (B,), are guided by in training; see `Gaussians.forward`."""
+        """Return the conditionals that B training records get, each from the variant fitted without the record's fold.
+
+        Args:
+            features: (B, L) feature codes in arrival order, −1 for padding.
+            values: (B, L) values in normalised units.
+            rows: (B,) row numbers of the records.
+        """
+        folds = torch.from_numpy(self.fold_by_row[rows]).to(features.device)
         with torch.no_grad():
-            guide: PriorConditional = self.by_fold(
-                features, values, torch.from_numpy(self.fold_by_row[rows]).to(features.device)
-            )
-        return guide
+            conditionals: PriorConditional = self.by_fold(features, values, folds)
+        return conditionals
 
 
-def fit_priors(data: PreparedTable, max_components: int, seed: int, is_time_short: Callable[[], bool] = lambda: False) -> CrossFittedPriors | None:
-    """Up to `most` Gaussians for the features on a line, as many as cross-validation on training records likes best.
+def fit_priors(
+    data: PreparedTable, max_components: int, seed: int, is_time_short: Callable[[], bool] = lambda: False
+) -> CrossFittedPriors | None:
+    """Fit a mixture of Gaussians to the continuous features of the training records.
 
-    hurry: asked before more Gaussians are tried, whether time is short. None where there is nothing to guide: no
-    such feature, or more than `WIDEST_TABLE`."""
-    linear = np.flatnonzero(data.schema.linear)
-    rng = np.random.default_rng([seed, 0x6A55])
-    fold_of = rng.integers(0, NUM_FOLDS, len(data.split))
-    rows = data.select_rows(TRAIN)
-    rows = np.sort(rng.choice(rows, ROWS, replace=False)) if len(rows) > ROWS else rows
-    if max_components < 1 or not 0 < len(linear) <= MAX_FEATURES:
+    Missing readings are imputed at random from the mixture that was fitted before, so that they do not make the
+    covariances too small.
+
+    Args:
+        data: The prepared table.
+        max_components: Largest number of Gaussians; 0 for no prior.
+        seed: Seed of folds, noise and imputed readings.
+        is_time_short: Called before a larger number of Gaussians is tried. If true, the best mixture so far is used.
+
+    Returns:
+        The prior, or None if there is no continuous feature or more than `MAX_FEATURES`.
+    """
+    linear_codes = np.flatnonzero(data.schema.is_linear)
+    rng = np.random.default_rng([seed, FIT_SEED])
+    fold_by_row = rng.integers(0, NUM_FOLDS, len(data.split))
+    rows = data.select_rows(Split.TRAIN)
+    if len(rows) > MAX_ROWS:
+        rows = np.sort(rng.choice(rows, MAX_ROWS, replace=False))
+    if max_components < 1 or not 0 < len(linear_codes) <= MAX_FEATURES:
         return None
     values, _ = read_rows(data, rows)
-    spread, _ = Noise.of(data.schema).apply(values, seeded(seed, 0x6A55))
-    x = spread[:, linear].double().numpy()
-    missing = np.isnan(x)
-    x = _filled_at_random(x, missing, rng)
-    folds = fold_of[rows]
+    noisy, _ = Noise.from_schema(data.schema).apply(values, create_generator(seed, FIT_SEED))
+    x = noisy[:, linear_codes].double().numpy()
+    is_missing = np.isnan(x)
+    x = _impute_from_columns(x, is_missing, rng)
+    folds = fold_by_row[rows]
 
-    def drawn(mixture: Mixture, draw: int) -> Floats:
-        known = torch.from_numpy(np.where(missing, np.nan, x))
-        return np.asarray(build_prior(data.schema, [mixture]).draw_missing(known, seeded(seed, 0x6A56, draw)))
+    def impute(mixture: Mixture, draw: int) -> Floats:
+        """Return the records with missing readings drawn from a mixture, given the readings that are there."""
+        observed = torch.from_numpy(np.where(is_missing, np.nan, x))
+        prior = build_prior(data.schema, [mixture])
+        return np.asarray(prior.sample_missing(observed, create_generator(seed, DRAW_SEED, draw)))
 
-    for draw in range(DRAWS_BY_ONE if missing.any() else 0):
-        x = drawn(_maximised(x, np.ones((len(x), 1)), Shrinkage(1.0, DIAGONALS[0])), draw)
-    best = _best(x, folds, max_components, seed, is_time_short)
-    for draw in range(DRAWS if missing.any() else 0):  # number and shrinkage are settled
-        x = drawn(best.whole, DRAWS_BY_ONE + draw)
-        best = _fitted(x, folds, len(best.whole.means), best.shrinkage, seed, best.apart)
+    if is_missing.any():
+        for draw in range(NUM_DRAWS_ONE_COMPONENT):
+            one_component = np.ones((len(x), 1))
+            x = impute(_maximize(x, one_component, Shrinkage(1.0, DIAGONAL_SHARES[0])), draw)
+    best = _select_mixture(x, folds, max_components, seed, is_time_short)
+    if is_missing.any():
+        for draw in range(NUM_DRAWS_MIXTURE):  # the number of components and the shrinkage stay as selected
+            x = impute(best.full, NUM_DRAWS_ONE_COMPONENT + draw)
+            num_components = len(best.full.means)
+            best = _cross_validate(x, folds, num_components, best.shrinkage, seed, best.separates_repeated)
     return CrossFittedPriors(
-        build_prior(data.schema, [best.whole]), build_prior(data.schema, best.parts), fold_of, best.nll
+        build_prior(data.schema, [best.full]), build_prior(data.schema, best.by_fold), fold_by_row, best.nll
     )
 
 
-def _filled_at_random(x: Floats, missing: NDArray[np.bool_], rng: np.random.Generator) -> Floats:
-    """Missing readings of each column drawn from those that are there, to begin with; where none is, as in the slots
-    of a sensor that never reports then, they are what normalised readings are: of mean 0 and deviation 1."""
+def _impute_from_columns(x: Floats, is_missing: NDArray[np.bool_], rng: np.random.Generator) -> Floats:
+    """Return (N, D) records with missing readings drawn from the observed readings of the same feature.
+
+    A feature without any reading, such as a time slot in which a sensor never reports, gets standard normal values, as
+    normalised readings have mean 0 and standard deviation 1.
+    """
     x = x.copy()
-    for column, gaps in zip(x.T, missing.T, strict=True):
-        if gaps.any():
-            count = int(gaps.sum())
-            column[gaps] = rng.normal(size=count) if gaps.all() else rng.choice(column[~gaps], count)
+    for column, is_gap in zip(x.T, is_missing.T, strict=True):
+        if is_gap.any():
+            num_gaps = int(is_gap.sum())
+            column[is_gap] = rng.normal(size=num_gaps) if is_gap.all() else rng.choice(column[~is_gap], num_gaps)
     return x
 
 
-def _best(x: Floats, folds: Ints, most: int, seed: int, hurry: Callable[[], bool]) -> _Fitted:
-    """The mixture with the least cross-validated −ln p. Where a value keeps coming back, as the zeros of a flow that
-    rests, clusters seldom find it by themselves: then they begin once with it apart, and once without regard to it."""
-    plain = _grown(x, folds, most, seed, hurry, apart=False)
-    if not _repeated(x).shape[1] or hurry():
+@dataclass(frozen=True, slots=True)
+class _CandidateMixture:
+    """A fitted mixture with its cross-validation result.
+
+    Attributes:
+        nll: Cross-validated −ln p of a record, nats. Smaller is better.
+        shrinkage: The shrinkage with which it was fitted.
+        separates_repeated: Whether the first clustering separated repeated values from others.
+        full: The mixture fitted to all records.
+        by_fold: The mixtures refitted without one fold each.
+    """
+
+    nll: float
+    shrinkage: Shrinkage
+    separates_repeated: bool
+    full: Mixture
+    by_fold: list[Mixture]
+
+
+def _select_mixture(
+    x: Floats, folds: Ints, max_components: int, seed: int, is_time_short: Callable[[], bool]
+) -> _CandidateMixture:
+    """Return the mixture with the smallest cross-validated −ln p.
+
+    A value that many readings share, such as the zeros of a flow meter while a pump is off, is seldom found by
+    clustering. If there is such a value, the mixture is also fitted with a first clustering that separates it.
+    """
+    plain = _increase_components(x, folds, max_components, seed, is_time_short, separates_repeated=False)
+    if not _mark_repeated_values(x).shape[1] or is_time_short():
         return plain
-    return min((plain, _grown(x, folds, most, seed, hurry, apart=True)), key=lambda one: one.nll)
+    separated = _increase_components(x, folds, max_components, seed, is_time_short, separates_repeated=True)
+    return min((plain, separated), key=lambda candidate: candidate.nll)
 
 
-def _grown(x: Floats, folds: Ints, most: int, seed: int, hurry: Callable[[], bool], apart: bool) -> _Fitted:
-    """As many components as cross-validation likes. How far the common covariance is drawn to its diagonal is seen
-    with one component; then their number grows until that has failed to pay twice, with the strength of shrinkage
-    that is best so far and with a tenth of it: a narrow cluster bears but little of what is common to all."""
-    first = (_fitted(x, folds, 1, Shrinkage(STRONGEST, d), seed, apart) for d in DIAGONALS)
-    best = min(first, key=lambda one: one.nll)
-    failures = 0
-    for components in NUMBERS:
-        if failures == 2 or components > most or components * ROWS_PER_COMPONENT > len(x) or hurry():
+def _increase_components(
+    x: Floats, folds: Ints, max_components: int, seed: int, is_time_short: Callable[[], bool], separates_repeated: bool
+) -> _CandidateMixture:
+    """Return the best mixture found by increasing the number of components until this fails to help twice.
+
+    The share of the diagonal is selected with one component. Each larger number of components is tried with the best
+    strength of shrinkage so far and with a tenth of it, because a narrow cluster is blurred by a strong common
+    covariance.
+    """
+    single = (
+        _cross_validate(x, folds, 1, Shrinkage(MAX_STRENGTH, share), seed, separates_repeated)
+        for share in DIAGONAL_SHARES
+    )
+    best = min(single, key=lambda candidate: candidate.nll)
+    num_failures = 0
+    for num_components in COMPONENT_COUNTS:
+        is_too_large = num_components > max_components or num_components * MIN_ROWS_PER_COMPONENT > len(x)
+        if num_failures == 2 or is_too_large or is_time_short():
             break
-        tried = (best.shrinkage, replace(best.shrinkage, strength=max(best.shrinkage.strength / 10.0, WEAKEST)))
-        found = min((_fitted(x, folds, components, s, seed, apart) for s in set(tried)), key=lambda one: one.nll)
-        better = found.nll < best.nll - GAIN
-        best, failures = (found, 0) if better else (best, failures + 1)
+        weaker = replace(best.shrinkage, strength=max(best.shrinkage.strength / 10.0, MIN_STRENGTH))
+        candidates = (
+            _cross_validate(x, folds, num_components, shrinkage, seed, separates_repeated)
+            for shrinkage in {best.shrinkage, weaker}
+        )
+        candidate = min(candidates, key=lambda candidate: candidate.nll)
+        if candidate.nll < best.nll - MIN_GAIN:
+            best, num_failures = candidate, 0
+        else:
+            num_failures += 1
     return best
 
 
-@dataclass(frozen=True, slots=True)
-class _Fitted:
-    nll: float
-    shrinkage: Shrinkage
-    apart: bool
-    whole: Mixture
-    parts: list[Mixture]
+def _cross_validate(
+    x: Floats, folds: Ints, num_components: int, shrinkage: Shrinkage, seed: int, separates_repeated: bool
+) -> _CandidateMixture:
+    """Fit a mixture to all records, refit it without each fold, and evaluate each refit on the records of its fold."""
+    memberships = _initialize_memberships(x, num_components, seed, separates_repeated)
+    full = _run_expectation_maximization(x, memberships, shrinkage, MAX_ROUNDS)
+    by_fold = [_refit(x[folds != fold], full, shrinkage) for fold in range(NUM_FOLDS)]
+    log_likelihoods = [
+        np.logaddexp.reduce(mixture.compute_log_densities(x[folds == fold]), 1) for fold, mixture in enumerate(by_fold)
+    ]
+    nll = -float(np.concatenate(log_likelihoods).mean())
+    return _CandidateMixture(nll, shrinkage, separates_repeated, full, by_fold)
 
 
-def _fitted(x: Floats, folds: Ints, components: int, shrinkage: Shrinkage, seed: int, apart: bool) -> _Fitted:
-    whole = _expectation_maximisation(x, _start(x, components, seed, apart), shrinkage, ROUNDS)
-    parts = [_refitted(x[folds != f], whole, shrinkage) for f in range(NUM_FOLDS)]
-    inside = [np.logaddexp.reduce(part.log_densities(x[folds == f]), 1) for f, part in enumerate(parts)]
-    return _Fitted(-float(np.concatenate(inside).mean()), shrinkage, apart, whole, parts)
+def _mark_repeated_values(x: Floats) -> Floats:
+    """Return one indicator column for each feature that has a repeated value.
 
+    Args:
+        x: (N, D) records.
 
-def _repeated(x: Floats) -> Floats:
-    """(N, A) for each feature with a value that keeps coming back, 1 where a reading is it and 0 elsewhere."""
-    columns = []
+    Returns:
+        (N, A), for each of the A features with a repeated value 1 if a reading is nearly equal to it, otherwise 0.
+    """
+    indicators = []
     for column in x.T:
-        ordered, width = np.sort(column), WIDTH * column.std()
-        count = np.searchsorted(ordered, ordered + width, "right") - np.arange(len(x))
-        low = ordered[count.argmax()]
-        if ALIKE * len(x) <= count.max() < len(x):
-            columns.append((column >= low) & (column <= low + width))
-    return np.array(columns, np.float64).reshape(-1, len(x)).T
+        ordered, width = np.sort(column), REPEATED_WIDTH * column.std()
+        counts = np.searchsorted(ordered, ordered + width, "right") - np.arange(len(x))
+        lowest = ordered[counts.argmax()]
+        if REPEATED_SHARE * len(x) <= counts.max() < len(x):
+            indicators.append((column >= lowest) & (column <= lowest + width))
+    return np.array(indicators, np.float64).reshape(-1, len(x)).T
 
 
-def _start(x: Floats, components: int, seed: int, apart: bool) -> Floats:
-    """(N, K) memberships: k-means from centres far apart (k-means++, Arthur and Vassilvitskii, SODA 2007).
+def _initialize_memberships(x: Floats, num_components: int, seed: int, separates_repeated: bool) -> Floats:
+    """Assign each of N records to one of K components by k-means, and return (N, K) memberships that are 0 or 1.
 
-    apart: whether values that keep coming back are features of their own there."""
-    rng = np.random.default_rng([seed, components])
+    The centres are initialised by k-means++ (Arthur and Vassilvitskii, SODA 2007).
+
+    Args:
+        x: (N, D) records.
+        num_components: The number K.
+        seed: Seed of the first centres.
+        separates_repeated: Whether indicators of repeated values are features of the clustering.
+    """
+    rng = np.random.default_rng([seed, num_components])
     x = x / (x.std(0) + 1e-9)
-    if apart:
-        marks = _repeated(x)
-        x = np.concatenate([x, APART * marks / (marks.std(0) + 1e-9)], 1)
+    if separates_repeated:
+        indicators = _mark_repeated_values(x)
+        x = np.concatenate([x, REPEATED_DISTANCE * indicators / (indicators.std(0) + 1e-9)], 1)
     centres = x[rng.integers(len(x), size=1)]
-    while len(centres) < components:
-        far = _squared(x, centres).min(1)
-        far = far if far.sum() > 0 else np.ones(len(x))
-        centres = np.concatenate([centres, x[rng.choice(len(x), 1, p=far / far.sum())]])
+    while len(centres) < num_components:
+        weights = _compute_squared_distances(x, centres).min(1)
+        weights = weights if weights.sum() > 0 else np.ones(len(x))
+        centres = np.concatenate([centres, x[rng.choice(len(x), 1, p=weights / weights.sum())]])
     for _ in range(10):
-        nearest = _squared(x, centres).argmin(1)
-        centres = np.stack([x[nearest == k].mean(0) if (nearest == k).any() else c for k, c in enumerate(centres)])
-    return np.asarray(np.eye(components)[_squared(x, centres).argmin(1)])
+        nearest = _compute_squared_distances(x, centres).argmin(1)
+        centres = np.stack(
+            [x[nearest == k].mean(0) if (nearest == k).any() else centre for k, centre in enumerate(centres)]
+        )
+    return np.asarray(np.eye(num_components)[_compute_squared_distances(x, centres).argmin(1)])
 
 
-def _squared(x: Floats, centres: Floats) -> Floats:
-    """(N, K) squared distances."""
+def _compute_squared_distances(x: Floats, centres: Floats) -> Floats:
+    """Return the squared distance of each of N records, (N, D), to each of K centres, (K, D), as (N, K)."""
     products = x @ centres.T
     distances: Floats = (x**2).sum(1)[:, None] - 2 * products + (centres**2).sum(1)
     return np.maximum(distances, 0.0)
 
 
-def _expectation_maximisation(x: Floats, memberships: Floats, shrinkage: Shrinkage, rounds: int) -> Mixture:
-    before = -np.inf
-    for _ in range(rounds):
-        mixture = _maximised(x, memberships, shrinkage)
-        densities = mixture.log_densities(x)
-        total = np.logaddexp.reduce(densities, 1)
-        if total.mean() < before + CONVERGED:
+def _run_expectation_maximization(x: Floats, memberships: Floats, shrinkage: Shrinkage, max_rounds: int) -> Mixture:
+    """Fit a mixture to records, beginning with given memberships.
+
+    Args:
+        x: (N, D) records.
+        memberships: (N, K) share of each record that belongs to each component.
+        shrinkage: How far covariances are moved towards a common one.
+        max_rounds: Largest number of rounds; fewer if the likelihood hardly increases.
+    """
+    previous_mean = -np.inf
+    for _ in range(max_rounds):
+        mixture = _maximize(x, memberships, shrinkage)
+        log_densities = mixture.compute_log_densities(x)
+        log_likelihoods = np.logaddexp.reduce(log_densities, 1)
+        if log_likelihoods.mean() < previous_mean + MIN_ROUND_GAIN:
             break
-        before = float(total.mean())
-        memberships = np.exp(densities - total[:, None])
+        previous_mean = float(log_likelihoods.mean())
+        memberships = np.exp(log_densities - log_likelihoods[:, None])
     return mixture
 
 
-def _refitted(x: Floats, start: Mixture, shrinkage: Shrinkage) -> Mixture:
-    """A few rounds on fewer records. Components keep their meaning, as they must: the network knows them by number."""
-    densities = start.log_densities(x)
-    memberships = np.exp(densities - np.logaddexp.reduce(densities, 1)[:, None])
-    return _expectation_maximisation(x, memberships, shrinkage, REFITTED)
+def _refit(x: Floats, initial: Mixture, shrinkage: Shrinkage) -> Mixture:
+    """Refit a mixture to fewer records in a few rounds.
+
+    The order of the components stays the same, because the network identifies components by their index.
+    """
+    log_densities = initial.compute_log_densities(x)
+    memberships = np.exp(log_densities - np.logaddexp.reduce(log_densities, 1)[:, None])
+    return _run_expectation_maximization(x, memberships, shrinkage, MAX_REFIT_ROUNDS)
 
 
-def _maximised(x: Floats, memberships: Floats, shrinkage: Shrinkage) -> Mixture:
+def _maximize(x: Floats, memberships: Floats, shrinkage: Shrinkage) -> Mixture:
+    """Return the mixture that fits records best for given memberships: the M step of expectation-maximisation.
+
+    Args:
+        x: (N, D) records.
+        memberships: (N, K) share of each record that belongs to each component.
+        shrinkage: How far covariances are moved towards a common one.
+    """
     (N, D), K = x.shape, memberships.shape[1]
-    size = memberships.sum(0) + 1e-9
-    means = memberships.T @ x / size[:, None]
-    scatter = np.stack([x.T @ (x * w[:, None]) for w in memberships.T]) - size[:, None, None] * _outer(means)
+    sizes = memberships.sum(0) + 1e-9
+    means = memberships.T @ x / sizes[:, None]
+    second_moments = np.stack([x.T @ (x * weights[:, None]) for weights in memberships.T])
+    scatter = second_moments - sizes[:, None, None] * _compute_outer_products(means)
     common = (scatter.sum(0) + 0.1 * np.diag(x.var(0) + 1e-9)) / (N + 1.0)
     diagonal = np.diag(np.diag(common))
-    common = common + shrinkage.diagonal * (diagonal - common)
+    common = common + shrinkage.diagonal_share * (diagonal - common)
     strength = shrinkage.strength
-    covariances = (scatter + strength * common) / (size + strength)[:, None, None] + RIDGE**2 * np.eye(D)
-    return Mixture(np.log((size + 1.0) / (size.sum() + K)), means, covariances)
+    covariances = (scatter + strength * common) / (sizes + strength)[:, None, None] + RIDGE**2 * np.eye(D)
+    return Mixture(np.log((sizes + 1.0) / (sizes.sum() + K)), means, covariances)
 
 
-def _outer(rows: Floats) -> Floats:
-    """(K, D) → (K, D, D)"""
-    return np.asarray(rows[:, :, None] * rows[:, None, :])
+def _compute_outer_products(vectors: Floats) -> Floats:
+    """Return the outer product of each of K vectors, (K, D), with itself, as (K, D, D)."""
+    return np.asarray(vectors[:, :, None] * vectors[:, None, :])
 
 
-def extract_mixture(gaussians: GaussianPrior) -> Mixture:
-    """The first variant."""
-    parts = (gaussians.log_weights[0], gaussians.means[0], gaussians.covariances[0])
-    return Mixture(*(part.double().cpu().numpy() for part in parts))
+def extract_mixture(prior: GaussianPrior) -> Mixture:
+    """Return the first variant of a prior as float64 arrays."""
+    tensors = (prior.log_weights[0], prior.means[0], prior.covariances[0])
+    return Mixture(*(tensor.double().cpu().numpy() for tensor in tensors))
 
 
-def build_prior(schema: Schema, variants: list[Mixture]) -> GaussianPrior:
-    module = GaussianPrior(schema, len(variants[0].means), len(variants))
-    for name in ("log_weights", "means", "covariances"):
-        setattr(module, name, torch.from_numpy(np.stack([getattr(mixture, name) for mixture in variants])))
-    return module
+def build_prior(schema: Schema, mixtures: list[Mixture]) -> GaussianPrior:
+    """Return a prior with one variant for each of the given mixtures."""
+    prior = GaussianPrior(schema, len(mixtures[0].means), len(mixtures))
+    prior.log_weights = torch.from_numpy(np.stack([mixture.log_weights for mixture in mixtures]))
+    prior.means = torch.from_numpy(np.stack([mixture.means for mixture in mixtures]))
+    prior.covariances = torch.from_numpy(np.stack([mixture.covariances for mixture in mixtures]))
+    return prior

@@ -24,18 +24,24 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.windows import Window
 from trainer import checkpoint, finetune, gaussian_prior
-from trainer.budget import Budget, Costs
-from trainer.calibrate import calibrated, calibration_rows, choose_order, score_calibration_records, statistics
-from trainer.data import CALIBRATION, TRAIN, DataOptions, PreparedTable, prepare_table
+from trainer.budget import Costs, TimeBudget
+from trainer.calibrate import (
+    build_calibration,
+    choose_order,
+    compute_statistics,
+    sample_rows,
+    score_calibration_records,
+)
+from trainer.data import DataOptions, PreparedTable, Split, prepare_table
 from trainer.distributed import Ranks
-from trainer.evaluate import HeldOut, held_out
-from trainer.exemplars import TYPICAL, rank
-from trainer.fit import SINGLE_PROCESS, Recipe, Status, TrainingResult, TrainingRun
-from trainer.folds import siblings
+from trainer.evaluate import HeldOutLikelihood, evaluate_held_out
+from trainer.exemplars import MAX_REFERENCE_RECORDS, add_ranking
+from trainer.fit import SINGLE_PROCESS, Recipe, TrainingResult, TrainingRun, TrainingStatus
+from trainer.folds import split_folds
 from trainer.gaussian_prior import CrossFittedPriors
 from trainer.outliers import drop_outliers
 from trainer.recipes import SHAPE, choose_exemplars, choose_gaussians, choose_recipe, model_config
-from trainer.settings import TrainConfig, names, periods
+from trainer.settings import TrainConfig, parse_periods, split_names
 
 HELD_OUT_ROWS, HELD_OUT_ORDERS = 2000, 4
 TIMED_ROWS = 64
@@ -49,17 +55,17 @@ FEWEST_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class TrainingOutput:
     """What a finished run hands to report and summary."""
 
     directory: Path
     fingerprint: str
     data: PreparedTable
     model: DEformer
-    fitted: TrainingResult
+    training_result: TrainingResult
     calibration: Calibration
-    held_out: HeldOut
-    training: dict[str, Any]
+    held_out: HeldOutLikelihood
+    summary: dict[str, Any]
 
 
 class StopSignals:
@@ -92,13 +98,13 @@ def train(
     tables: Sequence[Path],
     settings: TrainConfig,
     *,
-    show: Callable[[PreparedTable], None] = lambda data: None,
-    observe: Callable[[Status], None] = lambda status: None,
-    say: Callable[[str], None] = lambda line: None,
-    stop: Callable[[], bool] = lambda: False,
-    budget: Budget | None = None,
-    peers: Ranks = SINGLE_PROCESS,
-) -> Result:
+    on_prepared: Callable[[PreparedTable], None] = lambda data: None,
+    on_status: Callable[[TrainingStatus], None] = lambda status: None,
+    on_message: Callable[[str], None] = lambda line: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    budget: TimeBudget | None = None,
+    ranks: Ranks = SINGLE_PROCESS,
+) -> TrainingOutput:
     """Run the whole of it. show: told the kinds. observe: told every step. say: told what happens, in words. peers: of
     which this process is the first; the others call `assist`.
 
@@ -106,30 +112,30 @@ def train(
     """
     from trainer.report import render
 
-    budget = budget or Budget(settings.max_time)
+    budget = budget or TimeBudget(settings.max_time)
     with _working_folder(settings.out) as folder:
-        fit = _begin(tables, settings, folder, budget, peers, show, say)
+        fit = _begin(tables, settings, folder, budget, ranks, on_prepared, on_message)
         data, order = fit.data, choose_order(settings.order, fit.data)
-        fitted = _trained(fit, stop, observe)
-        if peers.size > 1:
+        fitted = _trained(fit, should_stop, on_status)
+        if ranks.world_size > 1:
             budget.clock = fit.budget.clock = time.monotonic  # the others have done their part
         if fitted.steps < FEWEST_STEPS and budget.limit is not None:
-            say(f"--max-time left next to no time to train (steps: {fitted.steps}); allow more")
-        say("calibrating")
-        rows = data.select_rows(CALIBRATION)
-        rows = calibration_rows(rows, settings.seed + 2, math.ceil(fit.budget.share * len(rows)))
+            on_message(f"--max-time left next to no time to train (steps: {fitted.steps}); allow more")
+        on_message("calibrating")
+        rows = data.select_rows(Split.CALIBRATION)
+        rows = sample_rows(rows, settings.seed + 2, math.ceil(fit.budget.share * len(rows)))
         found = score_calibration_records(fitted.model, data, rows, order, settings.seed)
-        others = siblings(data, settings.folds, settings.seed) if settings.folds else ()
+        others = split_folds(data, settings.folds, settings.seed) if settings.folds else ()
         for number, fold in enumerate(others, 2):
-            say(f"fold {number} of {settings.folds}")
-            sibling = _trained(_sibling(fold, settings, number, folder, budget), stop).model
-            found += score_calibration_records(sibling, fold, fold.select_rows(CALIBRATION), order, settings.seed + number)
-        calibration = calibrated(found, data.schema, order, settings.contamination, data.ties)
-        model = rank(fitted.model, data, choose_exemplars(settings), settings.seed)
-        held = held_out(
+            on_message(f"fold {number} of {settings.folds}")
+            sibling = _trained(_sibling(fold, settings, number, folder, budget), should_stop).model
+            found += score_calibration_records(sibling, fold, fold.select_rows(Split.CALIBRATION), order, settings.seed + number)
+        calibration = build_calibration(found, data.schema, order, settings.contamination, data.ties)
+        model = add_ranking(fitted.model, data, choose_exemplars(settings), settings.seed)
+        held = evaluate_held_out(
             fitted.model,
             data,
-            calibration_rows(rows, settings.seed, math.ceil(fit.budget.share * HELD_OUT_ROWS)),
+            sample_rows(rows, settings.seed, math.ceil(fit.budget.share * HELD_OUT_ROWS)),
             HELD_OUT_ORDERS,
             settings.seed + 1,
         )
@@ -137,11 +143,11 @@ def train(
         page = render(data, fitted, calibration, held, training)
         fingerprint = model_store.write(settings.out, model, calibration, training, page)
         shutil.rmtree(folder)
-    return Result(settings.out, fingerprint, data, model, fitted, calibration, held, training)
+    return TrainingOutput(settings.out, fingerprint, data, model, fitted, calibration, held, training)
 
 
-def assist(
-    tables: Sequence[Path], settings: TrainConfig, stop: Callable[[], bool], budget: Budget, peers: Ranks
+def run_worker_rank(
+    tables: Sequence[Path], settings: TrainConfig, stop: Callable[[], bool], budget: TimeBudget, peers: Ranks
 ) -> None:
     """The part of a process that is not the first of several: it trains along and writes nothing that lasts."""
     with tempfile.TemporaryDirectory() as name:
@@ -149,7 +155,7 @@ def assist(
 
 
 def _trained(
-    fit: TrainingRun, stop: Callable[[], bool], observe: Callable[[Status], None] = lambda status: None
+    fit: TrainingRun, stop: Callable[[], bool], observe: Callable[[TrainingStatus], None] = lambda status: None
 ) -> TrainingResult:
     return fit.run(stop, observe, lambda model: _costs(model, fit.data, fit.budget))
 
@@ -158,7 +164,7 @@ def _begin(
     tables: Sequence[Path],
     settings: TrainConfig,
     folder: Path,
-    budget: Budget,
+    budget: TimeBudget,
     peers: Ranks,
     show: Callable[[PreparedTable], None] = lambda data: None,
     say: Callable[[str], None] = lambda line: None,
@@ -183,14 +189,14 @@ def _fit(
     data: PreparedTable,
     settings: TrainConfig,
     folder: Path,
-    budget: Budget,
+    budget: TimeBudget,
     old: DEformer | None,
     state: dict[str, Any] | None = None,
     peers: Ranks = SINGLE_PROCESS,
 ) -> TrainingRun:
     """Everything that training needs, before its first step. old: a model to adapt. state: of an earlier life."""
-    device = peers.device(model_store.device_named(settings.device))
-    recipe = choose_recipe(settings, int((data.split == TRAIN).sum()))
+    device = peers.choose_device(model_store.resolve_device(settings.device))
+    recipe = choose_recipe(settings, int((data.split == Split.TRAIN).sum()))
     torch.manual_seed(settings.seed)
     if old is not None:
         model, guides = _adapted_model(old, data, settings.seed)
@@ -199,17 +205,17 @@ def _fit(
         if state is not None:  # as many as before, whatever the time
             most, hurry = state["identity"]["gaussians"], lambda: False
         guides = gaussian_prior.fit_priors(data, most, settings.seed, hurry)
-        config = model_config(settings, data.schema.repeats)
+        config = model_config(settings, data.schema.has_repeating_sensors)
         model = DEformer(data.schema, replace(config, gaussians=guides.num_components if guides else 0))
     if guides is not None:
         model.gaussians = guides.full
         guides.by_fold.to(device)
     model = model.to(device)
-    identity = _identity(settings, data, model.config, recipe) | {"processes": peers.size}
+    identity = _identity(settings, data, model.config, recipe) | {"processes": peers.world_size}
     return TrainingRun(data, model, recipe, settings.seed, folder, budget, identity, guides, peers)
 
 
-def _sibling(fold: PreparedTable, settings: TrainConfig, number: int, folder: Path, budget: Budget) -> TrainingRun:
+def _sibling(fold: PreparedTable, settings: TrainConfig, number: int, folder: Path, budget: TimeBudget) -> TrainingRun:
     """Training as the first model's, on the other records of a fold (`trainer.folds`). It is not resumed."""
     own = folder / f"fold-{number}"
     own.mkdir(exist_ok=True)
@@ -217,17 +223,17 @@ def _sibling(fold: PreparedTable, settings: TrainConfig, number: int, folder: Pa
     return _fit(fold, settings.model_copy(update={"seed": settings.seed + number}), own, left, _old_model(settings))
 
 
-def _part(budget: Budget, parts: int) -> Budget:
+def _part(budget: TimeBudget, parts: int) -> TimeBudget:
     """Of the time that is left, one of so many equal parts."""
     if parts == 1 or budget.limit is None:
         return budget
-    return Budget(max(0.0, budget.limit - budget.elapsed) / parts, budget.clock)
+    return TimeBudget(max(0.0, budget.limit - budget.elapsed) / parts, budget.clock)
 
 
 @contextmanager
 def _working_folder(out: Path) -> Iterator[Path]:
     """`DIR.training`, held by this process alone. It stays where a run is interrupted that can be resumed."""
-    model_store.check_target(out)
+    model_store.check_output_directory(out)
     folder = _folder_of(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -244,7 +250,7 @@ def _working_folder(out: Path) -> Iterator[Path]:
         try:
             yield folder
         finally:
-            if folder.exists() and not (folder / checkpoint.FILE).exists():
+            if folder.exists() and not (folder / checkpoint.FILE_NAME).exists():
                 shutil.rmtree(folder)
 
 
@@ -267,15 +273,15 @@ def _data_options(settings: TrainConfig, old: DEformer | None) -> DataOptions:
         layout=settings.layout,
         label=settings.label,
         normal=settings.normal,
-        exclude=names(settings.exclude),
-        context=names(settings.context),
-        discrete=names(settings.discrete),
-        continuous=names(settings.continuous),
-        cycle=periods(settings.cycle),
+        exclude=split_names(settings.exclude),
+        context=split_names(settings.context),
+        discrete=split_names(settings.discrete),
+        continuous=split_names(settings.continuous),
+        cycle=parse_periods(settings.cycle),
         calibration_share=1 / settings.folds if settings.folds else settings.calibration_share,
         seed=settings.seed,
         window=Window(round(settings.window * 1e6), settings.slots or 1) if settings.window is not None else None,
-        once=names(settings.once),
+        once=split_names(settings.once),
         base=old.schema if old is not None else None,
         ties=settings.ties,
     )
@@ -292,8 +298,8 @@ def _old_model(settings: TrainConfig) -> DEformer | None:
 
 
 def _adapted_model(old: DEformer, data: PreparedTable, seed: int) -> tuple[DEformer, CrossFittedPriors | None]:
-    guides = finetune.guides(old.gaussians, data, len(old.schema), seed) if old.gaussians is not None else None
-    model = finetune.extended(old, data.schema)
+    guides = finetune.adapt_priors(old.gaussians, data, len(old.schema), seed) if old.gaussians is not None else None
+    model = finetune.extend_model(old, data.schema)
     model.ranking = old.ranking  # until the exemplars of this table join them
     return model, guides
 
@@ -306,18 +312,18 @@ def _identity(settings: TrainConfig, data: PreparedTable, config: ModelConfig, r
     return identity | {k: list(v) if isinstance(v, tuple) else v for k, v in (asdict(config) | asdict(recipe)).items()}
 
 
-def _costs(model: DEformer, data: PreparedTable, budget: Budget) -> Costs:
+def _costs(model: DEformer, data: PreparedTable, budget: TimeBudget) -> Costs:
     """What calibration, ranking and the held-out evaluation will take, from a few rows, and a second for the rest.
 
     Where that is more than `AFTER_SHARE` of a limited time, they look at fewer records."""
-    rows = data.select_rows(CALIBRATION)
+    rows = data.select_rows(Split.CALIBRATION)
     few = rows[:TIMED_ROWS]
     began = budget.clock()
-    statistics(model, data, few, choose_order(None, data), 0)  # any order takes as long
+    compute_statistics(model, data, few, choose_order(None, data), 0)  # any order takes as long
     middle = budget.clock()
-    held_out(model, data, few, 1, 0)
+    evaluate_held_out(model, data, few, 1, 0)
     ended = budget.clock()
-    scored = len(calibration_rows(rows, 0)) + min(len(rows), TYPICAL)
+    scored = len(sample_rows(rows, 0)) + min(len(rows), MAX_REFERENCE_RECORDS)
     evaluated = min(len(rows), HELD_OUT_ROWS) * HELD_OUT_ORDERS
     seconds = SAFETY * ((middle - began) * scored + (ended - middle) * evaluated) / len(few)
     share = 1.0
@@ -331,22 +337,22 @@ def _summary(
     data: PreparedTable,
     recipe: Recipe,
     fitted: TrainingResult,
-    held: HeldOut,
-    budget: Budget,
+    held: HeldOutLikelihood,
+    budget: TimeBudget,
     device: str,
 ) -> dict[str, Any]:
     """The training summary of the manifest."""
-    scored = max(1, int((~data.schema.context).sum()))
+    scored = max(1, int((~data.schema.is_context).sum()))
     options = settings.model_dump(mode="json", exclude_none=True)
-    per_feature = {n: float(v) for n, v in zip(data.schema.names, held.per_feature, strict=True) if np.isfinite(v)}
+    per_feature = {n: float(v) for n, v in zip(data.schema.names, held.nll_by_feature, strict=True) if np.isfinite(v)}
     return {
         **data.summarize(),
         "held_out": {
-            "log_likelihood": -held.mean,
-            "log_likelihood_per_feature": -held.mean / scored,
+            "log_likelihood": -held.mean_nll,
+            "log_likelihood_per_feature": -held.mean_nll / scored,
             "features": {name: -value for name, value in per_feature.items()},
-            "records": len(held.nll),
-            "orders": held.orders,
+            "records": len(held.nll_by_record),
+            "orders": held.num_orders,
             "unit": "nats, normalised units",
         },
         "steps": fitted.steps,

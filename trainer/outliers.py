@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data import CALIBRATION, LEFT_OUT, PreparedTable
+from trainer.data import PreparedTable, Split
 
 REFERENCES = 500
 """Records that distances are taken to."""
@@ -25,26 +25,26 @@ def drop_outliers(data: PreparedTable, share: float, seed: int) -> PreparedTable
     count = round(share * len(data.split))
     if not count:
         return data
-    far = np.argsort(distances(data, seed), kind="stable")[len(data.split) - count :]
+    far = np.argsort(compute_median_distances(data, seed), kind="stable")[len(data.split) - count :]
     split = data.split.copy()
-    split[far[split[far] != CALIBRATION]] = LEFT_OUT
+    split[far[split[far] != Split.CALIBRATION]] = Split.LEFT_OUT
     return replace(data, split=split)
 
 
-def distances(data: PreparedTable, seed: int) -> NDArray[np.float64]:
+def compute_median_distances(data: PreparedTable, seed: int) -> NDArray[np.float64]:
     """(N,) median distance of each record to `REFERENCES` others: the root mean square difference over the features
     that both have, in standard deviations; labels differ by one or not at all. 0 where nothing can be compared."""
     n, features = data.values.shape
     chosen = np.sort(np.random.default_rng([seed, 0x51F7]).permutation(n)[:REFERENCES])
-    words = data.schema.discrete
+    words = data.schema.is_discrete
     references = np.asarray(data.values[chosen], np.float64)
     spread = np.where(words, 1.0, np.maximum(np.nan_to_num(_deviation(references), nan=1.0), 1e-9))
-    turns, result = data.schema.turns, np.zeros(n)
+    turns, result = data.schema.cycle_lengths, np.zeros(n)
     step = max(1, CELLS // (len(chosen) * features))
     for start in range(0, n, step):
         values = np.asarray(data.values[start : start + step], np.float64)
         difference = np.abs(values[:, None] - references)
-        if data.schema.cyclic.any():
+        if data.schema.is_cyclic.any():
             difference = np.minimum(difference % turns, turns - difference % turns)
         difference = difference / spread
         squares = np.where(words, (difference != 0).astype(np.float64), difference**2)

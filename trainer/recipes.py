@@ -9,7 +9,7 @@ import numpy as np
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import PRESETS, ModelConfig
 from trainer import finetune
-from trainer.exemplars import EXEMPLARS
+from trainer.exemplars import MAX_EXEMPLARS
 from trainer.fit import Recipe
 from trainer.settings import Optimizer, TrainConfig
 
@@ -59,7 +59,7 @@ def choose_recipe(settings: TrainConfig, rows: int) -> Recipe:
     batch = settings.batch or int(np.clip(2 ** round(np.log2(max(rows, 1) / 32)), 64, base.batch))
     steps_per_epoch = max(1, rows // min(batch, rows))
     epochs = settings.epochs or max(1, round(base.steps / steps_per_epoch))
-    rate = base.learning_rate * (finetune.RATE if settings.init_from is not None else 1.0)
+    rate = base.learning_rate * (finetune.LEARNING_RATE_FACTOR if settings.init_from is not None else 1.0)
     recipe = Recipe(batch, rate, epochs, optimizer=base.optimizer, smoothing=base.smoothing)
     given = {f.name: getattr(settings, f.name) for f in fields(Recipe) if f.name not in ("batch", "epochs")}
     return replace(recipe, **{k: v for k, v in given.items() if v is not None})
@@ -67,4 +67,4 @@ def choose_recipe(settings: TrainConfig, rows: int) -> Recipe:
 
 def choose_exemplars(settings: TrainConfig) -> int:
     """The most records that the ranking of whole records may compare with, 0 for none."""
-    return EXEMPLARS if settings.exemplars is None else settings.exemplars
+    return MAX_EXEMPLARS if settings.exemplars is None else settings.exemplars

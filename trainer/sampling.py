@@ -33,11 +33,11 @@ class Noise:
     forget: float = 0.0
 
     @staticmethod
-    def of(schema: Schema, smoothing: float = 0.0, forget: float = 0.0) -> Noise:
+    def from_schema(schema: Schema, smoothing: float = 0.0, forget: float = 0.0) -> Noise:
         steps = [0.0 if f.quantum is None or f.kind == "discrete" else f.quantum / f.scale for f in schema.features]
         return Noise(
             torch.tensor(steps, dtype=torch.float32),
-            torch.tensor(schema.discrete),
+            torch.tensor(schema.is_discrete),
             torch.tensor(schema.label_counts, dtype=torch.float32),
             smoothing,
             forget,
@@ -68,21 +68,21 @@ class Samples:
         return Samples(self.values[part], self.keys[part], self.hidden[part])
 
 
-def draw(
+def draw_samples(
     data: PreparedTable, rows: NDArray[np.int64], noise: Noise, arrival_share: float, generator: torch.Generator
 ) -> Samples:
     """Rows of the matrix with noise, each in a fresh random order; a share of them as logged, where the table knows,
     with ties held in any order of each."""
     values, ranks = read_rows(data, rows)
     values, hidden = noise.apply(values, generator)
-    keys = random_keys(values.shape, generator)
+    keys = draw_random_keys(values.shape, generator)
     if ranks is not None:
         logged = torch.rand((len(values), 1), generator=generator) < arrival_share
         keys = torch.where(logged, ranks + keys if data.ties == "hold" else ranks, keys)
     return Samples(values, keys, hidden)
 
 
-def arrange(values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+def order_readings(values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Put the readings of each record in ascending order of their keys, missing ones left out.
 
     values, keys: (B, F), NaN where missing → features (B, L) int64 codes with −1 padding at the end, and order (B, L),
@@ -95,17 +95,17 @@ def arrange(values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(present.gather(1, order), order, -1), order
 
 
-def take(values: Tensor, order: Tensor) -> Tensor:
+def gather_values(values: Tensor, order: Tensor) -> Tensor:
     """Values (B, F) in the order (B, L) of `arrange`, 0 at padding."""
     return values.gather(1, order).nan_to_num(0.0)
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def move_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """On the device; to a GPU by way of pinned memory, so that nobody waits for the copy."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def random_keys(shape: torch.Size, generator: torch.Generator) -> Tensor:
+def draw_random_keys(shape: torch.Size, generator: torch.Generator) -> Tensor:
     """Keys that give every order the same chance."""
     return torch.rand(shape, generator=generator, dtype=torch.float64)
 
@@ -118,7 +118,7 @@ def read_rows(data: PreparedTable, rows: NDArray[np.int64]) -> tuple[Tensor, Ten
     return values, torch.from_numpy(data.arrival_ranks[rows].astype(np.float64))
 
 
-def seeded(*seeds: int) -> torch.Generator:
+def create_generator(*seeds: int) -> torch.Generator:
     """A generator that depends on all of the numbers and nothing else."""
     state = np.random.SeedSequence(seeds).generate_state(2, np.uint32)
     return torch.Generator().manual_seed(int(state[0]) << 31 ^ int(state[1]))

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from deformer_stream.settings import Device, Duration, Minority, Settings, Share, Width
+from deformer_stream.settings import Device, Duration, MinorityShare, Settings, Share, WindowWidth
 
 Preset = Literal["tiny", "small", "base", "paper"]
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -35,15 +35,15 @@ Names = Annotated[str, BeforeValidator(_joined)]
 Text = Annotated[str, BeforeValidator(_text)]
 
 
-def names(text: str) -> tuple[str, ...]:
+def split_names(text: str) -> tuple[str, ...]:
     """`a, b` → ("a", "b")."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def periods(text: str) -> tuple[tuple[str, float], ...]:
+def parse_periods(text: str) -> tuple[tuple[str, float], ...]:
     """`hour=24, heading=360` → (("hour", 24.0), ("heading", 360.0)). Raises ValueError."""
     found: dict[str, float] = {}
-    for part in names(text):
+    for part in split_names(text):
         name, _, period = part.rpartition("=")
         try:
             found[name.strip()] = number = float(period)
@@ -55,7 +55,7 @@ def periods(text: str) -> tuple[tuple[str, float], ...]:
 
 
 def _checked(text: str) -> str:
-    periods(text)
+    parse_periods(text)
     return text
 
 
@@ -82,7 +82,7 @@ class TrainSettings(Settings):
         description="Columns whose values are places on a cycle, with its period in their unit, comma-separated: "
         "hour=24,heading=360. Times of day are found by themselves.",
     )
-    window: Width | None = Field(
+    window: WindowWidth | None = Field(
         None,
         description="Records are windows of this length of a device's time: 60s. The table is long, with columns "
         "device, feature, value, time.",
@@ -124,7 +124,7 @@ class TrainSettings(Settings):
         description="Calibrate on all records, each judged by a model that was trained without its fold: so many "
         "trainings in the same time, for tables too small for --calibration-share, which is then 1/folds.",
     )
-    contamination: Minority = Field(
+    contamination: MinorityShare = Field(
         0,
         description="Share of the records that may be anomalies: as many are left out of training, the farthest from "
         "the others, and of calibration, the most surprising. If there are none, up to this share of normal records "

@@ -1,8 +1,9 @@
-"""Parquet in, column by column: what a training table says, streamed from disk a batch at a time.
+"""Read training tables from Parquet files, one batch of rows at a time.
 
-Both layouts become the same thing, a sequence of `Block`s: some readings of one feature, with the records they belong
-to. A record is known by its *row*, its place among the records that are kept, in order of first appearance. Memory
-holds one batch at a time and, for the long layout, the ids of the records.
+Tables have one of two layouts. In the wide layout a row is a record and a column is a feature. In the long layout a row
+is one reading, with columns for the record, the feature, the value and perhaps the time. Both layouts are converted to
+the same stream of `FeatureReadings`, so that the code that follows does not depend on the layout. Only one batch and,
+for the long layout, the record ids are held in memory.
 """
 
 from __future__ import annotations
@@ -19,27 +20,47 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from deformer_stream.codec.columns import daytime, in_seconds
+from deformer_stream.codec import columns
+from deformer_stream.codec.columns import convert_times_of_day, is_time_of_day
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
-from deformer_stream.model.schema import label_of
-from deformer_stream.model.windows import Window, window_start
+from deformer_stream.model.schema import format_label
+from deformer_stream.model.windows import Window, floor_to_window
 
 Layout = Literal["wide", "long"]
+"""wide: a row is a record. long: a row is one reading of one feature of a record."""
+
 ValueForm = Literal["number", "boolean", "text", "clock", "time", "other"]
-"""clock: times of day, which are read as seconds since midnight."""
+"""What a column's values are. `clock` is a time of day, which is converted to seconds since midnight; `time` is a date
+or a timestamp; columns of form `other`, such as lists, cannot be features."""
 
 RECORD, FEATURE, VALUE, TIME, DEVICE = "record", "feature", "value", "time", "device"
+"""Column names of the long layout."""
+
 BATCH_CELLS = 4_000_000
-"""A batch holds about this many values, so that wide tables do not need more memory than narrow ones."""
+"""Approximate number of values in one batch, so that wide tables need no more memory than narrow ones."""
+
+MAX_LISTED_LABELS = 50
+"""Distinct labels of one batch that are counted for an error message."""
+
+_NUMBER_PATTERN = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:nan|inf|infinity)$"
+
+RecordKey = str | tuple[str, int]
+"""The id of a record, or the device and the start of its window in microseconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureReadings:
-    """M readings of one feature. rows: (M,) the records they belong to. values: M values as they stand in the file.
+    """Some readings of one feature, read from one batch of the table.
 
-    Long layout only: times (M,) int64 microseconds since 1970 or `NO_TIME`; events (M,) place in the input; slots (M,)
-    of the window, 0 where records are given by name.
+    Attributes:
+        feature_name: The feature's name.
+        rows: (M,) the row of the training matrix to which each reading belongs.
+        values: M values in the type of the Parquet column.
+        times: (M,) microseconds since 1970, `NO_TIME` if unknown. None for the wide layout.
+        event_indexes: (M,) position of each reading in the input. None for the wide layout.
+        time_slots: (M,) part of the window in which each reading lies, 0 if records are not windows. None for the wide
+            layout.
     """
 
     feature_name: str
@@ -52,11 +73,20 @@ class FeatureReadings:
 
 @dataclass
 class InputTables:
-    """The input tables and how they are to be read.
+    """The Parquet files of a training run and how to read them.
 
-    columns: the features' columns (wide layout). time: the column with the record's (wide) or event's (long) time.
-    records: number of records kept; counts of what was left out are in `skipped`, by reason. window: records are
-    windows of a device's time (long layout); None where they are given by name.
+    Attributes:
+        files: The files, in the order in which they are read.
+        schema: The Arrow schema that all files share.
+        layout: Whether a row is a record (wide) or a reading (long).
+        label_column: The column that tells normal records from others, if there is one.
+        normal_label: The value of `label_column` that marks a normal record.
+        window: The window of time that makes a record. None if records are given by name.
+        feature_columns: The columns that are features (wide layout only).
+        time_column: The column with the time of the record (wide) or of the reading (long).
+        num_records: Number of normal records; set by `index_records`.
+        skipped_by_reason: Number of records or readings that were left out, by reason.
+        row_by_event: (E,) row of the training matrix of each reading of a long table, −1 if it is left out.
     """
 
     files: list[Path]
@@ -69,39 +99,46 @@ class InputTables:
     time_column: str | None = None
     num_records: int = 0
     skipped_by_reason: dict[str, int] = field(default_factory=dict)
-    row_by_event: NDArray[np.int64] | None = None  # long layout: (E,) row of each event, −1 where it is left out
+    row_by_event: NDArray[np.int64] | None = None
 
     def iterate_readings(self) -> Iterator[FeatureReadings]:
-        """All readings of the records that are kept, in the order of the input."""
-        return _wide_blocks(self) if self.layout == "wide" else _long_blocks(self)
+        """Yield the readings of all normal records, in the order of the input."""
+        return _iterate_wide_readings(self) if self.layout == "wide" else _iterate_long_readings(self)
 
 
-def classify_type(kind: pa.DataType) -> ValueForm:
-    """What the values of an Arrow type are, as far as features go."""
-    if pa.types.is_dictionary(kind):
-        return "text" if classify_type(kind.value_type) in ("text", "number", "boolean") else "other"
-    if pa.types.is_boolean(kind):
+def classify_type(arrow_type: pa.DataType) -> ValueForm:
+    """Return the form of the values of an Arrow type: number, text, time of day and so on."""
+    if pa.types.is_dictionary(arrow_type):
+        return "text" if classify_type(arrow_type.value_type) in ("text", "number", "boolean") else "other"
+    if pa.types.is_boolean(arrow_type):
         return "boolean"
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind):
+    numeric_tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null)
+    if any(is_type(arrow_type) for is_type in numeric_tests):
         return "number"
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+    if pa.types.is_string(arrow_type) or pa.types.is_large_string(arrow_type) or pa.types.is_string_view(arrow_type):
         return "text"
-    if daytime(kind):
+    if is_time_of_day(arrow_type):
         return "clock"
-    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+    if pa.types.is_timestamp(arrow_type) or pa.types.is_date(arrow_type):
         return "time"
     return "other"
 
 
 def find_files(tables: Sequence[Path]) -> list[Path]:
-    """Files as given; folders give their *.parquet in order of name, hidden ones left out."""
+    """Return the given files, and for each folder the `*.parquet` files in it, sorted by name.
+
+    Files and folders whose name begins with a dot or an underscore are ignored inside a folder.
+
+    Raises:
+        InputError: A path does not exist, or a folder holds no Parquet file.
+    """
     files: list[Path] = []
     for path in tables:
         if path.is_dir():
-            found = [p for p in sorted(path.rglob("*.parquet")) if not _hidden(p.relative_to(path))]
-            if not found:
+            in_folder = [file for file in sorted(path.rglob("*.parquet")) if not _is_hidden(file.relative_to(path))]
+            if not in_folder:
                 raise InputError(f"{path}: the folder holds no *.parquet file; give another folder or the files")
-            files.extend(found)
+            files.extend(in_folder)
         elif path.is_file():
             files.append(path)
         else:
@@ -109,27 +146,37 @@ def find_files(tables: Sequence[Path]) -> list[Path]:
     return files
 
 
-def _hidden(path: Path) -> bool:
+def _is_hidden(path: Path) -> bool:
+    """Return whether any part of a path begins with a dot or an underscore, which marks hidden and temporary files."""
     return any(part.startswith((".", "_")) for part in path.parts)
 
 
 def open_tables(
     tables: Sequence[Path],
     layout: Layout | None,
-    label: str | None,
-    normal: str | None,
+    label_column: str | None,
+    normal_label: str | None,
     window: Window | None = None,
 ) -> InputTables:
-    """Find the files and check that they hold the same columns of the same kind.
+    """Find the Parquet files and check that they fit each other and the options.
 
-    Raises InputError naming file and column where they do not, ConfigError where an option names no column of theirs.
+    Args:
+        tables: Files and folders.
+        layout: The layout, or None to infer it from the column names.
+        label_column: The column that tells normal records from others (`--label`).
+        normal_label: The value of that column in normal records (`--normal`).
+        window: The window of time that makes a record (`--window`). None if records are given by name.
+
+    Raises:
+        InputError: A file is unreadable or lacks a column, or the files have different columns.
+        ConfigError: An option does not fit the columns.
     """
     files = find_files(tables)
     schema = _read_schema(files[0])
     for path in files[1:]:
-        _check_same(schema, _read_schema(path), files[0], path)
-    needed = (RECORD, FEATURE, VALUE) if window is None else (DEVICE, FEATURE, VALUE, TIME)
-    missing = [column for column in needed if column not in schema.names]
+        _check_same_columns(schema, _read_schema(path), files[0], path)
+    required = (RECORD, FEATURE, VALUE) if window is None else (DEVICE, FEATURE, VALUE, TIME)
+    missing = [column for column in required if column not in schema.names]
     if layout is None:
         if window is None and {DEVICE, FEATURE, VALUE, TIME} <= set(schema.names) and missing:
             raise ConfigError(
@@ -138,222 +185,359 @@ def open_tables(
             )
         layout = "wide" if missing else "long"
     if window is not None and (layout == "wide" or RECORD in schema.names):
-        fault = f"has a column {RECORD!r}" if layout == "long" else "has rows that are records"
+        conflict = f"has a column {RECORD!r}" if layout == "long" else "has rows that are records"
         raise ConfigError(
-            f"--window makes records of columns {', '.join(needed)}, and {files[0]} {fault}; leave one of them out"
+            f"--window makes records of columns {', '.join(required)}, and {files[0]} {conflict}; leave one of them out"
         )
     if layout == "long" and missing:
-        words = f"{', '.join(needed[:-1])} and {needed[-1]}"
-        raise InputError(f"{files[0]}: column {missing[0]!r} is missing, the long layout needs {words}")
-    if (label is None) != (normal is None):
+        column_list = f"{', '.join(required[:-1])} and {required[-1]}"
+        raise InputError(f"{files[0]}: column {missing[0]!r} is missing, the long layout needs {column_list}")
+    if (label_column is None) != (normal_label is None):
         raise ConfigError("--label and --normal belong together: the column and the value that marks a normal row")
-    if label is not None and label not in schema.names:
-        raise ConfigError(f"--label {label}: {files[0]} has no such column; it has {', '.join(schema.names)}")
-    return InputTables(files, schema, layout, label, normal, window)
+    if label_column is not None and label_column not in schema.names:
+        raise ConfigError(f"--label {label_column}: {files[0]} has no such column; it has {', '.join(schema.names)}")
+    return InputTables(files, schema, layout, label_column, normal_label, window)
 
 
 def _read_schema(path: Path) -> pa.Schema:
+    """Return the Arrow schema of a Parquet file; raise InputError if it is unreadable or repeats a column name."""
     try:
         schema = pq.read_schema(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError(f"{path}: not a readable Parquet file ({_first_line(error)}); convert or remove it") from error
     if len(set(schema.names)) < len(schema.names):
-        twice = next(name for name in schema.names if schema.names.count(name) > 1)
-        raise InputError(f"{path}: two columns are called {twice!r}; rename one")
+        repeated = next(name for name in schema.names if schema.names.count(name) > 1)
+        raise InputError(f"{path}: two columns are called {repeated!r}; rename one")
     return schema
 
 
 def _first_line(error: Exception) -> str:
+    """Return the first line of an error's message without its full stop, or the error's type if it has no message."""
     return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
 
 
-def _check_same(first: pa.Schema, other: pa.Schema, first_path: Path, path: Path) -> None:
+def _check_same_columns(first: pa.Schema, other: pa.Schema, first_path: Path, other_path: Path) -> None:
+    """Raise InputError if two files differ in their column names or in the form of a column's values."""
     for name in first.names:
         if name not in other.names:
-            raise InputError(f"{path}: column {name!r} is missing, {first_path} has it; train on tables of one kind")
-        a, b = first.field(name).type, other.field(name).type
-        if classify_type(a) != classify_type(b) and not (pa.types.is_null(a) or pa.types.is_null(b)):
-            raise InputError(f"{path}: column {name!r} is {b}, in {first_path} it is {a}; convert one of them")
+            raise InputError(
+                f"{other_path}: column {name!r} is missing, {first_path} has it; train on files with the same columns"
+            )
+        first_type, other_type = first.field(name).type, other.field(name).type
+        is_empty = pa.types.is_null(first_type) or pa.types.is_null(other_type)
+        if classify_type(first_type) != classify_type(other_type) and not is_empty:
+            raise InputError(
+                f"{other_path}: column {name!r} is {other_type}, in {first_path} it is {first_type}; "
+                "convert one of them"
+            )
     for name in other.names:
         if name not in first.names:
-            raise InputError(f"{path}: column {name!r} is new, {first_path} lacks it; train on tables of one kind")
+            raise InputError(
+                f"{other_path}: column {name!r} is not in {first_path}; train on files with the same columns"
+            )
 
 
-def _batches(source: InputTables, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    size = int(np.clip(BATCH_CELLS // max(len(columns), 1), 1024, 65_536))
-    for path in source.files:
+def _iterate_batches(tables: InputTables, column_names: list[str]) -> Iterator[tuple[Path, pa.RecordBatch]]:
+    """Yield each file's path with batches of the given columns, in the order of the input.
+
+    Raises:
+        InputError: A file cannot be read to its end.
+    """
+    batch_rows = int(np.clip(BATCH_CELLS // max(len(column_names), 1), 1024, 65_536))
+    for path in tables.files:
         try:
-            with pq.ParquetFile(path, pre_buffer=False) as file:  # or all that was read is held to the end
-                yield from file.iter_batches(size, columns=columns)
+            # pre_buffer would keep everything that was read in memory until the file is closed.
+            with pq.ParquetFile(path, pre_buffer=False) as file:
+                for batch in file.iter_batches(batch_rows, columns=column_names):
+                    yield path, batch
         except (pa.ArrowInvalid, OSError) as error:
             raise InputError(f"{path}: cannot be read to its end ({_first_line(error)}); restore the file") from error
 
 
-def match_normal_label(values: pa.Array, normal: str) -> NDArray[np.bool_]:
-    """(N,) whether a label equals NORMAL, compared as text by `label_of`; a null never does."""
-    wanted = {normal}
-    with contextlib.suppress(ValueError):  # NORMAL may be a word
-        wanted.add(label_of(float(normal)))
+def match_normal_label(values: pa.Array, normal_label: str) -> NDArray[np.bool_]:
+    """Return which of N label values equal the normal label, (N,). A null is never equal.
+
+    Values are compared as text. A number matches in each spelling: the label 0.0 equals the option `--normal 0`.
+    """
+    accepted = {normal_label}
+    with contextlib.suppress(ValueError):  # the normal label need not be a number
+        accepted.add(format_label(float(normal_label)))
     codes, labels = encode_labels(values)
-    hit: NDArray[np.bool_] = np.array([label in wanted for label in labels] + [False])[codes]
-    return hit
+    is_accepted = np.array([label in accepted for label in labels] + [False])  # code −1 selects the last element
+    matches: NDArray[np.bool_] = is_accepted[codes]
+    return matches
 
 
 def encode_labels(values: pa.Array) -> tuple[NDArray[np.int64], list[str]]:
-    """(N,) index into the distinct labels, −1 for null and NaN, and the labels' texts."""
+    """Replace N labels by indexes into the list of the distinct labels.
+
+    Returns:
+        (N,) index of each value's label, −1 for null and NaN; and the distinct labels as text.
+    """
     encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
-    labels = [label_of(v.as_py()) for v in encoded.dictionary]
-    if classify_type(encoded.dictionary.type) == "number" and not pa.types.is_null(encoded.dictionary.type):
-        labels = [label_of(float(v)) for v in encoded.dictionary.to_pylist()]
+    is_numeric = classify_type(encoded.dictionary.type) == "number"
+    if is_numeric and not pa.types.is_null(encoded.dictionary.type):
+        labels = [format_label(float(value)) for value in encoded.dictionary.to_pylist()]
+    else:
+        labels = [format_label(value.as_py()) for value in encoded.dictionary]
     codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-    if "nan" in labels and classify_type(encoded.dictionary.type) == "number":
-        nan = np.array([label == "nan" for label in labels] + [False])
-        codes = np.where(nan[codes], -1, codes)
+    if is_numeric and "nan" in labels:
+        is_nan = np.array([label == "nan" for label in labels] + [False])
+        codes = np.where(is_nan[codes], -1, codes)
     return codes, labels
 
 
-def parse_times(values: pa.Array) -> NDArray[np.int64]:
-    """(N,) times in microseconds since 1970: timestamps, epoch seconds, or RFC 3339 texts; `NO_TIME` for null."""
+def parse_times(values: pa.Array, where: str, first_row: int = 0) -> NDArray[np.int64]:
+    """Convert a column of times to microseconds since 1970.
+
+    Timestamps (UTC if they have no zone), dates, epoch seconds and RFC 3339 texts are accepted, as in event streams.
+
+    Args:
+        values: N times.
+        where: File and column for an error message, such as "log.parquet: column 'time'".
+        first_row: Row number of the first value in the file, for an error message.
+
+    Returns:
+        (N,) int64, `NO_TIME` for null and NaN.
+
+    Raises:
+        InputError: A text is no RFC 3339 time with a zone, or the column holds no times.
+    """
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
     form = classify_type(values.type)
     if form == "number":
         seconds = values.cast(pa.float64(), safe=False).fill_null(np.nan).to_numpy(zero_copy_only=False)
-        known = np.isfinite(seconds)
-        return np.where(known, np.round(np.where(known, seconds, 0.0) * 1e6), NO_TIME).astype(np.int64)
+        is_known = np.isfinite(seconds)
+        return np.where(is_known, np.round(np.where(is_known, seconds, 0.0) * 1e6), NO_TIME).astype(np.int64)
     if form == "text":
-        values = values.cast(pa.timestamp("us", "UTC"))
-    stamps = values.cast(pa.timestamp("us", getattr(values.type, "tz", None)), safe=False)
-    micros: NDArray[np.int64] = stamps.cast(pa.int64()).fill_null(NO_TIME).to_numpy(zero_copy_only=False)
-    return micros
+        return _parse_time_texts(values, where, first_row)
+    if form != "time":
+        raise InputError(
+            f"{where} is of type {values.type}, which holds no times; "
+            "convert it to timestamps, epoch seconds or RFC 3339 text such as 2020-03-09T10:34:33Z"
+        )
+    timestamps = values.cast(pa.timestamp("us", getattr(values.type, "tz", None)), safe=False)
+    times: NDArray[np.int64] = timestamps.cast(pa.int64()).fill_null(NO_TIME).to_numpy(zero_copy_only=False)
+    return times
 
 
-def index_records(source: InputTables) -> None:
-    """Pass 0: how many records there are and which are kept (`--label`); long layout: the row of every event."""
-    if source.layout == "long":
-        _index_long(source)
-    elif source.label_column is None:
-        source.num_records = sum(pq.read_metadata(path).num_rows for path in source.files)
-    else:
-        assert source.normal_label is not None  # noqa: S101 - open_source refuses one without the other
-        total, seen = 0, dict[str, int]()
-        for batch in _batches(source, [source.label_column]):
-            total += len(batch)
-            source.num_records += int(match_normal_label(batch.column(0), source.normal_label).sum())
-            for text, count in _label_counts(batch.column(0)):
-                seen[text] = seen.get(text, 0) + count
-        source.skipped_by_reason["rows that are not normal"] = total - source.num_records
-        if not source.num_records:
-            known = ", ".join(f"{text} ({count})" for text, count in list(seen.items())[:10]) or "nothing"
+def _parse_time_texts(values: pa.Array, where: str, first_row: int) -> NDArray[np.int64]:
+    """Convert RFC 3339 texts to microseconds since 1970; arguments, result and errors as in `parse_times`."""
+    try:
+        timestamps = values.cast(pa.timestamp("us", "UTC"))
+    except pa.ArrowInvalid:
+        # Arrow's parser is fast, but names no row and rejects leap seconds. The stream's parser decides what is valid.
+        times, fault_by_row = columns.parse_times(values, where)
+        if fault_by_row:
+            row = min(fault_by_row)
             raise InputError(
-                f"no row of {source.files[0]} has {source.label_column} = {source.normal_label}; the column holds {known}"
-            )
+                f"{where}, row {first_row + row}: {fault_by_row[row]}; "
+                "write times with a zone, such as 2020-03-09T10:34:33Z, or as timestamps or epoch seconds"
+            ) from None
+        return times
+    parsed: NDArray[np.int64] = timestamps.cast(pa.int64()).fill_null(NO_TIME).to_numpy(zero_copy_only=False)
+    return parsed
 
 
-def _label_counts(values: pa.Array) -> list[tuple[str, int]]:
+def index_records(tables: InputTables) -> None:
+    """Count the records and find the normal ones: the first of three passes over the input.
+
+    Sets `num_records` and `skipped_by_reason` and, for the long layout, `row_by_event`.
+
+    Raises:
+        InputError: No record has the normal label, or a time of a long table is malformed.
+    """
+    if tables.layout == "long":
+        _index_long_records(tables)
+    elif tables.label_column is None:
+        tables.num_records = sum(pq.read_metadata(path).num_rows for path in tables.files)
+    else:
+        _count_normal_rows(tables, tables.label_column, tables.normal_label or "")
+
+
+def _count_normal_rows(tables: InputTables, label_column: str, normal_label: str) -> None:
+    """Set the number of normal records of a wide table; raise InputError if there are none."""
+    num_rows = 0
+    count_by_label: dict[str, int] = {}
+    for _, batch in _iterate_batches(tables, [label_column]):
+        values = batch.column(0)
+        num_rows += len(batch)
+        tables.num_records += int(match_normal_label(values, normal_label).sum())
+        for label, count in _count_labels(values):
+            count_by_label[label] = count_by_label.get(label, 0) + count
+    tables.skipped_by_reason["rows that are not normal"] = num_rows - tables.num_records
+    if not tables.num_records:
+        first_labels = list(count_by_label.items())[:10]
+        contents = ", ".join(f"{label} ({count})" for label, count in first_labels) or "nothing"
+        raise InputError(
+            f"no row of {tables.files[0]} has {label_column} = {normal_label}; the column holds {contents}: "
+            "give another value to --normal"
+        )
+
+
+def _count_labels(values: pa.Array) -> list[tuple[str, int]]:
+    """Return the first `MAX_LISTED_LABELS` distinct labels, each with its number of occurrences."""
     codes, labels = encode_labels(values)
-    return [(text, int((codes == i).sum())) for i, text in enumerate(labels[:50])]
+    return [(label, int((codes == code).sum())) for code, label in enumerate(labels[:MAX_LISTED_LABELS])]
 
 
-def _index_long(source: InputTables) -> None:
-    ids: dict[str | tuple[str, int], int] = {}
-    normal: list[bool] = []
-    rows, unusable = [], 0
-    columns = [FEATURE, *([RECORD] if source.window is None else [DEVICE, TIME])]
-    for batch in _batches(source, columns + ([source.label_column] if source.label_column else [])):
-        row = _named(batch, ids) if source.window is None else _windowed(batch, ids, source.window)
-        row[batch.column(FEATURE).is_null().to_numpy(zero_copy_only=False)] = -1
-        unusable += int((row < 0).sum())
-        normal.extend([True] * (len(ids) - len(normal)))
-        if source.label_column is not None and source.normal_label is not None:
-            for bad in np.unique(row[~match_normal_label(batch.column(source.label_column), source.normal_label)]):
-                if bad >= 0:
-                    normal[bad] = False  # a record is normal when every one of its events is
-        rows.append(row)
-    keep = np.array(normal, bool)
-    compact = np.append(np.where(keep, np.cumsum(keep) - 1, -1), -1)
-    source.row_by_event = compact[np.concatenate(rows)] if rows else np.empty(0, np.int64)
-    source.num_records = int(keep.sum())
-    if unusable:
-        owner = "record" if source.window is None else "device, time"
-        source.skipped_by_reason[f"events without {owner} or feature"] = unusable
-    if not keep.all():
-        source.skipped_by_reason["records that are not normal"] = int((~keep).sum())
-    if len(keep) and not keep.any():
-        raise InputError(f"no record of {source.files[0]} has {source.label_column} = {source.normal_label} in all of its events")
+def _index_long_records(tables: InputTables) -> None:
+    """Number the records of a long table by first appearance and set the row of each reading.
+
+    A record is normal if each of its readings has the normal label. Readings without record or feature, and readings
+    of records that are not normal, get row −1.
+    """
+    number_by_key: dict[RecordKey, int] = {}
+    is_normal: list[bool] = []
+    numbers_by_batch: list[NDArray[np.int64]] = []
+    num_unusable, first_row, current_path = 0, 0, None
+    column_names = [FEATURE, *([RECORD] if tables.window is None else [DEVICE, TIME])]
+    for path, batch in _iterate_batches(tables, column_names + ([tables.label_column] if tables.label_column else [])):
+        first_row = first_row if path == current_path else 0
+        current_path = path
+        if tables.window is None:
+            numbers = _number_named_records(batch, number_by_key)
+        else:
+            times = parse_times(batch.column(TIME), f"{path}: column {TIME!r}", first_row)
+            numbers = _number_windows(batch, times, number_by_key, tables.window)
+        numbers[batch.column(FEATURE).is_null().to_numpy(zero_copy_only=False)] = -1
+        num_unusable += int((numbers < 0).sum())
+        is_normal.extend([True] * (len(number_by_key) - len(is_normal)))
+        if tables.label_column is not None and tables.normal_label is not None:
+            has_normal_label = match_normal_label(batch.column(tables.label_column), tables.normal_label)
+            for number in np.unique(numbers[~has_normal_label]):
+                if number >= 0:
+                    is_normal[number] = False
+        numbers_by_batch.append(numbers)
+        first_row += len(batch)
+    is_kept = np.array(is_normal, bool)
+    row_by_number = np.append(np.where(is_kept, np.cumsum(is_kept) - 1, -1), -1)  # number −1 selects the last element
+    has_batches = bool(numbers_by_batch)
+    tables.row_by_event = row_by_number[np.concatenate(numbers_by_batch)] if has_batches else np.empty(0, np.int64)
+    tables.num_records = int(is_kept.sum())
+    if num_unusable:
+        owner = "record" if tables.window is None else "device, time"
+        tables.skipped_by_reason[f"events without {owner} or feature"] = num_unusable
+    if not is_kept.all():
+        tables.skipped_by_reason["records that are not normal"] = int((~is_kept).sum())
+    if len(is_kept) and not is_kept.any():
+        raise InputError(
+            f"no record of {tables.files[0]} has {tables.label_column} = {tables.normal_label} in all of its events; "
+            "give another value to --normal"
+        )
 
 
-def _named(batch: pa.RecordBatch, ids: dict[str | tuple[str, int], int]) -> NDArray[np.int64]:
-    """(N,) number of each event's record, −1 where it has none; new records get the next numbers."""
+def _number_named_records(batch: pa.RecordBatch, number_by_key: dict[RecordKey, int]) -> NDArray[np.int64]:
+    """Return the number of the record of each of N readings, (N,), −1 if the reading has no record id.
+
+    Records that are new get the next free numbers, which are added to `number_by_key`.
+    """
     encoded = batch.column(RECORD).cast(pa.string()).dictionary_encode()
-    new = np.array([ids.setdefault(text, len(ids)) for text in encoded.dictionary.to_pylist()] + [-1], np.int64)
-    rows: NDArray[np.int64] = new[encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)]
-    return rows
+    record_ids = encoded.dictionary.to_pylist()
+    number_by_code = [number_by_key.setdefault(record_id, len(number_by_key)) for record_id in record_ids]
+    codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+    numbers: NDArray[np.int64] = np.array([*number_by_code, -1], np.int64)[codes]  # code −1 selects the last element
+    return numbers
 
 
-def _windowed(batch: pa.RecordBatch, ids: dict[str | tuple[str, int], int], window: Window) -> NDArray[np.int64]:
-    """Likewise, of devices' windows, known by the device and the window's start."""
+def _number_windows(
+    batch: pa.RecordBatch, times: NDArray[np.int64], number_by_key: dict[RecordKey, int], window: Window
+) -> NDArray[np.int64]:
+    """Return the number of the record of each of N readings, (N,), if a record is a window of a device's time.
+
+    Args:
+        batch: N readings with a column `device`.
+        times: (N,) microseconds since 1970 or `NO_TIME`.
+        number_by_key: Record number by device and window start; new windows are added with the next free numbers.
+        window: The window.
+
+    Returns:
+        (N,) record numbers, −1 if the reading has no device or no time.
+    """
     encoded = batch.column(DEVICE).cast(pa.string()).dictionary_encode()
-    device = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-    times = parse_times(batch.column(TIME))
-    known = np.flatnonzero((device >= 0) & (times != NO_TIME))
-    pairs = np.stack([device[known], window_start(times[known], window.width)], 1)
-    _, first, of = np.unique(pairs, axis=0, return_index=True, return_inverse=True)
-    names, numbers = encoded.dictionary.to_pylist(), np.empty(len(first), np.int64)
-    for i in np.argsort(first).tolist():  # in order of appearance
-        owner, start = pairs[first[i]].tolist()
-        numbers[i] = ids.setdefault((names[owner], start), len(ids))
-    rows = np.full(len(times), -1)
-    rows[known] = numbers[of.reshape(-1)]
-    return rows
+    device_codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    usable = np.flatnonzero((device_codes >= 0) & (times != NO_TIME))
+    keys = np.stack([device_codes[usable], floor_to_window(times[usable], window.width)], 1)
+    _, first_index, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    devices, number_by_unique_key = encoded.dictionary.to_pylist(), np.empty(len(first_index), np.int64)
+    for i in np.argsort(first_index).tolist():  # numbers follow the order of appearance
+        device_code, start = keys[first_index[i]].tolist()
+        number_by_unique_key[i] = number_by_key.setdefault((devices[device_code], start), len(number_by_key))
+    numbers = np.full(len(times), -1)
+    numbers[usable] = number_by_unique_key[inverse.reshape(-1)]
+    return numbers
 
 
-def _wide_blocks(source: InputTables) -> Iterator[FeatureReadings]:
-    start = 0
-    for batch in _batches(source, source.feature_columns + ([source.label_column] if source.label_column else [])):
-        if source.label_column is not None and source.normal_label is not None:
-            batch = batch.filter(pa.array(match_normal_label(batch.column(source.label_column), source.normal_label)))
-        rows = np.arange(start, start + len(batch), dtype=np.int64)
-        start += len(batch)
-        for name in source.feature_columns:
+def _iterate_wide_readings(tables: InputTables) -> Iterator[FeatureReadings]:
+    """Yield the columns of each batch of a wide table, restricted to normal rows."""
+    first_row = 0
+    for _, batch in _iterate_batches(
+        tables, tables.feature_columns + ([tables.label_column] if tables.label_column else [])
+    ):
+        if tables.label_column is not None and tables.normal_label is not None:
+            batch = batch.filter(pa.array(match_normal_label(batch.column(tables.label_column), tables.normal_label)))
+        rows = np.arange(first_row, first_row + len(batch), dtype=np.int64)
+        first_row += len(batch)
+        for name in tables.feature_columns:
             yield FeatureReadings(name, rows, batch.column(name))
 
 
-def _long_blocks(source: InputTables) -> Iterator[FeatureReadings]:
-    assert source.row_by_event is not None  # noqa: S101 - index_records ran before
-    start = 0
-    for batch in _batches(source, [FEATURE, VALUE] + ([source.time_column] if source.time_column else [])):
-        events = np.arange(start, start + len(batch), dtype=np.int64)
-        start += len(batch)
-        rows = source.row_by_event[events]
-        times = parse_times(batch.column(source.time_column)) if source.time_column else np.full(len(batch), NO_TIME)
-        slots = np.zeros_like(times) if source.window is None else source.window.slot(times)
+def _iterate_long_readings(tables: InputTables) -> Iterator[FeatureReadings]:
+    """Yield the readings of each batch of a long table, grouped by feature. `index_records` must have run before."""
+    if tables.row_by_event is None:
+        raise ValueError("index_records must run before the readings of a long table are read")
+    num_events, first_row, current_path = 0, 0, None
+    column_names = [FEATURE, VALUE] + ([tables.time_column] if tables.time_column else [])
+    for path, batch in _iterate_batches(tables, column_names):
+        first_row = first_row if path == current_path else 0
+        current_path = path
+        event_indexes = np.arange(num_events, num_events + len(batch), dtype=np.int64)
+        rows = tables.row_by_event[event_indexes]
+        times = np.full(len(batch), NO_TIME)
+        if tables.time_column:
+            where = f"{path}: column {tables.time_column!r}"
+            times = parse_times(batch.column(tables.time_column), where, first_row)
+        time_slots = np.zeros_like(times) if tables.window is None else tables.window.time_slot_index(times)
+        num_events += len(batch)
+        first_row += len(batch)
         encoded = batch.column(FEATURE).cast(pa.string()).dictionary_encode()
-        codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-        codes[rows < 0] = -1
-        order = np.argsort(codes, kind="stable")
-        bounds = np.searchsorted(codes[order], np.arange(len(encoded.dictionary) + 1))
-        for i, name in enumerate(encoded.dictionary.to_pylist()):
-            at = order[bounds[i] : bounds[i + 1]]
-            if len(at):
-                yield FeatureReadings(name, rows[at], batch.column(VALUE).take(pa.array(at)), times[at], events[at], slots[at])
+        feature_codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+        feature_codes[rows < 0] = -1
+        order = np.argsort(feature_codes, kind="stable")
+        bounds = np.searchsorted(feature_codes[order], np.arange(len(encoded.dictionary) + 1))
+        for code, name in enumerate(encoded.dictionary.to_pylist()):
+            selected = order[bounds[code] : bounds[code + 1]]
+            if len(selected):
+                yield FeatureReadings(
+                    name,
+                    rows[selected],
+                    batch.column(VALUE).take(pa.array(selected)),
+                    times[selected],
+                    event_indexes[selected],
+                    time_slots[selected],
+                )
 
 
 def parse_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """(N,) numbers, NaN where there is none, and (N,) whether a text is neither null nor a number."""
-    if classify_type(values.type) == "text":
-        if pa.types.is_dictionary(values.type):
-            values = values.dictionary_decode()
-        text = pc.utf8_trim_whitespace(values.cast(pa.string()))
-        numeric = pc.match_substring_regex(
-            text, r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:nan|inf|infinity)$"
-        )
-        bad = pc.invert(numeric).fill_null(False).to_numpy(zero_copy_only=False)
-        values = pc.if_else(numeric, pc.replace_substring_regex(text, r"^\+", ""), None)
-        return _as_float(values), bad
-    return _as_float(values), np.zeros(len(values), bool)
+    """Convert N values, perhaps numbers written as text, to floats.
+
+    Returns:
+        (N,) numbers, NaN if a value is null or no number; and (N,) whether a value is a text that is no number.
+    """
+    if classify_type(values.type) != "text":
+        return _convert_to_floats(values), np.zeros(len(values), bool)
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    text = pc.utf8_trim_whitespace(values.cast(pa.string()))
+    is_number = pc.match_substring_regex(text, _NUMBER_PATTERN)
+    is_other_text = pc.invert(is_number).fill_null(False).to_numpy(zero_copy_only=False)
+    number_text = pc.if_else(is_number, pc.replace_substring_regex(text, r"^\+", ""), None)
+    return _convert_to_floats(number_text), is_other_text
 
 
-def _as_float(values: pa.Array) -> NDArray[np.float64]:
-    x: NDArray[np.float64] = (
-        in_seconds(values).cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(np.float64)
-    )
-    return x
+def _convert_to_floats(values: pa.Array) -> NDArray[np.float64]:
+    """Return numbers, number texts or times of day (in seconds since midnight) as (N,) floats, NaN for null."""
+    seconds_or_numbers = convert_times_of_day(values).cast(pa.float64(), safe=False)
+    floats: NDArray[np.float64] = seconds_or_numbers.to_numpy(zero_copy_only=False).astype(np.float64)
+    return floats

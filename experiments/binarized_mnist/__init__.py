@@ -1,1 +1,1 @@
-"""Binarised MNIST, the paper's first experiment: `python -m experiments.binarized_mnist --help`."""
+"""Binarised MNIST, the first experiment of the paper: `python -m experiments.binarized_mnist --help`."""

@@ -1,4 +1,4 @@
-"""Entry point of `python -m experiments.binarized_mnist`."""
+"""Run the experiment as `python -m experiments.binarized_mnist`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from experiments.command import main
 if TYPE_CHECKING:
     from experiments.experiment import Experiment
 
-SUMMARY = """The density of 28 × 28 binarised digits, pixel by pixel in any order (section 4.1 of arXiv 2106.06989).
+SUMMARY = """Estimate the density of binarised digits, pixel by pixel in any order (arXiv 2106.06989, section 4.1).
 
-Trains, scores the test images in several random orders, and writes a model directory that streams, with a report: NLL
-against time, samples sorted by NLL, images with 100 missing pixels filled in, and the NLL of what is no digit.
+Trains a model, scores the test images in several random orders, and writes a model directory with a report. The report
+shows the negative log-likelihood (NLL) against time, samples sorted by NLL, images in which 100 missing pixels were
+filled, and the NLL of images that are not digits.
 
-To be run in pieces: add --pause-after 9m, and --resume from the second piece on, until results.json is there.
+To run in parts, add --pause-after 9m, and --resume from the second part on, until results.json exists.
 """
 
 
-def experiment() -> Experiment:
+def import_experiment() -> Experiment:
+    """Return the experiment; the packages that it needs are imported here."""
     from experiments.binarized_mnist.experiment import EXPERIMENT
 
     return EXPERIMENT
 
 
 if __name__ == "__main__":
-    main("binarized_mnist", SUMMARY, experiment)
+    main("binarized_mnist", SUMMARY, import_experiment)

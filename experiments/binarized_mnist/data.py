@@ -1,8 +1,7 @@
-"""Binarised MNIST (the fixed binarisation of Larochelle and Murray, 2011): images, what pixels are called, what the
-model is told of their identity, and what is done to images to make them something else.
+"""Binarised MNIST in the fixed binarisation of Larochelle and Murray (2011): files, features, and altered images.
 
-The paper merges the training and validation images (60,000) and holds 2% of them out. Half of these stop the training
-and choose the weights, the other half calibrate the model directory.
+The paper merges the training and validation images (60,000) and holds 2% of them out. Here one half of these stops the
+training and chooses the weights, and the other half calibrates the model.
 """
 
 from __future__ import annotations
@@ -16,74 +15,119 @@ from numpy.typing import NDArray
 
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Feature, Schema
-from experiments.experiment import TEST, Data, Preset, in_memory
-from trainer.data import CALIBRATION, TRAIN, VALIDATION
+from experiments.experiment import ExperimentData, Preset, make_prepared_table
+from trainer.data import Split
 
 SIDE = 28
+"""Width and height of an image in pixels."""
+
 PIXELS = SIDE * SIDE
-HELD_OUT = 0.02
-NEVER = 1e-9
-"""Mass of a pixel that is neither black nor white: there is none, and 784 · 1e-9 nats cannot be seen."""
+"""Number of pixels of an image."""
+
+HELD_OUT_SHARE = 0.02
+"""Share of the known images that is not used for training."""
+
+UNSEEN_LABEL_MASS = 1e-9
+"""Probability of a pixel that is neither black nor white.
+
+No such pixel exists, but a feature needs a positive probability. It costs 784 · 1e-9 nats per image, which is too
+little to change a result.
+"""
 
 
-def read(path: Path) -> NDArray[np.uint8]:
-    """(N, 784) zeros and ones of a packed file. Raises `InputError` naming the file."""
+def read_images(path: Path) -> NDArray[np.uint8]:
+    """Return the images of a packed file as zeros and ones, (N, 784).
+
+    Raises:
+        InputError: The file is missing or has another content.
+    """
     try:
         with path.open("rb") as file, np.load(file) as archive:
             bits = archive["bits"]
     except FileNotFoundError:
-        raise InputError(f"{path} is missing: --data names the folder with train.npz, valid.npz and test.npz") from None
+        raise InputError(
+            f"{path} is missing: --data must name the folder with train.npz, valid.npz and test.npz"
+        ) from None
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path} cannot be read ({error}): an .npz with `bits` is expected") from None
+        raise InputError(f"{path} cannot be read ({error}): it must be an .npz file with an array `bits`") from None
     if bits.dtype != np.uint8 or bits.ndim != 2 or bits.shape[1] * 8 != PIXELS:
-        raise InputError(f"{path}: bits are {bits.dtype} {bits.shape}, not uint8 (N, {PIXELS // 8})")
+        raise InputError(
+            f"{path} has the wrong content: `bits` is {bits.dtype} {bits.shape}, not uint8 (N, {PIXELS // 8})"
+        )
     return np.unpackbits(bits, axis=1)
 
 
-def load(path: Path, preset: Preset, seed: int) -> Data:
-    """All images, split. path: the folder of the files, or one with `binarized_mnist` in it."""
+def load_images(path: Path, preset: Preset, seed: int) -> ExperimentData:
+    """Return all images with their split.
+
+    Args:
+        path: The folder of the files, or the folder that contains it as `binarized_mnist`.
+        preset: The preset, which says how the place of a pixel is described.
+        seed: Seed of the choice of held-out images.
+    """
     folder = path / "binarized_mnist" if (path / "binarized_mnist").is_dir() else path
-    known = np.concatenate([read(folder / "train.npz"), read(folder / "valid.npz")])
-    test = read(folder / "test.npz")
-    split = np.full(len(known) + len(test), TEST, np.uint8)
-    held = np.random.default_rng([seed, 0x9815]).permutation(len(known))[: max(2, round(HELD_OUT * len(known)))]
-    split[: len(known)] = TRAIN
-    split[held[::2]], split[held[1::2]] = VALIDATION, CALIBRATION
+    known = np.concatenate([read_images(folder / "train.npz"), read_images(folder / "valid.npz")])
+    test = read_images(folder / "test.npz")
+    num_held_out = max(2, round(HELD_OUT_SHARE * len(known)))
+    held_out = np.random.default_rng([seed, 0x9815]).permutation(len(known))[:num_held_out]
+    split = np.full(len(known) + len(test), Split.TEST, np.uint8)
+    split[: len(known)] = Split.TRAIN
+    split[held_out[::2]] = Split.VALIDATION
+    split[held_out[1::2]] = Split.CALIBRATION
     values = np.concatenate([known, test]).astype(np.float32)
-    return Data(in_memory(pixels(preset.waves), values, split), np.zeros(len(values)))
+    prepared = make_prepared_table(make_pixel_schema(preset.waves), values, split)
+    return ExperimentData(prepared, np.zeros(len(values)))
 
 
-def pixels(waves: tuple[float, ...] = ()) -> Schema:
-    """One feature per pixel, row-major, with black and white (1) as labels.
+def make_pixel_schema(waves: tuple[float, ...] = ()) -> Schema:
+    """Return a schema with one feature per pixel, row by row, whose labels are 0 for white and 1 for black.
 
-    Coordinates: row and column as in the paper, then sine and cosine of both for each frequency (periods per side),
-    with which attention finds neighbours by a scalar product.
+    The coordinates of a pixel are its row and column, as in the paper, then the sine and cosine of both for each
+    frequency. With these, attention finds neighbours by a scalar product.
+
+    Args:
+        waves: Frequencies in periods per side of the image.
     """
     features = []
     for i in range(PIXELS):
         row, column = divmod(i, SIDE)
-        place = [float(row), float(column)]
+        coordinates = [float(row), float(column)]
         for frequency in waves:
             for angle in (2 * math.pi * frequency * row / SIDE, 2 * math.pi * frequency * column / SIDE):
-                place += [math.sin(angle), math.cos(angle)]
-        name = f"r{row:02}c{column:02}"
-        features.append(Feature(name, "discrete", coordinates=tuple(place), labels=("0", "1"), unseen=NEVER))
+                coordinates += [math.sin(angle), math.cos(angle)]
+        features.append(
+            Feature(
+                f"r{row:02}c{column:02}",
+                "discrete",
+                coordinates=tuple(coordinates),
+                labels=("0", "1"),
+                unseen=UNSEEN_LABEL_MASS,
+            )
+        )
     return Schema(tuple(features))
 
 
-def shifted(images: NDArray[np.float32], seed: int) -> dict[str, NDArray[np.float32]]:
-    """What is not a digit as the model knows them. images: (N, 784). Permuted: all by one permutation of the pixels."""
-    square = images.reshape(-1, SIDE, SIDE)
+def make_shifted_images(images: NDArray[np.float32], seed: int) -> dict[str, NDArray[np.float32]]:
+    """Return altered images, which a model of digits should find less likely, by the name of the alteration.
+
+    Args:
+        images: (N, 784) images to alter.
+        seed: Seed of the permutation of the pixels, which is the same for all images.
+    """
+    squares = images.reshape(-1, SIDE, SIDE)
     permutation = np.random.default_rng([seed, 0x0DD]).permutation(PIXELS)
     return {
-        "rotated by 90°": np.ascontiguousarray(np.rot90(square, axes=(1, 2))).reshape(images.shape),
+        "rotated by 90°": np.ascontiguousarray(np.rot90(squares, axes=(1, 2))).reshape(images.shape),
         "inverted": 1.0 - images,
         "permuted": np.ascontiguousarray(images[:, permutation]),
     }
 
 
-def gaps(seed: int) -> dict[str, NDArray[np.bool_]]:
-    """Patterns of 100 missing pixels, each (784,): square, rows, scattered as in the authors' figure 3, and a band."""
+def make_missing_patterns(seed: int) -> dict[str, NDArray[np.bool_]]:
+    """Return patterns of 100 missing pixels, each a mask of shape (784,), by name.
+
+    Square, rows and scattered are those of figure 3 of the paper; the band is added.
+    """
     square, rows, band = (np.zeros((SIDE, SIDE), np.bool_) for _ in range(3))
     square[9:19, 9:19] = True
     rows[[5, 10, 15]] = True

@@ -1,140 +1,158 @@
-"""The paper's figures: samples by NLL, filled-in images, NLL of digits and of what is none."""
+"""The figures of the paper: samples, filled images, and the likelihood of digits and of altered images."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.model.deformer import DEformer
-from deformer_stream.report import charts, html
-from experiments.binarized_mnist.data import PIXELS, SIDE, gaps, shifted
-from experiments.complete import complete
-from experiments.experiment import TEST, Scored, in_memory
-from experiments.pictures import gallery, outlines
-from experiments.score import auroc, in_orders
+from deformer_stream.report import charts, pages
+from experiments.binarized_mnist.data import PIXELS, SIDE, make_missing_patterns, make_shifted_images
+from experiments.completion import fill_missing
+from experiments.experiment import ScoredRun, make_prepared_table
+from experiments.pictures import compute_outlines, render_gallery
+from experiments.score import compute_auroc, score_in_orders
+from trainer.data import Split
 
-SAMPLES, COLUMNS = 50, 10
-SAMPLE_ORDERS = 4
-FILLED = 5
-SHIFTED = 1000
-
-
-def report(scored: Scored) -> tuple[list[str], dict[str, Any]]:
-    """Blocks of the page, and what they say as numbers."""
-    samples, sample_blocks = _samples(scored)
-    separated, histogram = _out_of_distribution(scored)
-    blocks = [*sample_blocks, *_test_images(scored), *_filled(scored), *histogram]
-    return blocks, {"samples": samples, "out_of_distribution": separated}
+NUM_SAMPLES = 50
+NUM_COLUMNS = 10
+NUM_SAMPLE_ORDERS = 4
+NUM_FILLED_IMAGES = 5
+MAX_SHIFTED_IMAGES = 1000
 
 
-def _samples(scored: Scored) -> tuple[dict[str, Any], list[str]]:
-    """Figure 2 of the paper."""
-    drawn = complete(scored.model, np.full((SAMPLES, PIXELS), np.nan), scored.seed, scored.stop)
-    nll = _nll(scored.model, drawn.astype(np.float32), SAMPLE_ORDERS, scored)
+def make_report(scored: ScoredRun) -> tuple[Sequence[str], dict[str, Any]]:
+    """Return the parts of the report's page, and their numbers for results.json."""
+    samples, sample_blocks = _draw_samples(scored)
+    separation, separation_blocks = _compare_with_shifted(scored)
+    blocks = [*sample_blocks, *_show_test_images(scored), *_fill_test_images(scored), *separation_blocks]
+    return blocks, {"samples": samples, "out_of_distribution": separation}
+
+
+def _draw_samples(scored: ScoredRun) -> tuple[dict[str, Any], list[str]]:
+    """Draw images from the model (figure 2 of the paper); return their numbers and the section that shows them."""
+    images = fill_missing(scored.model, np.full((NUM_SAMPLES, PIXELS), np.nan), scored.seed, scored.should_stop)
+    nll = _score_images(scored.model, images.astype(np.float32), NUM_SAMPLE_ORDERS, scored)
     order = np.argsort(nll)
     note = (
         f"NLL from {nll.min():.1f} to {nll.max():.1f} nats, mean {nll.mean():.1f} (test images: "
-        f"{scored.nll.mean():.1f}), each the mean of {SAMPLE_ORDERS} orders."
+        f"{scored.nll.mean():.1f}), each the mean of {NUM_SAMPLE_ORDERS} orders."
     )
-    title = f"{SAMPLES} samples, the likeliest first"
-    return {"nll": float(nll.mean()), "count": SAMPLES}, [
-        html.heading("Samples"),
-        html.paragraph(
-            "Each image was drawn pixel by pixel in a random order of its own, through the cache that streams use."
+    title = f"{NUM_SAMPLES} samples, the likeliest first"
+    return {"nll": float(nll.mean()), "count": NUM_SAMPLES}, [
+        pages.render_heading("Samples"),
+        pages.render_paragraph(
+            "Each image was drawn pixel by pixel in a random order of its own, with the same cache of keys and values "
+            "that streams use."
         ),
-        gallery(_square(drawn[order]) > 0, title, COLUMNS, note),
+        render_gallery(_to_squares(images[order]) > 0, title, NUM_COLUMNS, note),
     ]
 
 
-def _test_images(scored: Scored) -> list[str]:
-    """As many test images, evenly from the likeliest to the least likely."""
+def _show_test_images(scored: ScoredRun) -> list[str]:
+    """Return a gallery of test images at equal distances in the ranking from the likeliest to the least likely."""
     nll = scored.nll.mean(0)
     ranked = np.argsort(nll)
-    chosen = ranked[np.linspace(0, len(ranked) - 1, min(SAMPLES, len(ranked))).round().astype(int)]
-    images = _square(scored.data.prepared.values[scored.rows[chosen]]) > 0
+    ranks = np.linspace(0, len(ranked) - 1, min(NUM_SAMPLES, len(ranked))).round().astype(int)
+    chosen = ranked[ranks]
+    images = _to_squares(scored.data.prepared.values[scored.rows[chosen]]) > 0
     note = f"NLL from {nll.min():.1f} to {nll.max():.1f} nats, mean of {len(scored.nll)} orders."
     title = f"{len(chosen)} test images, from the likeliest to the least likely"
-    return [gallery(images, title, COLUMNS, note)]
+    return [render_gallery(images, title, NUM_COLUMNS, note)]
 
 
-def _filled(scored: Scored) -> list[str]:
-    """Figure 3: 100 pixels taken away and drawn jointly given the other 684."""
-    patterns = gaps(scored.seed)
-    originals = scored.data.prepared.values[scored.rows[_spread(scored)]].astype(np.float64)
+def _fill_test_images(scored: ScoredRun) -> list[str]:
+    """Return the section in which 100 pixels of test images are missing and filled (figure 3 of the paper)."""
+    patterns = make_missing_patterns(scored.seed)
+    originals = scored.data.prepared.values[scored.rows[_choose_spread_rows(scored)]].astype(np.float64)
     masks = np.stack(list(patterns.values()))
-    holed = np.where(masks[None], np.nan, originals[:, None]).reshape(-1, PIXELS)
-    drawn = complete(scored.model, holed, scored.seed + 1, scored.stop).reshape(len(originals), len(masks), PIXELS)
-    nothing = np.zeros(PIXELS, np.bool_)
-    images, hidden = [], []
-    for original, fills in zip(originals, drawn, strict=True):
-        images += [original]
-        hidden += [nothing]
-        for mask, fill in zip(masks, fills, strict=True):
-            images += [original, fill]
-            hidden += [mask, nothing]
-    heads = ("test", *(head for name in patterns for head in (name, "filled")))
+    incomplete = np.where(masks[None], np.nan, originals[:, None]).reshape(-1, PIXELS)
+    filled = fill_missing(scored.model, incomplete, scored.seed + 1, scored.should_stop)
+    filled = filled.reshape(len(originals), len(masks), PIXELS)
+    nothing_hidden = np.zeros(PIXELS, np.bool_)
+    images, is_hidden = [], []
+    for original, versions in zip(originals, filled, strict=True):
+        images.append(original)
+        is_hidden.append(nothing_hidden)
+        for mask, version in zip(masks, versions, strict=True):
+            images += [original, version]
+            is_hidden += [mask, nothing_hidden]
+    column_heads = ("test", *(head for name in patterns for head in (name, "filled")))
     return [
-        html.heading("Filling in"),
-        html.paragraph(
-            "Of each test image 100 pixels are taken away (orange) and drawn from the model given the other 684: the "
-            "known pixels come first in the order, the missing ones last, in a random order. One draw, not the best of "
-            "several."
+        pages.render_heading("Filling in"),
+        pages.render_paragraph(
+            "Of each test image 100 pixels are missing (orange) and drawn from the model given the other 684. The "
+            "known pixels come first in the order, the missing ones last and in a random order. Each is a single draw, "
+            "not the best of several."
         ),
-        gallery(
-            _square(np.stack(images)) > 0, "Missing pixels, filled in", len(heads),
-            hidden=_square(np.stack(hidden)), heads=heads,
+        render_gallery(
+            _to_squares(np.stack(images)) > 0,
+            "Missing pixels, filled in",
+            len(column_heads),
+            is_hidden=_to_squares(np.stack(is_hidden)),
+            column_heads=column_heads,
         ),
-    ]  # fmt: skip
-
-
-def _spread(scored: Scored) -> NDArray[np.int64]:
-    """Some test images from all over the range of NLL."""
-    ranked = np.argsort(scored.nll.mean(0))
-    return np.asarray(ranked[(len(ranked) * (np.arange(FILLED) + 0.5) / FILLED).astype(int)])
-
-
-def _out_of_distribution(scored: Scored) -> tuple[dict[str, Any], list[str]]:
-    """Figure 4, with what digits turn into in place of letters: one order each."""
-    count = min(SHIFTED, len(scored.rows))
-    chosen = np.random.default_rng([scored.seed, 0x00D]).permutation(len(scored.rows))[:count]
-    groups = {"test images": scored.nll[0, chosen]}
-    images = scored.data.prepared.values[scored.rows[chosen]]
-    for name, others in shifted(images, scored.seed).items():
-        groups[name] = _nll(scored.model, others, 1, scored)
-    normal = groups["test images"]
-    separated = {
-        name: {"nll": float(nll.mean()), "auroc": auroc(normal, nll)}
-        for name, nll in groups.items()
-        if nll is not normal
-    }
-    rows = [[name, f"{row['nll']:.1f}", f"{row['auroc']:.4f}"] for name, row in separated.items()]
-    return separated | {"images": count}, [
-        html.heading("What is no digit"),
-        html.paragraph(
-            f"{count:,} test images and the same images rotated, inverted, and with their pixels permuted (by one "
-            "permutation for all), each scored in one random order."
-        ),
-        charts.line_chart(
-            outlines(groups),
-            "NLL, nats",
-            "share of images",
-            "NLL of digits and of what is none",
-            log_x=True,
-            y_unit="%",
-            steps=True,
-        ),
-        html.table(["images", "mean NLL, nats", "AUROC against test images"], rows, "Told apart by their NLL alone"),
     ]
 
 
-def _nll(model: DEformer, images: NDArray[np.float32], orders: int, scored: Scored) -> NDArray[np.float64]:
-    """(N,) mean over orders."""
+def _choose_spread_rows(scored: ScoredRun) -> NDArray[np.int64]:
+    """Return indexes of test images that are spread evenly over the ranking by NLL."""
+    ranked = np.argsort(scored.nll.mean(0))
+    quantiles = (np.arange(NUM_FILLED_IMAGES) + 0.5) / NUM_FILLED_IMAGES
+    return np.asarray(ranked[(len(ranked) * quantiles).astype(int)])
+
+
+def _compare_with_shifted(scored: ScoredRun) -> tuple[dict[str, Any], list[str]]:
+    """Compare the NLL of test images and of altered images (figure 4 of the paper), in one random order each.
+
+    Returns:
+        The mean NLL and the area under the ROC curve by alteration, and the section that shows them.
+    """
+    num_images = min(MAX_SHIFTED_IMAGES, len(scored.rows))
+    chosen = np.random.default_rng([scored.seed, 0x00D]).permutation(len(scored.rows))[:num_images]
+    normal_nll = scored.nll[0, chosen]
+    images = scored.data.prepared.values[scored.rows[chosen]]
+    nll_by_alteration = {
+        name: _score_images(scored.model, altered, 1, scored)
+        for name, altered in make_shifted_images(images, scored.seed).items()
+    }
+    separation = {
+        name: {"nll": float(nll.mean()), "auroc": compute_auroc(normal_nll, nll)}
+        for name, nll in nll_by_alteration.items()
+    }
+    rows = [[name, f"{row['nll']:.1f}", f"{row['auroc']:.4f}"] for name, row in separation.items()]
+    return separation | {"images": num_images}, [
+        pages.render_heading("Images that are not digits"),
+        pages.render_paragraph(
+            f"{num_images:,} test images and the same images rotated, inverted, and with their pixels permuted (by one "
+            "permutation for all images), each scored in one random order."
+        ),
+        charts.draw_lines(
+            compute_outlines({"test images": normal_nll} | nll_by_alteration),
+            "NLL, nats",
+            "share of images",
+            "NLL of digits and of images that are not digits",
+            log_x=True,
+            y_unit="%",
+            show_steps=True,
+        ),
+        pages.render_table(["images", "mean NLL, nats", "AUROC against test images"], rows, "Separation by NLL alone"),
+    ]
+
+
+def _score_images(
+    model: DEformer, images: NDArray[np.float32], num_orders: int, scored: ScoredRun
+) -> NDArray[np.float64]:
+    """Return the NLL of each image in nats, (N,), averaged over random orders."""
     rows = np.arange(len(images))
-    data = in_memory(model.schema, images, np.full(len(images), TEST, np.uint8))
-    return np.asarray(in_orders(model, data, rows, orders, scored.seed, stop=scored.stop).nll.mean(0))
+    data = make_prepared_table(model.schema, images, np.full(len(images), Split.TEST, np.uint8))
+    scores = score_in_orders(model, data, rows, num_orders, scored.seed, should_stop=scored.should_stop)
+    return np.asarray(scores.nll.mean(0))
 
 
-def _square(images: NDArray[Any]) -> NDArray[Any]:
+def _to_squares(images: NDArray[Any]) -> NDArray[Any]:
+    """Return flat images, (..., 784), as squares, (N, 28, 28)."""
     return images.reshape(-1, SIDE, SIDE)

@@ -1,1 +1,1 @@
-"""Household power, the paper's second experiment: `python -m experiments.power --help`."""
+"""Household power, the second experiment of the paper: `python -m experiments.power --help`."""

@@ -1,14 +1,15 @@
-"""What is special about the power table, put together."""
+"""The presets, published results and report of the household power table."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from deformer_stream.model.deformer import PRESETS as MODELS
 from deformer_stream.model.deformer import ModelConfig
-from deformer_stream.report import charts, html
-from experiments.experiment import Experiment, Preset, Scored
-from experiments.power.data import load
+from deformer_stream.report import charts, pages
+from experiments.experiment import Experiment, Preset, ScoredRun
+from experiments.power.data import load_table
 from trainer.fit import Recipe
 
 PRESETS = {
@@ -37,20 +38,32 @@ PUBLISHED = {
 }
 
 
-def report(scored: Scored) -> tuple[list[str], dict[str, Any]]:
-    """How the test rows' NLL is spread, over rows and over features."""
+def make_report(scored: ScoredRun) -> tuple[Sequence[str], dict[str, Any]]:
+    """Return the parts of the report's page, and their numbers for results.json.
+
+    They show how the negative log-likelihood (NLL) of the test rows is distributed over rows and over features.
+    """
     names = scored.model.schema.names
-    per_feature = {name: float(value) for name, value in zip(names, scored.per_feature, strict=True)}
+    nll_by_feature = {name: float(value) for name, value in zip(names, scored.per_feature, strict=True)}
     blocks = [
-        html.heading("Where the nats are"),
-        html.paragraph(
-            "NLL in nats of a row in units of each reading's own deviation, mean over the orders; the fewer, the "
-            "likelier. By reading: given the readings that came before it, mean over rows and orders."
+        pages.render_heading("NLL by row and by feature"),
+        pages.render_paragraph(
+            "NLL of a row in nats, with each reading in units of its standard deviation, averaged over the orders; "
+            "smaller is likelier. By feature: given the readings before it, averaged over rows and orders."
         ),
-        charts.histogram(scored.nll.mean(0), "Test rows", "NLL, nats"),
-        charts.bar_chart(list(per_feature), list(per_feature.values()), "By reading", "nats"),
+        charts.draw_histogram(scored.nll.mean(0), "Test rows", "NLL, nats"),
+        charts.draw_bars(list(nll_by_feature), list(nll_by_feature.values()), "By feature", "nats"),
     ]
-    return blocks, {"per_feature": per_feature}
+    return blocks, {"per_feature": nll_by_feature}
 
 
-EXPERIMENT = Experiment("power", "Household power", "rows", 2_049_280, PRESETS, PUBLISHED, load, report)
+EXPERIMENT = Experiment(
+    name="power",
+    title="Household power",
+    record_noun="rows",
+    num_records=2_049_280,
+    presets=PRESETS,
+    published_nll_by_method=PUBLISHED,
+    load_data=load_table,
+    make_report=make_report,
+)

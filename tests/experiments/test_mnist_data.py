@@ -8,52 +8,62 @@ import numpy as np
 import pytest
 
 from deformer_stream.errors import InputError
-from experiments.binarized_mnist.data import PIXELS, SIDE, gaps, load, pixels, read, shifted
+from experiments.binarized_mnist.data import (
+    PIXELS,
+    SIDE,
+    load_images,
+    make_missing_patterns,
+    make_pixel_schema,
+    make_shifted_images,
+    read_images,
+)
 from experiments.binarized_mnist.experiment import PRESETS
-from experiments.experiment import TEST
 from tests.experiments.worlds import write_images
-from trainer.data import CALIBRATION, TRAIN, VALIDATION
+from trainer.data import Split
 
-PARTS = (TRAIN, VALIDATION, CALIBRATION, TEST)
+PARTS = (Split.TRAIN, Split.VALIDATION, Split.CALIBRATION, Split.TEST)
 
 
 @pytest.mark.data
 def test_the_real_images_are_split_as_in_the_paper(data_dir: Path) -> None:
-    data = load(data_dir, PRESETS["paper"], 0).prepared
-    assert [len(data.rows(part)) for part in PARTS] == [58_800, 600, 600, 10_000]
-    assert data.rows(TEST)[0] == 60_000
+    data = load_images(data_dir, PRESETS["paper"], 0).prepared
+    assert [len(data.select_rows(part)) for part in PARTS] == [58_800, 600, 600, 10_000]
+    assert data.select_rows(Split.TEST)[0] == 60_000
     assert set(np.unique(data.values)) == {0.0, 1.0}
     # Ink covers 13% of the digits of MNIST; a row-major image has none in its first rows.
     assert 0.12 < data.values.mean() < 0.14
     assert data.values[:, : 2 * SIDE].mean() < 1e-3
-    again, other = load(data_dir, PRESETS["paper"], 0).prepared, load(data_dir, PRESETS["paper"], 1).prepared
+    again, other = (
+        load_images(data_dir, PRESETS["paper"], 0).prepared,
+        load_images(data_dir, PRESETS["paper"], 1).prepared,
+    )
     assert again.fingerprint == data.fingerprint != other.fingerprint
 
 
 def test_a_folder_or_the_one_above_it(tmp_path: Path) -> None:
     inner = write_images(tmp_path / "binarized_mnist", 60, 40, 10)
     assert (
-        load(tmp_path, PRESETS["small"], 3).prepared.fingerprint
-        == load(inner, PRESETS["small"], 3).prepared.fingerprint
+        load_images(tmp_path, PRESETS["small"], 3).prepared.fingerprint
+        == load_images(inner, PRESETS["small"], 3).prepared.fingerprint
     )
 
 
 def test_files_that_are_something_else_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"a\.npz is missing: --data"):
-        read(tmp_path / "a.npz")
+        read_images(tmp_path / "a.npz")
     (tmp_path / "b.npz").write_bytes(b"PK\x03\x04 no archive")
     np.savez(tmp_path / "c.npz", images=np.zeros((3, 98), np.uint8))
     np.savez(tmp_path / "d.npz", bits=np.array([{"a": 1}], object))  # would need pickle
     for name in "bcd":
         with pytest.raises(InputError, match=rf"{name}\.npz cannot be read"):
-            read(tmp_path / f"{name}.npz")
+            read_images(tmp_path / f"{name}.npz")
     np.savez(tmp_path / "e.npz", bits=np.zeros((3, 97), np.uint8))
     with pytest.raises(InputError, match=r"uint8 \(3, 97\), not"):
-        read(tmp_path / "e.npz")
+        read_images(tmp_path / "e.npz")
 
 
 def test_pixels_are_told_apart_by_place_and_close_ones_are_alike() -> None:
-    plain, waves = pixels(), pixels((0.5, 1.0, 2.0))
+    plain, waves = make_pixel_schema(), make_pixel_schema((0.5, 1.0, 2.0))
     assert plain.names[29] == "r01c01"
     assert plain.features[29].coordinates == (1.0, 1.0)
     places = np.array([f.coordinates for f in waves.features])
@@ -68,7 +78,7 @@ def test_pixels_are_told_apart_by_place_and_close_ones_are_alike() -> None:
 def test_what_is_no_digit() -> None:
     image = np.zeros((1, PIXELS), np.float32)
     image[0, 2 * SIDE + 5] = 1
-    others = shifted(np.repeat(image, 2, 0), 0)
+    others = make_shifted_images(np.repeat(image, 2, 0), 0)
     assert {name: x.sum(1).tolist() for name, x in others.items()} == {
         "rotated by 90°": [1, 1],
         "inverted": [PIXELS - 1] * 2,
@@ -79,6 +89,6 @@ def test_what_is_no_digit() -> None:
 
 
 def test_each_gap_has_a_hundred_pixels() -> None:
-    patterns = gaps(0)
+    patterns = make_missing_patterns(0)
     assert len(patterns) >= 4
     assert all(mask.sum() == 100 for mask in patterns.values())

@@ -18,17 +18,17 @@ from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.deformer import DEformer
 from experiments import run as runner
 from experiments import score
-from experiments.binarized_mnist.data import pixels
+from experiments.binarized_mnist.data import make_pixel_schema
 from experiments.binarized_mnist.experiment import PRESETS as IMAGE_PRESETS
-from experiments.command import carry_out
-from experiments.experiment import TEST, changed
+from experiments.command import run_command
+from experiments.experiment import apply_overrides
 from experiments.power.experiment import EXPERIMENT, PRESETS
 from experiments.run import Outcome
 from tests.conftest import ROOT
 from tests.experiments.worlds import TINY, settings, write_power
-from trainer.data import TRAIN
-from trainer.evaluate import held_out
-from trainer.fit import EVALUATIONS, Interrupted, Status
+from trainer.data import Split
+from trainer.evaluate import evaluate_held_out
+from trainer.fit import EVALUATIONS, Interrupted, TrainingStatus
 
 SHORT = TINY + ",batch=32,mixtures=4"
 TIMES = ("seconds",)
@@ -40,9 +40,9 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(table: Path, out: Path, epochs: int = 3, **given: Any) -> Outcome:
-    rest = {k: given.pop(k) for k in ("stop", "observe") if k in given}
+    rest = {k: given.pop(k) for k in ("should_stop", "observe_step") if k in given}
     options = {"preset": "small", "override": f"{SHORT},epochs={epochs}", "orders": 3} | given
-    return runner.run(EXPERIMENT, settings(out, table, **options), **rest)
+    return runner.run_experiment(EXPERIMENT, settings(out, table, **options), **rest)
 
 
 def timeless(results: dict[str, Any]) -> dict[str, Any]:
@@ -67,8 +67,8 @@ def test_what_a_run_leaves(whole: Outcome, table: Path) -> None:
     assert "cannot be compared" in page  # 686 rows are not the table
     assert not re.search(r"(?<!\d)0\.68(?!\d)", page)
     # The model streams: reading by reading it gives what whole records give.
-    data = EXPERIMENT.load(table, PRESETS["small"], 0)
-    row = data.prepared.values[data.prepared.rows(TEST)[0]].astype(float)
+    data = EXPERIMENT.load_data(table, PRESETS["small"], 0)
+    row = data.prepared.values[data.prepared.select_rows(Split.TEST)[0]].astype(float)
     raw = detector.schema.denormalise(np.arange(6), row)
     scorer = detector.scorer()
     order = [3, 1, 0, 5, 4, 2]
@@ -82,9 +82,11 @@ def test_what_a_run_leaves(whole: Outcome, table: Path) -> None:
 def test_the_figure_is_the_mean_over_orders_in_published_units(whole: Outcome, table: Path) -> None:
     """Scored again, in other orders: the same within the spread over orders."""
     detector = deformer_stream.load(whole.directory / "model")
-    data = EXPERIMENT.load(table, PRESETS["small"], 0)
-    rows = data.prepared.rows(TEST)
-    again = held_out(detector.artifact.model, data.prepared, rows, 10, 99).mean + data.correction[rows].mean()
+    data = EXPERIMENT.load_data(table, PRESETS["small"], 0)
+    rows = data.prepared.select_rows(Split.TEST)
+    again = (
+        evaluate_held_out(detector.artifact.model, data.prepared, rows, 10, 99).mean_nll + data.correction[rows].mean()
+    )
     by_order = np.array(whole.results["test"]["by_order"])
     assert abs(again - by_order.mean()) < 4 * by_order.std(ddof=1) + 1e-3
 
@@ -94,7 +96,7 @@ def test_a_run_in_pieces_ends_in_the_same_bits(
     table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
     """Cut in training twice, then in scoring after every second piece."""
-    monkeypatch.setattr(score, "PIECE_READINGS", 100)
+    monkeypatch.setattr(score, "READINGS_PER_PIECE", 100)
     override = f"{SHORT},epochs=3,optimizer={optimizer},dropout=0.1"
     uncut = run(table, tmp_path / "whole", override=override)
     cuts = iter([7, 20])
@@ -105,7 +107,7 @@ def test_a_run_in_pieces_ends_in_the_same_bits(
         until = next(cuts, None)
         seen = [0, 0]  # the step, and how often was asked since
 
-        def observe(status: Status, seen: list[int] = seen) -> None:
+        def observe(status: TrainingStatus, seen: list[int] = seen) -> None:
             seen[:] = [status.step, 0]
 
         def stop(seen: list[int] = seen, until: int | None = until) -> bool:
@@ -114,7 +116,7 @@ def test_a_run_in_pieces_ends_in_the_same_bits(
 
         torch.rand(3)  # whatever else drew random numbers in between
         try:
-            run(table, tmp_path / "parts", override=override, resume=pieces > 1, stop=stop, observe=observe)
+            run(table, tmp_path / "parts", override=override, resume=pieces > 1, should_stop=stop, observe_step=observe)
         except Interrupted:
             continue
     assert pieces > 4
@@ -142,7 +144,7 @@ def test_pauses_until_it_is_done(table: Path, tmp_path: Path, capsys: pytest.Cap
     }
     lives = 0
     while not (out / "results.json").exists():
-        assert carry_out(lambda: EXPERIMENT, settings(out, table, **given, resume=lives > 0)) == 0
+        assert run_command(lambda: EXPERIMENT, settings(out, table, **given, resume=lives > 0)) == 0
         shown = capsys.readouterr()
         assert ("add --resume to continue" in shown.err) != (out / "results.json").exists()
         lives += 1
@@ -169,10 +171,10 @@ def test_command_lines(name: str, tmp_path: Path) -> None:
 
 
 def test_overrides() -> None:
-    preset = changed(PRESETS["small"], "d_model=32, hidden=64+128,batch=7,optimizer=adam,waves=,norm=post")
+    preset = apply_overrides(PRESETS["small"], "d_model=32, hidden=64+128,batch=7,optimizer=adam,waves=,norm=post")
     assert (preset.model.d_model, preset.model.hidden, preset.model.norm) == (32, (64, 128), "post")
     assert (preset.recipe.batch, preset.recipe.optimizer, preset.waves) == (7, "adam", ())
-    assert changed(PRESETS["small"], "") == PRESETS["small"]
+    assert apply_overrides(PRESETS["small"], "") == PRESETS["small"]
     for text, words in [
         ("width=3", "there is no 'width'"),
         ("batch=many", "batch=many: .*integer"),
@@ -180,7 +182,7 @@ def test_overrides() -> None:
         ("d_model=33,heads=2", "not a multiple"),
     ]:
         with pytest.raises(ConfigError, match=words):
-            changed(PRESETS["small"], text)
+            apply_overrides(PRESETS["small"], text)
 
 
 def test_a_subset_of_test_records_is_said(table: Path, tmp_path: Path) -> None:
@@ -198,7 +200,7 @@ def test_the_time_limit_is_for_training(table: Path, tmp_path: Path) -> None:
 def test_the_papers_settings() -> None:
     """About 19 million parameters, one image a step, Adam at a constant rate, the last weights."""
     images, power = IMAGE_PRESETS["paper"], PRESETS["paper"]
-    assert 18.5e6 < runner.parameters(DEformer(pixels(images.waves), images.model)) < 19.5e6
+    assert 18.5e6 < runner.count_parameters(DEformer(make_pixel_schema(images.waves), images.model)) < 19.5e6
     assert (images.recipe.batch, images.recipe.learning_rate, images.waves) == (1, 1e-5, ())
     assert images.recipe.optimizer == power.recipe.optimizer == "adam"
     assert (power.model.mixtures, power.model.dropout, power.recipe.batch) == (150, 0.2, 128)
@@ -206,11 +208,11 @@ def test_the_papers_settings() -> None:
 
 
 def test_the_papers_optimiser_keeps_its_rate_and_the_last_weights(table: Path, tmp_path: Path) -> None:
-    data = EXPERIMENT.load(table, PRESETS["paper"], 0).prepared
-    preset = changed(PRESETS["paper"], f"{SHORT},epochs=2,learning_rate=0.001")
-    fit = runner.start(data, preset, settings(tmp_path, table), torch.device("cpu"))
+    data = EXPERIMENT.load_data(table, PRESETS["paper"], 0).prepared
+    preset = apply_overrides(PRESETS["paper"], f"{SHORT},epochs=2,learning_rate=0.001")
+    fit = runner.create_training_run(data, preset, settings(tmp_path, table), torch.device("cpu"))
     last = []
-    fitted = fit.run(observe=lambda status: last.append([p.detach().clone() for p in fit.model.parameters()]))
+    fitted = fit.run(on_status=lambda status: last.append([p.detach().clone() for p in fit.model.parameters()]))
     assert {row["learning_rate"] for row in fitted.history} == {0.001}
     assert isinstance(fit.optimizer, torch.optim.Adam)
     assert any(
@@ -220,10 +222,10 @@ def test_the_papers_optimiser_keeps_its_rate_and_the_last_weights(table: Path, t
 
 def test_bfloat16_gives_nearly_the_same(table: Path) -> None:
     """The path a GPU takes: the same loss within its precision, and gradients that point the same way."""
-    data = EXPERIMENT.load(table, PRESETS["small"], 0).prepared
+    data = EXPERIMENT.load_data(table, PRESETS["small"], 0).prepared
     torch.manual_seed(0)
     model = DEformer(data.schema, PRESETS["small"].model)
-    values = torch.from_numpy(data.values[data.rows(TRAIN)[:64]])
+    values = torch.from_numpy(data.values[data.select_rows(Split.TRAIN)[:64]])
     features = torch.rand(values.shape, generator=torch.Generator().manual_seed(0)).argsort(1)
     losses, gradients = [], []
     for narrow in (False, True):
@@ -251,7 +253,7 @@ def test_the_sample_of_the_real_table(data_dir: Path, tmp_path: Path) -> None:
 
 def test_a_table_that_is_too_small(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="too few to be split"):
-        EXPERIMENT.load(write_power(tmp_path / "household_power_consumption.txt", 15), PRESETS["small"], 0)
+        EXPERIMENT.load_data(write_power(tmp_path / "household_power_consumption.txt", 15), PRESETS["small"], 0)
 
 
 def test_validations_never_stop_a_run_early() -> None:

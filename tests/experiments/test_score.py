@@ -11,9 +11,9 @@ import torch
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Feature, Schema
 from experiments import score
-from experiments.experiment import TEST, in_memory
-from experiments.score import in_orders
-from trainer.data import Prepared
+from experiments.experiment import make_prepared_table
+from experiments.score import score_in_orders
+from trainer.data import PreparedTable, Split
 from trainer.fit import Interrupted
 
 SCHEMA = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(3)))
@@ -25,19 +25,19 @@ def model_of(seed: int) -> DEformer:
 
 
 @pytest.fixture
-def data(monkeypatch: pytest.MonkeyPatch) -> Prepared:
-    monkeypatch.setattr(score, "PIECE_READINGS", 12)  # four records a piece
+def data(monkeypatch: pytest.MonkeyPatch) -> PreparedTable:
+    monkeypatch.setattr(score, "READINGS_PER_PIECE", 12)  # four records a piece
     values = np.random.default_rng(0).normal(size=(10, 3)).astype(np.float32)
-    return in_memory(SCHEMA, values, np.full(10, TEST, np.uint8))
+    return make_prepared_table(SCHEMA, values, np.full(10, Split.TEST, np.uint8))
 
 
-def test_in_pieces_as_in_one(data: Prepared, tmp_path: Path) -> None:
-    model, rows = model_of(0), data.rows(TEST)
-    whole = in_orders(model, data, rows, 3, 5)
+def test_in_pieces_as_in_one(data: PreparedTable, tmp_path: Path) -> None:
+    model, rows = model_of(0), data.select_rows(Split.TEST)
+    whole = score_in_orders(model, data, rows, 3, 5)
     cuts = 0
     while True:
         try:
-            parts = in_orders(model, data, rows, 3, 5, tmp_path / "kept", stop=lambda: True)
+            parts = score_in_orders(model, data, rows, 3, 5, tmp_path / "kept", should_stop=lambda: True)
             break
         except Interrupted:
             cuts += 1
@@ -49,18 +49,20 @@ def test_in_pieces_as_in_one(data: Prepared, tmp_path: Path) -> None:
     assert (np.diff(whole.nll, axis=0) != 0).any(axis=1).all(), "other orders, other figures"
 
 
-def test_what_was_kept_of_another_model_or_other_rows_is_not_used(data: Prepared, tmp_path: Path) -> None:
-    rows = data.rows(TEST)
-    in_orders(model_of(0), data, rows, 2, 5, tmp_path)
+def test_what_was_kept_of_another_model_or_other_rows_is_not_used(data: PreparedTable, tmp_path: Path) -> None:
+    rows = data.select_rows(Split.TEST)
+    score_in_orders(model_of(0), data, rows, 2, 5, tmp_path)
     for model, some, orders, seed in [
         (model_of(1), rows, 2, 5),
         (model_of(0), rows[::-1], 2, 5),
         (model_of(0), rows, 2, 6),
     ]:
-        kept = in_orders(model, data, some, orders, seed, tmp_path)
-        np.testing.assert_array_equal(kept.nll, in_orders(model, data, some, orders, seed).nll)
+        kept = score_in_orders(model, data, some, orders, seed, tmp_path)
+        np.testing.assert_array_equal(kept.nll, score_in_orders(model, data, some, orders, seed).nll)
 
 
-def test_fewer_orders_are_the_first_of_more(data: Prepared) -> None:
-    model, rows = model_of(0), data.rows(TEST)
-    np.testing.assert_array_equal(in_orders(model, data, rows, 2, 5).nll, in_orders(model, data, rows, 4, 5).nll[:2])
+def test_fewer_orders_are_the_first_of_more(data: PreparedTable) -> None:
+    model, rows = model_of(0), data.select_rows(Split.TEST)
+    np.testing.assert_array_equal(
+        score_in_orders(model, data, rows, 2, 5).nll, score_in_orders(model, data, rows, 4, 5).nll[:2]
+    )

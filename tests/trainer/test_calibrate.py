@@ -19,10 +19,10 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.kernels.cpu import attached_kernels
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from tests.trainer.tables import mixed, prepared, write
-from trainer.calibrate import calibrate, sample_rows, choose_order, compute_statistics
-from trainer.data import CALIBRATION, DataOptions, PreparedTable, prepare_table
+from trainer.calibrate import calibrate, choose_order, compute_statistics, sample_rows
+from trainer.data import DataOptions, PreparedTable, Split, prepare_table
 from trainer.evaluate import evaluate_held_out
-from trainer.sampling import order_readings, gather_values
+from trainer.sampling import gather_values, order_readings
 
 CONFIG = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,))
 
@@ -77,14 +77,14 @@ def test_statistics_are_taken_in_the_order_of_arrival(long: PreparedTable) -> No
 
 
 def test_random_orders_follow_the_seed(wide: PreparedTable) -> None:
-    model, rows = model_of(wide), wide.select_rows(CALIBRATION)
+    model, rows = model_of(wide), wide.select_rows(Split.CALIBRATION)
     first = compute_statistics(model, wide, rows, "random", 0)
     np.testing.assert_array_equal(first, compute_statistics(model, wide, rows, "random", 0))
     assert not np.allclose(first, compute_statistics(model, wide, rows, "random", 1))
 
 
 def test_calibration_uses_the_rows_given(wide: PreparedTable) -> None:
-    calibration = calibrate(model_of(wide), wide, wide.select_rows(CALIBRATION), "random", 0)
+    calibration = calibrate(model_of(wide), wide, wide.select_rows(Split.CALIBRATION), "random", 0)
     assert len(calibration.scores) == round(0.2 * 400)
     assert calibration.arrival_order == "random"
     assert (np.diff(calibration.scores) >= 0).all()
@@ -92,7 +92,7 @@ def test_calibration_uses_the_rows_given(wide: PreparedTable) -> None:
 
 
 def test_a_share_of_the_largest_is_left_out(wide: PreparedTable) -> None:
-    model, rows = model_of(wide), wide.select_rows(CALIBRATION)
+    model, rows = model_of(wide), wide.select_rows(Split.CALIBRATION)
     whole, part = (calibrate(model, wide, rows, "random", 0, trim) for trim in (0.0, 0.1))
     np.testing.assert_array_equal(part.scores, whole.scores[: len(rows) - round(0.1 * len(rows))])
     assert part.mean_neg_log_p_by_feature == whole.mean_neg_log_p_by_feature

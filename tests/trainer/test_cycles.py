@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from deformer_stream.errors import ConfigError
-from deformer_stream.model.schema import DAY
-from tests.commands import Run
+from deformer_stream.model.schema import SECONDS_PER_DAY
+from tests.commands import RunCommand
 from tests.trainer.tables import prepared, write
 from trainer.job import train
-from trainer.outliers import distances
-from trainer.settings import TrainConfig, periods
+from trainer.outliers import compute_median_distances
+from trainer.settings import TrainConfig, parse_periods
 
 SMALL: dict[str, Any] = {"d_model": 32, "layers": 1, "heads": 2, "feedforward": 64, "mixtures": 3, "hidden": (32,)}
 
@@ -31,7 +31,7 @@ def clock_of(seconds: np.ndarray[Any, Any]) -> pa.Array:
 def daily(rng: np.random.Generator, n: int) -> dict[str, Any]:
     """y has its highest value at midnight, its lowest at noon."""
     seconds = rng.integers(0, 86_400, n)
-    return {"clock": clock_of(seconds), "y": np.cos(2 * np.pi * seconds / DAY) + 0.05 * rng.normal(size=n)}
+    return {"clock": clock_of(seconds), "y": np.cos(2 * np.pi * seconds / SECONDS_PER_DAY) + 0.05 * rng.normal(size=n)}
 
 
 def test_what_is_a_cycle_and_why(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -39,8 +39,8 @@ def test_what_is_a_cycle_and_why(tmp_path: Path, rng: np.random.Generator) -> No
     moments = pa.array(np.arange(300), pa.timestamp("s"))
     data = prepared(tmp_path, columns | {"at": moments, "on": moments}, cycle=(("heading", 360.0), ("hour", 24.0)))
     found = {f.name: (f.kind, f.period, f.context, f.reason) for f in data.schema.features}
-    assert found["clock"] == ("continuous", DAY, True, "time of day, a cycle of 24 h: others are judged by it")
-    assert found["heading"] == ("continuous", 360.0, False, "asked for")
+    assert found["clock"] == ("continuous", SECONDS_PER_DAY, True, "time of day, a cycle of 24 h: context for the other features")
+    assert found["heading"] == ("continuous", 360.0, False, "chosen by an option")
     assert found["hour"][:3] == ("continuous", 24.0, False)
     assert found["y"][:3] == ("continuous", None, False)
     assert data.time_column == "at", "a time of day is no moment"
@@ -53,9 +53,9 @@ def test_what_is_a_cycle_and_why(tmp_path: Path, rng: np.random.Generator) -> No
 
 def test_a_time_of_day_may_be_scored_or_be_a_plain_number(tmp_path: Path, rng: np.random.Generator) -> None:
     columns = daily(rng, 60)
-    (asked, _) = prepared(tmp_path, columns, cycle=(("clock", DAY),)).schema.features
+    (asked, _) = prepared(tmp_path, columns, cycle=(("clock", SECONDS_PER_DAY),)).schema.features
     (plain, _) = prepared(tmp_path, columns, continuous=("clock",)).schema.features
-    assert [(f.period, f.context) for f in (asked, plain)] == [(DAY, False), (None, False)]
+    assert [(f.period, f.context) for f in (asked, plain)] == [(SECONDS_PER_DAY, False), (None, False)]
 
 
 @pytest.mark.parametrize(
@@ -78,11 +78,11 @@ def test_what_cannot_be_a_cycle(tmp_path: Path, rng: np.random.Generator, option
 )
 def test_periods_are_positive_numbers(text: str) -> None:
     with pytest.raises(ValueError, match="no column with a positive period"):
-        periods(f"hour=24,{text}")
-    assert periods("a=b=24, heading=3.6e2") == (("a=b", 24.0), ("heading", 360.0))
+        parse_periods(f"hour=24,{text}")
+    assert parse_periods("a=b=24, heading=3.6e2") == (("a=b", 24.0), ("heading", 360.0))
 
 
-def test_midnight_is_not_an_edge(tmp_path: Path, rng: np.random.Generator, cli: Run) -> None:
+def test_midnight_is_not_an_edge(tmp_path: Path, rng: np.random.Generator, cli: RunCommand) -> None:
     """A model of what depends on the time of day says the same shortly before and after midnight; and all of it holds
     from the table of training to what replay, produce and inspect say."""
     table = write(tmp_path / "t.parquet", daily(rng, 1500))
@@ -118,6 +118,6 @@ def test_midnight_is_not_an_edge(tmp_path: Path, rng: np.random.Generator, cli: 
 def test_what_lies_on_both_sides_of_north_is_together(tmp_path: Path, rng: np.random.Generator) -> None:
     heading = rng.normal(0, 20, 200) % 360
     heading[7], heading[9] = 180.0, np.nan
-    far = distances(prepared(tmp_path, {"heading": heading}, cycle=(("heading", 360.0),)), 0)
+    far = compute_median_distances(prepared(tmp_path, {"heading": heading}, cycle=(("heading", 360.0),)), 0)
     assert far[9] == 0.0, "it has nothing to be compared by"
     assert far[7] > 2 * np.delete(far, 7).max()

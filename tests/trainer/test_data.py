@@ -12,7 +12,7 @@ import pytest
 
 from deformer_stream.errors import ConfigError, InputError
 from tests.trainer.tables import write
-from trainer.data import CALIBRATION, TRAIN, VALIDATION, DataOptions, PreparedTable, assign_split, prepare_table
+from trainer.data import DataOptions, PreparedTable, Split, assign_split, prepare_table
 from trainer.feature_kinds import find_quantum
 from trainer.tables import parse_times
 
@@ -87,7 +87,7 @@ def test_kinds_of_a_nasty_table(tmp_path: Path, rng: np.random.Generator) -> Non
 
 def test_missing_and_infinite_readings_are_not_observed(tmp_path: Path, rng: np.random.Generator) -> None:
     got = prepare_in(tmp_path, write(tmp_path / "t.parquet", nasty(rng)))
-    code = got.schema.codes["number"]
+    code = got.schema.code_by_name["number"]
     absent = np.flatnonzero(np.isnan(got.values[:, code]))
     assert sorted(absent) == sorted({3, 7, 11, *range(0, N, 50)})
     assert got.infinite_by_feature == {"number": 2}
@@ -99,7 +99,7 @@ def test_missing_and_infinite_readings_are_not_observed(tmp_path: Path, rng: np.
 def test_values_are_normalised_by_training_rows_only(tmp_path: Path, rng: np.random.Generator) -> None:
     x = rng.normal(5.0, 2.0, N)
     got = prepare_in(tmp_path, write(tmp_path / "t.parquet", {"x": x, "c": rng.choice(["a", "b"], N)}))
-    train = got.select_rows(TRAIN)
+    train = got.select_rows(Split.TRAIN)
     feature = got.schema.features[0]
     ordered = np.sort(x[train])
     clipped = np.clip(ordered, ordered[1], ordered[-2])
@@ -120,12 +120,12 @@ def test_far_outliers_do_not_flatten_the_rest(tmp_path: Path, rng: np.random.Gen
 
 def test_label_unseen_in_training_rows_gets_the_code_past_the_labels(tmp_path: Path, rng: np.random.Generator) -> None:
     text = rng.choice(["a", "b"], N).astype(object)
-    held = np.flatnonzero(assign_split(N, 0.2, 0) == CALIBRATION)[0]
+    held = np.flatnonzero(assign_split(N, 0.2, 0) == Split.CALIBRATION)[0]
     text[held] = "new"
     got = prepare_in(tmp_path, write(tmp_path / "t.parquet", {"x": rng.normal(size=N), "t": pa.array(text.tolist())}))
     assert got.schema.features[1].labels == ("a", "b")
     assert got.values[held, 1] == 2.0
-    assert got.schema.features[1].unseen == pytest.approx(1 / (len(got.select_rows(TRAIN)) + 2))
+    assert got.schema.features[1].unseen == pytest.approx(1 / (len(got.select_rows(Split.TRAIN)) + 2))
 
 
 def long_of(columns: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def test_wide_and_long_give_the_same_matrix(tmp_path: Path, rng: np.random.Gener
     wide_values = np.array(wide.values)
     long = prepare_in(tmp_path, write(tmp_path / "l.parquet", events))
     assert long.layout == "long"
-    by_name = [long.schema.codes[n] for n in wide.schema.names]
+    by_name = [long.schema.code_by_name[n] for n in wide.schema.names]
     np.testing.assert_array_equal(long.values[:, by_name], wide_values)
     assert {f.name: f for f in wide.schema.features} == {f.name: f for f in long.schema.features}
     np.testing.assert_array_equal(long.split, wide.split)
@@ -296,8 +296,8 @@ def test_split_is_disjoint_complete_and_stable(records: int) -> None:
     split = assign_split(records, 0.2, 7)
     counts = np.bincount(split, minlength=3)
     assert counts.sum() == records
-    assert counts[CALIBRATION] == round(0.2 * records)
-    assert counts[VALIDATION] >= 4
+    assert counts[Split.CALIBRATION] == round(0.2 * records)
+    assert counts[Split.VALIDATION] >= 4
     np.testing.assert_array_equal(split, assign_split(records, 0.2, 7))
     assert (split != assign_split(records, 0.2, 8)).any()
 
@@ -342,4 +342,4 @@ def test_times_in_every_spelling() -> None:
         pa.array([dt.datetime(2020, 3, 9, 10, 34, 33), None], pa.timestamp("ms")),
         pa.array([dt.datetime(2020, 3, 9, 10, 34, 33), None], pa.timestamp("ns", "UTC")),
     ):
-        assert parse_times(values).tolist() == expected
+        assert parse_times(values, "t.parquet: column 'time'").tolist() == expected

@@ -18,7 +18,7 @@ from deformer_stream import model_store
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from tests.conftest import free_port
 from tests.trainer.tables import mixed, prepared, write
-from trainer.budget import Budget
+from trainer.budget import TimeBudget
 from trainer.data import PreparedTable
 from trainer.distributed import Ranks
 from trainer.fit import Recipe, TrainingRun
@@ -37,7 +37,7 @@ def trained(data: PreparedTable, folder: Path, recipe: Recipe) -> torch.Tensor:
     """What the trained model thinks of some records. Adam makes noise of gradients that are zero by nature (those of
     the keys' bias), so outputs are compared and not weights."""
     torch.manual_seed(0)
-    fit = TrainingRun(data, DEformer(data.schema, SMALL), recipe, 0, folder, Budget(), {})
+    fit = TrainingRun(data, DEformer(data.schema, SMALL), recipe, 0, folder, TimeBudget(), {})
     return opinion(fit.run().model)
 
 
@@ -64,7 +64,7 @@ def test_half_the_precision_learns_nearly_the_same(data: PreparedTable, tmp_path
 
 @pytest.mark.parametrize(("records", "size", "pieces"), [(128, 2, 1), (10, 3, 2), (3, 2, 4)])
 def test_parts_of_all_processes_are_the_whole_step_once(records: int, size: int, pieces: int) -> None:
-    parts = [part for rank in range(size) for part in Ranks(rank, size).parts(records, pieces)]
+    parts = [part for rank in range(size) for part in Ranks(rank, size).select_slices(records, pieces)]
     assert [i for part in parts for i in range(records)[part]] == list(range(records))
 
 

@@ -14,7 +14,7 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from tests.trainer.tables import mixed, prepared
 from trainer.data import PreparedTable
-from trainer.exemplars import FEWEST_DIFFER, rank
+from trainer.exemplars import MIN_DIFFERENCE_RATE, add_ranking
 
 CONFIG = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,))
 
@@ -31,33 +31,33 @@ def test_every_feature_is_measured_by_its_own_spread(tmp_path: Path) -> None:
         "word": np.where(rng.random(500) < 0.5, "a", "b").tolist(),
         "always": ["same"] * 500,
     }
-    model = rank(model_of(data := prepared(tmp_path, columns)), data, 1000, 0)
+    model = add_ranking(model_of(data := prepared(tmp_path, columns)), data, 1000, 0)
     assert model.ranking is not None
-    assert model.config.exemplars == model.ranking.exemplars == 500
+    assert model.config.exemplars == model.ranking.num_exemplars == 500
     deviations = dict(zip(data.schema.names, model.ranking.deviations.tolist(), strict=True))
     assert deviations["word"] == pytest.approx(0.5, abs=0.02)
-    assert deviations["always"] == pytest.approx(FEWEST_DIFFER)
-    assert float(model.ranking.positions[:, data.schema.codes["x"]].std()) == pytest.approx(1.0, abs=0.01)
+    assert deviations["always"] == pytest.approx(MIN_DIFFERENCE_RATE)
+    assert float(model.ranking.positions[:, data.schema.code_by_name["x"]].std()) == pytest.approx(1.0, abs=0.01)
 
 
 def test_normal_records_score_about_nought_and_far_ones_more(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     data = prepared(tmp_path, {"x": rng.normal(size=600), "y": rng.normal(size=600)})
-    ranking = rank(model_of(data), data, 1000, 0).ranking
+    ranking = add_ranking(model_of(data), data, 1000, 0).ranking
     assert ranking is not None
     usual = float(ranking.typical[1, 0])
     codes = np.tile([0, 1], (3, 1))
     values = np.array([[0.0, 0.1], [4.0, 4.0], [40.0, 40.0]])
-    inside, outside, far = ranking.scores(codes, values, np.full(3, usual)).tolist()
+    inside, outside, far = ranking.score(codes, values, np.full(3, usual)).tolist()
     assert inside < 1.0 < outside < far
 
 
 def test_missing_readings_are_no_positions(tmp_path: Path) -> None:
     data = prepared(tmp_path, mixed(np.random.default_rng(2), 300))
-    ranking = rank(model_of(data), data, 100, 0).ranking
+    ranking = add_ranking(model_of(data), data, 100, 0).ranking
     assert ranking is not None
-    assert ranking.exemplars == 100
-    a = data.schema.codes["a"]
+    assert ranking.num_exemplars == 100
+    a = data.schema.code_by_name["a"]
     assert 0.8 < float(ranking.known[:, a].float().mean()) < 0.97
     assert (ranking.positions[:, a][~ranking.known[:, a]] == ranking.positions[:, a][~ranking.known[:, a]][0]).all()
     assert torch.isfinite(ranking.typical).all()
@@ -65,14 +65,14 @@ def test_missing_readings_are_no_positions(tmp_path: Path) -> None:
 
 def test_no_exemplars_when_none_are_wanted(tmp_path: Path) -> None:
     data = prepared(tmp_path, mixed(np.random.default_rng(3), 100))
-    model = rank(model_of(data), data, 0, 0)
+    model = add_ranking(model_of(data), data, 0, 0)
     assert model.ranking is None
     assert model.config.exemplars == 0
 
 
 def test_a_written_model_ranks_as_the_one_in_memory(tmp_path: Path) -> None:
     data = prepared(tmp_path, mixed(np.random.default_rng(4), 200))
-    model = rank(model_of(data), data, 50, 0)
+    model = add_ranking(model_of(data), data, 50, 0)
     model_store.write(tmp_path / "model", model, Calibration.from_statistics(np.arange(50.0), "random"), {}, "<p>report</p>")
     detector = load(tmp_path / "model")
     rows = pa.table({"a": [0.0, 9.0], "b": [0.1, -9.0], "state": ["middle", "high"]}).to_pylist()

@@ -58,5 +58,5 @@ def test_five_hundred_features(tmp_path: Path) -> None:
     table = write(tmp_path / "t.parquet", {f"x{i}": column for i, column in enumerate(x.T)})
     result = train([table], TrainConfig(out=tmp_path / "model", epochs=1, batch=8, exemplars=0, **SMALL))
     assert len(result.data.schema) == 500
-    assert np.isfinite(result.held_out.mean)
+    assert np.isfinite(result.held_out.mean_nll)
     assert len(result.calibration.scores) == 8

@@ -19,9 +19,9 @@ from deformer_stream.model.schema import Feature, Schema
 from tests.trainer.tables import write
 from trainer import finetune
 from trainer.data import encode_table
-from trainer.evaluate import held_out
+from trainer.evaluate import evaluate_held_out
 from trainer.fit import Interrupted
-from trainer.job import Result, train
+from trainer.job import TrainingOutput, train
 from trainer.settings import TrainConfig
 from trainer.tables import index_records, open_tables
 
@@ -37,7 +37,7 @@ def test_an_extended_model_says_of_old_features_what_the_old_one_said(old: tuple
     torch.manual_seed(0)
     before = DEformer(Schema(old), ModelConfig(**SMALL | {"tokens": tokens})).eval()
     new = (Feature("mode", "discrete", labels=("1", "2", "3")), Feature("y", "continuous"), replace(HOUR, name="z"))
-    after = finetune.extended(before, Schema(old + new)).eval()
+    after = finetune.extend_model(before, Schema(old + new)).eval()
     order = torch.rand(9, len(old)).argsort(1)
     values = torch.where(order == 3, torch.randint(0, 3, order.shape).float(), torch.randn(order.shape))
     torch.testing.assert_close(after.log_prob(order, values), before.log_prob(order, values))
@@ -48,7 +48,7 @@ def test_an_extended_model_says_of_old_features_what_the_old_one_said(old: tuple
 def test_measurements_cannot_join_a_model_of_labels() -> None:
     model = DEformer(Schema((STATE,)), ModelConfig(**SMALL))
     with pytest.raises(ConfigError, match="train anew"):
-        finetune.extended(model, Schema((STATE, *NUMBERS)))
+        finetune.extend_model(model, Schema((STATE, *NUMBERS)))
 
 
 def machines(rng: np.random.Generator, n: int) -> NDArray[np.float64]:
@@ -75,7 +75,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
-def nats(result: Result, folder: Path) -> float:
+def nats(result: TrainingOutput, folder: Path) -> float:
     """Of other records of the plant, in the units of the fleet."""
     table = write(folder / "held.parquet", plant(np.random.default_rng(2), 500))
     source = open_tables([table], "wide", None, None)
@@ -85,7 +85,7 @@ def nats(result: Result, folder: Path) -> float:
     values, _ = encode_table(source, result.data.schema, folder / "held")
     data = replace(result.data, values=values, ranks=None, split=np.zeros(len(values), np.uint8))
     scales = float(sum(np.log(f.scale) for f in result.data.schema.features))
-    return held_out(result.model, data, np.arange(len(values)), 2, 0).mean + scales
+    return evaluate_held_out(result.model, data, np.arange(len(values)), 2, 0).mean_nll + scales
 
 
 def test_few_records_adapt_a_model_better_than_they_train_one(tmp_path: Path, fleet: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_table_without_an_old_feature_does_not_lose_it(tmp_path: Path, fleet: 
     columns = plant(np.random.default_rng(3), 60)
     del columns["x2"]
     result = train([write(tmp_path / "t.parquet", columns)], TrainConfig(out=tmp_path / "m", init_from=fleet, epochs=2))
-    assert "x2" in result.data.schema.codes
+    assert "x2" in result.data.schema.code_by_name
 
 
 def test_what_cannot_be_adapted_is_refused_in_one_line(tmp_path: Path, fleet: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_run_is_resumed_with_the_model_it_began_from(tmp_path: Path, fleet: Pa
     """The directory may be another one; the model that is in it may not."""
     table = write(tmp_path / "plant.parquet", plant(np.random.default_rng(5), 60))
 
-    def run(model: Path, **options: Any) -> Result:
+    def run(model: Path, **options: Any) -> TrainingOutput:
         return train([table], TrainConfig(out=tmp_path / "adapted", init_from=model, epochs=4), **options)
 
     with pytest.raises(Interrupted):
@@ -132,4 +132,4 @@ def test_a_run_is_resumed_with_the_model_it_began_from(tmp_path: Path, fleet: Pa
     with pytest.raises(ConfigError, match=f"the model of --init-from was {loaded.fingerprint}, now it is"):
         train([table], TrainConfig(out=tmp_path / "adapted", init_from=other, epochs=4, resume=True))
     resumed = train([table], TrainConfig(out=tmp_path / "adapted", init_from=moved, epochs=4, resume=True))
-    assert resumed.fitted.steps > 1
+    assert resumed.training_result.steps > 1

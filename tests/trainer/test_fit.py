@@ -15,11 +15,11 @@ from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from tests.trainer.tables import correlated, entropy, mixed, prepared
 from trainer import checkpoint
-from trainer.budget import Budget, Costs
-from trainer.data import CALIBRATION, PreparedTable
-from trainer.evaluate import held_out
+from trainer.budget import Costs, TimeBudget
+from trainer.data import PreparedTable, Split
+from trainer.evaluate import evaluate_held_out
 from trainer.fit import Interrupted, Recipe, TrainingResult, TrainingRun, low_precision
-from trainer.sampling import Noise, arrange, random_keys, seeded, take
+from trainer.sampling import Noise, create_generator, draw_random_keys, gather_values, order_readings
 
 SMALL = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,), dropout=0.1)
 WIDE = ModelConfig(d_model=64, layers=2, heads=2, feedforward=96, mixtures=4, hidden=(16,))
@@ -35,13 +35,13 @@ def start(
     data: PreparedTable,
     folder: Path,
     recipe: Recipe = RECIPE,
-    budget: Budget | None = None,
+    budget: TimeBudget | None = None,
     config: ModelConfig = SMALL,
     **identity: Any,
 ) -> TrainingRun:
     torch.manual_seed(0)
     folder.mkdir(exist_ok=True)
-    return TrainingRun(data, DEformer(data.schema, config), recipe, 0, folder, budget or Budget(), identity)
+    return TrainingRun(data, DEformer(data.schema, config), recipe, 0, folder, budget or TimeBudget(), identity)
 
 
 def weights(fitted: TrainingResult) -> list[torch.Tensor]:
@@ -125,7 +125,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(data: PreparedTable, tmp_path: 
     first = start(data, tmp_path)
     with pytest.raises(Interrupted):
         first.run(stopping_at(first, 1))
-    path = tmp_path / checkpoint.FILE
+    path = tmp_path / checkpoint.FILE_NAME
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(InputError, match="delete"):
         checkpoint.load_state(tmp_path)
@@ -139,7 +139,7 @@ def test_training_ends_within_its_time(data: PreparedTable, tmp_path: Path) -> N
         now += 0.01
         return now
 
-    budget = Budget(limit=20.0, clock=clock)
+    budget = TimeBudget(limit=20.0, clock=clock)
     fitted = start(data, tmp_path, replace(RECIPE, epochs=10_000, patience=10_000), budget).run(
         costs=lambda model: Costs(after=5.0, record=1e-4)
     )
@@ -149,7 +149,7 @@ def test_training_ends_within_its_time(data: PreparedTable, tmp_path: Path) -> N
 
 
 def test_when_the_time_is_gone_before_the_first_step_there_is_one_all_the_same(data: PreparedTable, tmp_path: Path) -> None:
-    fitted = start(data, tmp_path, budget=Budget(limit=5.0, spent=7.0)).run()
+    fitted = start(data, tmp_path, budget=TimeBudget(limit=5.0, spent=7.0)).run()
     assert fitted.steps == 1
     assert len(fitted.history) == 1
 
@@ -176,40 +176,40 @@ def test_held_out_likelihood_nears_the_entropy_of_a_gaussian(tmp_path: Path) -> 
     config = ModelConfig(d_model=32, layers=2, heads=2, feedforward=64, mixtures=4, hidden=(32,))
     torch.manual_seed(0)
     recipe = Recipe(batch=128, learning_rate=5e-3, epochs=12)
-    fitted = TrainingRun(data, DEformer(data.schema, config), recipe, 0, tmp_path, Budget(), {}).run()
-    nll = held_out(fitted.model, data, data.select_rows(CALIBRATION), 4, 1).mean
+    fitted = TrainingRun(data, DEformer(data.schema, config), recipe, 0, tmp_path, TimeBudget(), {}).run()
+    nll = evaluate_held_out(fitted.model, data, data.select_rows(Split.CALIBRATION), 4, 1).mean_nll
     truth = entropy(covariance, np.array([f.scale for f in data.schema.features]))
     untrained = entropy(np.eye(4), np.ones(4))
     assert truth - 0.06 < nll < truth + 0.12 < untrained - 1.0
 
 
 def test_orders_are_fresh_complete_and_uniform() -> None:
-    generator = seeded(1, 2)
+    generator = create_generator(1, 2)
     values = torch.arange(4.0).repeat(6000, 1)
-    features, order = arrange(values, random_keys(values.shape, generator))
+    features, order = order_readings(values, draw_random_keys(values.shape, generator))
     assert (features.sort(1).values == torch.arange(4)).all()
     counts = np.unique(features.numpy(), axis=0, return_counts=True)[1]
     assert len(counts) == 24
     assert counts.min() > 170  # 250 expected, four standard deviations below is 188
-    assert torch.equal(take(values, order), features.double().float())
+    assert torch.equal(gather_values(values, order), features.double().float())
 
 
 def test_missing_readings_are_left_out() -> None:
     nan = torch.nan
     values = torch.tensor([[1.0, nan, 3.0, nan], [nan, nan, nan, 7.0]])
-    features, order = arrange(values, torch.tensor([[9.0, 1.0, 2.0, 3.0]] * 2))
+    features, order = order_readings(values, torch.tensor([[9.0, 1.0, 2.0, 3.0]] * 2))
     assert features.tolist() == [[2, 0], [3, -1]]
-    assert take(values, order).tolist() == [[3.0, 1.0], [7.0, 0.0]]
-    empty, _ = arrange(torch.full((2, 3), nan), torch.zeros(2, 3))
+    assert gather_values(values, order).tolist() == [[3.0, 1.0], [7.0, 0.0]]
+    empty, _ = order_readings(torch.full((2, 3), nan), torch.zeros(2, 3))
     assert empty.tolist() == [[-1], [-1]]
 
 
 def test_noise_spreads_gridded_readings_over_one_quantum(data: PreparedTable) -> None:
-    noise = Noise.of(data.schema, forget=0.2)
+    noise = Noise.from_schema(data.schema, forget=0.2)
     values = torch.zeros(20_000, 4)
     values[0] = torch.nan
-    noisy, hidden = noise.apply(values, seeded(0))
-    a, c, state = (data.schema.codes[name] for name in ("a", "c", "state"))
+    noisy, hidden = noise.apply(values, create_generator(0))
+    a, c, state = (data.schema.code_by_name[name] for name in ("a", "c", "state"))
     assert torch.equal(noisy[1:, a], values[1:, a])
     assert noisy[0].isnan().all()
     width = 0.1 / data.schema.features[c].scale
@@ -218,6 +218,6 @@ def test_noise_spreads_gridded_readings_over_one_quantum(data: PreparedTable) ->
     assert noisy[1:, state].unique().tolist() == [0.0, 3.0]
     assert float(hidden[1:, state].float().mean()) == pytest.approx(0.2, abs=0.02)
     assert not hidden[:, [a, c]].any()
-    smooth, _ = Noise.of(data.schema, smoothing=0.3).apply(values, seeded(0))
+    smooth, _ = Noise.from_schema(data.schema, smoothing=0.3).apply(values, create_generator(0))
     assert float(smooth[1:, a].std()) == pytest.approx(0.3, rel=0.05)
     assert (smooth[1:, state] == 0).all()

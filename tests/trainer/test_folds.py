@@ -9,8 +9,8 @@ import pytest
 
 from deformer_stream import model_store
 from tests.trainer.tables import mixed, write
-from trainer.data import CALIBRATION, TRAIN, VALIDATION, DataOptions, prepare_table
-from trainer.folds import siblings
+from trainer.data import DataOptions, Split, prepare_table
+from trainer.folds import split_folds
 from trainer.job import train
 from trainer.settings import TrainConfig
 
@@ -22,14 +22,14 @@ def test_each_record_is_held_out_once(tmp_path: Path, rng: np.random.Generator, 
     table = write(tmp_path / "table.parquet", mixed(rng, 101))
     (tmp_path / "work").mkdir()
     data = prepare_table([table], DataOptions(calibration_share=1 / folds), tmp_path / "work")
-    parts = [data, *siblings(data, folds, seed=3)]
+    parts = [data, *split_folds(data, folds, seed=3)]
     assert len(parts) == folds
-    held_out = np.stack([part.split == CALIBRATION for part in parts])
+    held_out = np.stack([part.split == Split.CALIBRATION for part in parts])
     assert (held_out.sum(0) == 1).all()
     assert max(held_out.sum(1)) - min(held_out.sum(1)) <= 1
     for part in parts[1:]:
-        assert (part.split == VALIDATION).sum() == (data.split == VALIDATION).sum()
-        assert (part.split == TRAIN).sum() >= (data.split == TRAIN).sum() - 1
+        assert (part.split == Split.VALIDATION).sum() == (data.split == Split.VALIDATION).sum()
+        assert (part.split == Split.TRAIN).sum() >= (data.split == Split.TRAIN).sum() - 1
 
 
 def test_all_records_calibrate(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -37,7 +37,7 @@ def test_all_records_calibrate(tmp_path: Path, rng: np.random.Generator) -> None
     table = write(tmp_path / "table.parquet", mixed(rng, 90))
     told: list[str] = []
     options = {**SMALL, "epochs": 1, "device": "cpu", "preset": "tiny"}
-    train([table], TrainConfig(out=tmp_path / "folds", folds=3, **options), say=told.append)
+    train([table], TrainConfig(out=tmp_path / "folds", folds=3, **options), on_message=told.append)
     train([table], TrainConfig(out=tmp_path / "split", calibration_share=1 / 3, **options))
     many, few = (model_store.read(tmp_path / name) for name in ("folds", "split"))
     assert [line for line in told if "fold" in line] == ["fold 2 of 3", "fold 3 of 3"]

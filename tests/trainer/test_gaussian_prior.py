@@ -12,9 +12,9 @@ import torch
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from tests.trainer.tables import correlated, entropy, mixed, prepared
 from trainer import checkpoint, gaussian_prior
-from trainer.budget import Budget
-from trainer.data import CALIBRATION, TRAIN, VALIDATION, PreparedTable
-from trainer.evaluate import held_out
+from trainer.budget import TimeBudget
+from trainer.data import PreparedTable, Split
+from trainer.evaluate import evaluate_held_out
 from trainer.fit import Interrupted, Recipe, TrainingRun
 
 CONFIG = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,))
@@ -84,7 +84,7 @@ def test_a_variant_has_not_seen_the_records_of_its_fold(tmp_path: Path) -> None:
     data = numbers(tmp_path, np.random.default_rng(3).normal(size=(90, 20)))
     guides = gaussian_prior.fit_priors(data, max_components=1, seed=0)
     assert guides is not None
-    rows = data.select_rows(TRAIN)
+    rows = data.select_rows(Split.TRAIN)
     values = torch.from_numpy(np.asarray(data.values[rows])).double()
     features = torch.arange(20).repeat(len(rows), 1)
 
@@ -94,7 +94,7 @@ def test_a_variant_has_not_seen_the_records_of_its_fold(tmp_path: Path) -> None:
 
     flattered = nats(guides.full(features, values))
     honest = nats(guides.compute_conditionals(features, values, rows))
-    held = data.select_rows(CALIBRATION)
+    held = data.select_rows(Split.CALIBRATION)
     values = torch.from_numpy(np.asarray(data.values[held])).double()
     fresh = nats(guides.full(torch.arange(20).repeat(len(held), 1), values))
     assert flattered < honest - 2.0
@@ -129,9 +129,9 @@ def test_a_guided_network_knows_a_gaussian_before_training(tmp_path: Path) -> No
     guides = gaussian_prior.fit_priors(data, 4, seed=0)
     assert guides is not None
     truth = entropy(covariance, np.array([f.scale for f in data.schema.features]))
-    nll = held_out(untrained(data, guides), data, data.select_rows(CALIBRATION), 2, 0).mean
+    nll = evaluate_held_out(untrained(data, guides), data, data.select_rows(Split.CALIBRATION), 2, 0).mean_nll
     assert nll < truth + 0.9
-    assert held_out(DEformer(data.schema, CONFIG), data, data.select_rows(CALIBRATION), 2, 0).mean > truth + 2.0
+    assert evaluate_held_out(DEformer(data.schema, CONFIG), data, data.select_rows(Split.CALIBRATION), 2, 0).mean_nll > truth + 2.0
 
 
 def test_guided_training_resumes_to_the_bit_and_learns(tmp_path: Path) -> None:
@@ -142,11 +142,11 @@ def test_guided_training_resumes_to_the_bit_and_learns(tmp_path: Path) -> None:
 
     def start(name: str) -> TrainingRun:
         (tmp_path / name).mkdir(exist_ok=True)
-        return TrainingRun(data, untrained(data, guides), recipe, 0, tmp_path / name, Budget(), {}, guides)
+        return TrainingRun(data, untrained(data, guides), recipe, 0, tmp_path / name, TimeBudget(), {}, guides)
 
-    before = held_out(untrained(data, guides), data, data.select_rows(CALIBRATION), 4, 0).mean
+    before = evaluate_held_out(untrained(data, guides), data, data.select_rows(Split.CALIBRATION), 4, 0).mean_nll
     whole = start("whole").run()
-    assert held_out(whole.model, data, data.select_rows(CALIBRATION), 4, 0).mean < before
+    assert evaluate_held_out(whole.model, data, data.select_rows(Split.CALIBRATION), 4, 0).mean_nll < before
     first = start("parts")
     with pytest.raises(Interrupted):
         first.run(lambda: first.step >= 5)
@@ -196,8 +196,8 @@ def test_no_run_ends_worse_than_its_guide(tmp_path: Path) -> None:
     assert guides is not None
     recipe = Recipe(batch=32, learning_rate=1.0, epochs=2, clip=1e6)  # far too much
     model = untrained(data, guides)
-    rows = data.select_rows(VALIDATION)
-    before = held_out(model, data, rows, 4, 0).mean
+    rows = data.select_rows(Split.VALIDATION)
+    before = evaluate_held_out(model, data, rows, 4, 0).mean_nll
     assert before == pytest.approx(guides.nll, abs=0.25)
-    fitted = TrainingRun(data, model, recipe, 0, tmp_path, Budget(), {}, guides).run()
-    assert held_out(fitted.model, data, rows, 4, 0).mean <= before + 1e-6
+    fitted = TrainingRun(data, model, recipe, 0, tmp_path, TimeBudget(), {}, guides).run()
+    assert evaluate_held_out(fitted.model, data, rows, 4, 0).mean_nll <= before + 1e-6

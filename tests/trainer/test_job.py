@@ -13,7 +13,7 @@ import torch
 
 from deformer_stream.model.distributions import Head
 from tests.trainer.tables import mixed, write
-from trainer.budget import Budget
+from trainer.budget import TimeBudget
 from trainer.job import train
 from trainer.settings import TrainConfig
 
@@ -42,17 +42,17 @@ def test_a_run_takes_the_time_it_was_given(
     settings = TrainConfig(
         out=tmp_path / "model", max_time=f"{limit:.0f}s", batch=32, epochs=1000, patience=1000, **SMALL
     )
-    result = train([table], settings, budget=Budget(limit, lambda: work[0]))
+    result = train([table], settings, budget=TimeBudget(limit, lambda: work[0]))
     assert 0.9 * limit - 1.0 < work[0] < 1.05 * limit
     assert (len(result.calibration.scores) == 600) is all_calibrate
     assert len(result.calibration.scores) >= 500
-    assert result.fitted.steps > 50
+    assert result.training_result.steps > 50
 
 
 def test_time_that_is_gone_at_once_still_makes_a_model_and_that_is_said(tmp_path: Path) -> None:
     table = write(tmp_path / "table.parquet", mixed(np.random.default_rng(0), 300))
     settings = TrainConfig(out=tmp_path / "model", max_time="5s", batch=32, epochs=1000, **SMALL)
     said: list[str] = []
-    result = train([table], settings, budget=Budget(5.0, spent=6.0), say=said.append)
-    assert result.fitted.steps == 1
+    result = train([table], settings, budget=TimeBudget(5.0, spent=6.0), on_message=said.append)
+    assert result.training_result.steps == 1
     assert any("next to no time to train (steps: 1)" in line for line in said)

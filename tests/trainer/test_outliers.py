@@ -9,10 +9,10 @@ import pytest
 
 from deformer_stream import model_store
 from tests.trainer.tables import mixed, prepared, write
-from trainer.data import CALIBRATION, LEFT_OUT, PreparedTable
-from trainer.folds import siblings
+from trainer.data import PreparedTable, Split
+from trainer.folds import split_folds
 from trainer.job import train
-from trainer.outliers import distances, drop_outliers
+from trainer.outliers import compute_median_distances, drop_outliers
 from trainer.settings import TrainConfig
 
 SMALL = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,), "gaussians": 2}
@@ -28,21 +28,21 @@ def dirty(tmp_path: Path, rng: np.random.Generator) -> PreparedTable:
 
 
 def test_a_cluster_of_anomalies_is_far_from_the_others(dirty: PreparedTable) -> None:
-    far = distances(dirty, 0)
+    far = compute_median_distances(dirty, 0)
     assert np.isfinite(far).all()
     assert (far[:40].min() > np.sort(far[40:])[: int(0.95 * 360)]).all()
 
 
 def test_they_are_left_out_of_training_alone(dirty: PreparedTable) -> None:
     clean = drop_outliers(dirty, 0.1, 0)
-    out = clean.split == LEFT_OUT
-    assert out[:40].sum() + (dirty.split[:40] == CALIBRATION).sum() >= 36
+    out = clean.split == Split.LEFT_OUT
+    assert out[:40].sum() + (dirty.split[:40] == Split.CALIBRATION).sum() >= 36
     assert out.sum() <= 40
-    assert ((clean.split == CALIBRATION) == (dirty.split == CALIBRATION)).all()
+    assert ((clean.split == Split.CALIBRATION) == (dirty.split == Split.CALIBRATION)).all()
     assert clean.summarize()["rows"]["left_out"] == out.sum()
     assert drop_outliers(dirty, 0.0, 0) is dirty
-    for fold in siblings(clean, 3, 0):
-        assert ((fold.split == LEFT_OUT) == out).all()
+    for fold in split_folds(clean, 3, 0):
+        assert ((fold.split == Split.LEFT_OUT) == out).all()
 
 
 def test_what_is_left_out_leaves_no_trace(tmp_path: Path, rng: np.random.Generator) -> None:

@@ -10,23 +10,23 @@ import torch
 
 from deformer_stream.errors import Unavailable
 from trainer import checkpoint
-from trainer.scratch import mapped
+from trainer.data import create_array_file
 
 
 def test_room_for_an_array_is_taken_before_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "values.npy"
-    values = mapped(path, np.float32, (1000, 100))
+    values = create_array_file(path, np.float32, (1000, 100))
     assert path.stat().st_blocks * 512 >= path.stat().st_size > values.nbytes == 400_000
     assert not values.any()
 
 
 def test_no_room_for_an_array_is_said(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match=r"values\.npy: writing failed \(.*\); make room"):
-        mapped(tmp_path / "values.npy", np.float32, (2**40, 2**20))
+        create_array_file(tmp_path / "values.npy", np.float32, (2**40, 2**20))
 
 
 def test_no_room_for_a_checkpoint_is_said(tmp_path: Path) -> None:
-    (tmp_path / (checkpoint.FILE + ".partial")).symlink_to("/dev/full")
+    (tmp_path / (checkpoint.FILE_NAME + ".partial")).symlink_to("/dev/full")
     with pytest.raises(Unavailable, match=r"safetensors: writing failed \(No space left on device\); make room"):
         checkpoint.save(tmp_path, {"weight": torch.zeros(3)}, {"step": 1})
     assert checkpoint.load_state(tmp_path) is None

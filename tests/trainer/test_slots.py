@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from deformer_stream.errors import ConfigError, InputError
-from deformer_stream.model.time_slots import single
+from deformer_stream.model.time_slots import collapse_time_slots
 from deformer_stream.model.windows import Window
-from tests.series import series, table_of
+from tests.series import draw_event_series, make_long_table
 from trainer.data import DataOptions, PreparedTable, prepare_table
 
 SECOND = 1_000_000
@@ -21,16 +21,16 @@ MINUTE = Window(60 * SECOND, 6)
 
 def prepared(folder: Path, events: list[dict[str, Any]], **options: Any) -> PreparedTable:
     (folder / "work").mkdir(exist_ok=True)
-    pq.write_table(table_of(events), folder / "events.parquet", row_group_size=97)
+    pq.write_table(make_long_table(events), folder / "events.parquet", row_group_size=97)
     options = {"window": MINUTE, "once": ("site",)} | options
     return prepare_table([folder / "events.parquet"], DataOptions(**options), folder / "work")
 
 
 def test_a_record_is_a_window_and_a_column_a_slot(tmp_path: Path) -> None:
-    events = series(40, seed=0)
+    events = draw_event_series(40, seed=0)
     data = prepared(tmp_path, events)
     assert data.values.shape == (40, 13)
-    assert data.schema.places.keys() == {"flow", "pressure", "site"}
+    assert data.schema.slot_layout_by_sensor.keys() == {"flow", "pressure", "site"}
     assert data.schema.window == MINUTE
     row = {key: i for i, key in enumerate(dict.fromkeys((e["device"], e["time"] // 60) for e in events))}
     expected = np.full((40, 13), np.nan)
@@ -38,14 +38,14 @@ def test_a_record_is_a_window_and_a_column_a_slot(tmp_path: Path) -> None:
         name = (
             event["feature"] if event["feature"] == "site" else f"{event['feature']}+{event['time'] % 60 // 10:.0f}0s"
         )
-        code = data.schema.codes[name.replace("+00s", "+0s")]
+        code = data.schema.code_by_name[name.replace("+00s", "+0s")]
         value = "ab".index(event["value"]) if name == "site" else float(event["value"])
         expected[row[event["device"], event["time"] // 60], code] = value
     raw = data.schema.denormalise(np.arange(13), np.asarray(data.values, np.float64))
     np.testing.assert_allclose(raw, expected, atol=1e-5)
     assert data.arrival_ranks is not None
     assert (data.arrival_ranks[0] >= 0).sum() == np.isfinite(expected[0]).sum()
-    flow = data.arrival_ranks[0, data.schema.places["flow"][0] + np.arange(6)]
+    flow = data.arrival_ranks[0, data.schema.slot_layout_by_sensor["flow"][0] + np.arange(6)]
     assert (np.diff(flow[flow >= 0]) > 0).all(), "slots of a sensor come in the order of time"
 
 
@@ -58,14 +58,14 @@ def test_what_a_sensor_is_shows_in_all_of_its_slots(tmp_path: Path) -> None:
 
 
 def test_a_window_without_slots_keeps_names(tmp_path: Path) -> None:
-    data = prepared(tmp_path, series(40, seed=0), window=Window(60 * SECOND), once=())
+    data = prepared(tmp_path, draw_event_series(40, seed=0), window=Window(60 * SECOND), once=())
     assert set(data.schema.names) == {"flow", "pressure", "site"}
     assert data.schema.window == Window(60 * SECOND)
     assert data.skipped_by_reason["repeated events (record and feature)"] > 300, "the first of a window counts"
 
 
 def test_a_second_reading_of_a_slot_and_what_is_in_no_window(tmp_path: Path) -> None:
-    events = [*series(40, seed=0), {"device": "p0", "feature": "flow", "value": 9, "time": 3000.0}]
+    events = [*draw_event_series(40, seed=0), {"device": "p0", "feature": "flow", "value": 9, "time": 3000.0}]
     more = [{**events[0], "value": 7, "time": events[0]["time"] + 1e-3}, {**events[0], "device": None}]
     data = prepared(tmp_path, [*events, *more, {**events[0], "time": None}])
     assert data.values.shape[0] == 41
@@ -89,7 +89,7 @@ def test_what_makes_no_windows_is_refused(
     tmp_path: Path, columns: dict[str, str], options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        prepared(tmp_path, [event | columns for event in series(40, seed=0)], **options)
+        prepared(tmp_path, [event | columns for event in draw_event_series(40, seed=0)], **options)
 
 
 def test_a_wide_table_has_no_windows(tmp_path: Path) -> None:
@@ -101,9 +101,9 @@ def test_a_wide_table_has_no_windows(tmp_path: Path) -> None:
 
 
 def test_a_model_is_adapted_to_its_own_windows_only(tmp_path: Path) -> None:
-    old = prepared(tmp_path, series(40, seed=0)).schema
+    old = prepared(tmp_path, draw_event_series(40, seed=0)).schema
     events = [
-        *series(40, seed=1),
+        *draw_event_series(40, seed=1),
         *({"device": "p0", "feature": "new", "value": k, "time": 7.0 * k} for k in range(170)),
     ]
     data = prepared(tmp_path, events, window=None, once=(), base=old)
@@ -113,4 +113,4 @@ def test_a_model_is_adapted_to_its_own_windows_only(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="windows of 1m in 6 slots; leave --window and --slots out"):
             prepared(tmp_path, events, window=window, base=old)
     with pytest.raises(ConfigError, match="given by name"):
-        prepared(tmp_path, events, base=single(old), once=())
+        prepared(tmp_path, events, base=collapse_time_slots(old), once=())
