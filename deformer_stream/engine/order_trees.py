@@ -1,10 +1,13 @@
-"""Many orders of one record in a single pass: a tree whose branches are what the orders have in common.
+"""Trees of orders: many orders of one record in a single forward pass.
 
-To ask for each of n readings given all others takes n orders, each with another reading last. Written one beside the
-other they cost n² readings. But who leaves out a reading of the first half may begin with the whole second half, and so
-on by halves: a tree of n log₂ n readings in which every leaf is a reading that has all others before it. The network
-has no positions, so all branches fit into one sequence in which a reading looks back along its own branch only
-(`before` of `DEformer.conditionals`); 20 readings take 108 places in place of 400.
+An explanation needs the distribution of each of n readings given all others. That takes n orders, each with another
+reading last, which cost n² tokens if every order is computed alone. Orders share prefixes, however: all orders that end
+with a reading of the first half can begin with the whole second half, and so on recursively. The result is a tree (a
+trie) with about n·log₂ n nodes, in which each path from root to leaf is one order. 20 readings take 108 nodes instead
+of 400.
+
+The network has no positional encoding, so all nodes fit into one sequence: a mask lets each node attend to its
+ancestors only.
 """
 
 from __future__ import annotations
@@ -26,103 +29,182 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
-    """Orders of the readings 0 … W − 1, folded into T nodes, depth first.
+class OrderTree:
+    """P orders of the readings 0 … W − 1, stored as a tree of T nodes in depth-first order.
 
-    reading: (T,) which reading stands at a node. before: (T, T) bool, before[t, u] where u lies on the way to t. paths:
-    (P, L) the nodes of each order from first to last, −1 where it is shorter than the longest. of: (2, T) an order that
-    goes through the node, and the node's place in it. trees: how many equal trees, one after
-    the other, the nodes make up, which see nothing of each other.
+    Attributes:
+        reading_index: (T,) the reading at each node.
+        ancestor_mask: (T, T) bool; entry [t, u] says whether node u is an ancestor of node t.
+        paths: (P, L) the nodes of each order from first to last, with −1 as padding behind orders that are shorter than
+            the longest one.
+        path_and_depth: (2, T) for each node, one order that contains it and its position in that order.
+        num_trees: Number of equally shaped trees of which the nodes consist, one after the other. Nodes of different
+            trees have no common ancestor, so the trees can be computed as separate records.
+        num_items: Number of readings of which each is last in an order. The paths begin with one path per item, in the
+            order of the items; a mirrored tree has a second path per item behind these.
+        num_extra: Number of paths at the end that belong to extra readings (`build_order_tree`).
     """
 
-    reading: Ints
-    before: NDArray[np.bool_]
+    reading_index: Ints
+    ancestor_mask: NDArray[np.bool_]
     paths: Ints
-    of: Ints
-    trees: int = 1
+    path_and_depth: Ints
+    num_trees: int = 1
+    num_items: int = 0
+    num_extra: int = 0
 
     @property
-    def last(self) -> Ints:
-        """(P,) the node at which each order ends."""
-        ends = (self.paths >= 0).sum(1) - 1
-        return np.asarray(self.paths[np.arange(len(ends)), ends])
+    def leaves(self) -> Ints:
+        """The last node of each order, (P,)."""
+        last = (self.paths >= 0).sum(1) - 1
+        return np.asarray(self.paths[np.arange(len(last)), last])
 
 
 @lru_cache(maxsize=64)
-def each_last(given: int, items: int, asked: int = 0, mirrored: bool = False) -> Orders:
-    """Orders that begin with the given readings; each of the items is last in one of them, in the items' order.
+def build_order_tree(num_given: int, num_items: int, num_extra: int = 0, is_mirrored: bool = False) -> OrderTree:
+    """Return a tree of orders in which every item is last once.
 
-    mirrored: a second time, through the items backwards; then each pair of readings comes in both orders, and the mean
-    over all orders estimates the one over all n! orders (as antithetic pairs of orders do). asked: readings that are
-    known to none: for each, one more order that ends with it, after the given readings and all items.
+    Readings are numbered: first the given ones, then the items, then the extra ones. Every order begins with the given
+    readings. Order i continues with all items and ends with item i.
+
+    Args:
+        num_given: Number of readings with which all orders begin.
+        num_items: Number of readings of which each is last in one order.
+        num_extra: Number of further readings. For each, one more order consists of the given readings, all items, and
+            this reading at the end, so no other reading is conditioned on it.
+        is_mirrored: Add the orders of the reversed items. Every pair of items then occurs in both orders equally often,
+            so the mean over all orders estimates the mean over all n! orders with less variance (antithetic sampling).
     """
-    reading: list[int] = []
-    ways: list[list[int]] = []
+    builder = _TreeBuilder()
+    root = builder.append_path([], list(range(num_given)))
+    items = list(range(num_given, num_given + num_items))
     paths: list[list[int]] = []
-
-    def along(readings: list[int], way: list[int]) -> list[int]:
-        for each in readings:
-            ways.append(way)
-            way = [*way, len(reading)]
-            reading.append(each)
-        return way
-
-    def grow(rest: list[int], way: list[int]) -> None:
-        """An order for each of the rest, after what is on the way."""
-        if len(rest) == 1:
-            paths.append(along(rest, way))
-            return
-        half = len(rest) // 2
-        grow(rest[:half], along(rest[half:], way))
-        grow(rest[half:], along(rest[:half], way))
-
-    root = along(list(range(given)), [])
-    inner = list(range(given, given + items))
     if items:
-        grow(inner, root)
-    if items and mirrored:
-        grow(inner[::-1], root)
-    whole = paths[-1] if items else root  # the way that was gone last, so that the nodes stand depth first
-    if mirrored:
-        paths[items:] = paths[: items - 1 : -1]
-    paths += [along([given + items + a], whole) for a in range(asked)]
-    return _folded(reading, ways, paths or [root], 2 if items and mirrored and not given and not asked else 1)
+        paths += builder.append_leave_one_out(root, items)
+    if items and is_mirrored:
+        mirrored = builder.append_leave_one_out(root, items[::-1])
+        last_path = mirrored[-1]
+        paths += mirrored[::-1]
+    else:
+        last_path = paths[-1] if items else root
+    # The extra readings continue the path that was added last, so that the nodes stay in depth-first order.
+    first_extra = num_given + num_items
+    paths += [builder.append_path(last_path, [first_extra + i]) for i in range(num_extra)]
+    has_two_trees = bool(items) and is_mirrored and not num_given and not num_extra
+    return builder.build(paths or [root], 2 if has_two_trees else 1, num_items, num_extra)
 
 
-def _folded(reading: list[int], ways: list[list[int]], paths: list[list[int]], trees: int) -> Orders:
-    before = np.zeros((len(reading), len(reading)), bool)
-    for node, way in enumerate(ways):
-        before[node, way] = True
-    padded = np.full((len(paths), max(map(len, paths), default=0)), -1)
-    of = np.zeros((2, len(reading)), np.int64)
-    for p, path in enumerate(paths):
-        padded[p, : len(path)] = path
-        of[:, path] = [[p] * len(path), list(range(len(path)))]
-    return Orders(np.array(reading, np.int64), before, padded, of, trees)
+class _TreeBuilder:
+    """Nodes of a tree of orders under construction.
+
+    Attributes:
+        reading_index: The reading at each node.
+        ancestors: The ancestors of each node, root first.
+    """
+
+    def __init__(self) -> None:
+        self.reading_index: list[int] = []
+        self.ancestors: list[list[int]] = []
+
+    def append_path(self, path: list[int], readings: list[int]) -> list[int]:
+        """Add one node per reading below the last node of a path, and return the extended path."""
+        for reading in readings:
+            self.ancestors.append(path)
+            path = [*path, len(self.reading_index)]
+            self.reading_index.append(reading)
+        return path
+
+    def append_leave_one_out(self, path: list[int], items: list[int]) -> list[list[int]]:
+        """Add orders of the items below a path, one for each item as the last one.
+
+        Half of the items are appended as a common prefix of the orders that end with an item of the other half; the
+        same is done recursively with the other half.
+
+        Returns:
+            The paths of the orders, in the order of the items that they end with.
+        """
+        if len(items) == 1:
+            return [self.append_path(path, items)]
+        middle = len(items) // 2
+        first, second = items[:middle], items[middle:]
+        return [
+            *self.append_leave_one_out(self.append_path(path, second), first),
+            *self.append_leave_one_out(self.append_path(path, first), second),
+        ]
+
+    def build(self, paths: list[list[int]], num_trees: int, num_items: int, num_extra: int) -> OrderTree:
+        """Return the tree with these paths, each a list of nodes from the root to a leaf.
+
+        The other arguments are the attributes of `OrderTree` with the same names.
+        """
+        num_nodes = len(self.reading_index)
+        ancestor_mask = np.zeros((num_nodes, num_nodes), bool)
+        for node, ancestors in enumerate(self.ancestors):
+            ancestor_mask[node, ancestors] = True
+        padded_paths = np.full((len(paths), max(map(len, paths), default=0)), -1)
+        path_and_depth = np.zeros((2, num_nodes), np.int64)
+        for path_index, path in enumerate(paths):
+            padded_paths[path_index, : len(path)] = path
+            path_and_depth[0, path] = path_index
+            path_and_depth[1, path] = np.arange(len(path))
+        reading_index = np.array(self.reading_index, np.int64)
+        return OrderTree(reading_index, ancestor_mask, padded_paths, path_and_depth, num_trees, num_items, num_extra)
 
 
-def conditionals(
-    model: DEformer, orders: Orders, codes: Tensor, values: Tensor, compiled: CpuKernels | None = None
+def compute_tree_conditionals(
+    model: DEformer, tree: OrderTree, codes: Tensor, values: Tensor, kernels: CpuKernels | None = None
 ) -> Conditional:
-    """p(v | what lies on the way) at each node. codes, values: (A, W) readings of A records, normalised units → shape
-    (A, T). compiled: the model's compiled code, where it shall do the work."""
-    device = model.device
-    reading, before = torch.from_numpy(orders.reading).to(device), torch.from_numpy(orders.before).to(device)
-    features, x = codes[:, reading], values[:, reading]
-    A, T = features.shape
-    each = T // orders.trees  # trees see nothing of each other: they go side by side, as records do
-    if compiled is not None:
-        depth = orders.before[:each, :each].sum(1)
-        return compiled.whole(features.reshape(-1, each), x.reshape(-1, each), depth).shaped(A, T)
-    guide = None
-    if model.gaussians is not None:
-        P = len(orders.paths)
-        nodes = torch.from_numpy(orders.paths).to(device)
-        ordered = features[:, nodes].masked_fill(nodes < 0, -1).flatten(0, 1)
-        path, place = torch.from_numpy(orders.of).to(device)
-        rows = torch.arange(A, device=device)[:, None] * P + path
-        guide = model.gaussians(ordered, x[:, nodes].flatten(0, 1))[rows, place]
-    if guide is not None:
-        guide = PriorConditional(*(torch.unflatten(part, 1, (-1, each)).flatten(0, 1) for part in guide.parts))
-    found = model.conditionals(features.reshape(-1, each), x.reshape(-1, each), guide, before[:each, :each])
-    return found.shaped(A, T)
+    """Return the distribution of the reading at each node given the readings at its ancestors.
+
+    Args:
+        model: The network, in evaluation mode.
+        tree: A tree with T nodes over W readings.
+        codes: (A, W) feature codes of W readings of A records, without padding.
+        values: (A, W) their values in normalised units.
+        kernels: The model's compiled kernels, or None to compute with PyTorch.
+
+    Returns:
+        Conditionals of shape (A, T).
+    """
+    reading_index = torch.from_numpy(tree.reading_index).to(model.device)
+    node_codes, node_values = codes[:, reading_index], values[:, reading_index]
+    num_records, num_nodes = node_codes.shape
+    # Nodes of different trees do not attend to each other, so each tree is computed like a record of its own.
+    nodes_per_tree = num_nodes // tree.num_trees
+    tree_codes, tree_values = node_codes.reshape(-1, nodes_per_tree), node_values.reshape(-1, nodes_per_tree)
+    ancestor_mask = tree.ancestor_mask[:nodes_per_tree, :nodes_per_tree]
+    if kernels is not None:
+        depths = ancestor_mask.sum(1)
+        return kernels.conditionals_of_records(tree_codes, tree_values, depths).reshape(num_records, num_nodes)
+    prior = _compute_tree_prior(model, tree, node_codes, node_values)
+    if prior is not None:
+        prior = PriorConditional(
+            *(torch.unflatten(part, 1, (-1, nodes_per_tree)).flatten(0, 1) for part in prior.tensors)
+        )
+    mask = torch.from_numpy(ancestor_mask).to(model.device)
+    return model.conditionals(tree_codes, tree_values, prior, mask).reshape(num_records, num_nodes)
+
+
+def _compute_tree_prior(
+    model: DEformer, tree: OrderTree, node_codes: Tensor, node_values: Tensor
+) -> PriorConditional | None:
+    """Return the Gaussian prior's conditionals at each node given its ancestors; None if the model has no prior.
+
+    The prior is computed for each order as for a record of its own. Each node then takes its value from one of the
+    orders that contain it.
+
+    Args:
+        model: The network.
+        tree: A tree with T nodes and P orders.
+        node_codes: (A, T) feature codes at the nodes, of A records.
+        node_values: (A, T) values at the nodes in normalised units.
+    """
+    if model.gaussians is None:
+        return None
+    paths = torch.from_numpy(tree.paths).to(model.device)
+    path_codes = node_codes[:, paths].masked_fill(paths < 0, -1).flatten(0, 1)
+    path_values = node_values[:, paths].flatten(0, 1)
+    path_index, depth = torch.from_numpy(tree.path_and_depth).to(model.device)
+    first_path = torch.arange(len(node_codes), device=model.device)[:, None] * len(paths)
+    path_prior: PriorConditional = model.gaussians(path_codes, path_values)
+    return path_prior[first_path + path_index, depth]

@@ -89,11 +89,11 @@ def _score_together(kernels: CpuKernels, features: Ints, values: Floats) -> Scor
     running = np.full(num_records, INITIAL_RUNNING, RUNNING_DTYPE)
     terms = np.empty((3, len(codes)))
     if len(codes):
-        cache = kernels.cache(num_records * kernels.record_bytes)
+        cache = kernels.create_cache(num_records * kernels.bytes_per_record)
         pages = np.arange(num_records * cache.pages_per_record).reshape(num_records, -1)
         no_past = np.zeros(num_records, np.int64)
         batch = RaggedBatch(codes, values[is_reading].astype(np.float32), offsets, no_past, pages)
-        terms[:] = kernels.judge(cache, batch)
+        terms[:] = kernels.score(cache, batch)
         columns = np.empty((3, len(codes)))
         kernels.advance(running, np.arange(num_records), offsets, terms, is_scored, None, columns)
     return ScoredRecords(codes, terms[1], is_scored, running)

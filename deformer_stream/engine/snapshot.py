@@ -1,7 +1,11 @@
-"""What outlives a process, as values: a partition's state (`Snapshot`) and what its log cannot tell (`Decisions`).
+"""The state that outlives a process: the snapshot of a partition, and how it is exported and imported.
 
-A partition's state is a function of its log and of a few decisions, those of the clock, of the bound on open records,
-and alerts. A snapshot carries the vocabulary that it is written in, so that another model can read it.
+The state of a partition follows from its log and from a few decisions that the log alone cannot reproduce
+(`deformer_stream.engine.events.Decisions`). A `Snapshot` holds that state as a value. A consumer that is assigned the
+partition imports the latest snapshot and then replays the log from there.
+
+A snapshot names the features and labels that its codes stand for (`Vocabulary`). Another model can therefore read it,
+after its codes have been translated.
 """
 
 from __future__ import annotations
@@ -14,62 +18,98 @@ from numpy.typing import NDArray
 
 from deformer_stream.calibration.drift_state import DriftState
 from deformer_stream.engine.id_set import BoundedIdSet, StringColumn
-from deformer_stream.engine.records import Partition, RecordTable
-from deformer_stream.model.schema import Kind, Schema
+from deformer_stream.engine.records import RUNNING_DTYPE, Partition, RecordTable
+from deformer_stream.model.schema import FeatureKind, Schema
 from deformer_stream.ragged import ragged_indices
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What feature codes and label codes stand for: name, kind and labels per feature."""
+    """What the feature codes and label codes of a model stand for.
+
+    Attributes:
+        names: Name of each feature; its index is the feature code.
+        kinds: FeatureKind of each feature, continuous or discrete.
+        labels: Labels of each feature; the index of a label is its code. Empty for a continuous feature.
+    """
 
     names: tuple[str, ...]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[FeatureKind, ...]
     labels: tuple[tuple[str, ...], ...]
 
     def __len__(self) -> int:
+        """Return the number of features."""
         return len(self.names)
 
     @staticmethod
     def from_schema(schema: Schema) -> Vocabulary:
+        """Return the vocabulary of a model with this schema."""
         features = schema.features
         return Vocabulary(schema.names, tuple(f.kind for f in features), tuple(f.labels for f in features))
 
 
 @dataclass(frozen=True, slots=True)
 class TieGroups:
-    """Readings of one time, of R records with T readings, where they wait for each other (`engine.ties`).
+    """The tie groups of R records with T readings. A tie group is the readings of one record with one event time.
 
-    tied: (T,) whether a reading is of the block of the one before it. held: (R,) int32, how many of the last readings
-    are not judged yet. instant: (R,) int64 their time, or that of the last block, microseconds.
+    Attributes:
+        is_tied: (T,) whether a reading belongs to the tie group of the reading before it.
+        num_pending: (R,) int32, how many of the last readings wait for the decision of their tie group.
+        tie_time: (R,) int64 event time of the record's last tie group, microseconds.
     """
 
     is_tied: NDArray[np.bool_]
     num_pending: NDArray[np.int32]
-    tie_time: NDArray[np.int64]
+    tie_time: Ints
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One partition: R open records in the order of their opening, ids remembered as closed, watermarks of devices.
+    """The state of one partition with R open records, which have T readings in all.
 
-    vocabulary: of all codes. models: fingerprints of the models that scored the records. ids: R record ids. model: (R,)
-    int32 into models. age: (R,) int64 microseconds since the last accepted event. counts: (R,) int32 readings of each
-    record, which stand one after the other in arrival order in features, (T,) int16 codes, and values, (T,) float64 as
-    in `EventBatch`. absent_counts, absent: likewise the features declared as never coming. log_likelihood, scored,
-    total, least, peak, excess, p_value, alert_seq, alert_alpha: (R,) the records' running numbers, as in `Records`.
-    unseen_record, unseen_place, unseen_text: U labels that the model does not know, by index and place in the record.
-    window_record, window_device, window_deadline: the W records that are windows of a device's time.
-    closed: ids of closed records, the earliest first. devices, marks: D devices and their latest event times,
-    microseconds, the one heard from last at the end. drift: None where nothing is known. ties: None where readings are
-    judged one by one.
+    Array fields bear the names of the columns in which `deformer_stream.codec.state` stores them. Records are in the
+    order in which they were opened; readings stand one record after the other, in the order of arrival.
+
+    Attributes:
+        vocabulary: What the feature codes and label codes stand for.
+        models: Fingerprints of the models that score the records.
+        ids: R record ids.
+        model: (R,) int32 index into `models`.
+        age: (R,) int64 microseconds since the last accepted event.
+        counts: (R,) int32 number of readings.
+        features: (T,) int16 feature codes.
+        values: (T,) float64 values as in `EventBatch`.
+        absent_counts: (R,) int32 number of features that were declared as "will not be observed".
+        absent: int16 codes of these features, one record after the other.
+        log_likelihood: (R,) float64 sum of ln p over the scored readings.
+        scored: (R,) int32 number of scored readings.
+        total: (R,) float64 sum of the log p-values of the scored readings.
+        least: (R,) float64 smallest of these log p-values.
+        peak: (R,) float64 largest prefix statistic so far.
+        excess: (R,) float64 sum of the centered NLL (NLL minus its conditional entropy).
+        p_value: (R,) float64 p-value of the record.
+        alert_seq: (R,) int32 place of the reading that raised the first alert, -1 if there is none.
+        alert_alpha: (R,) float64 strictest alpha at which the record has alerted, `NO_ALERT` if there is none.
+        unseen_record: (U,) int32 record of each label that the model does not have, as an index into `ids`.
+        unseen_place: (U,) int32 place in the record of the reading with that label.
+        unseen_text: U labels.
+        window_record: (W,) int32 records that are windows of a device's time, as indexes into `ids`.
+        window_device: W devices of these windows.
+        window_deadline: (W,) int64 event times at which the windows close, microseconds.
+        closed: Ids of closed records, the earliest first.
+        devices: D devices, the one with the latest event last.
+        marks: (D,) int64 watermarks (latest event times) of the devices, microseconds.
+        drift: State of the partition's drift monitor, None if it has none.
+        ties: Tie groups, None if each reading is scored when it arrives.
     """
 
     vocabulary: Vocabulary
     models: tuple[str, ...]
     ids: list[str]
     model: NDArray[np.int32]
-    age: NDArray[np.int64]
+    age: Ints
     counts: NDArray[np.int32]
     features: NDArray[np.int16]
     values: NDArray[np.float64]
@@ -89,210 +129,236 @@ class Snapshot:
     unseen_text: list[str]
     window_record: NDArray[np.int32]
     window_device: list[str]
-    window_deadline: NDArray[np.int64]
+    window_deadline: Ints
     closed: StringColumn
     devices: list[str]
-    marks: NDArray[np.int64]
+    marks: Ints
     drift: DriftState | None = None
     ties: TieGroups | None = None
 
     def __len__(self) -> int:
-        """Open records."""
+        """Return the number of open records."""
         return len(self.ids)
 
-    def reading_positions(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of each reading its record and its place in it, each (T,)."""
+    def reading_positions(self) -> tuple[Ints, Ints]:
+        """Return for each reading its record (index into `ids`) and its place in that record, both (T,)."""
         return ragged_indices(self.counts)
 
     def translate(self, vocabulary: Vocabulary) -> tuple[Snapshot, int]:
-        """The same in other words: features by name, labels by text. The running numbers are those of the old words.
+        """Return the snapshot with the codes of another vocabulary.
 
-        A feature that is unknown there, or of another kind, is left out; returns how many readings went with it. An
-        alert whose reading went stays, at the reading before.
+        Features are matched by name and kind, labels by their text. Readings of features that the other vocabulary
+        does not have are dropped. The running numbers of the scores are not changed. An alert whose reading is dropped
+        moves to the reading before.
+
+        Returns:
+            The translated snapshot and the number of dropped readings.
         """
         if vocabulary == self.vocabulary:
             return self, 0
-        code = _feature_codes(self.vocabulary, vocabulary)
-        values, texts = self._relabelled(vocabulary, code)
-        features = code[self.features]
-        keep = features >= 0
+        new_codes = _map_feature_codes(self.vocabulary, vocabulary)
+        values, text_by_reading = self._translate_labels(vocabulary, new_codes)
+        features = new_codes[self.features]
+        is_kept = features >= 0
         record, _ = self.reading_positions()
-        first = np.cumsum(self.counts) - self.counts
-        before = np.concatenate([[0], np.cumsum(keep)])  # readings kept before each, over all records
-        at = np.clip(self.alert_seq + 1, 0, self.counts)
-        alert_seq = np.maximum(before[first + at] - before[first] - 1, 0)
-        new = np.array(sorted(i for i in texts if keep[i]), np.int64)  # readings whose label is not known there
-        absent = code[self.absent]
-        absent_record, _ = ragged_indices(self.absent_counts)
+        first_reading = np.cumsum(self.counts) - self.counts
+        num_kept_before = np.concatenate([[0], np.cumsum(is_kept)])  # over all records
+        after_alert = np.clip(self.alert_seq + 1, 0, self.counts)
+        num_kept_until_alert = num_kept_before[first_reading + after_alert] - num_kept_before[first_reading]
+        alert_seq = np.maximum(num_kept_until_alert - 1, 0)
+        unseen = np.array(sorted(reading for reading in text_by_reading if is_kept[reading]), np.int64)
+        missing = new_codes[self.absent]
+        missing_record, _ = ragged_indices(self.absent_counts)
         snapshot = replace(
             self,
             vocabulary=vocabulary,
-            counts=np.bincount(record[keep], minlength=len(self)).astype(np.int32),
-            features=features[keep],
-            values=values[keep],
-            absent_counts=np.bincount(absent_record[absent >= 0], minlength=len(self)).astype(np.int32),
-            absent=absent[absent >= 0],
+            counts=np.bincount(record[is_kept], minlength=len(self)).astype(np.int32),
+            features=features[is_kept],
+            values=values[is_kept],
+            absent_counts=np.bincount(missing_record[missing >= 0], minlength=len(self)).astype(np.int32),
+            absent=missing[missing >= 0],
             alert_seq=np.where(self.alert_seq < 0, -1, alert_seq).astype(np.int32),
-            unseen_record=record[new].astype(np.int32),
-            unseen_place=(before[new] - before[first[record[new]]]).astype(np.int32),
-            unseen_text=[texts[i] for i in new.tolist()],
-            ties=None if self.ties is None else self._kept(self.ties, keep),
+            unseen_record=record[unseen].astype(np.int32),
+            unseen_place=(num_kept_before[unseen] - num_kept_before[first_reading[record[unseen]]]).astype(np.int32),
+            unseen_text=[text_by_reading[reading] for reading in unseen.tolist()],
+            ties=None if self.ties is None else self._filter_ties(self.ties, is_kept),
         )
-        return snapshot, int((~keep).sum())
+        return snapshot, int((~is_kept).sum())
 
-    def _kept(self, ties: TieGroups, keep: NDArray[np.bool_]) -> TieGroups:
-        """Without the readings that are not kept, (T,)."""
+    def _filter_ties(self, ties: TieGroups, is_kept: NDArray[np.bool_]) -> TieGroups:
+        """Return the tie groups of the readings that are kept, (T,)."""
         record, place = self.reading_positions()
-        block = np.cumsum(~ties.is_tied)[keep]
-        waits = keep & (place >= (self.counts - ties.num_pending)[record])
-        held = np.bincount(record[waits], minlength=len(self)).astype(np.int32)
-        return TieGroups(np.diff(block, prepend=-1) == 0, held, ties.tie_time)
+        group = np.cumsum(~ties.is_tied)[is_kept]
+        is_pending = is_kept & (place >= (self.counts - ties.num_pending)[record])
+        num_pending = np.bincount(record[is_pending], minlength=len(self)).astype(np.int32)
+        return TieGroups(np.diff(group, prepend=-1) == 0, num_pending, ties.tie_time)
 
-    def _relabelled(
-        self, vocabulary: Vocabulary, code: NDArray[np.int16]
+    def _translate_labels(
+        self, vocabulary: Vocabulary, new_codes: NDArray[np.int16]
     ) -> tuple[NDArray[np.float64], dict[int, str]]:
-        """(T,) values with the label codes of another vocabulary; and the texts of labels that it does not know, by
-        reading. code: from `_feature_codes`."""
+        """Return the values with the label codes of another vocabulary.
+
+        Args:
+            vocabulary: The other vocabulary.
+            new_codes: New code of each feature, from `_map_feature_codes`.
+
+        Returns:
+            (T,) values; and by index of the reading, the texts of labels that the other vocabulary does not have.
+        """
         values = self.values.copy()
-        first = np.cumsum(self.counts) - self.counts
-        at = first[self.unseen_record] + self.unseen_place
-        texts = dict(zip(at.tolist(), self.unseen_text, strict=True))
-        unknown: dict[int, str] = {}
-        for old, new in enumerate(code.tolist()):
-            if new < 0 or self.vocabulary.kinds[old] != "discrete":
+        first_reading = np.cumsum(self.counts) - self.counts
+        unseen_readings = first_reading[self.unseen_record] + self.unseen_place
+        old_text_by_reading = dict(zip(unseen_readings.tolist(), self.unseen_text, strict=True))
+        text_by_reading: dict[int, str] = {}
+        for old_code, new_code in enumerate(new_codes.tolist()):
+            if new_code < 0 or self.vocabulary.kinds[old_code] != "discrete":
                 continue
-            known = {label: k for k, label in enumerate(vocabulary.labels[new])}
-            labels = self.vocabulary.labels[old]
-            table = np.array([*(known.get(label, len(known)) for label in labels), len(known)], np.float64)
-            here = np.flatnonzero(self.features == old)
-            values[here] = table[self.values[here].astype(np.int64)]
-            for i in here[values[here] == len(known)].tolist():
-                label = int(self.values[i])
-                text = labels[label] if label < len(labels) else texts.get(i)
-                if text in known:
-                    values[i] = known[text]
+            code_by_label = {label: code for code, label in enumerate(vocabulary.labels[new_code])}
+            unseen_code = len(code_by_label)
+            old_labels = self.vocabulary.labels[old_code]
+            new_label_codes = np.array(
+                [*(code_by_label.get(label, unseen_code) for label in old_labels), unseen_code], np.float64
+            )
+            readings = np.flatnonzero(self.features == old_code)
+            values[readings] = new_label_codes[self.values[readings].astype(np.int64)]
+            for reading in readings[values[readings] == unseen_code].tolist():
+                old_label = int(self.values[reading])
+                text = old_labels[old_label] if old_label < len(old_labels) else old_text_by_reading.get(reading)
+                if text in code_by_label:
+                    values[reading] = code_by_label[text]
                 elif text is not None:
-                    unknown[i] = text
-        return values, unknown
+                    text_by_reading[reading] = text
+        return values, text_by_reading
 
 
-def _feature_codes(old: Vocabulary, new: Vocabulary) -> NDArray[np.int16]:
-    """Per old feature its new code, −1 where there is none of this name and kind."""
-    codes = {(name, kind): code for code, (name, kind) in enumerate(zip(new.names, new.kinds, strict=True))}
-    pairs = zip(old.names, old.kinds, strict=True)
-    return np.array([codes.get(pair, -1) for pair in pairs], np.int16)
-
-
-# A partition's records out of their arrays into a snapshot, and back. Everything goes column by column.
-
-
-Ints = NDArray[np.int64]
+def _map_feature_codes(old: Vocabulary, new: Vocabulary) -> NDArray[np.int16]:
+    """Return the new code of each old feature, -1 if no new feature has the same name and kind."""
+    code_by_feature = {feature: code for code, feature in enumerate(zip(new.names, new.kinds, strict=True))}
+    old_features = zip(old.names, old.kinds, strict=True)
+    return np.array([code_by_feature.get(feature, -1) for feature in old_features], np.int16)
 
 
 def export_state(
-    records: RecordTable, source: int, now: int, models: Mapping[int, str], drift: DriftState | None = None
+    records: RecordTable,
+    partition_id: int,
+    now: int,
+    fingerprint_by_version: Mapping[int, str],
+    drift: DriftState | None = None,
 ) -> Snapshot:
-    """What is known of a partition. now: microseconds. models: generation → fingerprint."""
-    partition = records.partitions.get(source) or Partition(records.max_closed_ids)
+    """Return the state of one partition.
+
+    Args:
+        records: The record table.
+        partition_id: The partition. A partition without any event so far has an empty snapshot.
+        now: Current time, microseconds.
+        fingerprint_by_version: Fingerprint of each model by its number in the record table.
+        drift: State of the partition's drift monitor, if there is one.
+    """
+    partition = records.partitions.get(partition_id) or Partition(records.max_closed_ids)
     ids = list(partition.record_index_by_id)
-    slots = np.fromiter(partition.record_index_by_id.values(), np.int64, len(ids))
-    generations, model = np.unique(records.model_version[slots], return_inverse=True)
-    counts = records.num_readings[slots].astype(np.int32)
+    rows = np.fromiter(partition.record_index_by_id.values(), np.int64, len(ids))
+    versions, model = np.unique(records.model_version[rows], return_inverse=True)
+    counts = records.num_readings[rows].astype(np.int32)
     record, place = ragged_indices(counts)
-    absent_record, absent = _absent(records, slots)
-    unseen = _unseen(records, slots)
+    features, values = records.log.gather(rows[record], place)
+    missing_record, missing_feature = records.missing_features(rows)
+    unseen = _collect_unseen_labels(records, rows)
     windows = partition.watermarks.open_windows()
-    index = dict(zip(ids, range(len(ids)), strict=True)) if windows else {}
-    marks, running = partition.watermarks.watermark_by_device, records.running
+    position_by_id = dict(zip(ids, range(len(ids)), strict=True)) if windows else {}
+    watermark_by_device = partition.watermarks.watermark_by_device
+    running = records.running[rows]
+    ties = None
+    if records.holds_ties:
+        ties = TieGroups(
+            is_tied=records.log.is_tied(rows[record], place),
+            num_pending=records.num_pending[rows].astype(np.int32),
+            tie_time=records.tie_time[rows],
+        )
     return Snapshot(
         vocabulary=Vocabulary.from_schema(records.schema),
-        models=tuple(models[g] for g in generations.tolist()),
+        models=tuple(fingerprint_by_version[version] for version in versions.tolist()),
         ids=ids,
         model=model.astype(np.int32),
-        age=now - records.last_accepted_at[slots],
+        age=now - records.last_accepted_at[rows],
         counts=counts,
-        features=records.log_feature[slots[record], place],
-        values=records.log_value[slots[record], place],
-        absent_counts=np.bincount(absent_record, minlength=len(ids)).astype(np.int32),
-        absent=absent.astype(np.int16),
-        log_likelihood=running["log_likelihood"][slots],
-        scored=running["scored"][slots].astype(np.int32),
-        total=running["total"][slots],
-        least=running["least"][slots],
-        peak=running["peak"][slots],
-        excess=running["excess"][slots],
-        p_value=running["p_value"][slots],
-        alert_seq=records.alert_seq[slots],
-        alert_alpha=records.alert_alpha[slots],
-        unseen_record=np.array([i for i, _, _ in unseen], np.int32),
-        unseen_place=np.array([k for _, k, _ in unseen], np.int32),
+        features=features.astype(np.int16),
+        values=values,
+        absent_counts=np.bincount(missing_record, minlength=len(ids)).astype(np.int32),
+        absent=missing_feature.astype(np.int16),
+        log_likelihood=np.ascontiguousarray(running["log_likelihood"]),
+        scored=running["scored"].astype(np.int32),
+        total=np.ascontiguousarray(running["total"]),
+        least=np.ascontiguousarray(running["least"]),
+        peak=np.ascontiguousarray(running["peak"]),
+        excess=np.ascontiguousarray(running["excess"]),
+        p_value=np.ascontiguousarray(running["p_value"]),
+        alert_seq=records.alert_seq[rows],
+        alert_alpha=records.alert_alpha[rows],
+        unseen_record=np.array([position for position, _, _ in unseen], np.int32),
+        unseen_place=np.array([label_place for _, label_place, _ in unseen], np.int32),
         unseen_text=[text for _, _, text in unseen],
-        window_record=np.array([index[record] for record, _, _ in windows], np.int32),
+        window_record=np.array([position_by_id[record_id] for record_id, _, _ in windows], np.int32),
         window_device=[device for _, device, _ in windows],
         window_deadline=np.array([deadline for _, _, deadline in windows], np.int64),
         closed=partition.closed_ids.to_column(),
-        devices=list(marks),
-        marks=np.fromiter(marks.values(), np.int64, len(marks)),
+        devices=list(watermark_by_device),
+        marks=np.fromiter(watermark_by_device.values(), np.int64, len(watermark_by_device)),
         drift=drift,
-        ties=_blocks(records, slots) if records.holds_ties else None,
+        ties=ties,
     )
 
 
-def _blocks(records: RecordTable, slots: Ints) -> TieGroups:
-    record, place = ragged_indices(records.num_readings[slots])
-    return TieGroups(
-        records.log_tied[slots[record], place], records.num_pending[slots].astype(np.int32), records.tie_time[slots]
+def _collect_unseen_labels(records: RecordTable, rows: Ints) -> list[tuple[int, int, str]]:
+    """Return the labels that the model does not have: position of the record in `rows`, place of the reading, text."""
+    position_by_row = np.full(records.capacity, -1, np.int64)
+    position_by_row[rows] = np.arange(len(rows))
+    labels = [
+        (int(position_by_row[row]), place, text)
+        for row, text_by_place in records.unseen_labels.items()
+        for place, text in text_by_place.items()
+        if position_by_row[row] >= 0
+    ]
+    return sorted(labels)
+
+
+def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, now: int, model_version: Ints) -> Ints:
+    """Enter the state of a partition into a record table; the inverse of `export_state`.
+
+    Args:
+        records: The record table, which must not have the partition yet.
+        partition_id: The partition.
+        snapshot: Its state, in the vocabulary of the table's schema (see `Snapshot.translate`).
+        now: Current time, microseconds. Ages of records count from here, so that downtime is not idle time.
+        model_version: (R,) number of the model that scores each record from now on.
+
+    Returns:
+        (R,) rows of the snapshot's records.
+    """
+    partition = records.partition(partition_id)
+    rows = np.array([records.allocate(record_id, partition_id, partition) for record_id in snapshot.ids], np.int64)
+    records.initialize(rows, np.full(len(rows), partition_id, np.int32), model_version)
+    records.restore_records(
+        rows,
+        last_accepted_at=now - snapshot.age,
+        num_readings=snapshot.counts,
+        features=snapshot.features,
+        values=snapshot.values,
+        num_declared_missing=snapshot.absent_counts,
+        missing_features=snapshot.absent,
+        running={field: getattr(snapshot, field) for field in RUNNING_DTYPE.names or ()},
+        alert_seq=snapshot.alert_seq,
+        alert_alpha=snapshot.alert_alpha,
     )
-
-
-def _absent(records: RecordTable, slots: Ints) -> tuple[Ints, Ints]:
-    """Record (by its place among the slots) and code of every feature declared as never coming."""
-    some = np.flatnonzero(records.num_declared_missing[slots] > 0)
-    n = len(records.schema)
-    missing = np.unpackbits(records.observed_mask[slots[some]], axis=1, count=n, bitorder="little").astype(bool)
-    row, place = ragged_indices(records.num_readings[slots[some]])
-    missing[row, records.log_feature[slots[some][row], place]] = False
-    row, code = np.nonzero(missing)
-    return some[row], code
-
-
-def _unseen(records: RecordTable, slots: Ints) -> list[tuple[int, int, str]]:
-    """Record (by its place among the slots), place of the reading, text; in order."""
-    index = np.full(records.capacity, -1, np.int64)
-    index[slots] = np.arange(len(slots))
-    rows = ((int(index[slot]), texts) for slot, texts in records.unseen_labels.items() if index[slot] >= 0)
-    return sorted((i, place, text) for i, texts in rows for place, text in texts.items())
-
-
-def import_state(records: RecordTable, source: int, snapshot: Snapshot, now: int, generation: Ints) -> Ints:
-    """The inverse of `export_state`, of a snapshot in the records' own vocabulary; the slots of its records. generation: (R,)
-    of each. The partition must be new here."""
-    partition = records.partition(source)
-    slots = np.array([records.allocate(record, source, partition) for record in snapshot.ids], np.int64)
-    records.initialize(slots, np.full(len(slots), source, np.int32), generation)
-    records.last_accepted_at[slots] = now - snapshot.age
-    records.num_readings[slots], records.num_declared_missing[slots] = snapshot.counts, snapshot.absent_counts
-    record, place = snapshot.reading_positions()
-    records.log_feature[slots[record], place] = snapshot.features
-    records.log_value[slots[record], place] = snapshot.values
-    if records.holds_ties:
+    if records.holds_ties and snapshot.ties is not None:
         ties = snapshot.ties
-        records.log_tied[slots[record], place] = False if ties is None else ties.is_tied
-        if ties is not None:
-            records.num_pending[slots], records.tie_time[slots] = ties.num_pending, ties.tie_time
-    settled = np.zeros((len(slots), len(records.schema)), bool)
-    settled[record, snapshot.features] = True
-    settled[ragged_indices(snapshot.absent_counts)[0], snapshot.absent] = True
-    records.observed_mask[slots] = np.packbits(settled, axis=1, bitorder="little")
-    for name in records.running.dtype.names or ():
-        records.running[name][slots] = getattr(snapshot, name)
-    records.alert_seq[slots], records.alert_alpha[slots] = snapshot.alert_seq, snapshot.alert_alpha
-    rows, places = snapshot.unseen_record, snapshot.unseen_place
-    for slot, at, text in zip(slots[rows].tolist(), places.tolist(), snapshot.unseen_text, strict=True):
-        records.unseen_labels.setdefault(slot, {})[at] = text
-    rows, deadlines = snapshot.window_record, snapshot.window_deadline
-    for i, device, deadline in zip(rows.tolist(), snapshot.window_device, deadlines.tolist(), strict=True):
-        partition.watermarks.open_window(device, snapshot.ids[i], deadline)
+        records.restore_ties(rows, ties.is_tied, ties.num_pending, ties.tie_time)
+    label_rows = rows[snapshot.unseen_record].tolist()
+    for row, place, text in zip(label_rows, snapshot.unseen_place.tolist(), snapshot.unseen_text, strict=True):
+        records.add_unseen_label(row, place, text)
+    for position, device, deadline in zip(
+        snapshot.window_record.tolist(), snapshot.window_device, snapshot.window_deadline.tolist(), strict=True
+    ):
+        partition.watermarks.open_window(device, snapshot.ids[position], deadline)
     partition.closed_ids = BoundedIdSet(records.max_closed_ids, snapshot.closed)
     partition.watermarks.restore(zip(snapshot.devices, snapshot.marks.tolist(), strict=True))
-    return slots
+    return rows

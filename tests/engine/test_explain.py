@@ -1,7 +1,8 @@
-"""Explanations: the orders against the whole-record path, and the blame against a truth that is known."""
+"""Explanations: trees of orders against single orders, and suspects against faults that are known."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -9,113 +10,144 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state
 from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import Contribution, EventBatch, Explanation
-from deformer_stream.engine.explain import MOST_SUSPECTS, MOST_TESTED, Alarming, explain
-from deformer_stream.engine.order_trees import conditionals, each_last
-from deformer_stream.engine.queries import fill
+from deformer_stream.engine.explain import MAX_CANDIDATES, MAX_SUSPECTS, AlertRule, explain_records
+from deformer_stream.engine.imputation import impute
+from deformer_stream.engine.order_trees import build_order_tree, compute_tree_conditionals
 from deformer_stream.model.deformer import DEformer, ModelConfig, to_tensor
 from deformer_stream.model.schema import Feature, Schema
 from tests.engine.worlds import configs, model_of, normalised, records_of, schemas
-from tests.models import linear_model, linear_records
+from tests.models import draw_linear_records, train_linear_model
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+CONFIG = ModelConfig(d_model=16, layers=1, heads=1, feedforward=16, mixtures=2, hidden=(8,))
 
 
 @pytest.fixture(scope="module")
 def linear() -> DEformer:
-    return linear_model()
+    """Return a trained model of records with y = 2x + 1 and the sign of x."""
+    return train_linear_model()
 
 
 @pytest.fixture(scope="module")
-def alarming(linear: DEformer) -> Alarming:
-    rows = linear_records(300, 5)
+def alert_rule(linear: DEformer) -> AlertRule:
+    """Return the alert rule of a calibrated linear model at alpha = 1%."""
+    rows = draw_linear_records(300, 5)
     codes = np.argsort(np.random.default_rng(3).random(rows.shape), 1)
     values = linear.schema.normalise(codes, np.take_along_axis(rows, codes, 1))
     return Calibration.from_statistics(compute_max_statistics(linear, codes, values), "random").make_alert_rule(0.01)
 
 
-def never(score: Any, _: Any) -> Any:
+def never_alert(score: Any, _: Any) -> Any:
+    """Raise no alert, whatever the statistic."""
     return np.zeros(score.shape, bool)
 
 
-def always(score: Any, _: Any) -> Any:
+def always_alert(score: Any, _: Any) -> Any:
+    """Raise an alert, whatever the statistic."""
     return np.ones(score.shape, bool)
 
 
-def of(model: DEformer, codes: np.ndarray, values: np.ndarray, alarm: Alarming, effort: Any = "full") -> Explanation:
-    return explain(model, codes[None], values[None], [{}], ["r"], alarm, effort)[0]
+def explain_one(
+    model: DEformer, codes: Ints, raw_values: Floats, alert_rule: AlertRule, effort: Any = "full"
+) -> Explanation:
+    """Return the explanation of one record, given its codes and raw values in order of arrival."""
+    return explain_records(model, codes[None], raw_values[None], [{}], ["r"], alert_rule, effort)[0]
 
 
-def by_name(found: Explanation) -> dict[str, Contribution]:
-    return {part.feature: part for part in found.contributions}
+def index_by_feature(explanation: Explanation) -> dict[str, Contribution]:
+    """Return the contributions by feature name."""
+    return {part.feature: part for part in explanation.contributions}
 
 
 @settings(max_examples=60)
 @given(st.integers(0, 5), st.integers(0, 20), st.integers(0, 3), st.booleans())
-def test_orders_are_what_they_say(given_: int, items: int, asked: int, mirrored: bool) -> None:
-    orders = each_last(given_, items, asked, mirrored)
-    ways = [[int(orders.reading[node]) for node in path if node >= 0] for path in orders.paths]
-    copies = (2 if mirrored else 1) * items
-    assert [way[-1] for way in ways[:copies]] == [given_ + i for i in range(items)] * (2 if mirrored and items else 1)
-    for way in ways[:copies]:
-        assert way[:given_] == list(range(given_))
-        assert sorted(way) == list(range(given_ + items))
-    for a, way in enumerate(ways[copies : copies + asked]):
-        assert (sorted(way[:-1]), way[-1]) == (list(range(given_ + items)), given_ + items + a)
-    for path in orders.paths:
+def test_tree_contains_the_orders_that_were_requested(
+    num_given: int, num_items: int, num_extra: int, is_mirrored: bool
+) -> None:
+    tree = build_order_tree(num_given, num_items, num_extra, is_mirrored)
+    orders = [[int(tree.reading_index[node]) for node in path if node >= 0] for path in tree.paths]
+    repeats = 2 if is_mirrored and num_items else 1
+    num_leave_one_out = repeats * num_items
+    expected_leaves = [num_given + i for i in range(num_items)] * repeats
+    assert [order[-1] for order in orders[:num_leave_one_out]] == expected_leaves
+    for order in orders[:num_leave_one_out]:
+        assert order[:num_given] == list(range(num_given))
+        assert sorted(order) == list(range(num_given + num_items))
+    for i, order in enumerate(orders[num_leave_one_out : num_leave_one_out + num_extra]):
+        assert sorted(order[:-1]) == list(range(num_given + num_items))
+        assert order[-1] == num_given + num_items + i
+    for path in tree.paths:
         nodes = path[path >= 0]
         for k, node in enumerate(nodes):
-            assert set(np.flatnonzero(orders.before[node])) == set(nodes[:k].tolist())
-    way: list[int] = []  # depth first: who comes later on the way takes the place of who stood there before
-    for node, before in enumerate(orders.before):
-        way[before.sum() :] = [node]
-        assert np.flatnonzero(before).tolist() == way[:-1]
-    if items > 2:
-        assert len(orders.reading) < 2 * (given_ + items * (items.bit_length() + 1) + asked * 1) + asked
+            assert set(np.flatnonzero(tree.ancestor_mask[node])) == set(nodes[:k].tolist())
+    if num_items > 2:
+        bound = 2 * (num_given + num_items * (num_items.bit_length() + 1) + num_extra) + num_extra
+        assert len(tree.reading_index) < bound
+
+
+@given(st.integers(0, 5), st.integers(0, 20), st.integers(0, 3), st.booleans())
+def test_tree_nodes_are_in_depth_first_order(num_given: int, num_items: int, num_extra: int, is_mirrored: bool) -> None:
+    """The compiled kernels rely on it: a new node replaces the previous node of the same depth and all below it."""
+    tree = build_order_tree(num_given, num_items, num_extra, is_mirrored)
+    current_path: list[int] = []
+    for node, is_ancestor in enumerate(tree.ancestor_mask):
+        current_path[is_ancestor.sum() :] = [node]
+        assert np.flatnonzero(is_ancestor).tolist() == current_path[:-1]
 
 
 @settings(max_examples=20, deadline=None)
 @given(schemas(most=7), configs, st.integers(0, 99), st.booleans())
-def test_a_tree_of_orders_equals_the_orders_one_by_one(
-    schema: Schema, config: ModelConfig, seed: int, mirrored: bool
+def test_tree_conditionals_equal_those_of_single_orders(
+    schema: Schema, config: ModelConfig, seed: int, is_mirrored: bool
 ) -> None:
-    model, W = model_of(schema, config, seed), len(schema)
-    codes, raw = records_of(schema, 3, seed)
-    features, values = torch.from_numpy(codes), to_tensor(normalised(schema, codes, raw), model)
-    orders = each_last(W // 3, W - W // 3 - W // 4, W // 4, mirrored)
+    model, num_features = model_of(schema, config, seed), len(schema)
+    codes, raw_values = records_of(schema, 3, seed)
+    features, values = torch.from_numpy(codes), to_tensor(normalised(schema, codes, raw_values), model)
+    num_given, num_extra = num_features // 3, num_features // 4
+    tree = build_order_tree(num_given, num_features - num_given - num_extra, num_extra, is_mirrored)
     with torch.inference_mode():
-        together = conditionals(model, orders, features, values).log_prob(values[:, orders.reading])
-        for path in orders.paths:
+        by_node = compute_tree_conditionals(model, tree, features, values).log_prob(values[:, tree.reading_index])
+        for path in tree.paths:
             nodes = path[path >= 0]
-            way = orders.reading[nodes]
-            alone = model.conditionals(features[:, way], values[:, way]).log_prob(values[:, way])
-            torch.testing.assert_close(together[:, nodes], alone, rtol=1e-8, atol=1e-8)
+            order = tree.reading_index[nodes]
+            expected = model.conditionals(features[:, order], values[:, order]).log_prob(values[:, order])
+            torch.testing.assert_close(by_node[:, nodes], expected, rtol=1e-8, atol=1e-8)
 
 
 @settings(max_examples=15, deadline=None)
-@given(schemas(most=8, context=True), configs, st.integers(0, 99), st.sampled_from([never, always]))
-def test_what_an_explanation_says(schema: Schema, config: ModelConfig, seed: int, alarm: Alarming) -> None:
+@given(schemas(most=8, context=True), configs, st.integers(0, 99), st.sampled_from([never_alert, always_alert]))
+def test_explanations_are_complete_and_independent_of_the_batch(
+    schema: Schema, config: ModelConfig, seed: int, alert_rule: AlertRule
+) -> None:
     model = model_of(schema, config, seed)
-    codes, raw = records_of(schema, 4, seed, missing=0.2)
-    found = explain(model, codes, raw, [{}] * 4, list("abcd"), alarm)
+    codes, raw_values = records_of(schema, 4, seed, missing=0.2)
+    record_ids = list("abcd")
+    explanations = explain_records(model, codes, raw_values, [{}] * 4, record_ids, alert_rule)
     for row in range(4):
-        own = codes[row][codes[row] >= 0]
-        scored = own[~schema.context[own]]
-        parts = found[row].contributions
-        assert sorted(part.feature for part in parts) == sorted(schema.names[code] for code in scored)
+        record_codes = codes[row][codes[row] >= 0]
+        scored_codes = record_codes[~schema.is_context[record_codes]]
+        parts = explanations[row].contributions
+        assert sorted(part.feature for part in parts) == sorted(schema.names[code] for code in scored_codes)
         reliefs = np.sort([part.relief for part in parts if part.relief is not None])
-        assume((np.diff(reliefs) > 1e-9).all())  # of two that are equally suspicious the last bit decides
-        alone = explain(model, codes[row : row + 1], raw[row : row + 1], [{}], ["abcd"[row]], alarm)[0]
-        assert [part.feature for part in alone.contributions] == [part.feature for part in parts]
-        np.testing.assert_allclose([p.surprise for p in alone.contributions], [p.surprise for p in parts], atol=1e-6)
-        suspects = [part.suspect for part in parts]
-        assert suspects == sorted(suspects, reverse=True)
+        assume((np.diff(reliefs) > 1e-9).all())  # rounding decides between equally suspicious readings
+        rows = slice(row, row + 1)
+        (single,) = explain_records(model, codes[rows], raw_values[rows], [{}], record_ids[rows], alert_rule)
+        assert [part.feature for part in single.contributions] == [part.feature for part in parts]
+        np.testing.assert_allclose([p.surprise for p in single.contributions], [p.surprise for p in parts], atol=1e-6)
+        is_suspect = [part.suspect for part in parts]
+        assert is_suspect == sorted(is_suspect, reverse=True)
         if not parts:
             continue
-        assert sum(suspects) == (1 if alarm is never else min(MOST_SUSPECTS, len(scored)))
-        assert found[row].silenced_by == ((parts[0].feature,) if alarm is never else None)
+        assert sum(is_suspect) == (1 if alert_rule is never_alert else min(MAX_SUSPECTS, len(scored_codes)))
+        assert explanations[row].silenced_by == ((parts[0].feature,) if alert_rule is never_alert else None)
         for part in parts:
             assert part.surprise >= 0
             assert part.leave_one_out is not None
@@ -125,83 +157,89 @@ def test_what_an_explanation_says(schema: Schema, config: ModelConfig, seed: int
                 assert part.expected.low <= part.expected.median <= part.expected.high
 
 
-def test_attributions_add_up_and_the_last_term_is_the_leave_one_out_surprise() -> None:
+def test_attributions_approximate_shapley_values() -> None:
+    """An untrained model's conditionals depend on the order, so the attributions are compared with all orders."""
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(5)))
-    model = model_of(schema, ModelConfig(16, 1, 1, 16, 2, hidden=(8,)), 3)
-    codes, raw = np.arange(5), np.array([0.3, -1.0, 2.0, 0.1, 5.0])
-    parts = by_name(of(model, codes, raw, always))
-    # A model whose conditionals depend on order little enough is not to be had untrained: all orders, then.
-    import itertools
-
-    every = np.array(list(itertools.permutations(range(5))))
-    values = torch.from_numpy(schema.normalise(every, raw[every]))
+    model = model_of(schema, CONFIG, 3)
+    codes, raw_values = np.arange(5), np.array([0.3, -1.0, 2.0, 0.1, 5.0])
+    parts = index_by_feature(explain_one(model, codes, raw_values, always_alert))
+    orders = np.array(list(itertools.permutations(range(5))))
+    values = torch.from_numpy(schema.normalise(orders, raw_values[orders]))
     with torch.inference_mode():
-        terms = -model.conditionals(torch.from_numpy(every), values).log_prob(values).numpy()
-    shapley = np.array([terms[every == f].mean() for f in range(5)])
-    found = np.array([parts[f"f{f}"].attribution for f in range(5)])
-    assert abs(found.sum() - shapley.sum()) < 0.1 * abs(shapley).sum()
-    np.testing.assert_allclose(found, shapley, atol=0.25 * np.abs(shapley).max())
+        surprisal = -model.conditionals(torch.from_numpy(orders), values).log_prob(values).numpy()
+    shapley = np.array([surprisal[orders == f].mean() for f in range(5)])
+    attributions = np.array([parts[f"f{f}"].attribution for f in range(5)])
+    assert abs(attributions.sum() - shapley.sum()) < 0.1 * abs(shapley).sum()
+    np.testing.assert_allclose(attributions, shapley, atol=0.25 * np.abs(shapley).max())
     for f in range(5):
-        ends = terms[every[:, -1] == f, -1]
-        assert ends.min() - 1e-6 <= parts[f"f{f}"].leave_one_out <= ends.max() + 1e-6  # type: ignore[operator]
+        last_terms = surprisal[orders[:, -1] == f, -1]
+        leave_one_out = parts[f"f{f}"].leave_one_out
+        assert leave_one_out is not None
+        assert last_terms.min() - 1e-6 <= leave_one_out <= last_terms.max() + 1e-6
 
 
 @pytest.mark.parametrize("faulty", [0, 1, 2])
-def test_the_faulty_one_is_blamed_and_its_replacement_silences(
-    linear: DEformer, alarming: Alarming, faulty: int
+def test_faulty_reading_is_the_suspect_and_its_replacement_avoids_the_alert(
+    linear: DEformer, alert_rule: AlertRule, faulty: int
 ) -> None:
-    """With three readings two can outvote one."""
-    rows = linear_records(40, 21)
+    """With three readings, the two normal ones identify the faulty one."""
+    rows = draw_linear_records(40, 21)
     rows = rows[np.abs(rows[:, 0]) > 0.5][:12]
     rows[:, faulty] = [lambda x: -x, lambda y: 2 - y, lambda s: 1 - s][faulty](rows[:, faulty])
-    rng, hits = np.random.default_rng(1), 0
+    rng, num_hits = np.random.default_rng(1), 0
     for row in rows:
         codes = rng.permutation(3)
-        found = of(linear, codes, row[codes], alarming)
-        first = found.contributions[0]
-        hits += first.feature == linear.schema.names[faulty]
+        explanation = explain_one(linear, codes, row[codes], alert_rule)
+        first = explanation.contributions[0]
+        num_hits += first.feature == linear.schema.names[faulty]
         assert first.suspect
-        assert found.silenced_by is not None
-        mended = row.copy()
-        mended[[linear.schema.codes[name] for name in found.silenced_by]] = np.nan
-        mended = np.where(np.isnan(mended), fill(linear, mended[None], np.isnan(mended)[None]).value[0], mended)
-        normal = linear.schema.normalise(codes, mended[codes])
-        assert not alarming(compute_max_statistics(linear, codes[None], normal[None])[:, None], ["r"]).any()
-    assert hits >= 10
+        assert explanation.silenced_by is not None
+        repaired = row.copy()
+        repaired[[linear.schema.code_by_name[name] for name in explanation.silenced_by]] = np.nan
+        is_missing = np.isnan(repaired)
+        repaired = np.where(is_missing, impute(linear, repaired[None], is_missing[None]).median[0], repaired)
+        values = linear.schema.normalise(codes, repaired[codes])
+        assert not alert_rule(compute_max_statistics(linear, codes[None], values[None])[:, None], ["r"]).any()
+    assert num_hits >= 10
 
 
-def test_of_a_block_of_ties_the_end_counts(linear: DEformer) -> None:
-    """A large x alone would alert, with the y that came at once it would not; "minus" is wrong."""
-    codes, raw = np.arange(3)[None], np.array([[2.6, 6.2, 0.0]])
-    sound = linear.schema.normalise(codes, np.array([[2.6, 6.2, 1.0]]))
+def test_only_the_last_reading_of_a_tie_group_is_a_decision_point(linear: DEformer) -> None:
+    """A large x alone would raise an alert, x with its simultaneous y would not, and the label "minus" is wrong."""
+    codes, raw_values = np.arange(3)[None], np.array([[2.6, 6.2, 0.0]])
+    normal_values = linear.schema.normalise(codes, np.array([[2.6, 6.2, 1.0]]))
     with torch.inference_mode():
-        values = to_tensor(sound, linear)
-        log_p = linear.conditionals(torch.from_numpy(codes), values).log_p_value(values).double().numpy()
-    everywhere, at_the_end = (
-        float(advance_prefix_state(PrefixState.initial(1), log_p, codes >= 0, ends)[1].max_statistic[0]) for ends in (codes >= 0, codes == 2)
-    )
-    assert everywhere > 1.2 * at_the_end
-    threshold = (everywhere + at_the_end) / 2
+        x = to_tensor(normal_values, linear)
+        log_p = linear.conditionals(torch.from_numpy(codes), x).log_p_value(x).double().numpy()
 
-    def alarm(score: Any, _: Any) -> Any:
+    def compute_statistic(is_decision_point: NDArray[np.bool_]) -> float:
+        _, state = advance_prefix_state(PrefixState.initial(1), log_p, codes >= 0, is_decision_point)
+        return float(state.max_statistic[0])
+
+    at_every_reading, at_the_last = compute_statistic(codes >= 0), compute_statistic(codes == 2)
+    assert at_every_reading > 1.2 * at_the_last
+    threshold = (at_every_reading + at_the_last) / 2
+
+    def alert_rule(score: Any, _: Any) -> Any:
         return score > threshold
 
-    def silenced(ends: list[bool]) -> Any:
-        return explain(linear, codes, raw, [{}], ["r"], alarm, ends=np.array([ends]))[0].silenced_by
+    def find_silencing_set(is_decision_point: list[bool]) -> Any:
+        points = np.array([is_decision_point])
+        (explanation,) = explain_records(linear, codes, raw_values, [{}], ["r"], alert_rule, is_decision_point=points)
+        return explanation.silenced_by
 
-    assert silenced([False, False, True]) == ("sign",)
-    assert silenced([True, False, True]) != ("sign",)
+    assert find_silencing_set([False, False, True]) == ("sign",)
+    assert find_silencing_set([True, False, True]) != ("sign",)
     calibration = Calibration.from_statistics(np.full(99, threshold), "arrival", tie_policy="hold")
     engine = Engine(linear, calibration, "m", 0.01)
-    none = np.zeros(3, np.int32)
-    batch = EventBatch(["r"] * 3, codes[0].astype(np.int32), raw[0], none + np.int64(5), none, none)
+    zeros = np.zeros(3, np.int32)
+    batch = EventBatch(["r"] * 3, codes[0].astype(np.int32), raw_values[0], zeros + np.int64(5), zeros, zeros)
     (alert,) = engine.handle(batch, 0).alerts
     assert alert.silenced_by == ("sign",)
 
 
-def test_expected_ranges_trust_the_rest_only(linear: DEformer, alarming: Alarming) -> None:
-    """x = 1 and "plus" agree, y = −9 does not: x is expected where "plus" puts it, not where y would."""
-    parts = by_name(of(linear, np.array([1, 0, 2]), np.array([-9.0, 1.0, 1.0]), alarming))
+def test_expected_ranges_are_conditioned_on_trusted_readings_only(linear: DEformer, alert_rule: AlertRule) -> None:
+    """x = 1 and "plus" agree and y = −9 does not, so x is expected where "plus" indicates, not where y does."""
+    parts = index_by_feature(explain_one(linear, np.array([1, 0, 2]), np.array([-9.0, 1.0, 1.0]), alert_rule))
     assert parts["y"].suspect
     assert 2.0 < parts["y"].expected.median < 4.0  # type: ignore[operator]
     assert 0.0 < parts["x"].expected.median < 2.0  # type: ignore[operator]
@@ -210,47 +248,50 @@ def test_expected_ranges_trust_the_rest_only(linear: DEformer, alarming: Alarmin
     assert parts["y"].relief > parts["x"].relief + 1  # type: ignore[operator]
 
 
-def test_records_have_orders_of_their_own_that_stay() -> None:
+def test_orders_depend_on_the_record_id_only() -> None:
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(6)))
-    model = model_of(schema, ModelConfig(16, 1, 1, 16, 2, hidden=(8,)), 1)
-    names = ["pump-1", "pump-2", "pump-1"]
-    codes, raw = np.tile(np.arange(6), (3, 1)), np.tile(np.linspace(-1, 2, 6), (3, 1))
-    one, other, again = (by_name(found)["f3"].relief for found in explain(model, codes, raw, [{}] * 3, names, always))
-    assert one == pytest.approx(again, abs=1e-9)
-    assert one != pytest.approx(other, abs=1e-9)
+    model = model_of(schema, CONFIG, 1)
+    record_ids = ["pump-1", "pump-2", "pump-1"]
+    codes, raw_values = np.tile(np.arange(6), (3, 1)), np.tile(np.linspace(-1, 2, 6), (3, 1))
+    explanations = explain_records(model, codes, raw_values, [{}] * 3, record_ids, always_alert)
+    first, other, repeated = (index_by_feature(explanation)["f3"].relief for explanation in explanations)
+    assert first == pytest.approx(repeated, abs=1e-9)
+    assert first != pytest.approx(other, abs=1e-9)
 
 
-def test_labels_never_seen(linear: DEformer, alarming: Alarming) -> None:
-    (found,) = explain(linear, np.array([[2, 0, 1]]), np.array([[2.0, 1.0, 3.0]]), [{0: "sideways"}], ["r"], alarming)
-    first = found.contributions[0]
+def test_unseen_label_is_shown_as_text(linear: DEformer, alert_rule: AlertRule) -> None:
+    codes, raw_values = np.array([[2, 0, 1]]), np.array([[2.0, 1.0, 3.0]])
+    (explanation,) = explain_records(linear, codes, raw_values, [{0: "sideways"}], ["r"], alert_rule)
+    first = explanation.contributions[0]
     assert (first.feature, first.value, first.expected.median) == ("sign", "sideways", "plus")
-    assert found.silenced_by == ("sign",)
+    assert explanation.silenced_by == ("sign",)
 
 
-def test_of_many_readings_the_most_surprising_are_tested() -> None:
-    n = MOST_TESTED + 6
-    schema = Schema(tuple(Feature(f"f{i}", "continuous", context=i == 0) for i in range(n)))
-    model = model_of(schema, ModelConfig(16, 1, 1, 16, 2, hidden=(8,)), 1, torch.float32)
-    raw = np.random.default_rng(2).normal(size=n)
-    raw[[5, 40]] = 300.0
-    found = of(model, np.arange(n), raw, always)
-    assert len(found.contributions) == n - 1
-    tested = [part for part in found.contributions if part.relief is not None]
-    assert len(tested) == MOST_TESTED
-    assert {"f5", "f40"} <= {part.feature for part in tested}
-    assert all(np.isfinite(part.surprise) and part.attribution is not None for part in found.contributions)
-    assert found.contributions[-1].leave_one_out is None
+def test_most_surprising_readings_become_candidates() -> None:
+    num_features = MAX_CANDIDATES + 6
+    schema = Schema(tuple(Feature(f"f{i}", "continuous", context=i == 0) for i in range(num_features)))
+    model = model_of(schema, CONFIG, 1, torch.float32)
+    raw_values = np.random.default_rng(2).normal(size=num_features)
+    raw_values[[5, 40]] = 300.0
+    explanation = explain_one(model, np.arange(num_features), raw_values, always_alert)
+    assert len(explanation.contributions) == num_features - 1
+    candidates = [part for part in explanation.contributions if part.relief is not None]
+    assert len(candidates) == MAX_CANDIDATES
+    assert {"f5", "f40"} <= {part.feature for part in candidates}
+    assert all(np.isfinite(part.surprise) and part.attribution is not None for part in explanation.contributions)
+    assert explanation.contributions[-1].leave_one_out is None
 
 
-def test_less_effort(linear: DEformer) -> None:
-    codes, raw = np.array([2, 0, 1]), np.array([1.0, 1.0, -9.0])
-    fast = of(linear, codes, raw, always, "fast")
+def test_fast_effort_conditions_on_earlier_readings_and_off_returns_nothing(linear: DEformer) -> None:
+    codes, raw_values = np.array([2, 0, 1]), np.array([1.0, 1.0, -9.0])
+    fast = explain_one(linear, codes, raw_values, always_alert, "fast")
     assert fast.silenced_by is None
     assert fast.contributions[0].feature == "y"
     assert all(part.relief is None and part.attribution is None and not part.suspect for part in fast.contributions)
-    values = torch.from_numpy(linear.schema.normalise(codes, raw)[None]).float()
+    values = torch.from_numpy(linear.schema.normalise(codes, raw_values)[None]).float()
     with torch.inference_mode():
         log_p = linear.conditionals(torch.from_numpy(codes[None]), values).log_p_value(values)[0].tolist()
-    surprises = [by_name(fast)[linear.schema.names[code]].surprise for code in codes]
-    assert surprises == pytest.approx([-one for one in log_p], abs=1e-4)
-    assert of(linear, codes, raw, always, "off") == Explanation(())
+    parts = index_by_feature(fast)
+    surprises = [parts[linear.schema.names[code]].surprise for code in codes]
+    assert surprises == pytest.approx([-value for value in log_p], abs=1e-4)
+    assert explain_one(linear, codes, raw_values, always_alert, "off") == Explanation(())

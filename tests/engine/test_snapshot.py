@@ -129,7 +129,8 @@ def test_the_clock_closes_after_the_events_of_its_time() -> None:
 def test_records_of_partitions_that_are_being_restored_are_held() -> None:
     engine = engine_of(Limits(record_timeout=100, max_open_records=2))
     first = batch_of([reading("r", 0), reading("s", 0, source=1), reading("t", 0, source=1)])
-    assert engine.handle(first, 0, restoring={0, 1}).closed.record_ids == []
+    engine.replay(first, 0)
+    assert engine.handle(EventBatch.empty(), 0, restoring={0, 1}).closed.record_ids == []
     effects = engine.handle(EventBatch.empty(), 100, restoring={1})
     assert (effects.closed.record_ids, effects.closed.reasons) == (["r"], [CloseReason.TIMEOUT])
     engine.handle(batch_of([reading("u", 0)]), 100, restoring={1})

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Feature, Schema
-from deformer_stream.model.time_slots import repeated
+from deformer_stream.model.time_slots import expand_time_slots
 from deformer_stream.model.windows import Window
 
 
@@ -33,7 +33,7 @@ def schemas(draw: st.DrawFn, most: int = 60, context: bool = False) -> Schema:
             period = 4 * scale if rng.random() < 0.15 else None
             features.append(Feature(f"f{i}", "continuous", hidden, coordinates, location, scale, period=period))
     schema, slots = Schema(tuple(features)), draw(st.sampled_from([1, 3]))
-    return repeated(schema, Window(60_000_000, slots)) if 1 < slots * n <= most else schema
+    return expand_time_slots(schema, Window(60_000_000, slots)) if 1 < slots * n <= most else schema
 
 
 configs = st.builds(
