@@ -1,4 +1,4 @@
-"""What tests of commands share: a table of records, its events, and what a command that fails looks like."""
+"""Shared data and assertions of the tests that run commands."""
 
 from __future__ import annotations
 
@@ -10,25 +10,36 @@ from typing import Any
 
 import pyarrow as pa
 
-from tests.models import SCHEMA, rows_of
+from tests.models import SCHEMA, draw_rows
 
-Run = Callable[..., SimpleNamespace]
-N = 80
+RunCommand = Callable[..., SimpleNamespace]
+"""Runs a command in this process.
+
+Its arguments are the words of the command line. The result has the exit status (`code`), standard output (`out`),
+standard error (`err`), and the lines of standard error (`lines`).
+"""
+
+NUM_RECORDS = 80
+"""Number of records of `make_record_table`."""
 
 
-def table_of_records() -> pa.Table:
-    """Whole records with gaps, a column that is no feature, and a time."""
-    rows = rows_of(SCHEMA, N, 9)
+def make_record_table() -> pa.Table:
+    """Return a wide table of records with missing readings, ids, times, and a column `note` that is not a feature."""
+    rows = draw_rows(SCHEMA, NUM_RECORDS, 9)
     columns: dict[str, Any] = {name: [row.get(name) for row in rows] for name in SCHEMA.names}
     columns["temperature"] = [None if x is None else round(x, 1) for x in columns["temperature"]]
-    columns["record"] = [f"r{i}" for i in range(N)]
-    columns["note"] = [f"note {i}" for i in range(N)]
-    columns["at"] = pa.array([1_700_000_000_000_000 + 10**6 * i for i in range(N)], pa.timestamp("us", "UTC"))
+    columns["record"] = [f"r{i}" for i in range(NUM_RECORDS)]
+    columns["note"] = [f"note {i}" for i in range(NUM_RECORDS)]
+    microseconds = [1_700_000_000_000_000 + 10**6 * i for i in range(NUM_RECORDS)]
+    columns["at"] = pa.array(microseconds, pa.timestamp("us", "UTC"))
     return pa.table(columns)
 
 
-def events_of(table: pa.Table) -> list[dict[str, Any]]:
-    """Single readings, all records interleaved, each record in the order of the columns."""
+def list_events(table: pa.Table) -> list[dict[str, Any]]:
+    """Return the readings of a record table as single events.
+
+    The first readings of all records come first, then the second ones, and so on, in the order of the columns.
+    """
     rows = table.to_pylist()
     return [
         {"record": row["record"], "feature": name, "value": row[name], "time": row["at"].timestamp()}
@@ -38,11 +49,13 @@ def events_of(table: pa.Table) -> list[dict[str, Any]]:
     ]
 
 
-def documents(path: Path) -> list[dict[str, Any]]:
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON documents of a file with one document per line."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def failed(ended: SimpleNamespace, code: int, *words: object) -> None:
-    assert (ended.code, ended.out, len(ended.lines)) == (code, "", 1), ended.err
+def assert_command_failed(result: SimpleNamespace, code: int, *words: object) -> None:
+    """Assert that a command ended with an exit status and one line on standard error that contains all words."""
+    assert (result.code, result.out, len(result.lines)) == (code, "", 1), result.err
     for word in words:
-        assert str(word) in ended.lines[0]
+        assert str(word) in result.lines[0]

@@ -1,4 +1,8 @@
-"""Small models without training, and one that knows a line: for tests of everything around the model."""
+"""Small models and random records for tests.
+
+Most tests need some model, not a good one: `make_small_model` has random weights. Tests of imputation and explanations
+need a model that has learned something: `train_linear_model` learns y = 2x + 1 in a few seconds.
+"""
 
 from __future__ import annotations
 
@@ -26,36 +30,47 @@ SCHEMA = Schema(
     )
 )
 CONFIG = ModelConfig(d_model=16, layers=2, heads=2, feedforward=32, mixtures=3, embedding=6, hidden=(16,))
-TRAINING = {"epochs": 3, "held_out_log_likelihood": -4.25, "data_fingerprint": "0123", "curve": [1.0, 0.5]}
+TRAINING_SUMMARY = {"epochs": 3, "held_out_log_likelihood": -4.25, "data_fingerprint": "0123", "curve": [1.0, 0.5]}
 
 
-def small_model(seed: int = 0) -> DEformer:
-    """Random weights; conditionals that differ from reading to reading."""
+def make_small_model(seed: int = 0) -> DEformer:
+    """Return a model of `SCHEMA` with random weights, whose conditionals depend strongly on the earlier readings."""
     return model_of(SCHEMA, CONFIG, seed, torch.float32)
 
 
-def calibration_of(model: DEformer, n: int = 199, seed: int = 7, order: str = "random") -> Calibration:
-    """From random records in random orders."""
-    codes, values = records_of(model.schema, n, seed, missing=0.1)
-    return Calibration.from_statistics(compute_max_statistics(model, codes, normalised(model.schema, codes, values)), order)
+def make_calibration(
+    model: DEformer, num_records: int = 199, seed: int = 7, arrival_order: str = "random"
+) -> Calibration:
+    """Return a calibration of the model on random records in random orders.
+
+    Args:
+        model: The model that scores the records.
+        num_records: Number of calibration records.
+        seed: Seed of the records.
+        arrival_order: The name of the arrival order that the calibration states.
+    """
+    codes, raw_values = records_of(model.schema, num_records, seed, missing=0.1)
+    statistics = compute_max_statistics(model, codes, normalised(model.schema, codes, raw_values))
+    return Calibration.from_statistics(statistics, arrival_order)
 
 
-def write_model(directory: Path, seed: int = 0, order: str = "random") -> Path:
-    """A model directory as `deformer-train` would have written it."""
-    model = small_model(seed)
-    model_store.write(directory, model, calibration_of(model, order=order), TRAINING, "<!doctype html><p>report</p>")
+def write_model(directory: Path, seed: int = 0, arrival_order: str = "random") -> Path:
+    """Write a model directory as `deformer-train` does, with a calibrated small model, and return its path."""
+    model = make_small_model(seed)
+    calibration = make_calibration(model, arrival_order=arrival_order)
+    model_store.write(directory, model, calibration, TRAINING_SUMMARY, "<!doctype html><p>report</p>")
     return directory
 
 
-def linear_records(n: int, seed: int) -> NDArray[np.float64]:
-    """(n, 3): x normal, y = 2x + 1 with a little noise, and the sign of x as label code."""
+def draw_linear_records(n: int, seed: int) -> NDArray[np.float64]:
+    """Draw n records, (n, 3): x is standard normal, y = 2x + 1 plus a little noise, and the sign of x is a label code."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=n)
     return np.stack([x, 2 * x + 1 + 0.1 * rng.normal(size=n), (x > 0).astype(float)], 1)
 
 
-def linear_model(steps: int = 250) -> DEformer:
-    """Trained for a few seconds on `linear_records`."""
+def train_linear_model(steps: int = 250) -> DEformer:
+    """Return a model that was trained on `draw_linear_records` for a few seconds."""
     torch.manual_seed(0)
     schema = Schema(
         (
@@ -67,7 +82,7 @@ def linear_model(steps: int = 250) -> DEformer:
     model = DEformer(schema, ModelConfig(d_model=32, layers=2, heads=2, feedforward=64, mixtures=4, hidden=(32,)))
     optimiser = torch.optim.Adam(model.parameters(), 3e-3)
     rng = np.random.default_rng(1)
-    raw = linear_records(steps * 128, 2)
+    raw = draw_linear_records(steps * 128, 2)
     for step in range(steps):
         rows = raw[128 * step : 128 * (step + 1)]
         codes = np.argsort(rng.random(rows.shape), 1)
@@ -79,15 +94,24 @@ def linear_model(steps: int = 250) -> DEformer:
     return model.eval()
 
 
-def rows_of(schema: Schema, n: int, seed: int, missing: float = 0.1) -> list[dict[str, float | str]]:
-    """Records as mappings in random orders of arrival, raw values and label texts."""
-    codes, values = records_of(schema, n, seed, missing)
+def draw_rows(schema: Schema, num_records: int, seed: int, missing_share: float = 0.1) -> list[dict[str, float | str]]:
+    """Draw random records as dictionaries from feature name to raw value or label text.
+
+    The order of a dictionary is the record's order of arrival.
+
+    Args:
+        schema: The features.
+        num_records: Number of records.
+        seed: Seed of the records.
+        missing_share: Probability that a reading is missing.
+    """
+    codes, raw_values = records_of(schema, num_records, seed, missing_share)
     rows = []
-    for order, numbers in zip(codes.tolist(), values.tolist(), strict=True):
+    for record_codes, record_values in zip(codes.tolist(), raw_values.tolist(), strict=True):
         row: dict[str, float | str] = {}
-        for code, number in zip(order, numbers, strict=True):
+        for code, value in zip(record_codes, record_values, strict=True):
             if code >= 0:
                 labels = schema.features[code].labels
-                row[schema.names[code]] = (*labels, "unheard of")[int(number)] if labels else number
+                row[schema.names[code]] = (*labels, "unheard of")[int(value)] if labels else value
         rows.append(row)
     return rows

@@ -1,4 +1,4 @@
-"""Irregular series of two sensors, for tests of windows in slots: `pressure` does what `flow` did some slots ago."""
+"""Random event streams of devices with two sensors, for tests of windows with time slots."""
 
 from __future__ import annotations
 
@@ -7,32 +7,44 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-STEP, WINDOW = 10.0, 60.0
-"""Seconds of a slot and of a window."""
+SLOT_SECONDS, WINDOW_SECONDS = 10.0, 60.0
+"""Lengths of a time slot and of a window in seconds."""
+
+WINDOWS_PER_DEVICE = 20
 
 
-def series(windows: int, seed: int, lag: int = 1, missing: float = 0.1) -> list[dict[str, Any]]:
-    """Events of as many windows of 60 s, twenty of each device, in order of time. In every ten seconds each sensor
-    reports once, at any time of them, or not; each device says once a window what it is."""
+def draw_event_series(num_windows: int, seed: int, lag: int = 1, missing: float = 0.1) -> list[dict[str, Any]]:
+    """Draw events of several devices in order of time.
+
+    In every time slot, each of two sensors reports once at a random time. `flow` follows an autoregressive process, and
+    `pressure` repeats it some slots later. Each device reports its label `site` once per window.
+
+    Args:
+        num_windows: Number of windows of 60 s in all; each device has twenty.
+        seed: Seed of the series.
+        lag: Number of slots by which `pressure` follows `flow`.
+        missing: Probability that a sensor does not report in a slot.
+    """
     rng = np.random.default_rng(seed)
     events: list[dict[str, Any]] = []
-    for device in range(windows // 20):
-        steps = 20 * int(WINDOW / STEP)
-        flow = np.zeros(steps + 10)
-        for k in range(1, len(flow)):
-            flow[k] = 0.8 * flow[k - 1] + 0.6 * rng.normal()
-        for k in range(steps):
-            for name, value in (("flow", flow[k + 9]), ("pressure", flow[k + 9 - lag])):
-                time = round(k * STEP + rng.uniform(0.0, STEP - 0.001), 3)
+    slots_per_window = int(WINDOW_SECONDS / SLOT_SECONDS)
+    num_slots = WINDOWS_PER_DEVICE * slots_per_window
+    for device in range(num_windows // WINDOWS_PER_DEVICE):
+        process = np.zeros(num_slots + 10)
+        for k in range(1, len(process)):
+            process[k] = 0.8 * process[k - 1] + 0.6 * rng.normal()
+        for slot in range(num_slots):
+            for name, value in (("flow", process[slot + 9]), ("pressure", process[slot + 9 - lag])):
+                time = round(slot * SLOT_SECONDS + rng.uniform(0.0, SLOT_SECONDS - 0.001), 3)
                 noisy = round(value + 0.1 * rng.normal(), 4)
                 if rng.random() >= missing:
                     events.append({"device": f"p{device}", "feature": name, "value": noisy, "time": time})
-            if k % 6 == 0:
-                time = round(k * STEP + rng.uniform(0.0, WINDOW - 0.001), 3)
+            if slot % slots_per_window == 0:
+                time = round(slot * SLOT_SECONDS + rng.uniform(0.0, WINDOW_SECONDS - 0.001), 3)
                 events.append({"device": f"p{device}", "feature": "site", "value": "ab"[device % 2], "time": time})
     return sorted(events, key=lambda event: event["time"])
 
 
-def table_of(events: list[dict[str, Any]]) -> pa.Table:
-    """A long table, its values as text, for they are numbers and labels."""
+def make_long_table(events: list[dict[str, Any]]) -> pa.Table:
+    """Return the events as a long table; the column of values holds text, because some are labels."""
     return pa.Table.from_pylist([{k: str(v) if k == "value" else v for k, v in event.items()} for event in events])

@@ -18,7 +18,7 @@ import deformer_stream
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.runtime.reload import ModelReloader
-from tests.models import SCHEMA, rows_of, write_model
+from tests.models import SCHEMA, draw_rows, write_model
 
 Run = Callable[..., SimpleNamespace]
 
@@ -31,11 +31,11 @@ def lines_of(path: Path, rows: dict[str, dict[str, float | str]]) -> Path:
 
 
 def normals(count: int, seed: int, name: str = "r{}") -> dict[str, dict[str, float | str]]:
-    return {name.format(i): row for i, row in enumerate(rows_of(SCHEMA, count, seed))}
+    return {name.format(i): row for i, row in enumerate(draw_rows(SCHEMA, count, seed))}
 
 
 def wide(path: Path, count: int, seed: int) -> Path:
-    rows = rows_of(SCHEMA, count, seed, missing=0.0)
+    rows = draw_rows(SCHEMA, count, seed, missing_share=0.0)
     pq.write_table(pa.table({f.name: [row[f.name] for row in rows] for f in SCHEMA.features}), path)
     return path
 
@@ -141,7 +141,7 @@ def test_a_stream_is_judged_by_its_group(model_dir: Path, tmp_path: Path) -> Non
 def test_windows_are_groups_by_device(cli: Run, model_dir: Path, tmp_path: Path) -> None:
     rows = [
         {"device": f"pump-{i % 2}", "time": 10 * (i // 2) + k, "feature": f, "value": v}
-        for i, row in enumerate(rows_of(SCHEMA, 80, 9))
+        for i, row in enumerate(draw_rows(SCHEMA, 80, 9))
         for k, (f, v) in enumerate(row.items())
     ]
     (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

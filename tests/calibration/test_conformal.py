@@ -24,7 +24,7 @@ from deformer_stream.calibration.torch_scoring import compute_centered_nll
 from deformer_stream.model.deformer import ModelConfig
 from deformer_stream.model.schema import Feature, Schema
 from tests.engine.worlds import model_of, normalised, records_of
-from tests.statistics import beta_binomial_upper
+from tests.beta_binomial import compute_beta_binomial_upper
 
 Floats = NDArray[np.float64]
 
@@ -143,10 +143,10 @@ def test_each_group_keeps_alpha_only_with_its_own_calibration(alpha: float) -> N
         record_ids = [f"{name}/{i}" for i in range(num_records)]
         by_group = int((calibration.compute_p_values(score, lambda ids=record_ids: ids) <= alpha).sum())
         pooled = int((calibration.compute_p_values(score, lambda: ["no group"] * num_records) <= alpha).sum())
-        low = beta_binomial_upper(999, num_records, alpha, 0.005)
-        assert low <= by_group <= beta_binomial_upper(999, num_records, alpha, 0.995)
+        low = compute_beta_binomial_upper(999, num_records, alpha, 0.005)
+        assert low <= by_group <= compute_beta_binomial_upper(999, num_records, alpha, 0.995)
         if name == "hot":
-            assert pooled > beta_binomial_upper(2 * 999, num_records, alpha, 0.999), (
+            assert pooled > compute_beta_binomial_upper(2 * 999, num_records, alpha, 0.999), (
                 "the noisier group is not over alpha"
             )
         else:
@@ -238,7 +238,7 @@ def test_false_alarms_of_a_wrong_model_stay_within_alpha() -> None:
 
     calibration = Calibration.from_statistics(draw_statistics(num_calibration), "arrival")
     num_alerts = int((calibration.compute_pooled_p_values(draw_statistics(num_records)) <= alpha).sum())
-    assert num_alerts <= beta_binomial_upper(num_calibration, num_records, alpha, 0.99)
+    assert num_alerts <= compute_beta_binomial_upper(num_calibration, num_records, alpha, 0.99)
     assert num_alerts > 0
 
 
@@ -250,6 +250,6 @@ def test_centered_nll_of_a_record_is_the_sum_over_its_scored_readings() -> None:
     by_record = compute_centered_nll(model, codes, values, batch_size=2)
     x = torch.from_numpy(values)
     with torch.inference_mode():
-        by_reading = model.conditionals(torch.from_numpy(codes), x).surprise(x)[1].numpy()
+        by_reading = model.conditionals(torch.from_numpy(codes), x).score(x)[1].numpy()
     is_scored = (codes >= 0) & (codes != 1)  # feature 1 is context
     np.testing.assert_allclose(by_record, np.where(is_scored, by_reading, 0.0).sum(1), atol=1e-9)

@@ -21,8 +21,8 @@ import pytest
 
 from deformer_stream import model_store
 from deformer_stream.model.schema import Schema
-from tests.commands import Run, documents, events_of, failed
-from tests.models import SCHEMA, rows_of, write_model
+from tests.commands import RunCommand, read_json_lines, list_events, assert_command_failed
+from tests.models import SCHEMA, draw_rows, write_model
 
 SECRET = "hunter2-äöü"
 
@@ -31,7 +31,7 @@ SECRET = "hunter2-äöü"
 
 
 def test_replay_writes_scores_records_alerts_and_refusals(
-    cli: Run, model_dir: Path, lines: Path, table: pa.Table, tmp_path: Path
+    cli: RunCommand, model_dir: Path, lines: Path, table: pa.Table, tmp_path: Path
 ) -> None:
     extra = [
         "not json",
@@ -56,9 +56,9 @@ def test_replay_writes_scores_records_alerts_and_refusals(
         ended = cli(*words, "--alpha", "0.3", program=program)
         assert (ended.code, ended.out) == (0, "")
     scores, records, alerts, rejected, reasons = (
-        pq.read_table(path).to_pylist() if path.suffix == ".parquet" else documents(path) for path in out.values()
+        pq.read_table(path).to_pylist() if path.suffix == ".parquet" else read_json_lines(path) for path in out.values()
     )
-    events = events_of(table)
+    events = list_events(table)
     assert [(s["record"], s["feature"]) for s in scores] == [(e["record"], e["feature"]) for e in events]
     assert {r["record"] for r in records} == {e["record"] for e in events}
     assert sum(r["events"] for r in records) == len(events)
@@ -77,9 +77,9 @@ def test_replay_writes_scores_records_alerts_and_refusals(
 
 
 def test_replay_of_wide_and_long_tables_and_lines_is_the_same(
-    cli: Run, model_dir: Path, wide: Path, lines: Path, table: pa.Table, tmp_path: Path
+    cli: RunCommand, model_dir: Path, wide: Path, lines: Path, table: pa.Table, tmp_path: Path
 ) -> None:
-    long = [{**e, "value": str(e["value"])} for e in events_of(table)]
+    long = [{**e, "value": str(e["value"])} for e in list_events(table)]
     pq.write_table(pa.Table.from_pylist(long), tmp_path / "long.parquet")
     pa.csv.write_csv(pa.Table.from_pylist(long), tmp_path / "long.csv")
     found = []
@@ -95,35 +95,35 @@ def test_replay_of_wide_and_long_tables_and_lines_is_the_same(
     assert found[0] != found[1]
 
 
-def test_wide_tables_are_replayed_in_the_calibrated_order(cli: Run, wide: Path, tmp_path: Path) -> None:
+def test_wide_tables_are_replayed_in_the_calibrated_order(cli: RunCommand, wide: Path, tmp_path: Path) -> None:
     orders = {}
     for order in ("random", "schema", "arrival"):
-        model = write_model(tmp_path / order, order=order)
+        model = write_model(tmp_path / order, arrival_order=order)
         assert cli("replay", wide, "--model", model, "--output", tmp_path / "s.parquet").code == 0
         rows = pq.read_table(tmp_path / "s.parquet", columns=["record", "feature"]).to_pylist()
         orders[order] = [r["feature"] for r in rows]
     assert orders["schema"] == orders["arrival"] != orders["random"]
 
 
-def test_alerts_to_standard_output(cli: Run, model_dir: Path, lines: Path) -> None:
+def test_alerts_to_standard_output(cli: RunCommand, model_dir: Path, lines: Path) -> None:
     ended = cli("replay", lines, "--model", model_dir, "--alpha", "0.3", "--alerts", "-")
     assert ended.code == 0
     assert all(json.loads(line)["alpha"] == 0.3 for line in ended.out.splitlines())
     assert len(ended.out.splitlines()) == int(ended.lines[0].split(" alerts")[0].split()[-1]) > 0
 
 
-def test_drift_is_told_where_it_is_asked_for(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+def test_drift_is_told_where_it_is_asked_for(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
     """From the 100th record on the vibration is another; alerts are the same with and without."""
-    rows = rows_of(SCHEMA, 160, 31, missing=0.0)
+    rows = draw_rows(SCHEMA, 160, 31, missing_share=0.0)
     for row in rows[100:]:
         row["vibration"] = 40.0
     events = [{"record": f"r{i}", "values": row} for i, row in enumerate(rows)]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     words = ["replay", tmp_path / "events.jsonl", "--model", model_dir, "--alerts", tmp_path / "alerts.jsonl"]
     assert cli(*words).code == 0
-    alerts = documents(tmp_path / "alerts.jsonl")
+    alerts = read_json_lines(tmp_path / "alerts.jsonl")
     assert cli(*words, "--drift", "1000").code == 0
-    told = documents(tmp_path / "alerts.jsonl")
+    told = read_json_lines(tmp_path / "alerts.jsonl")
     (notice,) = [document for document in told if document.get("kind") == "drift"]
     assert [document for document in told if document != notice] == alerts
     assert 100 <= int(notice["record"][1:]) < 140
@@ -132,7 +132,7 @@ def test_drift_is_told_where_it_is_asked_for(cli: Run, model_dir: Path, tmp_path
     assert len(notice["id"]) == 32
 
 
-def test_alpha_out_of_reach_is_said(cli: Run, model_dir: Path, lines: Path) -> None:
+def test_alpha_out_of_reach_is_said(cli: RunCommand, model_dir: Path, lines: Path) -> None:
     ended = cli("replay", lines, "--model", model_dir, "--alpha", "0.004")
     assert ended.code == 0
     assert "out of reach" in ended.lines[0]
@@ -140,37 +140,37 @@ def test_alpha_out_of_reach_is_said(cli: Run, model_dir: Path, lines: Path) -> N
     assert "0 alerts" in ended.lines[-1]
 
 
-def test_columns_that_are_no_features_are_said(cli: Run, model_dir: Path, wide: Path) -> None:
+def test_columns_that_are_no_features_are_said(cli: RunCommand, model_dir: Path, wide: Path) -> None:
     ended = cli("replay", wide, "--model", model_dir)
     assert json.loads(ended.lines[0])["columns"] == ["note"]
 
 
-def test_explanations_cost_what_one_wants(cli: Run, model_dir: Path, lines: Path, tmp_path: Path) -> None:
+def test_explanations_cost_what_one_wants(cli: RunCommand, model_dir: Path, lines: Path, tmp_path: Path) -> None:
     words = ["replay", lines, "--model", model_dir, "--alpha", "0.3", "--alerts", tmp_path / "a.jsonl"]
     told = {}
     for effort in ("full", "fast", "off"):
         assert cli(*words, "--explanations", effort).code == 0
-        told[effort] = {a["record"]: a["contributions"] for a in documents(tmp_path / "a.jsonl")}
+        told[effort] = {a["record"]: a["contributions"] for a in read_json_lines(tmp_path / "a.jsonl")}
     assert told["full"].keys() == told["fast"].keys() == told["off"].keys()
     assert not any(told["off"].values())
     assert all(part["relief"] is None for parts in told["fast"].values() for part in parts)
     assert all(part["relief"] is not None for parts in told["full"].values() for part in parts)
-    failed(cli(*words, "--explanations", "off", "--explain", tmp_path / "w.parquet"), 2, "--explain")
+    assert_command_failed(cli(*words, "--explanations", "off", "--explain", tmp_path / "w.parquet"), 2, "--explain")
 
 
-def test_a_failed_replay_leaves_no_half_results(cli: Run, model_dir: Path, tmp_path: Path, wide: Path) -> None:
+def test_a_failed_replay_leaves_no_half_results(cli: RunCommand, model_dir: Path, tmp_path: Path, wide: Path) -> None:
     pq.write_table(pa.table({"pressure": ["high"]}), tmp_path / "bad.parquet")
     (tmp_path / "scores.parquet").write_text("of yesterday")
     words = ["--model", model_dir, "--output", tmp_path / "scores.parquet", "--records", tmp_path / "records.parquet"]
-    failed(cli("replay", tmp_path / "bad.parquet", *words), 3, "bad.parquet", "pressure")
+    assert_command_failed(cli("replay", tmp_path / "bad.parquet", *words), 3, "bad.parquet", "pressure")
     assert (tmp_path / "scores.parquet").read_text() == "of yesterday"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.parquet", "scores.parquet", "wide.parquet"]
-    failed(cli("replay", wide, *words[:3], tmp_path / "s.parquet", "--records", tmp_path / "no" / "r.parquet"), 2, "no")
+    assert_command_failed(cli("replay", wide, *words[:3], tmp_path / "s.parquet", "--records", tmp_path / "no" / "r.parquet"), 2, "no")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.parquet", "scores.parquet", "wide.parquet"]
 
 
 def test_no_command_overwrites_what_it_reads(
-    cli: Run, model_dir: Path, tmp_path: Path, wide: Path, lines: Path
+    cli: RunCommand, model_dir: Path, tmp_path: Path, wide: Path, lines: Path
 ) -> None:
     table, log = wide.read_bytes(), lines.read_bytes()
     for words in (
@@ -180,7 +180,7 @@ def test_no_command_overwrites_what_it_reads(
         ["consume", "--source", lines, "--alerts", lines, "--model", model_dir],
         ["produce", lines, "--output", lines],
     ):
-        failed(cli(*words), 2, "choose another path")
+        assert_command_failed(cli(*words), 2, "choose another path")
     assert (wide.read_bytes(), lines.read_bytes()) == (table, log)
 
 
@@ -205,7 +205,7 @@ def test_standard_input(model_dir: Path, lines: Path) -> None:
 # consume
 
 
-def test_consume_from_a_file_prints_alerts(cli: Run, model_dir: Path, lines: Path, tmp_path: Path) -> None:
+def test_consume_from_a_file_prints_alerts(cli: RunCommand, model_dir: Path, lines: Path, tmp_path: Path) -> None:
     words = ["consume", "--source", lines, "--model", model_dir, "--alpha", "0.3"]
     printed = cli(*words)
     assert printed.code == 0
@@ -217,15 +217,15 @@ def test_consume_from_a_file_prints_alerts(cli: Run, model_dir: Path, lines: Pat
     path = tmp_path / "alerts.jsonl"
     for times in (1, 2):  # a consumer that was started again must not wipe out what it raised before
         assert cli(*words, "--alerts", path).out == ""
-        assert [a["id"] for a in documents(path)] == [a["id"] for a in alerts] * times
+        assert [a["id"] for a in read_json_lines(path)] == [a["id"] for a in alerts] * times
     replayed = tmp_path / "replayed.jsonl"
     assert cli("replay", lines, "--model", model_dir, "--alpha", "0.3", "--alerts", replayed).code == 0
-    assert {a["id"] for a in documents(replayed)} == {a["id"] for a in alerts}
+    assert {a["id"] for a in read_json_lines(replayed)} == {a["id"] for a in alerts}
     stopped = json.loads(silent.lines[-1])
     assert (stopped["event"], stopped["alerts"], stopped["rejected"]) == ("stopped", len(alerts), {})
 
 
-def test_consume_goes_on_behind_a_torn_line(cli: Run, model_dir: Path, lines: Path, tmp_path: Path) -> None:
+def test_consume_goes_on_behind_a_torn_line(cli: RunCommand, model_dir: Path, lines: Path, tmp_path: Path) -> None:
     path = tmp_path / "alerts.jsonl"
     path.write_text('{"id": "tor')
     assert cli("consume", "--source", lines, "--model", model_dir, "--alpha", "0.3", "--alerts", path).code == 0
@@ -281,13 +281,13 @@ def test_consume_ends_gracefully_while_it_starts(model_dir: Path) -> None:
     assert (stopped["event"], stopped["events"]) == ("stopped", 0)
 
 
-def test_unreachable_broker(cli: Run, model_dir: Path) -> None:
+def test_unreachable_broker(cli: RunCommand, model_dir: Path) -> None:
     with closing(socket.socket()) as silent:
         silent.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{silent.getsockname()[1]}"
     words = ["--model", model_dir, "--alerts", ""]
-    failed(cli("consume", "--topic", "t", "--bootstrap-servers", address, *words), 4, address)
-    failed(cli("consume", "--source", f"kafka://{address}/t", *words), 4, address)
+    assert_command_failed(cli("consume", "--topic", "t", "--bootstrap-servers", address, *words), 4, address)
+    assert_command_failed(cli("consume", "--source", f"kafka://{address}/t", *words), 4, address)
 
 
 @pytest.mark.parametrize(
@@ -304,20 +304,20 @@ def test_unreachable_broker(cli: Run, model_dir: Path) -> None:
     ],
 )
 def test_consume_refuses(
-    cli: Run, model_dir: Path, words: list[str], hint: str, monkeypatch: pytest.MonkeyPatch
+    cli: RunCommand, model_dir: Path, words: list[str], hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open(os.devnull) as nothing:  # pytest's own stand-in has no descriptor
         monkeypatch.setattr("sys.stdin", nothing)
-        failed(cli("consume", "--model", model_dir, *words), 2, hint)
+        assert_command_failed(cli("consume", "--model", model_dir, *words), 2, hint)
 
 
-def test_source_that_is_missing(cli: Run, model_dir: Path, tmp_path: Path) -> None:
-    failed(cli("consume", "--source", tmp_path / "none.jsonl", "--model", model_dir), 3, "none.jsonl")
-    failed(cli("replay", tmp_path / "none.jsonl", "--model", model_dir), 3, "none.jsonl")
-    failed(cli("consume", "--source", "-", "--model", tmp_path), 3, "manifest.json is missing")
+def test_source_that_is_missing(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
+    assert_command_failed(cli("consume", "--source", tmp_path / "none.jsonl", "--model", model_dir), 3, "none.jsonl")
+    assert_command_failed(cli("replay", tmp_path / "none.jsonl", "--model", model_dir), 3, "none.jsonl")
+    assert_command_failed(cli("consume", "--source", "-", "--model", tmp_path), 3, "manifest.json is missing")
 
 
-def test_secrets_are_never_said(cli: Run, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_never_said(cli: RunCommand, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEFORMER_SASL_PASSWORD", SECRET)
     with closing(socket.socket()) as silent:
         silent.bind(("127.0.0.1", 0))
@@ -339,12 +339,12 @@ def test_secrets_are_never_said(cli: Run, model_dir: Path, monkeypatch: pytest.M
 # produce
 
 
-def test_produce_to_a_file(cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path) -> None:
+def test_produce_to_a_file(cli: RunCommand, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path) -> None:
     out = tmp_path / "stream.jsonl"
     words = ["produce", wide, "--output", out, "--shuffle-within", "20s", "--record-prefix", "pump-", "--seed", "4"]
     ended = cli(*words, "--model", model_dir)
-    sent = documents(out)
-    expected = events_of(table)
+    sent = read_json_lines(out)
+    expected = list_events(table)
     assert (ended.code, ended.lines) == (0, [f"{len(expected)} events sent to {out}"])
     key = lambda e: (e["record"], e["feature"])  # noqa: E731
     assert sorted(map(key, sent)) == sorted(("pump-" + e["record"], e["feature"]) for e in expected)
@@ -352,24 +352,24 @@ def test_produce_to_a_file(cli: Run, model_dir: Path, wide: Path, table: pa.Tabl
     assert [e["record"] for e in sent] != sorted((e["record"] for e in sent), key=[e["record"] for e in sent].index)
     again = cli(*words[:-1], "5", "--exclude", "note,state")
     assert again.code == 0
-    assert {e["feature"] for e in documents(out)} == set(SCHEMA.names) - {"state"}
+    assert {e["feature"] for e in read_json_lines(out)} == set(SCHEMA.names) - {"state"}
     printed = cli("produce", wide, "--output", "-", "--rate", "1e6")
     assert {json.loads(line)["feature"] for line in printed.out.splitlines()} == {*SCHEMA.names, "note"}
 
 
-def test_what_is_produced_can_be_consumed(cli: Run, model_dir: Path, wide: Path, tmp_path: Path) -> None:
+def test_what_is_produced_can_be_consumed(cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path) -> None:
     out = tmp_path / "stream.jsonl"
     assert cli("produce", wide, "--output", out, "--model", model_dir, "--shuffle-within", "10s").code == 0
     ended = cli("consume", "--source", out, "--model", model_dir, "--alpha", "0.3", "--alerts", "")
     stopped = json.loads(ended.lines[-1])
-    assert (stopped["events"], stopped["rejected"]) == (len(documents(out)), {})
+    assert (stopped["events"], stopped["rejected"]) == (len(read_json_lines(out)), {})
 
 
-def test_produce_refuses(cli: Run, wide: Path, tmp_path: Path) -> None:
-    failed(cli("produce", wide), 2, "--topic or --output")
-    failed(cli("produce", wide, "--output", tmp_path / "no" / "x"), 2, "no/x")
-    failed(cli("produce", tmp_path / "none.parquet", "--output", tmp_path / "x"), 3, "none.parquet")
-    failed(cli("produce", wide, "--output", tmp_path / "x", "--model", tmp_path), 3, "manifest.json")
+def test_produce_refuses(cli: RunCommand, wide: Path, tmp_path: Path) -> None:
+    assert_command_failed(cli("produce", wide), 2, "--topic or --output")
+    assert_command_failed(cli("produce", wide, "--output", tmp_path / "no" / "x"), 2, "no/x")
+    assert_command_failed(cli("produce", tmp_path / "none.parquet", "--output", tmp_path / "x"), 3, "none.parquet")
+    assert_command_failed(cli("produce", wide, "--output", tmp_path / "x", "--model", tmp_path), 3, "manifest.json")
 
 
 def test_every_schema_of_the_model_directory_is_the_one_that_scores(model_dir: Path) -> None:

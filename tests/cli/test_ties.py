@@ -26,16 +26,16 @@ from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, EventBatch
 from deformer_stream.errors import ConfigError
 from deformer_stream.runtime.metrics import Metrics
-from deformer_stream.runtime.ports import Restored
+from deformer_stream.runtime.ports import RestoredPartition
 from deformer_stream.runtime.recovery import Recovery
 from tests.engine.lives import same_snapshot
 from tests.engine.worlds import model_of
-from tests.models import CONFIG, SCHEMA, rows_of, small_model
+from tests.models import CONFIG, SCHEMA, draw_rows, make_small_model
 from tests.runtime.test_recovery import PARTITIONS, Kept, World, live
-from tests.statistics import beta_binomial_upper
+from tests.beta_binomial import compute_beta_binomial_upper
 from trainer.calibrate import calibrate, choose_order
 from trainer.data import DataOptions, prepare_table
-from trainer.sampling import Noise, arrange, draw, seeded
+from trainer.sampling import Noise, order_readings, draw_samples, create_generator
 
 Run = Callable[..., SimpleNamespace]
 
@@ -46,7 +46,7 @@ def events_of(count: int, seed: int, instants: int = 3) -> list[dict[str, Any]]:
     return sorted(
         (
             {"record": f"r{i}", "feature": name, "value": value, "time": float(rng.integers(0, instants))}
-            for i, row in enumerate(rows_of(SCHEMA, count, seed))
+            for i, row in enumerate(draw_rows(SCHEMA, count, seed))
             for name, value in row.items()
         ),
         key=lambda event: event["time"],
@@ -127,8 +127,8 @@ def test_training_calibrates_as_the_stream_judges(cli: Run, tmp_path: Path) -> N
     assert cli("replay", log, "--model", model_dir, "--output", scores).code == 0
     largest = [max(row[-3] for row in rows) for rows in judged(scores).values()]
     np.testing.assert_allclose(np.sort(largest), calibration.scores, rtol=1e-3)
-    samples = [draw(data, np.arange(60), Noise.of(data.schema), 1.0, seeded(seed)) for seed in (0, 1)]
-    first, second = (arrange(sample.values, sample.keys)[0] for sample in samples)
+    samples = [draw_samples(data, np.arange(60), Noise.from_schema(data.schema), 1.0, create_generator(seed)) for seed in (0, 1)]
+    first, second = (order_readings(sample.values, sample.keys)[0] for sample in samples)
     assert not torch.equal(first, second), "trained on any order of a block"
     for keys in (samples[0].keys, samples[1].keys):
         assert np.array_equal(np.floor(keys.numpy())[data.arrival_ranks >= 0], data.arrival_ranks[data.arrival_ranks >= 0])
@@ -138,7 +138,7 @@ def test_a_wide_row_with_a_time_is_one_block(cli: Run, model_dir: Path, tmp_path
     """It is decided once, at its end, and the order of the columns means nothing."""
     rows = [
         row | {"at": datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=i)}
-        for i, row in enumerate(rows_of(SCHEMA, 30, 6))
+        for i, row in enumerate(draw_rows(SCHEMA, 30, 6))
     ]
     table = pa.Table.from_pylist(rows)
     likelihood, places = [], []
@@ -216,7 +216,7 @@ def test_what_the_clock_decided_is_known_before_the_history(model_dir: Path) -> 
         return engine, Recovery(engine, Metrics(), interval=100.0)
 
     first, kept = life()
-    kept.restore(Restored(0, 0), 0)
+    kept.restore(RestoredPartition(0, 0), 0)
     kept.go_live(0)
     begun = kept.saved(0)
     kept.keep(begun)
@@ -225,7 +225,7 @@ def test_what_the_clock_decided_is_known_before_the_history(model_dir: Path) -> 
     decided = kept.saved(12)[0].decisions
     assert decided is not None
     second, again = life()
-    again.restore(Restored(0, 4, begun[0].snapshot, (decided,)), 12)
+    again.restore(RestoredPartition(0, 4, begun[0].snapshot, (decided,)), 12)
     assert again.replay(data, codec, 12) is None
     again.go_live(0)
     same_snapshot(second.snapshot(0, 12), first.snapshot(0, 12), 1e-4)
@@ -236,15 +236,15 @@ def test_what_the_clock_decided_is_known_before_the_history(model_dir: Path) -> 
 
 def test_false_alarms_keep_to_alpha(tmp_path: Path) -> None:
     """Calibrated with ties held and streamed so, however wrong the model (here untrained)."""
-    model, calibrated, others, alpha = small_model(), 1_000, 1_500, 0.05
+    model, calibrated, others, alpha = make_small_model(), 1_000, 1_500, 0.05
     readings = [
-        (str(i), SCHEMA.codes[name], value, int(time))
-        for i, row in enumerate(rows_of(SCHEMA, calibrated + others, 4))
+        (str(i), SCHEMA.code_by_name[name], value, int(time))
+        for i, row in enumerate(draw_rows(SCHEMA, calibrated + others, 4))
         for (name, value), time in zip(row.items(), np.random.default_rng(i).integers(0, 3, len(row)), strict=True)
     ]
     rng = np.random.default_rng(5)
     order = np.lexsort((rng.random(len(readings)), [time for *_, time in readings]))
-    labels = SCHEMA.label_codes
+    labels = SCHEMA.code_by_label
 
     def run(engine: Engine, mine: Callable[[int], bool]) -> Any:
         some = [readings[i] for i in order if mine(int(readings[i][0]))]
@@ -260,4 +260,4 @@ def test_false_alarms_keep_to_alpha(tmp_path: Path) -> None:
     assert len(scores) == calibrated
     engine = Engine(model, Calibration.from_statistics(scores, "arrival", tie_policy="hold"), "m", alpha, Limits(), effort="off")
     alerts = sum(len(effects.alerts) for effects in run(engine, lambda i: i >= calibrated))
-    assert 0 < alerts <= beta_binomial_upper(calibrated, others, alpha, 0.999)
+    assert 0 < alerts <= compute_beta_binomial_upper(calibrated, others, alpha, 0.999)

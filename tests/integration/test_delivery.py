@@ -14,7 +14,7 @@ from kafka import KafkaAdminClient, KafkaProducer
 from connectors.kafka import ensure_topics, produce
 from deformer_stream import model_store
 from tests.integration.programs import Cluster, Consume, errors_of, run, until
-from tests.models import SCHEMA, rows_of, write_model
+from tests.models import SCHEMA, draw_rows, write_model
 
 pytestmark = pytest.mark.kafka
 
@@ -40,7 +40,7 @@ def alerts_of(cluster: Cluster, topic: str) -> list[dict[str, Any]]:
 
 
 def records(first: int, count: int = 60) -> dict[str, dict[str, Any]]:
-    return {f"r{first + i}": row for i, row in enumerate(rows_of(SCHEMA, count, first, missing=0.0))}
+    return {f"r{first + i}": row for i, row in enumerate(draw_rows(SCHEMA, count, first, missing_share=0.0))}
 
 
 HALF, REST = SCHEMA.names[:3], SCHEMA.names[3:]

@@ -26,7 +26,7 @@ from deformer_stream.model.schema import Schema
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import EventClock, Pipeline
 from deformer_stream.testing import MemorySink, MemorySource
-from tests.statistics import beta_binomial_upper
+from tests.beta_binomial import compute_beta_binomial_upper
 
 ALPHA = 0.01
 CALIBRATION, HELD_OUT = 5_000, 10_000
@@ -71,7 +71,7 @@ def test_false_alarms_keep_to_alpha(model_dir: Path, law: Order) -> None:
     totals = Pipeline(source, Codec(loaded.schema), engine, [sink], EventClock(), Metrics(), finite=True).run(
         threading.Event()
     )
-    bound = beta_binomial_upper(CALIBRATION, HELD_OUT, ALPHA, 0.99)
+    bound = compute_beta_binomial_upper(CALIBRATION, HELD_OUT, ALPHA, 0.99)
     print(f"{law}: {totals.alerts} of {totals.closed} normal records alerted at alpha {ALPHA}, bound {bound}")
     assert totals.closed == HELD_OUT
     assert not totals.rejected
