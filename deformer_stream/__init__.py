@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deformer_stream.api import Detector, Imputed, RecordScores, Scorer, Update, load
+    from deformer_stream.api import Detector, Imputation, RecordScores, Scorer, Update, load
 
 __version__ = "0.1.0"
-__all__ = ["Detector", "Imputed", "RecordScores", "Scorer", "Update", "__version__", "load"]
+__all__ = ["Detector", "Imputation", "RecordScores", "Scorer", "Update", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import TiePolicy
 from deformer_stream.calibration.torch_scoring import compute_max_statistics
-from deformer_stream.codec import Codec, Windows
+from deformer_stream.codec import Codec, WindowAssigner
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, Alert, Contribution, EventBatch, Rejection
-from deformer_stream.engine.explain import explain
-from deformer_stream.engine.queries import complete, fill, quantiles
+from deformer_stream.engine.explain import explain_records
+from deformer_stream.engine.imputation import impute, impute_quantiles, sample_completions
 from deformer_stream.errors import InputError
 from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.model.schema import Schema
@@ -79,7 +79,7 @@ class RecordScores:
 
 
 @dataclass(frozen=True, slots=True)
-class Imputed:
+class Imputation:
     """A missing reading: conditional median, an interval, the conditional mean and the likeliest value (continuous), or
     the likeliest label (discrete)."""
 
@@ -153,7 +153,7 @@ class Detector:
 
     @cached_property
     def _compiled(self) -> CpuKernels | None:
-        return CpuKernels.of(self.artifact.model)
+        return CpuKernels.for_model(self.artifact.model)
 
     @property
     def schema(self) -> Schema:
@@ -221,27 +221,27 @@ class Detector:
             return ()
         model, alarming = self.artifact.model, self.artifact.calibration.make_alert_rule(alpha)
         codes, raw = batch.features.astype(np.int64)[None], batch.values[None]
-        why = explain(model, codes, raw, [batch.unseen_labels], [""], alarming, compiled=self._compiled)
+        why = explain_records(model, codes, raw, [batch.unseen_labels], [""], alarming, kernels=self._compiled)
         parts = why[0].contributions
         statistics = compute_max_statistics(model, codes, self.schema.normalise(codes, raw))
         loud = alarming(statistics[:, None], [""])[0, 0]
         return parts if loud else tuple(replace(part, suspect=False) for part in parts)
 
-    def impute(self, record: Mapping[str, Value], interval: float = 0.9) -> dict[str, Imputed]:
+    def impute(self, record: Mapping[str, Value], interval: float = 0.9) -> dict[str, Imputation]:
         """Each missing feature given all present ones: median and mean, or likeliest label, and the central interval.
 
         Context features have no distribution, so a missing one is left out. `deformer-stream impute` fills tables."""
         if not 0 < interval < 1:
             raise ValueError("interval lies between 0 and 1")
         values = self._values(record)
-        filled = fill(self.artifact.model, values, np.isnan(values), interval)
+        filled = impute(self.artifact.model, values, np.isnan(values), interval)
         out = {}
-        for code in np.flatnonzero(~np.isnan(filled.value[0])).tolist():
+        for code in np.flatnonzero(~np.isnan(filled.median[0])).tolist():
             feature = self.schema.features[code]
-            parts = (filled.value, filled.low, filled.high, filled.mean, filled.mode)
+            parts = (filled.median, filled.low, filled.high, filled.mean, filled.mode)
             value, *rest = (float(part[0, code]) for part in parts)
             labels = feature.labels
-            out[feature.name] = Imputed(labels[int(value)], None, None) if labels else Imputed(value, *rest)
+            out[feature.name] = Imputation(labels[int(value)], None, None) if labels else Imputation(value, *rest)
         return out
 
     def quantiles(self, record: Mapping[str, Value], qs: Sequence[float]) -> dict[str, tuple[float, ...]]:
@@ -249,7 +249,7 @@ class Detector:
         if not qs or not all(0 < q < 1 for q in qs):
             raise ValueError("quantiles lie between 0 and 1")
         values = self._values(record)
-        found = quantiles(self.artifact.model, values, np.isnan(values), qs)[:, 0]
+        found = impute_quantiles(self.artifact.model, values, np.isnan(values), qs)[:, 0]
         codes = np.flatnonzero(~np.isnan(found[0])).tolist()
         return {self.schema.names[code]: tuple(found[:, code].tolist()) for code in codes}
 
@@ -261,7 +261,7 @@ class Detector:
         if draws < 1:
             raise ValueError("draws is at least 1")
         values = self._values(record)
-        drawn = complete(self.artifact.model, values, np.isnan(values), draws, seed)[:, 0]
+        drawn = sample_completions(self.artifact.model, values, np.isnan(values), draws, seed)[:, 0]
         return [self._record(row) for row in drawn]
 
     def _values(self, record: Mapping[str, Value]) -> NDArray[np.float64]:
@@ -299,8 +299,8 @@ def _microseconds(name: str, seconds: float | None) -> int | None:
 
 
 def _codec_of(schema: Schema, grace: float) -> Codec:
-    windows = None if schema.window is None else Windows(schema.window.width, round(grace * 1e6))
-    return Codec(schema, max_message_bytes=2**30, max_readings=max(4096, len(schema)), windows=windows)
+    windows = None if schema.window is None else WindowAssigner(schema.window.width, round(grace * 1e6))
+    return Codec(schema, max_message_bytes=2**30, max_readings=max(4096, len(schema)), window_assigner=windows)
 
 
 def _missing(value: object) -> bool:

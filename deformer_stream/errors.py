@@ -62,7 +62,7 @@ class InvariantViolated(DeformerError):  # noqa: N818
 
 
 @contextmanager
-def write_errors(path: Path) -> Iterator[None]:
+def map_write_errors(path: Path) -> Iterator[None]:
     """Maps what the file system raises while `path` is being written to `Unavailable`. A reader that went away
     (`| head`) stays a `BrokenPipeError`: it is no fault, and the command line ends on it."""
     try:

@@ -28,9 +28,9 @@ from torch.overrides import TorchFunctionMode
 
 from deformer_stream import __version__
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.errors import ArtifactError, ConfigError, write_errors
+from deformer_stream.errors import ArtifactError, ConfigError, map_write_errors
 from deformer_stream.kernels import build
-from deformer_stream.kernels.cpu import fits
+from deformer_stream.kernels.cpu import is_supported
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Schema
 
@@ -113,7 +113,7 @@ def write(directory: Path, model: DEformer, calibration: Calibration, training: 
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written ({error.strerror}): name another directory") from error
     try:
-        with write_errors(directory):
+        with map_write_errors(directory):
             partial.chmod(0o755)
             _write_durably(partial / WEIGHTS, weights)
             _write_durably(partial / MANIFEST, rendered)
@@ -260,8 +260,8 @@ def read(directory: Path, device: str = "cpu", compiled: bool = True) -> Artifac
     weights = _contents(directory / WEIGHTS, _size_of_weights(manifest, directory))
     model, calibration = _build(manifest, weights, directory)
     model = model.to(place).eval()
-    if compiled and fits(model):
-        model.library = build.library(model.config.precision == "bfloat16")
+    if compiled and is_supported(model):
+        model.kernel_library = build.load_kernels(model.config.precision == "bfloat16")
     return Artifact(model, calibration, manifest["fingerprint"], manifest, directory)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deformer_stream.codec.payloads import Messages, Payload
-from deformer_stream.engine.events import NO_TIME, AlertRaised, Closed, Effects, Rejected
-from deformer_stream.runtime.ports import Polled
+from deformer_stream.engine.events import NO_TIME, Alert, ClosedRecords, Effects, Rejection
+from deformer_stream.runtime.ports import PollResult
 
 Message = bytes | tuple[bytes | None, bytes | None]
 """A payload, or a key and a payload; a payload of None is a tombstone."""
@@ -53,7 +53,7 @@ class MemorySource:
     def exhausted(self) -> bool:
         return self._exhausted
 
-    def poll(self, timeout: float) -> Polled:
+    def poll(self, timeout: float) -> PollResult:
         """The next `chunk` messages, at once, whatever the timeout."""
         keys: list[bytes | None] = []
         payloads: list[bytes | None] = []
@@ -73,10 +73,10 @@ class MemorySource:
             offsets.append(self._next[partition])
             self._next[partition] += 1
         if not payloads:
-            return Polled(None)
+            return PollResult(None)
         times = np.full(len(payloads), self._time, np.int64)
         where = np.array(partitions, np.int32), np.array(offsets, np.int64)
-        return Polled(Messages(self._topic, keys, payloads, times, *where))
+        return PollResult(Messages(self._topic, keys, payloads, times, *where))
 
     def commit(self) -> None:
         self.committed = dict(self._next)
@@ -106,15 +106,15 @@ class MemorySink:
         self.closed = True
 
     @property
-    def alerts(self) -> list[AlertRaised]:
+    def alerts(self) -> list[Alert]:
         return [alert for effects in self.effects for alert in effects.alerts]
 
     @property
-    def rejected(self) -> list[Rejected]:
-        return [rejected for effects in self.effects for rejected in effects.rejected]
+    def rejected(self) -> list[Rejection]:
+        return [rejected for effects in self.effects for rejected in effects.rejections]
 
     @property
-    def closings(self) -> list[Closed]:
+    def closings(self) -> list[ClosedRecords]:
         return [effects.closed for effects in self.effects if len(effects.closed)]
 
     @property
@@ -123,8 +123,8 @@ class MemorySink:
         rows: list[tuple[str, int, int, float, float, float]] = []
         for effects in self.effects:
             s, batch = effects.scored, effects.batch
-            records = [batch.record_ids[e] for e in s.events.tolist()]
-            numbers = (batch.features[s.events], s.seq, s.log_likelihood, s.score, s.p_value)
+            records = [batch.record_ids[e] for e in s.event_indices.tolist()]
+            numbers = (batch.features[s.event_indices], s.seq, s.log_likelihood, s.score, s.p_value)
             rows += zip(records, *(column.tolist() for column in numbers), strict=True)
         return rows
 

@@ -1,6 +1,6 @@
-"""What the settings of a command that takes the road say, built: model and engine, codec, source of files.
+"""Create the parts of a pipeline from settings: engine, codec, window assigner and source of files.
 
-Part of the composition root. Everything heavy is imported where it is needed.
+Heavy packages are imported inside the functions, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -10,80 +10,121 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from connectors.files import FileSource, StandardInput
-    from deformer_stream.codec import Codec, Fields, Order, Windows
+    from deformer_stream.calibration.conformal import Calibration
+    from deformer_stream.codec import Codec, FieldNames, Order, WindowAssigner
     from deformer_stream.engine.engine import Engine
-    from deformer_stream.engine.explain import Effort
+    from deformer_stream.engine.explain import ExplanationEffort
     from deformer_stream.model.schema import Schema
     from deformer_stream.model_store import Artifact
-    from deformer_stream.settings import ConsumeSettings, ReplaySettings, ScoringSettings, TableSettings
+    from deformer_stream.settings import ConsumeSettings, InputSettings, ReplaySettings, ScoringSettings
+
+MAX_LISTED_GROUPS = 8
+MIN_READINGS_LIMIT = 4096
+"""A message may have as many readings as the model has features, and at least this number."""
 
 
-def model(settings: ConsumeSettings | ReplaySettings, drift: float | None = None) -> tuple[Artifact, Engine]:
-    """The model and an engine; says so when alpha is out of reach. drift: as of the engine."""
-    from deformer_stream import log, model_store
+def load_engine(settings: ConsumeSettings | ReplaySettings, drift_odds: float | None = None) -> tuple[Artifact, Engine]:
+    """Load a model, return it with a new engine, and log a warning if an option makes its guarantee void.
+
+    Args:
+        settings: Options of the command.
+        drift_odds: Odds at which drift is reported; infinite to track drift without a report, None to ignore drift.
+    """
+    from deformer_stream import model_store
 
     loaded = model_store.read(settings.model, settings.device, settings.compiled == "auto")
-    for alpha, needed in loaded.calibration.find_unreachable_alphas(settings.alpha).items():
-        log.get("model").warning(
-            f"alpha {alpha:g} is out of reach: with {len(loaded.calibration.scores)} calibration records the smallest "
-            f"p-value is {loaded.calibration.min_p_value:.2g}, so no alert can be raised; calibrate on at least "
-            f"{needed} records or raise --alpha"
-        )
-    groups = loaded.calibration.calibration_by_group
-    for alpha in settings.alpha:
-        short = [name for name, own in groups.items() if own.find_unreachable_alphas([alpha])]
-        if short:
-            named = ", ".join(short[:8]) + (", …" if len(short) > 8 else "")
-            log.get("model").warning(
-                f"alpha {alpha:g} is out of reach in {len(short)} of {len(groups)} groups: {named}"
-            )
-    calibrated = loaded.calibration.tie_policy
-    if settings.ties is not None and settings.ties != calibrated:
-        log.get("model").warning(
-            f"--ties {settings.ties}: the model was calibrated with {calibrated}, so its false-alarm rate is not "
-            f"guaranteed; leave the option out, or calibrate with it (deformer-stream calibrate --ties {settings.ties})"
-        )
+    _warn_about_alphas(loaded.calibration, settings.alpha)
+    _warn_about_ties(loaded.calibration, settings.ties)
     timeout, effort = settings.record_timeout, settings.explanations
-    return loaded, engine(loaded, settings, settings.alpha, timeout, drift, effort)
+    return loaded, make_engine(loaded, settings, settings.alpha, timeout, drift_odds, effort)
 
 
-def engine(
+def _warn_about_alphas(calibration: Calibration, alphas: Sequence[float]) -> None:
+    """Log a warning for each alpha at which no alert is possible, in all groups or in some."""
+    from deformer_stream import log
+
+    logger = log.get("model")
+    for alpha, num_required in calibration.find_unreachable_alphas(alphas).items():
+        logger.warning(
+            f"alpha {alpha:g} is out of reach: with {len(calibration.scores)} calibration records the smallest p-value "
+            f"is {calibration.min_p_value:.2g}, so no alert can be raised; calibrate on at least {num_required} "
+            "records or raise --alpha"
+        )
+    groups = calibration.calibration_by_group
+    for alpha in alphas:
+        names = [name for name, group in groups.items() if group.find_unreachable_alphas([alpha])]
+        if names:
+            listed = ", ".join(names[:MAX_LISTED_GROUPS]) + (", …" if len(names) > MAX_LISTED_GROUPS else "")
+            logger.warning(f"alpha {alpha:g} is out of reach in {len(names)} of {len(groups)} groups: {listed}")
+
+
+def _warn_about_ties(calibration: Calibration, ties: str | None) -> None:
+    """Log a warning if `--ties` differs from the calibration."""
+    from deformer_stream import log
+
+    if ties is not None and ties != calibration.tie_policy:
+        log.get("model").warning(
+            f"--ties {ties}: the model was calibrated with {calibration.tie_policy}, so its false-alarm rate is not "
+            f"guaranteed; leave the option out, or calibrate with it (deformer-stream calibrate --ties {ties})"
+        )
+
+
+def make_engine(
     loaded: Artifact,
     settings: ScoringSettings,
     alphas: Sequence[float],
-    timeout: float | None,
-    drift: float | None = None,
-    effort: Effort = "full",
+    record_timeout: float | None,
+    drift_odds: float | None = None,
+    effort: ExplanationEffort = "full",
 ) -> Engine:
-    """timeout: seconds of silence that end a record. effort: spent on explaining alerts.
+    """Return a new engine.
 
-    Raises `ConfigError` where its memory cannot be had."""
+    Args:
+        loaded: The model with its calibration.
+        settings: Limits and the tie policy.
+        alphas: False-alarm rates at which alerts are raised; none to score without alerts.
+        record_timeout: Seconds without an event after which a record is closed; None for no timeout.
+        drift_odds: Odds at which drift is reported, None to ignore drift.
+        effort: How alerts are explained.
+
+    Raises:
+        ConfigError: The system refuses to allocate the cache.
+    """
     from deformer_stream.engine.engine import Engine, Limits
     from deformer_stream.errors import ConfigError
 
-    wait = getattr(settings, "tie_wait", None)
+    tie_wait = getattr(settings, "tie_wait", None)
     limits = Limits(
-        None if timeout is None else round(timeout * 1e6),
-        settings.max_open_records,
-        settings.cache_memory,
-        tie_wait=None if wait is None else round(wait * 1e6),
+        record_timeout=None if record_timeout is None else _to_micros(record_timeout),
+        max_open_records=settings.max_open_records,
+        cache_bytes=settings.cache_memory,
+        tie_wait=None if tie_wait is None else _to_micros(tie_wait),
     )
     try:
-        ties = settings.ties
-        return Engine(loaded.model, loaded.calibration, loaded.fingerprint, alphas, limits, drift, effort, ties)
-    except (RuntimeError, MemoryError):  # what torch and NumPy say when memory cannot be had
-        raise ConfigError(f"--cache-memory {settings.cache_memory} bytes cannot be had: give less") from None
+        return Engine(
+            loaded.model, loaded.calibration, loaded.fingerprint, alphas, limits, drift_odds, effort, settings.ties
+        )
+    except (RuntimeError, MemoryError):  # PyTorch and NumPy raise these if an allocation fails
+        raise ConfigError(
+            f"--cache-memory {settings.cache_memory}: this number of bytes cannot be allocated; use a smaller one"
+        ) from None
 
 
-def shown(alphas: Sequence[float]) -> str:
-    """For a person."""
+def _to_micros(seconds: float) -> int:
+    """Return seconds as whole microseconds, the unit of time of the engine."""
+    return round(seconds * 1e6)
+
+
+def format_alphas(alphas: Sequence[float]) -> str:
+    """Return alphas as a comma-separated text."""
     return ", ".join(f"{alpha:g}" for alpha in alphas)
 
 
-def fields(settings: ScoringSettings) -> Fields:
-    from deformer_stream.codec import Fields
+def get_field_names(settings: ScoringSettings) -> FieldNames:
+    """Return the names of the JSON fields of an event."""
+    from deformer_stream.codec import FieldNames
 
-    return Fields(
+    return FieldNames(
         record=settings.record_field,
         feature=settings.feature_field,
         value=settings.value_field,
@@ -93,38 +134,43 @@ def fields(settings: ScoringSettings) -> Fields:
     )
 
 
-def windows(schema: Schema, settings: ScoringSettings) -> Windows | None:
-    """Those that the model knows, or those asked for. Raises `ConfigError`."""
-    from deformer_stream.codec import Windows
+def make_window_assigner(schema: Schema, settings: ScoringSettings) -> WindowAssigner | None:
+    """Return what assigns events to windows, of the model or of `--window`; None if records have ids of their own.
+
+    Raises:
+        ConfigError: The options contradict the model or each other.
+    """
+    from deformer_stream.codec import WindowAssigner
     from deformer_stream.errors import ConfigError
 
-    width = None if settings.window is None else round(settings.window * 1e6)
-    found = Windows.asked(schema, width, round(settings.grace * 1e6))
-    if found is not None and settings.device_field == settings.record_field:
-        raise ConfigError("--device-field and --record-field must differ, or no event would be in a window")
-    return found
+    width = None if settings.window is None else _to_micros(settings.window)
+    assigner = WindowAssigner.from_options(schema, width, _to_micros(settings.grace))
+    if assigner is not None and settings.device_field == settings.record_field:
+        raise ConfigError(
+            "--device-field and --record-field must differ, because an event with a record id belongs to no window"
+        )
+    return assigner
 
 
-def codec(loaded: Artifact, settings: ScoringSettings, **extra: Any) -> Codec:
+def make_codec(loaded: Artifact, settings: ScoringSettings, **others: Any) -> Codec:
+    """Return the codec that decodes events for a model; `others` are further arguments of `Codec`."""
     from deformer_stream.codec import Codec
 
-    most = max(4096, len(loaded.schema))
     return Codec(
         loaded.schema,
-        fields(settings),
+        get_field_names(settings),
         max_message_bytes=settings.max_message_bytes,
-        max_readings=most,
-        windows=windows(loaded.schema, settings),
-        max_ahead=None if settings.max_ahead is None else round(settings.max_ahead * 1e6),
-        **extra,
+        max_readings=max(MIN_READINGS_LIMIT, len(loaded.schema)),
+        window_assigner=make_window_assigner(loaded.schema, settings),
+        max_ahead_micros=None if settings.max_ahead is None else _to_micros(settings.max_ahead),
+        **others,
     )
 
 
-def tables(
-    inputs: Sequence[str], loaded: Artifact, settings: TableSettings
+def open_inputs(
+    inputs: Sequence[str], loaded: Artifact, settings: InputSettings
 ) -> tuple[Codec, FileSource | StandardInput]:
-    """Files and how they are decoded. Readings of a wide row have no order of arrival; the one that the model was
-    calibrated in keeps the guarantee."""
+    """Open the input files of a command and return the codec for them and the source that reads them."""
     from connectors.files import open_source
 
     source = open_source(
@@ -133,16 +179,23 @@ def tables(
         layout=settings.layout,
         order=settings.order or "arrival",
         seed=settings.seed,
-        fields=fields(settings),
+        fields=get_field_names(settings),
         record_column=settings.record_column,
         time_column=settings.time_column,
         max_message_bytes=settings.max_message_bytes,
-        windows=windows(loaded.schema, settings),
+        windows=make_window_assigner(loaded.schema, settings),
     )
-    return codec(loaded, settings, order=order_of_rows(loaded, settings), seed=settings.seed), source
+    return make_codec(loaded, settings, order=choose_order_of_rows(loaded, settings), seed=settings.seed), source
 
 
-def order_of_rows(loaded: Artifact, settings: TableSettings) -> Order:
-    """Of the readings of a wide row."""
-    calibrated = loaded.calibration.arrival_order
-    return settings.order or ("random" if calibrated == "random" else "schema" if calibrated == "schema" else "arrival")
+def choose_order_of_rows(loaded: Artifact, settings: InputSettings) -> Order:
+    """Return the order in which the readings of a row of a wide table are scored.
+
+    Such readings have no order of arrival. The order in which the model was calibrated keeps its guarantee.
+    """
+    if settings.order is not None:
+        return settings.order
+    calibrated_order = loaded.calibration.arrival_order
+    if calibrated_order == "random":
+        return "random"
+    return "schema" if calibrated_order == "schema" else "arrival"

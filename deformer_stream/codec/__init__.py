@@ -1,99 +1,145 @@
-"""Bytes and tables in, `EventBatch` out; alerts out as bytes. The one place that knows the public event format.
+"""The public event format: bytes and table rows are decoded into events, and alerts are encoded as bytes.
+
+An event is one JSON object per message or line, in one of these forms. The last one is for models whose records are
+time windows of a device:
 
     {"record": "pump-7/10:34:33", "feature": "Pressure", "value": 0.054711, "time": 1583750073.0}
     {"record": "pump-7/10:34:33", "time": "2020-03-09T10:34:33Z", "values": {"Pressure": 0.054711, "Current": 1.30128}}
-    {"device": "pump-7", "feature": "Pressure", "value": 0.054711, "time": 1583750073.0}        with windows
+    {"device": "pump-7", "feature": "Pressure", "value": 0.054711, "time": 1583750073.0}
 
-`messages` decodes JSON (Kafka, JSON lines) and, by `arrow`, messages that are tables; `tables` decodes rows of Parquet
-and CSV, `windows` names the records of events that name a device, `outward` writes alerts and dead letters. Of a key
-that an object has twice the last counts, as everywhere in JSON."""
+If an object has a key twice, the last one counts. The modules are:
+
+    payloads         what a connector hands to a decoder: messages, or rows of a table
+    validation       the checks that all decoders share, and the exception that reports a failed check
+    timestamps       conversion of times, and the limit on times in the future
+    windowing        assignment of readings to time windows
+    json_messages    decoder for JSON messages
+    arrow_messages   decoder for messages that are Arrow streams
+    columns, tables  conversion of Arrow columns; decoders for rows of Parquet and CSV tables
+    encode_outputs   alerts, drift notices and dead letters as JSON
+    encode_events    readings as messages, for `deformer-stream produce`
+    state            snapshots and decisions as bytes, for recovery
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from deformer_stream.codec.arrow_messages import ArrowDecoder
-from deformer_stream.codec.encode_outputs import encode_alert, encode_drift, encode_rejected, payload_of, position
+from deformer_stream.codec.encode_outputs import encode_alert, encode_drift, encode_rejected, get_message, get_position
+from deformer_stream.codec.json_messages import MessageDecoder
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, WideRows
-from deformer_stream.codec.json_messages import MAX_TEXT, Fields, MessageDecoder
-from deformer_stream.codec.tables import ROW_FILE, ROW_NUMBER, LongDecoder, WideDecoder, record_hashes, shuffle_keys
-from deformer_stream.codec.timestamps import MaxAhead, rfc3339
-from deformer_stream.codec.windowing import Windows
-from deformer_stream.engine.events import AlertRaised, EventBatch, Rejected
+from deformer_stream.codec.tables import (
+    ROW_FILE_COLUMN,
+    ROW_NUMBER_COLUMN,
+    LongDecoder,
+    WideDecoder,
+    compute_shuffle_keys,
+    hash_record_ids,
+)
+from deformer_stream.codec.timestamps import FutureTimeLimit, format_rfc3339
+from deformer_stream.codec.validation import MAX_TEXT_CHARS, FieldNames
+from deformer_stream.codec.windowing import WindowAssigner
+from deformer_stream.engine.events import Alert, EventBatch, Rejection
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.schema import Schema
 
 Order = Literal["arrival", "schema", "random"]
-"""The order of the readings within a wide row: the table's column order, the model's, or a fresh permutation per
-record."""
+"""The order of the readings within a row of a wide table: the table's column order, the model's feature order, or an
+independent random permutation per record."""
 
 __all__ = [
-    "MAX_TEXT",
-    "ROW_FILE",
-    "ROW_NUMBER",
+    "MAX_TEXT_CHARS",
+    "ROW_FILE_COLUMN",
+    "ROW_NUMBER_COLUMN",
     "Codec",
-    "Fields",
+    "FieldNames",
     "Order",
-    "Windows",
+    "WindowAssigner",
+    "compute_shuffle_keys",
     "encode_alert",
     "encode_drift",
     "encode_rejected",
-    "payload_of",
-    "position",
-    "record_hashes",
-    "rfc3339",
-    "shuffle_keys",
+    "format_rfc3339",
+    "get_message",
+    "get_position",
+    "hash_record_ids",
 ]
 
 
 class Codec:
-    """Decodes the payload of a poll into events, and encodes alerts.
+    """The decoder for everything that a poll can return, and the encoder for alerts.
 
-    schema: the features that are known. fields: what the fields of an event are called. order, seed: how the readings
-    of a wide row are ordered (`Order`); "random" depends on the seed and the record id alone, not on how the input is
-    chunked. max_message_bytes: a longer message is refused as too large. max_readings: and so is one with more
-    readings. windows: an event (or the row of a long table) that names no record belongs to the window of its device
-    that its time falls in; without, it is refused. max_ahead: microseconds; an event whose own time lies further ahead
-    of the broker's time, or of the wall clock where there is none, is refused."""
+    Args:
+        schema: The features of the model.
+        field_names: The names of an event's fields and of a long table's columns.
+        order: The order of the readings of a wide row.
+        seed: The seed of the random order. That order depends only on the seed and the record id, not on how the input
+            is cut into chunks.
+        max_message_bytes: Maximum size of a message; a larger one is rejected as too large.
+        max_readings: Maximum number of readings of a JSON message; one with more is rejected as too large.
+        window_assigner: The windows that contain events without a record id. Without it such events are rejected.
+        max_ahead_micros: Maximum distance in microseconds of an event's own time into the future, compared with the
+            broker's timestamp, or with the wall clock if there is none. None accepts all times.
+
+    Raises:
+        ConfigError: If the order is unknown.
+    """
 
     def __init__(
         self,
         schema: Schema,
-        fields: Fields | None = None,
+        field_names: FieldNames | None = None,
         *,
         order: Order = "arrival",
         seed: int = 0,
         max_message_bytes: int = 1_048_576,
         max_readings: int = 4096,
-        windows: Windows | None = None,
-        max_ahead: int | None = None,
+        window_assigner: WindowAssigner | None = None,
+        max_ahead_micros: int | None = None,
     ) -> None:
         if order not in ("arrival", "schema", "random"):
-            raise ConfigError(f"order {order!r} is unknown; use arrival, schema or random")
-        fields = fields or Fields()
+            raise ConfigError(f"the order {order!r} is unknown; use arrival, schema or random")
+        field_names = field_names or FieldNames()
         self.schema = schema
-        self.fields = fields
-        ahead = None if max_ahead is None else MaxAhead(max_ahead)
-        tables = ArrowDecoder(schema, fields, max_message_bytes, windows, ahead).decode
-        self._messages = MessageDecoder(schema, fields, max_message_bytes, max_readings, windows, ahead, tables)
-        self._long = LongDecoder(schema, fields, windows, ahead)
-        self._wide = WideDecoder(schema, order, seed, ahead)
+        self.field_names = field_names
+        time_limit = None if max_ahead_micros is None else FutureTimeLimit(max_ahead_micros)
+        arrow_decoder = ArrowDecoder(schema, field_names, max_message_bytes, window_assigner, time_limit)
+        self._message_decoder = MessageDecoder(
+            schema, field_names, max_message_bytes, max_readings, window_assigner, time_limit, arrow_decoder.decode
+        )
+        self._long_decoder = LongDecoder(schema, field_names, window_assigner, time_limit)
+        self._wide_decoder = WideDecoder(schema, order, seed, time_limit)
 
-    def decode(self, data: Payload) -> tuple[EventBatch, list[Rejected]]:
-        """The events of a poll in order of arrival, and what was refused of it, by message.
+    def decode(self, data: Payload) -> tuple[EventBatch, list[Rejection]]:
+        """Return the events of a poll in order of arrival, and the rejections.
 
-        JSON never raises, whatever the bytes: what cannot be accepted is a `Rejected`. Every message and every row
-        yields at least one event or one `Rejected`, and a bad reading among many is refused alone; there is one
-        `Rejected` for each message and reason, which says how many readings it stands for. A table whose columns have
-        the wrong type raises `InputError`, for it is the table that has to be mended."""
+        Every message and every row gives at least one event or rejection. A bad reading among several is rejected
+        alone. There is one rejection per message and reason; it states the number of readings that it stands for.
+
+        Args:
+            data: Messages or table rows.
+
+        Raises:
+            InputError: If a table lacks a required column, or if a column's type cannot be right. Messages never raise.
+        """
         match data:
             case Messages():
-                return self._messages.decode(data)
+                return self._message_decoder.decode(data)
             case LongRows():
-                return self._long.decode(data)
+                return self._long_decoder.decode(data)
             case WideRows():
-                return self._wide.decode(data)
+                return self._wide_decoder.decode(data)
 
-    def encode_alert(self, alert: AlertRaised, data: Payload | None) -> bytes:
-        """The alert as the JSON document of the public format; see `outward.encode_alert`."""
+    def decode_document(self, document: Mapping[str, object]) -> tuple[EventBatch, list[Rejection]]:
+        """Return the events and rejections of one event given as a Python mapping, by the rules of JSON messages.
+
+        Args:
+            document: The fields of the event. Values must have the types that `json.loads` returns.
+        """
+        return self._message_decoder.decode_document(document)
+
+    def encode_alert(self, alert: Alert, data: Payload | None) -> bytes:
+        """Return an alert as JSON in the public format; see `deformer_stream.codec.encode_outputs.encode_alert`."""
         return encode_alert(alert, data)

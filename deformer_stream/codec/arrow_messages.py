@@ -1,17 +1,18 @@
-"""A message that is an Arrow IPC stream → events: many readings, a column at a time.
+"""Decoder for messages that are Arrow IPC streams: many readings per message, decoded one column at a time.
 
-    record | feature | value | time            one reading a row; what JSON may leave out, time for one, may be missing
-    record | time | Pressure | Current | …     many readings a row; a null says that a feature will not be observed
+    record | feature | value | time            one reading per row; the time may be omitted, as in JSON
+    record | time | Pressure | Current | …     one record per row; null declares that a feature will not be observed
 
-Whatever the bytes, decoding never raises, and takes memory in proportion to their number: what is compressed is refused
-unread (Kafka compresses whole batches, within bounds), as are columns of types that no reading has and too many rows.
-What is left is held against the format by Arrow itself (`validate`) before anything looks at a value.
+Messages are untrusted. Decoding never raises, and its memory is proportional to the size of the message. Compressed
+streams, columns of unexpected types and streams with too many rows are rejected before they are read. (Kafka compresses
+whole batches, within its own limits, so producers lose nothing.) Arrow then validates the rest before any value is
+used.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -19,217 +20,312 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from deformer_stream.codec.columns import categorical, daytime, in_seconds, label_codes, numbers, text_ids
+from deformer_stream.codec.columns import (
+    convert_ids,
+    convert_times_of_day,
+    is_scalar,
+    is_time_of_day,
+    parse_labels,
+    parse_numbers,
+)
 from deformer_stream.codec.payloads import LongRows
-from deformer_stream.codec.json_messages import Fields, unknown_feature
-from deformer_stream.codec.validation import Refusal, brief
-from deformer_stream.codec.tables import LongDecoder, codes_of
-from deformer_stream.codec.timestamps import MaxAhead
-from deformer_stream.codec.windowing import Windows
-from deformer_stream.engine.events import EventBatch, RejectionReason, Rejected
+from deformer_stream.codec.tables import LongDecoder, find_feature_codes
+from deformer_stream.codec.timestamps import FutureTimeLimit
+from deformer_stream.codec.validation import FieldNames, RejectionError, quote, unknown_feature_error
+from deformer_stream.codec.windowing import WindowAssigner
+from deformer_stream.engine.events import EventBatch, Rejection, RejectionReason
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Schema
 
-READINGS = 65_536
-"""Most readings of a message: rows, or rows times features."""
+MAX_READINGS = 65_536
+"""Maximum number of readings of one message: its rows, or its rows times its features."""
 
-_DICTIONARY, _RECORDS = 2, 3
-"""Kinds of messages within a stream that carry columns (Message.fbs)."""
+_DICTIONARY_BATCH, _RECORD_BATCH = 2, 3
+"""The kinds of messages in an Arrow stream that contain columns (`MessageHeader` in Arrow's Message.fbs)."""
 
-_UNREADABLE = (pa.ArrowException, OSError, UnicodeError, OverflowError, MemoryError)
-"""What Arrow can raise over foreign bytes, at any time: much is looked at when it is asked for."""
+_READ_ERRORS = (pa.ArrowException, OSError, UnicodeError, OverflowError, MemoryError)
+"""What Arrow may raise for invalid bytes. It reads lazily, so these can be raised by any access to a column."""
 
 Columns = dict[str, pa.Array]
 
 
 class ArrowDecoder:
-    """Decodes one message. windows: a row without a record is in a window of its device. max_ahead: a row whose own
-    time lies further ahead is refused. max_bytes: a longer message is refused."""
+    """Decoder for one message that is an Arrow IPC stream.
+
+    Args:
+        schema: The features of the model.
+        field_names: The names of the columns.
+        max_bytes: Maximum size of a message.
+        window_assigner: The windows that contain rows without a record id, or None if record ids are required.
+        future_time_limit: The rule for times in the future, or None to accept all times.
+    """
 
     def __init__(
-        self, schema: Schema, fields: Fields, max_bytes: int, windows: Windows | None, max_ahead: MaxAhead | None
+        self,
+        schema: Schema,
+        field_names: FieldNames,
+        max_bytes: int,
+        window_assigner: WindowAssigner | None,
+        future_time_limit: FutureTimeLimit | None,
     ) -> None:
-        self._schema, self._fields, self._max_bytes = schema, fields, max_bytes
-        self._owner = fields.record if windows is None else fields.device
-        self._long = LongDecoder(schema, fields, windows, max_ahead)
-        self._about = {fields.record, fields.time, *(() if windows is None else (fields.device,))}
-        self._single = {fields.feature, fields.value}
-        self._features = schema.codes.keys() | schema.places.keys()
+        self._schema, self._field_names, self._max_bytes = schema, field_names, max_bytes
+        self._id_column = field_names.record if window_assigner is None else field_names.device
+        self._long_decoder = LongDecoder(schema, field_names, window_assigner, future_time_limit)
+        device_columns = () if window_assigner is None else (field_names.device,)
+        self._event_columns = {field_names.record, field_names.time, *device_columns}
+        self._long_columns = {field_names.feature, field_names.value}
+        self._feature_columns = schema.code_by_name.keys() | schema.slot_layout_by_sensor.keys()
 
-    def decode(self, payload: bytes, key: bytes | None, broker: int) -> tuple[list[EventBatch], list[Rejected]]:
-        """Events and refusals, of which there is at least one; all of them of message 0 and source 0. broker: the
-        message's time, microseconds."""
+    def decode(self, payload: bytes, key: bytes | None, broker_time: int) -> tuple[list[EventBatch], list[Rejection]]:
+        """Return the events and rejections of a message, at least one of the two.
+
+        Args:
+            payload: The bytes of the stream.
+            key: The message key, which replaces missing record ids or devices.
+            broker_time: The time of rows that state none, in microseconds since 1970, or `NO_TIME`.
+
+        Returns:
+            One batch of events per Arrow record batch, and one rejection per reason. All have message index 0 and
+            partition 0; the caller sets the real ones.
+        """
         try:
-            batches, unknown = self._read(payload)
-            parts = [self._part(batch, key, broker) for batch in batches]
-        except Refusal as refusal:
-            return [], [Rejected(0, refusal.reason, refusal.detail)]
+            record_batches, unknown_features = self._read_stream(payload)
+            decoded = [self._decode_record_batch(record_batch, key, broker_time) for record_batch in record_batches]
+        except RejectionError as error:
+            return [], [Rejection(0, error.reason, error.detail)]
         except InputError as error:
-            return [], [Rejected(0, RejectionReason.WRONG_TYPE, str(error))]
-        except _UNREADABLE as error:
-            return [], [Rejected(0, RejectionReason.NOT_JSON, _unreadable(str(error) or type(error).__name__))]
-        n = sum(batch.num_rows for batch in batches)
-        rejected = [Rejected(0, RejectionReason.UNKNOWN_FEATURE, _unknown(name), n) for name in unknown]
-        rejected += [Rejected(0, r.reason, r.detail, r.readings) for _, refused in parts for r in refused]
-        return [batch for batch, _ in parts], Rejected.merged(rejected)
+            return [], [Rejection(0, RejectionReason.WRONG_TYPE, str(error))]
+        except _READ_ERRORS as error:
+            return [], [Rejection(0, RejectionReason.NOT_JSON, _explain_unreadable(str(error) or type(error).__name__))]
+        num_rows = sum(record_batch.num_rows for record_batch in record_batches)
+        rejections = [
+            Rejection(0, RejectionReason.UNKNOWN_FEATURE, _explain_unknown_feature(name), num_rows)
+            for name in unknown_features
+        ]
+        for _, row_rejections in decoded:
+            rejections += [Rejection(0, r.reason, r.detail, r.num_readings) for r in row_rejections]
+        return [batch for batch, _ in decoded], Rejection.merge_by_message(rejections)
 
-    def _read(self, payload: bytes) -> tuple[list[pa.RecordBatch], list[str]]:
-        """What is in the stream of the columns that we know, and features that we do not. Raises `Refusal`."""
+    def _read_stream(self, payload: bytes) -> tuple[list[pa.RecordBatch], list[str]]:
+        """Read the known columns of a stream.
+
+        Returns:
+            The record batches, validated, and the names of columns that may be features unknown to the model.
+
+        Raises:
+            RejectionError: If the message is too large, compressed, or has no row or no known column.
+        """
         if len(payload) > self._max_bytes:
-            raise Refusal(RejectionReason.TOO_LARGE, f"{len(payload)} bytes; at most {self._max_bytes} are accepted")
+            raise RejectionError(
+                RejectionReason.TOO_LARGE, f"{len(payload)} bytes; at most {self._max_bytes} are accepted"
+            )
         data = pa.py_buffer(payload)
-        _refuse_compressed(pa.ipc.MessageReader.open_stream(data))
-        chosen, unknown = self._wanted(pa.ipc.open_stream(data).schema)
-        options = pa.ipc.IpcReadOptions(included_fields=chosen, use_threads=False)
-        found: list[pa.RecordBatch] = []
-        readings = 0
-        for batch in pa.ipc.open_stream(data, options=options):
-            single = self._single <= set(batch.schema.names)
-            readings += batch.num_rows * (1 if single else max(1, batch.num_columns))
-            if readings > READINGS:
-                raise Refusal(RejectionReason.TOO_LARGE, f"more readings than {READINGS}, the most that are accepted")
-            batch.validate(full=True)
-            found.append(batch)
-        if not readings:
-            raise Refusal(RejectionReason.MISSING_FIELD, "an Arrow stream without a row")
-        return found, unknown
+        _reject_compressed(pa.ipc.MessageReader.open_stream(data))
+        column_indices, unknown_features = self._select_columns(pa.ipc.open_stream(data).schema)
+        options = pa.ipc.IpcReadOptions(included_fields=column_indices, use_threads=False)
+        record_batches: list[pa.RecordBatch] = []
+        num_readings = 0
+        for record_batch in pa.ipc.open_stream(data, options=options):
+            is_long = self._long_columns <= set(record_batch.schema.names)
+            num_readings += record_batch.num_rows * (1 if is_long else max(1, record_batch.num_columns))
+            if num_readings > MAX_READINGS:
+                raise RejectionError(
+                    RejectionReason.TOO_LARGE, f"more than {MAX_READINGS} readings, the maximum that is accepted"
+                )
+            record_batch.validate(full=True)
+            record_batches.append(record_batch)
+        if not num_readings:
+            raise RejectionError(RejectionReason.MISSING_FIELD, "the Arrow stream has no rows")
+        return record_batches, unknown_features
 
-    def _wanted(self, schema: pa.Schema) -> tuple[list[int], list[str]]:
-        """Which columns we know, of a name that comes twice the last; and the names of unknown features. Raises
-        `Refusal`."""
-        last = {name: i for i, name in enumerate(schema.names)}
-        single = self._single <= last.keys()
-        known = self._about | ({*self._single, self._fields.label} if single else self._features)
-        chosen = [i for name, i in last.items() if name in known]
-        for i in chosen:
-            kind = schema.types[i]
-            moments = pa.types.is_timestamp(kind) or pa.types.is_date(kind) or daytime(kind)
-            if not (categorical(kind) or moments):
-                raise Refusal(RejectionReason.WRONG_TYPE, f"column {brief(schema.names[i])} is {brief(str(kind))}")
-        unknown = [] if single else [name for name in last if name not in known]
-        if not single and not any(schema.names[i] in self._features for i in chosen):
-            if unknown:
-                raise Refusal(RejectionReason.UNKNOWN_FEATURE, _unknown(unknown[0]))
-            names = f"{self._fields.feature!r} and {self._fields.value!r}"
-            raise Refusal(RejectionReason.MISSING_FIELD, f"neither columns {names} nor one of a feature is there")
-        return chosen, unknown
+    def _select_columns(self, schema: pa.Schema) -> tuple[list[int], list[str]]:
+        """Choose the columns to read. Of several columns with the same name the last one counts, as in JSON.
 
-    def _part(self, batch: pa.RecordBatch, key: bytes | None, broker: int) -> tuple[EventBatch, list[Rejected]]:
-        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-        columns[self._owner] = self._named(columns.get(self._owner), key, batch.num_rows)
+        Returns:
+            The indices of the known columns, and the names of the other columns if the layout is wide.
+
+        Raises:
+            RejectionError: If a known column has a type that no reading has, or if there is no column with readings.
+        """
+        index_by_name = {name: i for i, name in enumerate(schema.names)}
+        is_long = self._long_columns <= index_by_name.keys()
+        reading_columns = {*self._long_columns, self._field_names.label} if is_long else self._feature_columns
+        known_names = self._event_columns | reading_columns
+        column_indices = [i for name, i in index_by_name.items() if name in known_names]
+        for i in column_indices:
+            column_type = schema.types[i]
+            is_time = pa.types.is_timestamp(column_type) or pa.types.is_date(column_type) or is_time_of_day(column_type)
+            if not (is_scalar(column_type) or is_time):
+                raise RejectionError(
+                    RejectionReason.WRONG_TYPE, f"column {quote(schema.names[i])} is {quote(str(column_type))}"
+                )
+        unknown_names = [] if is_long else [name for name in index_by_name if name not in known_names]
+        if not is_long and not any(schema.names[i] in self._feature_columns for i in column_indices):
+            if unknown_names:
+                raise RejectionError(RejectionReason.UNKNOWN_FEATURE, _explain_unknown_feature(unknown_names[0]))
+            raise RejectionError(
+                RejectionReason.MISSING_FIELD,
+                f"the columns {self._field_names.feature!r} and {self._field_names.value!r} are missing, "
+                "and there is no column of a feature either",
+            )
+        return column_indices, unknown_names
+
+    def _decode_record_batch(
+        self, record_batch: pa.RecordBatch, key: bytes | None, broker_time: int
+    ) -> tuple[EventBatch, list[Rejection]]:
+        """Return the events and rejections of one record batch, in long or wide layout."""
+        columns = dict(zip(record_batch.schema.names, record_batch.columns, strict=True))
+        columns[self._id_column] = self._fill_ids(columns.get(self._id_column), key, record_batch.num_rows)
         data = LongRows("Arrow", pa.RecordBatch.from_arrays(list(columns.values()), list(columns)), 0)
-        return self._long.decode(data, broker) if self._single <= columns.keys() else self._wide(data, columns, broker)
+        if self._long_columns <= columns.keys():
+            return self._long_decoder.decode(data, broker_time)
+        return self._decode_wide(data, columns, broker_time)
 
-    def _named(self, column: pa.Array | None, key: bytes | None, rows: int) -> pa.Array:
-        """(N,) ids, the message's key where there is none: producers key readings by it. Raises `Refusal`."""
-        ids = pa.nulls(rows, pa.string()) if column is None else text_ids(column, f"column {self._owner!r}")
+    def _fill_ids(self, column: pa.Array | None, key: bytes | None, num_rows: int) -> pa.Array:
+        """Return a column of N record ids or devices, with the message key in place of missing ones.
+
+        Raises:
+            RejectionError: If the key is needed but is not UTF-8 text.
+        """
+        has_column = column is not None
+        ids = convert_ids(column, f"column {self._id_column!r}") if has_column else pa.nulls(num_rows, pa.string())
         if not ids.null_count or not key:
             return ids
         try:
             return pc.fill_null(ids, key.decode())
         except UnicodeDecodeError:
-            raise Refusal(RejectionReason.MISSING_FIELD, f"no {self._owner!r}, and the key is not UTF-8 text") from None
+            raise RejectionError(
+                RejectionReason.MISSING_FIELD,
+                f"{self._id_column!r} is missing, and the message key, which could replace it, is not UTF-8 text",
+            ) from None
 
-    def _wide(self, data: LongRows, columns: Columns, broker: int) -> tuple[EventBatch, list[Rejected]]:
-        """The readings of a row come in the order of the columns."""
-        times, bad = self._long.times(data, columns, broker)
-        ids, devices, bad_owners = self._long.owners(data, columns, times, bad)
-        bad |= bad_owners
-        rejected = [Rejected(0, bad[row].reason, bad[row].detail) for row in sorted(bad)]
-        names = [name for name in columns if name in self._features]
-        slots = self._long.slots(devices, times)
-        mine = codes_of(self._schema, names, np.arange(len(names))[None, :], slots[:, None])
-        codes, strangers = np.broadcast_to(mine, (len(data), len(names))), bool((mine < 0).any())
+    def _decode_wide(self, data: LongRows, columns: Columns, broker_time: int) -> tuple[EventBatch, list[Rejection]]:
+        """Return the events and rejections of N rows in wide layout, the readings of a row in column order."""
+        times, row_errors = self._long_decoder.parse_times(data, columns, broker_time)
+        record_ids, devices, id_errors = self._long_decoder.parse_record_ids(data, columns, times, row_errors)
+        row_errors |= id_errors
+        rejections = [Rejection(0, row_errors[row].reason, row_errors[row].detail) for row in sorted(row_errors)]
+
+        names = [name for name in columns if name in self._feature_columns]
+        time_slots = self._long_decoder.find_time_slots(devices, times)
+        codes = find_feature_codes(self._schema, names, np.arange(len(names))[None, :], time_slots[:, None])
+        has_unknown_codes = bool((codes < 0).any())
+        codes = np.broadcast_to(codes, (len(data), len(names)))  # time_slots may have one row for all rows
+
         values = np.empty(codes.shape)
-        keep = np.ones(codes.shape, bool)
-        unseen: dict[tuple[int, int], str] = {}
+        is_accepted = np.ones(codes.shape, bool)
+        unseen_labels: dict[tuple[int, int], str] = {}
         for place, name in enumerate(names):
-            said = dict(self._cells(columns[name], self._alike(name), values[:, place]))
-            for row in np.flatnonzero(codes[:, place] < 0).tolist() if strangers else ():
-                said[row] = unknown_feature(self._schema, name, int(slots[row % len(slots)]))
-            for row, what in said.items():
-                if isinstance(what, Refusal):
-                    keep[row, place] = False
-                    if row not in bad:
-                        rejected.append(Rejected(0, what.reason, what.detail))
+            values[:, place], exceptions = self._parse_cells(columns[name], name)
+            if has_unknown_codes:
+                for row in np.flatnonzero(codes[:, place] < 0).tolist():
+                    exceptions[row] = unknown_feature_error(self._schema, name, int(time_slots[row % len(time_slots)]))
+            for row, exception in exceptions.items():
+                if isinstance(exception, RejectionError):
+                    is_accepted[row, place] = False
+                    if row not in row_errors:
+                        rejections.append(Rejection(0, exception.reason, exception.detail))
                 else:
-                    unseen[row, place] = what
-        keep[list(bad)] = False
-        rows, places = np.nonzero(keep)
-        index = np.cumsum(keep).reshape(keep.shape) - 1
-        nothing = np.zeros(len(rows), np.int32)
+                    unseen_labels[row, place] = exception
+        is_accepted[list(row_errors)] = False
+
+        rows, places = np.nonzero(is_accepted)
+        event_indices = np.cumsum(is_accepted).reshape(is_accepted.shape) - 1
+        zeros = np.zeros(len(rows), np.int32)
         batch = EventBatch(
-            ids[rows].tolist(),
+            record_ids[rows].tolist(),
             codes[rows, places],
             values[rows, places],
             times[rows],
-            nothing,
-            nothing,
-            {int(index[at]): text for at, text in unseen.items() if keep[at]},
-            self._long.windowed(devices, times, rows),
+            zeros,
+            zeros,
+            {int(event_indices[cell]): text for cell, text in unseen_labels.items() if is_accepted[cell]},
+            self._long_decoder.make_membership(devices, times, rows),
         )
-        return batch, rejected
+        return batch, rejections
 
-    def _alike(self, name: str) -> int:
-        """The code of a feature that is read as cells of this name are."""
-        code = self._schema.codes.get(name)
-        return self._schema.places[name][0] if code is None else code
+    def _parse_cells(self, column: pa.Array, name: str) -> tuple[NDArray[np.float64], dict[int, str | RejectionError]]:
+        """Convert the N cells of a feature's column.
 
-    def _cells(self, column: pa.Array, code: int, out: NDArray[np.float64]) -> Iterator[tuple[int, str | Refusal]]:
-        """Put values or label codes into `out` (N,), NaN where null; by row the texts of unseen labels, and why a cell
-        is refused."""
+        Args:
+            column: The cells.
+            name: The name of a feature, or of a sensor with one feature per time slot, which all have the same kind.
+
+        Returns:
+            (N,) values or label codes, NaN for null. By row, the text of an unseen label or the reason for a rejection.
+        """
+        code = self._schema.code_by_name.get(name)
+        if code is None:
+            code = self._schema.slot_layout_by_sensor[name][0]
         feature = self._schema.features[code]
-        column = in_seconds(column) if feature.kind == "continuous" else column
-        said: dict[int, Any]
-        if not categorical(column.type):
-            detail = f"feature {brief(feature.source)}: a column of {brief(str(column.type))}"
-            said = dict.fromkeys(range(len(column)), Refusal(RejectionReason.WRONG_TYPE, detail))
-        elif feature.kind == "continuous":
-            out[:], said = numbers(column, feature)
-        else:
-            out[:], said = label_codes(column, self._schema.label_codes[code], feature.source)
-        yield from said.items()
+        if feature.kind == "continuous":
+            column = convert_times_of_day(column)
+        if not is_scalar(column.type):
+            detail = f"feature {quote(feature.sensor_name)}: the column has the type {quote(str(column.type))}"
+            error = RejectionError(RejectionReason.WRONG_TYPE, detail)
+            return np.full(len(column), np.nan), dict.fromkeys(range(len(column)), error)
+        if feature.kind == "continuous":
+            values, errors = parse_numbers(column, feature)
+            return values, dict(errors)
+        return parse_labels(column, self._schema.code_by_label[code], feature.sensor_name)
 
 
-def _refuse_compressed(stream: Iterable[Any]) -> None:
-    """Raise `Refusal` for columns that would take more memory than their bytes. The flags are in the messages' own
-    metadata, Flatbuffers whose form the reader has verified (Arrow's Message.fbs, Schema.fbs)."""
-    for message in stream:
-        data = message.metadata.to_pybytes()
+def _reject_compressed(messages: Iterable[Any]) -> None:
+    """Raise `RejectionError` if a stream has compressed columns, which could expand to any amount of memory.
+
+    Compression is declared in the metadata of the stream's messages. The metadata are Flatbuffers (Arrow's Message.fbs
+    and Schema.fbs) that Arrow has verified, but pyarrow does not expose these fields.
+    """
+    for message in messages:
+        metadata = message.metadata.to_pybytes()
         try:
-            (root,) = struct.unpack_from("<I", data)
-            kind, body = _field(data, root, 1), _table(data, root, 2)
-            if kind and data[kind] == _DICTIONARY:
-                body = _table(data, body, 1)
-            columns = bool(kind) and data[kind] in (_DICTIONARY, _RECORDS)
-            compressed = columns and bool(_field(data, body, 3))
-            foreign = bool(_field(data, root, 4))  # where early versions said that they compress
+            (root,) = struct.unpack_from("<I", metadata)
+            kind_offset, body = _find_field(metadata, root, 1), _follow_field(metadata, root, 2)
+            kind = metadata[kind_offset] if kind_offset else None
+            if kind == _DICTIONARY_BATCH:
+                body = _follow_field(metadata, body, 1)
+            has_columns = kind in (_DICTIONARY_BATCH, _RECORD_BATCH)
+            is_compressed = has_columns and bool(_find_field(metadata, body, 3))
+            has_custom_metadata = bool(_find_field(metadata, root, 4))  # early Arrow versions declared compression here
         except (struct.error, IndexError):
-            raise Refusal(RejectionReason.NOT_JSON, _unreadable("its metadata is damaged")) from None
-        if compressed or foreign:
-            said = "is compressed" if compressed else "has metadata of its own"
-            raise Refusal(RejectionReason.TOO_LARGE, f"an Arrow stream that {said}; let Kafka compress the batch instead")
+            raise RejectionError(RejectionReason.NOT_JSON, _explain_unreadable("its metadata is damaged")) from None
+        if is_compressed or has_custom_metadata:
+            problem = "is compressed" if is_compressed else "has custom metadata"
+            raise RejectionError(
+                RejectionReason.TOO_LARGE,
+                f"the Arrow stream {problem}, which is not accepted; use the compression of the Kafka producer instead",
+            )
 
 
-def _unknown(name: str) -> str:
-    return f"feature {brief(name)} is unknown to the model"
+def _find_field(data: bytes, table: int, field_number: int) -> int:
+    """Return the offset of a field of a Flatbuffers table, or 0 if the table does not have the field.
 
-
-def _unreadable(why: str) -> str:
-    return f"no readable Arrow stream: {brief(why.splitlines()[0], 100)}"
-
-
-def _field(data: bytes, table: int, number: int) -> int:
-    """Where a table's field is, 0 where it is not there."""
-    (back,) = struct.unpack_from("<i", data, table)
-    (size,) = struct.unpack_from("<H", data, table - back)
-    if 4 + 2 * number >= size:
+    Args:
+        data: The Flatbuffer.
+        table: The offset of the table.
+        field_number: The number of the field in its definition, from 0.
+    """
+    (vtable_distance,) = struct.unpack_from("<i", data, table)
+    vtable = table - vtable_distance
+    (vtable_size,) = struct.unpack_from("<H", data, vtable)
+    entry = 4 + 2 * field_number
+    if entry >= vtable_size:
         return 0
-    (offset,) = struct.unpack_from("<H", data, table - back + 4 + 2 * number)
-    return table + int(offset) if offset else 0
+    (field_offset,) = struct.unpack_from("<H", data, vtable + entry)
+    return table + int(field_offset) if field_offset else 0
 
 
-def _table(data: bytes, table: int, number: int) -> int:
-    """Where the table is that a field points to."""
-    at = _field(data, table, number)
-    return at + int(struct.unpack_from("<I", data, at)[0]) if at else 0
+def _follow_field(data: bytes, table: int, field_number: int) -> int:
+    """Return the offset of the table that a field refers to, or 0 if there is no such field; see `_find_field`."""
+    field = _find_field(data, table, field_number)
+    return field + int(struct.unpack_from("<I", data, field)[0]) if field else 0
+
+
+def _explain_unknown_feature(name: str) -> str:
+    """Return the detail of the rejection of a column that is not a feature of the model."""
+    return f"feature {quote(name)} is unknown to the model"
+
+
+def _explain_unreadable(problem: str) -> str:
+    """Return the detail of the rejection of bytes that are not a valid Arrow stream."""
+    return f"not a readable Arrow stream: {quote(problem.splitlines()[0], 100)}"

@@ -1,8 +1,13 @@
-"""Columns of tables → arrays of values, label codes, times and ids, with what is refused by row."""
+"""Conversion of Arrow columns to arrays of values, label codes, times and ids.
+
+Each `parse_...` function converts one column. It returns the converted values together with a dictionary of
+`RejectionError` by row, so that one bad cell does not affect the other rows. A column whose type can never be right
+raises `InputError`. Text and labels are converted once per distinct value and not once per row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf, isfinite, nan
 from typing import Any
 
@@ -11,161 +16,234 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from deformer_stream.codec.json_messages import code_of_label
-from deformer_stream.codec.validation import Refusal, brief
-from deformer_stream.codec.timestamps import FIRST_SECOND, LAST_SECOND, micros, micros_of_text, seconds_of_day
+from deformer_stream.codec.timestamps import (
+    MAX_MICROS,
+    MAX_SECOND,
+    MIN_MICROS,
+    MIN_SECOND,
+    parse_rfc3339,
+    parse_time_of_day,
+    seconds_to_micros,
+)
+from deformer_stream.codec.validation import RejectionError, encode_label, not_finite_error, quote
 from deformer_stream.engine.events import NO_TIME, RejectionReason
 from deformer_stream.errors import InputError
-from deformer_stream.model.schema import DAY, Feature, label_of
+from deformer_stream.model.schema import SECONDS_PER_DAY, Feature, format_label
+
+_UNITS_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 
 
-def label_codes(
-    column: pa.Array, labels: dict[str, int], name: str
-) -> tuple[NDArray[np.float64], dict[int, str | Refusal]]:
-    """(N,) codes of a column of labels, NaN for null and NaN; and by row the text of an unseen label, or why it is
-    refused.
+def parse_labels(
+    column: pa.Array, code_by_label: dict[str, int], name: str
+) -> tuple[NDArray[np.float64], dict[int, str | RejectionError]]:
+    """Convert a column of discrete values to label codes.
 
-    Tables lose types on the way through text (`3` comes back as `3.0`, `true` as `True`), so a text that is no label is
-    also tried as the number or the truth value that it spells.
+    A table that was stored as text loses types (`3` becomes `3.0`, `true` becomes `True`). If a text is not a label, it
+    is therefore also compared as the number or the boolean that it spells.
+
+    Args:
+        column: N cells.
+        code_by_label: The codes of the labels that were seen in training.
+        name: The feature name, for error messages.
+
+    Returns:
+        (N,) label codes: NaN for null and NaN, the number of labels for an unseen label, infinity for a rejected cell.
+        By row, the text of an unseen label or the reason for the rejection.
     """
-    indices, uniques = encoded(column)
-    codes = [nan] * (len(uniques) + 1)
-    unseen: dict[int, str | Refusal] = {}
-    for k, value in enumerate(uniques):
+    indices, distinct_values = encode_distinct(column)
+    codes = [nan] * (len(distinct_values) + 1)
+    exceptions: dict[int, str | RejectionError] = {}
+    for index, value in enumerate(distinct_values):
         if isinstance(value, float) and not isfinite(value):
-            if value == value:
-                codes[k], unseen[k] = (
-                    inf,
-                    Refusal(RejectionReason.NOT_FINITE, f"feature {brief(name)}: {value} is not a finite number"),
-                )
+            is_nan = value != value
+            if not is_nan:
+                codes[index], exceptions[index] = inf, not_finite_error(name, value)
             continue
-        text = label_of(value)
-        if text not in labels and isinstance(value, str):
-            text = next((t for t in _spellings(value) if t in labels), text)
         try:
-            codes[k], new = code_of_label(text, labels, name)
-        except Refusal as refusal:
-            codes[k], unseen[k] = inf, refusal
+            codes[index], unseen_label = encode_label(_choose_label(value, code_by_label), code_by_label, name)
+        except RejectionError as error:
+            codes[index], exceptions[index] = inf, error
             continue
-        if new is not None:
-            unseen[k] = new
-    rows = np.flatnonzero(np.isin(indices, list(unseen))).tolist()
-    return np.array(codes)[indices], {row: unseen[indices[row]] for row in rows}
+        if unseen_label is not None:
+            exceptions[index] = unseen_label
+    rows = np.flatnonzero(np.isin(indices, list(exceptions))).tolist()
+    return np.array(codes)[indices], {row: exceptions[indices[row]] for row in rows}
 
 
-def _spellings(text: str) -> list[str]:
-    spelled = number(text)
-    return [text.strip().lower()] + ([] if spelled is None or not isfinite(spelled) else [label_of(spelled)])
+def _choose_label(value: object, code_by_label: dict[str, int]) -> str:
+    """Return the label for a cell: its canonical text, or a known label that the text spells in another way."""
+    label = format_label(value)
+    if label in code_by_label or not isinstance(value, str):
+        return label
+    return next((spelling for spelling in _list_spellings(value) if spelling in code_by_label), label)
 
 
-def micros_of_column(column: pa.Array, where: str) -> tuple[NDArray[np.int64], dict[int, Refusal]]:
-    """(N,) microseconds, `NO_TIME` where null, from timestamps of any unit (without a zone: UTC), dates, epoch seconds
-    or RFC 3339 text; and refusals by row. Raises `InputError` for a column of any other type."""
-    kind = column.type
-    bad: dict[int, Refusal] = {}
-    if pa.types.is_null(kind):
-        return np.full(len(column), NO_TIME), bad
-    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
-        unit = pa.timestamp("us", kind.tz if pa.types.is_timestamp(kind) else None)
+def _list_spellings(text: str) -> list[str]:
+    """Return the labels that a text may mean: the text in lower case, and the number that it spells."""
+    spellings = [text.strip().lower()]
+    spelled_number = parse_number(text)
+    if spelled_number is not None and isfinite(spelled_number):
+        spellings.append(format_label(spelled_number))
+    return spellings
+
+
+def parse_times(column: pa.Array, description: str) -> tuple[NDArray[np.int64], dict[int, RejectionError]]:
+    """Convert a column of times to microseconds since 1970.
+
+    Args:
+        column: N timestamps of any unit (UTC if they have no zone), dates, seconds since 1970, or RFC 3339 texts.
+        description: The file and the column, for error messages.
+
+    Returns:
+        (N,) microseconds, `NO_TIME` for null. By row, why a cell is rejected.
+
+    Raises:
+        InputError: If the column has any other type, or timestamps that no 64-bit integer of microseconds can hold.
+    """
+    column_type = column.type
+    if pa.types.is_null(column_type):
+        return np.full(len(column), NO_TIME), {}
+    if pa.types.is_timestamp(column_type) or pa.types.is_date(column_type):
+        return _parse_timestamps(column, description)
+    if is_numeric(column_type):
+        return _parse_epoch_seconds(column)
+    if is_text(column_type):
+        return _parse_time_texts(column)
+    raise InputError(f"{description} is {column_type}; a timestamp, epoch seconds or RFC 3339 text is expected")
+
+
+def _parse_timestamps(column: pa.Array, description: str) -> tuple[NDArray[np.int64], dict[int, RejectionError]]:
+    """Convert a column of Arrow timestamps or dates; see `parse_times` for arguments and results."""
+    zone = column.type.tz if pa.types.is_timestamp(column.type) else None
+    try:
+        times = column.cast(pa.timestamp("us", zone), safe=False).cast(pa.int64())
+    except pa.ArrowInvalid as error:
+        raise InputError(f"{description}: {error}; times must lie in the years 1 to 9999") from error
+    micros = np.where(_is_null(column), NO_TIME, times.fill_null(0).to_numpy())
+    is_outside = (micros != NO_TIME) & ((micros < MIN_MICROS) | (micros > MAX_MICROS))
+    errors_by_row = {
+        row: RejectionError(RejectionReason.WRONG_TYPE, "time lies outside the years 1 to 9999")
+        for row in np.flatnonzero(is_outside).tolist()
+    }
+    return micros, errors_by_row
+
+
+def _parse_epoch_seconds(column: pa.Array) -> tuple[NDArray[np.int64], dict[int, RejectionError]]:
+    """Convert a column of seconds since 1970; see `parse_times` for the results."""
+    seconds = to_float64(column)
+    is_inside = (seconds >= MIN_SECOND) & (seconds <= MAX_SECOND)
+    errors_by_row: dict[int, RejectionError] = {}
+    for row in np.flatnonzero(~is_inside & ~_is_null(column)).tolist():
         try:
-            times = column.cast(unit, safe=False).cast(pa.int64())
-        except pa.ArrowInvalid as error:
-            raise InputError(f"{where}: {error}; times lie in the years 1 to 9999") from error
-        moments = np.where(_nulls(column), NO_TIME, times.fill_null(0).to_numpy())
-    elif numeric(kind):
-        seconds = floats(column)
-        null = _nulls(column)
-        inside = (seconds >= FIRST_SECOND) & (seconds <= LAST_SECOND)
-        for row in np.flatnonzero(~inside & ~null).tolist():
-            try:
-                micros(float(seconds[row]))
-            except Refusal as refusal:
-                bad[row] = refusal
-        return np.where(inside, np.round(np.where(inside, seconds, 0.0) * 1e6).astype(np.int64), NO_TIME), bad
-    elif textual(kind):
-        indices, uniques = encoded(column)
-        table = [NO_TIME] * (len(uniques) + 1)
-        faults: list[Refusal | None] = [None] * (len(uniques) + 1)
-        for k, text in enumerate(uniques):
-            try:
-                table[k] = micros_of_text(text)
-            except Refusal as refusal:
-                faults[k] = refusal
-        return np.array(table, np.int64)[indices], faults_by_row(indices, faults)
-    else:
-        raise InputError(f"{where} is {kind}; a timestamp, epoch seconds or RFC 3339 text is expected")
-    outside = (moments != NO_TIME) & ((moments < FIRST_SECOND * 1_000_000) | (moments > LAST_SECOND * 1_000_000))
-    for row in np.flatnonzero(outside).tolist():
-        bad[row] = Refusal(RejectionReason.WRONG_TYPE, "time lies outside the years 1 to 9999")
-    return moments, bad
+            seconds_to_micros(float(seconds[row]))
+        except RejectionError as error:
+            errors_by_row[row] = error
+    micros = np.round(np.where(is_inside, seconds, 0.0) * 1e6).astype(np.int64)
+    return np.where(is_inside, micros, NO_TIME), errors_by_row
 
 
-def text_ids(column: pa.Array, where: str) -> pa.Array:
-    """A column of record ids as strings; integers become text. Raises `InputError` for any other type."""
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    if not (textual(column.type) or pa.types.is_integer(column.type) or pa.types.is_null(column.type)):
-        raise InputError(f"{where} is {column.type}; record ids are text or whole numbers: convert the column")
+def _parse_time_texts(column: pa.Array) -> tuple[NDArray[np.int64], dict[int, RejectionError]]:
+    """Convert a column of RFC 3339 texts; see `parse_times` for the results."""
+    indices, distinct_texts = encode_distinct(column)
+    micros = [NO_TIME] * (len(distinct_texts) + 1)
+    errors: list[RejectionError | None] = [None] * (len(distinct_texts) + 1)
+    for index, text in enumerate(distinct_texts):
+        try:
+            micros[index] = parse_rfc3339(text)
+        except RejectionError as error:
+            errors[index] = error
+    return np.array(micros, np.int64)[indices], spread_errors(indices, errors)
+
+
+def convert_ids(column: pa.Array, description: str) -> pa.Array:
+    """Return a column of record ids or device names as strings; integers become text.
+
+    Args:
+        column: N texts or integers.
+        description: The file and the column, for error messages.
+
+    Raises:
+        InputError: If the column has any other type.
+    """
+    column = decode_dictionary(column)
+    if not (is_text(column.type) or pa.types.is_integer(column.type) or pa.types.is_null(column.type)):
+        raise InputError(
+            f"{description} is {column.type}; record ids are text or whole numbers: convert the column to text"
+        )
     return column.cast(pa.string())
 
 
-def numbers(column: pa.Array, feature: Feature) -> tuple[NDArray[np.float64], dict[int, Refusal]]:
-    """(N,) numbers, NaN where null, of a continuous feature's cells; and refusals by row. Of a cycle of a day, text may
-    also be a time of day."""
-    name = feature.source
+def parse_numbers(column: pa.Array, feature: Feature) -> tuple[NDArray[np.float64], dict[int, RejectionError]]:
+    """Convert the cells of a continuous feature to numbers.
+
+    Args:
+        column: N numbers, or texts that spell numbers. A feature whose period is a day also accepts times of day.
+        feature: The feature, for its period and its name in error messages.
+
+    Returns:
+        (N,) values, NaN for null. By row, why a cell is rejected.
+    """
+    name = feature.sensor_name
     if pa.types.is_null(column.type):
         return np.full(len(column), np.nan), {}
-    if numeric(column.type):
-        values = floats(column)
-        null = _nulls(column)
-        rows = np.flatnonzero(~np.isfinite(values) & ~null).tolist()
-        return values, {row: not_finite(name, values[row]) for row in rows}
-    indices, uniques = encoded(column)
-    table = [nan] * (len(uniques) + 1)
-    faults: list[Refusal | None] = [None] * (len(uniques) + 1)
-    for k, text in enumerate(uniques):
-        spelled = None if isinstance(text, bool) else number(text)
-        if spelled is None and feature.period == DAY and isinstance(text, str):
-            spelled = seconds_of_day(text)
-        if spelled is None:
-            word = "a boolean" if isinstance(text, bool) else f"text {brief(text, 20)}"
-            faults[k] = Refusal(RejectionReason.WRONG_TYPE, f"feature {brief(name)}: {word} where a number is expected")
-        elif not isfinite(spelled):
-            faults[k] = not_finite(name, spelled)
+    if is_numeric(column.type):
+        values = to_float64(column)
+        bad_rows = np.flatnonzero(~np.isfinite(values) & ~_is_null(column)).tolist()
+        return values, {row: not_finite_error(name, values[row]) for row in bad_rows}
+    indices, distinct_values = encode_distinct(column)
+    numbers = [nan] * (len(distinct_values) + 1)
+    errors: list[RejectionError | None] = [None] * (len(distinct_values) + 1)
+    for index, cell in enumerate(distinct_values):
+        number = None if isinstance(cell, bool) else parse_number(cell)
+        if number is None and feature.period == SECONDS_PER_DAY and isinstance(cell, str):
+            number = parse_time_of_day(cell)
+        if number is None:
+            found = "a boolean" if isinstance(cell, bool) else f"text {quote(cell, 20)}"
+            detail = f"feature {quote(name)}: {found} where a number is expected"
+            errors[index] = RejectionError(RejectionReason.WRONG_TYPE, detail)
+        elif not isfinite(number):
+            errors[index] = not_finite_error(name, number)
         else:
-            table[k] = spelled
-    return np.array(table)[indices], faults_by_row(indices, faults)
+            numbers[index] = number
+    return np.array(numbers)[indices], spread_errors(indices, errors)
 
 
-def not_finite(name: str, value: float) -> Refusal:
-    return Refusal(RejectionReason.NOT_FINITE, f"feature {brief(name)}: {value!s} is not a finite number")
-
-
-def number(text: str) -> float | None:
-    """The number that a text spells, or None; `1_000`, which Python would take, is none."""
+def parse_number(text: str) -> float | None:
+    """Return the number that a text spells, or None. Digit groups (`1_000`), which Python accepts, are refused."""
     try:
         return None if "_" in text else float(text)
     except ValueError:
         return None
 
 
-def encoded(column: pa.Array) -> tuple[NDArray[np.int64], list[Any]]:
-    """(N,) index of each cell among its column's distinct values, which are given as Python values; nulls index one
-    past them."""
+def encode_distinct(column: pa.Array) -> tuple[NDArray[np.int64], list[Any]]:
+    """Split a column into its distinct values and an index per cell.
+
+    Args:
+        column: N cells.
+
+    Returns:
+        (N,) index of each cell into the distinct values; a null cell has the index `len(distinct_values)`.
+        The D distinct values as Python objects.
+    """
     if pa.types.is_null(column.type):
         return np.zeros(len(column), np.int64), []
     if pa.types.is_dictionary(column.type) and column.dictionary.null_count:
         column = column.dictionary_decode()
     if pa.types.is_decimal(column.type):
-        column = column.cast(pa.float64())  # so that 3.0 is the label 3
-    pairs = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
-    uniques = cells(pairs.dictionary)
-    return pairs.indices.cast(pa.int64()).fill_null(len(uniques)).to_numpy(), uniques
+        column = column.cast(pa.float64())  # so that the decimal 3.0 is the label 3
+    encoded = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
+    distinct_values = to_python_values(encoded.dictionary)
+    indices = encoded.indices.cast(pa.int64()).fill_null(len(distinct_values)).to_numpy()
+    return indices, distinct_values
 
 
-def cells(column: pa.Array) -> list[Any]:
-    """The cells as Python values. Where text is no UTF-8, which files cannot be trusted in, the odd bytes come as lone
-    surrogates (PEP 383), which `is_unicode` tells."""
+def to_python_values(column: pa.Array) -> list[Any]:
+    """Return the cells of a column as Python objects.
+
+    Text from a file may not be valid UTF-8. Its invalid bytes become lone surrogates (PEP 383), which
+    `deformer_stream.codec.validation.is_unicode` detects.
+    """
     try:
         return list(column.to_pylist())
     except UnicodeDecodeError:
@@ -173,66 +251,75 @@ def cells(column: pa.Array) -> list[Any]:
         return [None if text is None else text.decode("utf-8", "surrogateescape") for text in raw]
 
 
-def faults_by_row(indices: NDArray[np.int64], faults: list[Refusal | None]) -> dict[int, Refusal]:
-    """Refusals by row, from those by distinct value."""
-    bad = [k for k, fault in enumerate(faults) if fault is not None]
-    if not bad:
+def spread_errors(indices: NDArray[np.int64], errors: Sequence[RejectionError | None]) -> dict[int, RejectionError]:
+    """Return errors by row, given errors by distinct value.
+
+    Args:
+        indices: (N,) index of each row into the distinct values.
+        errors: The error of each distinct value, None if it is valid.
+    """
+    bad_indices = [index for index, error in enumerate(errors) if error is not None]
+    if not bad_indices:
         return {}
-    by_row = ((row, faults[indices[row]]) for row in np.flatnonzero(np.isin(indices, bad)).tolist())
-    return {row: fault for row, fault in by_row if fault is not None}
+    bad_rows = np.flatnonzero(np.isin(indices, bad_indices)).tolist()
+    return {row: error for row in bad_rows if (error := errors[indices[row]]) is not None}
 
 
-def floats(column: pa.Array) -> NDArray[np.float64]:
-    """(N,) float64, NaN where null."""
-    return np.asarray(pc.cast(plain(column), pa.float64(), safe=False).to_numpy(zero_copy_only=False), np.float64)
+def to_float64(column: pa.Array) -> NDArray[np.float64]:
+    """Return a numeric column as (N,) float64, NaN for null."""
+    column = pc.cast(decode_dictionary(column), pa.float64(), safe=False)
+    return np.asarray(column.to_numpy(zero_copy_only=False), np.float64)
 
 
-def _nulls(column: pa.Array) -> NDArray[np.bool_]:
+def _is_null(column: pa.Array) -> NDArray[np.bool_]:
+    """Return (N,) whether each cell is null."""
     return np.asarray(column.is_null().to_numpy(zero_copy_only=False))
 
 
-def plain(column: pa.Array) -> pa.Array:
+def decode_dictionary(column: pa.Array) -> pa.Array:
+    """Return a dictionary-encoded column as a plain one, and any other column unchanged."""
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
-def as_label_text(column: pa.Array) -> pa.Array:
-    """Cells as the text of their labels, so that they can stand in where the column of labels is null."""
-    indices, uniques = encoded(column)
-    texts = [None if isinstance(u, float) and u != u else label_of(u) for u in uniques]
-    raw = [None if text is None else text.encode("utf-8", "surrogateescape") for text in [*texts, None]]
+def format_labels(column: pa.Array) -> pa.Array:
+    """Return each cell as the canonical text of its label, null for null and NaN."""
+    indices, distinct_values = encode_distinct(column)
+    labels = [None if isinstance(value, float) and value != value else format_label(value) for value in distinct_values]
+    raw = [None if label is None else label.encode("utf-8", "surrogateescape") for label in [*labels, None]]
     return pa.array(raw, pa.binary()).view(pa.string()).take(pa.array(indices))
 
 
-def numeric(kind: pa.DataType) -> bool:
-    return _is(kind, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null)
+def is_numeric(column_type: pa.DataType) -> bool:
+    """Return whether a column holds integers, floating-point numbers or decimals, or only nulls."""
+    return _has_type(column_type, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null)
 
 
-def textual(kind: pa.DataType) -> bool:
-    return _is(kind, pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+def is_text(column_type: pa.DataType) -> bool:
+    """Return whether a column holds text."""
+    return _has_type(column_type, pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
 
 
-def categorical(kind: pa.DataType) -> bool:
-    return numeric(kind) or textual(kind) or _is(kind, pa.types.is_boolean)
+def is_scalar(column_type: pa.DataType) -> bool:
+    """Return whether a column holds numbers, text or booleans, the types that a reading can have."""
+    return is_numeric(column_type) or is_text(column_type) or _has_type(column_type, pa.types.is_boolean)
 
 
-def daytime(kind: pa.DataType) -> bool:
-    return _is(kind, pa.types.is_time)
+def is_time_of_day(column_type: pa.DataType) -> bool:
+    """Return whether a column holds times of day."""
+    return _has_type(column_type, pa.types.is_time)
 
 
-def in_seconds(column: pa.Array) -> pa.Array:
-    """Times of day as numbers, seconds since midnight; any other column as it is."""
-    if not daytime(column.type):
+def convert_times_of_day(column: pa.Array) -> pa.Array:
+    """Return a column of times of day as seconds since midnight, and any other column unchanged."""
+    if not is_time_of_day(column.type):
         return column
-    column = plain(column)
-    whole = column.cast(pa.int32() if pa.types.is_time32(column.type) else pa.int64())
-    return pc.divide(whole.cast(pa.float64(), safe=False), _PER_SECOND[column.type.unit])
+    column = decode_dictionary(column)
+    units = column.cast(pa.int32() if pa.types.is_time32(column.type) else pa.int64())
+    return pc.divide(units.cast(pa.float64(), safe=False), _UNITS_PER_SECOND[column.type.unit])
 
 
-_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
-
-
-def _is(kind: pa.DataType, *tests: Callable[[pa.DataType], bool]) -> bool:
-    """Whether a column's type, or that of a dictionary's values, passes one of the tests."""
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return any(test(kind) for test in tests)
+def _has_type(column_type: pa.DataType, *type_tests: Callable[[pa.DataType], bool]) -> bool:
+    """Return whether a column type passes one of the tests. For dictionary encoding, the type of its values counts."""
+    if pa.types.is_dictionary(column_type):
+        column_type = column_type.value_type
+    return any(type_test(column_type) for type_test in type_tests)

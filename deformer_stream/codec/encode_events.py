@@ -1,4 +1,7 @@
-"""Single readings gathered into messages of many: JSON objects of a record each, or Arrow streams of many records."""
+"""Encoding of events for `deformer-stream produce`: single readings are packed into messages with many readings.
+
+A message holds one reading (JSON), several readings of one record (JSON), or readings of many records (Arrow).
+"""
 
 from __future__ import annotations
 
@@ -9,108 +12,141 @@ from typing import Any, Literal, NamedTuple
 import orjson
 import pyarrow as pa
 
-from deformer_stream.model.schema import label_of
+from deformer_stream.model.schema import format_label
 
 Packing = Literal["json", "json-many", "arrow"]
 
-GATHERED = 1000
-"""Readings that are gathered before they go out."""
-EXACT = 2**53
-"""Whole numbers up to here are what they were as floating-point numbers, too."""
+MAX_GROUP_SIZE = 1000
+"""Maximum number of readings that are collected before they are sent."""
+MAX_EXACT_INTEGER = 2**53
+"""Integers up to this size are exact as floating-point numbers."""
+
+_REQUIRED_FIELDS = {"record", "feature", "value"}
+_FIELDS = {*_REQUIRED_FIELDS, "time"}
 
 
-def together(rate: float | None) -> int:
-    """Readings to gather where so many come a second: at a slow rate a tenth of a second's worth."""
-    return GATHERED if rate is None else max(1, min(GATHERED, int(rate / 10)))
+def choose_group_size(rate: float | None) -> int:
+    """Return how many readings to collect before they are packed and sent.
+
+    Args:
+        rate: Readings per second, or None for no limit. At a low rate, a tenth of a second's readings are collected, so
+            that readings are not delayed for long.
+    """
+    return MAX_GROUP_SIZE if rate is None else max(1, min(MAX_GROUP_SIZE, int(rate / 10)))
 
 
-class Packed(NamedTuple):
-    """A message on its way. partition: where it belongs if no key says so. readings: how many are in it."""
+class OutgoingMessage(NamedTuple):
+    """A message to be sent.
+
+    Attributes:
+        key: The message key, or None.
+        value: The message value.
+        partition: The partition to send to if there is no key, or None to let the producer choose.
+        num_readings: How many readings the message holds.
+    """
 
     key: bytes | None
     value: bytes
     partition: int | None = None
-    readings: int = 1
+    num_readings: int = 1
 
 
-def packed(
+def pack_readings(
     messages: Iterable[tuple[bytes | None, bytes]],
     packing: Packing,
-    gathered: int = GATHERED,
+    group_size: int = MAX_GROUP_SIZE,
     partition_of: Callable[[bytes | None], int] | None = None,
-) -> Iterator[Packed]:
-    """The readings of these JSON messages, given with their keys, in fewer messages; each record's in their order.
+) -> Iterator[OutgoingMessage]:
+    """Pack JSON messages of one reading each into fewer messages, keeping the order within each record.
 
-    What is no single reading of a named record with a time in seconds, if any, passes as it is, after the readings
-    before it. partition_of: of a key; the readings of a stream belong to one partition, so that each record stays in
-    its own."""
+    A message that is not one reading of a named record (for example several readings, or a time as text) is passed on
+    unchanged, after the readings before it.
+
+    Args:
+        messages: Keys and values.
+        packing: "json" passes on every message, "json-many" makes one JSON object per record, "arrow" makes one Arrow
+            stream per partition.
+        group_size: How many messages are collected before they are packed.
+        partition_of: The partition of a key. An Arrow stream holds the readings of one partition only, so that each
+            record stays in its partition. The default is one partition.
+    """
     if packing == "json":
-        yield from (Packed(key, value) for key, value in messages)
+        yield from (OutgoingMessage(key, value) for key, value in messages)
         return
-    place = partition_of or (lambda _: 0)
-    source = iter(messages)
-    while some := list(islice(source, gathered)):
-        waiting: list[tuple[bytes | None, dict[str, Any]]] = []
-        for key, value in some:
-            reading = _reading(value)
+    find_partition = partition_of or (lambda _: 0)
+    remaining_messages = iter(messages)
+    while group := list(islice(remaining_messages, group_size)):
+        readings: list[tuple[bytes | None, dict[str, Any]]] = []
+        for key, value in group:
+            reading = _parse_reading(value)
             if reading is not None:
-                waiting.append((key, reading))
+                readings.append((key, reading))
                 continue
-            yield from _sent(waiting, packing, place)
-            waiting = []
-            yield Packed(key, value)
-        yield from _sent(waiting, packing, place)
+            yield from _pack_group(readings, packing, find_partition)
+            readings = []
+            yield OutgoingMessage(key, value)
+        yield from _pack_group(readings, packing, find_partition)
 
 
-def _reading(value: bytes) -> dict[str, Any] | None:
+def _parse_reading(value: bytes) -> dict[str, Any] | None:
+    """Return the fields of a message that is one reading of a named record, with a numeric time or none; else None."""
     try:
         document = orjson.loads(value)
     except orjson.JSONDecodeError:
         return None
-    if not isinstance(document, dict) or not {"record", "feature", "value"} <= document.keys() <= _KNOWN:
+    if not isinstance(document, dict) or not _REQUIRED_FIELDS <= document.keys() <= _FIELDS:
         return None
-    texts = isinstance(document["record"], str) and isinstance(document["feature"], str)
     time = document.get("time")
-    numeric = time is None or (isinstance(time, int | float) and not isinstance(time, bool))
-    return document if texts and numeric and not isinstance(document["value"], dict | list) else None
+    has_text_names = isinstance(document["record"], str) and isinstance(document["feature"], str)
+    has_numeric_time = time is None or (isinstance(time, int | float) and not isinstance(time, bool))
+    has_scalar_value = not isinstance(document["value"], dict | list)
+    return document if has_text_names and has_numeric_time and has_scalar_value else None
 
 
-_KNOWN = {"record", "feature", "value", "time"}
-
-
-def _sent(
-    readings: list[tuple[bytes | None, dict[str, Any]]], packing: Packing, place: Callable[[bytes | None], int]
-) -> Iterator[Packed]:
+def _pack_group(
+    readings: list[tuple[bytes | None, dict[str, Any]]],
+    packing: Packing,
+    find_partition: Callable[[bytes | None], int],
+) -> Iterator[OutgoingMessage]:
+    """Yield the messages for a group of readings, given as (key, fields); see `pack_readings` for the arguments."""
     if packing == "arrow":
-        parts: dict[int, list[dict[str, Any]]] = {}
+        readings_by_partition: dict[int, list[dict[str, Any]]] = {}
         for key, reading in readings:
-            parts.setdefault(place(key), []).append(reading)
-        for partition, rows in parts.items():
-            yield Packed(None, arrow_stream(rows), partition, len(rows))
+            readings_by_partition.setdefault(find_partition(key), []).append(reading)
+        for partition, partition_readings in readings_by_partition.items():
+            value = encode_arrow_stream(partition_readings)
+            yield OutgoingMessage(None, value, partition, len(partition_readings))
         return
-    objects: dict[tuple[bytes | None, str], list[dict[str, Any]]] = {}
+    documents_by_record: dict[tuple[bytes | None, str], list[dict[str, Any]]] = {}
     for key, reading in readings:
-        of_record = objects.setdefault((key, reading["record"]), [])
-        if not of_record or reading["feature"] in of_record[-1]["values"]:
-            of_record.append({"record": reading["record"], "time": None, "values": {}})
-        of_record[-1]["values"][reading["feature"]] = reading["value"]
-        of_record[-1]["time"] = reading.get("time")  # by then all of them are known
-    for (key, _), documents in objects.items():
+        documents = documents_by_record.setdefault((key, reading["record"]), [])
+        # A second value of a feature needs a second document, because an object has each feature once.
+        if not documents or reading["feature"] in documents[-1]["values"]:
+            documents.append({"record": reading["record"], "time": None, "values": {}})
+        documents[-1]["values"][reading["feature"]] = reading["value"]
+        documents[-1]["time"] = reading.get("time")  # the last reading's time: by then all values are known
+    for (key, _), documents in documents_by_record.items():
         for document in documents:
-            yield Packed(key, orjson.dumps(document), None, len(document["values"]))
+            yield OutgoingMessage(key, orjson.dumps(document), None, len(document["values"]))
 
 
-def arrow_stream(readings: list[dict[str, Any]]) -> bytes:
-    """Readings (record, feature, value and perhaps time) as the rows of an Arrow IPC stream."""
+def encode_arrow_stream(readings: list[dict[str, Any]]) -> bytes:
+    """Return readings (dictionaries with record, feature, value and perhaps time) as the rows of an Arrow IPC stream.
+
+    Values are sent as float64 if all of them are numbers that float64 represents exactly, otherwise as label texts.
+    """
     values = [reading["value"] for reading in readings]
-    plain = all(v is None or (type(v) in (int, float) and abs(v) <= EXACT) for v in values)
-    numbers = (
-        pa.array(values, pa.float64()) if plain else pa.array([None if v is None else label_of(v) for v in values])
+    is_numeric = all(
+        value is None or (type(value) in (int, float) and abs(value) <= MAX_EXACT_INTEGER) for value in values
     )
+    if is_numeric:
+        value_column = pa.array(values, pa.float64())
+    else:
+        value_column = pa.array([None if value is None else format_label(value) for value in values])
     columns = {
         "record": pa.array([reading["record"] for reading in readings]).dictionary_encode(),
         "feature": pa.array([reading["feature"] for reading in readings]).dictionary_encode(),
-        "value": numbers,
+        "value": value_column,
         "time": pa.array([reading.get("time") for reading in readings], pa.float64()),
     }
     batch = pa.record_batch(list(columns.values()), list(columns))

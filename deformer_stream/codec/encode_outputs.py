@@ -1,4 +1,4 @@
-"""What leaves: alerts and dead letters as JSON, and where in the input a thing came from."""
+"""Encoding of outputs: alerts, drift notices and dead letters as JSON, with the source position of each."""
 
 from __future__ import annotations
 
@@ -10,25 +10,32 @@ import orjson
 import pyarrow as pa
 
 from deformer_stream.calibration.drift_state import DriftNotice
-from deformer_stream.codec.columns import to_python_values, decode_dictionary, is_text
+from deformer_stream.codec.columns import decode_dictionary, is_text, to_python_values
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, WideRows
 from deformer_stream.codec.tables import ROW_FILE_COLUMN, ROW_NUMBER_COLUMN
 from deformer_stream.codec.timestamps import format_rfc3339
-from deformer_stream.engine.events import Alert, Rejection
+from deformer_stream.engine.events import Alert, Contribution, Rejection
 
 MAX_ALERT_BYTES = 2**19
-"""Bytes of an alert, half of what a topic takes by default: labels come from outside and may be long and many."""
+"""Maximum size of an alert: half of the default limit of a Kafka topic. Without it, long labels from the input could
+make an alert too large to send."""
 
 
 def encode_alert(alert: Alert, data: Payload | None) -> bytes:
-    """The alert as JSON, its keys in the order of the public format. A number that is not finite is null, as is an
-    unknown time. Of contributions that would make it longer than `MAX_ALERT_BYTES` the first ones are kept.
+    """Return an alert as JSON, with its keys in the order of the public format.
 
-    `data` is the poll that `alert.message` points into; without it (or with a negative message) `source` is null.
+    Numbers that are not finite and an unknown time become null. If the alert would exceed `MAX_ALERT_BYTES`, only its
+    first contributions are kept.
+
+    Args:
+        alert: The alert.
+        data: The poll that `alert.message_index` refers to. Without it, or if the index is negative, the alert's
+            `source` is null.
     """
     source = None
     if data is not None and alert.message_index >= 0:
-        source = dict(zip(("topic", "partition", "offset"), get_position(data, alert.message_index), strict=True))
+        topic, partition, offset = get_position(data, alert.message_index)
+        source = {"topic": topic, "partition": partition, "offset": offset}
     document: dict[str, Any] = {
         "id": alert.id,
         "record": alert.record,
@@ -44,98 +51,118 @@ def encode_alert(alert: Alert, data: Payload | None) -> bytes:
         "model": alert.model,
         "source": source,
         "silenced_by": alert.silenced_by,
-        "contributions": [
-            {
-                "feature": c.feature,
-                "value": c.value,
-                "surprise": c.surprise,
-                "expected": {"low": c.expected.low, "median": c.expected.median, "high": c.expected.high},
-                "attribution": c.attribution,
-                "leave_one_out": c.leave_one_out,
-                "relief": c.relief,
-                "suspect": c.suspect,
-            }
-            for c in alert.contributions
-        ],
+        "contributions": [_contribution_to_json(contribution) for contribution in alert.contributions],
     }
     while len(line := orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)) > MAX_ALERT_BYTES:
         document["contributions"] = document["contributions"][: len(document["contributions"]) // 2]
     return line
 
 
+def _contribution_to_json(contribution: Contribution) -> dict[str, Any]:
+    """Return one reading's contribution to an alert as the JSON object of the public format."""
+    expected = contribution.expected
+    return {
+        "feature": contribution.feature,
+        "value": contribution.value,
+        "surprise": contribution.surprise,
+        "expected": {"low": expected.low, "median": expected.median, "high": expected.high},
+        "attribution": contribution.attribution,
+        "leave_one_out": contribution.leave_one_out,
+        "relief": contribution.relief,
+        "suspect": contribution.suspect,
+    }
+
+
 def encode_drift(notice: DriftNotice) -> bytes:
-    """The notice as JSON. `kind` tells it from alerts, which have none."""
-    return orjson.dumps(
-        {
-            "kind": "drift",
-            "id": notice.id,
-            "record": notice.record,
-            "partition": notice.partition,
-            "time": format_rfc3339(notice.time),
-            "model": notice.model,
-            "level": notice.level,
-            "log10_martingale": notice.log10_wealth,
-            "records": notice.num_records,
-            "features": [
-                {"feature": one.feature, "surprise": one.recent_neg_log_p, "expected": one.calibration_neg_log_p} for one in notice.shifted_features
-            ],
-        }
-    )
+    """Return a drift notice as JSON. Its field `kind` distinguishes it from alerts, which do not have the field."""
+    document = {
+        "kind": "drift",
+        "id": notice.id,
+        "record": notice.record,
+        "partition": notice.partition,
+        "time": format_rfc3339(notice.time),
+        "model": notice.model,
+        "level": notice.level,
+        "log10_martingale": notice.log10_wealth,
+        "records": notice.num_records,
+        "features": [
+            {"feature": shift.feature, "surprise": shift.recent_neg_log_p, "expected": shift.calibration_neg_log_p}
+            for shift in notice.shifted_features
+        ],
+    }
+    return orjson.dumps(document)
 
 
-def encode_rejected(rejected: Rejection, data: Payload) -> bytes:
-    """A dead letter as JSON: reason, detail, source position, and the message as text (base64 where it is not
-    UTF-8)."""
-    topic, partition, offset = get_position(data, rejected.message_index)
-    key, payload = get_message(data, rejected.message_index)
-    letter: dict[str, Any] = {
-        "reason": str(rejected.reason),
-        "detail": rejected.detail,
+def encode_rejected(rejection: Rejection, data: Payload) -> bytes:
+    """Return a dead letter as JSON: reason, detail, source position and the rejected message.
+
+    The key and the payload of the message are written as text, or in base64 if they are not UTF-8.
+
+    Args:
+        rejection: Which message was rejected and why.
+        data: The poll that contains the message.
+    """
+    topic, partition, offset = get_position(data, rejection.message_index)
+    key, payload = get_message(data, rejection.message_index)
+    document: dict[str, Any] = {
+        "reason": str(rejection.reason),
+        "detail": rejection.detail,
         "source": {"topic": topic, "partition": partition, "offset": offset},
     }
     for name, content in (("key", key), ("payload", payload)):
         try:
-            letter[name] = None if content is None else content.decode()
+            document[name] = None if content is None else content.decode()
         except UnicodeDecodeError:
-            letter[f"{name}_base64"] = base64.b64encode(content or b"").decode()
-    return orjson.dumps(letter)
+            document[f"{name}_base64"] = base64.b64encode(content or b"").decode()
+    return orjson.dumps(document)
 
 
-def get_position(data: Payload, message: int) -> tuple[str, int, int]:
-    """Topic, partition and offset of a message; for a table its file, 0 and the row number in the file."""
+def get_position(data: Payload, message_index: int) -> tuple[str, int, int]:
+    """Return the topic, partition and offset of a message.
+
+    For a table row these are its file, 0 and the row number within the file.
+    """
     match data:
         case Messages():
-            return data.topic, int(data.partitions[message]), int(data.offsets[message])
+            return data.topic, int(data.partitions[message_index]), int(data.offsets[message_index])
         case LongRows() if ROW_NUMBER_COLUMN in data.table.schema.names:
-            row, file = (data.table.column(name)[message].as_py() for name in (ROW_NUMBER_COLUMN, ROW_FILE_COLUMN))
-            return file, 0, row
+            row_number = data.table.column(ROW_NUMBER_COLUMN)[message_index].as_py()
+            file = data.table.column(ROW_FILE_COLUMN)[message_index].as_py()
+            return file, 0, row_number
         case _:
-            return data.origin, 0, data.first_row + message
+            return data.origin, 0, data.first_row + message_index
 
 
-def get_message(data: Payload, message: int) -> tuple[bytes | None, bytes]:
-    """Key and value of a message as they came; of a table's row its record id and the row as JSON."""
+def get_message(data: Payload, message_index: int) -> tuple[bytes | None, bytes]:
+    """Return the key and the value of a message as received.
+
+    For a table row these are its record id (None in long layout) and the row as a JSON object.
+    """
     if isinstance(data, Messages):
-        return data.keys[message], data.payloads[message] or b""
+        return data.keys[message_index], data.payloads[message_index] or b""
     row = {
-        name: _shown(column.slice(message, 1))
+        name: _cell_to_json(column.slice(message_index, 1))
         for name, column in zip(data.table.schema.names, data.table.columns, strict=True)
         if name not in (ROW_NUMBER_COLUMN, ROW_FILE_COLUMN)
     }
-    key = data.record_ids[message] if isinstance(data, WideRows) else None
-    document = orjson.dumps(row, default=str, option=orjson.OPT_NON_STR_KEYS)
-    return (key.encode("utf-8", "surrogateescape") if key else None), document
+    record_id = data.record_ids[message_index] if isinstance(data, WideRows) else None
+    key = record_id.encode("utf-8", "surrogateescape") if record_id else None
+    return key, orjson.dumps(row, default=str, option=orjson.OPT_NON_STR_KEYS)
 
 
-def _shown(cell: pa.Array) -> Any:
-    """A cell as a person would want to see it; what Python cannot express is named by its type."""
+def _cell_to_json(cell: pa.Array) -> Any:
+    """Return a cell, given as a column of length 1, as a value that JSON can express, for a person to read.
+
+    Invalid UTF-8 is escaped, and a value that Python cannot express is replaced by the name of its type.
+    """
     try:
         if pa.types.is_timestamp(cell.type):
-            cell = cell.cast(pa.timestamp("us", cell.type.tz), safe=False)  # Python knows no nanoseconds
+            cell = cell.cast(pa.timestamp("us", cell.type.tz), safe=False)  # Python has no nanoseconds
         value = cell[0].as_py()
         orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS)
     except (ValueError, TypeError, ArithmeticError, LookupError, pa.ArrowException):
         if is_text(cell.type):
             return to_python_values(decode_dictionary(cell))[0].encode("utf-8", "backslashreplace").decode()
         return f"({cell.type})"
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    is_not_finite = isinstance(value, float) and not math.isfinite(value)
+    return None if is_not_finite else value

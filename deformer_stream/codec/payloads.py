@@ -1,4 +1,7 @@
-"""What a decoder receives: messages and rows of tables."""
+"""The input of a decoder: messages of a broker, or rows of a table.
+
+A connector returns one of these values from each poll; `deformer_stream.codec.Codec` decodes it into events.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +17,39 @@ if TYPE_CHECKING:
     from deformer_stream.engine.events import RejectionReason
 
 
-class Unreadable(bytes):
-    """In place of a payload, and as empty as what is there of it: why the connector cannot hand it over. messages: how
-    many, where their number is all that is known of some."""
+class UnreadablePayload(bytes):
+    """An empty payload that stands for messages that the connector could not read.
+
+    It subclasses `bytes` so that it fits in `Messages.payloads`; the decoder rejects it with the given reason.
+
+    Attributes:
+        reason: Why the messages were not readable.
+        detail: One line that describes the problem.
+        num_messages: How many messages it stands for. It is more than 1 if only the number of messages in a broken
+            batch is known.
+    """
 
     reason: RejectionReason
     detail: str
-    messages: int
+    num_messages: int
 
-    def __new__(cls, reason: RejectionReason, detail: str, messages: int = 1) -> Unreadable:
-        new = super().__new__(cls)
-        new.reason, new.detail, new.messages = reason, detail, messages
-        return new
+    def __new__(cls, reason: RejectionReason, detail: str, num_messages: int = 1) -> UnreadablePayload:
+        payload = super().__new__(cls)
+        payload.reason, payload.detail, payload.num_messages = reason, detail, num_messages
+        return payload
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """N messages as they came: one JSON document each.
+    """N messages of one topic, in order of arrival. Each holds one JSON document or one Arrow stream.
 
-    keys, payloads: N byte strings (a key may be None, a payload None for a tombstone, or `Unreadable`). times: (N,)
-    int64 microseconds since 1970 given by the broker, or `NO_TIME`. partitions: (N,) int32. offsets: (N,) int64.
+    Attributes:
+        topic: The topic, or the name of the file for JSON lines.
+        keys: N message keys, None for a message without a key.
+        payloads: N message values. None is a tombstone (a Kafka message without a value).
+        times: (N,) broker timestamps in microseconds since 1970, or `NO_TIME`.
+        partitions: (N,) partition of each message.
+        offsets: (N,) offset of each message within its partition.
     """
 
     topic: str
@@ -46,26 +62,32 @@ class Messages:
     def __len__(self) -> int:
         return len(self.payloads)
 
-    def take(self, chosen: NDArray[np.int64]) -> Messages:
-        """The messages at these indices, in that order."""
-        index = chosen.tolist()
+    def take(self, indices: NDArray[np.int64]) -> Messages:
+        """Return the messages at the given indices, in that order."""
+        index_list = indices.tolist()
         return Messages(
             self.topic,
-            [self.keys[i] for i in index],
-            [self.payloads[i] for i in index],
-            self.times[chosen],
-            self.partitions[chosen],
-            self.offsets[chosen],
+            [self.keys[i] for i in index_list],
+            [self.payloads[i] for i in index_list],
+            self.times[indices],
+            self.partitions[indices],
+            self.offsets[indices],
         )
 
 
 @dataclass(frozen=True, slots=True)
 class LongRows:
-    """N events as a table with columns `record, feature, value` and perhaps `time`; `first` is its row number."""
+    """N rows of a table in long layout: one reading per row, in columns `record`, `feature`, `value` and `time`.
 
-    topic: str
+    Attributes:
+        origin: The file of the table, for error messages and source positions.
+        table: The N rows.
+        first_row: The row number of the first row within its file.
+    """
+
+    origin: str
     table: pa.RecordBatch
-    first: int
+    first_row: int
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -73,16 +95,21 @@ class LongRows:
 
 @dataclass(frozen=True, slots=True)
 class WideRows:
-    """N whole records, a column per feature, a null is "not observed"; `ids` are their N record ids.
+    """N rows of a table in wide layout: one record per row, one column per feature; null means "not observed".
 
-    `first` is the row number of the first; `time` names the column with the record's time, if any.
+    Attributes:
+        origin: The file of the table, for error messages and source positions.
+        table: The N rows.
+        record_ids: The N record ids.
+        first_row: The row number of the first row within its file.
+        time_column: The column with the time of the record, or None if the table has no times.
     """
 
-    topic: str
+    origin: str
     table: pa.RecordBatch
-    ids: list[str]
-    first: int
-    time: str | None = None
+    record_ids: list[str]
+    first_row: int
+    time_column: str | None = None
 
     def __len__(self) -> int:
         return int(self.table.num_rows)

@@ -1,12 +1,14 @@
-"""Snapshots and decisions ↔ bytes, as they are kept between two lives.
+"""Encoding of saved state: a partition's snapshot, and the decisions made after it, as bytes and back.
 
     magic (8 bytes) | kind (1) | format version (2, big-endian) | SHA-256 of the body (32) | body
 
-The body is an Arrow IPC stream of one row in which every column is a list, its buffers compressed with zstd where there
-is much of it. Nothing of it is parsed before its checksum is verified, and nothing is used before it is checked.
-Version 1, of a single alpha, is read too: it does not say at which alpha a record had alerted, so that such a record
-alerts no more. Version 3 is written where readings of one time wait for each other; version 2, which earlier releases
-read, elsewhere.
+The body is an Arrow IPC stream with one row, in which every column is a list. Its buffers are compressed with zstd if
+there is enough data to gain from it. The body is parsed only after its checksum is verified, and every invariant that
+the engine relies on is checked before a decoded value is returned.
+
+Format versions: version 3 is written if tie groups are in use (readings of one record with the same event time are
+decided together), otherwise version 2, which earlier releases can read. Version 1 had a single alpha and is still read.
+It does not record at which alpha a record had alerted, so such a record does not alert again.
 """
 
 from __future__ import annotations
@@ -29,22 +31,25 @@ from deformer_stream.errors import StateError
 from deformer_stream.ragged import ragged_indices
 
 MAGIC = b"deformer"
-VERSION = 3
-HEAD = struct.Struct(">8scH32s")
+FORMAT_VERSION = 3
+HEADER = struct.Struct(">8scH32s")
 SNAPSHOT, DECISIONS = b"S", b"D"
-LARGE = 16_384
-"""Bytes from which on state is compressed: the decisions that an alert waits for are few, gain nothing by it, and would
-take four times as long to encode."""
-AGES = 2**61
-"""Microseconds; no age is as large."""
-REMEDY = "restore it, or say with --lost-state how to go on without it"
+"""The kinds of saved state."""
+MIN_COMPRESSED_BYTES = 16_384
+"""Size in bytes from which state is compressed. The decisions that an alert waits for are smaller: compression would
+not make them smaller, and would take four times as long."""
+MAX_AGE = 2**61
+"""Upper bound of the age of a record in microseconds, for the plausibility check."""
+REMEDY = "restore the saved state from a backup, or choose with --lost-state how to continue without it"
 
 Column: TypeAlias = "Sequence[str] | StringColumn | NDArray[Any]"
 Columns = Mapping[str, Column]
 
-_TEXT = pa.large_string()  # all ids of a partition together may be long
-_VOCABULARY = {"names": _TEXT, "kinds": _TEXT, "label_counts": pa.int32(), "labels": _TEXT}
-_SNAPSHOT = _VOCABULARY | {
+_TEXT = pa.large_string()  # all ids of a partition together may exceed the 2 GiB of `pa.string`
+
+# The names and types of the stored columns are the file format. The fields of `Snapshot` have the same names.
+_VOCABULARY_COLUMNS = {"names": _TEXT, "kinds": _TEXT, "label_counts": pa.int32(), "labels": _TEXT}
+_SNAPSHOT_COLUMNS = _VOCABULARY_COLUMNS | {
     "models": _TEXT,
     "ids": _TEXT,
     "model": pa.int32(),
@@ -73,26 +78,35 @@ _SNAPSHOT = _VOCABULARY | {
     "devices": _TEXT,
     "marks": pa.int64(),
 }
-_DRIFT = {
+_DRIFT_COLUMNS = {
     "drift_model": _TEXT,
     "drift": pa.float64(),
     "drift_groups": _TEXT,
     "drift_bins": pa.int32(),
     "drift_counts": pa.int64(),
 }
-"""At most one model; its records, 1 where a notice was given, the capital by bet; bins and counts of each group."""
-_TIES = {"tied": pa.uint8(), "held": pa.int32(), "instant": pa.int64()}
-_SUMS = ("log_likelihood", "total", "least", "peak", "excess", "p_value")
-_DECISIONS = {"closed": _TEXT, "alerted": _TEXT, "alert_seq": pa.int32(), "alert_alpha": pa.float64()} | _DRIFT
-_WAITED = {"waited": _TEXT, "waited_at": pa.int32()}
-_SINCE = {2: {"alert_alpha", *_DRIFT}, 3: {*_TIES, *_WAITED}}
+"""The drift monitor's state: no model fingerprint or one; the number of records, 1 if an alarm was raised (else 0) and
+the wealth of each bet; the calibration groups; the number of bins of each group; the counts of all bins."""
+_TIE_COLUMNS = {"tied": pa.uint8(), "held": pa.int32(), "instant": pa.int64()}
+_DECISION_COLUMNS = {
+    "closed": _TEXT,
+    "alerted": _TEXT,
+    "alert_seq": pa.int32(),
+    "alert_alpha": pa.float64(),
+} | _DRIFT_COLUMNS
+_TIE_DECISION_COLUMNS = {"waited": _TEXT, "waited_at": pa.int32()}
+_COLUMNS_ADDED_IN_VERSION = {2: {"alert_alpha", *_DRIFT_COLUMNS}, 3: {*_TIE_COLUMNS, *_TIE_DECISION_COLUMNS}}
+
+_KIND_NAMES = {SNAPSHOT: "a snapshot", DECISIONS: "decisions"}
+_RUNNING_SUMS = ("log_likelihood", "total", "least", "peak", "excess", "p_value")
 
 
-class _Nonsense(Exception):  # noqa: N818  (control flow: becomes a `StateError` that says where)
-    """What the bytes say cannot be."""
+class _InvalidStateError(Exception):
+    """Raised inside this module if bytes are not valid state; the public functions turn it into `StateError`."""
 
 
 def encode_snapshot(snapshot: Snapshot) -> bytes:
+    """Return a snapshot as bytes."""
     vocabulary = snapshot.vocabulary
     columns: dict[str, Column] = {
         "names": vocabulary.names,
@@ -100,232 +114,407 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
         "label_counts": np.array([len(labels) for labels in vocabulary.labels], np.int32),
         "labels": [label for labels in vocabulary.labels for label in labels],
     }
-    columns |= {name: getattr(snapshot, name) for name in _SNAPSHOT if name not in columns}
-    columns |= _drift_columns(snapshot.drift)
+    columns |= {name: getattr(snapshot, name) for name in _SNAPSHOT_COLUMNS if name not in columns}
+    columns |= _drift_to_columns(snapshot.drift)
     if snapshot.ties is not None:
-        ties = snapshot.ties
-        columns |= {"tied": ties.is_tied, "held": ties.num_pending, "instant": ties.tie_time}
-    return _sealed(SNAPSHOT, columns, _SNAPSHOT | _DRIFT | _TIES)
+        columns |= {
+            "tied": snapshot.ties.is_tied,
+            "held": snapshot.ties.num_pending,
+            "instant": snapshot.ties.tie_time,
+        }
+    return _encode(SNAPSHOT, columns, _SNAPSHOT_COLUMNS | _DRIFT_COLUMNS | _TIE_COLUMNS)
 
 
-def decode_snapshot(data: bytes, where: str = "the saved state") -> Snapshot:
-    """Raises `StateError` for bytes that are no snapshot of this format version, whole and unaltered. where: what the
-    error calls them."""
+def decode_snapshot(data: bytes, description: str = "the saved snapshot") -> Snapshot:
+    """Return the snapshot that was encoded as `data`.
+
+    Args:
+        data: The result of `encode_snapshot`.
+        description: What to call the data in the error message.
+
+    Raises:
+        StateError: If the data is damaged, has an unsupported format version, or contradicts itself.
+    """
     try:
-        columns = _opened(SNAPSHOT, data, _SNAPSHOT | _DRIFT | _TIES)
-        columns.setdefault("alert_alpha", np.where(columns["alert_seq"] < 0, NO_ALERT, SUPPRESS_ALL))
-        vocabulary = _vocabulary(*(columns.pop(name) for name in _VOCABULARY))
-        drift = _drift(columns)
-        ties = _blocks(columns) if "tied" in columns else None
-        columns["closed"] = StringColumn.from_strings(columns["closed"])
-        snapshot = Snapshot(vocabulary, tuple(columns.pop("models")), **columns, drift=drift, ties=ties)
-        _check(snapshot)
-    except _Nonsense as error:
-        raise StateError(f"{where}: {error}; {REMEDY}") from error
-    return snapshot
-
-
-def check_state(snapshot: bytes, decisions: Iterable[bytes]) -> None:
-    """Raise `StateError` if what was saved of a partition cannot be decoded."""
-    decode_snapshot(snapshot)
-    for part in decisions:
-        decode_decisions(part)
+        return _decode_snapshot(data)
+    except _InvalidStateError as error:
+        raise StateError(f"{description}: {error}; {REMEDY}") from error
 
 
 def encode_decisions(decisions: Decisions) -> bytes:
-    alerted = decisions.alert_states
+    """Return decisions as bytes."""
+    alert_states = decisions.alert_states
     columns: dict[str, Column] = {
         "closed": decisions.closed_ids,
-        "alerted": list(alerted),
-        "alert_seq": np.array([told.seq for told in alerted.values()], np.int32),
-        "alert_alpha": np.array([told.alpha for told in alerted.values()], np.float64),
-        **_drift_columns(decisions.drift_state),
+        "alerted": list(alert_states),
+        "alert_seq": np.array([state.seq for state in alert_states.values()], np.int32),
+        "alert_alpha": np.array([state.alpha for state in alert_states.values()], np.float64),
+        **_drift_to_columns(decisions.drift_state),
     }
+    tie_timeouts = [(record_id, n) for record_id, counts in decisions.tie_timeouts.items() for n in counts]
     if decisions.tie_timeouts:
-        columns["waited"] = [record for record, counts in decisions.tie_timeouts.items() for _ in counts]
-        columns["waited_at"] = np.array([n for counts in decisions.tie_timeouts.values() for n in counts], np.int32)
-    return _sealed(DECISIONS, columns, _DECISIONS | _WAITED)
+        columns["waited"] = [record_id for record_id, _ in tie_timeouts]
+        columns["waited_at"] = np.array([n for _, n in tie_timeouts], np.int32)
+    return _encode(DECISIONS, columns, _DECISION_COLUMNS | _TIE_DECISION_COLUMNS)
 
 
-def decode_decisions(data: bytes, where: str = "the saved decisions") -> Decisions:
-    """Raises `StateError` for bytes that are no decisions of this format version, whole and unaltered. where: what the
-    error calls them."""
+def decode_decisions(data: bytes, description: str = "the saved decisions") -> Decisions:
+    """Return the decisions that were encoded as `data`.
+
+    Args:
+        data: The result of `encode_decisions`.
+        description: What to call the data in the error message.
+
+    Raises:
+        StateError: If the data is damaged, has an unsupported format version, or contradicts itself.
+    """
     try:
-        columns = _opened(DECISIONS, data, _DECISIONS | _WAITED)
-        closed, alerted, seq = columns["closed"], columns["alerted"], columns["alert_seq"]
-        alpha = columns.get("alert_alpha", np.full(len(seq), SUPPRESS_ALL))
-        _must(len(alerted) == len(seq) == len(alpha) == len(set(alerted)), "alerts without or with several places")
-        _must(bool((seq >= 0).all()), "an alert before the first reading")
-        _must(bool(((alpha >= 0) & (alpha < 1)).all()), "an alert at no alpha")
-        drift = _drift(columns)
-        waited = _waited(columns.get("waited", []), columns.get("waited_at", np.empty(0, np.int32)))
-    except _Nonsense as error:
-        raise StateError(f"{where}: {error}; {REMEDY}") from error
-    told = dict(zip(alerted, map(AlertState, seq.tolist(), alpha.tolist()), strict=True))
-    return Decisions(tuple(closed), told, drift, waited)
+        return _decode_decisions(data)
+    except _InvalidStateError as error:
+        raise StateError(f"{description}: {error}; {REMEDY}") from error
 
 
-def _blocks(columns: dict[str, Any]) -> TieGroups:
-    """Taken out of the columns."""
-    tied, held, instant = (columns.pop(name) for name in _TIES)
-    _must(bool((tied <= 1).all()), "a reading is tied or not")
-    return TieGroups(tied.astype(bool), held, instant)
+def check_state(snapshot: bytes, decisions: Iterable[bytes]) -> None:
+    """Check that the saved state of a partition can be decoded.
+
+    Args:
+        snapshot: An encoded snapshot.
+        decisions: Encoded decisions that were saved after it.
+
+    Raises:
+        StateError: If one of them cannot be decoded. The message states the cause without a remedy, because the caller
+            can name the options that its source offers.
+    """
+    try:
+        _decode_snapshot(snapshot)
+    except _InvalidStateError as error:
+        raise StateError(f"the saved snapshot: {error}") from error
+    try:
+        for part in decisions:
+            _decode_decisions(part)
+    except _InvalidStateError as error:
+        raise StateError(f"the saved decisions: {error}") from error
 
 
-def _waited(records: list[str], counts: NDArray[np.int32]) -> dict[str, tuple[int, ...]]:
-    _must(len(records) == len(counts), "blocks of ties without or with several places")
-    _must(bool((counts > 0).all()), "a block of ties before the first reading")
-    waited: dict[str, tuple[int, ...]] = {}
-    for record, count in zip(records, counts.tolist(), strict=True):
-        waited[record] = (*waited.get(record, ()), count)
-    return waited
+def _decode_snapshot(data: bytes) -> Snapshot:
+    """Return the snapshot that was encoded as `data`. Raises `_InvalidStateError`."""
+    columns = _decode(SNAPSHOT, data, _SNAPSHOT_COLUMNS | _DRIFT_COLUMNS | _TIE_COLUMNS)
+    # Version 1 does not have this column.
+    columns.setdefault("alert_alpha", np.where(columns["alert_seq"] < 0, NO_ALERT, SUPPRESS_ALL))
+    vocabulary = _decode_vocabulary(*(columns.pop(name) for name in _VOCABULARY_COLUMNS))
+    drift = _pop_drift(columns)
+    ties = _pop_ties(columns) if "tied" in columns else None
+    columns["closed"] = StringColumn.from_strings(columns["closed"])
+    snapshot = Snapshot(vocabulary, tuple(columns.pop("models")), **columns, drift=drift, ties=ties)
+    _check_snapshot(snapshot)
+    return snapshot
 
 
-def _drift_columns(drift: DriftState | None) -> dict[str, Column]:
-    counts = [] if drift is None else list(drift.bin_counts_by_group.values())
+def _decode_decisions(data: bytes) -> Decisions:
+    """Return the decisions that were encoded as `data`. Raises `_InvalidStateError`."""
+    columns = _decode(DECISIONS, data, _DECISION_COLUMNS | _TIE_DECISION_COLUMNS)
+    alerted_ids, seq = columns["alerted"], columns["alert_seq"]
+    alpha = columns.get("alert_alpha", np.full(len(seq), SUPPRESS_ALL))
+    has_one_state_per_record = len(alerted_ids) == len(seq) == len(alpha) == len(set(alerted_ids))
+    _require(has_one_state_per_record, "the records with alerts and the states of their alerts do not match")
+    _require(bool((seq >= 0).all()), "an alert was raised before the first reading of its record")
+    _require(bool(((alpha >= 0) & (alpha < 1)).all()), "the alpha of an alert is not between 0 and 1")
+    drift = _pop_drift(columns)
+    tie_timeouts = _decode_tie_timeouts(columns.get("waited", []), columns.get("waited_at", np.empty(0, np.int32)))
+    alert_states = dict(zip(alerted_ids, map(AlertState, seq.tolist(), alpha.tolist()), strict=True))
+    return Decisions(tuple(columns["closed"]), alert_states, drift, tie_timeouts)
+
+
+def _pop_ties(columns: dict[str, Any]) -> TieGroups:
+    """Remove the columns of tie groups and return them as `TieGroups`. Raises `_InvalidStateError`."""
+    is_tied, num_pending, tie_time = (columns.pop(name) for name in _TIE_COLUMNS)
+    _require(bool((is_tied <= 1).all()), "the mark of a tied reading is neither 0 nor 1")
+    return TieGroups(is_tied.astype(bool), num_pending, tie_time)
+
+
+def _decode_tie_timeouts(record_ids: list[str], num_readings: NDArray[np.int32]) -> dict[str, tuple[int, ...]]:
+    """Return by record id the numbers of readings at which a tie group was decided by a time-out.
+
+    Args:
+        record_ids: One record id per time-out; an id may occur several times.
+        num_readings: The number of readings that the record had at each time-out.
+
+    Raises:
+        _InvalidStateError: If the two do not match, or if a number is not positive.
+    """
+    _require(len(record_ids) == len(num_readings), "the time-outs of tie groups and their records do not match")
+    _require(bool((num_readings > 0).all()), "a tie group was decided before the first reading of its record")
+    timeouts: dict[str, tuple[int, ...]] = {}
+    for record_id, count in zip(record_ids, num_readings.tolist(), strict=True):
+        timeouts[record_id] = (*timeouts.get(record_id, ()), count)
+    return timeouts
+
+
+def _drift_to_columns(drift: DriftState | None) -> dict[str, Column]:
+    """Return the state of a drift monitor as the columns `_DRIFT_COLUMNS`, empty if there is no monitor."""
+    if drift is None:
+        return {
+            "drift_model": [],
+            "drift": np.empty(0, np.float64),
+            "drift_groups": [],
+            "drift_bins": np.empty(0, np.int32),
+            "drift_counts": np.empty(0, np.int64),
+        }
+    bin_counts = list(drift.bin_counts_by_group.values())
     return {
-        "drift_model": [] if drift is None else [drift.model],
-        "drift": np.array([] if drift is None else [drift.num_records, drift.is_alarmed, *drift.wealth_by_bet], np.float64),
-        "drift_groups": [] if drift is None else list(drift.bin_counts_by_group),
-        "drift_bins": np.array([len(bins) for bins in counts], np.int32),
-        "drift_counts": np.array([count for bins in counts for count in bins], np.int64),
+        "drift_model": [drift.model],
+        "drift": np.array([drift.num_records, drift.is_alarmed, *drift.wealth_by_bet], np.float64),
+        "drift_groups": list(drift.bin_counts_by_group),
+        "drift_bins": np.array([len(counts) for counts in bin_counts], np.int32),
+        "drift_counts": np.array([count for counts in bin_counts for count in counts], np.int64),
     }
 
 
-def _drift(columns: dict[str, Any]) -> DriftState | None:
-    """Taken out of the columns; None where there is none, as in version 1."""
-    model, state, groups, bins, counts = (columns.pop(name, ()) for name in _DRIFT)
+def _pop_drift(columns: dict[str, Any]) -> DriftState | None:
+    """Remove the columns of the drift monitor and return its state, None if there is none (as in format version 1).
+
+    Raises:
+        _InvalidStateError: If the columns contradict each other.
+    """
+    model, numbers, groups, bins_per_group, counts = (columns.pop(name, ()) for name in _DRIFT_COLUMNS)
     if not len(model):
         return None
-    _must(len(model) == 1 and len(state) == 2 + len(BET_EXPONENTS), "the evidence of drift is none")
-    _must(len(groups) == len(bins) == len(set(groups)), "the evidence of drift is not given once for each group")
-    _must(bool((bins >= 0).all()) and int(bins.sum()) == len(counts), "the evidence of drift is cut short")
-    _must(bool((counts >= 0).all()) and state[0] == counts.sum(), "the evidence of drift is of other records")
-    _must(bool(((state[2:] >= 0) & (state[2:] <= MAX_WEALTH)).all()) and state[1] in (0, 1), "the evidence of drift is none")
-    ends = np.cumsum(bins).tolist()
-    parts = (tuple(counts[end - size : end].tolist()) for end, size in zip(ends, bins.tolist(), strict=True))
-    capital = tuple(state[2:].tolist())
-    return DriftState(model[0], int(state[0]), capital, bool(state[1]), dict(zip(groups, parts, strict=True)))
+    _require(
+        len(model) == 1 and len(numbers) == 2 + len(BET_EXPONENTS),
+        "the drift state does not have one model and one wealth per bet",
+    )
+    _require(len(groups) == len(bins_per_group) == len(set(groups)), "the drift state does not have each group once")
+    _require(
+        bool((bins_per_group >= 0).all()) and int(bins_per_group.sum()) == len(counts),
+        "the drift state does not have one count per bin",
+    )
+    num_records, is_alarmed, wealth = numbers[0], numbers[1], numbers[2:]
+    _require(
+        bool((counts >= 0).all()) and num_records == counts.sum(),
+        "the counts of the drift state do not add up to its number of records",
+    )
+    _require(
+        bool(((wealth >= 0) & (wealth <= MAX_WEALTH)).all()) and is_alarmed in (0, 1),
+        "the wealth or the alarm of the drift state is out of range",
+    )
+    counts_by_group = dict(zip(groups, _split(counts, bins_per_group), strict=True))
+    return DriftState(model[0], int(num_records), tuple(wealth.tolist()), bool(is_alarmed), counts_by_group)
 
 
-def _sealed(kind: bytes, columns: Columns, types: Mapping[str, pa.DataType]) -> bytes:
-    lists = [pa.LargeListArray.from_arrays([0, len(v)], _array(v, types[name])) for name, v in columns.items()]
+def _split(values: NDArray[Any], lengths: NDArray[np.int32]) -> list[tuple[Any, ...]]:
+    """Return consecutive parts of an array, one per length."""
+    ends = np.cumsum(lengths).tolist()
+    return [tuple(values[end - length : end].tolist()) for end, length in zip(ends, lengths.tolist(), strict=True)]
+
+
+def _encode(kind: bytes, columns: Columns, types: Mapping[str, pa.DataType]) -> bytes:
+    """Return columns as bytes with a header.
+
+    Args:
+        kind: `SNAPSHOT` or `DECISIONS`.
+        columns: The columns by name.
+        types: The Arrow type of each column.
+    """
+    lists = [
+        pa.LargeListArray.from_arrays([0, len(column)], _to_arrow(column, types[name]))
+        for name, column in columns.items()
+    ]
     batch = pa.RecordBatch.from_arrays(lists, list(columns))
     sink = pa.BufferOutputStream()
-    # Threads would each keep memory of their own for it, and gain nothing: the other cores have work.
-    options = pa.ipc.IpcWriteOptions(compression="zstd" if batch.nbytes >= LARGE else None, use_threads=False)
+    # Compression threads would each keep memory of their own, and the other cores are busy with scoring.
+    compression = "zstd" if batch.nbytes >= MIN_COMPRESSED_BYTES else None
+    options = pa.ipc.IpcWriteOptions(compression=compression, use_threads=False)
     with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
         writer.write_batch(batch)
     body: bytes = sink.getvalue().to_pybytes()
-    version = 3 if _SINCE[3] & columns.keys() else 2
-    head: bytes = HEAD.pack(MAGIC, kind, version, hashlib.sha256(body).digest())
-    return head + body
+    version = 3 if _COLUMNS_ADDED_IN_VERSION[3] & columns.keys() else 2
+    header: bytes = HEADER.pack(MAGIC, kind, version, hashlib.sha256(body).digest())
+    return header + body
 
 
-def _array(column: Column, kind: pa.DataType) -> pa.Array:
+def _to_arrow(column: Column, column_type: pa.DataType) -> pa.Array:
+    """Return one column as an Arrow array, without copying a `StringColumn`."""
     if isinstance(column, StringColumn):
         return pa.LargeStringArray.from_buffers(len(column), pa.py_buffer(column.offsets), pa.py_buffer(column.utf8))
-    return pa.array(column, kind)
+    return pa.array(column, column_type)
 
 
-def _opened(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[str, Any]:
-    """The columns: lists of texts, arrays of numbers."""
-    _must(len(data) >= HEAD.size, f"cut short: {len(data)} bytes")
-    magic, found, version, digest = HEAD.unpack_from(data)
-    _must(magic == MAGIC, "written by another program")
-    if not 1 <= version <= VERSION:
-        raise _Nonsense(f"its format version is {version}, and this release reads {VERSION}")
-    later = set[str]().union(*(names for since, names in _SINCE.items() if since > version))
-    types = {name: kind for name, kind in types.items() if name not in later}
-    _must(found == kind, "of another kind than expected")
-    body = memoryview(data)[HEAD.size :]
-    _must(hashlib.sha256(body).digest() == digest, "cut short or altered, its checksum does not match")
+def _decode(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[str, Any]:
+    """Return the columns of encoded state, after its header and checksum are verified.
+
+    Args:
+        kind: `SNAPSHOT` or `DECISIONS`.
+        data: The header and the body.
+        types: The Arrow type of each column in the newest format version.
+
+    Returns:
+        Lists of strings and NumPy arrays by column name. Columns that were added after the data's version are missing.
+
+    Raises:
+        _InvalidStateError: If the data is not valid.
+    """
+    _require(len(data) >= HEADER.size, f"the data is cut short: {len(data)} bytes are fewer than the header has")
+    magic, data_kind, version, digest = HEADER.unpack_from(data)
+    _require(magic == MAGIC, "the data was written by another program")
+    if not 1 <= version <= FORMAT_VERSION:
+        raise _InvalidStateError(
+            f"its format version is {version}, and this release reads versions 1 to {FORMAT_VERSION}"
+        )
+    _require(data_kind == kind, f"the data is of another kind: {_KIND_NAMES[kind]} were expected")
+    newer_columns = {
+        name for added_in, names in _COLUMNS_ADDED_IN_VERSION.items() if added_in > version for name in names
+    }
+    types = {name: column_type for name, column_type in types.items() if name not in newer_columns}
+    body = memoryview(data)[HEADER.size :]
+    _require(hashlib.sha256(body).digest() == digest, "checksum mismatch: the data is cut short or altered")
     try:
         table = pa.ipc.open_stream(pa.py_buffer(body)).read_all()
         table.validate(full=True)
-        _must(table.schema.equals(pa.schema({n: pa.large_list(t) for n, t in types.items()})), "columns are missing")
-        _must(table.num_rows == 1, f"{table.num_rows} rows where one is expected")
+        expected_schema = pa.schema({name: pa.large_list(column_type) for name, column_type in types.items()})
+        _require(table.schema.equals(expected_schema), "its columns are not those of its format version")
+        _require(table.num_rows == 1, f"it has {table.num_rows} rows instead of one")
         columns = {name: table.column(name).combine_chunks().flatten() for name in types}
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise _Nonsense(f"not readable ({str(error).splitlines()[0]})") from error
-    _must(not any(column.null_count for column in columns.values()), "a value is missing")
-    return {n: c.to_pylist() if types[n] == _TEXT else c.to_numpy() for n, c in columns.items()}
+        raise _InvalidStateError(f"the body is not readable ({str(error).splitlines()[0]})") from error
+    _require(not any(column.null_count for column in columns.values()), "a value is missing")
+    return {name: column.to_pylist() if types[name] == _TEXT else column.to_numpy() for name, column in columns.items()}
 
 
-def _must(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise _Nonsense(otherwise)
+def _require(condition: bool, problem: str) -> None:
+    """Raise `_InvalidStateError` with the description of the problem unless the condition holds."""
+    if not condition:
+        raise _InvalidStateError(problem)
 
 
-def _vocabulary(names: list[str], kinds: list[Any], counts: NDArray[np.int32], labels: list[str]) -> Vocabulary:
-    _must(len(names) == len(kinds) == len(counts) == len(set(names)), "features are not named once each")
-    _must(set(kinds) <= {"continuous", "discrete"}, "a feature is of an unknown kind")
-    _must(bool((counts >= 0).all()) and int(counts.sum()) == len(labels), "labels are not those of its features")
-    ends = np.cumsum(counts).tolist()
-    parts = (tuple(labels[end - count : end]) for end, count in zip(ends, counts.tolist(), strict=True))
-    return Vocabulary(tuple(names), tuple(kinds), tuple(parts))
+def _decode_vocabulary(
+    names: list[str], kinds: list[Any], label_counts: NDArray[np.int32], labels: list[str]
+) -> Vocabulary:
+    """Return the features and labels that the codes of a snapshot refer to.
 
+    Args:
+        names: The feature names.
+        kinds: The feature kinds.
+        label_counts: (F,) the number of labels of each feature.
+        labels: The labels of all features, one after the other.
 
-def _check(snapshot: Snapshot) -> None:
-    """What the engine relies on. Raises `_Nonsense`."""
-    R, F = len(snapshot), len(snapshot.vocabulary)
-    for name in ("model", "age", "counts", "absent_counts", "scored", "alert_seq", "alert_alpha", *_SUMS):
-        _must(len(getattr(snapshot, name)) == R, f"{name!r} is not given once for each record")
-    _must(len(set(snapshot.ids)) == R, "a record is there twice")
-    _must(_within(snapshot.model, len(snapshot.models)), "a record is of no model")
-    _must(_within(snapshot.counts, F + 1) and _within(snapshot.absent_counts, F + 1), "a record has too many readings")
-    T, A = int(snapshot.counts.sum()), int(snapshot.absent_counts.sum())
-    _must(len(snapshot.features) == len(snapshot.values) == T and len(snapshot.absent) == A, "readings are missing")
-    _must(_within(snapshot.features, F) and _within(snapshot.absent, F), "a reading is of no feature")
-    record, _ = snapshot.reading_positions()
-    once = np.zeros((R, F), bool)
-    once[record, snapshot.features] = True
-    once[ragged_indices(snapshot.absent_counts)[0], snapshot.absent] = True
-    _must(int(once.sum()) == T + A, "a record has a feature twice")
-    _check_values(snapshot)
-    _must(bool((snapshot.alert_seq >= -1).all()) and bool((snapshot.scored >= 0).all()), "a place is negative")
-    _must(bool(((snapshot.alert_alpha >= 0) & (snapshot.alert_alpha <= NO_ALERT)).all()), "an alpha is no share")
-    _must(
-        bool(((snapshot.alert_seq < 0) == (snapshot.alert_alpha == NO_ALERT)).all()),
-        "an alert is without alpha or place",
+    Raises:
+        _InvalidStateError: If they contradict each other.
+    """
+    _require(len(names) == len(kinds) == len(label_counts) == len(set(names)), "a feature name is missing or repeated")
+    _require(set(kinds) <= {"continuous", "discrete"}, "the kind of a feature is unknown")
+    _require(
+        bool((label_counts >= 0).all()) and int(label_counts.sum()) == len(labels),
+        "the number of labels is not that of the features",
     )
-    _check_ties(snapshot, snapshot.ties)
-    U, W = len(snapshot.unseen_text), len(snapshot.window_device)
-    _must(len(snapshot.unseen_record) == len(snapshot.unseen_place) == U, "labels are missing")
-    _must(_within(snapshot.unseen_record, R), "a label is of no record")
-    _must(_within(snapshot.unseen_place, snapshot.counts[snapshot.unseen_record]), "a label is of no reading")
-    _must(len(snapshot.window_record) == len(snapshot.window_deadline) == W, "windows are missing")
-    _must(_within(snapshot.window_record, R), "a window is of no record")
-    _must(len(set(snapshot.devices)) == len(snapshot.marks) == len(snapshot.devices), "a watermark is of no device")
+    ends = np.cumsum(label_counts).tolist()
+    labels_by_code = [tuple(labels[end - count : end]) for end, count in zip(ends, label_counts.tolist(), strict=True)]
+    return Vocabulary(tuple(names), tuple(kinds), tuple(labels_by_code))
 
 
-def _check_ties(snapshot: Snapshot, ties: TieGroups | None) -> None:
-    if ties is None:
-        return
-    _must(len(ties.is_tied) == int(snapshot.counts.sum()), "ties are not given once for each reading")
-    _must(len(ties.num_pending) == len(ties.tie_time) == len(snapshot), "ties are not given once for each record")
-    _must(_within(ties.num_pending, snapshot.counts + 1), "more readings wait than there are")
-    opens = np.append(ties.is_tied, False)
-    first = np.cumsum(snapshot.counts) - snapshot.counts
-    _must(not opens[first[snapshot.counts > 0]].any(), "a first reading goes with another before it")
-    waiting = ties.num_pending > 0
-    _must(not opens[(first + snapshot.counts - ties.num_pending)[waiting]].any(), "a block is judged in part")
+def _check_snapshot(snapshot: Snapshot) -> None:
+    """Check the invariants of a snapshot that the engine relies on.
+
+    Raises:
+        _InvalidStateError: If one is violated.
+    """
+    num_records, num_features = len(snapshot), len(snapshot.vocabulary)
+    for name in ("model", "age", "counts", "absent_counts", "scored", "alert_seq", "alert_alpha", *_RUNNING_SUMS):
+        _require(len(getattr(snapshot, name)) == num_records, f"the column {name!r} does not have one value per record")
+    _require(len(set(snapshot.ids)) == num_records, "a record occurs twice")
+    _require(_is_within(snapshot.model, len(snapshot.models)), "the model of a record is not in the list of models")
+    _check_readings(snapshot, num_records, num_features)
+    _check_values(snapshot)
+    _require(
+        bool((snapshot.alert_seq >= -1).all()) and bool((snapshot.scored >= 0).all()),
+        "the place of an alert or the number of scored readings is negative",
+    )
+    is_alpha_valid = (snapshot.alert_alpha >= 0) & (snapshot.alert_alpha <= NO_ALERT)
+    _require(bool(is_alpha_valid.all()), "the alpha of an alert is not between 0 and 1")
+    is_alert_consistent = (snapshot.alert_seq < 0) == (snapshot.alert_alpha == NO_ALERT)
+    _require(bool(is_alert_consistent.all()), "an alert has an alpha without a place, or a place without an alpha")
+    if snapshot.ties is not None:
+        _check_ties(snapshot, snapshot.ties)
+
+    num_unseen, num_windows = len(snapshot.unseen_text), len(snapshot.window_device)
+    _require(
+        len(snapshot.unseen_record) == len(snapshot.unseen_place) == num_unseen,
+        "the columns of unseen labels have different lengths",
+    )
+    _require(_is_within(snapshot.unseen_record, num_records), "an unseen label belongs to no record")
+    _require(
+        _is_within(snapshot.unseen_place, snapshot.counts[snapshot.unseen_record]),
+        "an unseen label belongs to no reading",
+    )
+    _require(
+        len(snapshot.window_record) == len(snapshot.window_deadline) == num_windows,
+        "the columns of windows have different lengths",
+    )
+    _require(_is_within(snapshot.window_record, num_records), "a window belongs to no record")
+    _require(
+        len(set(snapshot.devices)) == len(snapshot.marks) == len(snapshot.devices),
+        "the devices and their watermarks do not match",
+    )
+
+
+def _check_readings(snapshot: Snapshot, num_records: int, num_features: int) -> None:
+    """Check that each record has each feature at most once. Raises `_InvalidStateError`."""
+    _require(
+        _is_within(snapshot.counts, num_features + 1) and _is_within(snapshot.absent_counts, num_features + 1),
+        "the number of readings of a record is out of range",
+    )
+    num_readings, num_absent = int(snapshot.counts.sum()), int(snapshot.absent_counts.sum())
+    _require(
+        len(snapshot.features) == len(snapshot.values) == num_readings and len(snapshot.absent) == num_absent,
+        "the number of readings is not that of the records",
+    )
+    _require(
+        _is_within(snapshot.features, num_features) and _is_within(snapshot.absent, num_features),
+        "a reading belongs to no feature",
+    )
+    has_feature = np.zeros((num_records, num_features), bool)
+    has_feature[ragged_indices(snapshot.counts)[0], snapshot.features] = True
+    has_feature[ragged_indices(snapshot.absent_counts)[0], snapshot.absent] = True
+    _require(int(has_feature.sum()) == num_readings + num_absent, "a record has a feature twice")
+
+
+def _check_ties(snapshot: Snapshot, ties: TieGroups) -> None:
+    """Check the tie groups of a snapshot (readings of one record with the same event time).
+
+    Raises:
+        _InvalidStateError: If they do not fit the records, or if a tie group is decided in part.
+    """
+    num_readings = int(snapshot.counts.sum())
+    _require(len(ties.is_tied) == num_readings, "the ties do not have one value per reading")
+    _require(len(ties.num_pending) == len(ties.tie_time) == len(snapshot), "the ties do not have one value per record")
+    _require(_is_within(ties.num_pending, snapshot.counts + 1), "more readings are undecided than the record has")
+    is_tied = np.append(ties.is_tied, False)
+    first_readings = np.cumsum(snapshot.counts) - snapshot.counts
+    _require(
+        not is_tied[first_readings[snapshot.counts > 0]].any(),
+        "the first reading of a record is tied to a reading before it",
+    )
+    has_pending = ties.num_pending > 0
+    first_pending = (first_readings + snapshot.counts - ties.num_pending)[has_pending]
+    _require(not is_tied[first_pending].any(), "a tie group is decided in part")
 
 
 def _check_values(snapshot: Snapshot) -> None:
-    """Numbers are finite, label codes those of a label or of an unseen one."""
-    labels = np.array([len(x) for x in snapshot.vocabulary.labels], np.int64)
-    discrete = np.array([kind == "discrete" for kind in snapshot.vocabulary.kinds], bool)
+    """Check that numbers are finite, and that label codes are those of a label or of an unseen label.
+
+    Raises:
+        _InvalidStateError: If a number is out of range.
+    """
+    num_labels = np.array([len(labels) for labels in snapshot.vocabulary.labels], np.int64)
+    is_discrete_feature = np.array([kind == "discrete" for kind in snapshot.vocabulary.kinds], bool)
     values, features = snapshot.values, snapshot.features
-    _must(bool(np.isfinite(values).all()), "a value is not finite")
-    codes = discrete[features]
-    known = (values >= 0) & (values <= labels[features]) & (values == np.floor(values))
-    _must(bool(known[codes].all()), "a label's code stands for nothing")
-    _must(_within(snapshot.age + AGES, 2 * AGES), "a record is older than time")
-    for name in _SUMS:
-        _must(bool(np.isfinite(getattr(snapshot, name)).all()), f"{name!r} is not finite")
+    _require(bool(np.isfinite(values).all()), "a value is not finite")
+    is_label_code = (values >= 0) & (values <= num_labels[features]) & (values == np.floor(values))
+    _require(bool(is_label_code[is_discrete_feature[features]].all()), "the code of a label is out of range")
+    _require(_is_within(snapshot.age + MAX_AGE, 2 * MAX_AGE), "the age of a record is out of range")
+    for name in _RUNNING_SUMS:
+        _require(bool(np.isfinite(getattr(snapshot, name)).all()), f"a value in the column {name!r} is not finite")
 
 
-def _within(numbers: NDArray[Any], end: int | NDArray[Any]) -> bool:
-    """All from 0 to before the end."""
+def _is_within(numbers: NDArray[Any], end: int | NDArray[Any]) -> bool:
+    """Return whether all numbers are at least 0 and less than `end`."""
     return bool(((numbers >= 0) & (numbers < end)).all())

@@ -1,7 +1,9 @@
-"""Rows of tables → events, a column at a time.
+"""Decoders for rows of tables (Parquet, CSV): table rows in, one `EventBatch` and a list of rejections out.
 
-A long table is read as messages are: what is bad in a row is refused and the rest goes on. A wide table holds whole
-records; a column of the wrong type is an `InputError`."""
+A table in long layout has one reading per row and is treated like a stream of messages: a bad row is rejected and the
+others are accepted. A table in wide layout has one record per row; a column of the wrong type raises `InputError`. Both
+decoders process one column at a time and do no Python work per cell.
+"""
 
 from __future__ import annotations
 
@@ -15,368 +17,547 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from deformer_stream.codec.columns import (
-    as_label_text,
-    categorical,
-    encoded,
-    faults_by_row,
-    floats,
-    in_seconds,
-    label_codes,
-    micros_of_column,
-    not_finite,
-    numbers,
-    numeric,
-    plain,
-    text_ids,
-    textual,
+    convert_ids,
+    convert_times_of_day,
+    decode_dictionary,
+    encode_distinct,
+    format_labels,
+    is_numeric,
+    is_scalar,
+    is_text,
+    parse_labels,
+    parse_numbers,
+    parse_times,
+    spread_errors,
+    to_float64,
 )
 from deformer_stream.codec.payloads import LongRows, WideRows
-from deformer_stream.codec.json_messages import MAX_TEXT, NAMED, Fields, unknown_feature, window_of
-from deformer_stream.codec.validation import Refusal, is_unicode
-from deformer_stream.codec.timestamps import MaxAhead
-from deformer_stream.codec.windowing import Windows
-from deformer_stream.engine.events import NO_TIME, EventBatch, RejectionReason, Rejected, WindowMembership
+from deformer_stream.codec.timestamps import FutureTimeLimit
+from deformer_stream.codec.validation import (
+    MAX_TEXT_CHARS,
+    NO_TIME_SLOT,
+    FieldNames,
+    RejectionError,
+    is_unicode,
+    not_finite_error,
+    unknown_feature_error,
+)
+from deformer_stream.codec.windowing import WindowAssigner
+from deformer_stream.engine.events import NO_TIME, EventBatch, Rejection, RejectionReason, WindowMembership
 from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Schema
 
-ROW_NUMBER, ROW_FILE = "__row__", "__file__"
-"""Columns in which a long table whose rows were put in another order carries where each row came from."""
+ROW_NUMBER_COLUMN, ROW_FILE_COLUMN = "__row__", "__file__"
+"""Columns that hold each row's original row number and file, in a long table whose rows were reordered."""
+
+ErrorsByRow = dict[int, RejectionError]
+
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
-def record_hashes(ids: Iterable[str]) -> NDArray[np.uint64]:
-    """(N,) what `shuffle_keys` knows of record ids."""
-    return np.array([zlib.crc32(i.encode("utf-8", "surrogatepass")) for i in ids], np.uint64)
+def hash_record_ids(record_ids: Iterable[str]) -> NDArray[np.uint64]:
+    """Return (N,) hashes of record ids (CRC-32), the input of `compute_shuffle_keys`."""
+    return np.array([zlib.crc32(record_id.encode("utf-8", "surrogatepass")) for record_id in record_ids], np.uint64)
 
 
-def shuffle_keys(hashes: NDArray[np.uint64], codes: NDArray[Any], seed: int) -> NDArray[np.uint64]:
-    """uint64 keys, elementwise for record hashes and feature codes (shapes broadcast). Sorted by them, the readings of
-    each record come in a permutation of its own, which depends on the seed and the record id alone: neither chunking
-    nor file format nor other records change it."""
+def compute_shuffle_keys(record_hashes: NDArray[np.uint64], codes: NDArray[Any], seed: int) -> NDArray[np.uint64]:
+    """Return sort keys that put the readings of each record in a random order.
+
+    The order depends on the seed, the record id and the feature codes alone. How the input is cut into chunks, its file
+    format and the other records do not change it. The values are part of the contract of `--order random --seed`.
+
+    Args:
+        record_hashes: Hashes from `hash_record_ids`.
+        codes: Feature codes; the shapes of `record_hashes` and `codes` must broadcast.
+        seed: Any integer.
+
+    Returns:
+        Keys of the broadcast shape.
+    """
     with np.errstate(over="ignore"):
-        start = _splitmix(hashes + _splitmix(np.array(seed % 2**64, np.uint64)))
-        return _splitmix(start + np.asarray(codes).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        record_seeds = _mix_bits(record_hashes + _mix_bits(np.array(seed % 2**64, np.uint64)))
+        return _mix_bits(record_seeds + np.asarray(codes).astype(np.uint64) * np.uint64(_GOLDEN_GAMMA))
 
 
-def _splitmix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): a bijection of 64 bits that looks random. Wraps
-    around."""
-    z = z + np.uint64(0x9E3779B97F4A7C15)
+def _mix_bits(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the output function of the SplitMix64 generator (Steele, Lea and Flood, 2014), elementwise.
+
+    It is a bijection of 64-bit integers whose results look random. The arithmetic wraps around by design.
+    """
+    z = z + np.uint64(_GOLDEN_GAMMA)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
 class WideDecoder:
-    """Decodes `WideRows`: every row is a record and gives one event per feature of the schema, its events contiguous.
+    """Decoder for tables in wide layout: each row is a record and gives one event per feature of the model.
 
-    What is not observed (a null, a NaN, a feature without a column) comes first, as "will not be observed" (NaN), so
-    that the record completes with its last reading. The readings follow in the order asked for. max_ahead: a row whose
-    time lies further ahead is refused."""
+    The events of a record are contiguous. Features that are not observed (null, NaN, or no column) come first, as
+    declarations that no reading will follow. The readings follow in the chosen order, so the record is complete after
+    its last reading.
 
-    def __init__(self, schema: Schema, order: str, seed: int, max_ahead: MaxAhead | None = None) -> None:
+    Args:
+        schema: The features of the model.
+        order: "arrival" for the table's column order, "schema" for the model's, "random" for a permutation per record.
+        seed: The seed of the random order.
+        future_time_limit: The rule for times in the future, or None to accept all times.
+    """
+
+    def __init__(self, schema: Schema, order: str, seed: int, future_time_limit: FutureTimeLimit | None = None) -> None:
         self._schema = schema
         self._order = order
         self._seed = seed
-        self._max_ahead = max_ahead
+        self._future_time_limit = future_time_limit
 
-    def decode(self, data: WideRows) -> tuple[EventBatch, list[Rejected]]:
-        """See `Codec.decode`. Costs well under a microsecond per event."""
-        n, width = len(data), len(self._schema)
-        columns = self._columns(data)
-        values = np.full((n, width), np.nan)
-        labels: dict[int, dict[int, str | Refusal]] = {}
+    def decode(self, data: WideRows) -> tuple[EventBatch, list[Rejection]]:
+        """Return the events of N rows and the rejected cells. Takes well under a microsecond per event."""
+        columns = self._columns_by_code(data)
+        values = np.full((len(data), len(self._schema)), np.nan)
+        exceptions_by_code: dict[int, dict[int, str | RejectionError]] = {}
         for code, column in columns.items():
-            values[:, code], labels[code] = self._column(data, code, column)
-        times = self._times(data)
+            values[:, code], exceptions_by_code[code] = self._parse_column(data, code, column)
+        times = self._parse_times(data)
 
-        order = self._arrangement(data, list(columns), values)
-        values = np.take_along_axis(values, order, axis=1)
-        keep = ~np.isinf(values)
-        bad_rows = too_early(self._max_ahead, times) | faults_of_ids(data.ids, "the record id")
-        keep[list(bad_rows)] = False
+        codes = self._order_features(data, list(columns), values)
+        values = np.take_along_axis(values, codes, axis=1)
+        row_errors = check_future_times(self._future_time_limit, times) | check_ids(data.record_ids, "the record id")
+        is_accepted = ~np.isinf(values)
+        is_accepted[list(row_errors)] = False
 
-        rows, places = np.nonzero(keep)  # row-major: the events of a record stay together
-        features = order[rows, places].astype(np.int32)
-        unseen: dict[int, str] = {}
-        for code, texts in labels.items():
-            if texts:
-                at = np.flatnonzero(features == code)
-                unseen |= {int(e): str(texts[r]) for e, r in zip(at, rows[at].tolist(), strict=True) if r in texts}
+        rows, places = np.nonzero(is_accepted)  # in row-major order: the events of a record are contiguous
+        features = codes[rows, places].astype(np.int32)
         batch = EventBatch(
-            np.array(data.ids, object)[rows].tolist(),
+            np.array(data.record_ids, object)[rows].tolist(),
             features,
             values[rows, places],
             times[rows],
             rows.astype(np.int32),
             np.zeros(len(rows), np.int32),
-            unseen,
+            _collect_unseen_labels(rows, features, exceptions_by_code),
             row_boundaries=np.append(np.flatnonzero(np.diff(rows, prepend=-1)), len(rows)),
         )
-        return batch, self._rejected(bad_rows, values, order, labels)
+        return batch, self._collect_rejections(row_errors, values, codes, exceptions_by_code)
 
-    def _columns(self, data: WideRows) -> dict[int, pa.Array]:
-        """Feature code → column, in the table's column order."""
-        codes = self._schema.codes
-        pairs = zip(data.table.schema.names, data.table.columns, strict=True)
-        return {codes[name]: column for name, column in pairs if name in codes}
+    def _columns_by_code(self, data: WideRows) -> dict[int, pa.Array]:
+        """Return the columns that are features, by feature code, in the table's column order."""
+        codes = self._schema.code_by_name
+        named_columns = zip(data.table.schema.names, data.table.columns, strict=True)
+        return {codes[name]: column for name, column in named_columns if name in codes}
 
-    def _column(
+    def _parse_column(
         self, data: WideRows, code: int, column: pa.Array
-    ) -> tuple[NDArray[np.float64], dict[int, str | Refusal]]:
-        """(N,) raw values or label codes, NaN where not observed, infinite where refused; and by row the text of an
-        unseen label, or why a label is refused."""
-        feature = self._schema.features[code]
-        where = f"{data.topic}: column {feature.name!r} is {column.type}"
-        if feature.kind == "continuous":
-            column = in_seconds(column)
-            if not numeric(column.type):
-                raise InputError(
-                    f"{where}, but the model expects numbers; convert the column, or train on tables like this one"
-                )
-            return floats(column), {}
-        if not categorical(column.type):
-            raise InputError(f"{where}, which cannot be read as labels; convert the column to text or numbers")
-        return label_codes(column, self._schema.label_codes[code], feature.name)
+    ) -> tuple[NDArray[np.float64], dict[int, str | RejectionError]]:
+        """Convert one column of N cells.
 
-    def _times(self, data: WideRows) -> NDArray[np.int64]:
-        if data.time is None:
+        Returns:
+            (N,) raw values or label codes, NaN if not observed, infinite if rejected.
+            By row, the text of an unseen label or the reason for the rejection of a label.
+
+        Raises:
+            InputError: If the column's type does not fit the feature.
+        """
+        feature = self._schema.features[code]
+        description = f"{data.origin}: column {feature.name!r} is {column.type}"
+        if feature.kind == "continuous":
+            column = convert_times_of_day(column)
+            if not is_numeric(column.type):
+                raise InputError(
+                    f"{description}, but the model expects numbers; "
+                    "convert the column, or train on tables with this column type"
+                )
+            return to_float64(column), {}
+        if not is_scalar(column.type):
+            raise InputError(f"{description}, which cannot be read as labels; convert the column to text or numbers")
+        return parse_labels(column, self._schema.code_by_label[code], feature.name)
+
+    def _parse_times(self, data: WideRows) -> NDArray[np.int64]:
+        """Return (N,) times of the records in microseconds, `NO_TIME` if the table has none. Raises `InputError`."""
+        if data.time_column is None:
             return np.full(len(data), NO_TIME)
-        times, bad = micros_of_column(data.table.column(data.time), f"{data.topic}: column {data.time!r}")
-        for row, refusal in bad.items():
-            raise InputError(f"{data.topic}: row {data.first + row}: column {data.time!r}: {refusal.detail}")
+        column = data.table.column(data.time_column)
+        times, errors = parse_times(column, f"{data.origin}: column {data.time_column!r}")
+        for row, error in errors.items():
+            raise InputError(f"{data.origin}: row {data.first_row + row}: column {data.time_column!r}: {error.detail}")
         return times
 
-    def _arrangement(self, data: WideRows, present: list[int], values: NDArray[np.float64]) -> NDArray[np.intp]:
-        """(N, F) feature codes in the order in which the events of each row are to come."""
-        n, width = values.shape
+    def _order_features(
+        self, data: WideRows, present_codes: list[int], values: NDArray[np.float64]
+    ) -> NDArray[np.intp]:
+        """Return (N, F) the feature codes in the order in which the events of each row are emitted.
+
+        Args:
+            data: The N rows.
+            present_codes: The features that have a column, in the table's column order.
+            values: (N, F) values by feature code, NaN if not observed.
+        """
+        num_rows, num_features = values.shape
         if self._order == "random":
-            order = np.argsort(shuffle_keys(record_hashes(data.ids)[:, None], np.arange(width), self._seed), axis=1)
+            record_hashes = hash_record_ids(data.record_ids)[:, None]
+            codes = np.argsort(compute_shuffle_keys(record_hashes, np.arange(num_features), self._seed), axis=1)
         else:
-            absent = [code for code in range(width) if code not in set(present)]
-            line = present + absent if self._order == "arrival" else list(range(width))
-            order = np.broadcast_to(np.array(line, np.intp), (n, width))
-        gaps = np.isnan(values)
-        rows = np.flatnonzero(gaps.any(axis=1))
+            present = set(present_codes)
+            absent_codes = [code for code in range(num_features) if code not in present]
+            common = present_codes + absent_codes if self._order == "arrival" else list(range(num_features))
+            codes = np.broadcast_to(np.array(common, np.intp), (num_rows, num_features))
+        is_missing = np.isnan(values)
+        rows = np.flatnonzero(is_missing.any(axis=1))
         if len(rows):
-            order = np.array(order)
-            some = order[rows]
-            first = np.argsort(~np.take_along_axis(gaps[rows], some, axis=1), axis=1, kind="stable")
-            order[rows] = np.take_along_axis(some, first, axis=1)
-        return order
+            codes = np.array(codes)
+            row_codes = codes[rows]
+            is_observed = ~np.take_along_axis(is_missing[rows], row_codes, axis=1)
+            missing_first = np.argsort(is_observed, axis=1, kind="stable")
+            codes[rows] = np.take_along_axis(row_codes, missing_first, axis=1)
+        return codes
 
-    def _rejected(
+    def _collect_rejections(
         self,
-        bad_rows: dict[int, Refusal],
+        row_errors: ErrorsByRow,
         values: NDArray[np.float64],
-        order: NDArray[np.intp],
-        labels: dict[int, dict[int, str | Refusal]],
-    ) -> list[Rejected]:
-        """Rows that cannot be used at all, and the cells of the others that hold no finite value."""
-        rejected = [Rejected(row, refusal.reason, refusal.detail) for row, refusal in bad_rows.items()]
+        codes: NDArray[np.intp],
+        exceptions_by_code: dict[int, dict[int, str | RejectionError]],
+    ) -> list[Rejection]:
+        """Return the rejections of whole rows, and of the cells without a finite value in the other rows.
+
+        Args:
+            row_errors: By row, why the whole row is rejected.
+            values: (N, F) values in the order of emission, infinite if rejected.
+            codes: (N, F) the feature codes of these values.
+            exceptions_by_code: By feature code and row, unseen labels and rejected labels.
+        """
+        rejections = [Rejection(row, error.reason, error.detail) for row, error in row_errors.items()]
         for row, place in np.argwhere(np.isinf(values)).tolist():
-            if row not in bad_rows:
-                code = int(order[row, place])
-                refusal = labels.get(code, {}).get(row)
-                if not isinstance(refusal, Refusal):
-                    refusal = not_finite(self._schema.names[code], values[row, place])
-                rejected.append(Rejected(row, refusal.reason, refusal.detail))
-        return Rejected.merged(rejected)
+            if row in row_errors:
+                continue
+            code = int(codes[row, place])
+            error = exceptions_by_code.get(code, {}).get(row)
+            if not isinstance(error, RejectionError):
+                error = not_finite_error(self._schema.names[code], values[row, place])
+            rejections.append(Rejection(row, error.reason, error.detail))
+        return Rejection.merge_by_message(rejections)
 
 
-def faults_of_ids(ids: Iterable[str | None], name: str) -> dict[int, Refusal]:
-    """By index, what is wrong with an id of a record or a device."""
-    faults: dict[int, Refusal] = {}
-    for i, text in enumerate(ids):
+def _collect_unseen_labels(
+    rows: NDArray[np.intp],
+    features: NDArray[np.int32],
+    exceptions_by_code: dict[int, dict[int, str | RejectionError]],
+) -> dict[int, str]:
+    """Return the texts of unseen labels by event index.
+
+    Args:
+        rows: (E,) the row of each event.
+        features: (E,) the feature code of each event.
+        exceptions_by_code: By feature code and row, unseen labels and rejected labels. Rejected cells have no event.
+    """
+    unseen_labels: dict[int, str] = {}
+    for code, exceptions in exceptions_by_code.items():
+        if not exceptions:
+            continue
+        event_indices = np.flatnonzero(features == code)
+        for event_index, row in zip(event_indices.tolist(), rows[event_indices].tolist(), strict=True):
+            if row in exceptions:
+                unseen_labels[event_index] = str(exceptions[row])
+    return unseen_labels
+
+
+def check_ids(ids: Iterable[str | None], name: str) -> ErrorsByRow:
+    """Return by index what is wrong with a record id or device name: missing, empty, too long or not UTF-8.
+
+    Args:
+        ids: The ids, None if missing.
+        name: What to call the id in the error message.
+    """
+    errors: ErrorsByRow = {}
+    for index, text in enumerate(ids):
         if not text:
-            faults[i] = Refusal(RejectionReason.MISSING_FIELD, f"{name} is {'missing' if text is None else 'empty'}")
-        elif len(text) > MAX_TEXT:
-            detail = f"{name} has {len(text)} characters; at most {MAX_TEXT} are accepted"
-            faults[i] = Refusal(RejectionReason.TOO_LARGE, detail)
+            problem = "missing" if text is None else "empty"
+            errors[index] = RejectionError(RejectionReason.MISSING_FIELD, f"{name} is {problem}")
+        elif len(text) > MAX_TEXT_CHARS:
+            detail = f"{name} has {len(text)} characters; at most {MAX_TEXT_CHARS} are accepted"
+            errors[index] = RejectionError(RejectionReason.TOO_LARGE, detail)
         elif not is_unicode(text):
-            faults[i] = Refusal(RejectionReason.WRONG_TYPE, f"{name} is no UTF-8 text")
-    return faults
+            errors[index] = RejectionError(RejectionReason.WRONG_TYPE, f"{name} is not valid UTF-8 text")
+    return errors
 
 
-def too_early(max_ahead: MaxAhead | None, times: NDArray[np.int64], broker: int = NO_TIME) -> dict[int, Refusal]:
-    """By row, what is wrong with a time that lies too far ahead of the broker's, or of the wall clock."""
-    faults: dict[int, Refusal] = {}
-    if max_ahead is None:
-        return faults
-    references = max_ahead.references(np.full(len(times), broker))
-    for row in np.flatnonzero(times > references + max_ahead.micros).tolist():
+def check_future_times(
+    future_time_limit: FutureTimeLimit | None, times: NDArray[np.int64], broker_time: int = NO_TIME
+) -> ErrorsByRow:
+    """Return by row the errors for times that lie too far in the future.
+
+    Args:
+        future_time_limit: The rule, or None to accept all times.
+        times: (N,) microseconds since 1970.
+        broker_time: The broker's timestamp of the message that holds the rows. The default compares with the wall
+            clock.
+    """
+    errors: ErrorsByRow = {}
+    if future_time_limit is None:
+        return errors
+    reference_times = future_time_limit.reference_times(np.full(len(times), broker_time))
+    for row in np.flatnonzero(times > reference_times + future_time_limit.max_micros).tolist():
         try:
-            max_ahead.check(int(times[row]), int(references[row]))
-        except Refusal as refusal:
-            faults[row] = refusal
-    return faults
+            future_time_limit.check(int(times[row]), int(reference_times[row]))
+        except RejectionError as error:
+            errors[row] = error
+    return errors
 
 
-def codes_of(
-    schema: Schema, names: Sequence[str | None], indices: NDArray[np.int64], slots: NDArray[np.int64]
+def find_feature_codes(
+    schema: Schema, names: Sequence[str | None], name_indices: NDArray[np.int64], time_slots: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """S codes of the features that events call by these names, −1 where there is none. indices: S, among the names;
-    slots: S, or what broadcasts to it, see `code_of`."""
-    named = np.array([schema.codes.get(name or "", -1) for name in names], np.int32)[indices]
-    if not schema.repeats:
-        return named
-    first, step = np.array([schema.places.get(name or "", (-1, 0)) for name in names], np.int32).reshape(-1, 2).T
-    return np.where(slots == NAMED, named, first[indices] + step[indices] * slots).astype(np.int32)
+    """Return the feature code of each reading, −1 if the model does not have the feature.
+
+    This is the vectorised form of `deformer_stream.codec.validation.find_feature_code`.
+
+    Args:
+        schema: The features of the model.
+        names: The distinct feature names.
+        name_indices: The index of each reading's name into `names`.
+        time_slots: The time slot of each reading, or `NO_TIME_SLOT`; broadcasts to the shape of `name_indices`.
+    """
+    codes_by_name = np.array([schema.code_by_name.get(name or "", -1) for name in names], np.int32)[name_indices]
+    if not schema.has_repeating_sensors:
+        return codes_by_name
+    layouts = [schema.slot_layout_by_sensor.get(name or "", (-1, 0)) for name in names]
+    first_codes, codes_per_slot = np.array(layouts, np.int32).reshape(-1, 2).T
+    codes_by_slot = first_codes[name_indices] + codes_per_slot[name_indices] * time_slots
+    return np.where(time_slots == NO_TIME_SLOT, codes_by_name, codes_by_slot).astype(np.int32)
 
 
 class LongDecoder:
-    """Decodes `LongRows`: one event per row, in the table's order.
+    """Decoder for tables in long layout: each row gives one event, in the table's row order.
 
-    Values are numbers, text (numbers as text then serve continuous features), or numbers with a second column of
-    labels. windows: the record of a row that names none is a window of its device. max_ahead: a row whose time lies
-    further ahead is refused."""
+    Values are numbers, or texts (which may spell numbers for continuous features), or numbers with a second column that
+    holds the labels of discrete features.
+
+    Args:
+        schema: The features of the model.
+        field_names: The names of the columns.
+        window_assigner: The windows that contain rows without a record id, or None if record ids are required.
+        future_time_limit: The rule for times in the future, or None to accept all times.
+    """
 
     def __init__(
-        self, schema: Schema, fields: Fields, windows: Windows | None = None, max_ahead: MaxAhead | None = None
+        self,
+        schema: Schema,
+        field_names: FieldNames,
+        window_assigner: WindowAssigner | None = None,
+        future_time_limit: FutureTimeLimit | None = None,
     ) -> None:
         self._schema = schema
-        self._fields = fields
-        self._windows = windows
-        self._max_ahead = max_ahead
+        self._field_names = field_names
+        self._window_assigner = window_assigner
+        self._future_time_limit = future_time_limit
 
-    def decode(self, data: LongRows, broker: int = NO_TIME) -> tuple[EventBatch, list[Rejected]]:
-        """See `Codec.decode`. broker: the time of rows that state none, microseconds."""
-        n = len(data)
+    def decode(self, data: LongRows, broker_time: int = NO_TIME) -> tuple[EventBatch, list[Rejection]]:
+        """Return the events of N rows and the rejected rows.
+
+        Args:
+            data: The rows.
+            broker_time: The time of rows that state none, in microseconds since 1970.
+
+        Raises:
+            InputError: If a column is missing, or if its type cannot be right.
+        """
         columns = dict(zip(data.table.schema.names, data.table.columns, strict=True))
-        for name in self._fields.needed(columns, self._windows is not None):
-            if name not in columns and (name != self._fields.time or broker == NO_TIME):
+        for name in self._field_names.required_columns(columns, self._window_assigner is not None):
+            has_default = name == self._field_names.time and broker_time != NO_TIME
+            if name not in columns and not has_default:
                 raise InputError(
-                    f"{data.topic}: a long table needs a column {name!r}; rename the column or use --layout wide"
+                    f"{data.origin}: column {name!r} is missing, which a table with one reading per row needs; "
+                    "rename the column, or use --layout wide for a table with one record per row"
                 )
 
-        times, refusals = self.times(data, columns, broker)
-        ids, devices, bad_records = self.owners(data, columns, times, refusals)
-        codes, bad_features = self._features(data, columns[self._fields.feature], self.slots(devices, times))
-        values, unseen, bad_values = self._values(data, columns, codes)
-        refusals |= bad_values | bad_features | bad_records  # one reason per row: the leftmost fault
+        times, errors = self.parse_times(data, columns, broker_time)
+        record_ids, devices, id_errors = self.parse_record_ids(data, columns, times, errors)
+        time_slots = self.find_time_slots(devices, times)
+        codes, feature_errors = self._parse_features(data, columns[self._field_names.feature], time_slots)
+        values, unseen_labels, value_errors = self._parse_values(data, columns, codes)
+        # A row with several errors reports one of them: the record id's, else the feature's, the value's, the time's.
+        errors |= value_errors | feature_errors | id_errors
 
-        keep = np.ones(n, bool)
-        keep[list(refusals)] = False
-        rows = np.flatnonzero(keep)
-        index = np.cumsum(keep) - 1
+        is_accepted = np.ones(len(data), bool)
+        is_accepted[list(errors)] = False
+        rows = np.flatnonzero(is_accepted)
+        event_indices = np.cumsum(is_accepted) - 1
         batch = EventBatch(
-            ids[rows].tolist(),
+            record_ids[rows].tolist(),
             codes[rows],
             values[rows],
             times[rows],
             rows.astype(np.int32),
             np.zeros(len(rows), np.int32),
-            {int(index[row]): text for row, text in unseen.items() if keep[row]},
-            self.windowed(devices, times, rows),
+            {int(event_indices[row]): text for row, text in unseen_labels.items() if is_accepted[row]},
+            self.make_membership(devices, times, rows),
         )
-        return batch, [Rejected(row, refusals[row].reason, refusals[row].detail) for row in sorted(refusals)]
+        return batch, [Rejection(row, errors[row].reason, errors[row].detail) for row in sorted(errors)]
 
-    def times(
-        self, data: LongRows, columns: dict[str, pa.Array], broker: int = NO_TIME
-    ) -> tuple[NDArray[np.int64], dict[int, Refusal]]:
-        """(N,) microseconds of the rows, and refusals by row. broker: of rows that state none."""
-        time = columns.get(self._fields.time)
-        if time is None:
-            return np.full(len(data), broker), {}
-        times, refusals = micros_of_column(time, f"{data.topic}: column {self._fields.time!r}")
-        refusals |= too_early(self._max_ahead, times, broker)
-        return np.where(times == NO_TIME, broker, times), refusals
+    def parse_times(
+        self, data: LongRows, columns: dict[str, pa.Array], broker_time: int = NO_TIME
+    ) -> tuple[NDArray[np.int64], ErrorsByRow]:
+        """Return (N,) event times in microseconds, and errors by row.
 
-    def windowed(self, devices: list[str] | None, times: NDArray[np.int64], rows: NDArray[np.intp]) -> WindowMembership | None:
-        """Which events are in a window, given the row of each."""
-        if self._windows is None or devices is None:
+        Args:
+            data: The N rows.
+            columns: The columns by name.
+            broker_time: The time of rows that state none.
+        """
+        column = columns.get(self._field_names.time)
+        if column is None:
+            return np.full(len(data), broker_time), {}
+        times, errors = parse_times(column, f"{data.origin}: column {self._field_names.time!r}")
+        errors |= check_future_times(self._future_time_limit, times, broker_time)
+        return np.where(times == NO_TIME, broker_time, times), errors
+
+    def make_membership(
+        self, devices: list[str] | None, times: NDArray[np.int64], rows: NDArray[np.intp]
+    ) -> WindowMembership | None:
+        """Return the windows of events, or None if all rows name their records.
+
+        Args:
+            devices: The device of each row, "" if the row names its record; None if there are no windows.
+            times: (N,) the time of each row.
+            rows: (E,) the row of each event.
+        """
+        if self._window_assigner is None or devices is None:
             return None
-        return self._windows.of([devices[row] for row in rows.tolist()], times[rows])
+        return self._window_assigner.make_membership([devices[row] for row in rows.tolist()], times[rows])
 
-    def owners(
-        self, data: LongRows, columns: dict[str, pa.Array], times: NDArray[np.int64], bad_times: dict[int, Refusal]
-    ) -> tuple[NDArray[np.object_], list[str] | None, dict[int, Refusal]]:
-        """(N,) record ids; N devices, "" where the row names its record, or None without windows; refusals by row."""
-        fields, windows = self._fields, self._windows
-        if fields.record in columns:
-            ids, refusals = self._ids(data, columns[fields.record], fields.record)
+    def parse_record_ids(
+        self, data: LongRows, columns: dict[str, pa.Array], times: NDArray[np.int64], time_errors: ErrorsByRow
+    ) -> tuple[NDArray[np.object_], list[str] | None, ErrorsByRow]:
+        """Return the record of each row, given by its id or by its device and time.
+
+        Args:
+            data: The N rows.
+            columns: The columns by name.
+            times: (N,) the time of each row, microseconds.
+            time_errors: By row, why a time is rejected.
+
+        Returns:
+            (N,) record ids. N devices, "" if the row names its record; None if there are no windows. Errors by row.
+        """
+        names, assigner = self._field_names, self._window_assigner
+        if names.record in columns:
+            record_ids, errors = self._parse_ids(data, columns[names.record], names.record)
         else:
-            ids, refusals = np.full(len(data), None, object), {}
-        if windows is None or fields.device not in columns:
-            return ids, None, refusals
-        names, bad_names = self._ids(data, columns[fields.device], fields.device)
-        devices = [device if record is None else "" for record, device in zip(ids, names, strict=True)]
-        for row in [row for row, record in enumerate(ids) if record is None]:
-            fault = bad_names.get(row) or bad_times.get(row)
+            record_ids, errors = np.full(len(data), None, object), {}
+        if assigner is None or names.device not in columns:
+            return record_ids, None, errors
+        device_names, device_errors = self._parse_ids(data, columns[names.device], names.device)
+        devices = [
+            device if record_id is None else "" for record_id, device in zip(record_ids, device_names, strict=True)
+        ]
+        for row in [row for row, record_id in enumerate(record_ids) if record_id is None]:
+            error = device_errors.get(row) or time_errors.get(row)
             try:
-                ids[row] = None if fault else window_of(windows, fields, devices[row], int(times[row]))
-            except Refusal as refusal:
-                fault = refusal
-            refusals.pop(row, None)
-            refusals |= {row: fault} if fault else {}
-        return ids, devices, refusals
+                record_ids[row] = None if error else assigner.assign(names, devices[row], int(times[row]))
+            except RejectionError as window_error:
+                error = window_error
+            errors.pop(row, None)
+            if error:
+                errors[row] = error
+        return record_ids, devices, errors
 
-    def _ids(self, data: LongRows, column: pa.Array, name: str) -> tuple[NDArray[np.object_], dict[int, Refusal]]:
-        """(N,) ids of records, or of devices."""
-        column = text_ids(column, f"{data.topic}: column {name!r}")
-        indices, uniques = encoded(column)
-        names = [*uniques, None]
-        faults = faults_of_ids(names, repr(name))
-        return np.array(names, object)[indices], faults_by_row(indices, [faults.get(k) for k in range(len(names))])
+    def _parse_ids(self, data: LongRows, column: pa.Array, name: str) -> tuple[NDArray[np.object_], ErrorsByRow]:
+        """Return (N,) record ids or device names from the column `name`, None if missing, and errors by row."""
+        column = convert_ids(column, f"{data.origin}: column {name!r}")
+        indices, distinct_ids = encode_distinct(column)
+        ids = [*distinct_ids, None]
+        errors = check_ids(ids, repr(name))
+        return np.array(ids, object)[indices], spread_errors(indices, [errors.get(i) for i in range(len(ids))])
 
-    def slots(self, devices: list[str] | None, times: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(N,) in which slots of their windows readings are, `NAMED` where the row names its record; (1,) where it is
-        all the same."""
+    def find_time_slots(self, devices: list[str] | None, times: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the time slot (part of a window) of each reading, `NO_TIME_SLOT` if the row names its record.
+
+        Args:
+            devices: N devices, "" if the row names its record; None if there are no windows.
+            times: (N,) microseconds.
+
+        Returns:
+            (N,) time slots, or (1,) if all rows have the same.
+        """
         window = self._schema.window
-        if window is None or not self._schema.repeats:
+        if window is None or not self._schema.has_repeating_sensors:
             return np.zeros(1, np.int64)
         if devices is None:
-            return np.full(1, NAMED)
-        return np.where(np.array([device != "" for device in devices], bool), window.slot(times), NAMED)
+            return np.full(1, NO_TIME_SLOT)
+        has_device = np.array([device != "" for device in devices], bool)
+        return np.where(has_device, window.time_slot_index(times), NO_TIME_SLOT)
 
-    def _features(
-        self, data: LongRows, column: pa.Array, slots: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int32], dict[int, Refusal]]:
-        """(N,) feature codes, −1 where there is none. slots: (N,) or (1,), see `slots`."""
-        name = self._fields.feature
-        if not (textual(column.type) or pa.types.is_null(column.type)):
-            raise InputError(f"{data.topic}: column {name!r} is {column.type}; feature names are text")
-        indices, uniques = encoded(column)
-        names = [*uniques, None]
-        codes = codes_of(self._schema, names, indices, slots)
-        faults: dict[tuple[int, int], Refusal] = {}
-        refusals: dict[int, Refusal] = {}
-        for row in np.flatnonzero(codes < 0).tolist():
-            kind = int(indices[row]), int(slots[row % len(slots)])
-            if kind not in faults:
-                faults[kind] = self._fault(names[kind[0]], kind[1])
-            refusals[row] = faults[kind]
-        return codes, refusals
+    def _parse_features(
+        self, data: LongRows, column: pa.Array, time_slots: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], ErrorsByRow]:
+        """Return (N,) feature codes, −1 if there is none, and errors by row.
 
-    def _fault(self, name: str | None, slot: int) -> Refusal:
-        if name is None:
-            return Refusal(RejectionReason.MISSING_FIELD, f"{self._fields.feature!r} is missing")
-        return unknown_feature(self._schema, name, slot)
-
-    def _values(
-        self, data: LongRows, columns: dict[str, pa.Array], codes: NDArray[np.int32]
-    ) -> tuple[NDArray[np.float64], dict[int, str], dict[int, Refusal]]:
-        """(N,) values (NaN where null), texts of unseen labels by row, and refusals by row."""
-        value, label = in_seconds(columns[self._fields.value]), columns.get(self._fields.label)
-        if not categorical(value.type):
+        Args:
+            data: The N rows.
+            column: The column of feature names.
+            time_slots: (N,) or (1,) time slots from `find_time_slots`.
+        """
+        field_name = self._field_names.feature
+        if not (is_text(column.type) or pa.types.is_null(column.type)):
             raise InputError(
-                f"{data.topic}: column {self._fields.value!r} is {value.type}; numbers or text are expected"
+                f"{data.origin}: column {field_name!r} is {column.type}; feature names must be text: convert the column"
+            )
+        indices, distinct_names = encode_distinct(column)
+        names = [*distinct_names, None]
+        codes = find_feature_codes(self._schema, names, indices, time_slots)
+        error_by_feature: dict[tuple[int, int], RejectionError] = {}
+        errors: ErrorsByRow = {}
+        for row in np.flatnonzero(codes < 0).tolist():
+            feature = int(indices[row]), int(time_slots[row % len(time_slots)])
+            if feature not in error_by_feature:
+                name_index, time_slot = feature
+                error_by_feature[feature] = self._make_feature_error(names[name_index], time_slot)
+            errors[row] = error_by_feature[feature]
+        return codes, errors
+
+    def _make_feature_error(self, name: str | None, time_slot: int) -> RejectionError:
+        """Return the error for a feature name that is missing (None) or unknown to the model."""
+        if name is None:
+            return RejectionError(RejectionReason.MISSING_FIELD, f"{self._field_names.feature!r} is missing")
+        return unknown_feature_error(self._schema, name, time_slot)
+
+    def _parse_values(
+        self, data: LongRows, columns: dict[str, pa.Array], codes: NDArray[np.int32]
+    ) -> tuple[NDArray[np.float64], dict[int, str], ErrorsByRow]:
+        """Convert the values of all rows, one sensor at a time.
+
+        Args:
+            data: The N rows.
+            columns: The columns by name.
+            codes: (N,) feature codes, −1 for rows whose feature is rejected.
+
+        Returns:
+            (N,) values, NaN for null. Texts of unseen labels by row. Errors by row.
+        """
+        schema = self._schema
+        value_column = convert_times_of_day(columns[self._field_names.value])
+        label_column = columns.get(self._field_names.label)
+        if not is_scalar(value_column.type):
+            raise InputError(
+                f"{data.origin}: column {self._field_names.value!r} is {value_column.type}; numbers or text are "
+                "expected: convert the column"
             )
         values = np.full(len(data), np.nan)
-        unseen: dict[int, str] = {}
-        refusals: dict[int, Refusal] = {}
-        source_of = np.append(self._schema.source_of, -1)[codes] if self._schema.repeats else codes  # of one kind
-        for source in np.unique(source_of[source_of >= 0]).tolist():
-            code = int(self._schema.first_of[source])
-            feature = self._schema.features[code]
-            rows = np.flatnonzero(source_of == source)
-            cells = value.take(pa.array(rows))
+        unseen_labels: dict[int, str] = {}
+        errors: ErrorsByRow = {}
+        # The features of one sensor (one per time slot) have the same kind and labels.
+        sensor_indexes = np.append(schema.sensor_indexes, -1)[codes] if schema.has_repeating_sensors else codes
+        for sensor_index in np.unique(sensor_indexes[sensor_indexes >= 0]).tolist():
+            code = int(schema.first_codes[sensor_index])
+            feature = schema.features[code]
+            rows = np.flatnonzero(sensor_indexes == sensor_index)
+            cells = value_column.take(pa.array(rows))
             if feature.kind == "continuous":
-                values[rows], bad = numbers(cells, feature)
+                values[rows], cell_errors = parse_numbers(cells, feature)
             else:
-                if label is not None and textual(label.type):
-                    cells = pc.coalesce(plain(label.take(pa.array(rows))), as_label_text(cells))
-                values[rows], texts = label_codes(cells, self._schema.label_codes[code], feature.source)
-                bad = {row: text for row, text in texts.items() if isinstance(text, Refusal)}
-                unseen |= {int(rows[row]): str(text) for row, text in texts.items() if row not in bad}
-            refusals |= {int(rows[row]): refusal for row, refusal in bad.items()}
-        return values, unseen, refusals
+                if label_column is not None and is_text(label_column.type):
+                    cells = pc.coalesce(decode_dictionary(label_column.take(pa.array(rows))), format_labels(cells))
+                values[rows], exceptions = parse_labels(cells, schema.code_by_label[code], feature.sensor_name)
+                cell_errors = {i: error for i, error in exceptions.items() if isinstance(error, RejectionError)}
+                unseen_labels |= {int(rows[i]): str(text) for i, text in exceptions.items() if i not in cell_errors}
+            errors |= {int(rows[i]): error for i, error in cell_errors.items()}
+        return values, unseen_labels, errors

@@ -1,4 +1,8 @@
-"""Times of events: epoch seconds and RFC 3339 text ↔ microseconds since 1970, and how far ahead they may lie."""
+"""Conversion of event times, and the limit on times in the future.
+
+Events state their time as seconds since 1970 or as RFC 3339 text. Inside the program a time is an integer: microseconds
+since 1970-01-01T00:00:00Z.
+"""
 
 from __future__ import annotations
 
@@ -11,100 +15,149 @@ from math import isfinite
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.codec.validation import Refusal, brief
+from deformer_stream.codec.validation import RejectionError, quote
 from deformer_stream.engine.events import NO_TIME, RejectionReason
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-FIRST_SECOND, LAST_SECOND = -62_135_596_800, 253_402_300_799
-"""Times lie in the years 1 to 9999, which every format we write can express. Milliseconds taken for seconds fall
-outside."""
+MIN_SECOND, MAX_SECOND = -62_135_596_800, 253_402_300_799
+"""First and last second of the years 1 to 9999, in seconds since 1970. Every output format can express these years.
+Milliseconds that are sent as seconds fall outside, so they are rejected instead of misread."""
+MIN_MICROS, MAX_MICROS = MIN_SECOND * 1_000_000, MAX_SECOND * 1_000_000
 
-_MICROSECOND, _SECOND = timedelta(microseconds=1), timedelta(seconds=1)
-_FINER = (("milliseconds", 1e3), ("microseconds", 1e6), ("nanoseconds", 1e9))
+_MICROSECOND, _SECOND, _DAY = timedelta(microseconds=1), timedelta(seconds=1), timedelta(days=1)
+_FINER_UNITS = (("milliseconds", 1e3), ("microseconds", 1e6), ("nanoseconds", 1e9))
 _YEAR_2100 = 4_102_444_800
 _LEAP_SECOND = re.compile(r"(.{10}[T ]\d\d:\d\d:)60((?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d))", re.ASCII)
+_TIME_OF_DAY = re.compile(r"([01]\d|2[0-3]):([0-5]\d)(?::([0-5]\d(?:\.\d{1,9})?))?", re.ASCII)
 
-_CLOCK = re.compile(r"([01]\d|2[0-3]):([0-5]\d)(?::([0-5]\d(?:\.\d{1,9})?))?", re.ASCII)
 
+def format_rfc3339(micros: int) -> str | None:
+    """Return microseconds since 1970 as RFC 3339 text in UTC, or None outside the years 1 to 9999.
 
-def rfc3339(micros: int) -> str | None:
-    """Microseconds since 1970 as RFC 3339 text in UTC, with a fraction only where there is one; None for no time."""
-    if not FIRST_SECOND * 1_000_000 <= micros <= LAST_SECOND * 1_000_000:
+    A fraction of a second is written only if there is one. `NO_TIME` lies outside these years, so it gives None.
+    """
+    if not MIN_MICROS <= micros <= MAX_MICROS:
         return None
     return (EPOCH + timedelta(microseconds=micros)).isoformat().replace("+00:00", "Z")
 
 
-def micros(seconds: float) -> int:
-    """Epoch seconds to microseconds. Raises `Refusal`."""
+def seconds_to_micros(seconds: float) -> int:
+    """Return seconds since 1970 as microseconds.
+
+    Raises:
+        RejectionError: If the time is not finite, or lies outside the years 1 to 9999.
+    """
     if not isfinite(seconds):
-        raise Refusal(RejectionReason.NOT_FINITE, "time is not finite")
-    if not FIRST_SECOND <= seconds <= LAST_SECOND:
-        raise Refusal(RejectionReason.WRONG_TYPE, f"time {seconds!r} {_outside(seconds)}")
+        raise RejectionError(RejectionReason.NOT_FINITE, "time is not finite")
+    if not MIN_SECOND <= seconds <= MAX_SECOND:
+        raise RejectionError(RejectionReason.WRONG_TYPE, f"time {seconds!r} {_explain_out_of_range(seconds)}")
     return round(seconds * 1e6)
 
 
-def _outside(seconds: float) -> str:
-    likely = next((f", these look like {unit}" for unit, n in _FINER if 0 < seconds / n <= _YEAR_2100), "")
-    return f"lies outside the years 1 to 9999; send seconds since 1970{likely}"
+def _explain_out_of_range(seconds: float) -> str:
+    """Return what is wrong with a time, naming the unit that the sender probably used instead of seconds."""
+    likely_unit = next((unit for unit, per_second in _FINER_UNITS if 0 < seconds / per_second <= _YEAR_2100), None)
+    hint = "" if likely_unit is None else f", these look like {likely_unit}"
+    return f"lies outside the years 1 to 9999; send seconds since 1970{hint}"
 
 
-def micros_of_text(text: str) -> int:
-    """RFC 3339 text to microseconds; a leap second counts as the second after it, as in POSIX. Raises `Refusal`."""
+def parse_rfc3339(text: str) -> int:
+    """Return RFC 3339 text as microseconds since 1970. A leap second counts as the second after it, as in POSIX.
+
+    Raises:
+        RejectionError: If the text is not RFC 3339, has no UTC offset, or lies outside the years 1 to 9999.
+    """
     try:
-        moment = _moment(text.upper())
+        moment = _parse_datetime(text.upper())
     except (ValueError, OverflowError):
-        raise Refusal(RejectionReason.WRONG_TYPE, f"time {brief(text)} is not RFC 3339, such as 2020-03-09T10:34:33Z") from None
+        raise RejectionError(
+            RejectionReason.WRONG_TYPE, f"time {quote(text)} is not RFC 3339, such as 2020-03-09T10:34:33Z"
+        ) from None
     if moment.tzinfo is None:
-        raise Refusal(RejectionReason.WRONG_TYPE, f"time {brief(text)} has no offset; end it with Z or +hh:mm")
-    time = (moment - EPOCH) // _MICROSECOND
-    if not FIRST_SECOND * 1_000_000 <= time <= LAST_SECOND * 1_000_000:
-        raise Refusal(RejectionReason.WRONG_TYPE, f"time {brief(text)} lies outside the years 1 to 9999")
-    return time
+        raise RejectionError(
+            RejectionReason.WRONG_TYPE, f"time {quote(text)} has no UTC offset; end it with Z or +hh:mm"
+        )
+    micros = (moment - EPOCH) // _MICROSECOND
+    if not MIN_MICROS <= micros <= MAX_MICROS:
+        raise RejectionError(RejectionReason.WRONG_TYPE, f"time {quote(text)} lies outside the years 1 to 9999")
+    return micros
 
 
-def _moment(text: str) -> datetime:
-    """Raises ValueError or OverflowError."""
+def _parse_datetime(text: str) -> datetime:
+    """Return ISO 8601 text as a datetime, accepting second 60 at the end of a day.
+
+    Raises:
+        ValueError: If the text is not a date and time.
+        OverflowError: If the result lies outside the range of `datetime`.
+    """
     try:
         return datetime.fromisoformat(text)
     except ValueError:
-        leap = _LEAP_SECOND.fullmatch(text)
-        if leap is None:
+        leap_second = _LEAP_SECOND.fullmatch(text)
+        if leap_second is None:
             raise
-    after = datetime.fromisoformat(f"{leap[1]}59{leap[2]}") + _SECOND
-    if (after - EPOCH) % timedelta(days=1) >= _SECOND:
-        raise ValueError("leap seconds are the last of a day")
-    return after
+    next_second = datetime.fromisoformat(f"{leap_second[1]}59{leap_second[2]}") + _SECOND
+    if (next_second - EPOCH) % _DAY >= _SECOND:
+        raise ValueError("a leap second can only be the last second of a day")
+    return next_second
 
 
-def seconds_of_day(text: str) -> float | None:
-    """`HH:MM`, `HH:MM:SS` or with a fraction → seconds since midnight; None for any other text."""
-    found = _CLOCK.fullmatch(text)
-    return None if found is None else 3600.0 * int(found[1]) + 60.0 * int(found[2]) + float(found[3] or 0)
+def parse_time_of_day(text: str) -> float | None:
+    """Return `HH:MM` or `HH:MM:SS`, with or without a fraction, as seconds since midnight; None for other text."""
+    match = _TIME_OF_DAY.fullmatch(text)
+    if match is None:
+        return None
+    hours, minutes, seconds = int(match[1]), int(match[2]), float(match[3] or 0)
+    return 3600.0 * hours + 60.0 * minutes + seconds
 
 
-def sane(times: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(N,) the broker's times without those that no calendar can express: they come from producers' clocks."""
-    within = (times >= FIRST_SECOND * 1_000_000) & (times <= LAST_SECOND * 1_000_000)
-    return np.where(within, times, NO_TIME)
+def drop_impossible_times(times: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return broker timestamps, with `NO_TIME` in place of those outside the years 1 to 9999.
+
+    A Kafka timestamp may come from the producer, whose clock can be wrong by any amount.
+
+    Args:
+        times: (N,) microseconds since 1970, one per message.
+    """
+    is_possible = (times >= MIN_MICROS) & (times <= MAX_MICROS)
+    return np.where(is_possible, times, NO_TIME)
 
 
 @dataclass(frozen=True, slots=True)
-class MaxAhead:
-    """How far an event's own time may lie ahead of the broker's time of its message, or of the wall clock where there
-    is none. The broker's comes first, so that a message which is read again meets the same fate.
+class FutureTimeLimit:
+    """The rule that rejects events whose own time lies too far in the future.
 
-    micros: at least 0.
+    An event's time is compared with the broker's timestamp of its message. The wall clock is used only if there is no
+    such timestamp, because a message that is read again must be judged as it was before.
+
+    Attributes:
+        max_micros: Maximum distance into the future in microseconds, at least 0.
     """
 
-    micros: int
+    max_micros: int
 
-    def references(self, broker: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(N,) what each of N events' own times are held against, microseconds."""
-        return np.where(broker == NO_TIME, clock.time_ns() // 1000, broker)
+    def reference_times(self, broker_times: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the present time for each message: the broker's timestamp, or the wall clock if there is none.
 
-    def check(self, time: int, broker: int) -> None:
-        """time: the event's own; broker: of its message, or `NO_TIME`. Raises `Refusal`."""
-        reference = clock.time_ns() // 1000 if broker == NO_TIME else broker
-        if time - reference > self.micros:
-            detail = f"time {rfc3339(time)} lies more than {self.micros / 1e6:g} s ahead of {rfc3339(reference)}"
-            raise Refusal(RejectionReason.FUTURE, f"{detail}, when it came")
+        Args:
+            broker_times: (N,) microseconds since 1970, or `NO_TIME`.
+
+        Returns:
+            (N,) microseconds since 1970.
+        """
+        return np.where(broker_times == NO_TIME, clock.time_ns() // 1000, broker_times)
+
+    def check(self, time: int, broker_time: int) -> None:
+        """Raise `RejectionError` if an event's own time lies too far in the future.
+
+        Args:
+            time: The event's own time, microseconds since 1970.
+            broker_time: The broker's timestamp of the message, or `NO_TIME`.
+        """
+        reference = clock.time_ns() // 1000 if broker_time == NO_TIME else broker_time
+        if time - reference > self.max_micros:
+            raise RejectionError(
+                RejectionReason.FUTURE,
+                f"time {format_rfc3339(time)} lies more than {self.max_micros / 1e6:g} s after "
+                f"{format_rfc3339(reference)}, the time at which the message arrived",
+            )

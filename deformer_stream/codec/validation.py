@@ -1,12 +1,33 @@
-"""Refusing, within the codec: an exception that becomes a `Rejected`, and how foreign text is quoted in its detail."""
+"""Checks that every decoder applies to an event, and the exception that reports a failed check.
+
+JSON messages, Arrow messages and table rows are accepted or rejected by the same rules. The functions here look up
+feature codes, label codes and time slots, and raise `RejectionError` if an event breaks a rule. The decoders catch that
+exception and return a `Rejection` (an engine value), so bad input never stops the stream.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
+
 from deformer_stream.engine.events import RejectionReason
+from deformer_stream.model.schema import Schema
+
+MAX_TEXT_CHARS = 1024
+"""Maximum length of a record id, a device name and a label, in characters."""
+
+NO_TIME_SLOT = -1
+"""Time slot of a reading whose feature name alone determines the feature code. This is the case if the event names its
+record explicitly, or if no sensor of the model reports several times per window."""
 
 
-class Refusal(Exception):  # noqa: N818  (control flow, not an error)
-    """Control flow within the codec: this event becomes a `Rejected`."""
+class RejectionError(Exception):
+    """Raised inside the codec if an event cannot be accepted; the decoders turn it into a `Rejection`.
+
+    Attributes:
+        reason: The rule that the event breaks.
+        detail: One line that names the offending field or value.
+    """
 
     def __init__(self, reason: RejectionReason, detail: str) -> None:
         super().__init__(detail)
@@ -14,13 +35,43 @@ class Refusal(Exception):  # noqa: N818  (control flow, not an error)
         self.detail = detail
 
 
-def brief(text: str, limit: int = 60) -> str:
-    """Foreign text, quoted, on one line, printable, and of bounded length."""
-    return repr(text) if len(text) <= limit else repr(text[:limit]) + "…"
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """The names of an event's fields in JSON messages, and of the columns in a table with one reading per row."""
+
+    record: str = "record"
+    feature: str = "feature"
+    value: str = "value"
+    values: str = "values"
+    time: str = "time"
+    label: str = "label"
+    device: str = "device"
+
+    def required_columns(self, columns: Collection[str], has_windows: bool) -> tuple[str, ...]:
+        """Return the columns that a table with one reading per row must have.
+
+        Args:
+            columns: The columns of the table.
+            has_windows: Whether a device and a time may replace the record id, because records are time windows.
+
+        Returns:
+            Column names. The first one identifies the record, by its id or by its device.
+        """
+        if has_windows and self.record not in columns:
+            return self.device, self.feature, self.value, self.time
+        return self.record, self.feature, self.value
+
+
+def quote(text: str, max_chars: int = 60) -> str:
+    """Return untrusted text as a quoted, printable, single-line string of bounded length."""
+    return repr(text) if len(text) <= max_chars else repr(text[:max_chars]) + "…"
 
 
 def is_unicode(text: str) -> bool:
-    """Whether the text can be written as UTF-8. What is no UTF-8 in a table comes with lone surrogates in it."""
+    """Return whether a string can be encoded as UTF-8.
+
+    Text read from a table that is not valid UTF-8 contains lone surrogates (PEP 383), which cannot be encoded.
+    """
     if text.isascii():
         return True
     try:
@@ -28,3 +79,82 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def find_time_slot(schema: Schema, time: int) -> int:
+    """Return the time slot (part of a window) that contains a time, in microseconds since 1970.
+
+    Returns `NO_TIME_SLOT` if no sensor of the model reports several times per window.
+    """
+    return (
+        schema.window.time_slot_index(time)
+        if schema.has_repeating_sensors and schema.window is not None
+        else NO_TIME_SLOT
+    )
+
+
+def find_feature_code(schema: Schema, name: str, time_slot: int) -> int | None:
+    """Return the code of the feature that an event refers to.
+
+    Args:
+        schema: The features of the model.
+        name: The feature name in the event: a feature of the model, or a sensor that reports once per time slot.
+        time_slot: The time slot of the reading, or `NO_TIME_SLOT`.
+
+    Returns:
+        The feature code, or None if the model does not have such a feature.
+    """
+    if time_slot == NO_TIME_SLOT:
+        return schema.code_by_name.get(name)
+    slot_layout = schema.slot_layout_by_sensor.get(name)
+    if slot_layout is None:
+        return None
+    first_code, codes_per_slot = slot_layout
+    return first_code + codes_per_slot * time_slot
+
+
+def unknown_feature_error(schema: Schema, name: str, time_slot: int) -> RejectionError:
+    """Return the exception for a feature name that the model does not have.
+
+    If the name is that of a sensor with several time slots, the message says how to address one of them.
+    """
+    detail = f"feature {quote(name)} is unknown to the model"
+    if time_slot == NO_TIME_SLOT and name in schema.slot_layout_by_sensor:
+        example = schema.names[schema.slot_layout_by_sensor[name][0]]
+        detail += (
+            f", which has one feature per time slot of this sensor: send device and time instead of the record, or "
+            f"name the time slot, for example {quote(example)}"
+        )
+    return RejectionError(RejectionReason.UNKNOWN_FEATURE, detail)
+
+
+def not_finite_error(name: str, value: object) -> RejectionError:
+    """Return the exception for a reading of a feature whose value is NaN or infinite."""
+    return RejectionError(RejectionReason.NOT_FINITE, f"feature {quote(name)}: {value!s} is not a finite number")
+
+
+def encode_label(text: str, code_by_label: dict[str, int], name: str) -> tuple[float, str | None]:
+    """Return the code of a discrete value.
+
+    Args:
+        text: The label as canonical text.
+        code_by_label: The codes of the labels that were seen in training.
+        name: The feature name, for error messages.
+
+    Returns:
+        The label's code and None. For a label that training never saw: the number of labels and the label's text.
+
+    Raises:
+        RejectionError: If an unseen label is too long or cannot be encoded as UTF-8.
+    """
+    code = code_by_label.get(text)
+    if code is not None:
+        return code, None
+    if not is_unicode(text):
+        raise RejectionError(RejectionReason.WRONG_TYPE, f"feature {quote(name)}: the label is not valid UTF-8 text")
+    if len(text) > MAX_TEXT_CHARS:
+        raise RejectionError(
+            RejectionReason.TOO_LARGE,
+            f"feature {quote(name)}: the label has {len(text)} characters; at most {MAX_TEXT_CHARS} are accepted",
+        )
+    return len(code_by_label), text

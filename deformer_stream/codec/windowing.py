@@ -1,6 +1,8 @@
-"""Windows of event time: which record a reading belongs to that names its device and its time only.
+"""Assignment of readings to time windows: a record is then all readings of one device within one window.
 
-{"device": "pump-7", "feature": "Pressure", "value": 0.054711, "time": 1583750073.0}  →  pump-7@2020-03-09T10:34:30Z
+An event may name its device and its time instead of a record. Its record id is the device and the window's start:
+
+    {"device": "pump-7", "feature": "Pressure", "value": 0.054711, "time": 1583750073.0}  →  pump-7@2020-03-09T10:34:30Z
 """
 
 from __future__ import annotations
@@ -11,20 +13,23 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.codec.timestamps import rfc3339
-from deformer_stream.engine.events import WindowMembership
+from deformer_stream.codec.timestamps import format_rfc3339
+from deformer_stream.codec.validation import MAX_TEXT_CHARS, FieldNames, RejectionError
+from deformer_stream.engine.events import NO_TIME, RejectionReason, WindowMembership
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.schema import Schema
-from deformer_stream.model.windows import WINDOW_SEPARATOR, format_duration, window_start
+from deformer_stream.model.windows import WINDOW_SEPARATOR, floor_to_window, format_duration
 
-_start_text = lru_cache(maxsize=4096)(rfc3339)  # neighbours in a stream share their window
+_format_window_start = lru_cache(maxsize=4096)(format_rfc3339)  # consecutive events usually share their window
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
-    """Tumbling windows of a device's time, aligned to 1970-01-01T00:00:00Z, each with its start and without its end.
+class WindowAssigner:
+    """Tumbling windows of event time, aligned to 1970-01-01T00:00:00Z; the start is inclusive, the end exclusive.
 
-    width: microseconds, at least 1. grace: microseconds that a window stays open after its end, in the device's time.
+    Attributes:
+        width: Length of a window in microseconds, at least 1.
+        grace: Microseconds that a window stays open after its end, measured by the event times of the device.
     """
 
     width: int
@@ -32,29 +37,85 @@ class Windows:
 
     def __post_init__(self) -> None:
         if self.width < 1 or self.grace < 0:
-            raise ConfigError(f"a window of {self.width} µs with {self.grace} µs of grace; give a positive width")
+            raise ConfigError(
+                f"a window of {self.width} µs with a grace period of {self.grace} µs is impossible: give a positive "
+                "width and a grace period of at least 0"
+            )
 
     @staticmethod
-    def asked(schema: Schema, width: int | None, grace: int) -> Windows | None:
-        """Those of the model, or, where its records are given by name, of the width asked for. Raises `ConfigError`
-        where what is asked for is not what the model knows."""
-        known = schema.window
-        if width is not None and known is not None and width != known.width:
-            raise ConfigError(
-                f"--window {format_duration(width)}: the model's records are windows of {format_duration(known.width)}; leave the "
-                "option out, or train a model with this one"
-            )
-        width = width if known is None else known.width
-        if width is None and grace:
-            raise ConfigError(f"--grace {format_duration(grace)} needs --window, or a model that was trained with one")
-        return None if width is None else Windows(width, grace)
+    def from_options(schema: Schema, width: int | None, grace: int) -> WindowAssigner | None:
+        """Return the windows for a model and the options `--window` and `--grace`.
 
-    def record(self, device: str, time: int) -> str | None:
-        """The id of the device's window around this time (microseconds), `DEVICE@START`; None where it began before
-        the year 1."""
-        start = _start_text(window_start(time, self.width))
+        Args:
+            schema: The features of the model, with the window that it was trained on, if any.
+            width: Requested window length in microseconds, or None if the option was not given.
+            grace: Requested grace period in microseconds.
+
+        Returns:
+            The windows of the model, otherwise windows of the requested width; None if neither exists.
+
+        Raises:
+            ConfigError: If the request contradicts the model, or if there is a grace period without a window.
+        """
+        trained_window = schema.window
+        if width is not None and trained_window is not None and width != trained_window.width:
+            raise ConfigError(
+                f"--window {format_duration(width)}: the model was trained on windows of "
+                f"{format_duration(trained_window.width)}; omit the option, or train a model with this window"
+            )
+        width = width if trained_window is None else trained_window.width
+        if width is None and grace:
+            raise ConfigError(
+                f"--grace {format_duration(grace)} needs --window, or a model that was trained on windows"
+            )
+        return None if width is None else WindowAssigner(width, grace)
+
+    def make_record_id(self, device: str, time: int) -> str | None:
+        """Return the record id `DEVICE@START` of the window that contains a time.
+
+        Args:
+            device: The device name.
+            time: Microseconds since 1970.
+
+        Returns:
+            The record id, or None if the window starts before the year 1.
+        """
+        start = _format_window_start(floor_to_window(time, self.width))
         return None if start is None else f"{device}{WINDOW_SEPARATOR}{start}"
 
-    def of(self, devices: list[str], times: NDArray[np.int64]) -> WindowMembership:
-        """What the engine has to know of N events. devices: "" where an event is in no window."""
-        return WindowMembership(devices, window_start(times, self.width) + (self.width + self.grace))
+    def assign(self, field_names: FieldNames, device: str, time: int) -> str:
+        """Return the record id of an event that names its device and its time.
+
+        Args:
+            field_names: The names of the event's fields, for error messages.
+            device: The device name.
+            time: Microseconds since 1970, or `NO_TIME`.
+
+        Raises:
+            RejectionError: If the event has no time, or if the record id would be impossible or too long.
+        """
+        if time == NO_TIME:
+            raise RejectionError(
+                RejectionReason.MISSING_FIELD,
+                f"{field_names.time!r} is missing; an event without a record id needs it to find its window",
+            )
+        record_id = self.make_record_id(device, time)
+        if record_id is None:
+            raise RejectionError(RejectionReason.WRONG_TYPE, "time lies in a window that starts before the year 1")
+        if len(record_id) > MAX_TEXT_CHARS:
+            raise RejectionError(
+                RejectionReason.TOO_LARGE,
+                f"{field_names.device!r} gives a record id of {len(record_id)} characters; "
+                f"at most {MAX_TEXT_CHARS} are accepted",
+            )
+        return record_id
+
+    def make_membership(self, devices: list[str], times: NDArray[np.int64]) -> WindowMembership:
+        """Return the device and the closing deadline of each event, for the engine.
+
+        Args:
+            devices: N device names, "" for an event that names its record explicitly.
+            times: (N,) event times, microseconds since 1970.
+        """
+        deadlines = floor_to_window(times, self.width) + (self.width + self.grace)
+        return WindowMembership(devices, deadlines)

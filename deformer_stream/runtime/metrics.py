@@ -84,8 +84,8 @@ class Metrics:
             self.batch.observe(len(effects.batch))
             self.scoring.observe(seconds)
         self.events.inc(len(effects.scored))
-        for rejected in effects.rejected:
-            self.rejected.labels(rejected.reason.value).inc(rejected.readings)
+        for rejected in effects.rejections:
+            self.rejected.labels(rejected.reason.value).inc(rejected.num_readings)
         for closing, n in Counts(effects.closed.reasons).items():
             self.closed.labels(closing.value).inc(n)
         self.alerts.inc(len(effects.alerts))

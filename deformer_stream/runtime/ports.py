@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoredPartition:
     """A partition that is ours from now on, with what is kept of it.
 
-    snapshot, decisions: what `Saved` held when it was committed, None and empty where nothing is kept. Its messages
+    snapshot, decisions: what `PartitionState` held when it was committed, None and empty where nothing is kept. Its messages
     come from the snapshot's position on; those before offset `until` are history: their effects are out already.
     """
 
@@ -30,7 +30,7 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class PartitionState:
     """What is to be kept of a partition with its position: a snapshot, which stands for all that was kept before, or
     decisions since the last one; encoded."""
 
@@ -39,7 +39,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Polled:
+class PollResult:
     """One poll: the data, if any came, and how the partitions moved.
 
     revoked: taken away since the last poll, before `data` came. restored: given to us, before their data.
@@ -48,12 +48,12 @@ class Polled:
 
     data: Payload | None
     revoked: tuple[int, ...] = ()
-    restored: tuple[Restored, ...] = ()
+    restored: tuple[RestoredPartition, ...] = ()
     recovered: tuple[int, ...] = ()
 
 
-NOTHING: Mapping[int, Any] = MappingProxyType({})
-HandOver = Callable[[frozenset[int]], Mapping[int, Saved]]
+NO_STATE: Mapping[int, Any] = MappingProxyType({})
+CollectState = Callable[[frozenset[int]], Mapping[int, PartitionState]]
 """What is to be kept of partitions that are about to go to another consumer (and of the others, if need be)."""
 
 
@@ -67,7 +67,7 @@ class EventSource(Protocol):
     @property
     def exhausted(self) -> bool: ...
 
-    def poll(self, timeout: float) -> Polled: ...
+    def poll(self, timeout: float) -> PollResult: ...
 
     def commit(self) -> None:
         """Say that everything polled so far has been dealt with and its effects are safe; blocks until it is."""
@@ -81,18 +81,18 @@ class PartitionedSource(EventSource, Protocol):
     """A source whose partitions are shared with other consumers, come and go, and remember what is kept of them.
 
     Calling `poll` again says that the effects of earlier polls are written: a partition that is taken away is committed
-    up to there, with what `hand_over` says is to be kept of it. model: the fingerprint that we score with; consumers
+    up to there, with what `collect_state` says is to be kept of it. model: the fingerprint that we score with; consumers
     that share the partitions must agree on it.
     """
 
-    hand_over: HandOver
+    collect_state: CollectState
     model: str
 
     @property
     def assigned(self) -> frozenset[int]:
         """The partitions that are ours now."""
 
-    def commit(self, saved: Mapping[int, Saved] = NOTHING) -> None:
+    def commit(self, saved: Mapping[int, PartitionState] = NO_STATE) -> None:
         """Commit the positions of everything polled so far, what is to be kept of the partitions, and what sinks have
         left to this commit, all or nothing; blocks until it is so."""
 
@@ -107,7 +107,7 @@ class AsyncCommitSource(PartitionedSource, Protocol):
     def prefetch(self) -> None:
         """Begin to fetch what there is now: the next `poll` comes soon."""
 
-    def begin_commit(self, saved: Mapping[int, Saved], ended: Callable[[], None]) -> None:
+    def begin_commit(self, saved: Mapping[int, PartitionState], ended: Callable[[], None]) -> None:
         """As `commit`, but it need not be over on return. From then on it is the source's: `poll` may be called, and
         what sinks write meanwhile goes with the next commit, which waits for this one. ended: called, perhaps from
         another thread, when it has taken effect; not where that took more than one attempt."""

@@ -21,7 +21,7 @@ from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import Decisions, Effects
 from deformer_stream.runtime import process
 from deformer_stream.runtime.metrics import Metrics
-from deformer_stream.runtime.ports import Restored, Saved
+from deformer_stream.runtime.ports import RestoredPartition, PartitionState
 
 OCCUPIED = 0.05
 """Largest share of the time that snapshots may take: large states are saved less often, their history is longer."""
@@ -43,7 +43,7 @@ class Recovery:
     ) -> None:
         self._engine, self._metrics = engine, metrics
         self._interval, self._now = interval, now
-        self._history: dict[int, Restored] = {}
+        self._history: dict[int, RestoredPartition] = {}
         self._decided: dict[int, Decisions] = {}  # of the partitions that are live, since the last commit
         self._due: dict[int, float] = {}
         self._changed: set[int] = set()  # since their last snapshot
@@ -54,7 +54,7 @@ class Recovery:
         """The partitions whose history is not over."""
         return frozenset(self._history)
 
-    def restore(self, restored: Restored, at: int) -> None:
+    def restore(self, restored: RestoredPartition, at: int) -> None:
         """Begin with what is kept of a partition. at: the clock's time. Raises `StateError` for a snapshot that cannot
         be read."""
         if restored.snapshot is not None:
@@ -94,7 +94,7 @@ class Recovery:
         log.get("recovery").info(
             "partition restored",
             partition=partition,
-            records=len(self._engine.records.partition(partition).slot_of),
+            records=len(self._engine.records.partition(partition).record_index_by_id),
             until=restored.until,
         )
 
@@ -118,17 +118,17 @@ class Recovery:
         if len(effects.batch):
             self._changed.update(np.unique(effects.batch.partitions).tolist())
 
-    def saved(self, at: int, finally_of: Iterable[int] = ()) -> dict[int, Saved]:
+    def saved(self, at: int, finally_of: Iterable[int] = ()) -> dict[int, PartitionState]:
         """What is to be kept with the positions as they are: snapshots of the partitions whose time has come and of
         `finally_of`, decisions of the others."""
         final = set(finally_of)
-        saved: dict[int, Saved] = {}
+        saved: dict[int, PartitionState] = {}
         for partition, decided in self._decided.items():
             due = partition in final or partition not in self._based or self._now() >= self._due[partition]
             if due and partition in self._changed:
-                saved[partition] = Saved(snapshot=self._snapshot(partition, at))
+                saved[partition] = PartitionState(snapshot=self._snapshot(partition, at))
             elif decided:
-                saved[partition] = Saved(decisions=encode_decisions(decided))
+                saved[partition] = PartitionState(decisions=encode_decisions(decided))
         return saved
 
     def save_soon(self) -> None:
@@ -146,7 +146,7 @@ class Recovery:
         log.get("recovery").info("snapshot", partition=partition, bytes=len(snapshot), seconds=round(took, 4))
         return snapshot
 
-    def keep(self, saved: Mapping[int, Saved]) -> None:
+    def keep(self, saved: Mapping[int, PartitionState]) -> None:
         """Say that this was committed."""
         for partition, kept in saved.items():
             if partition in self._decided:

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deformer_stream
-from deformer_stream.codec import Codec, Windows
+from deformer_stream.codec import Codec, WindowAssigner
 from deformer_stream.engine.engine import Engine
 from deformer_stream.model.deformer import DEformer
 from tests.codec.test_json_messages import messages
-from tests.series import series, table_of
+from tests.series import draw_event_series, make_long_table
 from trainer.job import train
 from trainer.settings import TrainConfig
 
@@ -32,7 +32,7 @@ Run = Callable[..., SimpleNamespace]
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of normal series, trained for a few steps: its Gaussians know what comes when."""
     folder = tmp_path_factory.mktemp("slots")
-    pq.write_table(table_of(series(500, seed=0)), folder / "train.parquet")
+    pq.write_table(make_long_table(draw_event_series(500, seed=0)), folder / "train.parquet")
     options: dict[str, Any] = {"window": 60.0, "slots": 6, "once": "site", "preset": "tiny", "epochs": 2}
     options |= {"d_model": 64, "layers": 1, "gaussians": 1, "exemplars": 50}
     train([folder / "train.parquet"], TrainConfig(out=folder / "model", **options))
@@ -43,7 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Series whose pressure follows one slot too late, as JSON lines. Each value by itself is as ever."""
     path = tmp_path_factory.mktemp("odd") / "events.jsonl"
-    path.write_text("".join(json.dumps(event) + "\n" for event in series(100, seed=1, lag=2)))
+    path.write_text("".join(json.dumps(event) + "\n" for event in draw_event_series(100, seed=1, lag=2)))
     return path
 
 
@@ -61,7 +61,7 @@ def test_an_anomaly_of_time_only_is_found_and_named(cli: Run, trained: Path, odd
     blamed = [part["feature"] for part in contributions if part["suspect"]]
     assert "pressure+20s" in blamed
     assert "site" not in blamed
-    pq.write_table(table_of(series(100, seed=2)), tmp_path / "normal.parquet")
+    pq.write_table(make_long_table(draw_event_series(100, seed=2)), tmp_path / "normal.parquet")
     calm = alerts_of(cli, tmp_path / "n.jsonl", "replay", tmp_path / "normal.parquet", "--model", trained)
     assert len(calm) < 20
 
@@ -104,9 +104,9 @@ def test_beside_the_stream(cli: Run, trained: Path, odd: Path, tmp_path: Path) -
     shown = " ".join(cli("inspect", trained).out.split())
     assert "A record is a window of 1m of a device's time in 6 slots" in shown
     sent = tmp_path / "sent.jsonl"
-    pq.write_table(table_of(series(20, seed=3)), tmp_path / "long.parquet")
+    pq.write_table(make_long_table(draw_event_series(20, seed=3)), tmp_path / "long.parquet")
     assert cli("produce", tmp_path / "long.parquet", "--model", trained, "--output", sent).code == 0
-    assert [json.loads(line)["device"] for line in sent.read_text().splitlines()] == ["p0"] * len(series(20, seed=3))
+    assert [json.loads(line)["device"] for line in sent.read_text().splitlines()] == ["p0"] * len(draw_event_series(20, seed=3))
     again = ("calibrate", odd, "--model", trained, "--out", tmp_path / "again", "--grace", "1s")
     assert "100 records in arrival order" in cli(*again).err
 
@@ -133,7 +133,7 @@ def loaded(trained: Path) -> deformer_stream.Detector:
     return deformer_stream.load(trained)
 
 
-WINDOW = [event for event in series(20, seed=4) if event["time"] < 60]
+WINDOW = [event for event in draw_event_series(20, seed=4) if event["time"] < 60]
 
 
 @settings(max_examples=20)
@@ -141,11 +141,11 @@ WINDOW = [event for event in series(20, seed=4) if event["time"] < 60]
 def test_readings_of_a_window_may_come_in_any_order(order: list[int], loaded: deformer_stream.Detector) -> None:
     """Within the grace, which is what a window waits for: each is in its slot, and what the engine says of them in turn
     adds up to what the model says of them at once, in that order."""
-    codec = Codec(loaded.schema, windows=Windows.asked(loaded.schema, None, 10**9))
+    codec = Codec(loaded.schema, window_assigner=WindowAssigner.from_options(loaded.schema, None, 10**9))
     engine: Engine = loaded.engine(0.05)
     batch, rejected = codec.decode(messages(*(json.dumps(WINDOW[i]).encode() for i in order)))
     effects = engine.handle(batch, 0)
-    assert rejected + effects.rejected == []
+    assert rejected + effects.rejections == []
     features = batch.features.astype(np.int64)
     usual, _ = codec.decode(messages(*(json.dumps(event).encode() for event in WINDOW)))
     assert features.tolist() == usual.features[order].tolist()
@@ -155,13 +155,13 @@ def test_readings_of_a_window_may_come_in_any_order(order: list[int], loaded: de
         at_once = model.log_prob(torch.from_numpy(features)[None], values[None])[0]
     np.testing.assert_allclose(effects.scored.log_likelihood, at_once.numpy(), atol=2e-3)
     again, _ = codec.decode(messages(json.dumps(WINDOW[0] | {"value": 0}).encode()))
-    refused = engine.handle(again, 0).rejected
+    refused = engine.handle(again, 0).rejections
     assert [(r.reason.value, "already" in r.detail) for r in refused] == [("duplicate", True)]
 
 
 def test_sensors_that_report_together_are_ties(cli: Run, trained: Path, tmp_path: Path) -> None:
     """With --ties hold it does not matter which of two sensors of a device comes first at an instant."""
-    events = [event | {"time": event["time"] // 10 * 10.0} for event in series(100, seed=4)]
+    events = [event | {"time": event["time"] // 10 * 10.0} for event in draw_event_series(100, seed=4)]
     scores = []
     for seed in (0, 1):
         mixed = np.random.default_rng(seed).permutation(np.array(events)).tolist()

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deformer_stream.codec import Codec, Windows
-from deformer_stream.codec.arrow_messages import READINGS
+from deformer_stream.codec import Codec, WindowAssigner
+from deformer_stream.codec.arrow_messages import MAX_READINGS
 from deformer_stream.codec.payloads import Messages
-from deformer_stream.engine.events import EventBatch, RejectionReason, Rejected
+from deformer_stream.engine.events import EventBatch, Rejection, RejectionReason
 from deformer_stream.model.schema import Feature, Schema
 
 SCHEMA = Schema(
@@ -40,7 +40,7 @@ def stream(columns: dict[str, Any], *more: dict[str, Any], **options: Any) -> by
 
 def decode(
     *payloads: bytes, key: bytes | None = b"key", codec: Codec | None = None
-) -> tuple[EventBatch, list[Rejected]]:
+) -> tuple[EventBatch, list[Rejection]]:
     n = len(payloads)
     ints = np.arange(n)
     data = Messages("t", [key] * n, list(payloads), np.full(n, BROKER), ints.astype(np.int32) + 5, ints)
@@ -51,10 +51,12 @@ def rows(batch: EventBatch) -> list[tuple[Any, ...]]:
     names = [SCHEMA.names[code] for code in batch.features.tolist()]
     values = [None if value != value else value for value in batch.values.tolist()]
     unseen = [batch.unseen_labels.get(i) for i in range(len(batch))]
-    return list(zip(batch.record_ids, names, values, batch.times.tolist(), batch.message_indices.tolist(), unseen, strict=True))
+    return list(
+        zip(batch.record_ids, names, values, batch.times.tolist(), batch.message_indices.tolist(), unseen, strict=True)
+    )
 
 
-def refused(*payloads: bytes, **options: Any) -> Rejected:
+def refused(*payloads: bytes, **options: Any) -> Rejection:
     batch, (rejected,) = decode(*payloads, **options)
     assert len(batch) == 0
     return rejected
@@ -91,8 +93,12 @@ def test_readings_in_rows_are_those_of_as_many_json_messages(messages: list[list
     moved = [(*row[:4], origin[row[4]], row[5]) for row in rows(alike)]
     assert rows(batch) == moved
     assert (batch.partitions == batch.message_indices + 5).all()
-    merged = Rejected.merged([Rejected(origin[r.message], r.reason, r.detail, r.readings) for r in alone])
-    assert [(r.message, r.reason, r.readings) for r in rejected] == [(r.message, r.reason, r.readings) for r in merged]
+    merged = Rejection.merge_by_message(
+        [Rejection(origin[r.message_index], r.reason, r.detail, r.num_readings) for r in alone]
+    )
+    assert [(r.message_index, r.reason, r.num_readings) for r in rejected] == [
+        (r.message_index, r.reason, r.num_readings) for r in merged
+    ]
 
 
 @given(st.lists(st.lists(st.one_of(st.none(), st.floats(-1e9, 1e9)), min_size=2, max_size=2), min_size=1, max_size=5))
@@ -142,12 +148,16 @@ def test_a_bad_cell_is_refused_alone() -> None:
         ("c", "Pressure", None, None),
         ("c", "mode", 2.0, "new"),
     ]
-    found = {r.reason: (r.readings, r.message) for r in rejected}
-    assert found == {RejectionReason.NOT_FINITE: (1, 0), RejectionReason.TOO_LARGE: (1, 0), RejectionReason.UNKNOWN_FEATURE: (3, 0)}
+    found = {r.reason: (r.num_readings, r.message_index) for r in rejected}
+    assert found == {
+        RejectionReason.NOT_FINITE: (1, 0),
+        RejectionReason.TOO_LARGE: (1, 0),
+        RejectionReason.UNKNOWN_FEATURE: (3, 0),
+    }
 
 
 def test_devices_and_windows() -> None:
-    codec = Codec(SCHEMA, windows=Windows(10_000_000), max_ahead=3_600_000_000)
+    codec = Codec(SCHEMA, window_assigner=WindowAssigner(10_000_000), max_ahead_micros=3_600_000_000)
     at = BROKER / 1e6
     long = stream({"device": ["p", None], "feature": ["Pressure"] * 2, "value": [1.0, 2.0], "time": [at + 10, None]})
     wide = stream({"device": ["p"], "record": pa.array([None], pa.string()), "Current": [1.0]})
@@ -166,10 +176,10 @@ GOOD = {"record": ["a"], "feature": ["Pressure"], "value": [1.0]}
 @pytest.mark.parametrize(
     ("payload", "reason", "said"),
     [
-        (b"\xff\xff\xff\xff", RejectionReason.NOT_JSON, "no readable Arrow stream"),
-        (b"\xff\xff\xff\xff\x10\0\0\0" + b"\0" * 64, RejectionReason.NOT_JSON, "no readable Arrow stream"),
-        (stream(GOOD)[:-40], RejectionReason.NOT_JSON, "no readable Arrow stream"),
-        (stream(GOOD, compression="zstd"), RejectionReason.TOO_LARGE, "let Kafka compress"),
+        (b"\xff\xff\xff\xff", RejectionReason.NOT_JSON, "not a readable Arrow stream"),
+        (b"\xff\xff\xff\xff\x10\0\0\0" + b"\0" * 64, RejectionReason.NOT_JSON, "not a readable Arrow stream"),
+        (stream(GOOD)[:-40], RejectionReason.NOT_JSON, "not a readable Arrow stream"),
+        (stream(GOOD, compression="zstd"), RejectionReason.TOO_LARGE, "use the compression of the Kafka producer"),
         (
             stream({**GOOD, "feature": pa.array(["Pressure"]).dictionary_encode()}, compression="lz4"),
             RejectionReason.TOO_LARGE,
@@ -177,14 +187,18 @@ GOOD = {"record": ["a"], "feature": ["Pressure"], "value": [1.0]}
         ),
         (stream({**GOOD, "value": [[1.0]]}), RejectionReason.WRONG_TYPE, "column 'value' is 'list"),
         (stream({**GOOD, "record": [1.5]}), RejectionReason.WRONG_TYPE, "record ids are text"),
-        (stream({**GOOD, "feature": [1]}), RejectionReason.WRONG_TYPE, "feature names are text"),
+        (stream({**GOOD, "feature": [1]}), RejectionReason.WRONG_TYPE, "feature names must be text"),
         (stream({**GOOD, "time": [True]}), RejectionReason.WRONG_TYPE, "a timestamp, epoch seconds"),
         (stream({"record": ["a"], "feature": ["Pressure"]}), RejectionReason.UNKNOWN_FEATURE, "'feature' is unknown"),
-        (stream({"record": ["a"]}), RejectionReason.MISSING_FIELD, "neither columns"),
-        (stream({"Pressure": pa.array([], pa.float64())}), RejectionReason.MISSING_FIELD, "without a row"),
-        (stream({"Pressure": pa.nulls(READINGS + 1)}), RejectionReason.TOO_LARGE, "more readings than"),
+        (stream({"record": ["a"]}), RejectionReason.MISSING_FIELD, "there is no column of a feature"),
+        (stream({"Pressure": pa.array([], pa.float64())}), RejectionReason.MISSING_FIELD, "has no rows"),
+        (stream({"Pressure": pa.nulls(MAX_READINGS + 1)}), RejectionReason.TOO_LARGE, "more than 65536 readings"),
         (stream({"Pressure": ["x"]}), RejectionReason.WRONG_TYPE, "where a number is expected"),
-        (stream({"Pressure": pa.array([1], pa.timestamp("s"))}), RejectionReason.WRONG_TYPE, "a column of 'timestamp"),
+        (
+            stream({"Pressure": pa.array([1], pa.timestamp("s"))}),
+            RejectionReason.WRONG_TYPE,
+            "the column has the type 'timestamp",
+        ),
         (stream({**GOOD, "record": pa.array([b"\xff"]).view(pa.string())}), RejectionReason.NOT_JSON, "UTF"),
         (
             stream({**GOOD, "record": pa.array(["x"] * 200_000)[:1], "value": [1.0]}) + b"x" * 2**20,
@@ -202,7 +216,7 @@ def test_refusals(payload: bytes, reason: RejectionReason, said: str) -> None:
 
 def test_without_a_record_and_a_key_there_is_no_owner() -> None:
     table = stream({"feature": ["Pressure"] * 3, "value": [1.0, 2.0, 3.0]})
-    assert refused(table, key=None).readings == 3
+    assert refused(table, key=None).num_readings == 3
     assert refused(table, key=b"\xff").reason is RejectionReason.MISSING_FIELD
 
 

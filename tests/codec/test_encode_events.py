@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deformer_stream.codec import Codec
+from deformer_stream.codec.encode_events import Packing, pack_readings
 from deformer_stream.codec.payloads import Messages
-from deformer_stream.codec.encode_events import Packing, packed
 from tests.codec.test_arrow_messages import SCHEMA
 
 value = st.one_of(st.none(), st.booleans(), st.floats(-1e12, 1e12), st.integers(-(2**60), 2**60), st.just("run"))
@@ -36,7 +36,7 @@ def by_record(messages: list[tuple[bytes | None, bytes]]) -> tuple[dict[str, lis
         found[record].append((feature, repr(number), batch.unseen_labels.get(i)))
     reasons: dict[str, int] = defaultdict(int)
     for refusal in rejected:
-        reasons[refusal.reason] += refusal.readings
+        reasons[refusal.reason] += refusal.num_readings
     return dict(found), sorted(reasons.items())
 
 
@@ -50,8 +50,8 @@ def test_nothing_is_lost_or_moved(packing: Packing, documents: list[bytes], gath
     for document in documents:
         record = orjson.loads(document).get("record", "a") if document.startswith(b"{") else "a"
         messages.append((str(record).encode(), document))
-    sent = list(packed(messages, packing, gathered, place))
-    assert sum(message.readings for message in sent) == len(documents)
+    sent = list(pack_readings(messages, packing, gathered, place))
+    assert sum(message.num_readings for message in sent) == len(documents)
     assert len(sent) <= len(documents)
     assert by_record([(message.key, message.value) for message in sent]) == by_record(messages)
     for message in sent:
@@ -67,8 +67,8 @@ def test_many_readings_become_few_messages() -> None:
         for name in ("Pressure", "Current")
     ]
     messages = [(orjson.loads(line)["record"].encode(), line) for line in lines]
-    assert len(list(packed(messages, "json-many"))) == 100
-    (stream,) = packed(messages, "arrow")
-    assert (stream.key, stream.partition, stream.readings) == (None, 0, 200)
-    (first, *_) = packed(messages, "json-many")
+    assert len(list(pack_readings(messages, "json-many"))) == 100
+    (stream,) = pack_readings(messages, "arrow")
+    assert (stream.key, stream.partition, stream.num_readings) == (None, 0, 200)
+    (first, *_) = pack_readings(messages, "json-many")
     assert orjson.loads(first.value) == {"record": "r0", "time": 0, "values": {"Pressure": 0.0, "Current": 0.0}}

@@ -12,10 +12,10 @@ import orjson
 import pyarrow as pa
 import pytest
 
-from deformer_stream.codec import MAX_TEXT, Codec, Windows, encode_alert, encode_rejected, payload_of
-from deformer_stream.codec.encode_outputs import LONGEST_ALERT
-from deformer_stream.codec.payloads import Messages, Unreadable, WideRows
-from deformer_stream.engine.events import NO_TIME, AlertRaised, Contribution, Expected, RejectionReason, Rejected
+from deformer_stream.codec import MAX_TEXT_CHARS, Codec, WindowAssigner, encode_alert, encode_rejected, get_message
+from deformer_stream.codec.encode_outputs import MAX_ALERT_BYTES
+from deformer_stream.codec.payloads import Messages, UnreadablePayload, WideRows
+from deformer_stream.engine.events import NO_TIME, Alert, Contribution, ExpectedRange, Rejection, RejectionReason
 from tests.codec.test_json_messages import BROKER_TIME, CODEC, SCHEMA, decode, messages, readings, single
 from tests.codec.test_tables import long
 
@@ -110,7 +110,7 @@ ODD_TEXTS = [
     "\u202eevil",
     "\ufeff",
     "e\u0301",
-    "\U0001f4a7" * MAX_TEXT,
+    "\U0001f4a7" * MAX_TEXT_CHARS,
     "\\",
     '"',
 ]
@@ -122,7 +122,7 @@ def test_odd_text_stays_what_it_is_and_breaks_no_line(text: str) -> None:
     assert batch.record_ids[0] == text
     assert batch.unseen_labels == {1: text}
     assert [r.reason for r in rejected] == [RejectionReason.UNKNOWN_FEATURE, RejectionReason.WRONG_TYPE]
-    alert = AlertRaised(
+    alert = Alert(
         "id",
         text,
         1,
@@ -135,7 +135,7 @@ def test_odd_text_stays_what_it_is_and_breaks_no_line(text: str) -> None:
         -1.0,
         "m",
         0,
-        (Contribution(text, text, 1.0, Expected(None, text, None)),),
+        (Contribution(text, text, 1.0, ExpectedRange(None, text, None)),),
     )
     line = encode_alert(alert, None)
     assert b"\n" not in line
@@ -146,18 +146,26 @@ def test_odd_text_stays_what_it_is_and_breaks_no_line(text: str) -> None:
 
 
 def test_an_alert_with_ever_so_many_long_labels_fits_its_topic() -> None:
-    long_label = "\U0001f4a7" * MAX_TEXT
-    parts = tuple(Contribution(str(i), long_label, 300.0 - i, Expected(None, long_label, None)) for i in range(300))
-    alert = AlertRaised("id", long_label, 1, 1, 3, NO_TIME, 0.01, 0.01, 1.0, -1.0, "m", 0, parts)
+    long_label = "\U0001f4a7" * MAX_TEXT_CHARS
+    parts = tuple(
+        Contribution(str(i), long_label, 300.0 - i, ExpectedRange(None, long_label, None)) for i in range(300)
+    )
+    alert = Alert("id", long_label, 1, 1, 3, NO_TIME, 0.01, 0.01, 1.0, -1.0, "m", 0, parts)
     line = encode_alert(alert, None)
-    assert len(line) <= LONGEST_ALERT
+    assert len(line) <= MAX_ALERT_BYTES
     kept = json.loads(line)["contributions"]
     assert [c["feature"] for c in kept] == [str(i) for i in range(len(kept))]
     assert len(kept) > 30
 
 
 @pytest.mark.parametrize(
-    ("key", "record"), [(b"\0", "\0"), (b" ", " "), (b"k" * MAX_TEXT, "k" * MAX_TEXT), ("é" * MAX_TEXT, "é" * MAX_TEXT)]
+    ("key", "record"),
+    [
+        (b"\0", "\0"),
+        (b" ", " "),
+        (b"k" * MAX_TEXT_CHARS, "k" * MAX_TEXT_CHARS),
+        ("é" * MAX_TEXT_CHARS, "é" * MAX_TEXT_CHARS),
+    ],
 )
 def test_keys_that_stand_for_the_record(key: bytes | str, record: str) -> None:
     raw = key.encode() if isinstance(key, str) else key
@@ -171,7 +179,7 @@ def test_keys_that_stand_for_the_record(key: bytes | str, record: str) -> None:
         (b"", RejectionReason.MISSING_FIELD),
         (None, RejectionReason.MISSING_FIELD),
         (b"\xed\xa0\x80", RejectionReason.MISSING_FIELD),
-        (b"k" * (MAX_TEXT + 1), RejectionReason.TOO_LARGE),
+        (b"k" * (MAX_TEXT_CHARS + 1), RejectionReason.TOO_LARGE),
         (b"k" * 2**21, RejectionReason.TOO_LARGE),
     ],
 )
@@ -189,7 +197,7 @@ def test_many_bad_readings_are_one_refusal_for_each_reason() -> None:
     values |= {"Pressure": "high", "Current": math.inf, "state": "on"}
     batch, rejected = decode(single(1.0), {"record": "r", "values": values}, single(1.0, "nope"))
     assert readings(batch) == [("r", "Pressure", 1), ("r", "state", 1)]
-    assert [(r.message, r.reason, r.readings) for r in rejected] == [
+    assert [(r.message_index, r.reason, r.num_readings) for r in rejected] == [
         (1, RejectionReason.UNKNOWN_FEATURE, 4000),
         (1, RejectionReason.WRONG_TYPE, 1),
         (1, RejectionReason.NOT_FINITE, 1),
@@ -201,21 +209,21 @@ def test_many_bad_readings_are_one_refusal_for_each_reason() -> None:
 
 def test_merging_keeps_messages_in_order_and_counts_all() -> None:
     late, twice = RejectionReason.LATE, RejectionReason.DUPLICATE
-    mixed = [Rejected(2, late, "a"), Rejected(0, late, "b"), Rejected(2, twice, "c"), Rejected(2, late, "d", 3)]
-    assert Rejected.merged(mixed) == [
-        Rejected(0, late, "b"),
-        Rejected(2, late, "a (and 3 more of this message)", 4),
-        Rejected(2, twice, "c"),
+    mixed = [Rejection(2, late, "a"), Rejection(0, late, "b"), Rejection(2, twice, "c"), Rejection(2, late, "d", 3)]
+    assert Rejection.merge_by_message(mixed) == [
+        Rejection(0, late, "b"),
+        Rejection(2, late, "a (and 3 more of this message)", 4),
+        Rejection(2, twice, "c"),
     ]
-    assert Rejected.merged([]) == []
+    assert Rejection.merge_by_message([]) == []
 
 
 def test_what_the_connector_could_not_hand_over() -> None:
-    data = messages(GOOD + b"}", Unreadable(RejectionReason.TOO_LARGE, "3 messages of 5 GB", 3), GOOD + b"}")
+    data = messages(GOOD + b"}", UnreadablePayload(RejectionReason.TOO_LARGE, "3 messages of 5 GB", 3), GOOD + b"}")
     batch, rejected = CODEC.decode(data)
     assert batch.message_indices.tolist() == [0, 2]
-    assert rejected == [Rejected(1, RejectionReason.TOO_LARGE, "3 messages of 5 GB", 3)]
-    assert payload_of(data, 1) == (None, b"")
+    assert rejected == [Rejection(1, RejectionReason.TOO_LARGE, "3 messages of 5 GB", 3)]
+    assert get_message(data, 1) == (None, b"")
     assert orjson.loads(encode_rejected(rejected[0], data))["payload"] == ""
 
 
@@ -271,13 +279,17 @@ def test_tables_say_it_in_the_same_words() -> None:
     _, rejected = long(
         record=["r"] * 3, feature=["Pressure"] * 3, value=[1.0] * 3, time=[1583750073000.0, 1e300, math.inf]
     )
-    assert [r.reason for r in rejected] == [RejectionReason.WRONG_TYPE, RejectionReason.WRONG_TYPE, RejectionReason.NOT_FINITE]
+    assert [r.reason for r in rejected] == [
+        RejectionReason.WRONG_TYPE,
+        RejectionReason.WRONG_TYPE,
+        RejectionReason.NOT_FINITE,
+    ]
     assert "these look like milliseconds" in rejected[0].detail
 
 
 # --- clocks that are ahead
 
-AHEAD = Codec(SCHEMA, windows=Windows(10 * SECOND), max_ahead=60 * SECOND)
+AHEAD = Codec(SCHEMA, window_assigner=WindowAssigner(10 * SECOND), max_ahead_micros=60 * SECOND)
 NOW = BROKER_TIME // SECOND
 
 
@@ -287,11 +299,13 @@ def test_a_time_too_far_ahead_of_the_brokers(event: dict[str, Any], form: Any) -
     documents = [single(1.0, **{"record": None, "time": form(NOW + s)} | event) for s in (-1e9, 0, 59, 60, 61, 1e9)]
     batch, rejected = decode(*documents, codec=AHEAD)
     assert batch.message_indices.tolist() == [0, 1, 2, 3]
-    assert [(r.message, r.reason) for r in rejected] == [(4, RejectionReason.FUTURE), (5, RejectionReason.FUTURE)]
+    assert [(r.message_index, r.reason) for r in rejected] == [(4, RejectionReason.FUTURE), (5, RejectionReason.FUTURE)]
     assert rejected[0].detail == (
-        "time 2023-11-14T22:14:21Z lies more than 60 s ahead of 2023-11-14T22:13:20Z, when it came"
+        "time 2023-11-14T22:14:21Z lies more than 60 s after 2023-11-14T22:13:20Z, the time at which the message arrived"
     )
-    assert decode(*documents)[0].message_indices.tolist() == ([0, 1, 2, 3, 4, 5] if "record" in event else []), "only when set"
+    assert decode(*documents)[0].message_indices.tolist() == ([0, 1, 2, 3, 4, 5] if "record" in event else []), (
+        "only when set"
+    )
 
 
 def test_without_a_time_of_its_own_an_event_is_not_ahead() -> None:
@@ -307,7 +321,7 @@ def test_without_a_time_of_the_broker_the_wall_clock_counts(stamp: int) -> None:
     data.times[:] = stamp
     batch, rejected = AHEAD.decode(data)
     assert batch.message_indices.tolist() == [0, 1]
-    assert [(r.message, r.reason) for r in rejected] == [(2, RejectionReason.FUTURE)]
+    assert [(r.message_index, r.reason) for r in rejected] == [(2, RejectionReason.FUTURE)]
 
 
 def test_rows_of_tables_that_are_ahead() -> None:
@@ -316,11 +330,11 @@ def test_rows_of_tables_that_are_ahead() -> None:
         AHEAD, record=["r"] * 3, feature=["Pressure"] * 3, value=[1.0] * 3, time=[now - 1e9, now + 3600, None]
     )
     assert batch.message_indices.tolist() == [0, 2]
-    assert [(r.message, r.reason) for r in rejected] == [(1, RejectionReason.FUTURE)]
+    assert [(r.message_index, r.reason) for r in rejected] == [(1, RejectionReason.FUTURE)]
     table = pa.RecordBatch.from_pydict({"Pressure": [1.0, 2.0], "at": [now + 3600, now - 3600]})
     batch, rejected = AHEAD.decode(WideRows("f", table, ["a", "b"], 0, "at"))
     assert set(batch.record_ids) == {"b"}
-    assert [(r.message, r.reason) for r in rejected] == [(0, RejectionReason.FUTURE)]
+    assert [(r.message_index, r.reason) for r in rejected] == [(0, RejectionReason.FUTURE)]
 
 
 def test_neighbours_of_refused_messages_keep_their_own_times() -> None:

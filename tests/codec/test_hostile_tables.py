@@ -7,7 +7,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from deformer_stream.codec import encode_rejected, payload_of
+from deformer_stream.codec import encode_rejected, get_message
 from deformer_stream.codec.payloads import LongRows, WideRows
 from deformer_stream.engine.events import RejectionReason
 from deformer_stream.errors import InputError
@@ -31,7 +31,7 @@ def test_text_in_tables_that_is_no_utf8_is_refused_row_by_row(packed: bool) -> N
     }
     batch, rejected = long(**{name: c.dictionary_encode() if packed else c for name, c in columns.items()})
     assert readings(batch) == [("r", "state", 1)]
-    assert [(r.message, r.reason) for r in rejected] == [
+    assert [(r.message_index, r.reason) for r in rejected] == [
         (0, RejectionReason.WRONG_TYPE),
         (1, RejectionReason.UNKNOWN_FEATURE),
         (2, RejectionReason.WRONG_TYPE),
@@ -42,7 +42,7 @@ def test_text_in_tables_that_is_no_utf8_is_refused_row_by_row(packed: bool) -> N
     for refusal in rejected:
         assert refusal.detail.isprintable()
         json.loads(encode_rejected(refusal, data))
-    assert json.loads(payload_of(data, 0)[1])["record"] == "\\udcff\\udced\\udca0\\udc80"
+    assert json.loads(get_message(data, 0)[1])["record"] == "\\udcff\\udced\\udca0\\udc80"
 
 
 def test_labels_and_ids_of_wide_tables_that_are_no_utf8() -> None:
@@ -50,15 +50,18 @@ def test_labels_and_ids_of_wide_tables_that_are_no_utf8() -> None:
     data = WideRows("f", table, ["a", "\udcff", "c"], 0)
     batch, rejected = CODEC.decode(data)
     assert {r for r, f in zip(batch.record_ids, batch.features.tolist(), strict=True) if f == 2} == {"c"}
-    assert [(r.message, r.reason) for r in rejected] == [(0, RejectionReason.WRONG_TYPE), (1, RejectionReason.WRONG_TYPE)]
-    assert payload_of(data, 1)[0] == b"\xff"
+    assert [(r.message_index, r.reason) for r in rejected] == [
+        (0, RejectionReason.WRONG_TYPE),
+        (1, RejectionReason.WRONG_TYPE),
+    ]
+    assert get_message(data, 1)[0] == b"\xff"
 
 
 def test_labels_beside_values_that_are_no_utf8() -> None:
     batch, rejected = long(
         record=["r"] * 2, feature=["state"] * 2, value=bad_text(b"\xff", b"\xff"), label=["on", None]
     )
-    assert (batch.message_indices.tolist(), [r.message for r in rejected]) == ([0], [1])
+    assert (batch.message_indices.tolist(), [r.message_index for r in rejected]) == ([0], [1])
 
 
 @pytest.mark.parametrize(

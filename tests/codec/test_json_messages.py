@@ -13,9 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deformer_stream.codec import MAX_TEXT, Codec, Fields, encode_rejected, payload_of, position, rfc3339
+from deformer_stream.codec import (
+    MAX_TEXT_CHARS,
+    Codec,
+    FieldNames,
+    encode_rejected,
+    format_rfc3339,
+    get_message,
+    get_position,
+)
 from deformer_stream.codec.payloads import Messages, WideRows
-from deformer_stream.engine.events import NO_TIME, EventBatch, RejectionReason, Rejected
+from deformer_stream.engine.events import NO_TIME, EventBatch, Rejection, RejectionReason
 from deformer_stream.model.schema import Feature, Schema
 
 SCHEMA = Schema(
@@ -37,7 +45,7 @@ def messages(*payloads: bytes | None, keys: list[bytes | None] | None = None) ->
 
 def decode(
     *documents: Any, codec: Codec = CODEC, keys: list[bytes | None] | None = None
-) -> tuple[EventBatch, list[Rejected]]:
+) -> tuple[EventBatch, list[Rejection]]:
     """Documents: bytes and None as they are, anything else as JSON (with Python's NaN and Infinity)."""
     raw = [d if d is None or isinstance(d, bytes) else json.dumps(d).encode() for d in documents]
     return codec.decode(messages(*raw, keys=keys))
@@ -58,7 +66,11 @@ def single(value: Any, feature: Any = "Pressure", record: Any = "r", **more: Any
 def test_a_single_reading() -> None:
     batch, rejected = decode(single(0.25, time=1583750073.25))
     assert readings(batch) == [("r", "Pressure", 0.25)]
-    assert (batch.times.tolist(), batch.message_indices.tolist(), batch.partitions.tolist()) == ([1583750073250000], [0], [2])
+    assert (batch.times.tolist(), batch.message_indices.tolist(), batch.partitions.tolist()) == (
+        [1583750073250000],
+        [0],
+        [2],
+    )
     assert rejected == []
 
 
@@ -125,13 +137,13 @@ def test_record_ids_are_text_whole_numbers_or_the_key() -> None:
 
 
 def test_other_field_names() -> None:
-    fields = Fields(record="id", feature="sensor", value="v", values="all", time="at")
+    fields = FieldNames(record="id", feature="sensor", value="v", values="all", time="at")
     codec = Codec(SCHEMA, fields)
     batch, rejected = decode(
         {"id": "a", "sensor": "Pressure", "v": 1, "at": 5}, {"id": "b", "all": {"Current": 2}}, single(1.0), codec=codec
     )
     assert readings(batch) == [("a", "Pressure", 1), ("b", "Current", 2)]
-    assert [(r.message, r.reason) for r in rejected] == [(2, RejectionReason.MISSING_FIELD)]
+    assert [(r.message_index, r.reason) for r in rejected] == [(2, RejectionReason.MISSING_FIELD)]
 
 
 def test_numbers_at_the_edges_of_what_is_finite() -> None:
@@ -169,7 +181,7 @@ REFUSED: list[tuple[Any, RejectionReason, str]] = [
     (SURROGATE.replace(b"on", b"\\udfff"), RejectionReason.NOT_JSON, "surrogate"),
     ({}, RejectionReason.MISSING_FIELD, "'record' is missing"),
     (single(1.0, record=""), RejectionReason.MISSING_FIELD, "'record' is empty"),
-    ({"record": "r", "value": 1.0}, RejectionReason.MISSING_FIELD, "neither 'feature' nor 'values'"),
+    ({"record": "r", "value": 1.0}, RejectionReason.MISSING_FIELD, "'feature' and 'values' are both missing"),
     ({"record": "r", "feature": "Pressure"}, RejectionReason.MISSING_FIELD, "'value' is missing"),
     ({"record": "r", "values": {}}, RejectionReason.MISSING_FIELD, "'values' is empty"),
     (single(1.0, "Presure"), RejectionReason.UNKNOWN_FEATURE, "feature 'Presure' is unknown to the model"),
@@ -188,7 +200,7 @@ REFUSED: list[tuple[Any, RejectionReason, str]] = [
     (single(1.0, time=True), RejectionReason.WRONG_TYPE, "time is a boolean"),
     (single(1.0, time=[1]), RejectionReason.WRONG_TYPE, "time is a list"),
     (single(1.0, time="yesterday"), RejectionReason.WRONG_TYPE, "not RFC 3339"),
-    (single(1.0, time="2020-03-09T10:34:33"), RejectionReason.WRONG_TYPE, "no offset"),
+    (single(1.0, time="2020-03-09T10:34:33"), RejectionReason.WRONG_TYPE, "no UTC offset"),
     (single(1.0, time=1583750073000), RejectionReason.WRONG_TYPE, "send seconds since 1970"),
     (single(1.0, time="0001-01-01T00:00:00+23:00"), RejectionReason.WRONG_TYPE, "years 1 to 9999"),
     (single(1.0, time=math.nan), RejectionReason.NOT_FINITE, "time is not finite"),
@@ -197,8 +209,8 @@ REFUSED: list[tuple[Any, RejectionReason, str]] = [
     (single(math.inf, "state"), RejectionReason.NOT_FINITE, "feature 'state': inf"),
     (b'{"record":"r","feature":"Pressure","value":1e999}', RejectionReason.NOT_FINITE, "inf"),
     (b'{"record":"r","feature":"Pressure","value":-' + b"9" * 100_000 + b"}", RejectionReason.NOT_FINITE, "inf"),
-    (single(1.0, record="r" * (MAX_TEXT + 1)), RejectionReason.TOO_LARGE, "1025 characters"),
-    (single("x" * (MAX_TEXT + 1), "state"), RejectionReason.TOO_LARGE, "label of 1025 characters"),
+    (single(1.0, record="r" * (MAX_TEXT_CHARS + 1)), RejectionReason.TOO_LARGE, "1025 characters"),
+    (single("x" * (MAX_TEXT_CHARS + 1), "state"), RejectionReason.TOO_LARGE, "label has 1025 characters"),
     (single(1.0, padding="x" * 2**20), RejectionReason.TOO_LARGE, "at most 1048576 are accepted"),
     ({"record": "r", "values": {f"f{i}": 1 for i in range(5000)}}, RejectionReason.TOO_LARGE, "5000 readings"),
 ]
@@ -208,7 +220,7 @@ REFUSED: list[tuple[Any, RejectionReason, str]] = [
 def test_refusals(document: Any, reason: RejectionReason, says: str) -> None:
     good = single(1.0, record="good")
     batch, rejected = decode(good, document, good)
-    assert [(r.message, r.reason) for r in rejected] == [(1, reason)]
+    assert [(r.message_index, r.reason) for r in rejected] == [(1, reason)]
     assert says in rejected[0].detail
     assert "\n" not in rejected[0].detail
     assert len(rejected[0].detail) < 250
@@ -251,7 +263,7 @@ mutated = st.builds(
 def test_decoding_never_raises_and_accounts_for_every_message(payloads: list[bytes | None], key: bytes | None) -> None:
     data = messages(*payloads, keys=[key] * len(payloads))
     batch, rejected = CODEC.decode(data)
-    assert set(batch.message_indices.tolist()) | {r.message for r in rejected} == set(range(len(payloads)))
+    assert set(batch.message_indices.tolist()) | {r.message_index for r in rejected} == set(range(len(payloads)))
     assert np.isfinite(batch.values[~np.isnan(batch.values)]).all()
     assert len(batch) == len(batch.features) == len(batch.values) == len(batch.times) == len(batch.partitions)
     assert batch.message_indices.tolist() == sorted(batch.message_indices.tolist())
@@ -261,7 +273,7 @@ def test_decoding_never_raises_and_accounts_for_every_message(payloads: list[byt
         assert json.loads(encode_rejected(refusal, data))["source"] == {
             "topic": "t",
             "partition": 2,
-            "offset": 100 + refusal.message,
+            "offset": 100 + refusal.message_index,
         }
 
 
@@ -279,27 +291,29 @@ def test_what_is_finite_arrives_unchanged(record: str, value: float) -> None:
 
 def test_where_things_came_from() -> None:
     data = messages(b"a", None, keys=[b"k", None])
-    assert [position(data, i) for i in range(2)] == [("t", 2, 100), ("t", 2, 101)]
-    assert [payload_of(data, i) for i in range(2)] == [(b"k", b"a"), (None, b"")]
+    assert [get_position(data, i) for i in range(2)] == [("t", 2, 100), ("t", 2, 101)]
+    assert [get_message(data, i) for i in range(2)] == [(b"k", b"a"), (None, b"")]
     table = pa.RecordBatch.from_pydict(
         {"Pressure": [1.0, math.nan], "when": pa.array([1, 1_500_000_001], pa.timestamp("ns")), "raw": [b"\xff", b""]}
     )
     rows = WideRows("f.parquet", table, ["a", "b"], 40)
-    assert position(rows, 1) == ("f.parquet", 0, 41)
-    key, row = payload_of(rows, 1)
+    assert get_position(rows, 1) == ("f.parquet", 0, 41)
+    key, row = get_message(rows, 1)
     assert key == b"b"
     assert orjson.loads(row) == {"Pressure": None, "when": "1970-01-01T00:00:01.500000", "raw": "b''"}
 
 
 def test_rfc3339() -> None:
-    assert rfc3339(1583750073000000) == "2020-03-09T10:34:33Z"
-    assert rfc3339(1583750073000001) == "2020-03-09T10:34:33.000001Z"
-    assert rfc3339(-62135596800000000) == "0001-01-01T00:00:00Z"
-    assert rfc3339(NO_TIME) is None
+    assert format_rfc3339(1583750073000000) == "2020-03-09T10:34:33Z"
+    assert format_rfc3339(1583750073000001) == "2020-03-09T10:34:33.000001Z"
+    assert format_rfc3339(-62135596800000000) == "0001-01-01T00:00:00Z"
+    assert format_rfc3339(NO_TIME) is None
 
 
 def test_a_dead_letter_that_is_no_text_is_base64() -> None:
-    letter = orjson.loads(encode_rejected(Rejected(0, RejectionReason.NOT_JSON, "why"), messages(b"\xff\x00", keys=[b"\xfe"])))
+    letter = orjson.loads(
+        encode_rejected(Rejection(0, RejectionReason.NOT_JSON, "why"), messages(b"\xff\x00", keys=[b"\xfe"]))
+    )
     assert letter == {
         "reason": "not_json",
         "detail": "why",

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deformer_stream.codec import Codec, Windows
-from deformer_stream.engine.events import EventBatch, RejectionReason, Rejected
+from deformer_stream.codec import Codec, WindowAssigner
+from deformer_stream.engine.events import EventBatch, Rejection, RejectionReason
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.schema import Feature, Schema
-from deformer_stream.model.time_slots import repeated
+from deformer_stream.model.time_slots import expand_time_slots
 from deformer_stream.model.windows import Window
 from tests.codec.test_arrow_messages import stream
 from tests.codec.test_json_messages import messages
@@ -29,12 +29,12 @@ PLAIN = Schema(
         Feature("site", "discrete", labels=("a", "b")),
     )
 )
-SCHEMA = repeated(PLAIN, Window(60 * SECOND, 4), ["site"])
-CODEC = Codec(SCHEMA, windows=Windows.asked(SCHEMA, None, 2 * SECOND))
+SCHEMA = expand_time_slots(PLAIN, Window(60 * SECOND, 4), ["site"])
+CODEC = Codec(SCHEMA, window_assigner=WindowAssigner.from_options(SCHEMA, None, 2 * SECOND))
 Reading = tuple[str, str, float | str | None]
 
 
-def decode(*documents: Any, codec: Codec = CODEC) -> tuple[EventBatch, list[Rejected]]:
+def decode(*documents: Any, codec: Codec = CODEC) -> tuple[EventBatch, list[Rejection]]:
     return codec.decode(messages(*(json.dumps(document).encode() for document in documents)))
 
 
@@ -73,13 +73,17 @@ def test_a_readings_time_is_in_its_features_name(time: Any, start: str, slot: st
 
 
 def test_the_windows_are_those_of_the_model() -> None:
-    assert Windows.asked(SCHEMA, 60 * SECOND, 0) == Windows.asked(SCHEMA, None, 0) == Windows(60 * SECOND)
-    assert Windows.asked(PLAIN, 10 * SECOND, SECOND) == Windows(10 * SECOND, SECOND)
-    assert Windows.asked(PLAIN, None, 0) is None
-    with pytest.raises(ConfigError, match=r"--window 10s: the model's records are windows of 1m; leave the option out"):
-        Windows.asked(SCHEMA, 10 * SECOND, 0)
+    assert (
+        WindowAssigner.from_options(SCHEMA, 60 * SECOND, 0)
+        == WindowAssigner.from_options(SCHEMA, None, 0)
+        == WindowAssigner(60 * SECOND)
+    )
+    assert WindowAssigner.from_options(PLAIN, 10 * SECOND, SECOND) == WindowAssigner(10 * SECOND, SECOND)
+    assert WindowAssigner.from_options(PLAIN, None, 0) is None
+    with pytest.raises(ConfigError, match=r"--window 10s: the model was trained on windows of 1m; omit the option"):
+        WindowAssigner.from_options(SCHEMA, 10 * SECOND, 0)
     with pytest.raises(ConfigError, match="--grace 2s needs --window"):
-        Windows.asked(PLAIN, None, 2 * SECOND)
+        WindowAssigner.from_options(PLAIN, None, 2 * SECOND)
 
 
 def test_an_event_that_names_its_record_names_the_slot() -> None:
@@ -97,8 +101,10 @@ def test_an_event_that_names_its_record_names_the_slot() -> None:
         ("mine", "mode+15s", "odd"),
         ("mine", "site", 0.0),
     ]
-    assert [(r.message, r.reason) for r in rejected] == [(i, RejectionReason.UNKNOWN_FEATURE) for i in (2, 3, 4)]
-    assert "send device and time in place of the record, or name it 'temp+0s'" in rejected[0].detail
+    assert [(r.message_index, r.reason) for r in rejected] == [(i, RejectionReason.UNKNOWN_FEATURE) for i in (2, 3, 4)]
+    assert (
+        "send device and time instead of the record, or name the time slot, for example 'temp+0s'" in rejected[0].detail
+    )
     assert "'temp+15s' is unknown to the model" in rejected[1].detail
 
 
@@ -129,8 +135,8 @@ def test_rows_of_tables_are_read_as_messages_are(rows: list[tuple[str | None, st
     arrow, bad_cells = CODEC.decode(messages(stream(columns)))
     assert readings(batch) == readings(table) == readings(arrow)
     assert batch.times.tolist() == table.times.tolist() == arrow.times.tolist()
-    assert [(r.message, r.detail) for r in rejected] == [(r.message, r.detail) for r in bad_rows]
-    assert sum(r.readings for r in bad_cells) == len(rejected)
+    assert [(r.message_index, r.detail) for r in rejected] == [(r.message_index, r.detail) for r in bad_rows]
+    assert sum(r.num_readings for r in bad_cells) == len(rejected)
     for found in (batch, table, arrow):
         devices = [""] * len(batch) if found.windows is None else found.windows.devices
         assert devices == ["" if name == "r" else "p" for name in batch.record_ids]
@@ -158,12 +164,14 @@ def test_rows_of_many_readings() -> None:
         ("r", "site", 1.0),
         ("r", "temp+45s", 4.0),
     ]
-    assert [(r.reason, r.readings) for r in rejected] == [(RejectionReason.UNKNOWN_FEATURE, 4)], "names of the other form"
+    assert [(r.reason, r.num_readings) for r in rejected] == [(RejectionReason.UNKNOWN_FEATURE, 4)], (
+        "names of the other form"
+    )
 
 
 def test_a_window_of_one_slot_leaves_names_alone() -> None:
-    schema = repeated(PLAIN, Window(60 * SECOND))
-    codec = Codec(schema, windows=Windows.asked(schema, None, 0))
+    schema = expand_time_slots(PLAIN, Window(60 * SECOND))
+    codec = Codec(schema, window_assigner=WindowAssigner.from_options(schema, None, 0))
     batch, rejected = decode(of(59.0), {"record": "r", "feature": "temp", "value": 2.0}, codec=codec)
     assert rejected == []
     assert [schema.names[code] for code in batch.features] == ["temp", "temp"]

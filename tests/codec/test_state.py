@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from deformer_stream.calibration.drift_state import DriftState
 from deformer_stream.codec.state import (
     DECISIONS,
-    HEAD,
+    FORMAT_VERSION,
+    HEADER,
     MAGIC,
     SNAPSHOT,
-    VERSION,
     decode_decisions,
     decode_snapshot,
     encode_decisions,
@@ -172,11 +172,11 @@ def test_what_is_much_is_compressed(records: int, smaller: bool) -> None:
 
 
 def test_format_version_2() -> None:
-    """Bytes written by a release are read for ever, or VERSION counts up."""
-    assert VERSION == 3
+    """Bytes written by a release are read for ever, or FORMAT_VERSION counts up."""
+    assert FORMAT_VERSION == 3
     same_snapshot(decode_snapshot((GOLDEN / "snapshot.v2").read_bytes()), EXAMPLE)
     assert decode_decisions((GOLDEN / "decisions.v2").read_bytes()) == DECIDED
-    head = (GOLDEN / "snapshot.v2").read_bytes()[: HEAD.size]
+    head = (GOLDEN / "snapshot.v2").read_bytes()[: HEADER.size]
     assert head[:11] == b"deformerS\x00\x02"
 
 
@@ -203,7 +203,7 @@ def refused(decode: Callable[[bytes, str], object], data: bytes, what: str) -> N
     message = str(caught.value)
     assert message.startswith("partition 3: ")
     assert what in message
-    assert message.endswith("how to go on without it")
+    assert message.endswith("how to continue without it")
     assert "\n" not in message
 
 
@@ -240,8 +240,12 @@ def test_nonsense_is_refused(kind: str, data: bytes) -> None:
 @pytest.mark.parametrize("version", [0, 4, 65535])
 def test_another_format_version_is_named(version: int) -> None:
     data = encode_snapshot(EXAMPLE)
-    head = HEAD.pack(MAGIC, SNAPSHOT, version, data[11 : HEAD.size])
-    refused(decode_snapshot, head + data[HEAD.size :], f"version is {version}, and this release reads {VERSION}")
+    head = HEADER.pack(MAGIC, SNAPSHOT, version, data[11 : HEADER.size])
+    refused(
+        decode_snapshot,
+        head + data[HEADER.size :],
+        f"version is {version}, and this release reads versions 1 to {FORMAT_VERSION}",
+    )
 
 
 def test_one_kind_is_not_the_other() -> None:
@@ -251,12 +255,12 @@ def test_one_kind_is_not_the_other() -> None:
 
 
 def sealed(body: bytes, kind: bytes = SNAPSHOT) -> bytes:
-    return HEAD.pack(MAGIC, kind, 2, hashlib.sha256(body).digest()) + body
+    return HEADER.pack(MAGIC, kind, 2, hashlib.sha256(body).digest()) + body
 
 
 def rewritten(change: Callable[[pa.Table], pa.Table]) -> bytes:
     """The example with its table changed, under a checksum that is right."""
-    table = change(pa.ipc.open_stream(encode_snapshot(EXAMPLE)[HEAD.size :]).read_all())
+    table = change(pa.ipc.open_stream(encode_snapshot(EXAMPLE)[HEADER.size :]).read_all())
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -269,7 +273,7 @@ def test_columns_and_rows_are_checked() -> None:
     refused(decode_snapshot, rewritten(lambda table: pa.concat_tables([table, table])), "2 rows")
     refused(decode_snapshot, rewritten(lambda table: table.slice(0, 0)), "0 rows")
     null = pa.array([["a", None]], pa.large_list(pa.large_string()))
-    at = list(pa.ipc.open_stream(encode_snapshot(EXAMPLE)[HEAD.size :]).schema.names).index("closed")
+    at = list(pa.ipc.open_stream(encode_snapshot(EXAMPLE)[HEADER.size :]).schema.names).index("closed")
     refused(decode_snapshot, rewritten(lambda table: table.set_column(at, "closed", null)), "missing")
 
 
@@ -342,4 +346,4 @@ def test_ties_are_checked() -> None:
 
 def test_decisions_are_checked() -> None:
     refused(decode_decisions, encode_decisions(Decisions((), {"a": AlertState(-1)})), "before the first reading")
-    refused(decode_decisions, encode_decisions(Decisions((), {"a": AlertState(1, 1.0)})), "at no alpha")
+    refused(decode_decisions, encode_decisions(Decisions((), {"a": AlertState(1, 1.0)})), "is not between 0 and 1")

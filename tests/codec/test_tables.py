@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import LongRows, WideRows
-from deformer_stream.engine.events import NO_TIME, EventBatch, RejectionReason, Rejected
+from deformer_stream.engine.events import NO_TIME, EventBatch, Rejection, RejectionReason
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Feature, Schema
 from tests.codec.test_json_messages import CODEC, SCHEMA, readings
@@ -21,7 +21,7 @@ from tests.codec.test_json_messages import CODEC, SCHEMA, readings
 # --- long tables
 
 
-def long(codec: Codec = CODEC, first: int = 0, **columns: Any) -> tuple[EventBatch, list[Rejected]]:
+def long(codec: Codec = CODEC, first: int = 0, **columns: Any) -> tuple[EventBatch, list[Rejection]]:
     arrays = {name: c if isinstance(c, pa.Array) else pa.array(c) for name, c in columns.items()}
     return codec.decode(LongRows("log.parquet", pa.RecordBatch.from_pydict(arrays), first))
 
@@ -36,7 +36,7 @@ def test_long_rows_refuse_what_messages_refuse() -> None:
     assert readings(batch) == [("a", "Pressure", 1.5), ("a", "state", 2), ("b", "Pressure", None)]
     assert batch.times.tolist() == [1_000_000, 2_000_000, NO_TIME]
     assert batch.message_indices.tolist() == [0, 1, 8]
-    assert [(r.message, r.reason) for r in rejected] == [
+    assert [(r.message_index, r.reason) for r in rejected] == [
         (2, RejectionReason.MISSING_FIELD),
         (3, RejectionReason.MISSING_FIELD),
         (4, RejectionReason.MISSING_FIELD),
@@ -60,7 +60,7 @@ def test_long_values_as_text() -> None:
             ("r", "Pressure", None),
         ]
         assert batch.unseen_labels == {4: "odd"}
-        assert [(r.message, r.reason) for r in rejected] == [
+        assert [(r.message_index, r.reason) for r in rejected] == [
             (4, RejectionReason.WRONG_TYPE),
             (5, RejectionReason.NOT_FINITE),
             (6, RejectionReason.WRONG_TYPE),
@@ -81,7 +81,7 @@ def test_long_values_as_numbers_with_a_column_of_labels() -> None:
 def test_long_booleans() -> None:
     batch, rejected = long(record=[1, 2], feature=["state", "Pressure"], value=[True, True])
     assert readings(batch) == [("1", "state", 3)]
-    assert [(r.message, r.reason) for r in rejected] == [(1, RejectionReason.WRONG_TYPE)]
+    assert [(r.message_index, r.reason) for r in rejected] == [(1, RejectionReason.WRONG_TYPE)]
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_long_booleans() -> None:
 def test_times_of_tables(time: pa.Array, micros: list[int], refused: dict[int, RejectionReason]) -> None:
     batch, rejected = long(record=list("abcd"), feature=["Pressure"] * 4, value=[1.0] * 4, time=time)
     assert batch.times.tolist() == micros
-    assert {r.message: r.reason for r in rejected} == refused
+    assert {r.message_index: r.reason for r in rejected} == refused
 
 
 @pytest.mark.parametrize(
     ("columns", "says"),
     [
-        ({"record": ["a"], "feature": ["Pressure"]}, "needs a column 'value'"),
+        ({"record": ["a"], "feature": ["Pressure"]}, "column 'value' is missing"),
         ({"record": [1.5], "feature": ["Pressure"], "value": [1.0]}, "'record' is double"),
         ({"record": ["a"], "feature": [1], "value": [1.0]}, "'feature' is int64"),
         ({"record": ["a"], "feature": ["Pressure"], "value": [[1.0]]}, "'value' is list"),
@@ -140,7 +140,7 @@ def test_long_tables_of_the_wrong_shape(columns: dict[str, Any], says: str) -> N
 def test_every_long_row_is_accounted_for(rows: list[tuple[str | None, str | None, str | None]]) -> None:
     columns = [pa.array([row[k] for row in rows], pa.string()) for k in range(3)]
     batch, rejected = long(**dict(zip(("record", "feature", "value"), columns, strict=True)))
-    assert sorted([*batch.message_indices.tolist(), *(r.message for r in rejected)]) == list(range(len(rows)))
+    assert sorted([*batch.message_indices.tolist(), *(r.message_index for r in rejected)]) == list(range(len(rows)))
 
 
 def test_dictionary_columns_with_more_values_than_their_index_type_has_room_for_a_null() -> None:
@@ -149,7 +149,7 @@ def test_dictionary_columns_with_more_values_than_their_index_type_has_room_for_
     )
     batch, rejected = long(record=ids, feature=["Pressure"] * 128, value=[1.0] * 128)
     assert batch.record_ids == [str(i) for i in range(127)]
-    assert [r.message for r in rejected] == [127]
+    assert [r.message_index for r in rejected] == [127]
 
 
 # --- wide tables
@@ -157,7 +157,7 @@ def test_dictionary_columns_with_more_values_than_their_index_type_has_room_for_
 
 def wide(
     codec: Codec = CODEC, ids: list[str] | None = None, first: int = 0, time: str | None = None, **columns: Any
-) -> tuple[EventBatch, list[Rejected]]:
+) -> tuple[EventBatch, list[Rejection]]:
     table = pa.RecordBatch.from_pydict(
         {name: c if isinstance(c, pa.Array) else pa.array(c) for name, c in columns.items()}
     )
@@ -233,13 +233,13 @@ def test_wide_refusals() -> None:
     batch, rejected = wide(
         ids=["a", "", "c", "x" * 1025], Pressure=[1.0, 2.0, math.inf, 4.0], Current=[1, 2, 3, 4], state=[True] * 4
     )
-    assert [(r.message, r.reason) for r in rejected] == [
+    assert [(r.message_index, r.reason) for r in rejected] == [
         (1, RejectionReason.MISSING_FIELD),
         (2, RejectionReason.NOT_FINITE),
         (3, RejectionReason.TOO_LARGE),
     ]
     assert "'Pressure'" in rejected[1].detail
-    assert [list(part) for part in batch.names()] == [["a", "c"], [0, 0, 0, 1, 1]]
+    assert [list(part) for part in batch.records_of_rows()] == [["a", "c"], [0, 0, 0, 1, 1]]
     assert sorted(readings(batch)) == [
         ("a", "Current", 1), ("a", "Pressure", 1), ("a", "state", 3), ("c", "Current", 3), ("c", "state", 3),
     ]  # fmt: skip
@@ -266,11 +266,11 @@ def test_wide_labels_of_any_type(column: pa.Array) -> None:
 
 def test_wide_labels_that_are_refused() -> None:
     batch, rejected = wide(Codec(SCHEMA, order="schema"), state=[math.inf, 3.0], Pressure=[1.0, 1.0])
-    assert [(r.message, r.reason) for r in rejected] == [(0, RejectionReason.NOT_FINITE)]
+    assert [(r.message_index, r.reason) for r in rejected] == [(0, RejectionReason.NOT_FINITE)]
     assert "'state'" in rejected[0].detail
     assert len(batch) == 5
     _, rejected = wide(state=["x" * 1025])
-    assert [(r.message, r.reason) for r in rejected] == [(0, RejectionReason.TOO_LARGE)]
+    assert [(r.message_index, r.reason) for r in rejected] == [(0, RejectionReason.TOO_LARGE)]
 
 
 @pytest.mark.parametrize(

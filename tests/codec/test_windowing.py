@@ -8,16 +8,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from deformer_stream.codec import MAX_TEXT, Codec, Fields, Windows
+from deformer_stream.codec import MAX_TEXT_CHARS, Codec, FieldNames, WindowAssigner
 from deformer_stream.codec.payloads import LongRows, Messages
-from deformer_stream.engine.events import NO_TIME, EventBatch, RejectionReason, Rejected
+from deformer_stream.engine.events import NO_TIME, EventBatch, Rejection, RejectionReason
 from deformer_stream.errors import ConfigError, InputError
 from tests.codec.test_json_messages import BROKER_TIME, CODEC, SCHEMA, decode, messages, readings, single
 from tests.codec.test_tables import long
 
 SECOND = 1_000_000
-WINDOWS = Windows(10 * SECOND, 2 * SECOND)
-WINDOWED = Codec(SCHEMA, windows=WINDOWS)
+WINDOWS = WindowAssigner(10 * SECOND, 2 * SECOND)
+WINDOWED = Codec(SCHEMA, window_assigner=WINDOWS)
 TIME = 1583750073.0  # 2020-03-09T10:34:33Z
 START = "2020-03-09T10:34:30Z"
 
@@ -67,7 +67,7 @@ def test_many_readings_share_a_window() -> None:
     ],
 )
 def test_windows_are_aligned_to_1970(width: int, time: Any, start: str) -> None:
-    batch, _ = decode(of_device(time=time), codec=Codec(SCHEMA, windows=Windows(width)))
+    batch, _ = decode(of_device(time=time), codec=Codec(SCHEMA, window_assigner=WindowAssigner(width)))
     assert batch.record_ids == [f"pump-7@{start}"]
     assert batch.windows is not None
     begin = batch.windows.deadlines[0] - width
@@ -97,10 +97,10 @@ def test_the_key_is_the_device_not_the_record() -> None:
     assert (batch.record_ids, batch.windows, rejected) == (["p", "p"], None, []), "without windows it is the record"
 
 
-def refused(*documents: Any, codec: Codec = WINDOWED, keys: list[bytes | None] | None = None) -> list[Rejected]:
+def refused(*documents: Any, codec: Codec = WINDOWED, keys: list[bytes | None] | None = None) -> list[Rejection]:
     batch, rejected = decode(*documents, codec=codec, keys=keys)
     assert len(batch) == 0
-    assert [r.message for r in rejected] == list(range(len(documents)))
+    assert [r.message_index for r in rejected] == list(range(len(documents)))
     return rejected
 
 
@@ -114,7 +114,7 @@ def refused(*documents: Any, codec: Codec = WINDOWED, keys: list[bytes | None] |
         (of_device(["p"]), RejectionReason.WRONG_TYPE, "'device' is a list"),
         (of_device(True), RejectionReason.WRONG_TYPE, "'device' is a boolean"),
         (of_device("x" * 1025), RejectionReason.TOO_LARGE, "'device' has 1025 characters"),
-        (of_device("x" * (MAX_TEXT - len(START))), RejectionReason.TOO_LARGE, "an id of 1025 characters"),
+        (of_device("x" * (MAX_TEXT_CHARS - len(START))), RejectionReason.TOO_LARGE, "a record id of 1025 characters"),
         (of_device(time=True), RejectionReason.WRONG_TYPE, "time is a boolean"),
         (of_device(time="noon"), RejectionReason.WRONG_TYPE, "not RFC 3339"),
         (of_device(time=float("nan")), RejectionReason.NOT_FINITE, "time"),
@@ -123,7 +123,7 @@ def refused(*documents: Any, codec: Codec = WINDOWED, keys: list[bytes | None] |
     ],
 )
 def test_what_is_refused(event: dict[str, Any], reason: RejectionReason, words: str) -> None:
-    week = Codec(SCHEMA, windows=Windows(7 * 86400 * SECOND)) if "year 1" in words else WINDOWED
+    week = Codec(SCHEMA, window_assigner=WindowAssigner(7 * 86400 * SECOND)) if "year 1" in words else WINDOWED
     (rejected,) = refused(event, codec=week)
     assert rejected.reason is reason
     assert words in rejected.detail
@@ -140,7 +140,7 @@ def test_no_time_at_all_is_a_missing_field() -> None:
 def test_a_key_that_is_no_text() -> None:
     (rejected,) = refused(of_device(...), keys=[b"\xff"])
     assert rejected.reason is RejectionReason.MISSING_FIELD
-    assert "no 'device'" in rejected.detail
+    assert "'device' is missing, and the message key" in rejected.detail
 
 
 def test_without_windows_a_device_is_no_record() -> None:
@@ -149,7 +149,7 @@ def test_without_windows_a_device_is_no_record() -> None:
 
 
 def test_fields_by_other_names() -> None:
-    codec = Codec(SCHEMA, Fields(device="asset", time="at"), windows=WINDOWS)
+    codec = Codec(SCHEMA, FieldNames(device="asset", time="at"), window_assigner=WINDOWS)
     batch, _ = decode({"asset": "p", "at": TIME, "feature": "Pressure", "value": 1}, codec=codec)
     assert batch.record_ids == [f"p@{START}"]
 
@@ -157,7 +157,7 @@ def test_fields_by_other_names() -> None:
 def test_impossible_windows() -> None:
     for width, grace in ((0, 0), (-1, 0), (1, -1)):
         with pytest.raises(ConfigError):
-            Windows(width, grace)
+            WindowAssigner(width, grace)
 
 
 # long tables
@@ -174,7 +174,7 @@ def test_long_rows_of_devices(kind: pa.DataType) -> None:
     )
     assert batch.record_ids == ["p@1970-01-01T00:00:30Z", "q@1970-01-01T00:00:40Z"]
     assert windows_of(batch) == [("p", 42 * SECOND), ("q", 52 * SECOND)]
-    assert [(r.message, r.reason) for r in rejected] == [
+    assert [(r.message_index, r.reason) for r in rejected] == [
         (2, RejectionReason.MISSING_FIELD),
         (3, RejectionReason.MISSING_FIELD),
         (4, RejectionReason.MISSING_FIELD),
@@ -198,25 +198,25 @@ def test_long_rows_with_and_without_a_record() -> None:
     assert batch.record_ids == ["mine", "p@1970-01-01T00:00:30Z"]
     assert windows_of(batch) == [("", None), ("p", 42 * SECOND)]
     assert batch.unseen_labels == {1: "odd"}
-    assert [(r.message, r.reason) for r in rejected] == [
+    assert [(r.message_index, r.reason) for r in rejected] == [
         (2, RejectionReason.MISSING_FIELD),
         (3, RejectionReason.MISSING_FIELD),
         (4, RejectionReason.WRONG_TYPE),
     ]
     columns["time"][1] = "noon"
     _, rejected = long(codec=WINDOWED, **columns)
-    assert (rejected[0].message, rejected[0].reason) == (1, RejectionReason.WRONG_TYPE)
+    assert (rejected[0].message_index, rejected[0].reason) == (1, RejectionReason.WRONG_TYPE)
     batch, rejected = long(**columns)
     assert batch.record_ids == ["mine"]
     assert batch.windows is None
-    assert [r.message for r in rejected] == [1, 2, 3, 4], "without windows a device is no record"
+    assert [r.message_index for r in rejected] == [1, 2, 3, 4], "without windows a device is no record"
 
 
 def test_long_tables_that_lack_columns() -> None:
     for missing in ("device", "time", "feature", "value"):
         columns: dict[str, Any] = {"device": ["p"], "feature": ["Pressure"], "value": [1.0], "time": [1.0]}
         del columns[missing]
-        with pytest.raises(InputError, match=f"needs a column '{missing}'"):
+        with pytest.raises(InputError, match=f"column '{missing}' is missing"):
             long(codec=WINDOWED, **columns)
     batch, _ = long(codec=WINDOWED, record=["r"], feature=["Pressure"], value=[1.0])
     assert (batch.record_ids, batch.windows) == (["r"], None)

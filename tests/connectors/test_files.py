@@ -37,7 +37,7 @@ def read(
 ) -> tuple[list[Event], list[Rejection], list[tuple[str, int, int]]]:
     """Events as (record, feature, value), refusals, and the positions of the events."""
     source = open_source(inputs, SCHEMA, order=order, seed=seed, **options)
-    codec = Codec(SCHEMA, order=order, seed=seed, windows=options.get("windows"))
+    codec = Codec(SCHEMA, order=order, seed=seed, window_assigner=options.get("windows"))
     events: list[Event] = []
     refused: list[Rejection] = []
     places: list[tuple[str, int, int]] = []

@@ -19,7 +19,7 @@ from deformer_stream.demo.simulate import simulate
 from deformer_stream.engine.events import Reason
 from deformer_stream.runtime.metrics import Metrics
 from tests.conftest import ROOT
-from tests.series import series, table_of
+from tests.series import draw_event_series, make_long_table
 
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md")])
@@ -127,7 +127,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     pq.write_table(simulate(600, seed=1).normals(), folder / "normal.parquet")
     pq.write_table(simulate(60, seed=2, fault_share=0.3).table, folder / "pumps.parquet")
-    pq.write_table(table_of(series(100, seed=3)), folder / "events.parquet")
+    pq.write_table(make_long_table(draw_event_series(100, seed=3)), folder / "events.parquet")
     return folder
 
 
@@ -160,7 +160,7 @@ def test_commands_and_examples_run(name: str, folder: Path) -> None:
         done = run(["python", "example.py"], folder)
         assert done.returncode == 0, done.stderr
         assert "p-value" in done.stdout
-        assert "Imputed(value=" in done.stdout
+        assert "Imputation(value=" in done.stdout
 
 
 @pytest.mark.slow

@@ -105,15 +105,15 @@ def _remove(directory: Path) -> None:
 
 def spoiled_state(r: Random, data: bytes) -> bytes:
     """A saved state with something wrong in it; its checksum is right, mostly."""
-    magic, kind, version, _ = state.HEAD.unpack_from(data)
-    body = data[state.HEAD.size :]
+    magic, kind, version, _ = state.HEADER.unpack_from(data)
+    body = data[state.HEADER.size :]
     act = r.randrange(8)
     if act == 0:
         return mutated(r, data)
     body = mutated(r, body) if act < 3 else _other_columns(r, body)
     if r.random() < 0.1:
         kind, version = r.choice([b"S", b"D", b"X"]), r.choice([0, 1, 2, 65_535])
-    return bytes(state.HEAD.pack(magic, kind, version, hashlib.sha256(body).digest()) + body)
+    return bytes(state.HEADER.pack(magic, kind, version, hashlib.sha256(body).digest()) + body)
 
 
 def _other_columns(r: Random, body: bytes) -> bytes:

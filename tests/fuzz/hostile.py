@@ -97,7 +97,7 @@ def number(r: Random) -> str:
 
 def value_of(r: Random, feature: str) -> str:
     """A value that fits the feature, mostly."""
-    labels = SCHEMA.features[SCHEMA.codes[feature]].labels if feature in SCHEMA.codes else ()
+    labels = SCHEMA.features[SCHEMA.code_by_name[feature]].labels if feature in SCHEMA.code_by_name else ()
     if labels:
         return json.dumps(r.choice([*labels, "unheard of"]))
     return "null" if r.random() < 0.03 else number(r)

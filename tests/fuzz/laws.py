@@ -11,24 +11,32 @@ import numpy as np
 import orjson
 
 from deformer_stream import model_store
-from deformer_stream.codec import MAX_TEXT, Codec, Windows, encode_alert, encode_rejected, position, rfc3339
+from deformer_stream.codec import (
+    MAX_TEXT_CHARS,
+    Codec,
+    WindowAssigner,
+    encode_alert,
+    encode_rejected,
+    format_rfc3339,
+    get_position,
+)
 from deformer_stream.codec.payloads import LongRows, Messages, Payload, WideRows
 from deformer_stream.codec.state import decode_decisions, decode_snapshot, encode_decisions, encode_snapshot
 from deformer_stream.engine.engine import Engine
-from deformer_stream.engine.events import NO_TIME, EventBatch, RejectionReason, Rejected
+from deformer_stream.engine.events import NO_TIME, EventBatch, Rejection, RejectionReason
 from deformer_stream.errors import ArtifactError, InputError, StateError
 from deformer_stream.model.schema import Schema
-from deformer_stream.model.time_slots import repeated
+from deformer_stream.model.time_slots import expand_time_slots
 from deformer_stream.model.windows import Window
 from tests.models import SCHEMA
 
 SECOND = 1_000_000
 PLAIN = Codec(SCHEMA, max_message_bytes=16_384, max_readings=64)
 WINDOWED = Codec(
-    SCHEMA, windows=Windows(10 * SECOND, SECOND), max_ahead=3600 * SECOND, max_message_bytes=16_384, order="random"
+    SCHEMA, window_assigner=WindowAssigner(10 * SECOND, SECOND), max_ahead_micros=3600 * SECOND, max_message_bytes=16_384, order="random"
 )
-SERIES = repeated(SCHEMA, Window(10 * SECOND, 4), once=["valve"])
-SLOTTED = Codec(SERIES, windows=Windows(10 * SECOND, SECOND), max_message_bytes=16_384)
+SERIES = expand_time_slots(SCHEMA, Window(10 * SECOND, 4), reported_once=["valve"])
+SLOTTED = Codec(SERIES, window_assigner=WindowAssigner(10 * SECOND, SECOND), max_message_bytes=16_384)
 CODECS = (PLAIN, WINDOWED, SLOTTED)
 
 
@@ -40,7 +48,7 @@ def is_one_line(text: str, most: int) -> None:
     text.encode()
 
 
-def decoded(codec: Codec, data: Payload) -> tuple[EventBatch, list[Rejected]]:
+def decoded(codec: Codec, data: Payload) -> tuple[EventBatch, list[Rejection]]:
     """Decoding raises nothing (of a table: nothing but that it is the wrong one), accounts for every message, and lets
     nothing pass that the engine, the sinks and the logs cannot take."""
     batch, rejected = codec.decode(data)
@@ -53,16 +61,16 @@ def decoded(codec: Codec, data: Payload) -> tuple[EventBatch, list[Rejected]]:
         == len(batch.message_indices)
         == len(batch.partitions)
     )
-    assert set(batch.message_indices.tolist()) | {refusal.message for refusal in rejected} == set(range(len(data)))
+    assert set(batch.message_indices.tolist()) | {refusal.message_index for refusal in rejected} == set(range(len(data)))
     assert batch.message_indices.tolist() == sorted(batch.message_indices.tolist())
     _events_are_sound(batch, codec.schema)
     _windows_are_sound(batch)
-    assert len({(refusal.message, refusal.reason) for refusal in rejected}) == len(rejected)
+    assert len({(refusal.message_index, refusal.reason) for refusal in rejected}) == len(rejected)
     for refusal in rejected:
         is_one_line(refusal.detail, 300)
-        assert refusal.readings >= 1
+        assert refusal.num_readings >= 1
         letter = json.loads(encode_rejected(refusal, data), parse_constant=_none)
-        topic, partition, offset = position(data, refusal.message)
+        topic, partition, offset = get_position(data, refusal.message_index)
         assert letter["source"] == {"topic": topic, "partition": partition, "offset": offset}
         assert letter["reason"] in set(RejectionReason)
     return batch, rejected
@@ -74,11 +82,11 @@ def _none(constant: str) -> None:
 
 def _events_are_sound(batch: EventBatch, schema: Schema) -> None:
     for record in batch.record_ids:
-        assert 0 < len(record) <= MAX_TEXT
+        assert 0 < len(record) <= MAX_TEXT_CHARS
         record.encode()
     assert ((batch.features >= 0) & (batch.features < len(schema))).all()
     assert not np.isinf(batch.values).any()
-    assert all(time == NO_TIME or rfc3339(time) is not None for time in batch.times.tolist())
+    assert all(time == NO_TIME or format_rfc3339(time) is not None for time in batch.times.tolist())
     labels = schema.label_counts[batch.features]
     codes = (labels > 0) & ~np.isnan(batch.values)
     assert (batch.values[codes] == np.floor(batch.values[codes])).all()
@@ -86,7 +94,7 @@ def _events_are_sound(batch: EventBatch, schema: Schema) -> None:
     new = np.flatnonzero(codes & (batch.values == labels)).tolist()
     assert sorted(batch.unseen_labels) == new
     for text in batch.unseen_labels.values():
-        assert len(text) <= MAX_TEXT
+        assert len(text) <= MAX_TEXT_CHARS
         text.encode()
 
 
@@ -115,14 +123,14 @@ def messages_hold(codec: Codec, data: Messages) -> None:
         alone += [(i, f, repr(v)) for f, v in zip(events.features.tolist(), events.values.tolist(), strict=True)]
         reasons += [(i, refusal.reason) for refusal in refusals]
     assert fates == alone
-    assert [(refusal.message, refusal.reason) for refusal in rejected] == reasons
+    assert [(refusal.message_index, refusal.reason) for refusal in rejected] == reasons
     for message, code, value in zip(
         batch.message_indices.tolist(), batch.features.tolist(), batch.values.tolist(), strict=True
     ):
         feature = codec.schema.features[code]
         if feature.kind == "continuous":
             document = _document(data.payloads[message] or b"")
-            _is_said(document, feature.name if document.get("record") is not None else feature.source, value)
+            _is_said(document, feature.name if document.get("record") is not None else feature.sensor_name, value)
 
 
 def _document(payload: bytes) -> dict[str, object]:
@@ -154,7 +162,7 @@ class Handled:
     readings: int
     accepted: int
     absent: int
-    refused: list[Rejected]
+    refused: list[Rejection]
 
 
 def engine_holds(engine: Engine, codec: Codec, data: Messages, now: int) -> Handled:
@@ -162,21 +170,21 @@ def engine_holds(engine: Engine, codec: Codec, data: Messages, now: int) -> Hand
     leaves can be written."""
     batch, unread = codec.decode(data)
     effects = engine.handle(batch, now)
-    refused = Rejected.merged([*unread, *effects.rejected])
-    assert set(batch.message_indices.tolist()) | {refusal.message for refusal in unread} == set(range(len(data)))
+    refused = Rejection.merge_by_message([*unread, *effects.rejections])
+    assert set(batch.message_indices.tolist()) | {refusal.message_index for refusal in unread} == set(range(len(data)))
     for refusal in refused:
         is_one_line(refusal.detail, 1500)
         encode_rejected(refusal, data)
     for alert in effects.alerts:
         assert json.loads(encode_alert(alert, data), parse_constant=_none)["record"] == alert.record
     scored = effects.scored
-    assert np.isfinite(scored.running).all()
+    assert np.isfinite(scored.running_log_likelihood).all()
     assert np.isfinite(scored.score).all()
     assert ((scored.p_value > 0) & (scored.p_value <= 1)).all()
-    again = {(int(batch.message_indices[i]), int(batch.features[i])) for i in scored.events.tolist()}
+    again = {(int(batch.message_indices[i]), int(batch.features[i])) for i in scored.event_indices.tolist()}
     assert len(again) == len(scored), "a reading was scored twice"
-    readings = len(batch) + sum(refusal.readings for refusal in unread)
-    absent = len(batch) - len(effects.rejected) - len(scored)
+    readings = len(batch) + sum(refusal.num_readings for refusal in unread)
+    absent = len(batch) - len(effects.rejections) - len(scored)
     assert 0 <= absent <= int(np.isnan(batch.values).sum())
     return Handled(readings, len(scored), absent, refused)
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from connectors.kafka import produce
 from deformer_stream import model_store
-from deformer_stream.codec import Codec, Windows
+from deformer_stream.codec import Codec, WindowAssigner
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.engine import Engine
 from tests.fuzz import hostile
@@ -90,7 +90,7 @@ def in_process(model: Path, batches: Iterable[Messages]) -> Books:
     """Codec and engine, poll by poll. Raises AssertionError where a law does not hold."""
     loaded = model_store.read(model)
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, 0.01)
-    codec = Codec(SCHEMA, windows=Windows(10 * SECOND, SECOND), max_ahead=3600 * SECOND)
+    codec = Codec(SCHEMA, window_assigner=WindowAssigner(10 * SECOND, SECOND), max_ahead_micros=3600 * SECOND)
     books = Books()
     for data in batches:
         started = time.perf_counter()
@@ -102,13 +102,13 @@ def in_process(model: Path, batches: Iterable[Messages]) -> Books:
 
 def enter(books: Books, data: Messages, kept: Handled) -> None:
     """Add a poll. Raises AssertionError where readings are missing."""
-    assert kept.accepted + kept.absent + sum(refusal.readings for refusal in kept.refused) == kept.readings
+    assert kept.accepted + kept.absent + sum(refusal.num_readings for refusal in kept.refused) == kept.readings
     books.messages += len(data)
     books.accepted += kept.accepted
     books.absent += kept.absent
     for refusal in kept.refused:
-        books.refused[refusal.reason.value] += refusal.readings
-        books.letters.append((int(data.offsets[refusal.message]), refusal.reason.value))
+        books.refused[refusal.reason.value] += refusal.num_readings
+        books.letters.append((int(data.offsets[refusal.message_index]), refusal.reason.value))
 
 
 def through_kafka(bootstrap: str, model: Path, batches: Iterable[Messages], name: str) -> Books:

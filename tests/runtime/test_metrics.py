@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from deformer_stream import model_store
 from deformer_stream.codec import Codec
 from deformer_stream.engine.engine import Engine
-from deformer_stream.engine.events import AlertRaised, CloseReason, Effects, EventBatch, RejectionReason, Rejected, Scored
-from deformer_stream.engine.events import Closed as ClosedRecords
+from deformer_stream.engine.events import Alert, CloseReason, Effects, EventBatch, RejectionReason, Rejection, ScoredReadings
+from deformer_stream.engine.events import ClosedRecords as ClosedRecords
 from deformer_stream.errors import ConfigError
 from deformer_stream.runtime import metrics
 from deformer_stream.runtime.pipeline import Pipeline, WallClock
@@ -85,12 +85,12 @@ def value(measures: metrics.Metrics, name: str, **labels: str) -> float | None:
 
 def effects() -> Effects:
     one = np.ones(1)
-    scored = Scored(np.zeros(1, np.int64), np.zeros(1, np.int32), one, one, one, one, np.ones(1, bool))
+    scored = ScoredReadings(np.zeros(1, np.int64), np.zeros(1, np.int32), one, one, one, one, np.ones(1, bool))
     ints = np.zeros(1, np.int32)
     batch = EventBatch(["r"], ints, one, np.zeros(1, np.int64), ints, ints)
-    alert = AlertRaised("id", "r", 1, 1, 6, 1_000_000, 0.001, 0.01, 9.0, -3.0, "m", 0, ())
+    alert = Alert("id", "r", 1, 1, 6, 1_000_000, 0.001, 0.01, 9.0, -3.0, "m", 0, ())
     closed = ClosedRecords(["r"], [CloseReason.TIMEOUT], ints, ints, np.ones(1, bool), one, one, one, ints, one, one)
-    refused = [Rejected(0, RejectionReason.LATE, "late"), Rejected(0, RejectionReason.LATE, "late"), Rejected(0, RejectionReason.NOT_JSON, "no")]
+    refused = [Rejection(0, RejectionReason.LATE, "late"), Rejection(0, RejectionReason.LATE, "late"), Rejection(0, RejectionReason.NOT_JSON, "no")]
     return Effects(batch, scored, [alert], refused, closed)
 
 
@@ -141,7 +141,7 @@ def test_observations() -> None:
 
 def test_an_idle_turn_is_no_batch() -> None:
     measures = metrics.Metrics()
-    nothing = Effects(EventBatch.empty(), Scored.empty(), [], [], ClosedRecords.joined([]))
+    nothing = Effects(EventBatch.empty(), ScoredReadings.empty(), [], [], ClosedRecords.concatenate([]))
     measures.observe(nothing, 0.1)
     assert value(measures, "batch_events_count") == value(measures, "scoring_seconds_count") == 0
 
@@ -193,7 +193,7 @@ def test_ready_after_the_first_turn_and_unhealthy_after_a_stall(model_dir: Path,
 class SharedSource(MemorySource):
     """Has these partitions from the beginning, and nothing is kept of them."""
 
-    hand_over, model = None, ""
+    collect_state, model = None, ""
 
     def __init__(self, assigned: frozenset[int]) -> None:
         super().__init__([b"{}"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from deformer_stream import model_store
-from deformer_stream.codec import Codec, Windows
+from deformer_stream.codec import Codec, WindowAssigner
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, CloseReason
 from deformer_stream.model.deformer import DEformer
@@ -20,10 +20,10 @@ from deformer_stream.model.schema import Schema
 from deformer_stream.model.windows import Window
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.metrics import Metrics
-from deformer_stream.runtime.pipeline import EventClock, Pace, Pipeline, WallClock
-from deformer_stream.runtime.ports import NOTHING, HandOver, Polled, Saved
+from deformer_stream.runtime.pipeline import EventClock, CommitSchedule, Pipeline, WallClock
+from deformer_stream.runtime.ports import NO_STATE, CollectState, PollResult, PartitionState
 from deformer_stream.testing import ManualClock, MemorySink, MemorySource
-from tests.models import TRAINING, rows_of
+from tests.models import TRAINING_SUMMARY, draw_rows
 
 ALPHA = 0.3
 RECORDS = 40
@@ -35,7 +35,7 @@ def engine_of(loaded: Artifact, **limits: Any) -> Engine:
 
 def whole_records(loaded: Artifact) -> list[bytes]:
     """A record a message, and here and there one that is refused."""
-    rows = rows_of(loaded.schema, RECORDS, 3)
+    rows = draw_rows(loaded.schema, RECORDS, 3)
     messages = [json.dumps({"record": f"r{i}", "values": row}).encode() for i, row in enumerate(rows)]
     return [m for i, message in enumerate(messages) for m in ([message, b"not json"] if i % 7 == 0 else [message])]
 
@@ -45,10 +45,10 @@ class Revoking(MemorySource):
 
     turn = 0
 
-    def poll(self, timeout: float) -> Polled:
+    def poll(self, timeout: float) -> PollResult:
         self.turn += 1
         polled = super().poll(timeout)
-        return Polled(polled.data, (1,) if self.turn == 2 else ())
+        return PollResult(polled.data, (1,) if self.turn == 2 else ())
 
 
 def test_revoked_partitions(loaded: Artifact) -> None:
@@ -67,7 +67,7 @@ def test_revoked_partitions(loaded: Artifact) -> None:
     Pipeline(source, Codec(loaded.schema), engine_of(loaded), [sink], ManualClock(), Metrics(), False).run(
         threading.Event()
     )
-    assert [(closed.records, closed.reasons) for closed in sink.closings] == [([there], [CloseReason.REVOKED])]
+    assert [(closed.record_ids, closed.reasons) for closed in sink.closings] == [([there], [CloseReason.REVOKED])]
     assert [(record, seq) for record, _, seq, *_ in sink.scored] == [(there, 0), (here, 0), (there, 0)]
     assert [r.reason.value for r in sink.rejected] == ["duplicate"]
     assert sink.flushed == len(sink.effects)
@@ -78,7 +78,7 @@ def test_stop(loaded: Artifact) -> None:
     stop = threading.Event()
 
     class Stopping(MemorySource):
-        def poll(self, timeout: float) -> Polled:
+        def poll(self, timeout: float) -> PollResult:
             stop.set()
             return super().poll(timeout)
 
@@ -120,10 +120,10 @@ def test_time_outs_fire_on_silent_input(loaded: Artifact) -> None:
     class Silent(MemorySource):
         turn = 0
 
-        def poll(self, timeout: float) -> Polled:
+        def poll(self, timeout: float) -> PollResult:
             clock.advance(10.0)
             self.turn += 1
-            return super().poll(timeout) if self.turn in (1, 5) else Polled(None)
+            return super().poll(timeout) if self.turn in (1, 5) else PollResult(None)
 
     row = json.dumps({"record": "r", "feature": "pressure", "value": 1.0}).encode()
     engine = engine_of(loaded, record_timeout=25_000_000)
@@ -141,7 +141,7 @@ def test_refusals_are_in_the_order_of_the_messages(loaded: Artifact) -> None:
     totals = Pipeline(source, Codec(loaded.schema), engine_of(loaded), [sink], WallClock(), Metrics(), True).run(
         threading.Event()
     )
-    assert [r.message for r in sink.rejected] == [1, 2, 3]
+    assert [r.message_index for r in sink.rejected] == [1, 2, 3]
     assert totals.rejected == {"not_json": 1, "duplicate": 1, "missing_field": 1}
     assert totals.shown()["rejected"] == dict(totals.rejected)
 
@@ -174,12 +174,12 @@ def test_a_model_whose_windows_are_others_is_not_taken(loaded: Artifact, tmp_pat
     """It was asked for windows of 10 s, and the model that comes knows those of a minute."""
     schema = Schema(loaded.schema.features, Window(60_000_000))
     model = DEformer(schema, loaded.model.config)
-    model_store.write(tmp_path / "m", model, loaded.calibration, TRAINING, "<p>")
+    model_store.write(tmp_path / "m", model, loaded.calibration, TRAINING_SUMMARY, "<p>")
     found = [model_store.read(tmp_path / "m")]
     engine, sink = engine_of(loaded), MemorySink()
 
     def codec_of(one: Artifact) -> Codec:
-        return Codec(one.schema, windows=Windows.asked(one.schema, 10_000_000, 0))
+        return Codec(one.schema, window_assigner=WindowAssigner.from_options(one.schema, 10_000_000, 0))
 
     Pipeline(
         MemorySource(whole_records(loaded), chunk=16),
@@ -212,7 +212,7 @@ def test_event_clock_follows_the_latest_event() -> None:
 
 def test_an_alert_is_committed_at_once_unless_the_stream_lags() -> None:
     now = [0.0]
-    pace = Pace(1.0, lambda: now[0])
+    pace = CommitSchedule(1.0, lambda: now[0])
     with pace.timed():
         now[0] += 0.02
     assert not pace.due(False, lambda: False)
@@ -236,7 +236,7 @@ class Unhurried(MemorySource):
 
     def __init__(self, messages: list[bytes]) -> None:
         super().__init__(messages, chunk=1)
-        self.hand_over: HandOver = lambda partitions: {}
+        self.collect_state: CollectState = lambda partitions: {}
         self.waited: list[bool] = []
 
     def lag(self) -> dict[tuple[str, int], int]:
@@ -244,10 +244,10 @@ class Unhurried(MemorySource):
 
     def prefetch(self) -> None: ...
 
-    def commit(self, saved: Mapping[int, Saved] = NOTHING) -> None:
+    def commit(self, saved: Mapping[int, PartitionState] = NO_STATE) -> None:
         self.waited.append(True)
 
-    def begin_commit(self, saved: Mapping[int, Saved], ended: Callable[[], None]) -> None:
+    def begin_commit(self, saved: Mapping[int, PartitionState], ended: Callable[[], None]) -> None:
         self.waited.append(False)
         ended()
 

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from deformer_stream.codec import Codec, encode_alert
 from deformer_stream.codec.payloads import Messages, Payload
-from deformer_stream.engine.events import NO_TIME, Effects, EventBatch, Rejected
+from deformer_stream.engine.events import NO_TIME, Effects, EventBatch, Rejection
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
-from deformer_stream.runtime.ports import Polled
+from deformer_stream.runtime.ports import PollResult
 from deformer_stream.testing import ManualClock
 from tests.runtime.test_pipeline import engine_of, whole_records
 
@@ -63,7 +63,7 @@ class BrokerSource:
     def exhausted(self) -> bool:
         return self.next >= len(self.broker.messages)
 
-    def poll(self, timeout: float) -> Polled:
+    def poll(self, timeout: float) -> PollResult:
         self.fuse.reach("poll")
         self.broker.log.append("poll")
         part = self.broker.messages[self.next : self.next + self.chunk]
@@ -71,7 +71,7 @@ class BrokerSource:
         offsets = np.arange(self.next, self.next + n)
         self.next += n
         times = np.full(n, NO_TIME)
-        return Polled(Messages("t", [None] * n, list(part), times, np.zeros(n, np.int32), offsets))
+        return PollResult(Messages("t", [None] * n, list(part), times, np.zeros(n, np.int32), offsets))
 
     def commit(self) -> None:
         self.fuse.reach("before commit")
@@ -98,9 +98,9 @@ class BrokerSink:
         self.fuse.reach("before flush")
         for effects, data in self.buffer:
             first = int(data.offsets[0]) if isinstance(data, Messages) and len(data) else 0
-            messages = effects.batch.message_indices[effects.scored.events]
+            messages = effects.batch.message_indices[effects.scored.event_indices]
             self.broker.accepted.update((messages + first).tolist())
-            self.broker.rejected.update(first + r.message for r in effects.rejected)
+            self.broker.rejected.update(first + r.message_index for r in effects.rejections)
             self.broker.alerts += [encode_alert(alert, data) for alert in effects.alerts]
         self.buffer = []
         self.broker.log.append("flush")
@@ -113,7 +113,7 @@ class FusedCodec:
     def __init__(self, codec: Codec, fuse: Fuse) -> None:
         self.codec, self.fuse = codec, fuse
 
-    def decode(self, data: Payload) -> tuple[EventBatch, list[Rejected]]:
+    def decode(self, data: Payload) -> tuple[EventBatch, list[Rejection]]:
         self.fuse.reach("decode")
         return self.codec.decode(data)
 

@@ -27,7 +27,7 @@ from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.ports import NO_STATE, CollectState, PollResult, RestoredPartition, PartitionState
 from deformer_stream.runtime.recovery import Recovery
 from deformer_stream.testing import ManualClock
-from tests.models import rows_of
+from tests.models import draw_rows
 
 ALPHA = (0.3, 0.1, 0.02)
 PARTITIONS = 3
@@ -213,7 +213,7 @@ def world_of(loaded: Artifact, seed: int, records: int = 40) -> World:
     rng = np.random.default_rng(seed)
     events: list[list[bytes]] = []
     for p in range(PARTITIONS):
-        rows = rows_of(loaded.schema, records, seed * 10 + p)
+        rows = draw_rows(loaded.schema, records, seed * 10 + p)
         readings = [(f"r{i}", name, value) for i, row in enumerate(rows) for name, value in row.items()]
         readings += [(record, name, None) for record, name, _ in readings if rng.random() < 0.02]
         place = np.arange(len(readings)) + rng.uniform(0, 30, len(readings))
