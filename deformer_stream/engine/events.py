@@ -1,6 +1,8 @@
-"""The currency of the road: events come in as a struct of arrays, decisions go out as values.
+"""The values that enter and leave the engine: batches of events, what the engine decided about them, and why.
 
-`EventBatch` is what a codec makes of one poll. `Effects` is what the engine answers; only the edge acts on it.
+A codec turns the messages of one poll into an `EventBatch`, a struct of arrays. The engine returns `Effects`, which
+sinks write. `Decisions` holds the part of the effects that a restarted consumer cannot compute again from the log of
+a partition.
 """
 
 from __future__ import annotations
@@ -16,11 +18,18 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.drift_state import DriftNotice, DriftState
 
 NO_TIME = int(np.iinfo(np.int64).min)
-"""The time of an event that carries none (times are microseconds since 1970, UTC)."""
+"""The time of an event that carries none. Times are microseconds since 1970, UTC."""
+
+NO_ALERT = 1.0
+"""Stored as the strictest alpha of a record that has not alerted: every alpha is stricter and may still alert."""
+
+SUPPRESS_ALL = 0.0
+"""Stored as the strictest alpha of a record that has alerted at an unknown alpha. No alpha is stricter, so the record
+does not alert again."""
 
 
 class RejectionReason(StrEnum):
-    """Why an event was refused. The values are the `reason` label of metrics and dead letters."""
+    """Why an event was rejected. The values are used as the `reason` label of metrics and dead letters."""
 
     NOT_JSON = "not_json"
     MISSING_FIELD = "missing_field"
@@ -37,25 +46,27 @@ class CloseReason(StrEnum):
     """Why a record was closed."""
 
     COMPLETE = "complete"
-    """Every feature was observed or declared as never coming."""
+    """Every feature was observed or declared as "will not be observed"."""
     TIMEOUT = "timeout"
-    """No event of the record came for the record time-out."""
+    """No event of the record was accepted for the duration of the record timeout."""
     END = "end"
     """The input ended."""
     REVOKED = "revoked"
-    """Its partition went to another consumer."""
+    """The partition of the record was assigned to another consumer."""
     WINDOW = "window"
-    """It is a window of a device's time, and the device's clock has passed the window's end and the grace after it."""
+    """The record is a window of a device's event time, and its end and grace period have passed."""
     EVICTED = "evicted"
-    """The bound on open records was reached and this one had been silent for longest."""
+    """The open records exceeded their number or memory, and this record had been idle for longest."""
 
 
 @dataclass(frozen=True, slots=True)
 class WindowMembership:
-    """Which of N events belong to a window of their device's time.
+    """Which of N events belong to a window of their device's event time.
 
-    devices: N names, "" where the event names its record itself. deadlines: (N,) int64 microseconds, the event time of
-    the device from which on the event's record is closed; of no meaning where there is no device.
+    Attributes:
+        devices: N device names; "" if the event names its record itself and belongs to no window.
+        deadlines: (N,) int64 event time of the device at which the event's window closes, microseconds. Meaningless if
+            the event belongs to no window.
     """
 
     devices: list[str]
@@ -64,15 +75,20 @@ class WindowMembership:
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """N events in order of arrival.
+    """N events in the order of arrival. An event is a decoded message entry with one value of one feature.
 
-    records: N record ids. features: (N,) int32 feature codes of the schema. values: (N,) float64, raw units for a
-    continuous feature, the label's code for a discrete one (the number of labels stands for an unseen label), NaN for
-    "will not be observed". times: (N,) int64 microseconds or `NO_TIME`. messages: (N,) int32, the message of the poll
-    that carried the event. sources: (N,) int32 partition the event came from. unseen: texts of unseen labels by index.
-    windowed: None where no record is a window; an event of a window has a time. rows: (R + 1,) where the events of each
-    of R rows begin, and the end, where they stand so: all of one partition, those of a row of one record, each feature
-    at most once; None where nothing like it is known.
+    Attributes:
+        record_ids: N ids of records.
+        features: (N,) int32 feature codes (index of the feature in the schema).
+        values: (N,) float64. The value in raw units for a continuous feature, the code of the label for a discrete one
+            (the number of labels for a label that the model does not have), or NaN for "will not be observed".
+        times: (N,) int64 event times in microseconds since 1970, `NO_TIME` if the event has none.
+        message_indices: (N,) int32 index of the message in the poll that carried the event.
+        partitions: (N,) int32 partition that the event was read from.
+        unseen_labels: By index of the event: texts of labels that the model does not have.
+        windows: Which events belong to windows; None if none does. Events of windows have a time.
+        row_boundaries: (R + 1,) where the events of each of R table rows begin, followed by N; None if the events do not
+            come from rows. All rows are of one partition. The events of a row are of one record and distinct features.
     """
 
     record_ids: list[str]
@@ -86,25 +102,37 @@ class EventBatch:
     row_boundaries: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
+        """Return the number of events."""
         return len(self.record_ids)
 
     def records_of_rows(self) -> tuple[list[str], NDArray[np.int64]]:
-        """Ids of records and, of each event, the place of its own among them, (N,): those of the rows or of all."""
+        """Return the record id of each row, and for each event the row it belongs to, (N,).
+
+        If the events do not come from rows of a table, each event is a row of its own.
+        """
         if self.row_boundaries is None:
             return self.record_ids, np.arange(len(self.record_ids))
-        begins = self.row_boundaries[:-1]
-        return [self.record_ids[i] for i in begins.tolist()], np.repeat(np.arange(len(begins)), np.diff(self.row_boundaries))
+        first_events = self.row_boundaries[:-1]
+        row_by_event = np.repeat(np.arange(len(first_events)), np.diff(self.row_boundaries))
+        return [self.record_ids[event] for event in first_events.tolist()], row_by_event
 
     @staticmethod
     def empty() -> EventBatch:
+        """Return a batch without events."""
         ints = np.empty(0, np.int32)
         return EventBatch([], ints, np.empty(0), np.empty(0, np.int64), ints, ints)
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Readings of one message that are refused for one reason. message: index into the poll. detail: one line that
-    names the offending thing. readings: how many, 1 for a message that is refused whole."""
+    """Readings of one message that were rejected for one reason.
+
+    Attributes:
+        message_index: Index of the message in the poll.
+        reason: Why the readings were rejected.
+        detail: One line that names the record, feature or field, and what is wrong with it.
+        num_readings: Number of rejected readings, 1 for a message that is rejected as a whole.
+    """
 
     message_index: int
     reason: RejectionReason
@@ -112,33 +140,45 @@ class Rejection:
     num_readings: int = 1
 
     @staticmethod
-    def merge_by_message(refusals: Iterable[Rejection]) -> list[Rejection]:
-        """By message, one for each reason: it names the first thing and counts the others. A message is kept once for
-        each reason, so what it costs to refuse one is bounded, however many readings it has."""
-        first: dict[tuple[int, RejectionReason], Rejection] = {}
-        counts: Counter[tuple[int, RejectionReason]] = Counter()
-        for refusal in refusals:
-            key = refusal.message_index, refusal.reason
-            first.setdefault(key, refusal)
-            counts[key] += refusal.num_readings
-        merged = [one._with_num_readings(counts[key]) for key, one in first.items()]
-        return sorted(merged, key=lambda refusal: refusal.message_index)
+    def merge_by_message(rejections: Iterable[Rejection]) -> list[Rejection]:
+        """Return one rejection for each message and reason, ordered by message.
 
-    def _with_num_readings(self, readings: int) -> Rejection:
-        if readings == self.num_readings:
+        It repeats the detail of the first rejection and counts the others. Each message is written to the dead-letter
+        topic once per reason, so a message with many bad readings cannot flood that topic.
+        """
+        first_by_key: dict[tuple[int, RejectionReason], Rejection] = {}
+        num_readings_by_key: Counter[tuple[int, RejectionReason]] = Counter()
+        for rejection in rejections:
+            key = rejection.message_index, rejection.reason
+            first_by_key.setdefault(key, rejection)
+            num_readings_by_key[key] += rejection.num_readings
+        merged = [first._with_num_readings(num_readings_by_key[key]) for key, first in first_by_key.items()]
+        return sorted(merged, key=lambda rejection: rejection.message_index)
+
+    def _with_num_readings(self, num_readings: int) -> Rejection:
+        """Return this rejection extended to further readings of its message."""
+        if num_readings == self.num_readings:
             return self
-        more = f"{self.detail} (and {readings - self.num_readings} more of this message)"
-        return Rejection(self.message_index, self.reason, more, readings)
+        detail = f"{self.detail} (and {num_readings - self.num_readings} more of this message)"
+        return Rejection(self.message_index, self.reason, detail, num_readings)
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredReadings:
-    """M accepted events, in order of acceptance, where readings of one time wait for each other in that of decision.
+    """M accepted readings with their scores.
 
-    events: (M,) index into the batch. seq: (M,) int32 place in the record, from 0. log_likelihood: (M,) natural log of
-    p(value | earlier values of the record) in normalised units, a mass for discrete features, NaN for context.
-    running: (M,) its sum so far. score: (M,) running statistic, larger is more anomalous. p_value: (M,) anytime-valid.
-    alert: (M,) bool, true on the events that raised an alert of the record. A block of ties counts at its last event.
+    They are in the order of acceptance. If readings with the same event time wait for each other (a tie group), they
+    are in the order in which their groups were decided, and all scores of a group apply from its last reading on.
+
+    Attributes:
+        event_indices: (M,) index of the event in the batch.
+        seq: (M,) int32 place of the reading in its record, from 0.
+        log_likelihood: (M,) natural logarithm of p(value | earlier values of the record), a density in normalised units
+            or, for a discrete feature, a probability. NaN for context features, which are not scored.
+        running_log_likelihood: (M,) sum of `log_likelihood` over the record so far.
+        score: (M,) prefix statistic of the record so far; larger is more anomalous.
+        p_value: (M,) p-value of the record so far. It never rises within a record.
+        is_alert: (M,) whether the reading raised an alert.
     """
 
     event_indices: NDArray[np.int64]
@@ -150,17 +190,26 @@ class ScoredReadings:
     is_alert: NDArray[np.bool_]
 
     def __len__(self) -> int:
+        """Return the number of readings."""
         return len(self.event_indices)
 
     @staticmethod
     def empty() -> ScoredReadings:
-        f = np.empty(0)
-        return ScoredReadings(np.empty(0, np.int64), np.empty(0, np.int32), f, f, f, f, np.empty(0, np.bool_))
+        """Return no readings."""
+        floats = np.empty(0)
+        ints, bools = np.empty(0, np.int32), np.empty(0, np.bool_)
+        return ScoredReadings(np.empty(0, np.int64), ints, floats, floats, floats, floats, bools)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedRange:
-    """What the model expected of a reading, raw units: 5% quantile, median, 95% quantile; or the likeliest label."""
+    """What the model expected of a reading.
+
+    Attributes:
+        low: 5% quantile in raw units, None for a discrete feature.
+        median: Median in raw units, or the most probable label.
+        high: 95% quantile in raw units, None for a discrete feature.
+    """
 
     low: float | None
     median: float | str | None
@@ -169,13 +218,23 @@ class ExpectedRange:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """One reading's share in an alert, in nats; what is None was not asked for.
+    """The share of one reading in an alert. Scores are in nats; those that were not computed are None.
 
-    surprise: −ln of its highest-density p-value, 0 is as expected; like `expected`, given the trusted rest, the other
-    readings without the suspects (with effort "fast": given the readings before). attribution: mean over orders of
-    −ln p(value | what came before), in normalised units; the sum over readings is −ln p of them all. leave_one_out:
-    −ln p(value | all others). relief: by how much the record surprises less without it. suspect: it is in the smallest
-    set found whose replacement would have kept the record silent, or, where none was, in the largest tried.
+    The names of the fields are the names of the JSON fields.
+
+    Attributes:
+        feature: Name of the feature.
+        value: The value, or the label of a discrete feature.
+        surprise: Negative logarithm of the reading's highest-density p-value; 0 is as expected. It is conditional on
+            the readings of the record that are not suspects. With effort "fast", it is conditional on the readings
+            that arrived earlier.
+        expected: What the model expected under the same condition.
+        attribution: Mean of -ln p(value | readings before it) over several orders, in normalised units. The sum over
+            all readings is -ln p of the record.
+        leave_one_out: -ln p(value | all other readings).
+        relief: By how much the score of the record decreases without this reading.
+        suspect: Whether the reading is in the smallest set found whose replacement by expected values would have
+            prevented the alert. If no such set was found, whether it is in the largest set that was tried.
     """
 
     feature: str
@@ -190,9 +249,13 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a record is what it is. contributions: the most suspicious first. silenced_by: the smallest set of features
-    found whose values, replaced by what is expected given all others, would have kept the record silent; None where
-    none was found or none was looked for."""
+    """Why a record has alerted.
+
+    Attributes:
+        contributions: Shares of the readings, the most suspicious first.
+        silenced_by: The smallest set of features found that would have prevented the alert, if their values were
+            replaced by what is expected given all others. None if no set was found or none was searched for.
+    """
 
     contributions: tuple[Contribution, ...]
     silenced_by: tuple[str, ...] | None = None
@@ -200,9 +263,28 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """A record became improbable. raised_at: number of readings accepted when it did. message: index into the poll, −1
-    where the clock decided a block of ties. partition: the record's. ended: the batch closed it, for a reason that the
-    log tells. severity: 1 for the largest alpha that was asked for, 2 for the next, …"""
+    """A record has become improbable: its p-value has reached an alpha (false-alarm rate) for the first time.
+
+    Attributes:
+        id: Identifies the alert; it depends on the record, the model and alpha only.
+        record: Id of the record.
+        raised_at: Number of readings of the record when it alerted.
+        features_seen: The same number.
+        features_expected: Number of features of the schema without those declared as "will not be observed".
+        time: Event time of the reading that raised the alert, microseconds, or `NO_TIME`.
+        p_value: p-value of the record at that reading.
+        alpha: The alpha that was reached.
+        score: Prefix statistic of the record; larger is more anomalous.
+        running_log_likelihood: Sum of ln p over the record's readings so far.
+        model: Fingerprint of the model.
+        message_index: Index of the message in the poll, -1 if a timeout has decided the tie group (readings of one
+            record with the same event time) that raised the alert.
+        contributions: Shares of the readings, the most suspicious first.
+        partition: Partition of the record.
+        is_record_closed: Whether the same batch has closed the record, for a reason that follows from the log.
+        severity: 1 for the largest of the configured alphas, 2 for the next, and so on.
+        silenced_by: See `Explanation`: features whose replacement would have prevented the alert.
+    """
 
     id: str
     record: str
@@ -225,14 +307,23 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class ClosedRecords:
-    """R records that ended, as parallel lists.
+    """R records that were closed.
 
-    sources: (R,) int32 partitions. complete: nothing more was awaited. anomaly_score: ranks whole records, larger is
-    more anomalous: the distance to the nearest exemplars and Σ(−ln p(v) − H), the surprisal of all scored readings
-    beyond its mean under the model, in units of normal records (`model.ranking`); the latter alone, in nats, without
-    exemplars.
-    alert_seq: place of the event that raised the first alert, −1 where none did. alert_alpha: the strictest alpha that
-    raised one, `QUIET` where none did. score: the running statistic in the end, larger is more anomalous.
+    Attributes:
+        record_ids: R ids.
+        reasons: R reasons.
+        partitions: (R,) int32 partitions.
+        num_readings: (R,) int32 number of readings.
+        is_complete: (R,) whether every feature was observed or declared as "will not be observed".
+        log_likelihood: (R,) sum of ln p over the scored readings.
+        anomaly_score: (R,) score for ranking whole records; larger is more anomalous. It is the sum of the centered NLL
+            (NLL minus its conditional entropy) over the scored readings, in nats. If the model has exemplars, it
+            combines that sum with the distance to the nearest exemplars, in units of normal records
+            (`deformer_stream.model.ranking`).
+        p_value: (R,) p-value at the end.
+        alert_seq: (R,) int32 place of the reading that raised the first alert, -1 if there was none.
+        alert_alpha: (R,) strictest alpha that raised an alert, `NO_ALERT` if there was none.
+        score: (R,) prefix statistic at the end; larger is more anomalous.
     """
 
     record_ids: list[str]
@@ -248,20 +339,23 @@ class ClosedRecords:
     score: NDArray[np.float64]
 
     def __len__(self) -> int:
+        """Return the number of records."""
         return len(self.record_ids)
 
     @staticmethod
     def empty() -> ClosedRecords:
-        f, i = np.empty(0), np.empty(0, np.int32)
-        return ClosedRecords([], [], i, i, np.empty(0, np.bool_), f, f, f, i, f, f)
+        """Return no records."""
+        floats, ints = np.empty(0), np.empty(0, np.int32)
+        bools = np.empty(0, np.bool_)
+        return ClosedRecords([], [], ints, ints, bools, floats, floats, floats, ints, floats, floats)
 
     @staticmethod
     def concatenate(parts: Sequence[ClosedRecords]) -> ClosedRecords:
-        """Several closings as one, in order."""
+        """Return the records of several parts, one part after the other."""
         if not parts:
             return ClosedRecords.empty()
         return ClosedRecords(
-            [record for part in parts for record in part.record_ids],
+            [record_id for part in parts for record_id in part.record_ids],
             [reason for part in parts for reason in part.reasons],
             np.concatenate([part.partitions for part in parts]),
             np.concatenate([part.num_readings for part in parts]),
@@ -277,10 +371,19 @@ class ClosedRecords:
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """What the engine decided about one batch. `batch` is the input that `scored.events` points into. evidence: of
-    drift, by partition where there is more of it and notices go by it. waited: by partition and record, how many
-    readings it had when the clock decided a block of ties (`engine.ties`). Readings of earlier batches that are decided
-    now stand at the end of `batch`."""
+    """What the engine decided about one batch. Sinks write it; the engine itself writes nothing.
+
+    Attributes:
+        batch: The events that `scored.event_indices` refers to. It is the input, followed by readings of earlier
+            batches whose tie group (readings of one record with the same event time) was decided now.
+        scored: Scores of the accepted readings.
+        alerts: Alerts that were raised.
+        rejections: Rejected readings, by message and reason.
+        closed: Records that were closed.
+        drift_notices: Notices that the records of a partition differ from the calibration records.
+        drift_states: New states of the drift monitor, by partition. Only partitions whose state changed are present.
+        tie_timeouts: By partition and record id: number of readings of the record when a timeout decided its tie group.
+    """
 
     batch: EventBatch
     scored: ScoredReadings
@@ -292,50 +395,65 @@ class Effects:
     tie_timeouts: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
     def decisions(self) -> dict[int, Decisions]:
-        """By partition, what was decided here that the partition's log cannot tell."""
-        closed: dict[int, list[str]] = {}
-        alerted: dict[int, dict[str, AlertState]] = {}
+        """Return by partition the decisions that cannot be reproduced from the partition's log."""
+        closed_ids: dict[int, list[str]] = {}
+        alert_states: dict[int, dict[str, AlertState]] = {}
         for alert in self.alerts:
             if not alert.is_record_closed:
-                mine, told = alerted.setdefault(alert.partition, {}), AlertState(alert.raised_at - 1, alert.alpha)
-                mine[alert.record] = mine[alert.record] + told if alert.record in mine else told
-        rows = zip(self.closed.record_ids, self.closed.reasons, self.closed.partitions.tolist(), strict=True)
-        for record, reason, partition in rows:
+                states, state = (
+                    alert_states.setdefault(alert.partition, {}),
+                    AlertState(alert.raised_at - 1, alert.alpha),
+                )
+                states[alert.record] = states[alert.record] + state if alert.record in states else state
+        closed = zip(self.closed.record_ids, self.closed.reasons, self.closed.partitions.tolist(), strict=True)
+        for record_id, reason, partition in closed:
             if reason in (CloseReason.TIMEOUT, CloseReason.EVICTED):
-                closed.setdefault(partition, []).append(record)
-        waited = {p: {record: (count,) for record, count in counts.items()} for p, counts in self.tie_timeouts.items()}
-        return {
-            p: Decisions(tuple(closed.get(p, ())), alerted.get(p, {}), self.drift_states.get(p), waited.get(p, {}))
-            for p in sorted({*closed, *alerted, *self.drift_states, *waited})
+                closed_ids.setdefault(partition, []).append(record_id)
+        tie_timeouts = {
+            partition: {record_id: (num_readings,) for record_id, num_readings in by_record.items()}
+            for partition, by_record in self.tie_timeouts.items()
         }
-
-
-NO_ALERT = 1.0
-"""In place of the strictest alpha that has raised an alert of a record, where none has: every alpha is stricter."""
-
-
-SUPPRESS_ALL = 0.0
-"""In its place where it is not known: no alpha is stricter, so the record alerts no more."""
+        return {
+            partition: Decisions(
+                tuple(closed_ids.get(partition, ())),
+                alert_states.get(partition, {}),
+                self.drift_states.get(partition),
+                tie_timeouts.get(partition, {}),
+            )
+            for partition in sorted({*closed_ids, *alert_states, *self.drift_states, *tie_timeouts})
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class AlertState:
-    """A record has alerted. seq: place of the reading that raised the first alert. alpha: the strictest so far."""
+    """Which alerts a record has raised.
+
+    Attributes:
+        seq: Place in the record of the reading that raised the first alert, from 0.
+        alpha: The strictest alpha so far, `SUPPRESS_ALL` if it is unknown.
+    """
 
     seq: int
     alpha: float = SUPPRESS_ALL
 
     def __add__(self, later: AlertState) -> AlertState:
+        """Return the state after further alerts of the same record."""
         return AlertState(self.seq, min(self.alpha, later.alpha))
 
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """What was decided about one partition that its log cannot tell.
+    """What was decided about one partition and cannot be reproduced from the partition's log.
 
-    closed: records closed by the clock or for want of room, in order. alerted: of records that the log has left open.
-    drift: the evidence that notices go by, None where it is as it was. waited: numbers of readings that records had
-    when the clock decided a block of ties.
+    A restarted consumer reads the log again and gets the same records. Decisions that depended on the clock, on memory
+    or on other partitions are therefore stored beside the log.
+
+    Attributes:
+        closed_ids: Records that were closed by a timeout or evicted, in order.
+        alert_states: By id, alerts of records that the log leaves open.
+        drift_state: State of the drift monitor, None if it has not changed.
+        tie_timeouts: By record id, numbers of readings at which a timeout decided a tie group (readings of one record
+            with the same event time).
     """
 
     closed_ids: tuple[str, ...] = ()
@@ -344,13 +462,17 @@ class Decisions:
     tie_timeouts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
+        """Return whether anything was decided."""
         return bool(self.closed_ids or self.alert_states or self.drift_state or self.tie_timeouts)
 
     def __add__(self, later: Decisions) -> Decisions:
-        alerted = dict(self.alert_states)
-        for record, told in later.alert_states.items():
-            alerted[record] = alerted[record] + told if record in alerted else told
-        waited = dict(self.tie_timeouts)
-        for record, counts in later.tie_timeouts.items():
-            waited[record] = waited.get(record, ()) + counts
-        return Decisions(self.closed_ids + later.closed_ids, alerted, later.drift_state or self.drift_state, waited)
+        """Return these decisions followed by later ones of the same partition."""
+        alert_states = dict(self.alert_states)
+        for record_id, state in later.alert_states.items():
+            alert_states[record_id] = alert_states[record_id] + state if record_id in alert_states else state
+        tie_timeouts = dict(self.tie_timeouts)
+        for record_id, num_readings in later.tie_timeouts.items():
+            tie_timeouts[record_id] = tie_timeouts.get(record_id, ()) + num_readings
+        return Decisions(
+            self.closed_ids + later.closed_ids, alert_states, later.drift_state or self.drift_state, tie_timeouts
+        )
