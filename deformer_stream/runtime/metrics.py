@@ -58,6 +58,10 @@ class Metrics:
         self.rebuilds = named(Counter, "cache_rebuilds_total", again)
         early = "Blocks of readings of one time that came after that time, or a later one, was decided"
         self.late_ties = named(Counter, "ties_late_total", early)
+        not_finite = (
+            "Readings whose score was not finite and was ignored; the model is damaged or its precision is too low."
+        )
+        self.scores_not_finite = named(Counter, "scores_not_finite_total", not_finite)
         behind = "Messages of the partition that are not dealt with yet"
         self.lag = named(Gauge, "consumer_lag", behind, ["topic", "partition"])
         self.commit = named(Histogram, "commit_seconds", "Time to make positions safe", buckets=_SECONDS)

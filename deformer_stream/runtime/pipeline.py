@@ -38,7 +38,15 @@ from deformer_stream.engine.events import NO_TIME, Effects, EventBatch, Rejectio
 from deformer_stream.errors import ConfigError
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.metrics import Metrics
-from deformer_stream.runtime.ports import AsyncCommitSource, Clock, EventSource, PartitionedSource, PollResult, PartitionState, Sink
+from deformer_stream.runtime.ports import (
+    AsyncCommitSource,
+    Clock,
+    EventSource,
+    PartitionedSource,
+    PollResult,
+    PartitionState,
+    Sink,
+)
 from deformer_stream.runtime.recovery import Recovery
 
 SUMMARY_SECONDS = 60.0
@@ -252,6 +260,16 @@ class Pipeline:
         metrics.cache.set(self.engine.cache_bytes)
         metrics.rebuilds.inc(self.engine.pop_cache_rebuilds())
         metrics.late_ties.inc(self.engine.pop_late_tie_groups())
+        unscorable = self.engine.pop_unscorable()
+        if unscorable is not None:
+            metrics.scores_not_finite.inc(unscorable.num_readings)
+            log.get("runtime").error(
+                "score_not_finite",
+                readings=unscorable.num_readings,
+                model=unscorable.model,
+                record=unscorable.record,
+                feature=unscorable.feature,
+            )
         metrics.drifting(self.engine.measure_drift())
         self._report_misrouted()
         metrics.ready = (self._shared is None or bool(self._shared.assigned)) and not self.recovery.restoring

@@ -1,4 +1,4 @@
-"""A class per command: every option with its type, default and help, and what goes together."""
+"""The settings of each command: every option with its type, default and help text, and which options exclude others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deformer_stream.settings.base import (
     Device,
     Duration,
     Layout,
-    Minority,
+    MinorityShare,
     Odds,
     Settings,
     SettingsType,
@@ -21,105 +21,125 @@ from deformer_stream.settings.base import (
     Shares,
     Size,
     Timeout,
-    Width,
-    flag_of,
-    written,
+    WindowWidth,
+    text_default,
+    to_flag,
 )
 
 
-class _Model(Settings):
-    """The model and where it runs."""
+class _ModelSettings(Settings):
+    """The model and the device on which it runs."""
 
-    model: Path = Field(description="Model directory, as deformer-train wrote it.")
-    device: Device = Field("auto", description="Where the network runs; auto takes a GPU if there is one.")
+    model: Path = Field(description="Model directory that deformer-train wrote.")
+    device: Device = Field("auto", description="Device that runs the network. auto uses a GPU if one is available.")
 
 
-class ScoringSettings(_Model):
-    """The alert rule, its bounds, and what the fields of an event are called."""
+class ScoringSettings(_ModelSettings):
+    """The alert rule, the limits of memory, the names of an event's fields, and windows."""
 
-    alpha: Shares = written(
+    alpha: Shares = text_default(
         0.01,
-        "Largest share of normal records that may ever raise an alert; or several, comma-separated, each with alerts "
-        "of its own: the stricter the more severe.",
+        "Largest share of normal records that raise an alert. Several shares, comma-separated, raise alerts of their "
+        "own; a smaller share means a more severe alert.",
     )
     compiled: Literal["auto", "off"] = Field(
-        "auto", description="Score by code compiled for this processor, if a C compiler is there; off is slower."
+        "auto",
+        description="Use the compiled kernels on the CPU if this machine supports them. off uses PyTorch only, which "
+        "is slower; choose it to compare results.",
     )
-    cache_memory: Size = written("512MiB", description="Most memory for cached keys and values of open records.")
+    cache_memory: Size = text_default(
+        "512MiB",
+        description="Memory limit of the cached keys and values of open records. More memory avoids recomputation when "
+        "many records are open.",
+    )
     max_open_records: int = Field(
-        1_000_000, ge=1, description="Most records open at once; past it, the one silent for longest is closed."
+        1_000_000,
+        ge=1,
+        description="Largest number of open records. Beyond it, the record without a reading for the longest time is "
+        "closed.",
     )
-    max_message_bytes: Size = written("1MiB", description="A larger message is refused.")
-    record_field: str = Field("record", description="JSON field of the record id.")
-    feature_field: str = Field("feature", description="JSON field of the feature's name.")
-    value_field: str = Field("value", description="JSON field of the value.")
-    values_field: str = Field("values", description="JSON field of many readings at once.")
-    time_field: str = Field("time", description="JSON field of the time.")
-    device_field: str = Field("device", description="JSON field of the device, with windows.")
-    window: Width | None = Field(
+    max_message_bytes: Size = text_default(
+        "1MiB", description="Largest message that is accepted. Larger messages are rejected."
+    )
+    record_field: str = Field("record", description="JSON field with the id of the record.")
+    feature_field: str = Field("feature", description="JSON field with the name of the feature.")
+    value_field: str = Field("value", description="JSON field with the value of the reading.")
+    values_field: str = Field("values", description="JSON field with several readings: an object of values by feature.")
+    time_field: str = Field("time", description="JSON field with the event time.")
+    device_field: str = Field("device", description="JSON field with the device. It is read if --window is in force.")
+    window: WindowWidth | None = Field(
         None,
-        description="An event without a record belongs to its device's window of this length in event time; by default "
-        "the one that the model was trained with.",
+        description="Length of the windows that form records, in event time. An event without a record id belongs to "
+        "the current window of its device. Default: the length with which the model was trained.",
     )
-    grace: Duration = written("0s", description="How long past its end, in event time, a window takes what comes late.")
-
+    grace: Duration = text_default(
+        "0s",
+        description="Time after the end of a window, in event time, during which late readings are still accepted.",
+    )
     ties: Literal["arrival", "hold"] | None = Field(
         None,
-        description="Readings of one record with one event time are judged one by one as they come (arrival), or wait "
-        "for each other and are judged once, so that their order means nothing (hold); by default as the model was "
-        "calibrated.",
+        description="How readings of one record with the same event time are scored. arrival scores each reading when "
+        "it arrives; hold waits for all of them and scores them together, so their order has no effect. Default: as "
+        "the model was calibrated.",
     )
     max_ahead: Duration | None = Field(
         None,
-        description="An event whose own time lies further ahead of the broker's time of its message (the wall clock's "
-        "where there is none) is refused as future: with --window a clock that leaps ahead closes its device's "
-        "windows.",
+        description="Reject an event if its time is later than the broker's timestamp by more than this. Without a "
+        "broker, the clock of this machine is used. Set it with --window, because a device whose clock is ahead closes "
+        "its own windows. Default: no limit.",
     )
 
 
-class _Alerting(ScoringSettings):
-    """What an alert says."""
+class _AlertSettings(ScoringSettings):
+    """The content of alerts."""
 
     explanations: Literal["full", "fast", "off"] = Field(
         "full",
-        description="What alerts say of their readings: which are to blame, and what was expected given the others "
-        "(some 20 ms an alert of 20 features); fast: each reading given those before it; off: nothing.",
+        description="How alerts are explained. full names the readings that caused the alert and the values expected "
+        "given all other readings (about 20 ms for 20 features). fast shows the values expected given the earlier "
+        "readings only. off explains nothing.",
     )
 
 
-class _Kafka(Settings):
-    """How to reach the brokers."""
+class _KafkaSettings(Settings):
+    """The connection to the Kafka brokers."""
 
-    bootstrap_servers: str = Field("localhost:9092", description="Kafka brokers, comma-separated host:port.")
+    bootstrap_servers: str = Field("localhost:9092", description="Kafka brokers as host:port, comma-separated.")
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = Field(
-        "PLAINTEXT", description="How to talk to the brokers."
+        "PLAINTEXT", description="Encryption and authentication of the connection to the brokers."
     )
     ssl_cafile: Path | None = Field(
-        None, description="PEM file of the authority that signed the brokers' certificates."
+        None, description="PEM file of the authority that signed the brokers' certificates. Default: the system's."
     )
-    ssl_certfile: Path | None = Field(None, description="PEM file of the client's certificate.")
+    ssl_certfile: Path | None = Field(
+        None, description="PEM file of the client's certificate, if the brokers require one."
+    )
     ssl_keyfile: Path | None = Field(
-        None, description="PEM file of the client's key, if it is not with the certificate."
+        None, description="PEM file of the client's private key, if it is not in the certificate's file."
     )
-    ssl_password_file: Path | None = Field(None, description="File whose first line is the passphrase of the key.")
+    ssl_password_file: Path | None = Field(
+        None, description="File whose first line is the passphrase of the private key."
+    )
     sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] | None = Field(
-        None, description="How to log in."
+        None, description="Mechanism of the login, with --security-protocol SASL_SSL or SASL_PLAINTEXT."
     )
-    sasl_username: str | None = Field(None, description="User name.")
+    sasl_username: str | None = Field(None, description="User name of the login.")
     sasl_password: SecretStr | None = Field(
-        None, description="Password; a flag is seen in the list of processes, so rather in the environment or a file."
+        None,
+        description="Password of the login. Prefer the environment variable or --sasl-password-file, because other "
+        "users can see flags in the list of processes.",
     )
-    sasl_password_file: Path | None = Field(None, description="File whose first line is the password.")
+    sasl_password_file: Path | None = Field(None, description="File whose first line is the password of the login.")
 
     @model_validator(mode="after")
-    def _complete_login(self) -> Self:
-        """Half a login would be no login, and half an encryption none, silently."""
+    def _check_login(self) -> Self:
+        """Reject an incomplete login, since the client would otherwise connect without one and say nothing."""
         login = (self.sasl_mechanism, self.sasl_username, self.sasl_password, self.sasl_password_file)
         passwords = [password for password in login[2:] if password is not None]
         if not self.security_protocol.startswith("SASL") and any(part is not None for part in login):
-            raise ValueError("a login (--sasl-…) needs --security-protocol SASL_SSL or SASL_PLAINTEXT")
+            raise ValueError("a login (--sasl-… options) requires --security-protocol SASL_SSL or SASL_PLAINTEXT")
         if len(passwords) > 1:
-            raise ValueError("give --sasl-password or --sasl-password-file, one of them")
+            raise ValueError("both --sasl-password and --sasl-password-file are set; give one of them")
         if self.security_protocol.startswith("SASL"):
             needed = {"--sasl-mechanism": self.sasl_mechanism, "--sasl-username": self.sasl_username}
             missing = [flag for flag, value in needed.items() if not value]
@@ -129,271 +149,330 @@ class _Kafka(Settings):
         return self
 
     @model_validator(mode="after")
-    def _complete_encryption(self) -> Self:
-        """What has no effect would be taken for one that it has."""
+    def _check_encryption(self) -> Self:
+        """Reject TLS options that would have no effect, since a user would believe that they have one."""
         files = (self.ssl_cafile, self.ssl_certfile, self.ssl_keyfile, self.ssl_password_file)
         if "SSL" not in self.security_protocol and any(file is not None for file in files):
-            raise ValueError("certificates and keys (--ssl-…) need --security-protocol SSL or SASL_SSL")
+            raise ValueError("certificates and keys (--ssl-… options) require --security-protocol SSL or SASL_SSL")
         if self.ssl_certfile is None and any(file is not None for file in files[2:]):
-            raise ValueError("--ssl-keyfile and --ssl-password-file need --ssl-certfile")
+            raise ValueError("--ssl-keyfile and --ssl-password-file require --ssl-certfile")
         return self
 
-    def security(self) -> dict[str, Any]:
-        """Keyword arguments for the Kafka client. Holds the password in clear: never log it. Raises ConfigError for a
-        file that holds none."""
+    def make_security_arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments for the Kafka client that configure encryption and login.
+
+        They contain the password in clear text, so they must never be logged.
+
+        Raises:
+            ConfigError: A password file cannot be read or is empty.
+        """
         password = self.sasl_password.get_secret_value() if self.sasl_password else None
         if self.sasl_password_file is not None:
-            password = _secret("--sasl-password-file", self.sasl_password_file)
-        given = {
+            password = _read_secret("--sasl-password-file", self.sasl_password_file)
+        arguments = {
             "security_protocol": self.security_protocol,
             "ssl_cafile": self.ssl_cafile and str(self.ssl_cafile),
             "ssl_certfile": self.ssl_certfile and str(self.ssl_certfile),
             "ssl_keyfile": self.ssl_keyfile and str(self.ssl_keyfile),
-            "ssl_password": self.ssl_password_file and _secret("--ssl-password-file", self.ssl_password_file),
+            "ssl_password": self.ssl_password_file and _read_secret("--ssl-password-file", self.ssl_password_file),
             "sasl_mechanism": self.sasl_mechanism,
             "sasl_plain_username": self.sasl_username,
             "sasl_plain_password": password,
         }
-        return {k: v for k, v in given.items() if v is not None}
+        return {name: value for name, value in arguments.items() if value is not None}
 
 
-def _secret(flag: str, path: Path) -> str:
-    """The first line of a file. Raises ConfigError where there is none."""
+def _read_secret(flag: str, path: Path) -> str:
+    """Return the first line of a file, and raise `ConfigError` if the file cannot be read or the line is empty.
+
+    Args:
+        flag: The option that names the file, for the error message.
+        path: The file.
+    """
     try:
         secret = path.read_text("utf-8").split("\n", 1)[0]
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", "it is no text")
-        raise ConfigError(f"{flag} {path} cannot be read ({why}): check path and rights") from None
+        reason = getattr(error, "strerror", "it is no text")
+        raise ConfigError(f"{flag} {path} cannot be read ({reason}): check the path and the permissions") from None
     if not secret:
-        raise ConfigError(f"{flag} {path}: its first line is empty: write the secret there")
+        raise ConfigError(f"{flag} {path}: its first line is empty; write the password there")
     return secret
 
 
-class ConsumeSettings(_Alerting, _Kafka):
-    """`deformer-stream consume`"""
+class ConsumeSettings(_AlertSettings, _KafkaSettings):
+    """The options of `deformer-stream consume`."""
 
-    topic: str | None = Field(None, description="Topic of events.")
+    topic: str | None = Field(None, description="Kafka topic with the events.")
     source: str | None = Field(
-        None, description="In place of --topic: kafka://HOST:PORT/TOPIC, a file, or - for standard input."
+        None,
+        description="Source of the events in place of --topic: kafka://HOST:PORT/TOPIC, a file, or - for standard "
+        "input.",
     )
-    group: str = Field("deformer-stream", min_length=1, description="Consumer group.")
+    group: str = Field("deformer-stream", min_length=1, description="Name of the Kafka consumer group.")
     from_: Literal["earliest", "latest"] = Field(
-        "earliest", validation_alias="DEFORMER_FROM", description="Where a group without committed offsets begins."
+        "earliest",
+        validation_alias="DEFORMER_FROM",
+        description="Where a consumer group without committed offsets starts to read.",
     )
-    alerts_topic: str | None = Field(None, description="Topic of alerts; by default the events' topic with -alerts.")
+    alerts_topic: str | None = Field(None, description="Topic for alerts. Default: the topic of events with -alerts.")
     dead_letter_topic: str | None = Field(
-        None, description="Topic of refused events; by default the events' topic with -dead-letter."
+        None, description="Topic for rejected events. Default: the topic of events with -dead-letter."
     )
     drift: Odds | None = Field(
         None,
-        description="Say in the alert stream when there is so much evidence, 1000 for odds of 1000 to 1, that a "
-        "partition's records are no longer like those of the calibration.",
+        description="Report drift if the odds that a partition's records differ from the calibration records reach "
+        "this value, such as 1000 for 1000 to 1. The notice is sent with the alerts. Default: no drift detection.",
     )
-    alerts: str = Field("-", description='Write alerts as JSON lines to this file, - is standard output, "" nothing.')
-    record_timeout: Timeout = written("30s", description="A record is closed when no event of it came for this long.")
-    tie_wait: Timeout = written(
+    alerts: str = Field(
+        "-", description='File to which alerts are appended as JSON lines. - is standard output, "" writes none.'
+    )
+    record_timeout: Timeout = text_default(
+        "30s", description="A record is closed if it receives no event for this time."
+    )
+    tie_wait: Timeout = text_default(
         "500ms",
-        description="With ties held, readings wait for others of their time until the record goes on or ends, or for "
-        "this long after the last of them came.",
+        description="With --ties hold, the longest time that readings wait for further readings of the same event "
+        "time. They are scored earlier if a later reading arrives or the record ends.",
     )
-    max_wait: Timeout = written("200ms", description="Longest wait for events in one poll.")
-    max_poll_records: int = Field(8192, ge=1, description="Most messages taken in one poll.")
+    max_wait: Timeout = text_default("200ms", description="Longest time to wait for events in one poll.")
+    max_poll_records: int = Field(8192, ge=1, description="Largest number of messages in one poll.")
     delivery: Literal["exactly-once", "at-least-once"] = Field(
         "exactly-once",
-        description="Alerts, dead letters and positions in one transaction; or one after the other, for brokers "
-        "without transactions.",
+        description="exactly-once writes alerts, dead letters and offsets in one transaction. at-least-once writes "
+        "them one after the other; choose it for brokers without transactions.",
     )
     open_records: Literal["finish", "rescore"] = Field(
         "finish",
-        description="When the model changes under way (SIGHUP, or a changed directory), open records finish on the one "
-        "they began with, or the new one scores their readings again.",
+        description="What happens to open records when a new model is loaded (after SIGHUP or a change of the model "
+        "directory). finish scores them with the old model to their end; rescore scores all their readings again. A "
+        "normal record that is scored by two models raises an alert with probability 2 alpha at most, not alpha.",
     )
-    commit_interval: Duration = written(
-        "100ms", description="Least time between two commits; an alert is visible once it is committed."
+    commit_interval: Duration = text_default(
+        "100ms",
+        description="Shortest time between two commits of offsets. Consumers see an alert after it is committed.",
     )
     state_topic: str | None = Field(
-        None, description="Compacted topic of snapshots of open records; by default GROUP-TOPIC-state."
+        None, description="Compacted topic for snapshots of open records. Default: GROUP-TOPIC-state."
     )
-    snapshot_interval: Duration = written("5s", description="Time between two snapshots of a partition.")
+    snapshot_interval: Duration = text_default(
+        "5s",
+        description="Time between two snapshots of a partition. A shorter time speeds up recovery and writes more.",
+    )
     lost_state: Literal["refuse", "rebuild", "forget"] = Field(
         "refuse",
-        description="Where snapshots, or messages they need, are gone: end with the reason; read what is left again "
-        "without effects; or begin without open records.",
+        description="What to do if a snapshot, or a message that it requires, no longer exists. refuse ends with an "
+        "error; rebuild reads the remaining messages again without raising alerts; forget starts without open records.",
     )
     missing_topics: Literal["create", "refuse"] = Field(
-        "create", description="What to do where the topics of alerts, dead letters or state do not exist."
+        "create", description="What to do if a topic for alerts, dead letters or state does not exist."
     )
     instance: str | None = Field(
         None,
-        description="Name of this process in the group that stays the same over restarts, each process its own: it "
-        "comes back to its partitions at once.",
+        description="Permanent name of this process in the consumer group, different for each process. After a "
+        "restart the process receives its partitions without a rebalance.",
     )
-    session_timeout: Timeout = written(
-        "45s", description="A process that is silent for so long loses its partitions to the others."
+    session_timeout: Timeout = text_default(
+        "45s",
+        description="Time after which the brokers give the partitions of an unresponsive process to other processes.",
     )
-    patience: Timeout = written(
-        "2m", description="The brokers may be away, or a partition silent, for so long before the command ends (4)."
+    patience: Timeout = text_default(
+        "2m",
+        description="Time to retry while the brokers or a partition cannot be reached. After it, the command ends with "
+        "exit code 4.",
     )
     http: str | None = Field(
-        None, description="Serve /metrics, /healthz and /readyz on [HOST]:PORT; loopback if no host is given."
+        None,
+        description="Address [HOST]:PORT for /metrics, /healthz and /readyz. Without a host, only this machine can "
+        "connect. Default: no HTTP server.",
     )
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        _one_of(self, "topic", "source")
+    def _check_source(self) -> Self:
+        """Require one source of events, and reject a login in its URL, which would appear in logs."""
+        _require_exactly_one(self, "topic", "source")
         if self.source and re.match(r"kafka://[^/]*@", self.source):
-            raise ValueError("no login belongs into --source: use --sasl-username and --sasl-password-file")
+            raise ValueError("--source must not contain a login; use --sasl-username and --sasl-password-file")
         return self
 
 
-class TableSettings(ScoringSettings):
-    """How files become events."""
+class InputSettings(ScoringSettings):
+    """How input files are converted into events."""
 
     layout: Layout | None = Field(
         None,
-        description="Of tables; by default long if columns record (or device, with --window), feature and value are "
-        "there.",
+        description="Layout of tables. In a wide table a row is a record; in a long table a row is a reading. Default: "
+        "long if there are columns record (device with --window), feature and value.",
     )
     order: Literal["arrival", "random", "schema"] | None = Field(
         None,
-        description="Of the readings within a record; by default arrival, and for wide tables, which know no arrival, "
-        "the order that the model was calibrated in.",
+        description="Order of the readings within a record. Default: the order of arrival. Rows of wide tables have "
+        "no order of arrival and use the order in which the model was calibrated.",
     )
-    seed: int = Field(0, ge=0, description="Of random orders.")
-    record_column: str = Field("record", description="Record ids of wide tables; without it the row number.")
-    time_column: str | None = Field(None, description="Times of wide tables; by default the first timestamp.")
+    seed: int = Field(0, ge=0, description="Seed of random orders and random choices.")
+    record_column: str = Field(
+        "record",
+        description="Column of wide tables with the record id. The row number is the id if there is no such column.",
+    )
+    time_column: str | None = Field(
+        None, description="Column of wide tables with the time. Default: the first column of timestamps."
+    )
     record_timeout: Timeout | None = Field(
-        None, description="Close a record when no event of it came for this long, in event time."
+        None,
+        description="A record is closed if it receives no event for this event time. Default: at the end of the input.",
     )
 
 
-class ReplaySettings(TableSettings, _Alerting):
-    """`deformer-stream replay`"""
+class ReplaySettings(InputSettings, _AlertSettings):
+    """The options of `deformer-stream replay`."""
 
-    output: Path | None = Field(None, description="Scores, one row per accepted event (Parquet).")
-    records: Path | None = Field(None, description="Scores of whole records, one row per record (Parquet).")
+    output: Path | None = Field(None, description="Parquet file for scores, one row per accepted event.")
+    records: Path | None = Field(None, description="Parquet file for scores of complete records, one row per record.")
     drift: Odds | None = Field(
         None,
-        description="Say in the alert stream when there is so much evidence, 1000 for odds of 1000 to 1, that a "
-        "partition's records are no longer like those of the calibration.",
+        description="Report drift if the odds that a partition's records differ from the calibration records reach "
+        "this value, such as 1000 for 1000 to 1. The notice is sent with the alerts. Default: no drift detection.",
     )
-    alerts: str = Field("", description="Alerts as JSON lines to this file, or - for standard output.")
+    alerts: str = Field("", description="File for alerts as JSON lines. - is standard output.")
     explain: Path | None = Field(
-        None, description="Why records raised alerts, a row per reading of each alert, most suspicious first (Parquet)."
+        None,
+        description="Parquet file for explanations, one row per reading of each alert, the most suspicious first.",
     )
-    rejected: Path | None = Field(None, description="Refused events with their reasons (JSON lines).")
+    rejected: Path | None = Field(None, description="File for rejected events with their reasons, as JSON lines.")
 
-    def outputs(self) -> dict[str, str | Path | None]:
-        """The files that are written, by option."""
+    def get_output_by_flag(self) -> dict[str, str | Path | None]:
+        """Return the output files by the flag that names them, None or "" if a flag is not set."""
         names = ("output", "records", "alerts", "explain", "rejected")
-        return {flag_of(name): getattr(self, name) for name in names}
+        return {to_flag(name): getattr(self, name) for name in names}
 
     @model_validator(mode="after")
-    def _explained(self) -> Self:
+    def _check_explanations(self) -> Self:
+        """Reject a file for explanations if there are none."""
         if self.explain is not None and self.explanations == "off":
-            raise ValueError("--explain needs --explanations full or fast")
+            raise ValueError("--explain requires --explanations full or fast")
         return self
 
 
-class CalibrateSettings(TableSettings):
-    """`deformer-stream calibrate`"""
+class CalibrateSettings(InputSettings):
+    """The options of `deformer-stream calibrate`."""
 
     out: Path | None = Field(
-        None, description="Where the model goes with its new calibration; by default in its place."
+        None, description="Directory for the model with its new calibration. Default: the old model is replaced."
     )
     group_by: str | None = Field(
         None,
         min_length=1,
-        description="Groups of sources get calibrations of their own where their records bring all alphas within "
-        "reach. A record's group is its id up to the last occurrence of this text; device means the @ of windows.",
+        description="Calibrate each group of records on its own, if it has enough records for every --alpha. The group "
+        "is the record id up to the last occurrence of this text. device groups windows by their device. Default: no "
+        "groups.",
     )
-    trim: Minority = written(
+    trim: MinorityShare = text_default(
         0,
-        "Share of the records, the most surprising ones, to leave out of calibration, as it may hold so many "
-        "anomalies. Where it holds none, up to this share of normal records alerts beside alpha.",
+        "Share of the records with the largest scores to leave out, if the input may contain up to this share of "
+        "anomalies. If it contains none, up to this share of normal records alerts in addition to alpha.",
     )
 
 
-class ProduceSettings(_Kafka):
-    """`deformer-stream produce`"""
+class ProduceSettings(_KafkaSettings):
+    """The options of `deformer-stream produce`."""
 
-    topic: str | None = Field(None, description="Topic to send to.")
-    output: Path | None = Field(None, description="Write JSON lines to this file instead, or - for standard output.")
-    model: Path | None = Field(None, description="Send only the features this model knows.")
+    topic: str | None = Field(None, description="Kafka topic to which the events are sent.")
+    output: Path | None = Field(
+        None, description="File for the events as JSON lines, in place of --topic. - is standard output."
+    )
+    model: Path | None = Field(None, description="Model directory. Only the features of this model are sent.")
     rate: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="Events per second; by default as fast as possible."
+        None, gt=0, allow_inf_nan=False, description="Events per second. Default: as fast as possible."
     )
     payload: Literal["json", "json-many", "arrow"] = Field(
         "json",
-        description="What a message holds: one reading; readings of a record that go out together; or readings of "
-        "many records, as an Arrow stream.",
+        description="Content of a message: one reading (json), the readings of a record that are sent together "
+        "(json-many), or readings of many records as an Arrow stream (arrow).",
     )
-    shuffle_within: Duration = written(
-        "0s", description="Delay each reading by up to this long, so that records interleave."
+    shuffle_within: Duration = text_default(
+        "0s", description="Largest random delay of a reading. Readings of different records then interleave."
     )
-    seed: int = Field(0, ge=0, description="Of the delays.")
-    layout: Layout | None = Field(None, description="Of tables; detected by default.")
-    exclude: str = Field("", description="Columns to leave out, comma-separated.")
-    record_column: str = Field("record", description="Record ids of wide tables; without it the row number.")
-    time_column: str | None = Field(None, description="Times of tables; by default the first timestamp.")
-    record_prefix: str = Field("", description="Put before every record id.")
-    partitions: int = Field(4, ge=1, description="Partitions of the topic if it must be created.")
+    seed: int = Field(0, ge=0, description="Seed of the random delays.")
+    layout: Layout | None = Field(
+        None, description="Layout of tables: wide (a row is a record) or long (a row is a reading). Default: detected."
+    )
+    exclude: str = Field("", description="Columns that are not sent, comma-separated.")
+    record_column: str = Field(
+        "record",
+        description="Column of wide tables with the record id. The row number is the id if there is no such column.",
+    )
+    time_column: str | None = Field(
+        None, description="Column of tables with the time. Default: the first column of timestamps."
+    )
+    record_prefix: str = Field("", description="Text that is put before every record id.")
+    partitions: int = Field(4, ge=1, description="Number of partitions of the topic if it must be created.")
 
     @model_validator(mode="after")
-    def _one_target(self) -> Self:
+    def _check_target(self) -> Self:
+        """Require one target, and reject Arrow messages in a file of JSON lines."""
         if self.output is not None and self.payload == "arrow":
-            raise ValueError("--payload arrow is for messages: lines are JSON, so give --topic, or another --payload")
-        return _one_of(self, "topic", "output")
+            raise ValueError(
+                "--payload arrow requires --topic, because a file contains JSON lines; choose another --payload"
+            )
+        return _require_exactly_one(self, "topic", "output")
 
 
-class ImputeSettings(_Model):
-    """`deformer-stream impute`"""
+class ImputeSettings(_ModelSettings):
+    """The options of `deformer-stream impute`."""
 
-    output: Path = Field(description="The table with its nulls filled (Parquet).")
-    interval: Share = Field(0.9, description="Mass of the interval between COLUMN__low and COLUMN__high.")
+    output: Path = Field(description="Parquet file for the table with its nulls filled.")
+    interval: Share = Field(
+        0.9, description="Probability that a missing value is between COLUMN__low and COLUMN__high."
+    )
     estimate: Literal["median", "mean", "mode"] = Field(
-        "median", description="What a missing measurement becomes; a missing label becomes the likeliest one."
+        "median",
+        description="Estimate that replaces a missing number. The most likely label replaces a missing label.",
     )
     quantiles: Shares | None = Field(
-        None, description="Conditional quantiles of missing measurements as columns COLUMN__q0.05 and so on: 0.05,0.5."
+        None,
+        description="Quantiles of missing numbers given the other values, comma-separated (0.05,0.5). They are written "
+        "as columns COLUMN__q0.05 and so on.",
     )
     draws: int | None = Field(
-        None, ge=1, description="Instead, so many records for each row, drawn jointly and numbered in the column draw."
+        None,
+        ge=1,
+        description="Number of random completions of each row, in place of an estimate. All missing values of a row "
+        "are drawn jointly, and the column draw numbers the completions.",
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="Of the draws; equal seeds draw equal records.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the draws. Equal seeds give equal draws.")
 
     @model_validator(mode="after")
-    def _one_way(self) -> Self:
+    def _check_draws(self) -> Self:
+        """Reject options that draws do not use."""
         if self.draws is not None and (self.quantiles is not None or self.estimate != "median"):
-            raise ValueError("--draws fills with draws: leave --quantiles and --estimate out")
+            raise ValueError("--draws replaces the estimate; leave out --quantiles and --estimate")
         return self
 
 
-class SampleSettings(_Model):
-    """`deformer-stream sample`"""
+class SampleSettings(_ModelSettings):
+    """The options of `deformer-stream sample`."""
 
-    output: Path = Field(description="The records drawn, a column per feature (Parquet).")
-    count: int = Field(1000, ge=1, description="Records to draw.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Of the draws; equal seeds draw equal records.")
+    output: Path = Field(description="Parquet file for the drawn records, one column per feature.")
+    count: int = Field(1000, ge=1, description="Number of records to draw.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the draws. Equal seeds give equal draws.")
 
 
 class DemoSettings(Settings):
-    """`deformer-stream demo`"""
+    """The options of `deformer-stream demo`."""
 
-    output: Path = Field(Path("demo-output"), description="Folder to write tables, model and report into.")
-    seed: int = Field(0, ge=0, description="Of the simulated fleet and of training.")
-    train_time: Timeout = written("60s", "Time to train.")
+    output: Path = Field(Path("demo-output"), description="Folder for the tables, the model and the report.")
+    seed: int = Field(0, ge=0, description="Seed of the simulated pumps and of the training.")
+    train_time: Timeout = text_default("60s", "Time limit of the training.")
 
 
-def _one_of(settings: SettingsType, *names: str) -> SettingsType:
-    """Exactly one of these options is there, and not empty."""
-    given = [name for name in names if getattr(settings, name) is not None]
-    if len(given) != 1 or str(getattr(settings, given[0])) == "":
-        raise ValueError(f"give {' or '.join(map(flag_of, names))}, one of them")
+def _require_exactly_one(settings: SettingsType, *fields: str) -> SettingsType:
+    """Return the settings, and raise `ValueError` unless exactly one of the fields is set and not empty."""
+    values = [getattr(settings, field) for field in fields if getattr(settings, field) is not None]
+    if len(values) != 1 or str(values[0]) == "":
+        raise ValueError(f"give {' or '.join(map(to_flag, fields))}, exactly one of them")
     return settings
 
 
-COMMANDS: dict[str, type[Settings]] = {
+SETTINGS_BY_COMMAND: dict[str, type[Settings]] = {
     "consume": ConsumeSettings,
     "replay": ReplaySettings,
     "calibrate": CalibrateSettings,

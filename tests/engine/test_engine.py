@@ -6,6 +6,7 @@ records of a batch, on how the input is divided into batches, or on evictions fr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,8 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine, Limits, compute_alert_id
-from deformer_stream.engine.events import NO_TIME, Alert, CloseReason, Effects, EventBatch, RejectionReason
+from deformer_stream.engine.events import NO_TIME, Alert, CloseReason, Decisions, Effects, EventBatch, RejectionReason
+from deformer_stream.errors import InvariantViolated
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Feature, Schema
 from tests.engine.worlds import model_of, normalised, records_of
@@ -355,3 +357,47 @@ def test_alert_id_depends_only_on_record_model_and_alpha() -> None:
         )
         == 4
     )
+
+
+def replay_calls(engine: Engine) -> dict[str, Callable[[], object]]:
+    """Return the methods of an engine that precede `handle`, in their order, each called for partition 0."""
+    snapshot = Engine(*build_model(), "fp", 0.05).snapshot(0, 0)
+    return {
+        "restore": lambda: engine.restore(0, snapshot, 0),
+        "preload_decisions": lambda: engine.preload_decisions(0, Decisions()),
+        "replay": lambda: engine.replay(batch_of([("a", 0, 0.0)]), 0),
+        "apply_decisions": lambda: engine.apply_decisions(0, Decisions()),
+    }
+
+
+@pytest.mark.parametrize("method", ["restore", "preload_decisions", "replay", "apply_decisions"])
+def test_calls_after_handle_are_rejected(method: str) -> None:
+    engine = Engine(*build_model(), "fp", 0.05)
+    engine.handle(batch_of([("a", 0, 0.0)]), 0)
+    with pytest.raises(InvariantViolated, match=f"Engine.{method} .* for partition 0, .* restore, preload_decisions,"):
+        replay_calls(engine)[method]()
+    assert len(engine.handle(batch_of([("a", 1, 0.0)]), 0).scored) == 1
+
+
+@pytest.mark.parametrize("method", ["restore", "preload_decisions"])
+def test_state_is_loaded_before_the_replay(method: str) -> None:
+    engine = Engine(*build_model(), "fp", 0.05)
+    engine.replay(batch_of([("a", 0, 0.0)]), 0)
+    with pytest.raises(InvariantViolated, match=f"Engine.{method} was called after .* for partition 0"):
+        replay_calls(engine)[method]()
+
+
+def test_events_of_a_partition_that_is_being_restored_are_not_handled() -> None:
+    engine = Engine(*build_model(), "fp", 0.05)
+    with pytest.raises(InvariantViolated, match=r"Engine.handle was called while .* partition 1"):
+        engine.handle(batch_of([("a", 0, 0.0)], partition=1), 0, restoring={1, 2})
+
+
+def test_calls_in_the_documented_order_are_accepted() -> None:
+    """Also for a partition that is revoked and assigned again."""
+    engine = Engine(*build_model(), "fp", 0.05)
+    for _ in range(2):
+        for call in replay_calls(engine).values():
+            call()
+        engine.handle(batch_of([("a", 1, 0.0)]), 0)
+        engine.revoke([0])

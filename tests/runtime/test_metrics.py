@@ -30,6 +30,7 @@ NAMES = {
     "events_rejected_total": "counter",
     "records_misrouted_total": "counter",
     "ties_late_total": "counter",
+    "scores_not_finite_total": "counter",
     "records_open": "gauge",
     "records_closed_total": "counter",
     "alerts_total": "counter",
