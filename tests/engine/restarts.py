@@ -18,7 +18,7 @@ from deformer_stream.engine.events import Alert, Decisions, Effects, EventBatch,
 from deformer_stream.engine.snapshot import Snapshot
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Feature, Schema
-from tests.engine.worlds import model_of, normalised, records_of
+from tests.engine.random_models import model_of, normalised, records_of
 
 SCHEMA = Schema(
     (
