@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.tables import markdown_head, markdown_row
-from deformer_stream.report import charts, html
+from benchmarks.tables import format_markdown_header, format_markdown_row
+from deformer_stream.report import charts, pages
 
 CALIBRATED = {"random": "calibrated in random order", "group": "by group"}
 
@@ -39,16 +39,16 @@ def within_reach(lines: Sequence[Line], alpha: float) -> list[Line]:
 def by_table(lines: Sequence[Line], alpha: float) -> str:
     """Ours: false alarms with bounds, detections, and what deciding on complete records detects."""
     head = ["table", "features", "calibrated", "normals alerted", "99% bounds", "anomalies alerted", "complete", "seen"]
-    text = markdown_head([*head, "25%", "50%", "75%"])
+    text = format_markdown_header([*head, "25%", "50%", "75%"])
     for line in within_reach(lines, alpha):
         for run in line["runs"]:
             for w in at([run["contenders"]["ours"]], alpha):
                 share = f"{w['alarms']} of {w['normals']} ({100 * w['alarms'] / w['normals']:.1f}%)"
                 limits = f"{w['low']} … {w['high']}" + ("" if w["within"] else " **outside**")
                 cells = [line["table"], str(line["features"]), str(run["calibrated"]), share, limits]
-                cells += [html.percent(w["detected"], 0), html.percent(w["complete"], 0)]
-                cells += ["" if w["seen"] is None else html.percent(w["seen"], 0)]
-                text.append(markdown_row(cells + [html.percent(s, 0) for s in w["at_shares"][:3]]))
+                cells += [pages.format_percent(w["detected"], 0), pages.format_percent(w["complete"], 0)]
+                cells += ["" if w["seen"] is None else pages.format_percent(w["seen"], 0)]
+                text.append(format_markdown_row(cells + [pages.format_percent(s, 0) for s in w["at_shares"][:3]]))
     return "\n".join(text)
 
 
@@ -75,30 +75,30 @@ def summary(lines: Sequence[Line], alpha: float) -> dict[str, Line]:
 def means(lines: Sequence[Line], alpha: float, shares: Sequence[float]) -> str:
     """`summary` as a table."""
     head = ["", *(f"{s:.0%} observed" for s in shares), "seen at alerts", "complete", "open to complete", "normals"]
-    text = markdown_head([*head, "outside the bounds"])
+    text = format_markdown_header([*head, "outside the bounds"])
     for name, s in summary(lines, alpha).items():
-        cells = [f"**{name}**" if name == "ours" else name, *(html.percent(c) for c in s["curve"])]
+        cells = [f"**{name}**" if name == "ours" else name, *(pages.format_percent(c) for c in s["curve"])]
         ratio = f"{s['curve'][-1] / s['complete']:.2f}" if s["complete"] else ""
         cells += [
-            "" if s["seen"] is None else html.percent(s["seen"]),
-            html.percent(s["complete"]),
+            "" if s["seen"] is None else pages.format_percent(s["seen"]),
+            pages.format_percent(s["complete"]),
             ratio,
-            html.percent(s["normals"], 2),
+            pages.format_percent(s["normals"], 2),
         ]
-        text.append(markdown_row([*cells, f"{s['outside']} of {s['runs']}"]))
+        text.append(format_markdown_row([*cells, f"{s['outside']} of {s['runs']}"]))
     return "\n".join(text)
 
 
 def false_alarms(lines: Sequence[Line], alphas: Sequence[float]) -> str:
     """Ours, share of normals alerted at each α and its bounds."""
-    text = markdown_head(["table", "calibrated", *(f"α = {a:.1%}" for a in alphas)])
+    text = format_markdown_header(["table", "calibrated", *(f"α = {a:.1%}" for a in alphas)])
     for line in lines:
         for run in line["runs"]:
             cells = []
             for alpha in alphas:
                 found = at([run["contenders"]["ours"]], alpha)
                 cells.append(_realised(found[0]) if found else "out of reach")
-            text.append(markdown_row([line["table"], str(run["calibrated"]), *cells]))
+            text.append(format_markdown_row([line["table"], str(run["calibrated"]), *cells]))
     return "\n".join(text)
 
 
@@ -111,7 +111,7 @@ def _realised(w: Line) -> str:
 def shifts(lines: Sequence[Line], alpha: float) -> str:
     """Share of normals and of anomalies alerted in other laws, calibrated in random orders, and by group."""
     laws = list(lines[0]["runs"][0]["shifted"])
-    text = markdown_head(["table", *(f"{law}, {CALIBRATED[how]}" for law in laws for how in CALIBRATED)])
+    text = format_markdown_header(["table", *(f"{law}, {CALIBRATED[how]}" for law in laws for how in CALIBRATED)])
     outside = {(law, how): 0 for law in laws for how in CALIBRATED}
     total = 0
     for line in within_reach(lines, alpha):
@@ -122,10 +122,10 @@ def shifts(lines: Sequence[Line], alpha: float) -> str:
             outside[law, how] += sum(not w["within"] for w in found)
             false, hits = (mean([v(w) for w in found]) for v in (_false, _detected))
             mark = "" if all(w["within"] for w in found) else " **outside**"
-            cells.append(f"{html.percent(false)} · {html.percent(hits, 0)}{mark}")
-        text.append(markdown_row(cells))
+            cells.append(f"{pages.format_percent(false)} · {pages.format_percent(hits, 0)}{mark}")
+        text.append(format_markdown_row(cells))
     return "\n".join(
-        [*text, markdown_row(["outside the bounds", *(f"{count} of {total}" for count in outside.values())])]
+        [*text, format_markdown_row(["outside the bounds", *(f"{count} of {total}" for count in outside.values())])]
     )
 
 
@@ -145,7 +145,7 @@ def _detected(w: Line) -> float:
 def plots(lines: Sequence[Line], when: str, alpha: float, shares: Sequence[float]) -> str:
     """The page: detection against the share observed, mean and by table; reliability of α by table."""
     reached = within_reach(lines, alpha)
-    blocks = [html.heading(f"Detection against the share of features observed, α = {alpha:.0%}")]
+    blocks = [pages.render_heading(f"Detection against the share of features observed, α = {alpha:.0%}")]
     groups = [(f"Mean over {len(reached)} tables", reached), *((line["table"], [line]) for line in reached)]
     for title, group in groups:
         names = list(group[0]["runs"][0]["contenders"]) if group else []
@@ -156,11 +156,11 @@ def plots(lines: Sequence[Line], when: str, alpha: float, shares: Sequence[float
             series[name] = (list(shares), curve)
         y = "anomalies alerted"
         blocks.append(
-            charts.line_chart(series, "features observed", y, title, x_unit="%", y_unit="%", y_zero=True, marks=True)
+            charts.draw_lines(series, "features observed", y, title, x_unit="%", y_unit="%", include_zero=True, show_points=True)
         )
-    blocks += [html.heading("Reliability: normals alerted, in multiples of α")]
+    blocks += [pages.render_heading("Reliability: normals alerted, in multiples of α")]
     blocks.append(
-        html.paragraph("1 is what was promised; between the outer curves lie 99 of 100 runs (beta-binomial).")
+        pages.render_paragraph("1 is what was promised; between the outer curves lie 99 of 100 runs (beta-binomial).")
     )
     for line in lines:
         for run in line["runs"]:
@@ -170,9 +170,9 @@ def plots(lines: Sequence[Line], when: str, alpha: float, shares: Sequence[float
             title = f"{line['table']}, seed {run['seed']}, {run['calibrated']} calibration records"
             promised = {"promised": 1.0}
             blocks.append(
-                charts.line_chart(curves, "α", "÷ α", title, True, promised, x_unit="", y_zero=True, marks=True)
+                charts.draw_lines(curves, "α", "÷ α", title, True, promised, x_unit="", include_zero=True, show_points=True)
             )
-    return html.page("Early detection", *blocks, lead=when)
+    return pages.render_page("Early detection", *blocks, lead=when)
 
 
 def report(lines: Sequence[Line], when: str, alpha: float, shares: Sequence[float]) -> tuple[str, str]:

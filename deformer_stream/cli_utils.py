@@ -42,12 +42,12 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, self.summaries[name]) for name in self.builders])
 
 
-def debug_option(function: Callable[..., Any]) -> Callable[..., Any]:
+def add_debug_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """`--debug` for every command; `run` reads it."""
     return click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks and debug logs.")(function)
 
 
-def debugging() -> bool:
+def is_debugging() -> bool:
     """Whether `--debug` was given."""
     return "--debug" in sys.argv[1:]
 
@@ -65,7 +65,7 @@ def stop_on_signals() -> threading.Event:
     return stop
 
 
-def interrupted_by_termination() -> None:
+def interrupt_on_termination() -> None:
     """SIGTERM ends the command as Ctrl-C does: what it has begun to write is taken away."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
@@ -153,7 +153,7 @@ def run(command: click.Command, name: str) -> None:
 
 
 def _fail(name: str, message: str, code: int) -> int:
-    if debugging():
+    if is_debugging():
         traceback.print_exc()
     click.echo(f"{name}: {' '.join(message.split())}", err=True)
     return code

@@ -97,7 +97,7 @@ def test_usage_errors(words: list[str], hint: str, cli: Callable[..., SimpleName
 
 def ran(failing: Callable[[], object], monkeypatch: pytest.MonkeyPatch, *words: str) -> object:
     @click.command()
-    @cli_utils.debug_option
+    @cli_utils.add_debug_option
     def run() -> object:
         return failing()
 

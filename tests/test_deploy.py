@@ -11,7 +11,7 @@ import click
 import pytest
 import yaml
 
-from deformer_stream.cli.main import _consume
+from deformer_stream.cli.stream import build_consume
 from deformer_stream.runtime.metrics import Metrics
 from tests.conftest import ROOT
 
@@ -50,7 +50,7 @@ def test_the_consumer_is_started_with_options_that_it_has(words: str) -> None:
         (compose,) = documents(words)
         given = shlex.split(compose["services"]["consumer"]["command"])
     name, *options = given
-    command = _consume()
+    command = build_consume()
     assert name == command.name
     values, rest, _ = command.make_parser(click.Context(command)).parse_args(list(options))
     assert rest == []

@@ -183,7 +183,7 @@ def test_an_interrupted_one_says_that_nothing_was_written(
 ) -> None:
     stopped = threading.Event()
     stopped.set()
-    monkeypatch.setattr("deformer_stream.cli.main.stop_on_signals", lambda: stopped)
+    monkeypatch.setattr("deformer_stream.cli.stream.stop_on_signals", lambda: stopped)
     out = tmp_path / "m"
     ended = cli("calibrate", lines_of(tmp_path / "new.jsonl", normals(60, 4)), "--model", model_dir, "--out", out)
     assert (ended.code, ended.out, ended.lines) == (130, "", ["interrupted: nothing was written"])

@@ -13,20 +13,20 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from deformer_stream.cli.config_report import in_force
+from deformer_stream.cli.config_report import format_options_in_force
 from deformer_stream.errors import ConfigError
 from deformer_stream.settings import (
-    COMMANDS,
+    SETTINGS_BY_COMMAND,
     ConsumeSettings,
     ImputeSettings,
     ProduceSettings,
     ReplaySettings,
     SampleSettings,
     Settings,
-    flag_of,
-    load,
-    options,
-    variable_of,
+    to_flag,
+    load_settings,
+    add_options,
+    to_variable,
 )
 
 SECRET = "hunter2-äöü"
@@ -41,7 +41,7 @@ REQUIRED: dict[str, dict[str, str]] = {
 }
 LOGIN = {"security_protocol": "SASL_SSL", "sasl_mechanism": "PLAIN", "sasl_username": "me"}
 NEEDED = ("source", "output", "topic", *LOGIN, "sasl_password", "sasl_password_file")
-EVERY = [(command, field) for command, cls in COMMANDS.items() for field in cls.model_fields]
+EVERY = [(command, field) for command, cls in SETTINGS_BY_COMMAND.items() for field in cls.model_fields]
 
 
 def choices(cls: type[Settings], field: str) -> list[Any]:
@@ -73,7 +73,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.parametrize(("command", "field"), EVERY)
 @pytest.mark.parametrize("table", [False, True])
 def test_precedence(command: str, field: str, table: bool, bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cls = COMMANDS[command]
+    cls = SETTINGS_BY_COMMAND[command]
     others: dict[str, Any] = dict(REQUIRED[command])
     others |= LOGIN if field.startswith(("sasl", "ssl", "security")) else {}
     others |= {} if field == "sasl_password" or LOGIN.items() - others.items() else {"sasl_password_file": "f"}
@@ -85,54 +85,54 @@ def test_precedence(command: str, field: str, table: bool, bare: pytest.MonkeyPa
     config = tmp_path / "config.toml"
     header = f"[{command}]\n" if table else ""
     number = cls.model_fields[field].annotation in (int, float) and file.replace(".", "").isdigit()
-    config.write_text(f"{header}{flag_of(field)[2:]} = {file if number else json.dumps(file)}\n")
+    config.write_text(f"{header}{to_flag(field)[2:]} = {file if number else json.dumps(file)}\n")
 
     def value(**flags: Any) -> Any:
-        loaded = getattr(load(cls, {**others, **flags}, config, command), field)
+        loaded = getattr(load_settings(cls, {**others, **flags}, config, command), field)
         return loaded.get_secret_value() if field == "sasl_password" else loaded
 
     def expected(text: str) -> Any:
-        parsed = getattr(load(cls, {**others, field: text}, None, command), field)
+        parsed = getattr(load_settings(cls, {**others, field: text}, None, command), field)
         return parsed.get_secret_value() if field == "sasl_password" else parsed
 
     assert value() == expected(file)
-    bare.setenv(variable_of(field), variable)
+    bare.setenv(to_variable(field), variable)
     assert value() == expected(variable)
     assert value(**{field: flag}) == expected(flag)
-    bare.delenv(variable_of(field))
+    bare.delenv(to_variable(field))
     info = cls.model_fields[field]
     if not info.is_required() and field not in others and field not in NEEDED:
-        assert getattr(load(cls, others, None, command), field) == expected_default(cls, others, command, field)
+        assert getattr(load_settings(cls, others, None, command), field) == expected_default(cls, others, command, field)
 
 
 def expected_default(cls: type[Settings], others: dict[str, Any], command: str, field: str) -> Any:
     default = cls.model_fields[field].default
     if default is None:
         return None
-    return getattr(load(cls, {**others, field: str(default)}, None, command), field)
+    return getattr(load_settings(cls, {**others, field: str(default)}, None, command), field)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", SETTINGS_BY_COMMAND)
 def test_every_option_is_a_flag(command: str) -> None:
     seen: dict[str, Any] = {}
 
     @click.command()
-    @options(COMMANDS[command])
+    @add_options(SETTINGS_BY_COMMAND[command])
     def run(**given: Any) -> None:
         seen.update(given)
 
-    fields = COMMANDS[command].model_fields
-    words = [word for field in fields for word in (flag_of(field), choices(COMMANDS[command], field)[0])]
+    fields = SETTINGS_BY_COMMAND[command].model_fields
+    words = [word for field in fields for word in (to_flag(field), choices(SETTINGS_BY_COMMAND[command], field)[0])]
     assert CliRunner().invoke(run, words).exit_code == 0
-    assert seen == {field: choices(COMMANDS[command], field)[0] for field in fields} | {"config": None}
+    assert seen == {field: choices(SETTINGS_BY_COMMAND[command], field)[0] for field in fields} | {"config": None}
     text = CliRunner().invoke(run, ["--help"]).output
-    assert all(flag_of(field) in text for field in fields)
+    assert all(to_flag(field) in text for field in fields)
     assert CliRunner().invoke(run, []).exit_code == 0
 
 
 def test_help_says_what_a_value_is() -> None:
     @click.command()
-    @options(ConsumeSettings)
+    @add_options(ConsumeSettings)
     def run(**given: Any) -> None: ...
 
     text = " ".join(CliRunner().invoke(run, ["--help"]).output.split())
@@ -144,21 +144,21 @@ def test_help_says_what_a_value_is() -> None:
 
 
 def test_defaults_are_those_of_the_contract(bare: pytest.MonkeyPatch) -> None:
-    consume = load(ConsumeSettings, REQUIRED["consume"], None, "consume")
+    consume = load_settings(ConsumeSettings, REQUIRED["consume"], None, "consume")
     assert (consume.bootstrap_servers, consume.alpha, consume.from_) == ("localhost:9092", (0.01,), "earliest")
     assert (consume.record_timeout, consume.alerts, consume.http) == (30.0, "-", None)
     assert (consume.window, consume.grace, consume.device_field) == (None, 0.0, "device")
     assert (consume.cache_memory, consume.max_message_bytes) == (512 * 2**20, 2**20)
-    assert load(ReplaySettings, {"model": "m"}, None, "replay").alpha == (0.01,)
-    assert load(ImputeSettings, REQUIRED["impute"], None, "impute").interval == 0.9
-    assert load(SampleSettings, REQUIRED["sample"], None, "sample").seed == 0
+    assert load_settings(ReplaySettings, {"model": "m"}, None, "replay").alpha == (0.01,)
+    assert load_settings(ImputeSettings, REQUIRED["impute"], None, "impute").interval == 0.9
+    assert load_settings(SampleSettings, REQUIRED["sample"], None, "sample").seed == 0
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"), [("250ms", 0.25), ("30s", 30.0), ("10m", 600.0), ("2h", 7200.0), ("1d", 86400.0), ("1.5", 1.5)]
 )
 def test_durations(bare: pytest.MonkeyPatch, text: str, seconds: float) -> None:
-    assert load(ConsumeSettings, {**REQUIRED["consume"], "record_timeout": text}).record_timeout == seconds
+    assert load_settings(ConsumeSettings, {**REQUIRED["consume"], "record_timeout": text}).record_timeout == seconds
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_bad_durations(bare: pytest.MonkeyPatch, text: str) -> None:
 
 @pytest.mark.parametrize(("text", "size"), [("512MiB", 2**29), ("1gb", 10**9), ("7", 7), ("1.5KiB", 1536), ("8 b", 8)])
 def test_sizes(bare: pytest.MonkeyPatch, text: str, size: int) -> None:
-    assert load(ConsumeSettings, {**REQUIRED["consume"], "cache_memory": text}).cache_memory == size
+    assert load_settings(ConsumeSettings, {**REQUIRED["consume"], "cache_memory": text}).cache_memory == size
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1", "1XiB", "1e9", "nan", "inf", "9" * 400, "9" * 18 + "GiB", "1 2"])
@@ -223,7 +223,7 @@ def test_impossible_options(bare: pytest.MonkeyPatch, flags: dict[str, Any], wor
 
 def one_line(cls: type[Settings], flags: dict[str, Any], *words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(cls, {**REQUIRED["consume"], **flags}, None, "consume")
+        load_settings(cls, {**REQUIRED["consume"], **flags}, None, "consume")
     line = str(caught.value)
     assert "\n" not in line
     assert SECRET not in line
@@ -234,7 +234,7 @@ def one_line(cls: type[Settings], flags: dict[str, Any], *words: str) -> None:
 @pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf", "fast"])
 def test_impossible_rates(bare: pytest.MonkeyPatch, rate: str) -> None:
     with pytest.raises(ConfigError, match="--rate"):
-        load(ProduceSettings, {"topic": "t", "rate": rate}, None, "produce")
+        load_settings(ProduceSettings, {"topic": "t", "rate": rate}, None, "produce")
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_bad_files(bare: pytest.MonkeyPatch, tmp_path: Path, text: str, words: l
     config.write_text(text)
     flags = {k: v for k, v in REQUIRED["consume"].items() if not text.startswith(k)}
     with pytest.raises(ConfigError) as caught:
-        load(ConsumeSettings, flags, config, "consume")
+        load_settings(ConsumeSettings, flags, config, "consume")
     line = str(caught.value)
     assert "\n" not in line
     assert "12345678" not in line
@@ -270,18 +270,18 @@ def test_bad_files(bare: pytest.MonkeyPatch, tmp_path: Path, text: str, words: l
 def test_file_that_is_not_there(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for path in (tmp_path / "none.toml", tmp_path):
         with pytest.raises(ConfigError, match="cannot be read"):
-            load(ConsumeSettings, REQUIRED["consume"], path, "consume")
+            load_settings(ConsumeSettings, REQUIRED["consume"], path, "consume")
     (tmp_path / "latin.toml").write_bytes("group = 'é'".encode("latin-1"))
     with pytest.raises(ConfigError, match="cannot be read"):
-        load(ConsumeSettings, REQUIRED["consume"], tmp_path / "latin.toml", "consume")
+        load_settings(ConsumeSettings, REQUIRED["consume"], tmp_path / "latin.toml", "consume")
 
 
 def test_one_file_for_all_commands(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text('model = "m"\nalpha = 0.2\nrate = 5\n[consume]\nalpha = 0.3\ntopic = "t"\n[train]\nepochs = 3\n')
-    assert load(ConsumeSettings, {}, config, "consume").alpha == (0.3,)
-    assert load(ReplaySettings, {}, config, "replay").alpha == (0.2,)
-    assert load(ProduceSettings, {"topic": "t"}, config, "produce").rate == 5.0
+    assert load_settings(ConsumeSettings, {}, config, "consume").alpha == (0.3,)
+    assert load_settings(ReplaySettings, {}, config, "replay").alpha == (0.2,)
+    assert load_settings(ProduceSettings, {"topic": "t"}, config, "produce").rate == 5.0
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_secrets_from_files(field: str, argument: str, bare: pytest.MonkeyPatch,
     flags = {**REQUIRED["consume"], **(LOGIN if field.startswith("sasl") else certificate), field: str(path)}
     for text in (SECRET, SECRET + "\nsecond line\n", SECRET + "\r\n"):
         path.write_bytes(text.encode())
-        assert load(ConsumeSettings, flags).security()[argument] == SECRET
+        assert load_settings(ConsumeSettings, flags).make_security_arguments()[argument] == SECRET
     for content, why in [
         (b"\xff\xfe\xfa", "cannot be read (it is no text)"),
         (b"", "is empty"),
@@ -304,31 +304,31 @@ def test_secrets_from_files(field: str, argument: str, bare: pytest.MonkeyPatch,
         if content is not None:
             path.write_bytes(content)
         with pytest.raises(ConfigError) as caught:
-            load(ConsumeSettings, flags).security()
-        assert str(caught.value).startswith(f"{flag_of(field)} {path}")
+            load_settings(ConsumeSettings, flags).make_security_arguments()
+        assert str(caught.value).startswith(f"{to_flag(field)} {path}")
         assert why in str(caught.value)
     path.mkdir()
     with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\)"):
-        load(ConsumeSettings, flags).security()
+        load_settings(ConsumeSettings, flags).make_security_arguments()
 
 
 def test_what_the_client_is_given(bare: pytest.MonkeyPatch) -> None:
     files = {"ssl_cafile": "ca", "ssl_certfile": "cert", "ssl_keyfile": "key"}
     flags = {**REQUIRED["consume"], **LOGIN, "sasl_password": SECRET, **files}
-    assert load(ConsumeSettings, flags).security() == {
+    assert load_settings(ConsumeSettings, flags).make_security_arguments() == {
         "security_protocol": "SASL_SSL",
         "sasl_mechanism": "PLAIN",
         "sasl_plain_username": "me",
         "sasl_plain_password": SECRET,
         **files,
     }
-    assert load(ConsumeSettings, REQUIRED["consume"]).security() == {"security_protocol": "PLAINTEXT"}
+    assert load_settings(ConsumeSettings, REQUIRED["consume"]).make_security_arguments() == {"security_protocol": "PLAINTEXT"}
 
 
 def test_settings_never_show_the_password(bare: pytest.MonkeyPatch) -> None:
-    settings = load(ConsumeSettings, {**REQUIRED["consume"], **LOGIN, "sasl_password": SECRET})
+    settings = load_settings(ConsumeSettings, {**REQUIRED["consume"], **LOGIN, "sasl_password": SECRET})
     assert SECRET not in repr(settings) + str(settings) + settings.model_dump_json()
-    assert settings.security()["sasl_plain_password"] == SECRET
+    assert settings.make_security_arguments()["sasl_plain_password"] == SECRET
 
 
 def test_config_prints_what_is_in_force(
@@ -343,7 +343,7 @@ def test_config_prints_what_is_in_force(
     assert ended.err == ""
     assert SECRET not in ended.out
     printed = tomllib.loads(ended.out)
-    assert printed.keys() == COMMANDS.keys()
+    assert printed.keys() == SETTINGS_BY_COMMAND.keys()
     assert printed["consume"]["group"] == "plant é"
     assert printed["consume"]["alpha"] == printed["replay"]["alpha"] == 0.2
     assert printed["consume"]["record-timeout"] == "5m"
@@ -365,9 +365,9 @@ def test_config_prints_what_is_in_force(
 
 def test_printed_configuration_can_be_used_again(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
-    for command, cls in COMMANDS.items():
-        config.write_text(f"[{command}]\n" + "\n".join(in_force(cls, None, command)))
-        assert load(cls, REQUIRED[command], config, command) == load(cls, REQUIRED[command], None, command)
+    for command, cls in SETTINGS_BY_COMMAND.items():
+        config.write_text(f"[{command}]\n" + "\n".join(format_options_in_force(cls, None, command)))
+        assert load_settings(cls, REQUIRED[command], config, command) == load_settings(cls, REQUIRED[command], None, command)
 
 
 def test_table_of_all_options(cli: Callable[..., SimpleNamespace]) -> None:
@@ -376,7 +376,7 @@ def test_table_of_all_options(cli: Callable[..., SimpleNamespace]) -> None:
     lines = ended.out.splitlines()
     assert all(line.count("|") == 5 for line in lines)
     for command, field in EVERY:
-        assert any(line.startswith(f"| `{flag_of(field)}` |") and command in line.split("|")[4] for line in lines)
+        assert any(line.startswith(f"| `{to_flag(field)}` |") and command in line.split("|")[4] for line in lines)
     assert (
         "| `--alpha` | `0.01` | Largest share of normal records that may ever raise an alert; or several, "
         "comma-separated, each with alerts of its own: the stricter the more severe. | consume, replay, calibrate |"

@@ -1,4 +1,4 @@
-"""What a person sees while a model is trained: kinds, progress, summary."""
+"""The output of `deformer-train` on the terminal: the table of features, the progress, and the final summary."""
 
 from __future__ import annotations
 
@@ -17,40 +17,48 @@ from deformer_stream.model.time_slots import collapse_time_slots, describe_recor
 from trainer.data import PreparedTable
 from trainer.fit import TrainingStatus
 from trainer.job import TrainingOutput
-from trainer.report import describe
+from trainer.report import describe_feature
 
-LINE_SECONDS = 5.0
+SECONDS_BETWEEN_LINES = 5.0
+"""Time between two log lines about the progress if standard error is no terminal."""
+
+TABLE_WIDTH = 160
+"""Characters in a line of the table if standard output is no terminal, wide enough for long names."""
+
 LOG = log.get("train")
 
 
 def print_features(data: PreparedTable) -> None:
-    """The table of features on standard output."""
-    console = Console() if sys.stdout.isatty() else Console(width=160)
-    table = Table("feature", "kind", "values in training", "resolution", "why", "missing", box=None, pad_edge=False)
+    """Print the table of features and of the columns that are left out to standard output."""
+    console = Console() if sys.stdout.isatty() else Console(width=TABLE_WIDTH)
+    table = Table("feature", "kind", "values in training", "resolution", "reason", "missing", box=None, pad_edge=False)
     for feature in collapse_time_slots(data.schema).features:
         missing = data.missing_by_feature.get(feature.name, 0)
-        table.add_row(feature.name, *describe(feature), feature.reason, str(missing) if missing else "")
+        table.add_row(feature.name, *describe_feature(feature), feature.reason, str(missing) if missing else "")
     for column in data.excluded_columns:
         table.add_row(column.name, "left out", "", "", column.reason, "")
     console.print(table, markup=False)
-    if said := describe_records(data.schema):
-        console.print(said, markup=False)
+    if description := describe_records(data.schema):
+        console.print(description, markup=False)
     for name, count in data.infinite_by_feature.items():
         console.print(f"{name}: {count} infinite readings refused", markup=False)
     for reason, count in data.skipped_by_reason.items():
         console.print(f"left out: {count} {reason}", markup=False)
 
 
-def _rounded(nats: float) -> float | None:
-    """JSON has no word for a number that is not known yet."""
+def _round(nats: float) -> float | None:
+    """Return nats with four decimals for a log line; None for NaN, which JSON cannot represent."""
     return None if math.isnan(nats) else round(nats, 4)
 
 
 class ProgressDisplay:
-    """A bar on a terminal, a log line every few seconds otherwise; a context manager, called with every status."""
+    """A display of the training progress: a bar on a terminal, otherwise a log line every few seconds.
+
+    It is a context manager, and is called with the status after every training step.
+    """
 
     def __init__(self) -> None:
-        self._said = time.monotonic()
+        self._printed_at = time.monotonic()
         self._bar: Progress | None = None
         if sys.stderr.isatty():
             columns = (TextColumn("training"), BarColumn(), TextColumn("{task.fields[words]}"), TimeElapsedColumn())
@@ -58,19 +66,20 @@ class ProgressDisplay:
             self._task = self._bar.add_task("training", total=1.0, words="")
 
     def __call__(self, status: TrainingStatus) -> None:
+        """Show the status of the training."""
         if self._bar is not None:
-            known = "" if math.isnan(status.validation_nll) else f" · validation {status.validation_nll:.3f} nats"
-            words = f"epoch {status.epoch} · train {status.train_nll:.3f}{known}"
+            validation = "" if math.isnan(status.validation_nll) else f" · validation {status.validation_nll:.3f} nats"
+            words = f"epoch {status.epoch} · train {status.train_nll:.3f}{validation}"
             self._bar.update(self._task, completed=status.progress, words=words)
-        elif time.monotonic() - self._said > LINE_SECONDS:
-            self._said = time.monotonic()
+        elif time.monotonic() - self._printed_at > SECONDS_BETWEEN_LINES:
+            self._printed_at = time.monotonic()
             LOG.info(
                 "training",
                 step=status.step,
                 epoch=status.epoch,
                 progress=round(status.progress, 3),
-                train=_rounded(status.train_nll),
-                validation=_rounded(status.validation_nll),
+                train=_round(status.train_nll),
+                validation=_round(status.validation_nll),
             )
 
     def __enter__(self) -> ProgressDisplay:
@@ -86,35 +95,40 @@ class ProgressDisplay:
 
 
 def print_line(line: str) -> None:
-    """One line about what happens."""
+    """Show a line of text: as it is on a terminal, otherwise as a log event."""
     if sys.stderr.isatty():
         Console(stderr=True).print(line, markup=False)
     else:
         LOG.info(line)
 
 
-def _described(result: TrainingOutput) -> str:
-    config, kept = result.model.config, result.model.config.exemplars
-    guide = f"guided by {config.gaussians} Gaussian{'s' * (config.gaussians != 1)}" if config.gaussians else "no guide"
-    ranks = f"ranks records by {kept} exemplars and the density" if kept else "ranks records by the density"
-    return f"{config.layers} layers of {config.d_model}, {guide}; {ranks}"
+def _describe_model(result: TrainingOutput) -> str:
+    """Return in words the size of the model, its Gaussian prior, and how it ranks complete records."""
+    config = result.model.config
+    plural = "" if config.gaussians == 1 else "s"
+    prior = f"prior of {config.gaussians} Gaussian{plural}" if config.gaussians else "no Gaussian prior"
+    exemplars = f"{config.exemplars} exemplars and " if config.exemplars else ""
+    return f"{config.layers} layers of {config.d_model}, {prior}; ranks records by {exemplars}the density"
 
 
 def format_summary(result: TrainingOutput) -> str:
-    """The last lines: what the model is worth, where it is, what to do next."""
-    rows, calibration, held = result.summary["rows"], result.calibration, result.held_out
-    scored = int((~result.data.schema.is_context).sum())
-    p = calibration.min_p_value
-    beyond = [f"{alpha:.3g}" for alpha in calibration.find_unreachable_alphas(DEFAULT_ALPHAS)]
-    reach = f"alpha {' and '.join(beyond)} out of reach" if beyond else f"alpha {DEFAULT_ALPHAS[-1]:g} is in reach"
+    """Return the last lines of the output: the quality of the model, its directory, and the next command."""
+    rows, calibration, held_out = result.summary["rows"], result.calibration, result.held_out
+    num_scored_features = int((~result.data.schema.is_context).sum())
+    unreachable = [f"{alpha:.3g}" for alpha in calibration.find_unreachable_alphas(DEFAULT_ALPHAS)]
+    reachability = (
+        f"alpha {' and '.join(unreachable)} out of reach"
+        if unreachable
+        else f"alpha {DEFAULT_ALPHAS[-1]:g} is in reach"
+    )
     return "\n".join(
         [
             f"records      {rows['train']} trained on, {rows['validation']} for validation, "
             f"{rows['calibration']} for calibration ({calibration.arrival_order} order)",
-            f"model        {_described(result)}",
-            f"held out     {held.mean_nll:.3f} nats a record, {held.mean_nll / scored:.3f} a feature "
+            f"model        {_describe_model(result)}",
+            f"held out     {held_out.mean_nll:.3f} nats a record, {held_out.mean_nll / num_scored_features:.3f} a feature "
             f"({result.training_result.steps} steps, {result.summary['seconds']:.0f} s)",
-            f"p-values     smallest {p:.2g}: {reach}",
+            f"p-values     smallest {calibration.min_p_value:.2g}: {reachability}",
             f"written      {result.directory} ({result.fingerprint}), report {result.directory / 'report.html'}",
             f"next         deformer-stream replay TABLE --model {result.directory} --records records.parquet",
         ]

@@ -1,7 +1,8 @@
-"""report.html: what a person wants to know about a fresh model."""
+"""The training report: the page report.html of a model directory."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,46 +15,62 @@ from trainer.data import PreparedTable
 from trainer.evaluate import HeldOutLikelihood
 from trainer.fit import TrainingResult
 
+MAX_LISTED_LABELS = 6
+"""Largest number of labels of a feature that are shown."""
+
 
 def render(
-    data: PreparedTable, fitted: TrainingResult, calibration: Calibration, held: HeldOutLikelihood, training: dict[str, Any]
+    data: PreparedTable,
+    fitted: TrainingResult,
+    calibration: Calibration,
+    held_out: HeldOutLikelihood,
+    training: dict[str, Any],
 ) -> str:
-    """The page. training: the manifest's training summary."""
-    rows = training["rows"]
-    scored = int((~data.schema.is_context).sum())
+    """Return the page as an HTML document.
+
+    Args:
+        data: The training table.
+        fitted: The trained weights and the history of the losses.
+        calibration: The calibration of the model.
+        held_out: Likelihood of records that were not used for training.
+        training: The training summary of the model's manifest.
+    """
+    num_rows_by_part = training["rows"]
+    num_scored_features = int((~data.schema.is_context).sum())
     return pages.render_page(
         "Training report",
         pages.render_key_figures(
             {
-                "held-out surprise of a record": f"{held.mean_nll:.2f} nats",
-                "per feature": f"{held.mean_nll / scored:.3f} nats",
+                "held-out −ln p of a record": f"{held_out.mean_nll:.2f} nats",
+                "per feature": f"{held_out.mean_nll / num_scored_features:.3f} nats",
                 "features": f"{len(data.schema)}",
-                "records trained on": f"{rows['train']:,}",
+                "records trained on": f"{num_rows_by_part['train']:,}",
                 "records calibrated on": f"{len(calibration.scores):,}",
                 "smallest p-value": pages.format_number(calibration.min_p_value, 2),
                 "time": f"{training['seconds']:,.0f} s on {training['device']}",
             }
         ),
-        *_curves(fitted),
-        *_features(data, held),
-        *_calibration(calibration),
-        *_kinds(data),
-        *_rows(data, training),
-        lead="How the model was trained, how well it knows records it never saw, and what its alerts are worth.",
+        *_render_learning_curves(fitted),
+        *_render_feature_likelihoods(data, held_out),
+        *_render_calibration(calibration),
+        *_render_features(data),
+        *_render_row_counts(data, training),
+        lead="How the model was trained, how well it predicts records that it has not seen, and when it raises alerts.",
     )
 
 
-def _curves(fitted: TrainingResult) -> list[str]:
+def _render_learning_curves(fitted: TrainingResult) -> list[str]:
+    """Return the section with the losses during training and the step whose weights were kept."""
     steps = [row["step"] for row in fitted.history]
     best = min(fitted.history, key=lambda row: row["validation"])
-    end = "stopped early, as validation no longer improved" if fitted.stopped_early else "ran its whole schedule"
+    end = "stopped early, because validation did not improve" if fitted.stopped_early else "ran its complete schedule"
     return [
         pages.render_heading("Learning"),
         pages.render_paragraph(
             f"Training {end}: {fitted.steps:,} steps, {fitted.epochs:.1f} passes over the training records. "
-            f"The weights kept are the averaged ones of step {best['step']:,.0f}. Smaller is better; a training curve "
-            "far below the validation curve means that the model learns records by heart. It "
-            "may lie above: training adds noise to the readings, and its weights are the latest, not averaged ones."
+            f"The weights kept are the averaged ones of step {best['step']:,.0f}. Smaller is better. A training curve "
+            "far below the validation curve is a sign of overfitting. It can be above: training adds noise to the "
+            "readings, and its weights are the current ones, not the averaged ones."
         ),
         charts.draw_lines(
             {
@@ -62,84 +79,96 @@ def _curves(fitted: TrainingResult) -> list[str]:
             },
             "step",
             "−ln p of a record, nats",
-            "Surprise of a record while learning",
+            "Negative log-likelihood of a record while learning",
             vertical={"kept": best["step"]},
         ),
     ]
 
 
-def _features(data: PreparedTable, held: HeldOutLikelihood) -> list[str]:
-    order = [i for i in np.argsort(-np.nan_to_num(held.nll_by_feature, nan=-np.inf)) if np.isfinite(held.nll_by_feature[i])]
+def _render_feature_likelihoods(data: PreparedTable, held_out: HeldOutLikelihood) -> list[str]:
+    """Return the section that shows how well each feature is predicted, the worst first."""
+    nll = held_out.nll_by_feature
+    worst_first = np.argsort(-np.nan_to_num(nll, nan=-np.inf))
+    codes = [code for code in worst_first if np.isfinite(nll[code])]
     return [
         pages.render_heading("What is predictable"),
         pages.render_paragraph(
-            f"Mean surprise of each feature given the readings that came before it, over {len(held.nll_by_record):,} held-out "
-            f"records in {held.num_orders} random orders each. For numbers this is the −ln of a density in units of the "
-            "feature's own spread: 1.42 is a bell curve without any help from the others, less is better, negative "
-            "values are sharp predictions. For labels it is the −ln of a probability: 0 is certainty."
+            "Mean −ln p of each feature given the readings before it, over "
+            f"{len(held_out.nll_by_record):,} held-out records in {held_out.num_orders} random orders each. For "
+            "numbers p is a density in units of the feature's own spread: 1.42 is a normal distribution without any help from "
+            "the other features, smaller is better, and negative values are sharp predictions. For labels p is a "
+            "probability, and 0 is certainty."
         ),
         charts.draw_bars(
-            [data.schema.names[i] for i in order],
-            [float(held.nll_by_feature[i]) for i in order],
-            "Held-out surprise per feature",
+            [data.schema.names[code] for code in codes],
+            [float(nll[code]) for code in codes],
+            "Held-out −ln p per feature",
             "nats",
         ),
     ]
 
 
-def _calibration(calibration: Calibration) -> list[str]:
-    thresholds = {alpha: calibration.compute_threshold(alpha) for alpha in DEFAULT_ALPHAS}
-    rules = {f"α = {alpha:g}": t for alpha, t in thresholds.items() if np.isfinite(t)}
-    n = len(calibration.scores)
-    held = ", those of one time judged together" if calibration.tie_policy == "hold" else ""
+def _render_calibration(calibration: Calibration) -> list[str]:
+    """Return the section that shows at which statistic alerts are raised."""
+    threshold_by_alpha = {alpha: calibration.compute_threshold(alpha) for alpha in DEFAULT_ALPHAS}
+    marks = {f"α = {alpha:g}": value for alpha, value in threshold_by_alpha.items() if np.isfinite(value)}
+    ties = ", with readings of the same time scored together" if calibration.tie_policy == "hold" else ""
+    rows = [
+        [
+            pages.format_percent(alpha),
+            f"{threshold:.2f}" if np.isfinite(threshold) else "—",
+            calibration.describe_reachability(alpha),
+        ]
+        for alpha, threshold in threshold_by_alpha.items()
+    ]
     return [
-        pages.render_heading("When it will alert"),
+        pages.render_heading("When it raises alerts"),
         pages.render_paragraph(
-            f"The largest running statistic of each of {n:,} normal records that were held out from the start, "
-            f"readings in {calibration.arrival_order} order{held}. A record alerts as soon as its statistic passes the line of "
-            "its α. At most a share α of normal records like these ever alerts, whatever the model's faults; a changed "
-            "order of arrival, drift or records that depend on each other (neighbouring seconds of one machine) weaken "
-            "that promise."
+            f"The largest running statistic of each of {len(calibration.scores):,} normal records that were held out "
+            f"from the start, in {calibration.arrival_order} order{ties}. A record raises an alert as soon as its "
+            "statistic passes the line of its α. At most a share α of normal records like these ever raises an alert, "
+            "however good or bad the model is. The guarantee becomes weaker if the order of arrival changes, if the "
+            "data drift, or if records depend on each other (consecutive seconds of one machine)."
         ),
-        charts.draw_histogram(calibration.scores, "Largest statistic of normal records", "statistic, nats", vertical=rules),
-        pages.render_table(
-            ["α, largest share of normal records alerted", "statistic that alerts", "in reach?"],
-            [
-                [pages.format_percent(alpha), f"{t:.2f}" if np.isfinite(t) else "—", calibration.describe_reachability(alpha)]
-                for alpha, t in thresholds.items()
-            ],
+        charts.draw_histogram(
+            calibration.scores, "Largest statistic of normal records", "statistic, nats", vertical=marks
         ),
+        pages.render_table(["α, largest share of normal records alerted", "statistic that alerts", "in reach?"], rows),
     ]
 
 
-def describe(feature: Feature) -> tuple[str, str, str]:
-    """Kind, values and resolution of a feature in words."""
+def describe_feature(feature: Feature) -> tuple[str, str, str]:
+    """Return the kind, the values in training and the resolution of a feature in words."""
     kind = feature.kind + (" context" if feature.context else "")
     kind += f", a cycle of {feature.period:g}" if feature.period is not None else ""
     if feature.kind == "discrete":
-        shown = ", ".join(feature.labels[:6]) + (f", … ({len(feature.labels)})" if len(feature.labels) > 6 else "")
-        return kind, shown, ""
-    low, high = feature.low, feature.high
-    values = f"{feature.location:.5g} ± {feature.scale:.3g}" + (
-        f" in [{low:.5g}, {high:.5g}]" if low is not None else ""
-    )
+        num_labels = len(feature.labels)
+        labels = ", ".join(feature.labels[:MAX_LISTED_LABELS])
+        return kind, labels + (f", … ({num_labels})" if num_labels > MAX_LISTED_LABELS else ""), ""
+    values = f"{feature.location:.5g} ± {feature.scale:.3g}"
+    if feature.low is not None:
+        values += f" in [{feature.low:.5g}, {feature.high:.5g}]"
     return kind, values, f"{feature.quantum:g}" if feature.quantum is not None else ""
 
 
-def _kinds(data: PreparedTable) -> list[str]:
-    rows = [[f.name, *describe(f), f.reason, data.missing_by_feature.get(f.name, 0)] for f in collapse_time_slots(data.schema).features]
-    blocks = [
-        pages.render_heading("Features"),
-        pages.render_table(["feature", "kind", "values in training", "resolution", "why this kind", "missing"], rows),
+def _render_features(data: PreparedTable) -> Sequence[str]:
+    """Return the section with the table of features and the columns that are no features."""
+    rows = [
+        [feature.name, *describe_feature(feature), feature.reason, data.missing_by_feature.get(feature.name, 0)]
+        for feature in collapse_time_slots(data.schema).features
     ]
-    if said := describe_records(data.schema):
-        blocks.append(pages.render_paragraph(said))
+    header = ["feature", "kind", "values in training", "resolution", "reason for this kind", "missing"]
+    blocks = [pages.render_heading("Features"), pages.render_table(header, rows)]
+    if description := describe_records(data.schema):
+        blocks.append(pages.render_paragraph(description))
     if data.excluded_columns:
-        blocks.append(pages.render_table(["left out", "why"], [[e.name, e.reason] for e in data.excluded_columns]))
+        excluded = [[column.name, column.reason] for column in data.excluded_columns]
+        blocks.append(pages.render_table(["left out", "reason"], excluded))
     return blocks
 
 
-def _rows(data: PreparedTable, training: dict[str, Any]) -> list[str]:
+def _render_row_counts(data: PreparedTable, training: dict[str, Any]) -> list[str]:
+    """Return the section with the numbers of records and of rejected readings."""
     rows = [[f"records for {part}", count] for part, count in training["rows"].items()]
     rows += [[f"infinite readings of {name}, refused", count] for name, count in data.infinite_by_feature.items()]
     rows += [[f"left out: {reason}", count] for reason, count in data.skipped_by_reason.items()]

@@ -97,6 +97,7 @@ def make_engine(
     limits = Limits(
         record_timeout=None if record_timeout is None else _to_micros(record_timeout),
         max_open_records=settings.max_open_records,
+        max_record_bytes=settings.record_memory,
         cache_bytes=settings.cache_memory,
         tie_wait=None if tie_wait is None else _to_micros(tie_wait),
     )

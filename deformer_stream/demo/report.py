@@ -1,4 +1,4 @@
-"""What the demo's alerts were worth: figures, words, and the page to open."""
+"""The results of the demo: figures about its alerts, and the page that shows them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,32 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.demo.simulate import FAULTS, FEATURES, SENSORS
-from deformer_stream.engine.events import AlertRaised, Contribution
-from deformer_stream.report import charts, html
+from deformer_stream.demo.simulate import FEATURES, MEANING_BY_FAULT, SENSORS
+from deformer_stream.engine.events import Alert, Contribution
+from deformer_stream.report import charts, pages
 
 CONFIDENCE = 0.99
-CLEAR = 3.0  # nats of surprise from which a reading is worth naming beside the first
+"""Probability with which the number of false alarms stays within its bound."""
+
+MIN_SUSPICIOUS_NATS = 3.0
+"""Negative log p-value, in nats, from which a further reading is named in the explanation of an alert."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One accepted reading of a record: what came, and where the record's score and p-value stood after it."""
+    """A scored reading of a record.
+
+    Attributes:
+        feature: Name of the sensor.
+        value: A number in the sensor's unit, or a label.
+        score: Running score of the record after this reading, larger is more anomalous.
+        p_value: P-value of the record after this reading.
+    """
 
     feature: str
     value: float | str
@@ -30,271 +41,363 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one record. fault: "" for normal. readings: how many came in its life."""
+    """The result for one record.
+
+    Attributes:
+        record: Id of the record.
+        fault: Kind of fault, "" if the record is normal.
+        num_readings: Number of readings of the complete record.
+        alert: The alert, if one was raised.
+    """
 
     record: str
     fault: str
-    readings: int
-    alert: AlertRaised | None
+    num_readings: int
+    alert: Alert | None
 
     @property
-    def share(self) -> float:
-        """Share of its readings that were seen when the alert was raised; infinite where none was."""
-        return self.alert.raised_at / self.readings if self.alert else math.inf
+    def share_seen(self) -> float:
+        """Share of the readings that had arrived when the alert was raised; infinite without an alert."""
+        return self.alert.raised_at / self.num_readings if self.alert else math.inf
 
 
-def measured(feature: str, value: float | str | None) -> str:
-    """A value with its unit, to the sensor's resolution."""
+def format_measurement(feature: str, value: float | str | None) -> str:
+    """Return a value with the unit of its sensor, rounded to the sensor's resolution."""
     sensor = SENSORS.get(feature)
     if not isinstance(value, float | int):
         return f"{value} {sensor.unit if sensor else ''}".strip()
     if sensor is None:
-        return html.number(value, 4)
-    digits = max(0, -math.floor(math.log10(sensor.step))) if sensor.step else 0
-    return f"{value:,.{digits}f} {sensor.unit}".strip().replace("-", "−")
+        return pages.format_number(value, 4)
+    num_decimals = max(0, -math.floor(math.log10(sensor.resolution))) if sensor.resolution else 0
+    return f"{value:,.{num_decimals}f} {sensor.unit}".strip().replace("-", "−")
 
 
-def explained(part: Contribution) -> str:
-    """One reading's share in an alert in words: what was expected, what came."""
+def format_contribution(part: Contribution) -> str:
+    """Return a reading's contribution to an alert in words: the expected values and the value that arrived."""
     name = part.feature.replace("_", " ")
-    return f"{name}: expected {expected_of(part)}, came {measured(part.feature, part.value)}"
+    return f"{name}: expected {format_expected(part)}, came {format_measurement(part.feature, part.value)}"
 
 
-def expected_of(part: Contribution) -> str:
-    """The range, or the likeliest label."""
+def format_expected(part: Contribution) -> str:
+    """Return the range in which a reading was expected, or the most likely label."""
     expected = part.expected
     if expected.low is None or expected.high is None:
-        return measured(part.feature, expected.median)
+        return format_measurement(part.feature, expected.median)
     unit = f" {SENSORS[part.feature].unit}" if part.feature in SENSORS else ""
-    low, high = (measured(part.feature, end).removesuffix(unit) for end in (expected.low, expected.high))
+    low, high = (format_measurement(part.feature, end).removesuffix(unit) for end in (expected.low, expected.high))
     return f"{low} … {high}"
 
 
-def reasons(alert: AlertRaised) -> list[str]:
-    """The most suspicious reading, and up to two more that surprise clearly given the trusted rest."""
-    rest = [part for part in alert.contributions[1:3] if part.surprise >= CLEAR]
-    return [explained(part) for part in (*alert.contributions[:1], *rest)]
+def explain_alert(alert: Alert) -> list[str]:
+    """Return the most suspicious reading of an alert in words, and up to two more that are clearly suspicious."""
+    others = [part for part in alert.contributions[1:3] if part.surprise >= MIN_SUSPICIOUS_NATS]
+    return [format_contribution(part) for part in (*alert.contributions[:1], *others)]
 
 
-def false_alarm_bound(alpha: float, calibrated: int, records: int, confidence: float = CONFIDENCE) -> int:
-    """The count that false alarms among `records` normal records stay within, with this probability.
+def bound_false_alarms(
+    alpha: float, num_calibration_records: int, num_records: int, confidence: float = CONFIDENCE
+) -> int:
+    """Return a number that false alarms do not exceed with a given probability.
 
-    With n calibration records an alert needs one of the k = ⌊α(n + 1)⌋ smallest ranks, so the chance of a false alarm
-    is itself random, Beta(k, n + 1 − k), and their number is beta-binomial (Vovk 2012; Bates et al., arXiv 2104.08279).
+    With n calibration records, an alert requires one of the k = ⌊α(n + 1)⌋ smallest ranks. So the probability of a
+    false alarm is itself random, Beta(k, n + 1 − k), and the number of false alarms is beta-binomial (Vovk 2012; Bates
+    et al., arXiv 2104.08279).
+
+    Args:
+        alpha: False-alarm rate.
+        num_calibration_records: n.
+        num_records: Number of normal records in the stream.
+        confidence: The probability.
     """
-    k = math.floor(alpha * (calibrated + 1) + 1e-9)
+    n, m = num_calibration_records, num_records
+    k = math.floor(alpha * (n + 1) + 1e-9)
     if k < 1:
         return 0
-    rest = calibrated + 1 - k
+    rest = n + 1 - k
     lgamma = math.lgamma
-    constant = (
-        lgamma(records + 1) + lgamma(calibrated + 1) - lgamma(k) - lgamma(rest) - lgamma(records + calibrated + 1)
-    )
+    constant = lgamma(m + 1) + lgamma(n + 1) - lgamma(k) - lgamma(rest) - lgamma(m + n + 1)
     log_mass = [
-        constant - lgamma(x + 1) - lgamma(records - x + 1) + lgamma(x + k) + lgamma(records - x + rest)
-        for x in range(records + 1)
+        constant - lgamma(x + 1) - lgamma(m - x + 1) + lgamma(x + k) + lgamma(m - x + rest) for x in range(m + 1)
     ]
-    return min(int(np.searchsorted(np.cumsum(np.exp(log_mass)), confidence)), records)
+    return min(int(np.searchsorted(np.cumsum(np.exp(log_mass)), confidence)), m)
+
+
+class Detection(NamedTuple):
+    """The detections of one kind of fault.
+
+    Attributes:
+        num_records: Number of records with the fault.
+        num_detected: Number of them that raised an alert.
+        mean_share_seen: Mean share of the readings that had arrived at the alert; NaN without detections.
+    """
+
+    num_records: int
+    num_detected: int
+    mean_share_seen: float
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The demo's result. normals, faulty: records; false_alarms, detected: of them, alerted. bound: of false alarms.
-    early: alerts on faulty records raised before their last reading. mean_share: of the readings, seen at those alerts.
-    by_kind: fault → records, detected, mean share seen."""
+    """The figures of the demo.
+
+    Attributes:
+        alpha: False-alarm rate.
+        num_calibration_records: Number of calibration records.
+        num_normal: Number of normal records.
+        num_false_alarms: Number of normal records that raised an alert.
+        max_false_alarms: Bound of this number that holds with probability `CONFIDENCE`.
+        num_faulty: Number of faulty records.
+        num_detected: Number of faulty records that raised an alert.
+        num_early: Number of these alerts that were raised before the last reading of the record.
+        mean_share_seen: Mean share of the readings that had arrived at these alerts; NaN without detections.
+        detection_by_fault: Detections by kind of fault.
+    """
 
     alpha: float
-    calibrated: int
-    normals: int
-    false_alarms: int
-    bound: int
-    faulty: int
-    detected: int
-    early: int
-    mean_share: float
-    by_kind: dict[str, tuple[int, int, float]]
+    num_calibration_records: int
+    num_normal: int
+    num_false_alarms: int
+    max_false_alarms: int
+    num_faulty: int
+    num_detected: int
+    num_early: int
+    mean_share_seen: float
+    detection_by_fault: dict[str, Detection]
 
 
-def summarise(outcomes: Sequence[Outcome], alpha: float, calibrated: int) -> Summary:
-    """Count what the alerts were worth."""
-    normals = [o for o in outcomes if not o.fault]
-    faulty = [o for o in outcomes if o.fault]
-    hits = [o for o in faulty if o.alert]
-
-    def mean_share(of: Sequence[Outcome]) -> float:
-        return float(np.mean([o.share for o in of])) if of else math.nan
-
-    kinds = [kind for kind in FAULTS if any(o.fault == kind for o in faulty)]
-    total, found = Counter(o.fault for o in faulty), Counter(o.fault for o in hits)
+def summarize(outcomes: Sequence[Outcome], alpha: float, num_calibration_records: int) -> Summary:
+    """Return the figures for the outcomes of all records."""
+    normal = [outcome for outcome in outcomes if not outcome.fault]
+    faulty = [outcome for outcome in outcomes if outcome.fault]
+    detected = [outcome for outcome in faulty if outcome.alert]
+    faults = [fault for fault in MEANING_BY_FAULT if any(outcome.fault == fault for outcome in faulty)]
+    num_records = Counter(outcome.fault for outcome in faulty)
+    num_detected = Counter(outcome.fault for outcome in detected)
     return Summary(
         alpha=alpha,
-        calibrated=calibrated,
-        normals=len(normals),
-        false_alarms=sum(o.alert is not None for o in normals),
-        bound=false_alarm_bound(alpha, calibrated, len(normals)),
-        faulty=len(faulty),
-        detected=len(hits),
-        early=sum(o.share < 1 for o in hits),
-        mean_share=mean_share(hits),
-        by_kind={kind: (total[kind], found[kind], mean_share([o for o in hits if o.fault == kind])) for kind in kinds},
+        num_calibration_records=num_calibration_records,
+        num_normal=len(normal),
+        num_false_alarms=sum(outcome.alert is not None for outcome in normal),
+        max_false_alarms=bound_false_alarms(alpha, num_calibration_records, len(normal)),
+        num_faulty=len(faulty),
+        num_detected=len(detected),
+        num_early=sum(outcome.share_seen < 1 for outcome in detected),
+        mean_share_seen=_average_share_seen(detected),
+        detection_by_fault={
+            fault: Detection(
+                num_records[fault],
+                num_detected[fault],
+                _average_share_seen([outcome for outcome in detected if outcome.fault == fault]),
+            )
+            for fault in faults
+        },
     )
 
 
-def alerted_by(outcomes: Sequence[Outcome], shares: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(S,) share of the records that had raised their alert when this share of their readings had come."""
-    at = np.array([o.share for o in outcomes])
-    return (at[None, :] <= shares[:, None] + 1e-9).mean(1) if len(at) else np.full(len(shares), np.nan)
+def _average_share_seen(outcomes: Sequence[Outcome]) -> float:
+    """Return the mean share of readings that had arrived at the alert; NaN without outcomes."""
+    return float(np.mean([outcome.share_seen for outcome in outcomes])) if outcomes else math.nan
 
 
-def example(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """A detected fault of ordinary earliness, to be told reading by reading: the detection of median share."""
-    hits = sorted((o for o in outcomes if o.fault and o.alert), key=lambda o: (o.share, o.record))
-    return hits[(len(hits) - 1) // 2] if hits else None
+def compute_alerted_shares(outcomes: Sequence[Outcome], shares_seen: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the share of records that had raised an alert when a given share of their readings had arrived.
+
+    Args:
+        outcomes: The outcomes of the records.
+        shares_seen: (S,) shares of the readings.
+
+    Returns:
+        (S,) shares of the records; NaN without records.
+    """
+    at_alert = np.array([outcome.share_seen for outcome in outcomes])
+    if not len(at_alert):
+        return np.full(len(shares_seen), np.nan)
+    has_alerted = at_alert[None, :] <= shares_seen[:, None] + 1e-9
+    shares: NDArray[np.float64] = has_alerted.mean(1)
+    return shares
 
 
-def headline(summary: Summary) -> dict[str, str]:
-    """The figures that matter, what → value."""
-    false_alarms = html.percent(summary.false_alarms / max(summary.normals, 1))
-    detected = html.percent(summary.detected / max(summary.faulty, 1), 0)
-    early = html.percent(summary.early / max(summary.detected, 1), 0)
+def choose_example(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """Return the detected fault whose share of readings at the alert is the median; None without detections."""
+    detected = [outcome for outcome in outcomes if outcome.fault and outcome.alert]
+    detected.sort(key=lambda outcome: (outcome.share_seen, outcome.record))
+    return detected[(len(detected) - 1) // 2] if detected else None
+
+
+def format_key_figures(summary: Summary) -> dict[str, str]:
+    """Return the most important figures as text, by their description."""
+    false_alarms = pages.format_percent(summary.num_false_alarms / max(summary.num_normal, 1))
+    detected = pages.format_percent(summary.num_detected / max(summary.num_faulty, 1), 0)
+    early = pages.format_percent(summary.num_early / max(summary.num_detected, 1), 0)
     return {
-        "false alarms among normal records": f"{summary.false_alarms} of {summary.normals:,} ({false_alarms})",
-        f"allowed at α = {html.percent(summary.alpha, 0)} (99% bound)": f"at most {summary.bound}",
-        "faulty records detected": f"{summary.detected} of {summary.faulty} ({detected})",
-        "of these, before the record was complete": f"{summary.early} ({early})",
-        "share of the record seen at the alert, mean": html.percent(summary.mean_share, 0),
+        "false alarms among normal records": (f"{summary.num_false_alarms} of {summary.num_normal:,} ({false_alarms})"),
+        f"allowed at α = {pages.format_percent(summary.alpha, 0)} (99% bound)": f"at most {summary.max_false_alarms}",
+        "faulty records detected": f"{summary.num_detected} of {summary.num_faulty} ({detected})",
+        "of these, before the record was complete": f"{summary.num_early} ({early})",
+        "share of the record seen at the alert, mean": pages.format_percent(summary.mean_share_seen, 0),
     }
 
 
-def report(
-    summary: Summary, outcomes: Sequence[Outcome], traces: Mapping[str, Sequence[Reading]], threshold: float
+def render_report(
+    summary: Summary,
+    outcomes: Sequence[Outcome],
+    readings_by_record: Mapping[str, Sequence[Reading]],
+    threshold: float,
 ) -> str:
-    """The page to open. traces: the readings of each record, by id. threshold: the score at which an alert goes out."""
-    alpha = html.percent(summary.alpha, 0)
-    told = example(outcomes)
-    return html.page(
+    """Return the page as an HTML document.
+
+    Args:
+        summary: The figures.
+        outcomes: The outcomes of all records.
+        readings_by_record: The scored readings of each record in order of arrival.
+        threshold: Score above which an alert is raised.
+    """
+    alpha = pages.format_percent(summary.alpha, 0)
+    example = choose_example(outcomes)
+    example_blocks = [] if example is None else render_example(example, readings_by_record[example.record], threshold)
+    return pages.render_page(
         "Alerts before the record is complete",
-        html.figures(headline(summary)),
-        html.paragraph(
-            f"An alert is raised as soon as a record's p-value falls to α = {alpha}. Whatever the model has learnt, at "
-            f"most that share of normal records raises one on average: with {summary.calibrated:,} calibration records "
-            f"and {summary.normals:,} normal records in the stream, chance keeps their number within {summary.bound} "
-            "with 99% probability."
+        pages.render_key_figures(format_key_figures(summary)),
+        pages.render_paragraph(
+            f"An alert is raised as soon as a record's p-value falls to α = {alpha}. On average at most this share of "
+            "normal records raises an alert, however good or bad the model is. With "
+            f"{summary.num_calibration_records:,} calibration records and {summary.num_normal:,} normal records in the "
+            f"stream, their number stays within {summary.max_false_alarms} with 99% probability."
         ),
-        html.heading("How early"),
-        *earliness(summary, outcomes, alpha),
-        *([] if told is None else story(told, traces[told.record], threshold)),
-        html.heading("All alerts"),
-        alert_table(outcomes),
-        lead="Twelve simulated pumps, their readings streamed one by one in random order.",
+        pages.render_heading("Time of detection"),
+        *_render_detection_curve(summary, outcomes, alpha),
+        *example_blocks,
+        pages.render_heading("All alerts"),
+        _render_alert_table(outcomes),
+        lead="Twelve simulated pumps, with readings that arrive one by one in random order.",
     )
 
 
-def earliness(summary: Summary, outcomes: Sequence[Outcome], alpha: str) -> list[str]:
-    """Detection against the share of the record observed, over all faults and by kind."""
+def _render_detection_curve(summary: Summary, outcomes: Sequence[Outcome], alpha: str) -> list[str]:
+    """Return the chart of detections against the share of the record seen, and the table of detections by fault."""
     shares = np.linspace(0, 1, len(FEATURES) + 1)
     curves = {
-        "faulty records": (shares, alerted_by([o for o in outcomes if o.fault], shares)),
-        "normal records": (shares, alerted_by([o for o in outcomes if not o.fault], shares)),
+        "faulty records": (shares, compute_alerted_shares([o for o in outcomes if o.fault], shares)),
+        "normal records": (shares, compute_alerted_shares([o for o in outcomes if not o.fault], shares)),
     }
-    kinds = [
-        (kind, FAULTS[kind], records, detected, html.percent(detected / records, 0), html.percent(share, 0))
-        for kind, (records, detected, share) in summary.by_kind.items()
+    rows = [
+        (
+            fault,
+            MEANING_BY_FAULT[fault],
+            detection.num_records,
+            detection.num_detected,
+            pages.format_percent(detection.num_detected / detection.num_records, 0),
+            pages.format_percent(detection.mean_share_seen, 0),
+        )
+        for fault, detection in summary.detection_by_fault.items()
     ]
     return [
-        charts.line_chart(
+        charts.draw_lines(
             curves,
             "share of the record's readings seen",
-            "share of records that have raised an alert",
-            "Detection against the share of the record observed",
+            "records that have raised an alert",
+            "Detections against the share of the record seen",
             x_unit="%",
             y_unit="%",
             horizontal={f"α = {alpha}": summary.alpha},
-            y_zero=True,
-            marks=True,
+            include_zero=True,
+            show_points=True,
         ),
-        html.table(
-            ["fault", "what it does", "records", "detected", "share detected", "seen at the alert"], kinds, "By fault"
+        pages.render_table(
+            ["fault", "effect", "records", "detected", "share detected", "seen at the alert"], rows, "By fault"
         ),
     ]
 
 
-def alert_table(outcomes: Sequence[Outcome]) -> str:
-    """Every alert with its explanation, in order of their readings' times."""
-    alerts = sorted(((o.alert, o.fault) for o in outcomes if o.alert), key=lambda pair: (pair[0].time, pair[0].record))
+def _render_alert_table(outcomes: Sequence[Outcome]) -> str:
+    """Return the table of all alerts with their explanations, in order of event time."""
+    alerts = [(outcome.alert, outcome.fault) for outcome in outcomes if outcome.alert]
+    alerts.sort(key=lambda pair: (pair[0].time, pair[0].record))
     rows = [
         (
             alert.record,
             fault or "none: a false alarm",
             f"{alert.features_seen} of {alert.features_expected}",
-            html.number(alert.p_value, 2),
-            "; ".join(reasons(alert)),
+            pages.format_number(alert.p_value, 2),
+            "; ".join(explain_alert(alert)),
         )
         for alert, fault in alerts
     ]
-    return html.table(["record", "fault", "readings seen", "p-value", "what was expected, what came"], rows)
+    return pages.render_table(["record", "fault", "readings seen", "p-value", "expected and actual values"], rows)
 
 
-def why(alert: AlertRaised) -> list[str]:
-    """What the alert says of each reading, the most suspicious first."""
+def render_explanation(alert: Alert) -> list[str]:
+    """Return the section that explains an alert by its readings, the most suspicious first."""
     names = [name.replace("_", " ") for name in alert.silenced_by or ()]
     rows = [
         (
             part.feature.replace("_", " "),
-            measured(part.feature, part.value),
-            expected_of(part),
-            html.number(part.surprise, 2),
-            "" if part.relief is None else html.number(part.relief, 2),
-            "" if part.attribution is None else html.number(part.attribution, 2),
+            format_measurement(part.feature, part.value),
+            format_expected(part),
+            pages.format_number(part.surprise, 2),
+            "" if part.relief is None else pages.format_number(part.relief, 2),
+            "" if part.attribution is None else pages.format_number(part.attribution, 2),
             "suspect" if part.suspect else "",
         )
         for part in alert.contributions
     ]
-    silence = f"Had {' and '.join(names)} shown what was expected, there would have been no alert. " if names else ""
+    counterfactual = (
+        f"With the expected value of {' and '.join(names)} there would have been no alert. " if names else ""
+    )
     return [
-        html.heading("Why this alert"),
-        html.paragraph(
-            f"{silence}Relief: by how many nats the record surprises less without the reading. Share: the reading's "
-            "part of −ln p of all of them (its Shapley value)."
+        pages.render_heading("Why this alert"),
+        pages.render_paragraph(
+            f"{counterfactual}Surprise is −ln p of the reading given the others, in nats. Relief is the decrease of "
+            "the record's surprise without the reading. Share is the reading's part of −ln p of all readings (its "
+            "Shapley value)."
         ),
-        html.table(["sensor", "came", "expected given the others", "surprise", "relief", "share", ""], rows),
+        pages.render_table(["sensor", "value", "expected given the others", "surprise", "relief", "share", ""], rows),
     ]
 
 
-def story(outcome: Outcome, trace: Sequence[Reading], threshold: float) -> list[str]:
-    """One record from its first reading to its last. Raises ValueError where it raised no alert."""
+def render_example(outcome: Outcome, readings: Sequence[Reading], threshold: float) -> list[str]:
+    """Return the section that shows one record reading by reading.
+
+    Args:
+        outcome: The outcome of the record.
+        readings: Its scored readings in order of arrival.
+        threshold: Score above which an alert is raised.
+
+    Raises:
+        ValueError: The record raised no alert.
+    """
     alert = outcome.alert
     if alert is None:
-        raise ValueError(f"record {outcome.record} raised no alert, there is nothing to tell")
-    numbers = list(range(1, len(trace) + 1))
+        raise ValueError(f"record {outcome.record} raised no alert, so it cannot be shown as an example")
+    numbers = list(range(1, len(readings) + 1))
     rows = [
         (
-            k,
+            number,
             reading.feature.replace("_", " "),
-            measured(reading.feature, reading.value),
+            format_measurement(reading.feature, reading.value),
             f"{reading.score:.2f}",
-            html.number(reading.p_value, 2),
-            "alert" if k == alert.raised_at else "",
+            pages.format_number(reading.p_value, 2),
+            "alert" if number == alert.raised_at else "",
         )
-        for k, reading in zip(numbers, trace, strict=True)
+        for number, reading in zip(numbers, readings, strict=True)
     ]
     return [
-        html.heading(f"One alert, reading by reading: {outcome.fault} at {outcome.record.split('/')[0]}"),
-        html.paragraph(
-            f"Record {outcome.record}: after {alert.raised_at} of {outcome.readings} readings the running score passed "
-            f"the threshold and the alert went out. What stood out: {'; '.join(reasons(alert))}."
+        pages.render_heading(f"One alert, reading by reading: {outcome.fault} at {outcome.record.split('/')[0]}"),
+        pages.render_paragraph(
+            f"Record {outcome.record}: after {alert.raised_at} of {outcome.num_readings} readings the running score "
+            f"passed the threshold and the alert was raised. Most suspicious: {'; '.join(explain_alert(alert))}."
         ),
-        charts.line_chart(
-            {"running score": (numbers, [reading.score for reading in trace])},
+        charts.draw_lines(
+            {"running score": (numbers, [reading.score for reading in readings])},
             "reading, in order of arrival",
             "running score",
             f"Running score of {outcome.record}",
             horizontal={"threshold": threshold},
             vertical={"alert": alert.raised_at},
-            y_zero=True,
-            marks=True,
-            steps=True,
+            include_zero=True,
+            show_points=True,
+            show_steps=True,
         ),
-        html.table(["reading", "sensor", "value", "running score", "p-value", ""], rows),
-        *why(alert),
+        pages.render_table(["reading", "sensor", "value", "running score", "p-value", ""], rows),
+        *render_explanation(alert),
     ]

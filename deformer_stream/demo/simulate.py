@@ -1,9 +1,10 @@
-"""A simulated fleet of centrifugal pumps: physically coupled readings, several kinds of fault, asynchronous arrival.
+"""Simulate centrifugal pumps: physically coupled sensors, several kinds of fault, readings that arrive asynchronously.
 
-A record is one look at one pump: up to fourteen readings of as many sensors. Normal records are exchangeable: pump,
-duty, weather and noise are drawn independently for every record, so a false-alarm guarantee can be tested on them.
-(A real pump's next minute resembles its last one; that is left out on purpose.) The pumps themselves, with their
-wear, piping and calibration errors, depend on `fleet` alone: two seeds are two periods of operation of the same pumps.
+A record is one measurement of one pump, with up to fourteen readings, one of each sensor. Normal records are
+exchangeable: pump, duty, weather and noise are drawn independently for every record. So a guaranteed false-alarm rate
+can be tested on them. (Consecutive measurements of a real pump are similar, which is left out on purpose.) The pumps
+with their wear, piping and calibration errors depend on the argument `fleet` only, so two seeds give two periods of
+operation of the same pumps.
 
 Equations. Q flow [m³/h], n speed, r = n/n_0 relative speed, ρ = 998 kg/m³, g = 9.81 m/s²; heads h, H in metres:
 
@@ -52,22 +53,34 @@ MODES: dict[str, tuple[float, int, int]] = {
     "normal": (0.65, 1900, 2600),
     "boost": (0.20, 2700, 2900),
 }
-"""Share of the records, lowest and highest speed set-point in rpm (in steps of 50)."""
+"""For each mode of operation the share of the records, and the lowest and highest speed set-point in rpm."""
 
-VALVE_STEPS = np.arange(30, 101, 10)  # per cent open
+SETPOINT_STEP = 50
+"""Set-points of the speed are multiples of this, in rpm."""
+
+VALVE_POSITIONS = np.arange(30, 101, 10)
+"""Possible openings of the valve in per cent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sensor:
-    """unit; step: resolution in that unit; noise: standard deviation, in the unit; offset: standard deviation of the
-    calibration error over pumps; missing: share of readings that never come; group: the device that sends it."""
+    """A sensor of a pump.
+
+    Attributes:
+        unit: Unit of its readings, "" for labels.
+        resolution: Smallest difference of two readings, in the unit.
+        noise: Standard deviation of the noise, in the unit.
+        offset: Standard deviation of the calibration error over pumps, in the unit.
+        missing_share: Share of readings that never arrive.
+        device: The device that sends the readings.
+    """
 
     unit: str
-    step: float
+    resolution: float
     noise: float
     offset: float
-    missing: float
-    group: str
+    missing_share: float
+    device: str
 
 
 SENSORS: dict[str, Sensor] = {
@@ -88,56 +101,69 @@ SENSORS: dict[str, Sensor] = {
 }
 FEATURES = tuple(SENSORS)
 
-FAULTS: dict[str, str] = {
-    "cavitation": "a clogged strainer starves the suction: head and flow sag, the pump rattles",
-    "worn impeller": "less head and efficiency: less flow for the power",
-    "blocked discharge": "something narrows the pipe: little flow at high pressure for this valve position",
+MEANING_BY_FAULT: dict[str, str] = {
+    "cavitation": "a clogged strainer reduces the suction: head and flow decrease, the pump vibrates",
+    "worn impeller": "head and efficiency decrease: less flow at the same power",
+    "blocked discharge": "the pipe is partly blocked: little flow at high pressure for this valve position",
     "bearing wear": "vibration and bearing temperature rise together",
-    "stuck sensor": "a transmitter repeats a reading from another time: plausible alone, wrong in company",
-    "sensor drift": "a transmitter reads some 10 to 25% wrong",
-    "phase imbalance": "one phase draws more or less than its share, the winding heats up",
+    "stuck sensor": "a transmitter repeats an old reading: plausible alone, wrong together with the others",
+    "sensor drift": "the readings of a transmitter are wrong by 10 to 25%",
+    "phase imbalance": "one phase draws more or less than its share, and the winding becomes hot",
     "swapped sensors": "two transmitters are wired to each other's channel",
 }
-"""Kind of fault → what it does."""
+"""The effect of each kind of fault."""
 
-STICKING = ("flow", "discharge_pressure", "current", "winding_temperature")
-SWAPS = (
+SENSORS_THAT_STICK = ("flow", "discharge_pressure", "current", "winding_temperature")
+SWAPPED_PAIRS = (
     ("winding_temperature", "bearing_temperature"),
     ("suction_pressure", "discharge_pressure"),
     ("ambient_temperature", "bearing_temperature"),
 )
 
-START = datetime(2026, 3, 2, 6, 0, tzinfo=UTC)
+START_TIME = datetime(2026, 3, 2, 6, 0, tzinfo=UTC)
 INTERVAL = 0.2
-"""Seconds between the records of the fleet."""
-SPREAD = 4.0
-"""The longest a reading is under way, seconds; so some twenty records are open at once."""
+"""Seconds between two records of the fleet."""
+
+MAX_DELAY = 4.0
+"""Longest time from a measurement to the arrival of a reading, in seconds, so about twenty records are open at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
-    """N records. table: `record`, `time`, the features (null: never observed) and `fault` ("" for normal). delays:
-    (N, F) seconds from a record's time to each reading's arrival, columns as in `FEATURES`."""
+class SimulatedFleet:
+    """Simulated records of several pumps.
+
+    Attributes:
+        table: N rows with the columns `record`, `time`, one for each of the F features (null if a reading never
+            arrives) and `fault` ("" for normal records).
+        delays: (N, F) seconds from the time of a record to the arrival of each reading, in the order of `FEATURES`.
+    """
 
     table: pa.Table
     delays: Floats
 
-    def normals(self) -> pa.Table:
-        """The normal records without the `fault` column: what a model is trained on."""
+    def select_normal_records(self) -> pa.Table:
+        """Return the normal records without the column `fault`, to train a model on."""
         return self.table.filter(pc.equal(self.table.column("fault"), "")).drop_columns(["fault"])
 
-    def arrivals(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Observed readings in order of arrival: (E,) row, (E,) feature, (E,) microseconds since 1970."""
+    def sort_by_arrival(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the E readings that arrive, in order of arrival.
+
+        Returns:
+            (E,) rows of the table, (E,) indexes of features, and (E,) arrival times in microseconds since 1970.
+        """
         start = self.table.column("time").cast(pa.int64()).to_numpy()
         times = start[:, None] + np.round(self.delays * 1e6).astype(np.int64)
-        seen = np.stack([self.table.column(name).is_valid().to_numpy() for name in FEATURES], 1)
-        rows, features = np.nonzero(seen)
+        is_observed = np.stack([self.table.column(name).is_valid().to_numpy() for name in FEATURES], 1)
+        rows, features = np.nonzero(is_observed)
         order = np.argsort(times[rows, features], kind="stable")
         return rows[order], features[order], times[rows, features][order]
 
-    def events(self) -> pa.Table:
-        """Long layout in order of arrival: `record`, `feature`, `value` (text: modes stand beside numbers), `time`."""
-        rows, features, times = self.arrivals()
+    def to_long_table(self) -> pa.Table:
+        """Return one row per reading in order of arrival, with the columns `record`, `feature`, `value` and `time`.
+
+        The values are text, because the mode is a label and the other readings are numbers.
+        """
+        rows, features, times = self.sort_by_arrival()
         texts = np.stack([self.table.column(name).cast(pa.string()).to_numpy() for name in FEATURES], 1)
         return pa.table(
             {
@@ -148,11 +174,11 @@ class Fleet:
             }
         )
 
-    def messages(self) -> Iterator[bytes]:
-        """One JSON message per reading in order of arrival, as a device would send it."""
+    def iterate_messages(self) -> Iterator[bytes]:
+        """Yield one JSON message per reading in order of arrival, as devices would send them."""
         records = self.table.column("record").to_pylist()
         columns = [self.table.column(name).to_pylist() for name in FEATURES]
-        for row, feature, time in zip(*(part.tolist() for part in self.arrivals()), strict=True):
+        for row, feature, time in zip(*(part.tolist() for part in self.sort_by_arrival()), strict=True):
             event = {
                 "record": records[row],
                 "feature": FEATURES[feature],
@@ -163,32 +189,44 @@ class Fleet:
 
 
 def simulate(
-    records: int,
+    num_records: int,
     seed: int,
     fault_share: float = 0.0,
-    pumps: int = 12,
+    num_pumps: int = 12,
     order: Order = "random",
     fleet: int = 0,
-) -> Fleet:
-    """Draw `records` records, of which round(fault_share · records) are faulty, kinds as evenly as can be, in random
-    places. `order` is the law by which the readings of a record arrive: "random" (independent uniform delays), "fixed"
-    (always as in `FEATURES`), or "bursty" (the sensors of a device send together, in random order, after a delay of
-    their own). The same arguments give the same fleet; `order` changes nothing but the delays, `seed` not the pumps.
+) -> SimulatedFleet:
+    """Return simulated records. Equal arguments give equal records.
 
-    Raises ValueError where a number is out of range.
+    Args:
+        num_records: Number of records.
+        seed: Seed of everything except the pumps.
+        fault_share: Share of faulty records. They are at random positions, and all kinds of fault are equally frequent.
+        num_pumps: Number of pumps.
+        order: Order in which the readings of a record arrive; it only changes the delays. "random" draws independent
+            uniform delays. "fixed" is the order of `FEATURES`. "bursty" lets the sensors of a device send together, in
+            random order, after a common delay.
+        fleet: Seed of the pumps.
+
+    Raises:
+        ValueError: A number is out of range or the order is unknown.
     """
-    if records < 0 or pumps < 1 or not 0 <= fault_share <= 1:
-        raise ValueError("simulate: records >= 0, pumps >= 1 and 0 <= fault_share <= 1 are needed")
+    if num_records < 0 or num_pumps < 1 or not 0 <= fault_share <= 1:
+        raise ValueError("simulate: num_records >= 0, num_pumps >= 1 and 0 <= fault_share <= 1 are required")
     rng = np.random.default_rng([seed, 1])
-    site = _pumps(pumps, np.random.default_rng([fleet, 2]))
-    pump = rng.integers(pumps, size=records)
-    faults = _faults(records, round(fault_share * records), rng)
-    readings = _measure(_operate(_duty(records, rng), _of(site, pump), _damage(faults, rng)), _of(site, pump), rng)
-    other = _measure(_operate(_duty(records, rng), _of(site, pump), {}), _of(site, pump), rng)
-    _miswire(readings, other, faults, rng)
-    missing = rng.random((records, len(FEATURES))) < [sensor.missing for sensor in SENSORS.values()]
-    counter = _count_within(pump)
-    time = int(START.timestamp() * 1e6) + np.round(np.arange(records) * INTERVAL * 1e6).astype(np.int64)
+    properties_by_pump = _draw_pumps(num_pumps, np.random.default_rng([fleet, 2]))
+    pump = rng.integers(num_pumps, size=num_records)
+    properties = {name: values[pump] for name, values in properties_by_pump.items()}
+    faults = _draw_faults(num_records, round(fault_share * num_records), rng)
+    duty = _draw_duty(num_records, rng)
+    readings = _measure(_solve(duty, properties, _draw_damage(faults, rng)), properties, rng)
+    other_duty = _draw_duty(num_records, rng)
+    readings_at_other_time = _measure(_solve(other_duty, properties, {}), properties, rng)
+    _apply_sensor_faults(readings, readings_at_other_time, faults, rng)
+    missing_shares = [sensor.missing_share for sensor in SENSORS.values()]
+    is_missing = rng.random((num_records, len(FEATURES))) < missing_shares
+    counter = _count_earlier_records(pump)
+    time = int(START_TIME.timestamp() * 1e6) + np.round(np.arange(num_records) * INTERVAL * 1e6).astype(np.int64)
     columns: dict[str, pa.Array] = {
         "record": pa.array(
             [f"pump-{p + 1:02d}/{k:06d}" for p, k in zip(pump.tolist(), counter.tolist(), strict=True)], pa.string()
@@ -196,71 +234,77 @@ def simulate(
         "time": pa.array(time, pa.timestamp("us", "UTC")),
     }
     for i, name in enumerate(FEATURES):
-        columns[name] = pa.array(readings[name], mask=missing[:, i], type=pa.string() if name == "mode" else None)
+        columns[name] = pa.array(readings[name], mask=is_missing[:, i], type=pa.string() if name == "mode" else None)
     columns["fault"] = pa.array(faults.tolist(), pa.string())
-    return Fleet(pa.table(columns), _delays(records, order, np.random.default_rng([seed, 3])))
+    return SimulatedFleet(pa.table(columns), _draw_delays(num_records, order, np.random.default_rng([seed, 3])))
 
 
-def _pumps(count: int, rng: np.random.Generator) -> Columns:
-    """What makes each pump itself: wear, piping, calibration errors; every entry (count,)."""
-    site: Columns = {
-        "head": 42.0 * rng.normal(1, 0.015, count),
-        "efficiency": 0.76 * rng.normal(1, 0.015, count),
-        "best_flow": BEST_FLOW * rng.normal(1, 0.02, count),
-        "lift": rng.uniform(5.0, 8.0, count),
-        "piping": 1.1e-3 * rng.lognormal(0, 0.15, count),
-        "vibration": 1.6 * rng.lognormal(0, 0.12, count),
-        "friction": 0.25 * rng.lognormal(0, 0.15, count),
+def _draw_pumps(num_pumps: int, rng: np.random.Generator) -> Columns:
+    """Return the properties of each pump: wear, piping and calibration errors. Every entry has shape (num_pumps,)."""
+    properties: Columns = {
+        "head": 42.0 * rng.normal(1, 0.015, num_pumps),
+        "efficiency": 0.76 * rng.normal(1, 0.015, num_pumps),
+        "best_flow": BEST_FLOW * rng.normal(1, 0.02, num_pumps),
+        "lift": rng.uniform(5.0, 8.0, num_pumps),
+        "piping": 1.1e-3 * rng.lognormal(0, 0.15, num_pumps),
+        "vibration": 1.6 * rng.lognormal(0, 0.12, num_pumps),
+        "friction": 0.25 * rng.lognormal(0, 0.15, num_pumps),
     }
-    return site | {f"offset {name}": rng.normal(0, 1, count) * sensor.offset for name, sensor in SENSORS.items()}
+    return properties | {
+        f"offset {name}": rng.normal(0, 1, num_pumps) * sensor.offset for name, sensor in SENSORS.items()
+    }
 
 
-def _of(site: Columns, pump: NDArray[np.int64]) -> Columns:
-    return {name: values[pump] for name, values in site.items()}
-
-
-def _duty(records: int, rng: np.random.Generator) -> Columns:
-    """What is asked of the pump, and its surroundings: independent draws, every entry (records,)."""
+def _draw_duty(num_records: int, rng: np.random.Generator) -> Columns:
+    """Draw the operation and the environment of each record independently. Every entry has shape (num_records,)."""
     names = np.array(list(MODES), object)
     shares, low, high = (np.array(column) for column in zip(*MODES.values(), strict=True))
-    mode = rng.choice(len(names), size=records, p=shares)
-    steps = rng.integers(low[mode] // 50, high[mode] // 50 + 1)
+    mode = rng.choice(len(names), size=num_records, p=shares)
+    steps = rng.integers(low[mode] // SETPOINT_STEP, high[mode] // SETPOINT_STEP + 1)
     return {
         "mode": names[mode],
-        "speed_setpoint": steps * 50,
-        "valve": VALVE_STEPS[np.minimum(rng.binomial(9, 0.62, records), len(VALVE_STEPS) - 1)],
-        "level": rng.uniform(1.8, 4.2, records),
-        "voltage": rng.normal(400.0, 3.5, records),
-        "ambient": rng.normal(19.0, 5.0, records),
-        "roughness": rng.lognormal(0, 0.07, records),
+        "speed_setpoint": steps * SETPOINT_STEP,
+        "valve": VALVE_POSITIONS[np.minimum(rng.binomial(9, 0.62, num_records), len(VALVE_POSITIONS) - 1)],
+        "level": rng.uniform(1.8, 4.2, num_records),
+        "voltage": rng.normal(400.0, 3.5, num_records),
+        "ambient": rng.normal(19.0, 5.0, num_records),
+        "roughness": rng.lognormal(0, 0.07, num_records),
     }
 
 
-def _operate(duty: Columns, site: Columns, damage: Mapping[str, Floats]) -> Columns:
-    """Solve the equations of the module for the true quantities; `damage` bends them (see `_damage`)."""
+def _solve(duty: Columns, properties: Columns, damage: Mapping[str, Floats]) -> Columns:
+    """Solve the equations at the top of this module and return the true quantities, by sensor.
 
-    def bent(name: str, neutral: float) -> Floats | float:
+    Args:
+        duty: Operation and environment of each record.
+        properties: Properties of the pump of each record.
+        damage: Factors and temperature rises by which faults change the equations, from `_draw_damage`.
+    """
+
+    def damaged(name: str, neutral: float) -> Floats | float:
         return damage.get(name, neutral)
 
     speed = duty["speed_setpoint"] * (1 - 0.004 * duty["speed_setpoint"] / RATED_SPEED)
     r = speed / RATED_SPEED
-    level, lift, opening = duty["level"], site["lift"], duty["valve"] / 100
-    suction = SUCTION_LOSS * bent("strainer", 1)
-    resistance = (site["piping"] + VALVE_LOSS / opening**2) * bent("resistance", 1)
-    shut_off = r**2 * site["head"] * bent("head", 1)
-    flow = np.sqrt(np.maximum(shut_off - lift + level, 0.05) / (PUMP_CURVE + suction + resistance))
-    head = shut_off - PUMP_CURVE * flow**2
+    level, lift, opening = duty["level"], properties["lift"], duty["valve"] / 100
+    suction = SUCTION_LOSS * damaged("strainer", 1)
+    resistance = (properties["piping"] + VALVE_LOSS / opening**2) * damaged("resistance", 1)
+    shut_off_head = r**2 * properties["head"] * damaged("head", 1)
+    flow = np.sqrt(np.maximum(shut_off_head - lift + level, 0.05) / (PUMP_CURVE + suction + resistance))
+    head = shut_off_head - PUMP_CURVE * flow**2
     suction_pressure = DENSITY * GRAVITY * (level - suction * flow**2) / BAR
-    phi = flow / (r * site["best_flow"])
-    efficiency = site["efficiency"] * bent("efficiency", 1) * np.clip(phi * (2 - phi), 0.02, 1)
-    shaft = DENSITY * GRAVITY * flow / 3600 * head / efficiency / 1000 + site["friction"] * r * bent("friction", 1)
+    phi = flow / (r * properties["best_flow"])
+    efficiency = properties["efficiency"] * damaged("efficiency", 1) * np.clip(phi * (2 - phi), 0.02, 1)
+    shaft = DENSITY * GRAVITY * flow / 3600 * head / efficiency / 1000 + properties["friction"] * r * damaged(
+        "friction", 1
+    )
     electrical = shaft + FIXED_LOSS + COPPER_LOSS * shaft**2
     active = 1000 * electrical / (np.sqrt(3) * duty["voltage"])
     current = np.sqrt(active**2 + (MAGNETISING * duty["voltage"] / 400) ** 2)
     load, ambient = shaft / RATED_POWER, duty["ambient"]
-    winding = ambient + 65 * (current / RATED_CURRENT) ** 2 / (0.4 + 0.6 * r) + bent("winding", 0)
-    bearing = ambient + 14 * r + 16 * load + bent("bearing", 0)
-    shaking = site["vibration"] * (0.25 + 0.6 * r**2 + 0.25 * load + r**2 * (1 - phi) ** 2)
+    winding = ambient + 65 * (current / RATED_CURRENT) ** 2 / (0.4 + 0.6 * r) + damaged("winding", 0)
+    bearing = ambient + 14 * r + 16 * load + damaged("bearing", 0)
+    shaking = properties["vibration"] * (0.25 + 0.6 * r**2 + 0.25 * load + r**2 * (1 - phi) ** 2)
     return {
         "mode": duty["mode"],
         "speed_setpoint": duty["speed_setpoint"],
@@ -269,87 +313,102 @@ def _operate(duty: Columns, site: Columns, damage: Mapping[str, Floats]) -> Colu
         "flow": flow,
         "suction_pressure": suction_pressure,
         "discharge_pressure": suction_pressure + DENSITY * GRAVITY * head / BAR,
-        "voltage": duty["voltage"] * bent("voltage", 1),
-        "current": current * bent("current", 1),
+        "voltage": duty["voltage"] * damaged("voltage", 1),
+        "current": current * damaged("current", 1),
         "power": electrical,
         "winding_temperature": winding,
         "ambient_temperature": ambient,
         "bearing_temperature": bearing,
-        "vibration": shaking * duty["roughness"] * bent("vibration", 1),
+        "vibration": shaking * duty["roughness"] * damaged("vibration", 1),
     }
 
 
-def _measure(true: Columns, site: Columns, rng: np.random.Generator) -> Columns:
-    """What the transmitters say: calibration error, noise, resolution."""
+def _measure(true_values: Columns, properties: Columns, rng: np.random.Generator) -> Columns:
+    """Return the readings of the sensors: true values with calibration error and noise, rounded to the resolution."""
     readings: Columns = {}
     for name, sensor in SENSORS.items():
-        values = true[name]
+        values = true_values[name]
         if sensor.noise > 0:
-            values = values + site[f"offset {name}"] + rng.normal(0, sensor.noise, len(values))
-        readings[name] = values if name == "mode" else _quantised(values, sensor.step)
+            values = values + properties[f"offset {name}"] + rng.normal(0, sensor.noise, len(values))
+        readings[name] = values if name == "mode" else _round_to_resolution(values, sensor.resolution)
     return readings
 
 
-def _quantised(values: Floats, step: float) -> Any:
-    """Whole numbers as integers, others without the dust of binary fractions."""
-    if step >= 1:
-        return (np.round(values / step) * step).astype(np.int64)
-    return np.round(np.round(values / step) * step, 6)
+def _round_to_resolution(values: Floats, resolution: float) -> Any:
+    """Round values to multiples of the resolution; whole numbers are returned as integers."""
+    if resolution >= 1:
+        return (np.round(values / resolution) * resolution).astype(np.int64)
+    return np.round(np.round(values / resolution) * resolution, 6)
 
 
-def _faults(records: int, faulty: int, rng: np.random.Generator) -> NDArray[Any]:
-    """(records,) kind of fault, "" for normal."""
-    kinds = np.array(list(FAULTS), object)
-    faults = np.full(records, "", object)
-    faults[rng.permutation(records)[:faulty]] = kinds[np.arange(faulty) % len(kinds)]
+def _draw_faults(num_records: int, num_faulty: int, rng: np.random.Generator) -> NDArray[Any]:
+    """Return the kind of fault of each record, (num_records,), "" for normal records."""
+    kinds = np.array(list(MEANING_BY_FAULT), object)
+    faults = np.full(num_records, "", object)
+    faults[rng.permutation(num_records)[:num_faulty]] = kinds[np.arange(num_faulty) % len(kinds)]
     return faults
 
 
-def _damage(faults: NDArray[Any], rng: np.random.Generator) -> dict[str, Floats]:
-    """How faults bend the physics: factors (neutral 1) and rises in kelvin (neutral 0), every entry (records,)."""
+def _draw_damage(faults: NDArray[Any], rng: np.random.Generator) -> dict[str, Floats]:
+    """Draw the effects of faults on the equations.
 
-    def where(kind: str, low: float, high: float, neutral: float = 1.0) -> Floats:
+    Returns:
+        Factors (1 without a fault) and temperature rises in kelvin (0 without a fault), each with one entry per record.
+    """
+
+    def draw_for(kind: str, low: float, high: float, neutral: float = 1.0) -> Floats:
         return np.where(faults == kind, rng.uniform(low, high, len(faults)), neutral)
 
-    uneven = np.where(
-        rng.random(len(faults)) < 0.5, where("phase imbalance", 0.6, 0.8), where("phase imbalance", 1.2, 1.45)
+    current_factor = np.where(
+        rng.random(len(faults)) < 0.5, draw_for("phase imbalance", 0.6, 0.8), draw_for("phase imbalance", 1.2, 1.45)
     )
     return {
-        "head": where("worn impeller", 0.72, 0.86) * where("cavitation", 0.80, 0.92),
-        "efficiency": where("worn impeller", 0.80, 0.90) * where("cavitation", 0.85, 0.95),
-        "strainer": where("cavitation", 2.5, 4.5),
-        "resistance": where("blocked discharge", 5.0, 25.0),
-        "vibration": where("cavitation", 1.8, 3.0)
-        * where("bearing wear", 1.5, 2.6)
-        * where("phase imbalance", 1.1, 1.4),
-        "bearing": where("bearing wear", 8.0, 20.0, 0.0),
-        "friction": where("bearing wear", 1.3, 2.5),
-        "current": uneven,
-        "winding": where("phase imbalance", 6.0, 15.0, 0.0),
-        "voltage": where("phase imbalance", 0.97, 0.99),
+        "head": draw_for("worn impeller", 0.72, 0.86) * draw_for("cavitation", 0.80, 0.92),
+        "efficiency": draw_for("worn impeller", 0.80, 0.90) * draw_for("cavitation", 0.85, 0.95),
+        "strainer": draw_for("cavitation", 2.5, 4.5),
+        "resistance": draw_for("blocked discharge", 5.0, 25.0),
+        "vibration": draw_for("cavitation", 1.8, 3.0)
+        * draw_for("bearing wear", 1.5, 2.6)
+        * draw_for("phase imbalance", 1.1, 1.4),
+        "bearing": draw_for("bearing wear", 8.0, 20.0, 0.0),
+        "friction": draw_for("bearing wear", 1.3, 2.5),
+        "current": current_factor,
+        "winding": draw_for("phase imbalance", 6.0, 15.0, 0.0),
+        "voltage": draw_for("phase imbalance", 0.97, 0.99),
     }
 
 
-def _miswire(readings: Columns, other: Columns, faults: NDArray[Any], rng: np.random.Generator) -> None:
-    """Faults of the transmitters, in place. other: readings of the same pumps at another, normal time."""
-    records = len(faults)
-    victim = rng.integers(len(STICKING), size=records)
-    factor = np.where(rng.random(records) < 0.5, rng.uniform(0.75, 0.90, records), rng.uniform(1.10, 1.25, records))
-    for i, name in enumerate(STICKING):
-        stuck = (faults == "stuck sensor") & (victim == i)
-        drifting = (faults == "sensor drift") & (victim == i)
-        readings[name] = np.where(stuck, other[name], readings[name])
-        drifted = _quantised(readings[name] * factor, SENSORS[name].step)
-        readings[name] = np.where(drifting, drifted, readings[name])
-    pair = rng.integers(len(SWAPS), size=records)
-    for i, (one, two) in enumerate(SWAPS):
-        swapped = (faults == "swapped sensors") & (pair == i)
-        a, b = readings[one], readings[two]
-        readings[one], readings[two] = np.where(swapped, b, a), np.where(swapped, a, b)
+def _apply_sensor_faults(
+    readings: Columns, readings_at_other_time: Columns, faults: NDArray[Any], rng: np.random.Generator
+) -> None:
+    """Change the readings of records with faulty transmitters, in place.
+
+    Args:
+        readings: The readings by sensor.
+        readings_at_other_time: Normal readings of the same pumps at another time, which a stuck sensor repeats.
+        faults: Kind of fault of each record.
+        rng: Source of random numbers.
+    """
+    num_records = len(faults)
+    sensor_index = rng.integers(len(SENSORS_THAT_STICK), size=num_records)
+    factor = np.where(
+        rng.random(num_records) < 0.5, rng.uniform(0.75, 0.90, num_records), rng.uniform(1.10, 1.25, num_records)
+    )
+    for i, name in enumerate(SENSORS_THAT_STICK):
+        is_stuck = (faults == "stuck sensor") & (sensor_index == i)
+        is_drifting = (faults == "sensor drift") & (sensor_index == i)
+        readings[name] = np.where(is_stuck, readings_at_other_time[name], readings[name])
+        drifted = _round_to_resolution(readings[name] * factor, SENSORS[name].resolution)
+        readings[name] = np.where(is_drifting, drifted, readings[name])
+    pair_index = rng.integers(len(SWAPPED_PAIRS), size=num_records)
+    for i, (first, second) in enumerate(SWAPPED_PAIRS):
+        is_swapped = (faults == "swapped sensors") & (pair_index == i)
+        a, b = readings[first], readings[second]
+        readings[first], readings[second] = np.where(is_swapped, b, a), np.where(is_swapped, a, b)
 
 
-def _count_within(pump: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(N,) how many earlier records the same pump has."""
+def _count_earlier_records(pump: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return for each of N records the number of earlier records of the same pump, (N,)."""
     order = np.argsort(pump, kind="stable")
     ordered = pump[order]
     first = np.searchsorted(ordered, ordered, "left")
@@ -358,19 +417,19 @@ def _count_within(pump: NDArray[np.int64]) -> NDArray[np.int64]:
     return counter
 
 
-def _delays(records: int, order: Order, rng: np.random.Generator) -> Floats:
-    """(records, F) seconds until each reading arrives, by the arrival law."""
-    shape = records, len(FEATURES)
+def _draw_delays(num_records: int, order: Order, rng: np.random.Generator) -> Floats:
+    """Return the seconds until each reading arrives, (num_records, F), for an order of arrival as in `simulate`."""
+    shape = num_records, len(FEATURES)
     if order == "random":
-        return rng.uniform(0, SPREAD, shape)
+        return rng.uniform(0, MAX_DELAY, shape)
     if order == "fixed":
-        return np.broadcast_to(np.arange(shape[1]) * SPREAD / shape[1], shape).copy()
+        return np.broadcast_to(np.arange(shape[1]) * MAX_DELAY / shape[1], shape).copy()
     if order == "bursty":
-        devices = sorted({sensor.group for sensor in SENSORS.values()})
-        device = np.array([devices.index(sensor.group) for sensor in SENSORS.values()])
-        # Slots keep the bursts of one record apart, so that a device's readings always come together.
-        slots = rng.permuted(np.broadcast_to(np.arange(len(devices)), (records, len(devices))), axis=1)
-        width = SPREAD / len(devices)
-        burst = (slots + rng.uniform(0, 0.9, slots.shape)) * width
-        return burst[:, device] + rng.uniform(0, 0.1 * width, shape)
-    raise ValueError(f"simulate: order {order!r} is unknown; use random, fixed or bursty")
+        devices = sorted({sensor.device for sensor in SENSORS.values()})
+        device_index = np.array([devices.index(sensor.device) for sensor in SENSORS.values()])
+        # Each device has a time interval of its own, so that its readings arrive together.
+        intervals = rng.permuted(np.broadcast_to(np.arange(len(devices)), (num_records, len(devices))), axis=1)
+        width = MAX_DELAY / len(devices)
+        burst_delay = (intervals + rng.uniform(0, 0.9, intervals.shape)) * width
+        return burst_delay[:, device_index] + rng.uniform(0, 0.1 * width, shape)
+    raise ValueError(f"simulate: unknown order {order!r}; use random, fixed or bursty")

@@ -1,0 +1,1 @@
+"""HTML reports: `pages` renders pages and their parts from templates, `charts` draws charts as inline SVG."""

@@ -1,127 +1,103 @@
-"""Charts for the pages of `html`: inline SVG in a figure with its title, legend and a description for screen readers.
+"""Draw charts for the pages of `pages`: matplotlib figures as inline SVG with a title and a legend.
 
-Every function is pure; names and labels are escaped, numbers that are not finite are left out.
+Each chart is drawn twice, for wide and for narrow screens, and the style sheet of the page shows one of them. Colours
+are CSS variables of the page, so a chart follows its light or dark theme. Equal arguments give equal output. Titles,
+labels and names are escaped; numbers that are not finite are left out.
 """
 
 from __future__ import annotations
 
+import io
+import logging
 import math
-from collections.abc import Mapping, Sequence
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from deformer_stream.report.html import number, text
+from deformer_stream.report.pages import format_number, render_part, replace_illegal_characters
 
-WIDTH = 660  # of every chart, in SVG user units; the page scales it
-_TINY = 1e-290  # smaller numbers are drawn as zero
-_DASHES = ("", "7 4", "2 4", "9 3 2 3")  # series differ by more than colour
+if TYPE_CHECKING:
+    from markupsafe import Markup
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Floats = NDArray[np.float64]
+
+MAX_MAGNITUDE = 1e100
+"""Larger numbers count as not finite, since the arithmetic of axes would overflow."""
+
+MIN_MAGNITUDE = 1e-100
+"""Numbers closer to zero are drawn as zero, and left out of a logarithmic axis."""
+
+PLOT_HEIGHT = 230
+BAR_HEIGHT = 26
+LINE_HEIGHT = 17
+"""Height of the plotting area, of a bar of `draw_bars` and of a line of text, in SVG units (CSS pixels at scale 1)."""
+
+# Matplotlib draws with these stand-ins, which are replaced by the CSS variables of the page.
+_INK, _SOFT, _LINE, _ALARM, _CARD = "#010101", "#020202", "#030303", "#040404", "#050505"
+_SERIES = ("#100000", "#110000", "#120000", "#130000", "#140000", "#150000")
+_CSS_BY_COLOR = {
+    _INK: "var(--ink)",
+    _SOFT: "var(--soft)",
+    _LINE: "var(--line)",
+    _ALARM: "var(--alarm)",
+    _CARD: "var(--card)",
+    **{color: f"var(--s{i})" for i, color in enumerate(_SERIES)},
+}
+
+# Series differ by their dashes, too, for readers who cannot tell the colours apart.
+_DASHES: tuple[tuple[float, ...], ...] = ((), (7, 4), (2, 4), (9, 3, 2, 3))
+
+_SVG = "{http://www.w3.org/2000/svg}"
 
 
-def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """About `count` round values (steps of 1, 2, 2.5 or 5 times a power of ten) within [low, high], or around it
-    where it is too narrow."""
-    low, high = _interval(low, high)
-    raw = (high - low) / max(count, 1)
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m for m in (1.0, 2.0, 2.5, 5.0, 10.0) if m * power >= 0.75 * raw) * power
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [0.0 if k == 0 else float(f"{k * step:.12g}") for k in range(first, last + 1)]
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The size of one variant of a chart, in SVG units.
+
+    Attributes:
+        name: CSS class of the variant.
+        width: Width of the drawing.
+        font_size: Size of all text.
+    """
+
+    name: str
+    width: float
+    font_size: float
+
+    def text_width(self, text: str) -> float:
+        """Return a generous estimate of the width of a text, independent of the fonts of this machine."""
+        return 0.6 * self.font_size * len(text)
 
 
-def _interval(low: float, high: float) -> tuple[float, float]:
-    """The same interval, widened where it is too narrow to be drawn."""
-    size = max(abs(low), abs(high))
-    if not high - low > max(1e-9 * size, _TINY):
-        half = 0.5 * size if size > _TINY else 1.0
-        return low - half, high + half
-    return low, high
+_LAYOUTS = (_Layout("wide", 800, 13), _Layout("narrow", 340, 12))
 
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """Values → SVG units along one axis. `ticks` are values; `names` their texts."""
+    """The scale of one axis.
+
+    Attributes:
+        low: Smallest value shown.
+        high: Largest value shown.
+        ticks: Values that have a label.
+        labels: The labels, one for each tick.
+    """
 
     low: float
     high: float
-    start: float
-    end: float
-    ticks: list[float]
-    names: list[str]
-    log: bool = False
-
-    def __call__(self, value: float) -> float:
-        low, high, v = (
-            (math.log10(x) for x in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
-        )
-        return round(self.start + (v - low) / (high - low) * (self.end - self.start), 2)
+    ticks: Sequence[float]
+    labels: Sequence[str]
 
 
-def _axis(low: float, high: float, start: float, end: float, unit: str, snug: bool, log: bool = False) -> _Axis:
-    """snug: the axis ends where the data end; otherwise at the enclosing ticks. unit: put after every number; "%" shows
-    shares as percentages."""
-    if log:
-        low, high = (low, high) if high > low * (1 + 1e-9) else (low / 3, high * 3)
-        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        marks = (1, 2, 5) if len(decades) <= 4 else (1,)
-        inside = [m * 10.0**d for d in decades for m in marks if low <= m * 10.0**d <= high]
-        return _Axis(low, high, start, end, inside, [_with_unit(number(t, 2), unit) for t in inside], True)
-    low, high = _interval(low, high)
-    if not snug:
-        step = np.diff(nice_ticks(low, high)[:2]).max(initial=0.0)
-        if step > 0:
-            low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
-    ticks = nice_ticks(low, high)
-    factor = 100.0 if unit == "%" else 1.0
-    return _Axis(low, high, start, end, ticks, [_with_unit(number(factor * t, 6), unit) for t in ticks])
-
-
-def _with_unit(number: str, unit: str) -> str:
-    return number + ("" if unit in ("", "%") else "\u202f") + unit
-
-
-def _frame(x: _Axis, y: _Axis, x_label: str, y_label: str) -> str:
-    """Grid, ticks and labels. The vertical axis is named on top, where it reads without turning the head."""
-    parts = [f'<text x="12" y="{y.end - 14:g}">{text(y_label)}</text>'] if y_label else []
-    for value, name in zip(y.ticks, y.names, strict=True):
-        parts.append(f'<line class="grid" x1="{x.start}" x2="{x.end}" y1="{y(value)}" y2="{y(value)}"/>')
-        parts.append(f'<text x="{x.start - 8}" y="{y(value) + 4:g}" text-anchor="end">{text(name)}</text>')
-    for value, name in zip(x.ticks, x.names, strict=True):
-        parts.append(f'<line class="axis" x1="{x(value)}" x2="{x(value)}" y1="{y.start}" y2="{y.start + 4}"/>')
-        parts.append(f'<text x="{x(value)}" y="{y.start + 19}" text-anchor="middle">{text(name)}</text>')
-    parts.append(f'<line class="axis" x1="{x.start}" x2="{x.end}" y1="{y.start}" y2="{y.start}"/>')
-    middle = (x.start + x.end) / 2
-    parts.append(f'<text x="{middle:g}" y="{y.start + 40}" text-anchor="middle">{text(x_label)}</text>')
-    return "".join(parts)
-
-
-def _figure(title: str, drawing: str, height: float, describe: str, legend: Sequence[str] = ()) -> str:
-    keys = "".join(
-        f'<li><svg class="key" viewBox="0 0 28 10" aria-hidden="true"><line class="curve s{i % 6}" '
-        f'x1="1" x2="27" y1="5" y2="5" stroke-dasharray="{_DASHES[i % 4]}"/></svg>{text(name)}</li>'
-        for i, name in enumerate(legend)
-    )
-    return (
-        f"<figure><figcaption>{text(title)}</figcaption>"
-        + (f'<ul class="legend">{keys}</ul>' if len(legend) > 1 else "")
-        + f'<div class="scroll" tabindex="0" role="region" aria-label="{text(title)}">'
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {WIDTH} {height:g}" '
-        f'aria-label="{text(describe)}">'
-        f"{drawing}</svg></div></figure>"
-    )
-
-
-def _empty(title: str) -> str:
-    return _figure(title, f'<text x="{WIDTH / 2}" y="40" text-anchor="middle">no data</text>', 70, f"{title}: no data")
-
-
-def _finite(values: ArrayLike) -> NDArray[np.float64]:
-    v = np.asarray(values, np.float64).reshape(-1)
-    return np.where(np.abs(v) < 1e300, v, np.nan)
-
-
-def line_chart(
+def draw_lines(
     series: Mapping[str, tuple[ArrayLike, ArrayLike]],
     x_label: str,
     y_label: str,
@@ -132,139 +108,558 @@ def line_chart(
     vertical: Mapping[str, float] | None = None,
     x_unit: str = "",
     y_unit: str = "",
-    y_zero: bool = False,
-    marks: bool = False,
-    steps: bool = False,
-) -> str:
-    """Curves over a common axis.
+    include_zero: bool = False,
+    show_points: bool = False,
+    show_steps: bool = False,
+) -> Markup:
+    """Return a chart of one curve per series over common axes.
 
-    series: name → (xs, ys) of one length, in drawing order; a NaN breaks its curve. horizontal, vertical: named
-    rules, such as a threshold. x_unit, y_unit: put after every tick ("%" shows shares as percentages). y_zero: the
-    vertical axis includes zero. marks: a dot at every point. steps: values hold until the next x. Raises ValueError
-    where xs and ys differ in length.
+    Args:
+        series: The x values and the y values of each curve by its name, in drawing order. NaN interrupts a curve.
+        x_label: Name of the horizontal axis.
+        y_label: Name of the vertical axis.
+        title: Title above the chart.
+        log_x: Whether the horizontal axis is logarithmic.
+        horizontal: Values marked by a horizontal line, such as a threshold, by name.
+        vertical: Values marked by a vertical line, by name.
+        x_unit: Unit of the labels of the horizontal axis; "%" shows shares as percentages.
+        y_unit: The same for the vertical axis.
+        include_zero: Whether the vertical axis always includes zero.
+        show_points: Whether each value has a dot.
+        show_steps: Whether a value holds until the next x, which draws steps instead of slopes.
+
+    Raises:
+        ValueError: A series has different numbers of x and y values.
     """
-    data = {name: (_finite(xs), _finite(ys)) for name, (xs, ys) in series.items()}
-    for name, (xs, ys) in data.items():
+    curves = {name: (_keep_finite(xs), _keep_finite(ys)) for name, (xs, ys) in series.items()}
+    for name, (xs, ys) in curves.items():
         if len(xs) != len(ys):
-            raise ValueError(f"series {name!r} has {len(xs)} x values and {len(ys)} y values")
+            raise ValueError(f"series {name!r} has {len(xs)} x values and {len(ys)} y values; the numbers must agree")
     if log_x:
-        data = {name: (np.where(xs > _TINY, xs, np.nan), ys) for name, (xs, ys) in data.items()}
-    across = {name: v for name, v in (horizontal or {}).items() if math.isfinite(v)}
-    upright = {name: v for name, v in (vertical or {}).items() if math.isfinite(v) and (v > _TINY or not log_x)}
-    good = {name: np.isfinite(xs) & np.isfinite(ys) for name, (xs, ys) in data.items()}
-    if not any(keep.any() for keep in good.values()):
-        return _empty(title)
-    all_x = np.concatenate([xs[good[name]] for name, (xs, _) in data.items()] + [np.array(list(upright.values()))])
-    all_y = np.concatenate([ys[good[name]] for name, (_, ys) in data.items()] + [np.array(list(across.values()))])
-    y = _axis(min(all_y.min(), 0.0 if y_zero else math.inf), all_y.max(), 262, 34, y_unit, snug=False)
-    x = _axis(all_x.min(), all_x.max(), _left(y), WIDTH - 20, x_unit, snug=True, log=log_x)
-    parts = [_frame(x, y, x_label, y_label)]
-    for i, (name, (xs, ys)) in enumerate(data.items()):
-        look = f'class="curve s{i % 6}" style="fill:none" stroke-dasharray="{_DASHES[i % 4]}"'
-        parts.append(f'<path {look} d="{_path(xs, ys, x, y, steps)}"/>')
-        if marks:
-            dots = zip(xs[good[name]].tolist(), ys[good[name]].tolist(), strict=True)
-            parts += [f'<circle class="s{i % 6}" cx="{x(a)}" cy="{y(b)}" r="3"/>' for a, b in dots]
-    parts += [_rule(name, x.start, x.end, y(v), y(v)) for name, v in across.items()]
-    parts += [_rule(name, x(v), x(v), y.start, y.end) for name, v in upright.items()]
-    describe = f"{title}: {y_label} against {x_label} for {', '.join(data)}"
-    return _figure(title, "".join(parts), 312, describe, list(data))
+        curves = {name: (np.where(xs > MIN_MAGNITUDE, xs, np.nan), ys) for name, (xs, ys) in curves.items()}
+    levels = {name: v for name, v in (horizontal or {}).items() if math.isfinite(v)}
+    marks = {name: v for name, v in (vertical or {}).items() if math.isfinite(v) and (v > MIN_MAGNITUDE or not log_x)}
+    visible = [np.isfinite(xs) & np.isfinite(ys) for xs, ys in curves.values()]
+    if not any(mask.any() for mask in visible):
+        return _draw_empty(title)
+    x_values = [xs[mask] for (xs, _), mask in zip(curves.values(), visible, strict=True)]
+    y_values = [ys[mask] for (_, ys), mask in zip(curves.values(), visible, strict=True)]
+    all_x = np.concatenate([*x_values, list(marks.values())])
+    all_y = np.concatenate([*y_values, list(levels.values()), [0.0] * include_zero])
+
+    def draw(layout: _Layout) -> str:
+        y_axis = _round_axis(all_y.min(), all_y.max(), y_unit)
+        left = _left_margin(y_axis, layout)
+        x_axis = _tight_axis(all_x.min(), all_x.max(), x_unit, layout, layout.width - left - 20, log_x)
+        figure, axes = _new_axes(layout, x_axis, y_axis, x_label, y_label, log_x, marks)
+        for i, (xs, ys) in enumerate(curves.values()):
+            axes.plot(
+                xs,
+                ys,
+                color=_color(i),
+                linestyle=(0, _dashes(i) or None),
+                linewidth=2.2,
+                drawstyle="steps-post" if show_steps else "default",
+                clip_on=False,
+                gid=f"curve-{i}",
+            )
+            if show_points:
+                axes.plot(xs, ys, "o", color=_color(i), markersize=5, gid=f"points-{i}", clip_on=False)
+        _draw_levels(axes, levels, layout)
+        description = f"{title}: {y_label} against {x_label} for {', '.join(curves)}"
+        return _to_svg(figure, description, salt=f"{title} {layout.name}")
+
+    return _assemble(title, draw, list(curves))
 
 
-def _left(y: _Axis) -> float:
-    """Where the drawing begins: right of the numbers of the vertical axis."""
-    return max(48.0, 18 + 7.6 * max(map(len, y.names), default=0))
+def draw_bars(labels: Sequence[str], values: ArrayLike, title: str, x_label: str = "", *, unit: str = "") -> Markup:
+    """Return a chart of horizontal bars that start at zero, each with its label and its number.
 
+    Args:
+        labels: Label of each bar, from top to bottom. A long label is shortened; its tooltip shows all of it.
+        values: Length of each bar.
+        title: Title above the chart.
+        x_label: Name of the horizontal axis.
+        unit: Unit of the numbers; "%" shows shares as percentages.
 
-def _path(xs: NDArray[np.float64], ys: NDArray[np.float64], x: _Axis, y: _Axis, steps: bool) -> str:
-    out, pen_down, last = [], False, 0.0
-    for a, b in zip(xs.tolist(), ys.tolist(), strict=True):
-        if not (math.isfinite(a) and math.isfinite(b)):
-            pen_down = False
-            continue
-        if pen_down and steps:
-            out.append(f"L{x(a):g} {last:g}")
-        last = y(b)
-        out.append(f"{'L' if pen_down else 'M'}{x(a):g} {last:g}")
-        pen_down = True
-    return "".join(out)
-
-
-def _rule(name: str, x1: float, x2: float, y1: float, y2: float) -> str:
-    """A named line; the name stands above a horizontal one at its right end, beside a vertical one at its top."""
-    flush_left = x1 == x2 and x1 < WIDTH / 2
-    at = (x1 + 6, y2 + 10) if flush_left else (x2 - 6, y2 + 10) if x1 == x2 else (x2, y1 - 6)
-    anchor = "start" if flush_left else "end"
-    line = f'<line class="rule" x1="{x1}" x2="{x2}" y1="{y1}" y2="{y2}"/>'
-    return f'{line}<text class="rule" x="{at[0]:g}" y="{at[1]:g}" text-anchor="{anchor}">{text(name)}</text>'
-
-
-def bar_chart(labels: Sequence[str], values: ArrayLike, title: str, x_label: str = "", *, unit: str = "") -> str:
-    """Horizontal bars from zero, one per label, in the given order, each with its number. unit: as in `line_chart`."""
-    v = _finite(values)
-    if len(v) != len(labels):
-        raise ValueError(f"{len(labels)} labels for {len(v)} values")
-    if not np.isfinite(v).any():
-        return _empty(title)
-    names = [label if len(label) <= 30 else label[:29] + "…" for label in map(str, labels)]
-    left = 24 + min(7.5 * max(map(len, names)), 230)
-    bottom = 12 + 26 * len(v)
-    low, high = min(0.0, float(np.nanmin(v))), max(0.0, float(np.nanmax(v))) or float(not np.nanmin(v))
-    x = _axis(low, high, left + (70 if low < 0 else 0), WIDTH - 70, unit, snug=True)
-    parts = [
-        f'<line class="grid" x1="{x(t)}" x2="{x(t)}" y1="8" y2="{bottom}"/>'
-        f'<text x="{x(t)}" y="{bottom + 18}" text-anchor="middle">{text(name)}</text>'
-        for t, name in zip(x.ticks, x.names, strict=True)
-    ]
+    Raises:
+        ValueError: There is not one value for each label.
+    """
+    lengths = _keep_finite(values)
+    if len(lengths) != len(labels):
+        raise ValueError(f"{len(labels)} labels for {len(lengths)} values; a bar needs one label and one value")
+    if not np.isfinite(lengths).any():
+        return _draw_empty(title)
+    low, high = min(0.0, float(np.nanmin(lengths))), max(0.0, float(np.nanmax(lengths)))
     factor = 100.0 if unit == "%" else 1.0
-    for i, (name, value) in enumerate(zip(names, v.tolist(), strict=True)):
-        top = 12 + 26 * i
-        parts.append(f'<text class="strong" x="{left - 10}" y="{top + 15}" text-anchor="end">{text(name)}')
-        parts.append(f"<title>{text(labels[i])}</title></text>")
-        if not math.isfinite(value):
-            continue
-        start, end = sorted((x(0.0), x(value)))
-        shown = _with_unit(number(factor * value), unit)
-        at, anchor = (start - 6, "end") if value < 0 else (end + 6, "start")
-        parts.append(f'<rect class="bar" x="{start}" y="{top + 1}" width="{end - start:g}" height="18" rx="2"/>')
-        parts.append(f'<text x="{at:g}" y="{top + 15}" text-anchor="{anchor}">{text(shown)}</text>')
-    parts.append(f'<line class="axis" x1="{x(0.0)}" x2="{x(0.0)}" y1="8" y2="{bottom}"/>')
-    parts.append(f'<text x="{(x.start + x.end) / 2:g}" y="{bottom + 38}" text-anchor="middle">{text(x_label)}</text>')
-    return _figure(title, "".join(parts), bottom + (46 if x_label else 26), f"{title}: bars for {len(v)} labels")
+    numbers = [_with_unit(format_number(factor * v), unit) for v in lengths.tolist()]
+
+    def draw(layout: _Layout) -> str:
+        max_characters = 30 if layout.name == "wide" else 16
+        names = [_shorten(replace_illegal_characters(label), max_characters) for label in labels]
+        number_width = max(map(layout.text_width, numbers)) + 8
+        left = min(24 + max(map(layout.text_width, names)) + (number_width if low < 0 else 0), 0.6 * layout.width)
+        right = min(12 + number_width, 0.25 * layout.width)
+        x_axis = _tight_axis(low, high, unit, layout, layout.width - left - right)
+        bottom = 46 if x_label else 26
+        height = 12 + BAR_HEIGHT * len(labels) + bottom
+        figure = _new_figure(layout.width, height)
+        axes = figure.add_axes(
+            (left / layout.width, bottom / height, 1 - (left + right) / layout.width, 1 - (bottom + 12) / height)
+        )
+        axes.set_ylim(len(labels) - 0.5, -0.5)
+        _style_axes(axes, layout, "x")
+        _set_x_axis(axes, x_axis, x_label, layout)
+        axes.spines[["bottom"]].set_visible(False)
+        axes.axvline(0.0, color=_SOFT, linewidth=1)
+        axes.set_yticks([])
+        tooltips = {}
+        for i, (length, name, number) in enumerate(zip(lengths.tolist(), names, numbers, strict=True)):
+            if math.isfinite(length):
+                axes.barh([i], [length], height=0.7, color=_SERIES[0])[0].set_gid(f"bar-{i}")
+                _annotate(axes, number, (length, i), (-6 if length < 0 else 6, 0), layout, _SOFT)
+            name_at_left_edge = -left + 12 + max(map(layout.text_width, names))
+            axes.annotate(
+                name,
+                (0, i),
+                (name_at_left_edge, 0),
+                xycoords=axes.get_yaxis_transform(),
+                textcoords="offset points",
+                horizontalalignment="right",
+                verticalalignment="center_baseline",
+                color=_INK,
+                fontsize=layout.font_size,
+                gid=f"label-{i}",
+                parse_math=False,
+                annotation_clip=False,
+            )
+            tooltips[f"label-{i}"] = replace_illegal_characters(labels[i])
+        return _to_svg(figure, f"{title}: bars for {len(lengths)} labels", f"{title} {layout.name}", tooltips)
+
+    return _assemble(title, draw)
 
 
-def histogram(
+def draw_histogram(
     values: ArrayLike,
     title: str,
     x_label: str,
-    bins: int = 30,
+    num_bins: int = 30,
     *,
     x_unit: str = "",
     vertical: Mapping[str, float] | None = None,
-) -> str:
-    """How many values fall where. bins: about how many, with round edges; values that are not finite are left out.
+) -> Markup:
+    """Return a histogram.
 
-    vertical: named rules, such as a threshold.
+    Args:
+        values: The values to count. Values that are not finite are left out.
+        title: Title above the chart.
+        x_label: Name of the horizontal axis.
+        num_bins: Approximate number of bins; their edges are round numbers.
+        x_unit: Unit of the labels of the horizontal axis; "%" shows shares as percentages.
+        vertical: Values marked by a vertical line, such as a threshold, by name.
     """
-    v = _finite(values)
-    v = v[np.isfinite(v)]
-    if not len(v):
-        return _empty(title)
-    rules = {name: value for name, value in (vertical or {}).items() if math.isfinite(value)}
-    low, high = _interval(float(v.min()), float(v.max()))
-    step = float(np.diff(nice_ticks(low, high, bins)[:2])[0])
-    first = math.floor(low / step + 1e-9)
-    edges = (first + np.arange(max(math.ceil(high / step - 1e-9) - first, 1) + 1)) * step
-    edges[0], edges[-1] = min(edges[0], low), max(edges[-1], high)
-    counts, edges = np.histogram(v, edges)
-    ends = min(edges[0], *rules.values(), math.inf), max(edges[-1], *rules.values(), -math.inf)
-    y = _axis(0.0, float(counts.max()), 262, 34, "", snug=False)
-    x = _axis(*ends, _left(y), WIDTH - 20, x_unit, snug=True)
-    bars = "".join(
-        f'<rect class="bar" x="{x(a) + 0.5:g}" y="{y(c):g}" width="{max(x(b) - x(a) - 1, 0.5):g}" '
-        f'height="{y.start - y(c):g}"><title>{text(f"{number(a)} to {number(b)}: {c}")}</title></rect>'
-        for a, b, c in zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True)
-        if c
+    finite = _keep_finite(values)
+    finite = finite[np.isfinite(finite)]
+    if not len(finite):
+        return _draw_empty(title)
+    marks = {name: v for name, v in (vertical or {}).items() if math.isfinite(v)}
+    edges = _round_values(float(finite.min()), float(finite.max()), num_bins)
+    edges[0], edges[-1] = min(edges[0], finite.min()), max(edges[-1], finite.max())
+    counts, _ = np.histogram(finite, edges)
+    low, high = min(edges[0], *marks.values(), math.inf), max(edges[-1], *marks.values(), -math.inf)
+
+    def draw(layout: _Layout) -> str:
+        y_axis = _round_axis(0.0, float(counts.max()), "")
+        x_axis = _tight_axis(low, high, x_unit, layout, layout.width - _left_margin(y_axis, layout) - 20)
+        figure, axes = _new_axes(layout, x_axis, y_axis, x_label, "count", False, marks)
+        tooltips = {}
+        for i, count in enumerate(counts.tolist()):
+            if count:
+                start, end = edges[i], edges[i + 1]
+                (bar,) = axes.bar(
+                    start, count, width=end - start, align="edge", color=_SERIES[0], edgecolor=_CARD, linewidth=0.8
+                )
+                bar.set_gid(f"bar-{i}")
+                tooltips[f"bar-{i}"] = f"{format_number(start)} to {format_number(end)}: {count}"
+        return _to_svg(figure, f"{title}: histogram of {len(finite)} values", f"{title} {layout.name}", tooltips)
+
+    return _assemble(title, draw)
+
+
+def _assemble(title: str, draw: Callable[[_Layout], str], legend: Sequence[str] = ()) -> Markup:
+    """Return the figure element of a chart: its title, its legend and one drawing for each layout.
+
+    Args:
+        title: Title of the chart.
+        draw: Returns the SVG for a layout.
+        legend: Names of the series in drawing order.
+    """
+    from markupsafe import Markup
+
+    drawings = {layout.name: Markup(draw(layout)) for layout in _LAYOUTS}  # noqa: S704 - matplotlib escapes text
+    rows = [(name, _CSS_BY_COLOR[_color(i)], " ".join(map(str, _dashes(i))) or "none") for i, name in enumerate(legend)]
+    return render_part("chart", title, rows, drawings)
+
+
+def _draw_empty(title: str) -> Markup:
+    """Return a chart that says that there is no data; one drawing fits all screens."""
+    from markupsafe import Markup
+
+    figure = _new_figure(340, 70)
+    figure.text(0.5, 0.5, "no data", color=_SOFT, fontsize=13, horizontalalignment="center")
+    drawing = Markup(_to_svg(figure, f"{title}: no data", title))  # noqa: S704 - matplotlib escapes text
+    return render_part("chart", title, [], {"all": drawing})
+
+
+def _new_figure(width: float, height: float) -> Figure:
+    """Return an empty transparent figure of a size in SVG units; matplotlib is imported when the first one is made."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a read-only home directory is no reason to warn
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width / 72, height / 72))  # matplotlib writes 72 SVG units for an inch
+    figure.patch.set_visible(False)
+    return figure
+
+
+def _new_axes(
+    layout: _Layout,
+    x_axis: _Axis,
+    y_axis: _Axis,
+    x_label: str,
+    y_label: str,
+    log_x: bool,
+    marks: Mapping[str, float],
+) -> tuple[Figure, Axes]:
+    """Return a figure and its axes with grid, tick labels, axis names and labelled vertical lines.
+
+    The name of the vertical axis stands above it, because horizontal text is easier to read.
+    """
+    from matplotlib.transforms import blended_transform_factory
+
+    flags, num_rows = _arrange_flags(marks, x_axis, layout, _left_margin(y_axis, layout), log_x)
+    left, right, bottom = _left_margin(y_axis, layout), 20, 48
+    top = 12 + (LINE_HEIGHT + 6 if y_label else 0) + LINE_HEIGHT * num_rows
+    height = top + PLOT_HEIGHT + bottom
+    figure = _new_figure(layout.width, height)
+    axes = figure.add_axes(
+        (left / layout.width, bottom / height, 1 - (left + right) / layout.width, PLOT_HEIGHT / height)
     )
-    lines = "".join(_rule(name, x(value), x(value), y.start, y.end) for name, value in rules.items())
-    return _figure(title, _frame(x, y, x_label, "count") + bars + lines, 312, f"{title}: histogram of {len(v)} values")
+    if log_x:
+        axes.set_xscale("log")
+        axes.minorticks_off()
+    _style_axes(axes, layout, "y")
+    _set_x_axis(axes, x_axis, x_label, layout)
+    axes.set_ylim(y_axis.low, y_axis.high)
+    axes.set_yticks(y_axis.ticks, y_axis.labels, parse_math=False)
+    figure.text(
+        12 / layout.width,
+        1 - LINE_HEIGHT / height,
+        _shorten(replace_illegal_characters(y_label), int(layout.width / layout.text_width("x")) - 2),
+        color=_SOFT,
+        fontsize=layout.font_size,
+        parse_math=False,
+    )
+    for flag in flags:
+        top_of_line = 1 + (flag.row + 0.8) * LINE_HEIGHT / PLOT_HEIGHT
+        axes.plot(
+            [flag.value, flag.value],
+            [0, top_of_line],
+            transform=blended_transform_factory(axes.transData, axes.transAxes),
+            color=_ALARM,
+            linewidth=1.5,
+            linestyle=(0, (5, 4)),
+            clip_on=False,
+            scalex=False,
+            scaley=False,
+        )
+        offset = (5 if flag.is_right else -5, 4 + flag.row * LINE_HEIGHT)
+        axes.annotate(
+            flag.name,
+            (flag.value, 1),
+            offset,
+            xycoords=blended_transform_factory(axes.transData, axes.transAxes),
+            textcoords="offset points",
+            horizontalalignment="left" if flag.is_right else "right",
+            color=_ALARM,
+            fontsize=layout.font_size,
+            parse_math=False,
+            annotation_clip=False,
+        )
+    return figure, axes
+
+
+@dataclass(frozen=True, slots=True)
+class _Flag:
+    """The label of a vertical line, placed above the plotting area like a flag on its pole.
+
+    Attributes:
+        name: Text of the label.
+        value: Position of the line on the horizontal axis.
+        row: Row of text above the plotting area, counted from 0 at the bottom.
+        is_right: Whether the text is to the right of its line, else to the left.
+    """
+
+    name: str
+    value: float
+    row: int
+    is_right: bool
+
+
+def _arrange_flags(
+    marks: Mapping[str, float], x_axis: _Axis, layout: _Layout, left: float, log_x: bool
+) -> tuple[list[_Flag], int]:
+    """Place the labels of vertical lines in rows so that no label overlaps another label or line.
+
+    All labels lie on the same side of their lines. The labels are placed starting from that side, each in the lowest
+    free row, so a line that ends in a higher row passes no label.
+
+    Args:
+        marks: Position of each line by its name.
+        x_axis: The horizontal axis.
+        layout: The variant of the chart.
+        left: Start of the plotting area in SVG units.
+        log_x: Whether the axis is logarithmic.
+
+    Returns:
+        The labels, and the number of rows that they need.
+    """
+    scale = math.log if log_x else float
+    start, end = scale(x_axis.low), scale(x_axis.high)
+    width = layout.width - left - 20
+
+    def position(value: float) -> float:
+        return left + (scale(value) - start) / (end - start) * width
+
+    names = {_shorten(replace_illegal_characters(name), 30): value for name, value in marks.items()}
+    has_space_right = all(position(v) + 5 + layout.text_width(name) <= layout.width for name, v in names.items())
+    order = sorted(names.items(), key=lambda item: item[1], reverse=has_space_right)
+    flags: list[_Flag] = []
+    limits: list[float] = []  # of each row: where its last label, seen from the side of the labels, begins
+    for name, value in order:
+        near = position(value)
+        far = near + (1 if has_space_right else -1) * (10 + layout.text_width(name))
+        free_rows = [i for i, limit in enumerate(limits) if (far <= limit if has_space_right else far >= limit)]
+        row = free_rows[0] if free_rows else len(limits)
+        limits[row : row + 1] = [near]
+        flags.append(_Flag(name, value, row, has_space_right))
+    return flags, len(limits)
+
+
+def _draw_levels(axes: Axes, levels: Mapping[str, float], layout: _Layout) -> None:
+    """Draw labelled horizontal lines; a label moves to the left if it would overlap the label of a close line."""
+    low, high = axes.get_ylim()
+    placed: list[tuple[float, float]] = []  # height and left end of each label, in SVG units from the bottom right
+    for name, value in sorted(levels.items(), key=lambda item: item[1]):
+        height = (value - low) / (high - low) * PLOT_HEIGHT
+        offset = min([end for other, end in placed if abs(other - height) < LINE_HEIGHT], default=0.0)
+        text = _shorten(replace_illegal_characters(name), 30)
+        placed.append((height, offset - layout.text_width(text) - 8))
+        axes.axhline(value, color=_ALARM, linewidth=1.5, linestyle=(0, (5, 4)), clip_on=False)
+        axes.annotate(
+            text,
+            (1, value),
+            (offset, 5),
+            xycoords=axes.get_yaxis_transform(),
+            textcoords="offset points",
+            horizontalalignment="right",
+            color=_ALARM,
+            fontsize=layout.font_size,
+            bbox={"facecolor": _CARD, "edgecolor": "none", "pad": 1.5},
+            parse_math=False,
+            annotation_clip=False,
+        )
+
+
+def _annotate(
+    axes: Axes, text: str, xy: tuple[float, float], offset: tuple[float, float], layout: _Layout, color: str
+) -> None:
+    """Write a text beside a point; a negative horizontal offset puts it to the left of the point."""
+    axes.annotate(
+        replace_illegal_characters(text),
+        xy,
+        offset,
+        textcoords="offset points",
+        horizontalalignment="right" if offset[0] < 0 else "left",
+        verticalalignment="center_baseline",
+        color=color,
+        fontsize=layout.font_size,
+        parse_math=False,
+        annotation_clip=False,
+    )
+
+
+def _style_axes(axes: Axes, layout: _Layout, grid: str) -> None:
+    """Remove the frame and the tick marks, and draw grid lines for the axis `grid`, "x" or "y"."""
+    axes.patch.set_visible(False)
+    axes.spines[["left", "top", "right"]].set_visible(False)
+    axes.spines[["bottom"]].set_color(_SOFT)
+    axes.tick_params(length=0, pad=6, labelsize=layout.font_size, labelcolor=_SOFT)
+    axes.grid(axis=grid, color=_LINE, linewidth=1)  # type: ignore[arg-type]
+    axes.set_axisbelow(True)
+
+
+def _set_x_axis(axes: Axes, x_axis: _Axis, label: str, layout: _Layout) -> None:
+    """Set the limits, the tick labels and the name of the horizontal axis."""
+    axes.set_xlim(x_axis.low, x_axis.high)
+    axes.set_xticks(x_axis.ticks, x_axis.labels, parse_math=False)
+    axes.set_xlabel(
+        _shorten(replace_illegal_characters(label), int(layout.width / layout.text_width("x")) - 2),
+        color=_SOFT,
+        fontsize=layout.font_size,
+        labelpad=5,
+        parse_math=False,
+    )
+
+
+def _to_svg(figure: Figure, description: str, salt: str, tooltips: Mapping[str, str] | None = None) -> str:
+    """Return a figure as an SVG element whose colours and fonts are those of the page.
+
+    Args:
+        figure: The figure.
+        description: Text for screen readers.
+        salt: Makes the ids in the SVG differ from those of the other charts of a page.
+        tooltips: Text to show for the artist of each gid (the id that was given to a matplotlib artist).
+    """
+    import matplotlib
+
+    buffer = io.BytesIO()
+    no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with (
+        warnings.catch_warnings(),
+        matplotlib.rc_context(
+            {
+                "svg.fonttype": "none",
+                "svg.hashsalt": ascii(salt),
+                "lines.scale_dashes": False,
+                "path.simplify": False,
+            }
+        ),
+    ):
+        warnings.simplefilter("ignore")  # glyphs that matplotlib's own font lacks; the reader's fonts have them
+        figure.savefig(buffer, format="svg", metadata=no_metadata)
+    root = ElementTree.fromstring(buffer.getvalue())  # noqa: S314 - matplotlib wrote it
+    for attribute in ("width", "height", "version"):
+        del root.attrib[attribute]
+    root.set("role", "img")
+    root.set("aria-label", replace_illegal_characters(description))
+    style_of_all_elements = root.find(f"{_SVG}defs")
+    if style_of_all_elements is not None:
+        root.remove(style_of_all_elements)  # it would apply to the whole page
+    for element in root.iter():
+        if "style" in element.attrib:
+            element.set("style", _to_css(element.attrib["style"]))
+        if element.tag == f"{_SVG}g":
+            gid = element.attrib.pop("id", "")
+            if gid in (tooltips or {}):
+                title = ElementTree.Element(f"{_SVG}title")
+                title.text = (tooltips or {})[gid]
+                element.insert(0, title)
+            if re.fullmatch("(curve|points|bar|label)-[0-9]+", gid):
+                element.set("class", gid.partition("-")[0])
+        element.tail = None
+        if element.text is not None and not element.text.strip() and element.tag != f"{_SVG}text":
+            element.text = None
+    ElementTree.register_namespace("", _SVG[1:-1])
+    ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _to_css(style: str) -> str:
+    """Replace the stand-in colours of a style attribute by CSS variables, and drop the names of fonts."""
+    style = re.sub("font-family: [^;]*(; )?", "", style)
+    return re.sub("#[0-9a-f]{6}", lambda match: _CSS_BY_COLOR.get(match[0], match[0]), style)
+
+
+def _keep_finite(values: ArrayLike) -> Floats:
+    """Return values as a flat array in which NaN replaces what is not finite or too large to draw."""
+    array = np.asarray(values, np.float64).reshape(-1)
+    array = np.where(np.abs(array) < MIN_MAGNITUDE, 0.0, array)
+    return np.where(np.abs(array) < MAX_MAGNITUDE, array, np.nan)
+
+
+def _round_values(low: float, high: float, num_steps: int) -> Floats:
+    """Return about `num_steps` round values at equal distances that enclose the interval from `low` to `high`."""
+    from matplotlib.ticker import MaxNLocator
+
+    low, high = _widen(low, high)
+    values = MaxNLocator(num_steps, steps=[1, 2, 2.5, 5, 10], min_n_ticks=1).tick_values(low, high)
+    return np.array([float(f"{value:.12g}") for value in values])
+
+
+def _widen(low: float, high: float) -> tuple[float, float]:
+    """Return an interval around the given one that is wide enough to be drawn."""
+    size = max(abs(low), abs(high))
+    if high - low > max(1e-9 * size, MIN_MAGNITUDE):
+        return low, high
+    half_width = 0.5 * size if size > MIN_MAGNITUDE else 1.0
+    return low - half_width, high + half_width
+
+
+def _round_axis(low: float, high: float, unit: str) -> _Axis:
+    """Return an axis that ends at the round values around the data."""
+    ticks = _round_values(low, high, 6).tolist()
+    return _Axis(ticks[0], ticks[-1], ticks, _label_ticks(ticks, unit, 6))
+
+
+def _tight_axis(
+    low: float, high: float, unit: str, layout: _Layout, space: float, is_logarithmic: bool = False
+) -> _Axis:
+    """Return an axis that ends where the data end, with as many tick labels as fit.
+
+    Args:
+        low: Smallest value of the data.
+        high: Largest value of the data.
+        unit: Unit of the labels; "%" shows shares as percentages.
+        layout: The variant of the chart.
+        space: Length of the axis in SVG units.
+        is_logarithmic: Whether the scale is logarithmic.
+    """
+    if is_logarithmic:
+        low, high = (low, high) if high > low * (1 + 1e-9) else (low / 3, high * 3)
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        multiples = (1, 2, 5) if len(decades) <= 4 else (1,)
+        candidates = [m * 10.0**d for d in decades for m in multiples if low <= m * 10.0**d <= high] or [low, high]
+        choices = [candidates[::step] for step in range(1, len(candidates) + 1)]
+    else:
+        low, high = _widen(low, high)
+        slack = 1e-9 * (high - low)
+        candidates_by_steps = [_round_values(low, high, num_steps).tolist() for num_steps in (6, 5, 4, 3, 2)]
+        choices = [[t for t in ticks if low - slack <= t <= high + slack] for ticks in candidates_by_steps]
+    num_digits = 2 if is_logarithmic else 6
+    for ticks in choices:
+        labels = _label_ticks(ticks, unit, num_digits)
+        if sum(layout.text_width(label) + 14 for label in labels) <= space:
+            break
+    return _Axis(low, high, ticks, labels)
+
+
+def _label_ticks(ticks: Sequence[float], unit: str, num_digits: int) -> list[str]:
+    """Return the labels of ticks with their unit."""
+    factor = 100.0 if unit == "%" else 1.0
+    return [_with_unit(format_number(factor * tick, num_digits), unit) for tick in ticks]
+
+
+def _left_margin(y_axis: _Axis, layout: _Layout) -> float:
+    """Return the space for the tick labels of the vertical axis, in SVG units."""
+    return min(max(36.0, 14 + max(map(layout.text_width, y_axis.labels))), 0.5 * layout.width)
+
+
+def _with_unit(number: str, unit: str) -> str:
+    """Return a number with its unit after a narrow space; a percent sign follows without a space."""
+    return number + ("" if unit in ("", "%") else "\u202f") + _shorten(replace_illegal_characters(unit), 12)
+
+
+def _shorten(text: str, max_characters: int) -> str:
+    """Return a text on one line and cut to a number of characters, with an ellipsis if it is longer."""
+    text = " ".join(text.split())
+    return text if len(text) <= max_characters else text[: max_characters - 1] + "…"
+
+
+def _color(series_index: int) -> str:
+    """Return the stand-in colour of a series."""
+    return _SERIES[series_index % len(_SERIES)]
+
+
+def _dashes(series_index: int) -> tuple[float, ...]:
+    """Return the lengths of the dashes and gaps of a series in SVG units; no lengths for a solid line."""
+    return _DASHES[series_index % len(_DASHES)]

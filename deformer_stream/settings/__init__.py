@@ -1,51 +1,60 @@
-"""Deployment choices: one typed home for every option of every command.
+"""The options of all commands: their types, defaults and help texts, and the places that their values come from.
 
-Precedence: flag, `DEFORMER_…` environment variable, TOML file, default. The classes below make the command-line options
-(`options`), the configuration print-out and the README's table, so an option exists once. Hyperparameters are not
-settings: they live in the model's manifest.
+A value comes from a flag, a `DEFORMER_…` environment variable, a TOML file or the default, in this order. The
+command-line options (`add_options`), the output of `deformer-stream config` and the table of all options are made from
+these classes, so each option is defined once. Hyperparameters of a model are not settings: they are stored in the
+model's manifest.
 """
 
 from __future__ import annotations
 
 from deformer_stream.settings.base import (
-    PREFIX,
+    VARIABLE_PREFIX,
     Device,
     Duration,
-    Minority,
+    MinorityShare,
     Settings,
     SettingsType,
     Share,
     Size,
     Timeout,
-    Width,
-    flag_of,
-    variable_of,
+    WindowWidth,
+    to_flag,
+    to_variable,
 )
 from deformer_stream.settings.commands import (
-    COMMANDS,
+    SETTINGS_BY_COMMAND,
     CalibrateSettings,
     ConsumeSettings,
     DemoSettings,
     ImputeSettings,
+    InputSettings,
     ProduceSettings,
     ReplaySettings,
     SampleSettings,
     ScoringSettings,
-    TableSettings,
 )
-from deformer_stream.settings.loading import TRAINING, input_name, load, options, read_file, reason, shown_default
+from deformer_stream.settings.loading import (
+    TRAIN_TABLE,
+    add_options,
+    explain_error,
+    find_value,
+    format_default,
+    load_settings,
+)
 
 __all__ = [
-    "COMMANDS",
-    "PREFIX",
-    "TRAINING",
+    "SETTINGS_BY_COMMAND",
+    "TRAIN_TABLE",
+    "VARIABLE_PREFIX",
     "CalibrateSettings",
     "ConsumeSettings",
     "DemoSettings",
     "Device",
     "Duration",
     "ImputeSettings",
-    "Minority",
+    "InputSettings",
+    "MinorityShare",
     "ProduceSettings",
     "ReplaySettings",
     "SampleSettings",
@@ -54,15 +63,13 @@ __all__ = [
     "SettingsType",
     "Share",
     "Size",
-    "TableSettings",
     "Timeout",
-    "Width",
-    "flag_of",
-    "input_name",
-    "load",
-    "options",
-    "read_file",
-    "reason",
-    "shown_default",
-    "variable_of",
+    "WindowWidth",
+    "add_options",
+    "explain_error",
+    "find_value",
+    "format_default",
+    "load_settings",
+    "to_flag",
+    "to_variable",
 ]

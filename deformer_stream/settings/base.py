@@ -1,90 +1,124 @@
-"""What settings are made of: units, the base class with its precedence, and what an option is called."""
+"""The base class of all settings, the types of option values, and the names of options.
+
+`Settings` defines the precedence of the places that an option can come from. Every command has a subclass in
+`commands`.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import (
     BaseSettings,
-    InitSettingsSource,
+    EnvSettingsSource,
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
-PREFIX = "DEFORMER_"
-_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_SIZES = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+VARIABLE_PREFIX = "DEFORMER_"
+"""Prefix of the environment variable of each option."""
+
+_SECONDS_BY_UNIT = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_BYTES_BY_UNIT = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
-def _seconds(value: Any) -> Any:
-    """`250ms`, `30s`, `10m`, `2h`, `1d` or plain seconds → seconds."""
+def parse_duration(value: Any) -> Any:
+    """Return the seconds of a duration such as `250ms`, `30s`, `10m`, `2h`, `1d` or a plain number of seconds.
+
+    A value that is not a string is returned as it is, and validated afterwards.
+    """
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*", value, re.ASCII)
         if not match:
             raise ValueError("a duration is a number with ms, s, m, h or d, like 30s")
-        value = float(match[1]) * _UNITS[match[2] or "s"]
+        value = float(match[1]) * _SECONDS_BY_UNIT[match[2] or "s"]
     return value
 
 
-def _bytes(value: Any) -> Any:
-    """`512MiB`, `1GB` or plain bytes → bytes."""
+def parse_size(value: Any) -> Any:
+    """Return the bytes of a size such as `512MiB`, `1GB` or a plain number of bytes.
+
+    A value that is not a string is returned as it is, and validated afterwards.
+    """
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower(), re.ASCII)
-        if not match or match[2] not in _SIZES:
+        if not match or match[2] not in _BYTES_BY_UNIT:
             raise ValueError("a size is a number with KiB, MiB or GiB, like 512MiB")
-        value = float(match[1]) * _SIZES[match[2]]
-        if value >= 2**63:
-            raise ValueError("a size below 8 EiB is expected")
-        value = int(value)
+        num_bytes = float(match[1]) * _BYTES_BY_UNIT[match[2]]
+        if num_bytes >= 2**63:
+            raise ValueError("a size must be below 8 EiB")
+        return int(num_bytes)
     return value
 
 
-Duration = Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=1e9, allow_inf_nan=False)]
-Timeout = Annotated[float, BeforeValidator(_seconds), Field(gt=0, le=1e9, allow_inf_nan=False)]
-Size = Annotated[int, BeforeValidator(_bytes), Field(ge=0, lt=2**63)]
-Width = Annotated[float, BeforeValidator(_seconds), Field(ge=1e-3, le=1e9, allow_inf_nan=False)]
+Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0, le=1e9, allow_inf_nan=False)]
+"""A time in seconds, zero or more."""
+Timeout = Annotated[float, BeforeValidator(parse_duration), Field(gt=0, le=1e9, allow_inf_nan=False)]
+"""A time in seconds, more than zero."""
+WindowWidth = Annotated[float, BeforeValidator(parse_duration), Field(ge=1e-3, le=1e9, allow_inf_nan=False)]
+"""The length of a window in seconds, at least a millisecond."""
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, lt=2**63)]
+"""A number of bytes."""
 Odds = Annotated[float, Field(gt=1, le=1e9)]
-Minority = Annotated[float, Field(ge=0, lt=0.5)]
+"""Odds in favour of a hypothesis, more than one."""
+MinorityShare = Annotated[float, Field(ge=0, lt=0.5)]
+"""A share below one half."""
 Share = Annotated[float, Field(gt=0, lt=1)]
+"""A share between zero and one, both excluded."""
 
 
-def _listed(value: Any) -> Any:
-    """`0.05,0.01` or one number → a tuple."""
+def parse_shares(value: Any) -> Any:
+    """Return the shares of a comma-separated text such as `0.05,0.01`, or of one number, as a tuple."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(","))
     if isinstance(value, list):
-        raise ValueError('several shares are one text, like "0.05,0.01"')
+        raise ValueError('write several shares as one text, like "0.05,0.01"')
     return (value,) if isinstance(value, int | float) else value
 
 
-def _descending(shares: tuple[float, ...]) -> tuple[float, ...]:
+def _sort_descending(shares: tuple[float, ...]) -> tuple[float, ...]:
+    """Return shares with the largest first, and raise `ValueError` if one occurs twice."""
     if len(set(shares)) < len(shares):
-        raise ValueError("each share is given once")
+        raise ValueError("a share occurs twice; give each share once")
     return tuple(sorted(shares, reverse=True))
 
 
 Shares = Annotated[
-    tuple[Share, ...], NoDecode, Field(min_length=1), BeforeValidator(_listed), AfterValidator(_descending)
+    tuple[Share, ...], NoDecode, Field(min_length=1), BeforeValidator(parse_shares), AfterValidator(_sort_descending)
 ]
-"""One or several, comma-separated; the largest first."""
+"""One or several different shares, the largest first."""
 
 
-UNITS: dict[Any, str] = {_seconds: "TIME", _bytes: "SIZE", _listed: "SHARE[,…]"}
-"""What stands in the help for a value that is read so."""
+METAVAR_BY_PARSER: dict[Any, str] = {parse_duration: "TIME", parse_size: "SIZE", parse_shares: "SHARE[,…]"}
+"""The placeholder in the help for a value that is read by each parser."""
 
 
-def written(default: str | float, description: str) -> Any:
-    """A field whose default reads as a person would write it."""
+def text_default(default: str | float, description: str) -> Any:
+    """Return a field whose default is written as a person would write it, such as "30s", and parsed like any value."""
     return Field(default, description=description)
 
 
-class Settings(BaseSettings):
-    """What all commands share. A field's description is its help text."""
+FILE_SOURCE: ContextVar[Callable[[type[BaseSettings]], PydanticBaseSettingsSource] | None] = ContextVar(
+    "FILE_SOURCE", default=None
+)
+"""Returns the source of values from a configuration file, for settings that are created in this context."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", validate_default=True, protected_namespaces=())
+
+class Settings(BaseSettings):
+    """The options of a command. Each field is an option, and the description of the field is the option's help text.
+
+    A value comes from the first of these places that has one: keyword arguments (the flags), environment variables, the
+    configuration file (`FILE_SOURCE`), the field's default.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=VARIABLE_PREFIX, extra="forbid", validate_default=True, protected_namespaces=()
+    )
 
     @classmethod
     def settings_customise_sources(
@@ -95,10 +129,11 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, then the environment, then the file's values, which `load` passes under one reserved name."""
-        flags = dict(getattr(init_settings, "init_kwargs", {}))
-        file = flags.pop("_file", {})
-        return InitSettingsSource(settings_cls, flags), env_settings, InitSettingsSource(settings_cls, file)
+        """Return the sources of values, the one with the highest precedence first."""
+        make_file_source = FILE_SOURCE.get()
+        if make_file_source is None:
+            return init_settings, EnvSettingsSource(settings_cls)
+        return init_settings, EnvSettingsSource(settings_cls), make_file_source(settings_cls)
 
 
 SettingsType = TypeVar("SettingsType", bound=Settings)
@@ -106,11 +141,11 @@ Device = Literal["auto", "cpu", "cuda"]
 Layout = Literal["wide", "long"]
 
 
-def flag_of(field: str) -> str:
-    """`record_timeout` → `--record-timeout`."""
+def to_flag(field: str) -> str:
+    """Return the command-line flag of a field: `--record-timeout` for `record_timeout`."""
     return "--" + field.rstrip("_").replace("_", "-")
 
 
-def variable_of(field: str) -> str:
-    """`record_timeout` → `DEFORMER_RECORD_TIMEOUT`."""
-    return PREFIX + field.rstrip("_").upper()
+def to_variable(field: str) -> str:
+    """Return the environment variable of a field: `DEFORMER_RECORD_TIMEOUT` for `record_timeout`."""
+    return VARIABLE_PREFIX + field.rstrip("_").upper()

@@ -58,6 +58,11 @@ class ScoringSettings(_ModelSettings):
         description="Largest number of open records. Beyond it, the record without a reading for the longest time is "
         "closed.",
     )
+    record_memory: Size = text_default(
+        "2GiB",
+        description="Memory limit of the readings and the bookkeeping of open records. Beyond it, the records without "
+        "a reading for the longest time are closed.",
+    )
     max_message_bytes: Size = text_default(
         "1MiB", description="Largest message that is accepted. Larger messages are rejected."
     )

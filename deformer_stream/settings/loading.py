@@ -1,134 +1,255 @@
-"""From flags, environment and file to settings, and from settings to a command's options."""
+"""Create settings from flags, environment and configuration file, and create the options of a command from settings."""
 
 from __future__ import annotations
 
+import functools
 import re
 import tomllib
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import click
 from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, TomlConfigSettingsSource
 
 from deformer_stream.errors import ConfigError
-from deformer_stream.settings.base import PREFIX, UNITS, Settings, SettingsType, flag_of, variable_of
-from deformer_stream.settings.commands import COMMANDS
+from deformer_stream.settings.base import (
+    FILE_SOURCE,
+    METAVAR_BY_PARSER,
+    VARIABLE_PREFIX,
+    Settings,
+    SettingsType,
+    to_flag,
+    to_variable,
+)
+from deformer_stream.settings.commands import SETTINGS_BY_COMMAND
 
-TRAINING = "train"
+TRAIN_TABLE = "train"
 """The table of `deformer-train` in a configuration file that all commands share."""
 
+MAX_QUOTED_CHARACTERS = 40
+"""Longest value that an error message repeats."""
 
-LONGEST = 40
-"""Characters of a refused value that is repeated in the message."""
 
+def load_settings(
+    cls: type[SettingsType], flags: dict[str, Any], config: Path | None = None, command: str = ""
+) -> SettingsType:
+    """Return the settings of a command.
 
-def load(cls: type[SettingsType], flags: dict[str, Any], config: Path | None = None, section: str = "") -> SettingsType:
-    """The settings in force. flags: by field name, None where not given. config: a TOML file with the options' names as
-    keys, at the top or in a table named like the command (`section`). Raises `ConfigError` in one line."""
-    given = {input_name(cls, k): v for k, v in flags.items() if v is not None}
-    given["_file"] = read_file(cls, config, section)
+    Args:
+        cls: Class of the settings.
+        flags: Values of the flags by field name, None for a flag that was not given.
+        config: A TOML file. Its keys are the names of options, at the top or in a table named like the command.
+        command: Name of the command.
+
+    Raises:
+        ConfigError: A value is missing or not allowed. The message is one line with the flag, the environment variable
+            and the key of the file.
+    """
+    given = {get_input_name(cls, name): value for name, value in flags.items() if value is not None}
+    make_file_source = None if config is None else functools.partial(CommandTableSource, path=config, table=command)
+    token = FILE_SOURCE.set(make_file_source)
     try:
         return cls(**given)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = str(first["loc"][0]).removeprefix(PREFIX).lower() if first["loc"] else ""
-        if not field:
-            raise ConfigError(f"{section}: {reason(first)}; see --help".removeprefix(": ")) from None
-        where = f"{variable_of(field)} in the environment, {flag_of(field)[2:]} in the file"
-        told = first["input"] if field != "sasl_password" and first["type"] != "missing" else None
-        short = isinstance(told, str | int | float) and str(told).isprintable() and 0 < len(str(told)) <= LONGEST
-        value = f" {told}" if short else ""
-        raise ConfigError(f"{flag_of(field)}{value} ({where}): {reason(first)}; see --help") from None
+        raise ConfigError(_format_error(error.errors()[0], command)) from None
+    finally:
+        FILE_SOURCE.reset(token)
 
 
-def reason(error: Mapping[str, Any]) -> str:
-    """What pydantic holds against a value, in our words. error: one of `ValidationError.errors()`."""
+def _format_error(error: Mapping[str, Any], command: str) -> str:
+    """Return the message for an option that has no valid value.
+
+    Args:
+        error: An item of pydantic's `ValidationError.errors()`.
+        command: Name of the command.
+    """
+    field = str(error["loc"][0]).removeprefix(VARIABLE_PREFIX).lower() if error["loc"] else ""
+    if not field:  # the error is about a combination of options
+        return f"{command}: {explain_error(error)}; see --help".removeprefix(": ")
+    names = f"{to_variable(field)} in the environment, {to_flag(field)[2:]} in the file"
+    value = error["input"]
+    is_quoted = (
+        field != "sasl_password"
+        and error["type"] != "missing"
+        and isinstance(value, str | int | float)
+        and str(value).isprintable()
+        and 0 < len(str(value)) <= MAX_QUOTED_CHARACTERS
+    )
+    quoted = f" {value}" if is_quoted else ""
+    return f"{to_flag(field)}{quoted} ({names}): {explain_error(error)}; see --help"
+
+
+def explain_error(error: Mapping[str, Any]) -> str:
+    """Return in words why pydantic rejected a value.
+
+    Args:
+        error: An item of pydantic's `ValidationError.errors()`.
+    """
     if error["type"] == "missing":
         return "it is required"
-    words: str = error["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
-    return re.sub("^(Input|String) should", "it should", words)
+    message: str = error["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
+    return re.sub("^(Input|String) should", "it should", message)
 
 
-def input_name(cls: type[Settings], field: str) -> str:
-    """The name that a value of this field is given under."""
+def get_input_name(cls: type[BaseSettings], field: str) -> str:
+    """Return the name under which a class of settings accepts the value of a field: its alias or its own name."""
     alias = cls.model_fields[field].validation_alias if field in cls.model_fields else None
     return alias if isinstance(alias, str) else field
 
 
-def read_file(cls: type[Settings], config: Path | None, section: str) -> dict[str, Any]:
-    """The file's values for this command; a key that no command knows is an error that names it."""
-    if config is None:
-        return {}
-    try:
-        data = tomllib.loads(config.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"--config {config} cannot be read ({error}): check the path and the TOML") from None
-    own = data.get(section, {})
-    common = {k: v for k, v in data.items() if not isinstance(v, dict)}
-    known = {name.rstrip("_") for c in (*COMMANDS.values(), cls) for name in c.model_fields}
-    fields = {name.rstrip("_"): name for name in cls.model_fields}
-    for name in data.keys() - common.keys() - COMMANDS.keys() - {section, TRAINING}:
-        raise ConfigError(f"--config {config}: unknown table [{name}]; tables are named like the commands")
-    if not isinstance(own, dict):
-        raise ConfigError(f"--config {config}: {section!r} names a command; write its options into a table [{section}]")
-    values: dict[str, Any] = {}
-    for table, allowed in ((common, known), (own, set(fields))):
-        for key, value in table.items():
+class CommandTableSource(TomlConfigSettingsSource):
+    """The values of a command in a TOML file that all commands share.
+
+    Keys at the top apply to every command that has the option. Keys in a table apply to the command of that name and
+    have precedence.
+    """
+
+    def __init__(self, settings_cls: type[BaseSettings], path: Path, table: str) -> None:
+        """Read the file.
+
+        Args:
+            settings_cls: Class of the settings.
+            path: The TOML file.
+            table: Name of the table, which is the name of the command.
+
+        Raises:
+            ConfigError: The file cannot be read or is not valid TOML.
+        """
+        self._path, self._table = path, table
+        try:
+            with path.open("rb"):  # pydantic-settings would ignore a file that does not exist
+                pass
+            super().__init__(settings_cls, path)
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"--config {path} cannot be read ({error}): check the path and the TOML syntax") from None
+
+    def __call__(self) -> dict[str, Any]:
+        """Return the values for the settings' fields.
+
+        Raises:
+            ConfigError: The file has a table that is no command, or a key that is no option.
+        """
+        path, table = self._path, self._table
+        top_values = {key: value for key, value in self.toml_data.items() if not isinstance(value, dict)}
+        tables = self.toml_data.keys() - top_values.keys()
+        for name in tables - SETTINGS_BY_COMMAND.keys() - {table, TRAIN_TABLE}:
+            raise ConfigError(f"--config {path}: unknown table [{name}]; a table must be named like a command")
+        table_values = self.toml_data.get(table, {})
+        if not isinstance(table_values, dict):
+            raise ConfigError(
+                f"--config {path}: {table!r} is the name of a command; write its options into a table [{table}]"
+            )
+        field_by_name = {field.rstrip("_"): field for field in self.settings_cls.model_fields}
+        all_classes = (*SETTINGS_BY_COMMAND.values(), self.settings_cls)
+        all_names = {field.rstrip("_") for cls in all_classes for field in cls.model_fields}
+        values = self._select_values(top_values, all_names, field_by_name)
+        return values | self._select_values(table_values, field_by_name.keys(), field_by_name)
+
+    def _select_values(
+        self, value_by_key: Mapping[str, Any], allowed: Collection[str], field_by_name: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Return the values of keys that are options of this command.
+
+        Args:
+            value_by_key: Values by their key in the file.
+            allowed: Names of options that may occur, with underscores.
+            field_by_name: Field of each option of this command.
+
+        Raises:
+            ConfigError: A key is not allowed.
+        """
+        values = {}
+        for key, value in value_by_key.items():
             name = key.replace("-", "_")
             if name not in allowed:
-                raise ConfigError(
-                    f"--config {config}: unknown key {key!r}; the keys are the options' names, see --help"
-                )
-            if name in fields:
-                values[input_name(cls, fields[name])] = value
-    return values
+                raise ConfigError(f"--config {self._path}: unknown key {key!r}; use the name of an option, see --help")
+            if name in field_by_name:
+                values[get_input_name(self.settings_cls, field_by_name[name])] = value
+        return values
 
 
-def _click_type(annotation: Any) -> tuple[Any, bool]:
-    """The click type of a field and whether it is a switch; pydantic does the validation proper."""
+def _to_click_type(annotation: Any) -> tuple[Any, bool]:
+    """Return the click type for a field, and whether the option is a switch without a value.
+
+    The type only affects the help and the choices, because pydantic validates the value.
+    """
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
-        return _click_type(next(a for a in get_args(annotation) if a is not type(None)))
+        return _to_click_type(next(member for member in get_args(annotation) if member is not type(None)))
     if origin is Annotated:
-        return _click_type(get_args(annotation)[0])
+        return _to_click_type(get_args(annotation)[0])
     if origin is Literal:
-        return click.Choice([str(a) for a in get_args(annotation)]), False
+        return click.Choice([str(choice) for choice in get_args(annotation)]), False
     return click.STRING, annotation is bool
 
 
-def _metavar(info: FieldInfo) -> str | None:
-    """What stands for the value in the help; None where click says it (choices, switches)."""
-    kinds = [info.annotation, *get_args(info.annotation)]
-    marks = [*info.metadata, *(mark for kind in kinds for mark in getattr(kind, "__metadata__", ()))]
-    for mark in marks:
-        if isinstance(mark, BeforeValidator) and mark.func in UNITS:
-            return UNITS[mark.func]
-    plain = {get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds}
-    return next((word for kind, word in {int: "N", float: "X", Path: "PATH"}.items() if kind in plain), None)
+def _choose_metavar(info: FieldInfo) -> str | None:
+    """Return the placeholder for a field's value in the help; None for choices and switches, which need none."""
+    members = [info.annotation, *get_args(info.annotation)]
+    annotations = [*info.metadata, *(item for member in members for item in getattr(member, "__metadata__", ()))]
+    for annotation in annotations:
+        if isinstance(annotation, BeforeValidator) and annotation.func in METAVAR_BY_PARSER:
+            return METAVAR_BY_PARSER[annotation.func]
+    plain_types = {get_args(member)[0] if get_origin(member) is Annotated else member for member in members}
+    return next((word for kind, word in {int: "N", float: "X", Path: "PATH"}.items() if kind in plain_types), None)
 
 
-def shown_default(info: FieldInfo) -> str | None:
-    """The default as a person would write it; None where there is none worth a word."""
+def format_default(info: FieldInfo) -> str | None:
+    """Return the default of a field as a person would write it; None if there is none or it is empty."""
     if info.is_required() or info.default in (None, ""):
         return None
     return str(info.default)
 
 
-def options(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that gives a click command one option per field, and `--config`."""
+def add_options(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that adds one option per field of the settings, and `--config`, to a click command."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        # Click shows the option that is added last first.
         for name, info in reversed(list(cls.model_fields.items())):
-            kind, switch = _click_type(info.annotation)
-            default = shown_default(info)
-            text = (info.description or "") + (f"  [default: {default}]" if default else "")
-            extra = {"is_flag": True} if switch else {"type": kind, "metavar": _metavar(info)}
-            function = click.option(flag_of(name), name, help=text, default=None, **extra)(function)
-        path = click.Path(path_type=Path)
-        config = click.option("--config", type=path, envvar=PREFIX + "CONFIG", help="TOML file with options.")
-        return config(function)
+            click_type, is_switch = _to_click_type(info.annotation)
+            default = format_default(info)
+            help_text = (info.description or "") + (f"  [default: {default}]" if default else "")
+            extra = {"is_flag": True} if is_switch else {"type": click_type, "metavar": _choose_metavar(info)}
+            function = click.option(to_flag(name), name, help=help_text, default=None, **extra)(function)
+        add_config_option = click.option(
+            "--config",
+            type=click.Path(path_type=Path),
+            envvar=VARIABLE_PREFIX + "CONFIG",
+            help="TOML file with options.",
+        )
+        return add_config_option(function)
 
     return decorate
+
+
+def find_value(cls: type[Settings], field: str, config: Path | None, command: str) -> tuple[Any, str]:
+    """Return the unvalidated value of an option that no flag sets, and the name of the place that it comes from.
+
+    Args:
+        cls: Class of the settings.
+        field: The option's field.
+        config: The configuration file.
+        command: Name of the command.
+
+    Returns:
+        The value, None if there is none; and the environment variable, the path of the file, or "default".
+    """
+    values_by_origin: list[tuple[dict[str, Any], str]] = [(read_environment(cls), to_variable(field))]
+    if config is not None:
+        values_by_origin.append((CommandTableSource(cls, config, command)(), str(config)))
+    input_name = get_input_name(cls, field)
+    for values, origin in values_by_origin:
+        if input_name in values:
+            return values[input_name], origin
+    info = cls.model_fields[field]
+    return None if info.is_required() else info.default, "default"
+
+
+def read_environment(cls: type[Settings]) -> dict[str, Any]:
+    """Return the unvalidated values of environment variables for the settings, by the name of the input."""
+    return EnvSettingsSource(cls)()

@@ -15,15 +15,15 @@ from trainer.fit import Recipe
 PRESETS = {
     "paper": Preset(
         MODELS["paper"],
-        Recipe(128, 1e-5, 300, optimizer="adam", weight_decay=0.0, warmup=1, clip=1e9, averaging=1e-9),
+        Recipe(128, 1e-5, 300, optimizer="adam", weight_decay=0.0, warmup=1, clip=1e9, averaging=1e-9, smoothing=0.0),
     ),
     "default": Preset(
         ModelConfig(d_model=256, layers=6, heads=4, feedforward=1024, mixtures=64, hidden=(256,)),
-        Recipe(1024, 1e-3, 60, warmup=200),
+        Recipe(1024, 1e-3, 60, warmup=200, optimizer="muon", smoothing=0.0),
     ),
     "small": Preset(
         ModelConfig(d_model=64, layers=3, heads=4, feedforward=256, mixtures=16, hidden=(64,)),
-        Recipe(128, 2e-3, 40),
+        Recipe(128, 2e-3, 40, optimizer="muon", smoothing=0.0),
     ),
 }
 

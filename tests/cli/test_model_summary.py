@@ -13,7 +13,7 @@ from rich.console import Console
 
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.cli.model_summary import describe
+from deformer_stream.cli.model_summary import print_model
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
 from tests.models import CONFIG, SCHEMA
@@ -21,7 +21,7 @@ from tests.models import CONFIG, SCHEMA
 
 def shown(directory: Path) -> str:
     out = io.StringIO()
-    describe(model_store.read(directory), Console(file=out, width=200, force_terminal=True, color_system=None))
+    print_model(model_store.read(directory), Console(file=out, width=200, force_terminal=True, color_system=None))
     return out.getvalue()
 
 

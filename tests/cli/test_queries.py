@@ -13,12 +13,12 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from deformer_stream.engine import queries
-from tests.commands import N, Run, failed
+from deformer_stream.engine import imputation
+from tests.commands import NUM_RECORDS, RunCommand, assert_command_failed
 from tests.models import SCHEMA
 
 
-def test_impute(cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path) -> None:
+def test_impute(cli: RunCommand, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path) -> None:
     out = tmp_path / "filled.parquet"
     ended = cli("impute", wide, "--model", model_dir, "--output", out, "--interval", "0.8")
     assert (ended.code, ended.out) == (0, "")
@@ -26,7 +26,7 @@ def test_impute(cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path
     missing = {name: table.column(name).is_null().to_numpy() for name in SCHEMA.names}
     cells = sum(int(missing[name].sum()) for name in SCHEMA.names if name != "load")
     assert cells > 20
-    assert ended.lines == [f"{cells} missing values filled in {N} rows: {out}"]
+    assert ended.lines == [f"{cells} missing values filled in {NUM_RECORDS} rows: {out}"]
     expected = []
     for name in table.schema.names:
         expected += [name]
@@ -36,7 +36,7 @@ def test_impute(cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path
     for name in table.schema.names:
         before, after = table.column(name), filled.column(name)
         assert before.type == after.type
-        gaps = missing.get(name, np.zeros(N, bool))
+        gaps = missing.get(name, np.zeros(NUM_RECORDS, bool))
         assert after.filter(pa.array(~gaps)).equals(before.filter(pa.array(~gaps)))
         assert after.null_count == (int(gaps.sum()) if name == "load" else 0)
         if f"{name}__low" in expected:
@@ -53,7 +53,7 @@ def test_impute(cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_takes_away_what_was_begun(
-    cli: Run, model_dir: Path, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     seen = list[Path]()
 
@@ -61,18 +61,18 @@ def test_a_signal_takes_away_what_was_begun(
         seen.extend(tmp_path.glob("*.part"))
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(queries, "sample", signalled)
-    monkeypatch.setattr(queries, "fill", signalled)
+    monkeypatch.setattr(imputation, "sample_records", signalled)
+    monkeypatch.setattr(imputation, "impute", signalled)
     out = tmp_path / "y.parquet"
     for words in (("sample", "--count", 10), ("impute", wide)):
-        failed(cli(*words, "--model", model_dir, "--output", out), 130, "interrupted")
+        assert_command_failed(cli(*words, "--model", model_dir, "--output", out), 130, "interrupted")
         assert seen
         assert not list(tmp_path.glob("y*"))
         seen.clear()
 
 
 def test_impute_says_which_features_have_no_column(
-    cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path
+    cli: RunCommand, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path
 ) -> None:
     pq.write_table(table.drop_columns(["pressure", "valve", "load"]), wide)
     ended = cli("impute", wide, "--model", model_dir, "--output", tmp_path / "filled.parquet")
@@ -82,7 +82,7 @@ def test_impute_says_which_features_have_no_column(
 
 
 def test_impute_answers_as_the_library_does(
-    cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path
+    cli: RunCommand, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path
 ) -> None:
     import deformer_stream
 
@@ -99,31 +99,31 @@ def test_impute_answers_as_the_library_does(
                 assert after[f"{name}__high"] == pytest.approx(imputed.high, rel=1e-3, abs=1e-3)
 
 
-def test_impute_with_draws(cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path) -> None:
+def test_impute_with_draws(cli: RunCommand, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path) -> None:
     found = []
     for seed in ("5", "5", "6"):
         out = tmp_path / "drawn.parquet"
         ended = cli("impute", wide, "--model", model_dir, "--output", out, "--draws", "3", "--seed", seed)
-        assert (ended.code, ended.lines[0].endswith(f"in {N} rows, 3 times each: {out}")) == (0, True)
+        assert (ended.code, ended.lines[0].endswith(f"in {NUM_RECORDS} rows, 3 times each: {out}")) == (0, True)
         found.append(pq.read_table(out))
     assert found[0].equals(found[1])
     assert not found[0].equals(found[2])
     drawn = found[0]
     assert drawn.schema.names == [*table.schema.names, "draw"]
-    assert drawn.column("draw").to_pylist() == [0, 1, 2] * N
-    rows = pa.array(np.repeat(np.arange(N), 3))
+    assert drawn.column("draw").to_pylist() == [0, 1, 2] * NUM_RECORDS
+    rows = pa.array(np.repeat(np.arange(NUM_RECORDS), 3))
     for name in table.schema.names:
         before, after = table.column(name).take(rows), drawn.column(name)
         there = before.is_valid()
         assert after.filter(there).equals(before.filter(there))
         assert after.null_count == (before.null_count if name == "load" else 0)
-    pressure = drawn.column("pressure").to_numpy().reshape(N, 3)[table.column("pressure").is_null().to_numpy()]
+    pressure = drawn.column("pressure").to_numpy().reshape(NUM_RECORDS, 3)[table.column("pressure").is_null().to_numpy()]
     assert len(pressure) > 3
     assert (pressure.std(1) > 0).any()
 
 
 def test_impute_with_quantiles_and_estimates(
-    cli: Run, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path
+    cli: RunCommand, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path
 ) -> None:
     def column(name: str, *options: str) -> np.ndarray:
         out = tmp_path / "f.parquet"
@@ -156,7 +156,7 @@ def test_impute_with_quantiles_and_estimates(
     ],
     ids=str,
 )
-def test_impute_keeps_types(cli: Run, model_dir: Path, tmp_path: Path, column: str, values: pa.Array) -> None:
+def test_impute_keeps_types(cli: RunCommand, model_dir: Path, tmp_path: Path, column: str, values: pa.Array) -> None:
     pq.write_table(pa.table({column: values, "pressure": [1.0, 1.1, None]}), tmp_path / "t.parquet")
     ended = cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "f.parquet")
     assert ended.code == 0, ended.err
@@ -171,7 +171,7 @@ def test_impute_keeps_types(cli: Run, model_dir: Path, tmp_path: Path, column: s
         assert old is None or old != old or old == new
 
 
-def test_impute_of_csv(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+def test_impute_of_csv(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("temperature,state,note\n21.5,,a\n,run,b\n20,stop,\n")
     assert cli("impute", tmp_path / "t.csv", "--model", model_dir, "--output", tmp_path / "f.parquet").code == 0
     filled = pq.read_table(tmp_path / "f.parquet")
@@ -179,7 +179,7 @@ def test_impute_of_csv(cli: Run, model_dir: Path, tmp_path: Path) -> None:
     assert filled.column("note").to_pylist()[:2] == ["a", "b"]
 
 
-def test_impute_leaves_infinite_readings(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+def test_impute_leaves_infinite_readings(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
     """Such a reading is neither there (nothing is concluded from it) nor missing."""
     pq.write_table(pa.table({"temperature": [float("inf"), None], "pressure": [None, 1.0]}), tmp_path / "t.parquet")
     assert cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "f.parquet").code == 0
@@ -190,12 +190,12 @@ def test_impute_leaves_infinite_readings(cli: Run, model_dir: Path, tmp_path: Pa
 
 
 def test_impute_in_blocks_is_the_same(
-    cli: Run, model_dir: Path, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
     for rows, readings in ((4096, 8192), (7, 10)):
         monkeypatch.setattr("connectors.files.queries.ROWS", rows)
-        monkeypatch.setattr(queries, "GROUP_READINGS", readings)
+        monkeypatch.setattr(imputation, "MAX_READINGS_PER_PASS", readings)
         assert cli("impute", wide, "--model", model_dir, "--output", tmp_path / "f.parquet").code == 0
         found.append(pq.read_table(tmp_path / "f.parquet"))
     assert found[0].schema == found[1].schema
@@ -206,10 +206,10 @@ def test_impute_in_blocks_is_the_same(
             assert one.equals(other)
 
 
-def test_impute_refuses(cli: Run, model_dir: Path, lines: Path, tmp_path: Path) -> None:
+def test_impute_refuses(cli: RunCommand, model_dir: Path, lines: Path, tmp_path: Path) -> None:
     def refused(table: pa.Table, *words: str) -> None:
         pq.write_table(table, tmp_path / "t.parquet")
-        failed(cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "f"), 3, *words)
+        assert_command_failed(cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "f"), 3, *words)
         assert not (tmp_path / "f").exists()
         assert not list(tmp_path.glob("*.part"))
 
@@ -218,18 +218,18 @@ def test_impute_refuses(cli: Run, model_dir: Path, lines: Path, tmp_path: Path) 
     refused(pa.table({"pressure": [1.0], "pressure__low": [1.0]}), "pressure__low", "rename")
     refused(pa.table({"valve": pa.array([0, None], pa.int8())}), "valve", "cannot hold")
     words = ["--model", model_dir, "--output", tmp_path / "f"]
-    failed(cli("impute", lines, *words), 3, "wide table")
-    failed(cli("impute", tmp_path / "none.parquet", *words), 3, "none.parquet")
-    failed(cli("impute", tmp_path / "t.parquet", "--model", model_dir), 2, "--output")
-    failed(cli("impute", tmp_path / "t.parquet", *words, "--interval", "1"), 2, "--interval")
-    failed(cli("impute", tmp_path / "t.parquet", *words, "--draws", "2", "--quantiles", "0.1"), 2, "--draws")
-    failed(cli("impute", tmp_path / "t.parquet", *words, "--draws", "0"), 2, "--draws")
+    assert_command_failed(cli("impute", lines, *words), 3, "wide table")
+    assert_command_failed(cli("impute", tmp_path / "none.parquet", *words), 3, "none.parquet")
+    assert_command_failed(cli("impute", tmp_path / "t.parquet", "--model", model_dir), 2, "--output")
+    assert_command_failed(cli("impute", tmp_path / "t.parquet", *words, "--interval", "1"), 2, "--interval")
+    assert_command_failed(cli("impute", tmp_path / "t.parquet", *words, "--draws", "2", "--quantiles", "0.1"), 2, "--draws")
+    assert_command_failed(cli("impute", tmp_path / "t.parquet", *words, "--draws", "0"), 2, "--draws")
     pq.write_table(pa.table({"pressure": [1.0], "draw": [1]}), tmp_path / "t.parquet")
-    failed(cli("impute", tmp_path / "t.parquet", *words, "--draws", "2"), 3, "'draw'", "rename")
-    failed(cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "no" / "f"), 2, "no/f")
+    assert_command_failed(cli("impute", tmp_path / "t.parquet", *words, "--draws", "2"), 3, "'draw'", "rename")
+    assert_command_failed(cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "no" / "f"), 2, "no/f")
 
 
-def test_impute_may_replace_its_input(cli: Run, model_dir: Path, wide: Path) -> None:
+def test_impute_may_replace_its_input(cli: RunCommand, model_dir: Path, wide: Path) -> None:
     assert cli("impute", wide, "--model", model_dir, "--output", wide).code == 0
     assert pq.read_table(wide).column("pressure").null_count == 0
 
@@ -237,7 +237,7 @@ def test_impute_may_replace_its_input(cli: Run, model_dir: Path, wide: Path) -> 
 # sample
 
 
-def test_sample(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+def test_sample(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
     found = []
     for seed in ("1", "1", "2"):
         out = tmp_path / "samples.parquet"
@@ -261,14 +261,14 @@ def test_sample(cli: Run, model_dir: Path, tmp_path: Path) -> None:
     assert all(float(f"{t:.1f}") == t for t in temperatures)
 
 
-def test_sample_refuses(cli: Run, model_dir: Path, tmp_path: Path) -> None:
-    failed(cli("sample", "--model", model_dir, "--count", "0", "--output", tmp_path / "s"), 2, "--count")
-    failed(cli("sample", "--model", model_dir), 2, "--output")
-    failed(cli("sample", "--model", tmp_path, "--output", tmp_path / "s"), 3, "manifest.json")
+def test_sample_refuses(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
+    assert_command_failed(cli("sample", "--model", model_dir, "--count", "0", "--output", tmp_path / "s"), 2, "--count")
+    assert_command_failed(cli("sample", "--model", model_dir), 2, "--output")
+    assert_command_failed(cli("sample", "--model", tmp_path, "--output", tmp_path / "s"), 3, "manifest.json")
 
 
-def test_a_folder_is_refused_before_anything_is_drawn(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+def test_a_folder_is_refused_before_anything_is_drawn(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    failed(cli("sample", "--model", model_dir, "--output", folder), 2, "Is a directory", "choose another path")
+    assert_command_failed(cli("sample", "--model", model_dir, "--output", folder), 2, "Is a directory", "choose another path")
     assert list(tmp_path.iterdir()) == [folder]

@@ -28,8 +28,8 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.ports import RestoredPartition
 from deformer_stream.runtime.recovery import Recovery
-from tests.engine.lives import same_snapshot
-from tests.engine.worlds import model_of
+from tests.engine.restarts import assert_same_snapshot
+from tests.engine.random_models import make_model
 from tests.models import CONFIG, SCHEMA, draw_rows, make_small_model
 from tests.runtime.test_recovery import PARTITIONS, Kept, World, live
 from tests.beta_binomial import compute_beta_binomial_upper
@@ -120,7 +120,7 @@ def test_training_calibrates_as_the_stream_judges(cli: Run, tmp_path: Path) -> N
     assert int(data.arrival_ranks.max()) == 2, "a place for each time"
     with pytest.raises(ConfigError, match="--order random"):
         choose_order("random", data)
-    model = model_of(data.schema, CONFIG, 0, torch.float32)
+    model = make_model(data.schema, CONFIG, 0, torch.float32)
     calibration = calibrate(model, data, np.arange(60), "arrival", 0)
     assert calibration.tie_policy == "hold"
     model_store.write(model_dir, model, calibration, {}, "")
@@ -228,7 +228,7 @@ def test_what_the_clock_decided_is_known_before_the_history(model_dir: Path) -> 
     again.restore(RestoredPartition(0, 4, begun[0].snapshot, (decided,)), 12)
     assert again.replay(data, codec, 12) is None
     again.go_live(0)
-    same_snapshot(second.snapshot(0, 12), first.snapshot(0, 12), 1e-4)
+    assert_same_snapshot(second.snapshot(0, 12), first.snapshot(0, 12), 1e-4)
     ties = first.snapshot(0, 12).ties
     assert ties is not None
     assert ties.is_tied.tolist() == [False, True, False, False]

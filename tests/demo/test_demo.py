@@ -16,10 +16,19 @@ import torch
 from rich.console import Console
 
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.demo import demo, report
+from deformer_stream.demo import report
+from deformer_stream.demo import run as demo
 from deformer_stream.demo.report import Outcome, Reading, Summary
-from deformer_stream.demo.simulate import FAULTS, FEATURES, MODES, simulate
-from deformer_stream.engine.events import Alert, ClosedRecords, Contribution, Effects, EventBatch, ExpectedRange, ScoredReadings
+from deformer_stream.demo.simulate import FEATURES, MEANING_BY_FAULT, MODES, simulate
+from deformer_stream.engine.events import (
+    Alert,
+    ClosedRecords,
+    Contribution,
+    Effects,
+    EventBatch,
+    ExpectedRange,
+    ScoredReadings,
+)
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import PRESETS, DEformer
 from deformer_stream.model.schema import Feature, Schema
@@ -53,28 +62,28 @@ def outcomes() -> list[Outcome]:
 
 
 def test_summary_counts_what_the_alerts_were_worth() -> None:
-    summary = report.summarise(outcomes(), alpha=0.01, calibrated=999)
-    assert (summary.normals, summary.false_alarms) == (4, 1)
-    assert (summary.faulty, summary.detected, summary.early) == (5, 3, 2)
-    assert summary.mean_share == pytest.approx((0.2 + 1.0 + 0.6) / 3)
-    assert list(summary.by_kind) == ["cavitation", "bearing wear", "sensor drift"]
-    assert summary.by_kind["cavitation"] == (3, 2, pytest.approx(0.6))
-    assert summary.by_kind["sensor drift"][:2] == (1, 0)
-    assert math.isnan(summary.by_kind["sensor drift"][2])
-    assert summary.bound == report.false_alarm_bound(0.01, 999, 4)
+    summary = report.summarize(outcomes(), alpha=0.01, num_calibration_records=999)
+    assert (summary.num_normal, summary.num_false_alarms) == (4, 1)
+    assert (summary.num_faulty, summary.num_detected, summary.num_early) == (5, 3, 2)
+    assert summary.mean_share_seen == pytest.approx((0.2 + 1.0 + 0.6) / 3)
+    assert list(summary.detection_by_fault) == ["cavitation", "bearing wear", "sensor drift"]
+    assert summary.detection_by_fault["cavitation"] == (3, 2, pytest.approx(0.6))
+    assert summary.detection_by_fault["sensor drift"][:2] == (1, 0)
+    assert math.isnan(summary.detection_by_fault["sensor drift"][2])
+    assert summary.max_false_alarms == report.bound_false_alarms(0.01, 999, 4)
 
 
 def test_detection_against_the_share_observed_never_falls_and_ends_at_the_detections() -> None:
     faulty = [o for o in outcomes() if o.fault]
-    found = report.alerted_by(faulty, np.array([0.0, 0.19, 0.2, 0.6, 0.99, 1.0]))
+    found = report.compute_alerted_shares(faulty, np.array([0.0, 0.19, 0.2, 0.6, 0.99, 1.0]))
     assert found.tolist() == pytest.approx([0, 0, 0.2, 0.4, 0.4, 0.6])
-    assert np.isnan(report.alerted_by([], np.array([0.5]))).all()
+    assert np.isnan(report.compute_alerted_shares([], np.array([0.5]))).all()
 
 
 @pytest.mark.parametrize(("alpha", "calibrated", "records"), [(0.01, 2400, 1500), (0.01, 300, 10_000), (0.05, 99, 50)])
 def test_the_bound_is_the_quantile_of_the_beta_binomial_law(alpha: float, calibrated: int, records: int) -> None:
     """Against its definition: exchangeable continuous scores, ranked among fresh calibration scores each time."""
-    bound = report.false_alarm_bound(alpha, calibrated, records)
+    bound = report.bound_false_alarms(alpha, calibrated, records)
     rng = np.random.default_rng(0)
     k = math.floor(alpha * (calibrated + 1) + 1e-9)
     # A score raises an alert iff fewer than k calibration scores reach it: iff it passes the k-th largest of them.
@@ -85,54 +94,59 @@ def test_the_bound_is_the_quantile_of_the_beta_binomial_law(alpha: float, calibr
 
 
 def test_the_bound_is_zero_where_alpha_is_out_of_reach() -> None:
-    assert report.false_alarm_bound(0.01, 50, 1000) == 0
-    assert report.false_alarm_bound(0.5, 99, 0) == 0
-    assert report.false_alarm_bound(0.01, 100_000, 1500) == pytest.approx(25, abs=1)  # nearly binomial(1500, 0.01)
+    assert report.bound_false_alarms(0.01, 50, 1000) == 0
+    assert report.bound_false_alarms(0.5, 99, 0) == 0
+    assert report.bound_false_alarms(0.01, 100_000, 1500) == pytest.approx(25, abs=1)  # nearly binomial(1500, 0.01)
 
 
 def test_an_alert_in_words() -> None:
-    assert report.explained(FLOW) == "flow: expected 75.1 … 81.9, came 61.2 m³/h"
-    assert report.explained(MODE) == "mode: expected boost, came idle"
+    assert report.format_contribution(FLOW) == "flow: expected 75.1 … 81.9, came 61.2 m³/h"
+    assert report.format_contribution(MODE) == "mode: expected boost, came idle"
     assert (
-        report.explained(Contribution("x", -1.5, 4.0, ExpectedRange(0.25, 0.3, 0.5))) == "x: expected 0.25 … 0.5, came −1.5"
+        report.format_contribution(Contribution("x", -1.5, 4.0, ExpectedRange(0.25, 0.3, 0.5)))
+        == "x: expected 0.25 … 0.5, came −1.5"
     )
-    assert report.measured("valve", "100") == "100 %"
-    assert report.reasons(alert("r", parts=(FLOW, MODE, MILD))) == [
-        report.explained(FLOW),
-        report.explained(MODE),
+    assert report.format_measurement("valve", "100") == "100 %"
+    assert report.explain_alert(alert("r", parts=(FLOW, MODE, MILD))) == [
+        report.format_contribution(FLOW),
+        report.format_contribution(MODE),
     ]
-    line = demo.alert_line(alert("pump-03/000000", parts=(FLOW, MODE)), "cavitation").plain
+    line = demo.format_alert(alert("pump-03/000000", parts=(FLOW, MODE)), "cavitation").plain
     assert "pump-03" in line
     assert "cavitation" in line
     assert "after  3 of 14 readings" in line
     assert "p = 0.0008" in line
     assert "expected 75.1 … 81.9, came 61.2 m³/h" in line
-    assert "false alarm" in demo.alert_line(alert("pump-03/000000"), "").plain
+    assert "false alarm" in demo.format_alert(alert("pump-03/000000"), "").plain
 
 
 def test_the_median_detection_is_told() -> None:
-    told = report.example(outcomes())
+    told = report.choose_example(outcomes())
     assert told is not None
     assert told.record == "pump-04/000001"
-    assert report.example([o for o in outcomes() if not o.fault]) is None
+    assert report.choose_example([o for o in outcomes() if not o.fault]) is None
     with pytest.raises(ValueError, match="no alert"):
-        report.story(outcomes()[0], [], 5.0)
+        report.render_example(outcomes()[0], [], 5.0)
 
 
 def test_an_alert_says_why() -> None:
     blamed = replace(FLOW, attribution=3.5, leave_one_out=9.0, relief=8.5, suspect=True)
     told = replace(alert("pump-03/000000", parts=(blamed, MODE)), silenced_by=("flow",))
-    text = "".join(report.why(told))
-    assert "Had flow shown what was expected, there would have been no alert." in text
+    text = "".join(report.render_explanation(told))
+    assert "With the expected value of flow there would have been no alert." in text
     assert text.index("61.2 m³/h") < text.index("75.1 … 81.9") < text.index("8.5") < text.index("3.5")
     assert text.count("suspect") == 1
-    assert "there would have been" not in "".join(report.why(alert("pump-03/000000", parts=(FLOW, MODE))))
+    assert "there would have been" not in "".join(
+        report.render_explanation(alert("pump-03/000000", parts=(FLOW, MODE)))
+    )
 
 
 def test_the_sink_remembers_readings_and_prints_alerts() -> None:
     schema = Schema((Feature("flow", "continuous"), Feature("mode", "discrete", labels=("idle", "boost"))))
     out = io.StringIO()
-    watch = demo.Watch(Console(file=out, width=200), schema, {"pump-01/000000": "cavitation", "pump-02/000000": ""})
+    watch = demo.AlertPrinter(
+        Console(file=out, width=200), schema, {"pump-01/000000": "cavitation", "pump-02/000000": ""}
+    )
     ints = np.zeros(3, np.int32)
     batch = EventBatch(
         ["pump-01/000000", "pump-01/000000", "pump-02/000000"],
@@ -150,20 +164,23 @@ def test_the_sink_remembers_readings_and_prints_alerts() -> None:
     watch.write(Effects(batch, scored, [alert("pump-01/000000", 2, (FLOW,))], [], ClosedRecords.concatenate([])), None)
     watch.flush()
     watch.close()
-    assert watch.traces["pump-01/000000"] == [Reading("flow", 61.0, 1.0, 0.1), Reading("mode", "boost", 9.3, 0.93)]
-    assert watch.traces["pump-02/000000"][0].value == "turbo"
-    assert [(o.record, o.readings, o.alert is not None) for o in watch.outcomes()] == [
+    assert watch.readings_by_record["pump-01/000000"] == [
+        Reading("flow", 61.0, 1.0, 0.1),
+        Reading("mode", "boost", 9.3, 0.93),
+    ]
+    assert watch.readings_by_record["pump-02/000000"][0].value == "turbo"
+    assert [(o.record, o.num_readings, o.alert is not None) for o in watch.get_outcomes()] == [
         ("pump-01/000000", 2, True),
         ("pump-02/000000", 1, False),
     ]
-    assert watch.outcomes()[0].share == 1.0
+    assert watch.get_outcomes()[0].share_seen == 1.0
     assert out.getvalue().count("pump-01") == 1
 
 
 def untrained() -> Artifact:
     """A detector with a model that has learnt nothing: enough to drive down the road."""
     torch.manual_seed(0)
-    table = simulate(300, seed=5).normals()
+    table = simulate(300, seed=5).select_normal_records()
     features = []
     for name in FEATURES:
         column = [v for v in table.column(name).to_pylist() if v is not None]
@@ -172,21 +189,23 @@ def untrained() -> Artifact:
         else:
             features.append(Feature(name, "continuous", location=float(np.mean(column)), scale=float(np.std(column))))
     model = DEformer(Schema(tuple(features)), PRESETS["tiny"]).eval()
-    return Artifact(model, Calibration.from_statistics(np.linspace(0.0, 8.0, 999), "random"), "f" * 16, {}, Path("model"))
+    return Artifact(
+        model, Calibration.from_statistics(np.linspace(0.0, 8.0, 999), "random"), "f" * 16, {}, Path("model")
+    )
 
 
 def test_every_reading_goes_down_the_road() -> None:
     fleet = simulate(60, seed=4, fault_share=0.2)
     out = io.StringIO()
-    watch, totals = demo.stream(Console(file=out, width=200), untrained(), fleet)
-    results = watch.outcomes()
+    watch, totals = demo.stream_readings(Console(file=out, width=200), untrained(), fleet)
+    results = watch.get_outcomes()
     assert not totals.rejected
-    assert totals.events == len(fleet.events()) == sum(o.readings for o in results)
+    assert totals.events == len(fleet.to_long_table()) == sum(o.num_readings for o in results)
     assert totals.closed == 60
     assert [o.record for o in results] == fleet.table.column("record").to_pylist()
     assert [o.fault for o in results] == fleet.table.column("fault").to_pylist()
     for o in results:
-        p = [reading.p_value for reading in watch.traces[o.record]]
+        p = [reading.p_value for reading in watch.readings_by_record[o.record]]
         assert p == sorted(p, reverse=True)
         if o.alert:
             assert p[o.alert.raised_at - 1] <= demo.ALPHA
@@ -199,8 +218,8 @@ def test_every_reading_goes_down_the_road() -> None:
 def page() -> str:
     results = outcomes()
     trace = [Reading("flow", 61.0 + k, k * 1.5, 1 / (k + 1)) for k in range(10)]
-    summary = report.summarise(results, 0.01, 999)
-    return report.report(summary, results, {o.record: trace for o in results}, threshold=6.0)
+    summary = report.summarize(results, 0.01, 999)
+    return report.render_report(summary, results, {o.record: trace for o in results}, threshold=6.0)
 
 
 def test_the_report_says_what_the_summary_says() -> None:
@@ -211,7 +230,7 @@ def test_the_report_says_what_the_summary_says() -> None:
         "2 (67%)",
         "60%",
         "By fault",
-        FAULTS["cavitation"],
+        MEANING_BY_FAULT["cavitation"],
         "a false alarm",
     ):
         assert words in document
@@ -224,36 +243,36 @@ def test_the_report_says_what_the_summary_says() -> None:
 
 def test_a_report_without_detections_and_with_nothing_at_all() -> None:
     quiet = [o for o in outcomes() if not o.alert]
-    assert "All alerts" in report.report(report.summarise(quiet, 0.01, 999), quiet, {}, 6.0)
-    nothing = report.summarise([], 0.01, 999)
+    assert "All alerts" in report.render_report(report.summarize(quiet, 0.01, 999), quiet, {}, 6.0)
+    nothing = report.summarize([], 0.01, 999)
     assert nothing == Summary(0.01, 999, 0, 0, 0, 0, 0, 0, pytest.approx(math.nan, nan_ok=True), {})
-    assert "no data" in report.report(nothing, [], {}, 6.0)
+    assert "no data" in report.render_report(nothing, [], {}, 6.0)
     out = io.StringIO()
-    demo.show(Console(file=out), nothing)
+    demo.print_summary(Console(file=out), nothing)
     assert "0 of 0" in out.getvalue()
 
 
 def test_a_trainer_that_fails_ends_the_demo_with_its_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "TRAINING_RECORDS", 50)
-    assert demo.run(tmp_path, seed=0, train_time="soon") == 2
+    monkeypatch.setattr(demo, "NUM_TRAINING_RECORDS", 50)
+    assert demo.run_demo(tmp_path, seed=0, train_time="soon") == 2
     assert "max-time" in capfd.readouterr().err
     assert not (tmp_path / "report.html").exists()
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "TRAINING_RECORDS", 50)
+    monkeypatch.setattr(demo, "NUM_TRAINING_RECORDS", 50)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--output .*file/demo cannot be written"):
-        demo.run(tmp_path / "file" / "demo", seed=0)
+        demo.run_demo(tmp_path / "file" / "demo", seed=0)
 
 
 def test_its_options_come_from_flags_environment_and_file(
     cli: Callable[..., SimpleNamespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Path, int, str]] = []
-    monkeypatch.setattr(demo, "run", lambda *words: asked.append(words) or 0)
+    monkeypatch.setattr(demo, "run_demo", lambda *words: asked.append(words) or 0)
     file = tmp_path / "demo.toml"
     file.write_text('[demo]\noutput = "of-the-file"\ntrain-time = "3m"\nseed = 3\n')
     monkeypatch.setenv("DEFORMER_TRAIN_TIME", "1500000s")
@@ -269,12 +288,12 @@ def test_its_options_come_from_flags_environment_and_file(
 def test_the_whole_demo_in_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "TRAINING_RECORDS", 1_500)
-    monkeypatch.setattr(demo, "NORMAL_RECORDS", 100)
-    monkeypatch.setattr(demo, "FAULTY_RECORDS", 24)
+    monkeypatch.setattr(demo, "NUM_TRAINING_RECORDS", 1_500)
+    monkeypatch.setattr(demo, "NUM_NORMAL_RECORDS", 100)
+    monkeypatch.setattr(demo, "NUM_FAULTY_RECORDS", 24)
     opened: list[str] = []
     monkeypatch.setattr(demo.webbrowser, "open", opened.append)
-    assert demo.run(tmp_path, seed=0, train_time="8s", open_report=True) == 0
+    assert demo.run_demo(tmp_path, seed=0, train_time="8s", open_report=True) == 0
     printed = capfd.readouterr().out
     for words in ("Simulate", "deformer-train", "What the alerts were worth", "of 100", "of 24", "report.html"):
         assert words in printed
@@ -283,4 +302,4 @@ def test_the_whole_demo_in_small(
     assert "All alerts" in (tmp_path / "report.html").read_text(encoding="utf-8")
     false_alarms = re.search(r"(\d+) of 100", printed)
     assert false_alarms is not None
-    assert int(false_alarms[1]) <= report.false_alarm_bound(demo.ALPHA, 300, 100, confidence=0.9999)
+    assert int(false_alarms[1]) <= report.bound_false_alarms(demo.ALPHA, 300, 100, confidence=0.9999)

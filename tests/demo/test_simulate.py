@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 from deformer_stream.demo.simulate import (
     BAR,
     DENSITY,
-    FAULTS,
     FEATURES,
     GRAVITY,
+    MAX_DELAY,
+    MEANING_BY_FAULT,
     MODES,
     RATED_SPEED,
     SENSORS,
-    SPREAD,
-    VALVE_STEPS,
-    Fleet,
+    VALVE_POSITIONS,
     Order,
+    SimulatedFleet,
     simulate,
 )
 
@@ -35,11 +35,11 @@ def columns(table: pa.Table) -> dict[str, NDArray[np.float64]]:
 
 @pytest.fixture(scope="module")
 def normals() -> pa.Table:
-    return simulate(20_000, seed=1).normals()
+    return simulate(20_000, seed=1).select_normal_records()
 
 
 @pytest.fixture(scope="module")
-def faulty() -> Fleet:
+def faulty() -> SimulatedFleet:
     return simulate(8_000, seed=2, fault_share=1.0)
 
 
@@ -75,8 +75,8 @@ def test_the_same_seed_gives_the_same_fleet_and_the_order_changes_only_delays() 
 
 def test_readings_missing_at_random(normals: pa.Table) -> None:
     lost = {name: normals.column(name).null_count / len(normals) for name in FEATURES}
-    assert all(0.02 <= sensor.missing <= 0.05 for sensor in SENSORS.values())
-    assert lost == pytest.approx({name: sensor.missing for name, sensor in SENSORS.items()}, abs=0.006)
+    assert all(0.02 <= sensor.missing_share <= 0.05 for sensor in SENSORS.values())
+    assert lost == pytest.approx({name: sensor.missing_share for name, sensor in SENSORS.items()}, abs=0.006)
     gone = np.stack([normals.column(name).is_null().to_numpy() for name in FEATURES], 1)
     together = np.corrcoef(gone.T) - np.eye(len(FEATURES))
     assert np.abs(together).max() < 0.04  # 5 standard errors of independent losses
@@ -84,15 +84,15 @@ def test_readings_missing_at_random(normals: pa.Table) -> None:
 
 def test_sensors_have_their_resolution(normals: pa.Table) -> None:
     for name, values in columns(normals).items():
-        steps = values[np.isfinite(values)] / SENSORS[name].step
+        steps = values[np.isfinite(values)] / SENSORS[name].resolution
         assert np.abs(steps - np.round(steps)).max() < 1e-6, name
         assert len(np.unique(np.round(steps))) >= 8, name
     assert set(normals.column("mode").to_pylist()) == {None, *MODES}
-    assert set(normals.column("valve").to_pylist()) == {None, *VALVE_STEPS.tolist()}
+    assert set(normals.column("valve").to_pylist()) == {None, *VALVE_POSITIONS.tolist()}
 
 
 def test_ids_are_unique_and_times_rise() -> None:
-    table = simulate(3_000, seed=5, pumps=7).table
+    table = simulate(3_000, seed=5, num_pumps=7).table
     ids = table.column("record").to_pylist()
     assert len(set(ids)) == 3_000
     assert {name.split("/")[0] for name in ids} == {f"pump-{k:02d}" for k in range(1, 8)}
@@ -170,7 +170,7 @@ def _fitted(target: str, by: list[str], table: pa.Table) -> tuple[NDArray[np.flo
     ],
 )
 def test_a_fault_breaks_its_coupling(
-    normals: pa.Table, faulty: Fleet, fault: str, target: str, by: list[str], least: float
+    normals: pa.Table, faulty: SimulatedFleet, fault: str, target: str, by: list[str], least: float
 ) -> None:
     """At least a share `least` of the fault's records lies more than 4 robust standard deviations off; of the
     transmitter faults only some strike this reading."""
@@ -179,7 +179,7 @@ def test_a_fault_breaks_its_coupling(
     assert np.mean(np.abs(explained(target, by, normals, normals)) > 4) < 0.02
 
 
-def test_most_faulty_readings_stay_in_the_range_of_normal_ones(normals: pa.Table, faulty: Fleet) -> None:
+def test_most_faulty_readings_stay_in_the_range_of_normal_ones(normals: pa.Table, faulty: SimulatedFleet) -> None:
     """What makes the problem worth a density model: limits on single sensors see little of it."""
     usual, strange = columns(normals), columns(faulty.table)
     outside = np.zeros(len(faulty.table), bool)
@@ -195,11 +195,11 @@ def test_most_faulty_readings_stay_in_the_range_of_normal_ones(normals: pa.Table
 def test_faults_come_in_the_share_asked_for_and_evenly() -> None:
     fleet = simulate(1_650, seed=6, fault_share=150 / 1_650)
     faults = fleet.table.column("fault").to_pylist()
-    counts = {kind: faults.count(kind) for kind in FAULTS}
+    counts = {kind: faults.count(kind) for kind in MEANING_BY_FAULT}
     assert sum(counts.values()) == 150
     assert max(counts.values()) - min(counts.values()) <= 1
-    assert len(fleet.normals()) == 1_500
-    assert "fault" not in fleet.normals().column_names
+    assert len(fleet.select_normal_records()) == 1_500
+    assert "fault" not in fleet.select_normal_records().column_names
 
 
 def test_normals_of_two_seeds_and_of_two_halves_have_one_law(normals: pa.Table) -> None:
@@ -220,7 +220,7 @@ def test_delays_lie_within_the_spread(order: Order) -> None:
     delays = simulate(300, seed=1, order=order).delays
     assert delays.shape == (300, len(FEATURES))
     assert delays.min() >= 0
-    assert delays.max() <= SPREAD
+    assert delays.max() <= MAX_DELAY
 
 
 def test_random_arrival_makes_every_place_equally_likely_for_every_sensor() -> None:
@@ -239,7 +239,7 @@ def test_fixed_arrival_is_always_the_same_order() -> None:
 
 def test_bursty_arrival_keeps_a_device_together_in_random_order() -> None:
     sequences = simulate(400, seed=1, order="bursty").delays.argsort(1)
-    groups = np.array([sensor.group for sensor in SENSORS.values()])
+    groups = np.array([sensor.device for sensor in SENSORS.values()])
     orders = set()
     for sequence in sequences:
         runs = [group for group, _ in itertools.groupby(groups[sequence])]
@@ -257,7 +257,7 @@ def as_text(value: object) -> str:
 
 def test_events_are_the_readings_in_order_of_arrival_and_records_overlap() -> None:
     fleet = simulate(200, seed=8, fault_share=0.1)
-    events = fleet.events()
+    events = fleet.to_long_table()
     assert events.column_names == ["record", "feature", "value", "time"]
     assert (np.diff(events.column("time").cast(pa.int64()).to_numpy()) >= 0).all()
     wide = {row["record"]: row for row in fleet.table.to_pylist()}
@@ -277,8 +277,8 @@ def test_events_are_the_readings_in_order_of_arrival_and_records_overlap() -> No
 
 def test_messages_say_what_the_events_say() -> None:
     fleet = simulate(20, seed=8)
-    messages = [orjson.loads(message) for message in fleet.messages()]
-    events = fleet.events().to_pylist()
+    messages = [orjson.loads(message) for message in fleet.iterate_messages()]
+    events = fleet.to_long_table().to_pylist()
     assert [(m["record"], m["feature"], as_text(m["value"])) for m in messages] == [
         (e["record"], e["feature"], e["value"]) for e in events
     ]
@@ -290,9 +290,9 @@ def test_messages_say_what_the_events_say() -> None:
 def test_small_and_impossible_fleets() -> None:
     empty = simulate(0, seed=0)
     assert len(empty.table) == 0
-    assert len(empty.normals()) == 0
-    assert list(empty.messages()) == []
-    assert len(simulate(1, seed=0, pumps=1).table) == 1
-    for bad in ({"records": -1}, {"pumps": 0}, {"fault_share": 1.5}, {"order": "sorted"}):
+    assert len(empty.select_normal_records()) == 0
+    assert list(empty.iterate_messages()) == []
+    assert len(simulate(1, seed=0, num_pumps=1).table) == 1
+    for bad in ({"num_records": -1}, {"num_pumps": 0}, {"fault_share": 1.5}, {"order": "sorted"}):
         with pytest.raises(ValueError, match="simulate: "):
-            simulate(**{"records": 5, "seed": 0, **bad})  # type: ignore[arg-type]
+            simulate(**{"num_records": 5, "seed": 0, **bad})  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import deformer_stream
 from experiments import run as runner
 from experiments.binarized_mnist.data import SIDE
 from experiments.binarized_mnist.experiment import EXPERIMENT
-from experiments.complete import complete
+from experiments.completion import fill_missing
 from experiments.run import Outcome
 from tests.experiments.worlds import TINY, corner, settings, write_images
 
@@ -23,7 +23,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     folder = tmp_path_factory.mktemp("images")
     data = write_images(folder / "data", 500, 60, 40)
     given = {"preset": "small", "override": f"{TINY},batch=2,epochs=3", "orders": 2, "test_records": 30}
-    return runner.run(EXPERIMENT, settings(folder / "out", data, **given))
+    return runner.run_experiment(EXPERIMENT, settings(folder / "out", data, **given))
 
 
 def test_the_nll_falls_below_that_of_independent_pixels(outcome: Outcome) -> None:
@@ -51,7 +51,7 @@ def test_what_is_missing_is_filled_in(outcome: Outcome) -> None:
     holed = np.repeat(image.reshape(1, -1), 20, 0)
     stroke, paper = [r * SIDE + c for r in range(9, 17) for c in (5, 6)], [r * SIDE + 24 for r in range(8, 24)]
     holed[:, [*stroke, *paper]] = np.nan
-    drawn = complete(model, holed, 0)
+    drawn = fill_missing(model, holed, 0)
     assert drawn[:, stroke].mean() > 0.8
     assert drawn[:, paper].mean() < 0.2
 

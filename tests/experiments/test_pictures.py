@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from experiments.pictures import gallery, outlines, runs
-from experiments.score import auroc
+from experiments.pictures import compute_outlines, render_gallery, to_path
+from experiments.score import compute_auroc
 
 
 def filled(path: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -26,7 +26,7 @@ def filled(path: str, shape: tuple[int, ...]) -> np.ndarray:
 
 @given(arrays(np.bool_, array_shapes(min_dims=2, max_dims=2, max_side=12)))
 def test_the_path_covers_the_ink_and_nothing_else(image: np.ndarray) -> None:
-    path = runs(image)
+    path = to_path(image)
     np.testing.assert_array_equal(filled(path, image.shape), image)
     assert path.count("M") == sum(len(re.findall("1+", "".join("01"[int(v)] for v in row))) for row in image)
 
@@ -35,7 +35,7 @@ def test_gallery() -> None:
     images = np.random.default_rng(0).random((7, 5, 4)) < 0.5
     hidden = np.zeros_like(images)
     hidden[2, 1, 1:3] = True
-    figure = gallery(images, "a <b>", 3, "note & more", hidden=hidden, heads=("one", "two", "three"))
+    figure = render_gallery(images, "a <b>", 3, "note & more", is_hidden=hidden, column_heads=("one", "two", "three"))
     assert "a &lt;b&gt;" in figure
     assert "note &amp; more" in figure
     svg = ET.fromstring(re.search(r"<svg.*</svg>", figure)[0])  # type: ignore[index]  # noqa: S314 - our own text
@@ -55,7 +55,7 @@ def test_gallery() -> None:
 
 @given(st.lists(st.lists(st.floats(1.0, 1e4), min_size=1, max_size=30), min_size=1, max_size=3))
 def test_outlines_are_shares(groups: list[list[float]]) -> None:
-    series = outlines({str(i): np.array(values) for i, values in enumerate(groups)})
+    series = compute_outlines({str(i): np.array(values) for i, values in enumerate(groups)})
     for xs, ys in series.values():
         assert len(xs) == len(ys)
         assert abs(sum(ys) - 1) < 1e-9
@@ -64,6 +64,6 @@ def test_outlines_are_shares(groups: list[list[float]]) -> None:
 
 
 def test_auroc() -> None:
-    assert auroc(np.array([1.0, 2.0]), np.array([3.0, 4.0])) == 1
-    assert auroc(np.array([1.0, 2.0]), np.array([2.0])) == 0.75
-    assert auroc(np.array([5.0]), np.array([1.0, 9.0])) == 0.5
+    assert compute_auroc(np.array([1.0, 2.0]), np.array([3.0, 4.0])) == 1
+    assert compute_auroc(np.array([1.0, 2.0]), np.array([2.0])) == 0.75
+    assert compute_auroc(np.array([5.0]), np.array([1.0, 9.0])) == 0.5

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deformer_stream.settings import load
+from deformer_stream.settings import load_settings
 from experiments.options import ExperimentSettings
 
 TINY = "d_model=16,heads=1,layers=1,feedforward=32,hidden=16"
@@ -19,7 +19,7 @@ HEADER = (
 
 
 def settings(out: Path, data: Path, **given: Any) -> ExperimentSettings:
-    return load(ExperimentSettings, {"out": out, "data": data, "device": "cpu", **given}, None, "experiment")
+    return load_settings(ExperimentSettings, {"out": out, "data": data, "device": "cpu", **given}, None, "experiment")
 
 
 def corner(n: int, seed: int) -> NDArray[np.uint8]:

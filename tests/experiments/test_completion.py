@@ -10,16 +10,16 @@ import torch
 
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Feature, Schema
-from experiments.complete import complete
-from tests.engine.worlds import model_of
-from tests.models import linear_model, linear_records, small_model
+from experiments.completion import fill_missing
+from tests.engine.random_models import make_model
+from tests.models import train_linear_model, draw_linear_records, make_small_model
 from trainer.fit import Interrupted
 
 
 def binary_model(memory: str) -> DEformer:
     schema = Schema(tuple(Feature(f"b{i}", "discrete", labels=("0", "1"), unseen=1e-9) for i in range(3)))
     config = ModelConfig(d_model=16, layers=1, heads=2, feedforward=16, hidden=(16,), memory=memory)  # type: ignore[arg-type]
-    return model_of(schema, config, 3, torch.float32)
+    return make_model(schema, config, 3, torch.float32)
 
 
 def probabilities(model: DEformer, given: dict[int, int]) -> dict[tuple[int, ...], float]:
@@ -48,7 +48,7 @@ def test_frequencies_are_the_probabilities(memory: str, given: dict[int, int]) -
     values = np.full((n, 3), np.nan)
     for code, value in given.items():
         values[:, code] = value
-    drawn = complete(model, values, 0)
+    drawn = fill_missing(model, values, 0)
     expected = probabilities(model, given)
     assert abs(sum(expected.values()) - 1) < 1e-5
     for record, p in expected.items():
@@ -57,11 +57,11 @@ def test_frequencies_are_the_probabilities(memory: str, given: dict[int, int]) -
 
 
 def test_what_is_known_stays_and_the_rest_fits_it() -> None:
-    model = linear_model()
-    truth = linear_records(200, 7)
+    model = train_linear_model()
+    truth = draw_linear_records(200, 7)
     values = truth.copy()
     values[:, 1:] = np.nan
-    drawn = complete(model, values, 1)
+    drawn = fill_missing(model, values, 1)
     np.testing.assert_array_equal(drawn[:, 0], truth[:, 0])
     inside = np.abs(truth[:, 0]) < 2
     assert np.median(np.abs(drawn[inside, 1] - (2 * truth[inside, 0] + 1))) < 0.5
@@ -69,20 +69,20 @@ def test_what_is_known_stays_and_the_rest_fits_it() -> None:
 
 
 def test_equal_seeds_draw_equally_and_nothing_missing_changes_nothing() -> None:
-    model = small_model()
+    model = make_small_model()
     values = np.full((5, len(model.schema)), np.nan)
-    np.testing.assert_array_equal(complete(model, values, 3), complete(model, values, 3))
-    assert not np.array_equal(complete(model, values, 3), complete(model, values, 4))
-    whole = complete(model, values, 3)
-    np.testing.assert_array_equal(complete(model, whole, 9), whole)
-    assert complete(model, values[:0], 0).shape == (0, len(model.schema))
+    np.testing.assert_array_equal(fill_missing(model, values, 3), fill_missing(model, values, 3))
+    assert not np.array_equal(fill_missing(model, values, 3), fill_missing(model, values, 4))
+    whole = fill_missing(model, values, 3)
+    np.testing.assert_array_equal(fill_missing(model, whole, 9), whole)
+    assert fill_missing(model, values[:0], 0).shape == (0, len(model.schema))
 
 
 def test_unequal_gaps_and_stops() -> None:
-    model = small_model()
+    model = make_small_model()
     values = np.full((2, len(model.schema)), np.nan)
     values[0, 0] = 1.0
     with pytest.raises(ValueError, match="same number"):
-        complete(model, values, 0)
+        fill_missing(model, values, 0)
     with pytest.raises(Interrupted):
-        complete(model, values[1:], 0, stop=lambda: True)
+        fill_missing(model, values[1:], 0, should_stop=lambda: True)

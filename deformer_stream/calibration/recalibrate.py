@@ -1,0 +1,183 @@
+"""Replace the calibration of a model by one from the statistics of new normal records. The model does not change.
+
+The statistics come from the same engine that scores a stream, so windows and arrival orders have the same effect on
+them as on the statistics of a stream. This module has no input or output: `cli.stream` runs the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deformer_stream.calibration.conformal import (
+    DEFAULT_ALPHAS,
+    MAX_CALIBRATION_RECORDS,
+    Calibration,
+    TiePolicy,
+    extract_group,
+    group_indexes_by_key,
+    trim_largest,
+)
+from deformer_stream.errors import InputError
+from deformer_stream.model.windows import WINDOW_SEPARATOR
+
+DEVICE_GROUP = "device"
+"""The value of `--group-by` that means the separator of window ids, DEVICE@START."""
+
+MAX_LISTED_GROUPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationStatistics:
+    """The statistics of new normal records.
+
+    Attributes:
+        max_statistics: (N,) the largest prefix statistic of each record, larger is more anomalous.
+        record_ids: Ids of the N records.
+        mean_neg_log_p_by_feature: Mean of −ln p over the readings of each feature, in nats.
+        arrival_order: The distribution of arrival orders of the records: "arrival", "random" or "schema".
+        tie_policy: How readings with the same event time were scored.
+    """
+
+    max_statistics: NDArray[np.float64]
+    record_ids: Sequence[str]
+    mean_neg_log_p_by_feature: Mapping[str, float]
+    arrival_order: str
+    tie_policy: TiePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Recalibration:
+    """A new calibration together with the one that it replaces.
+
+    Attributes:
+        old: The calibration before.
+        new: The calibration now.
+        num_records: Number of records that the new one was made of.
+        num_records_by_pooled_group: Number of records of each group that has too few for a calibration of its own.
+        min_records: Number of records that a group needs for a calibration of its own.
+        num_ungrouped: Number of records whose id names no group.
+    """
+
+    old: Calibration
+    new: Calibration
+    num_records: int
+    num_records_by_pooled_group: dict[str, int]
+    min_records: int
+    num_ungrouped: int
+
+    def format_rows(self, alphas: Iterable[float]) -> list[tuple[str, str, str, str]]:
+        """Return a table that compares the two calibrations.
+
+        Returns:
+            For each alpha: the alpha, its threshold before and now, and whether alerts at it are possible now. Then a
+            row with the smallest possible p-values.
+        """
+        rows = [
+            (
+                f"{alpha:g}",
+                _format_threshold(self.old, alpha),
+                _format_threshold(self.new, alpha),
+                self.new.describe_reachability(alpha),
+            )
+            for alpha in sorted({*DEFAULT_ALPHAS, *alphas}, reverse=True)
+        ]
+        return [*rows, ("smallest p", f"{self.old.min_p_value:.2g}", f"{self.new.min_p_value:.2g}", "")]
+
+    def describe_groups(self) -> list[str]:
+        """Return sentences that say which groups have a calibration of their own; no sentence without groups."""
+        groups, pooled = self.new.calibration_by_group, self.num_records_by_pooled_group
+        if not groups and not pooled:
+            return []
+        num_records_by_group = {name: len(group.scores) for name, group in groups.items()}
+        sentences = [
+            f"{len(groups)} groups have calibrations of their own{': ' if groups else ''}"
+            f"{_format_counts(num_records_by_group)}"
+        ]
+        if pooled:
+            sentences.append(
+                f"{len(pooled)} groups with fewer than {self.min_records} records use the calibration of all records: "
+                f"{_format_counts(pooled)}"
+            )
+        if self.num_ungrouped:
+            sentences.append(f"{self.num_ungrouped} records name no group and use the calibration of all records")
+        return sentences
+
+
+def recalibrate(
+    old: Calibration,
+    statistics: CalibrationStatistics,
+    alphas: Sequence[float],
+    group_by: str | None = None,
+    trim: float = 0.0,
+    seed: int = 0,
+) -> Recalibration:
+    """Return a calibration from the statistics of new normal records.
+
+    Args:
+        old: The calibration that is replaced.
+        statistics: The statistics of the new records.
+        alphas: False-alarm rates that the user wants. A group gets a calibration of its own if it has enough records
+            for all of them.
+        group_by: Text that ends the group in a record id, or `DEVICE_GROUP`. None for no groups.
+        trim: Share of the largest statistics that is left out.
+        seed: Seed of the random choice if there are too many records.
+
+    Raises:
+        InputError: There is no record, or no record whose id names a group.
+    """
+    scores = statistics.max_statistics
+    if not len(scores):
+        raise InputError("no record to calibrate on: the input has no reading of a feature of the model")
+    generator = np.random.default_rng([seed, 0xCA1B])
+    pooled = Calibration.from_statistics(
+        trim_largest(_choose_records(scores, generator), trim),
+        statistics.arrival_order,
+        statistics.mean_neg_log_p_by_feature,
+        statistics.tie_policy,
+    )
+    min_records = max(1, *(Calibration.count_required_records(alpha) for alpha in alphas))
+    if group_by is None:
+        return Recalibration(old, pooled, len(scores), {}, min_records, 0)
+    separator = WINDOW_SEPARATOR if group_by == DEVICE_GROUP else group_by
+    indexes_by_group = group_indexes_by_key(extract_group(record, separator) for record in statistics.record_ids)
+    num_ungrouped = len(indexes_by_group.pop("", []))
+    if not indexes_by_group:
+        raise InputError(
+            f"--group-by {group_by}: no record id has a group, like pump-7 in 'pump-7{separator}…' "
+            f"(the first id is {statistics.record_ids[0][:40]!r}); change the ids, or see --record-column and --window"
+        )
+    statistics_by_group = {
+        name: trim_largest(_choose_records(scores[indexes], generator), trim)
+        for name, indexes in indexes_by_group.items()
+    }
+    num_records_by_pooled_group = {
+        name: len(indexes_by_group[name])
+        for name, group_statistics in statistics_by_group.items()
+        if len(group_statistics) < min_records
+    }
+    new = pooled.with_groups(statistics_by_group, separator, min_records)
+    return Recalibration(old, new, len(scores), num_records_by_pooled_group, min_records, num_ungrouped)
+
+
+def _choose_records(scores: NDArray[np.float64], generator: np.random.Generator) -> NDArray[np.float64]:
+    """Return all scores, or a random choice of `MAX_CALIBRATION_RECORDS` if there are more."""
+    if len(scores) <= MAX_CALIBRATION_RECORDS:
+        return scores
+    return generator.choice(scores, MAX_CALIBRATION_RECORDS, replace=False)
+
+
+def _format_threshold(calibration: Calibration, alpha: float) -> str:
+    """Return the statistic above which an alert is raised at an alpha, or a dash if no alert is possible."""
+    threshold = calibration.compute_threshold(alpha)
+    return f"{threshold:.3f}" if np.isfinite(threshold) else "—"
+
+
+def _format_counts(num_records_by_group: Mapping[str, int]) -> str:
+    """Return the first groups with their numbers of records, like `pump-1 (120), pump-2 (80), …`."""
+    first = sorted(num_records_by_group.items())[:MAX_LISTED_GROUPS]
+    text = ", ".join(f"{name[:40]} ({count})" for name, count in first)
+    return text + (", …" if len(num_records_by_group) > MAX_LISTED_GROUPS else "")

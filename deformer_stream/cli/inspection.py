@@ -1,0 +1,63 @@
+"""The commands that show something: inspect (a model directory) and config (the options in force)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from deformer_stream.cli_utils import HELP, add_debug_option
+
+COMMANDS_WITH_SETTINGS = ["consume", "replay", "calibrate", "produce", "impute", "sample", "demo"]
+"""The keys of `settings.SETTINGS_BY_COMMAND`, repeated here because importing the settings takes time."""
+
+
+def build_inspect() -> click.Command:
+    """Return the command `inspect`."""
+
+    @click.command("inspect", context_settings=HELP)
+    @click.argument("directory", type=click.Path(path_type=Path))
+    @click.option("--json", "as_json", is_flag=True, help="Print the complete manifest of the model as JSON.")
+    @add_debug_option
+    def command(directory: Path, as_json: bool) -> None:
+        """Verify a model directory and show its features, its calibration and its training."""
+        import json
+
+        from deformer_stream import model_store
+        from deformer_stream.cli.model_summary import print_model
+
+        loaded = model_store.read(directory)
+        if as_json:
+            click.echo(json.dumps(loaded.manifest, indent=1))
+        else:
+            print_model(loaded)
+
+    return command
+
+
+def build_config() -> click.Command:
+    """Return the command `config`."""
+
+    @click.command("config", context_settings=HELP)
+    @click.argument("name", metavar="[COMMAND]", required=False, type=click.Choice(COMMANDS_WITH_SETTINGS))
+    @click.option(
+        "--config", "path", type=click.Path(path_type=Path), envvar="DEFORMER_CONFIG", help="TOML file with options."
+    )
+    @click.option("--markdown", is_flag=True, help="Print a Markdown table of all options instead.")
+    @add_debug_option
+    def command(name: str | None, path: Path | None, markdown: bool) -> None:
+        """Print the options in force and the place that each value comes from. Secrets are masked.
+
+        COMMAND is the command whose options are printed; by default all commands.
+        """
+        from deformer_stream.cli.config_report import format_option_table, format_options_in_force
+        from deformer_stream.settings import SETTINGS_BY_COMMAND
+
+        if markdown:
+            click.echo(format_option_table())
+            return
+        for section in [name] if name else SETTINGS_BY_COMMAND:
+            lines = format_options_in_force(SETTINGS_BY_COMMAND[section], path, section)
+            click.echo("\n".join([f"[{section}]", *lines, ""]))
+
+    return command

@@ -1,0 +1,67 @@
+"""Write a model with its new calibration, and add a section about the calibration to the model's report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from deformer_stream import model_store
+from deformer_stream.calibration.recalibrate import Recalibration
+from deformer_stream.model_store import Artifact
+from deformer_stream.report import charts, pages
+
+
+def write_recalibrated_model(
+    recalibration: Recalibration, loaded: Artifact, directory: Path, alphas: Sequence[float]
+) -> str:
+    """Write a model directory with the new calibration, and return its fingerprint.
+
+    Args:
+        recalibration: The new calibration.
+        loaded: The model with its old calibration.
+        directory: The directory to write, which may be that of the model.
+        alphas: False-alarm rates that the report shows.
+    """
+    new = recalibration.new
+    note = {
+        "from": loaded.fingerprint,
+        "records": recalibration.num_records,
+        "order": new.arrival_order,
+        "ties": new.tie_policy,
+        "groups": len(new.calibration_by_group),
+        "groups_pooled": len(recalibration.num_records_by_pooled_group),
+    }
+    try:
+        training_report = (loaded.directory / model_store.REPORT).read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        training_report = ""
+    section = _render_section(recalibration, loaded.fingerprint, alphas)
+    report = pages.append_blocks(training_report, "Calibration report", *section)
+    training = loaded.manifest["training"] | {"recalibrated": note}
+    return model_store.write(directory, loaded.model, new, training, report)
+
+
+def _render_section(recalibration: Recalibration, old_fingerprint: str, alphas: Sequence[float]) -> list[str]:
+    """Return the section about the new calibration."""
+    new = recalibration.new
+    ties = " (readings of one record with the same time scored together)" if new.tie_policy == "hold" else ""
+    threshold_by_name = {f"α = {alpha:g}": new.compute_threshold(alpha) for alpha in alphas}
+    header = ["α", "statistic that alerted", "statistic that alerts", "in reach?"]
+    return [
+        pages.render_heading("New calibration"),
+        pages.render_paragraph(
+            f"{recalibration.num_records:,} normal records in {new.arrival_order} order{ties} calibrate this model. "
+            f"Its weights are those of the model {old_fingerprint}. The section above about alerts describes the "
+            "calibration before this one."
+        ),
+        charts.draw_histogram(
+            new.scores,
+            "Largest statistic of normal records",
+            "statistic, nats",
+            vertical={name: threshold for name, threshold in threshold_by_name.items() if np.isfinite(threshold)},
+        ),
+        pages.render_table(header, recalibration.format_rows(alphas)),
+        *(pages.render_paragraph(sentence + ".") for sentence in recalibration.describe_groups()),
+    ]

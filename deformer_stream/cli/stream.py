@@ -1,0 +1,378 @@
+"""The commands that score events: consume (live), replay (historical) and calibrate (a new calibration).
+
+Each `build_…` function returns a command. It reads the settings, connects a source, the engine and sinks to a pipeline,
+and runs it. Heavy packages are imported inside the command, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from deformer_stream.cli import factory
+from deformer_stream.cli_utils import (
+    HELP,
+    add_debug_option,
+    frozen_gc,
+    is_debugging,
+    reload_on_hangup,
+    reserve_core,
+    shorten_switch_interval,
+    stop_on_signals,
+)
+from deformer_stream.runtime import process
+
+if TYPE_CHECKING:
+    import threading
+
+    from connectors.files import (
+        AlertLines,
+        ExplanationsParquet,
+        FileSource,
+        RecordsParquet,
+        RejectedLines,
+        ScoresParquet,
+        StandardInput,
+    )
+    from deformer_stream.codec import Codec
+    from deformer_stream.engine.engine import Engine
+    from deformer_stream.model.schema import Schema
+    from deformer_stream.runtime.pipeline import Totals
+    from deformer_stream.runtime.ports import EventSource, Sink
+    from deformer_stream.settings import ConsumeSettings, ReplaySettings
+
+    FileSink = TypeVar("FileSink", ScoresParquet, RecordsParquet, ExplanationsParquet, AlertLines, RejectedLines)
+
+INTERRUPTED_EXIT_CODE = 130
+
+
+def build_consume() -> click.Command:
+    """Return the command `consume`."""
+    from deformer_stream.settings import ConsumeSettings, add_options, load_settings
+
+    @click.command("consume", context_settings=HELP)
+    @add_options(ConsumeSettings)
+    @add_debug_option
+    def consume(config: Path | None, **flags: Any) -> None:
+        """Score a stream of events and raise alerts while records are still open.
+
+        Alerts are written to the alerts topic and to standard output, and rejected events to the dead-letter topic.
+        Offsets are committed after both are written. SIGINT and SIGTERM end the command gracefully.
+        """
+        # Signals are handled before the imports below, which take seconds.
+        stop, reload_requested = stop_on_signals(), reload_on_hangup()
+        reserve_core()
+        shorten_switch_interval()
+        process.limit_malloc_arenas()
+        from deformer_stream import log
+        from deformer_stream.runtime import metrics
+        from deformer_stream.runtime.pipeline import Pipeline, WallClock
+        from deformer_stream.runtime.reload import ModelReloader
+
+        settings = load_settings(ConsumeSettings, flags, config, "consume")
+        log.configure(is_debugging())
+        logger = log.get("consume")
+        loaded, engine = factory.load_engine(settings, settings.drift or math.inf)
+        codec = factory.make_codec(loaded, settings, order="arrival")
+        recorder = metrics.Metrics()
+        reloader = ModelReloader(loaded, settings.device, reload_requested, settings.compiled == "auto")
+        with ExitStack() as cleanup:
+            source, sinks, is_finite = _connect(settings, codec, loaded.fingerprint, cleanup)
+            if settings.http:
+                cleanup.callback(metrics.serve(settings.http, recorder))
+            logger.info(
+                "ready",
+                model=loaded.fingerprint,
+                alpha=factory.format_alphas(settings.alpha),
+                source=settings.topic or settings.source,
+            )
+            pipeline = Pipeline(
+                source,
+                codec,
+                engine,
+                sinks,
+                WallClock(),
+                recorder,
+                is_finite,
+                settings.max_wait,
+                settings.commit_interval,
+                settings.snapshot_interval,
+                settings.open_records,
+                reloader.take,
+                lambda new_model: factory.make_codec(new_model, settings, order="arrival"),
+            )
+            with frozen_gc():
+                totals = pipeline.run(stop)
+        logger.info("stopped", **totals.shown(), open=len(engine.records))
+
+    return consume
+
+
+def _connect(
+    settings: ConsumeSettings, codec: Codec, model: str, cleanup: ExitStack
+) -> tuple[EventSource, list[Sink], bool]:
+    """Return the source of events and the sinks for alerts and rejected events.
+
+    Args:
+        settings: Options of `consume`.
+        codec: Decodes events and encodes alerts.
+        model: Fingerprint of the model.
+        cleanup: Closes the source and the sinks when it ends, the source last.
+
+    Returns:
+        The source, the sinks, and whether the source has an end (a file).
+    """
+    from connectors.files import AlertLines, check_no_overwrite, open_source
+
+    source: EventSource
+    sinks: list[Sink] = []
+    servers, topic = _find_kafka_topic(settings)
+    if topic is None:
+        check_no_overwrite([str(settings.source)], {"--alerts": settings.alerts})
+        source = open_source(
+            [str(settings.source)],
+            codec.schema,
+            fields=factory.get_field_names(settings),
+            batch_events=settings.max_poll_records,
+            max_message_bytes=settings.max_message_bytes,
+            windows=factory.make_window_assigner(codec.schema, settings),
+        )
+        cleanup.callback(source.close)
+    else:
+        source, sink = _connect_to_kafka(settings, servers, topic, codec, model, cleanup)
+        sinks.append(sink)
+    if settings.alerts:
+        sinks.append(AlertLines(settings.alerts, append=True))
+        cleanup.callback(sinks[-1].close)
+    return source, sinks, topic is None
+
+
+def _find_kafka_topic(settings: ConsumeSettings) -> tuple[str, str | None]:
+    """Return the Kafka brokers and the topic of events; the topic is None if events come from a file.
+
+    Raises:
+        ConfigError: The URL of `--source` names no broker or no topic.
+    """
+    from urllib.parse import urlsplit
+
+    from deformer_stream.errors import ConfigError
+
+    url = settings.source
+    if url is None or not url.startswith("kafka://"):
+        return settings.bootstrap_servers, settings.topic
+    servers, topic = urlsplit(url).netloc, urlsplit(url).path.strip("/")
+    if not servers or not topic or "/" in topic:
+        raise ConfigError(f"--source {url!r} is not a Kafka topic; write kafka://HOST:PORT/TOPIC")
+    return servers, topic
+
+
+def _connect_to_kafka(
+    settings: ConsumeSettings, servers: str, topic: str, codec: Codec, model: str, cleanup: ExitStack
+) -> tuple[EventSource, Sink]:
+    """Return a source that reads a topic, and a sink that writes alerts and dead letters to two other topics.
+
+    Both share a producer, so that alerts, dead letters and offsets can be committed in one transaction.
+
+    Raises:
+        ConfigError: Two of the topics are the same.
+    """
+    import uuid
+
+    from connectors.kafka import (
+        Delivery,
+        FetchLimits,
+        KafkaSink,
+        KafkaSource,
+        StateTopic,
+        count_partitions,
+        ensure_topics,
+        output_topics,
+    )
+    from deformer_stream.codec.state import check_state
+    from deformer_stream.errors import ConfigError
+
+    security = settings.make_security_arguments()
+    alerts_topic = settings.alerts_topic or f"{topic}-alerts"
+    dead_letter_topic = settings.dead_letter_topic or f"{topic}-dead-letter"
+    state_topic = settings.state_topic or f"{settings.group}-{topic}-state"
+    if len({topic, alerts_topic, dead_letter_topic, state_topic}) < 4:
+        raise ConfigError(
+            "--topic, --alerts-topic, --dead-letter-topic and --state-topic must differ, because the command would "
+            "read its own output as events"
+        )
+    num_partitions = count_partitions(servers, topic, security)
+    topics = output_topics(alerts_topic, dead_letter_topic, state_topic, num_partitions)
+    limits = ensure_topics(servers, topics, security, settings.missing_topics == "create")
+    transactional_id = f"{settings.group}-{settings.instance or uuid.uuid4().hex[:12]}"
+    is_transactional = settings.delivery == "exactly-once"
+    delivery = Delivery(servers, security, limits, transactional_id if is_transactional else None)
+    sink = KafkaSink(alerts_topic, dead_letter_topic, codec, delivery)
+    cleanup.callback(sink.close)
+    source = KafkaSource(
+        servers,
+        topic,
+        settings.group,
+        settings.from_,
+        security,
+        max_poll_records=settings.max_poll_records,
+        session_seconds=settings.session_timeout,
+        delivery=delivery,
+        state=StateTopic(servers, state_topic, security, limits[state_topic], check_state),
+        lost=settings.lost_state,
+        model=model,
+        instance=settings.instance,
+        patience=settings.patience,
+        bounds=FetchLimits.for_messages_of(settings.max_message_bytes),
+    )
+    cleanup.callback(source.close)
+    return source, sink
+
+
+def build_replay() -> click.Command:
+    """Return the command `replay`."""
+    from deformer_stream.settings import ReplaySettings, add_options, load_settings
+
+    @click.command("replay", context_settings=HELP)
+    @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
+    @add_options(ReplaySettings)
+    @add_debug_option
+    def replay(inputs: tuple[str, ...], config: Path | None, **flags: Any) -> int:
+        """Score historical logs exactly as a stream of the same events would have been scored.
+
+        INPUT is a Parquet, CSV or JSON lines file, a folder of such files, or - for JSON lines on standard input.
+        """
+        from deformer_stream import log
+
+        settings = load_settings(ReplaySettings, flags, config, "replay")
+        log.configure(is_debugging())
+        stop = stop_on_signals()
+        from connectors.files import check_no_overwrite
+
+        check_no_overwrite(inputs, settings.get_output_by_flag())
+        loaded, engine = factory.load_engine(settings, settings.drift)
+        codec, source = factory.open_inputs(inputs, loaded, settings)
+        with ExitStack() as cleanup:
+            sinks = _open_replay_sinks(settings, loaded.schema, cleanup)
+            if source.ignored:
+                log.get("replay").info("columns that are no features of the model", columns=list(source.ignored))
+            totals = _run_on_files("replay", source, codec, engine, sinks, stop)
+            for part in (*sinks, source):
+                part.close()
+        click.echo(_summarize_replay(totals, settings.alpha, stop.is_set()), err=True)
+        return INTERRUPTED_EXIT_CODE if stop.is_set() else 0
+
+    return replay
+
+
+def _open_replay_sinks(settings: ReplaySettings, schema: Schema, cleanup: ExitStack) -> list[Sink]:
+    """Open a sink for each output file of `replay`; `cleanup` discards the files unless the sinks are closed first."""
+    from connectors.files import AlertLines, ExplanationsParquet, RecordsParquet, RejectedLines, ScoresParquet
+
+    def discard_on_error(sink: FileSink) -> FileSink:
+        cleanup.callback(sink.discard)
+        return sink
+
+    sinks: list[Sink] = []
+    if settings.output:
+        sinks.append(discard_on_error(ScoresParquet(settings.output, schema)))
+    if settings.records:
+        sinks.append(discard_on_error(RecordsParquet(settings.records)))
+    if settings.alerts:
+        sinks.append(discard_on_error(AlertLines(settings.alerts)))
+    if settings.explain:
+        sinks.append(discard_on_error(ExplanationsParquet(settings.explain)))
+    if settings.rejected:
+        sinks.append(discard_on_error(RejectedLines(settings.rejected)))
+    return sinks
+
+
+def _run_on_files(
+    title: str,
+    source: FileSource | StandardInput,
+    codec: Codec,
+    engine: Engine,
+    sinks: Sequence[Sink],
+    stop: threading.Event,
+) -> Totals:
+    """Run a pipeline over files in event time, with a progress bar, until their end or until `stop` is set."""
+    from deformer_stream.progress import Progress
+    from deformer_stream.runtime.metrics import Metrics
+    from deformer_stream.runtime.pipeline import EventClock, Pipeline
+
+    with Progress(title, source.total, "rows") as progress:
+        pipeline = Pipeline(source, codec, engine, sinks, EventClock(), Metrics(), True, progress=progress.advance)
+        return pipeline.run(stop)
+
+
+def _summarize_replay(totals: Totals, alphas: Sequence[float], is_interrupted: bool) -> str:
+    """Return the last line of `replay`: numbers of events, records and alerts."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in totals.rejected.most_common())
+    return (
+        f"{totals.events} events accepted, {totals.rejected.total()} refused{f' ({reasons})' if reasons else ''}, "
+        f"{totals.closed} records, {totals.alerts} alerts at alpha {factory.format_alphas(alphas)}"
+        + (", interrupted" if is_interrupted else "")
+    )
+
+
+def build_calibrate() -> click.Command:
+    """Return the command `calibrate`."""
+    from deformer_stream.settings import CalibrateSettings, add_options, load_settings
+
+    @click.command("calibrate", context_settings=HELP)
+    @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
+    @add_options(CalibrateSettings)
+    @add_debug_option
+    def calibrate(inputs: tuple[str, ...], config: Path | None, **flags: Any) -> int:
+        """Calibrate a model again on normal records, without training.
+
+        INPUT is a table or log as for replay. Its records must be normal and must not have been used for training.
+        """
+        from deformer_stream import log, model_store
+        from deformer_stream.calibration.recalibrate import CalibrationStatistics, recalibrate
+        from deformer_stream.cli.config_report import align_columns
+        from deformer_stream.cli.recalibration_report import write_recalibrated_model
+        from deformer_stream.runtime.calibration_sink import MaxStatisticSink
+
+        settings = load_settings(CalibrateSettings, flags, config, "calibrate")
+        log.configure(is_debugging())
+        target = settings.out or settings.model
+        model_store.check_target(target)
+        stop = stop_on_signals()
+        loaded = model_store.read(settings.model, settings.device, settings.compiled == "auto")
+        engine = factory.make_engine(loaded, settings, (), settings.record_timeout)
+        codec, source = factory.open_inputs(inputs, loaded, settings)
+        sink = MaxStatisticSink()
+        totals = _run_on_files("calibrate", source, codec, engine, [sink], stop)
+        source.close()
+        if stop.is_set():
+            click.echo("interrupted: nothing was written", err=True)
+            return INTERRUPTED_EXIT_CODE
+        statistics = CalibrationStatistics(
+            sink.max_statistics,
+            sink.record_ids,
+            sink.average_neg_log_p_by_feature(loaded.model),
+            sink.find_arrival_order(factory.choose_order_of_rows(loaded, settings), settings.order),
+            settings.ties or loaded.calibration.tie_policy,
+        )
+        recalibration = recalibrate(
+            loaded.calibration, statistics, settings.alpha, settings.group_by, settings.trim, settings.seed
+        )
+        fingerprint = write_recalibrated_model(recalibration, loaded, target, settings.alpha)
+        click.echo(align_columns([("alpha", "before", "now", "in reach?"), *recalibration.format_rows(settings.alpha)]))
+        for sentence in recalibration.describe_groups():
+            click.echo(sentence)
+        refused = f", {totals.rejected.total()} readings refused" if totals.rejected else ""
+        ties = ", ties held" if statistics.tie_policy == "hold" else ""
+        click.echo(
+            f"{recalibration.num_records} records in {statistics.arrival_order} order{ties}{refused}: "
+            f"{target} ({fingerprint})",
+            err=True,
+        )
+        return 0
+
+    return calibrate

@@ -1,0 +1,187 @@
+"""The commands for tables: produce (send a table as a stream), impute (fill missing values), sample (draw records).
+
+Each function builds one command. Heavy packages are imported inside the command, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deformer_stream.cli_utils import HELP, add_debug_option, interrupt_on_termination, is_debugging, stop_on_signals
+
+if TYPE_CHECKING:
+    from deformer_stream.codec.encode_events import Packing
+    from deformer_stream.progress import Progress
+    from deformer_stream.settings import ProduceSettings
+
+
+def build_produce() -> click.Command:
+    """Return the command `produce`."""
+    from deformer_stream.settings import ProduceSettings, add_options, load_settings
+
+    @click.command("produce", context_settings=HELP)
+    @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
+    @add_options(ProduceSettings)
+    @add_debug_option
+    def command(inputs: tuple[str, ...], config: Path | None, **flags: Any) -> int:
+        """Send a table as an asynchronous stream of readings.
+
+        INPUT is a Parquet or CSV table, a JSON lines file, or a folder of them.
+        """
+        from connectors.files import check_no_overwrite
+        from deformer_stream import log
+        from deformer_stream.progress import Progress
+
+        settings = load_settings(ProduceSettings, flags, config, "produce")
+        log.configure(is_debugging())
+        stop = stop_on_signals()
+        check_no_overwrite(inputs, {"--output": settings.output})
+        events = itertools.takewhile(lambda _: not stop.is_set(), _read_events(inputs, settings))
+        with Progress("produce", None, "events") as progress:
+            if settings.topic is None:
+                num_sent = _write_lines(str(settings.output), events, settings.rate, progress.advance, settings.payload)
+            else:
+                num_sent = _send_to_kafka(events, settings, settings.topic, progress)
+        click.echo(f"{num_sent} events sent to {settings.topic or settings.output}", err=True)
+        return 130 if stop.is_set() else 0
+
+    return command
+
+
+def _read_events(inputs: Sequence[str], settings: ProduceSettings) -> Iterable[tuple[bytes, bytes, int]]:
+    """Return the readings of the input files in the order in which they are sent.
+
+    Returns:
+        The key, the JSON message and the event time in microseconds of each reading.
+    """
+    from connectors.files import events_of
+    from deformer_stream import model_store
+
+    features = None
+    if settings.model is not None:
+        rows = model_store.read_manifest(settings.model)["features"]
+        features = [str(row.get("sensor") or row["name"]) for row in rows]
+    return events_of(
+        list(inputs),
+        shuffle_within=settings.shuffle_within,
+        seed=settings.seed,
+        layout=settings.layout,
+        record_column=settings.record_column,
+        time_column=settings.time_column,
+        exclude=[name.strip() for name in settings.exclude.split(",") if name.strip()],
+        features=features,
+        prefix=settings.record_prefix,
+    )
+
+
+def _send_to_kafka(
+    events: Iterable[tuple[bytes, bytes, int]], settings: ProduceSettings, topic: str, progress: Progress
+) -> int:
+    """Send events to a topic and return their number."""
+    from connectors.kafka import produce
+
+    # The message contains the time of the reading. The timestamp None lets the broker set the time of sending.
+    messages = ((key or None, value, None) for key, value, _ in events)
+    return produce(
+        settings.bootstrap_servers,
+        topic,
+        messages,
+        settings.rate,
+        settings.partitions,
+        settings.make_security_arguments(),
+        progress.reach,
+        settings.payload,
+    )
+
+
+def _write_lines(
+    path: str,
+    events: Iterable[tuple[bytes, bytes, int]],
+    rate: float | None,
+    advance: Callable[[int], None],
+    packing: Packing,
+) -> int:
+    """Write events as lines of a file and return their number.
+
+    Args:
+        path: The file, or - for standard output.
+        events: The key, the JSON message and the event time of each reading.
+        rate: Events per second; None for as many as possible.
+        advance: Receives the number of readings of each line.
+        packing: Content of a line: one reading, or several of a record.
+    """
+    from connectors.files import LinesSink
+    from deformer_stream.codec.encode_events import choose_group_size, pack_readings
+    from deformer_stream.runtime.timing import limit_rate
+
+    lines, num_sent = LinesSink(path), 0
+    keyed = ((key or None, value) for key, value, _ in limit_rate(events, rate, lines.flush))
+    try:
+        for message in pack_readings(keyed, packing, choose_group_size(rate)):
+            lines.lines([message.value])
+            num_sent += message.num_readings
+            advance(message.num_readings)
+    finally:
+        lines.close()
+    return num_sent
+
+
+def build_impute() -> click.Command:
+    """Return the command `impute`."""
+    from deformer_stream.settings import ImputeSettings, add_options, load_settings
+
+    @click.command("impute", context_settings=HELP)
+    @click.argument("table", metavar="INPUT", type=click.Path(path_type=Path))
+    @add_options(ImputeSettings)
+    @add_debug_option
+    def command(table: Path, config: Path | None, **flags: Any) -> None:
+        """Fill the nulls of a wide table given its other values, with intervals or joint draws.
+
+        INPUT is a Parquet or CSV table in which a row is a record.
+        """
+        interrupt_on_termination()
+        from connectors.files import queries
+        from deformer_stream import log, model_store
+        from deformer_stream.progress import Progress
+
+        settings = load_settings(ImputeSettings, flags, config, "impute")
+        log.configure(is_debugging())
+        model = model_store.read(settings.model, settings.device).model
+        with Progress("impute", None, "rows") as progress:
+            how = queries.Filling(
+                settings.interval, settings.estimate, settings.quantiles or (), settings.draws, settings.seed
+            )
+            cells = queries.impute(table, settings.output, model, how, progress.advance)
+        times = f", {settings.draws} times each" if settings.draws else ""
+        click.echo(f"{cells} missing values filled in {progress.done} rows{times}: {settings.output}", err=True)
+
+    return command
+
+
+def build_sample() -> click.Command:
+    """Return the command `sample`."""
+    from deformer_stream.settings import SampleSettings, add_options, load_settings
+
+    @click.command("sample", context_settings=HELP)
+    @add_options(SampleSettings)
+    @add_debug_option
+    def command(config: Path | None, **flags: Any) -> None:
+        """Draw records from the distribution that the model has learned, in raw units."""
+        interrupt_on_termination()
+        from connectors.files import queries
+        from deformer_stream import log, model_store
+        from deformer_stream.progress import Progress
+
+        settings = load_settings(SampleSettings, flags, config, "sample")
+        log.configure(is_debugging())
+        model = model_store.read(settings.model, settings.device).model
+        with Progress("sample", settings.count, "records") as progress:
+            queries.sample(settings.output, model, settings.count, settings.seed, progress.advance)
+        click.echo(f"{settings.count} records drawn: {settings.output}", err=True)
+
+    return command

@@ -1,0 +1,244 @@
+"""Run the demo: simulate pumps, train a model, stream readings, raise alerts, and write a report.
+
+It takes three minutes and needs Python only. The readings pass through the same pipeline as those of a real consumer
+(`runtime.pipeline`), but from a source in memory. Only the simulator knows which records are faulty; the demo shows
+that next to the alerts.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import webbrowser
+from collections import defaultdict
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from deformer_stream import model_store
+from deformer_stream.codec import Codec
+from deformer_stream.codec.payloads import Payload
+from deformer_stream.demo.report import (
+    Outcome,
+    Reading,
+    Summary,
+    explain_alert,
+    format_key_figures,
+    render_report,
+    summarize,
+)
+from deformer_stream.demo.simulate import FEATURES, MAX_DELAY, SimulatedFleet, simulate
+from deformer_stream.engine.engine import Engine, Limits
+from deformer_stream.engine.events import Alert, Effects
+from deformer_stream.errors import ConfigError
+from deformer_stream.model.schema import Schema
+from deformer_stream.report import pages
+from deformer_stream.runtime.metrics import Metrics
+from deformer_stream.runtime.pipeline import EventClock, Pipeline, Totals
+from deformer_stream.testing import MemorySource
+
+ALPHA = 0.01
+"""False-alarm rate of the demo."""
+
+NUM_TRAINING_RECORDS = 12_000
+NUM_NORMAL_RECORDS = 1_500
+NUM_FAULTY_RECORDS = 150
+
+READINGS_PER_POLL = 64
+
+
+class AlertPrinter:
+    """A sink that prints alerts when they are raised, and keeps all scored readings for the report.
+
+    Attributes:
+        fault_by_record: Kind of fault of every record, "" for normal records.
+        readings_by_record: Scored readings of each record in order of arrival.
+        alert_by_record: The alert of each record that raised one.
+    """
+
+    def __init__(self, console: Console, schema: Schema, fault_by_record: dict[str, str]) -> None:
+        self.console, self.schema, self.fault_by_record = console, schema, fault_by_record
+        self.readings_by_record: dict[str, list[Reading]] = defaultdict(list)
+        self.alert_by_record: dict[str, Alert] = {}
+
+    def write(self, effects: Effects, data: Payload | None) -> None:
+        """Keep the scored readings of one step of the pipeline and print its alerts."""
+        batch, scored = effects.batch, effects.scored
+        for i, event in enumerate(scored.event_indices.tolist()):
+            feature = self.schema.features[int(batch.features[event])]
+            value: float | str = float(batch.values[event])
+            if feature.labels:  # the value is the code of a label; training may not have seen the label
+                value = batch.unseen_labels.get(event) or feature.labels[int(value)]
+            reading = Reading(feature.name, value, float(scored.score[i]), float(scored.p_value[i]))
+            self.readings_by_record[batch.record_ids[event]].append(reading)
+        for alert in effects.alerts:
+            self.alert_by_record[alert.record] = alert
+            self.console.print(format_alert(alert, self.fault_by_record[alert.record]), soft_wrap=True)
+
+    def flush(self) -> None:
+        """Do nothing, because alerts are printed at once."""
+
+    def close(self) -> None:
+        """Do nothing, because the sink opens nothing."""
+
+    def get_outcomes(self) -> list[Outcome]:
+        """Return the outcome of every record, in the order of `fault_by_record`."""
+        return [
+            Outcome(record, fault, len(self.readings_by_record[record]), self.alert_by_record.get(record))
+            for record, fault in self.fault_by_record.items()
+        ]
+
+
+def format_alert(alert: Alert, fault: str) -> Text:
+    """Return an alert as one line of the terminal.
+
+    Args:
+        alert: The alert.
+        fault: Kind of fault of its record, "" if the record is normal.
+    """
+    pump = alert.record.split("/")[0]
+    kind = Text(f"{fault:17s}", "bold red") if fault else Text(f"{'— false alarm':17s}", "yellow")
+    progress = f"after {alert.features_seen:2d} of {alert.features_expected} readings"
+    explanation = explain_alert(alert)[0] if alert.contributions else ""
+    return Text.assemble(f"  {pump}  ", kind, f"  {progress}  p = {alert.p_value:<7.4f} ", Text(explanation, "dim"))
+
+
+def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool = False) -> int:
+    """Run the demo and return its exit code: 0, or that of the trainer if it fails.
+
+    Args:
+        output: Folder to which `normal.parquet` (the training records), `model/`, `pumps.parquet` (the streamed
+            records) and `report.html` are written.
+        seed: Seed of the simulated pumps and of the training.
+        train_time: Time limit of the training, such as "60s".
+        open_report: Whether to open the report in the default browser.
+
+    Raises:
+        ConfigError: The folder cannot be written.
+    """
+    console = Console(highlight=False)
+    table, model = output / "normal.parquet", output / "model"
+
+    _print_step(
+        console, 1, f"Simulate twelve pumps: {NUM_TRAINING_RECORDS:,} normal records of {len(FEATURES)} sensors"
+    )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        pq.write_table(simulate(NUM_TRAINING_RECORDS, seed=2 * seed).select_normal_records(), table)
+    except OSError as error:
+        raise ConfigError(
+            f"--output {output} cannot be written ({error.strerror or error}); choose another folder"
+        ) from None
+    console.print(f"  wrote {table}")
+
+    _print_step(console, 2, f"Train on normal records ({train_time} on this machine)")
+    exit_code = run_trainer(console, table, model, seed, train_time)
+    if exit_code:
+        return exit_code
+
+    num_records = NUM_NORMAL_RECORDS + NUM_FAULTY_RECORDS
+    _print_step(
+        console,
+        3,
+        f"Stream {NUM_NORMAL_RECORDS:,} normal and {NUM_FAULTY_RECORDS} faulty records, reading by reading, shuffled",
+    )
+    detector = model_store.read(model)
+    fleet = simulate(num_records, seed=2 * seed + 1, fault_share=NUM_FAULTY_RECORDS / num_records)
+    pq.write_table(fleet.table.drop_columns(["fault"]), output / "pumps.parquet")
+    started_at = time.monotonic()
+    printer, totals = stream_readings(console, detector, fleet)
+    seconds = time.monotonic() - started_at
+    rate = totals.events / max(seconds, 1e-9)
+    console.print(f"  {totals.events:,} readings in {seconds:.1f} s ({rate:,.0f} a second)")
+
+    _print_step(console, 4, "Results")
+    outcomes = printer.get_outcomes()
+    summary = summarize(outcomes, ALPHA, len(detector.calibration.scores))
+    print_summary(console, summary)
+    path = (output / "report.html").resolve()
+    threshold = detector.calibration.compute_threshold(ALPHA)
+    path.write_text(render_report(summary, outcomes, printer.readings_by_record, threshold), encoding="utf-8")
+    console.print(f"\nReport to open in a browser: {path}", soft_wrap=True)
+    console.print(
+        f"Tables to try commands on (README, Quick start): {table}, {output / 'pumps.parquet'}", soft_wrap=True
+    )
+    if open_report:
+        webbrowser.open(path.as_uri())
+    return 0
+
+
+def _print_step(console: Console, number: int, words: str) -> None:
+    """Print the heading of a step of the demo."""
+    console.print(Text(f"\n{number}  {words}", "bold"), soft_wrap=True)
+
+
+def run_trainer(console: Console, table: Path, model: Path, seed: int, train_time: str) -> int:
+    """Print the command that trains the model, run it as a child process, and return its exit code."""
+    options = ["--out", str(model), "--preset", "tiny", "--max-time", train_time]
+    options += ["--exclude", "record,time", "--seed", str(seed)]
+    console.print(Text("  $ " + " ".join(["deformer-train", str(table), *options]), "cyan"), soft_wrap=True)
+    sys.stdout.flush()
+    command = [sys.executable, "-m", "trainer.cli", str(table), *options]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode  # noqa: S603 - ours
+
+
+def stream_readings(
+    console: Console, detector: model_store.Artifact, fleet: SimulatedFleet
+) -> tuple[AlertPrinter, Totals]:
+    """Send all readings of the simulated pumps through the pipeline in order of arrival.
+
+    Returns:
+        The sink with the scored readings and alerts, and the totals of the pipeline.
+    """
+    fault_by_record = dict(zip(fleet.table["record"].to_pylist(), fleet.table["fault"].to_pylist(), strict=True))
+    printer = AlertPrinter(console, detector.schema, fault_by_record)
+    # A reading arrives at most `MAX_DELAY` seconds late, so a record without a reading for longer is complete.
+    limits = Limits(record_timeout=round((MAX_DELAY + 1) * 1e6))
+    pipeline = Pipeline(
+        source=MemorySource(fleet.iterate_messages(), chunk=READINGS_PER_POLL),
+        codec=Codec(detector.schema),
+        engine=Engine(detector.model, detector.calibration, detector.fingerprint, ALPHA, limits),
+        sinks=[printer],
+        clock=EventClock(),
+        metrics=Metrics(),
+        finite=True,
+    )
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a poll has a few dozen readings, which is too little work for several threads
+    try:
+        return printer, pipeline.run(threading.Event())
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def print_summary(console: Console, summary: Summary) -> None:
+    """Print the table of detected faults and the most important figures."""
+    table = Table("fault", "records", "detected", "seen at the alert", box=None, pad_edge=False, padding=(0, 2))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for fault, detection in summary.detection_by_fault.items():
+        detected_share = detection.num_detected / detection.num_records
+        table.add_row(
+            fault,
+            str(detection.num_records),
+            pages.format_percent(detected_share, 0),
+            pages.format_percent(detection.mean_share_seen, 0),
+        )
+    detected_share = summary.num_detected / max(summary.num_faulty, 1)
+    table.add_row(
+        "all",
+        str(summary.num_faulty),
+        pages.format_percent(detected_share, 0),
+        pages.format_percent(summary.mean_share_seen, 0),
+        style="bold",
+    )
+    console.print(table)
+    console.print()
+    for name, value in format_key_figures(summary).items():
+        console.print(f"  {name}: [bold]{value}[/bold]", soft_wrap=True)
