@@ -113,7 +113,7 @@ def impute(source: Path, output: Path, model: DEformer, how: Filling, advance: A
     finally:
         sink.discard()
     if absent := [name for name, feature in features.items() if name not in present and not feature.context]:
-        log.get("impute").info(
+        log.get_logger("impute").info(
             "features without a column are not filled in: add it, with nulls", features=absent[:SHOWN]
         )
     return cells

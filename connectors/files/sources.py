@@ -131,7 +131,7 @@ class FileSource:
         self._exhausted = False
 
     @property
-    def exhausted(self) -> bool:
+    def is_exhausted(self) -> bool:
         return self._exhausted
 
     def poll(self, timeout: float) -> PollResult:
@@ -168,7 +168,7 @@ class StandardInput:
         self._selector.register(self._descriptor, selectors.EVENT_READ)
 
     @property
-    def exhausted(self) -> bool:
+    def is_exhausted(self) -> bool:
         return self._ended and not self._numbered
 
     def poll(self, timeout: float) -> PollResult:

@@ -72,7 +72,7 @@ def limit_fetches(consumer: KafkaConsumer, bounds: FetchLimits | None = None) ->
     fetcher = consumer._fetcher
     fetcher.__class__ = _Fetcher
     fetcher.bounds = bounds or FetchLimits()
-    fetcher.asked = None
+    fetcher.prefetched = None
     fetcher.memory = np.empty(
         fetcher.bounds.batch, np.uint8
     ).data  # the operating system allocates its pages when they are written
@@ -272,7 +272,8 @@ class _BoundedBatch:
                 given, last = given + len(run), int(run.offsets[-1])
                 yield _wrap_as_record(_refuse_large_messages(run, self._fetcher.bounds.message))
         except _TooLarge:
-            detail = f"the batch of {batch.size_in_bytes} compressed bytes exceeds {self._fetcher.bounds.batch} bytes uncompressed"
+            limit = self._fetcher.bounds.batch
+            detail = f"the batch of {batch.size_in_bytes} compressed bytes exceeds {limit} bytes uncompressed"
             yield self._placeholder_for_rest(given, last, RejectionReason.TOO_LARGE, detail)
         except (*PARSE_ERRORS, cramjam.DecompressionError) as error:
             if last < batch.last_offset:

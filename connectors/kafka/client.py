@@ -85,13 +85,13 @@ MAPPING: tuple[_MappingRow, ...] = (
     (
         (errors.LogTruncationError,),
         StateError,
-        "messages that were consumed are gone, because the topic was replaced or truncated: run again, see --lost-state",
+        "consumed messages are gone, because the topic was replaced or truncated: run again, see --lost-state",
     ),
     (
         (errors.KafkaProtocolError,),
         ConfigError,
-        "the connection was closed during the protocol handshake: check --bootstrap-servers, --security-protocol and the "
-        "login (--sasl-...)",
+        "the connection was closed during the protocol handshake: check --bootstrap-servers, --security-protocol and "
+        "the login (--sasl-...)",
     ),
     (
         (errors.KafkaConfigurationError, ValueError, TypeError),
@@ -164,7 +164,7 @@ class _LogForwarder(logging.Handler):
         if len(self._forwarded_at) >= 1000:
             self._forwarded_at.clear()
         self._forwarded_at[text] = math.inf if record.name.startswith("kafka.net.sasl") else now
-        log.get("kafka").warning(text)
+        log.get_logger("kafka").warning(text)
 
 
 class _ConnectErrorCollector(logging.Handler):
@@ -356,7 +356,8 @@ def ensure_topics(
         missing = sorted(topics.keys() - there)
         if missing and not create:
             raise ConfigError(
-                f"Kafka at {bootstrap_servers} has no topic {', '.join(missing)}: create it, or use --missing-topics create"
+                f"Kafka at {bootstrap_servers} has no topic {', '.join(missing)}: create it, or use "
+                "--missing-topics create"
             )
         for name in missing:
             with translate_errors(bootstrap_servers, f"creating topic {name!r}"):
@@ -383,11 +384,11 @@ def _create(admin: KafkaAdminClient, bootstrap_servers: str, name: str, spec: di
         pass  # another consumer of the group created it first
     except (errors.AuthorizationError, errors.PolicyViolationError) as error:
         raise ConfigError(
-            f"topic {name!r} does not exist on {bootstrap_servers} and this user may not create it ({type(error).__name__}): "
-            "create it, or grant the permission"
+            f"topic {name!r} does not exist on {bootstrap_servers} and this user may not create it "
+            f"({type(error).__name__}): create it, or grant the permission"
         ) from error
     else:
-        log.get("kafka").info("topic_created", topic=name, partitions=spec.get("num_partitions"))
+        log.get_logger("kafka").info("topic_created", topic=name, partitions=spec.get("num_partitions"))
     admin.wait_for_topics([name])
 
 
@@ -399,7 +400,8 @@ def _check_permission(bootstrap_servers: str, found: dict[str, Any], operation: 
     allowed = found["authorized_operations"] or [operation]
     if found["error_code"] == errors.TopicAuthorizationFailedError.errno or operation not in allowed:
         raise ConfigError(
-            f"topic {found['name']!r} on {bootstrap_servers} may not be used by this user: grant the permission {operation}"
+            f"topic {found['name']!r} on {bootstrap_servers} may not be used by this user: grant the permission "
+            f"{operation}"
         )
 
 

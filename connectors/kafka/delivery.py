@@ -185,7 +185,10 @@ class Delivery:
         self._sent.clear()
 
     def renew(self) -> None:
-        """Create a new producer, at start and after a failure. On return the broker has ended the failed transaction."""
+        """Create a new producer, at start and after a failure.
+
+        On return the broker has ended the transaction that failed.
+        """
         self._abandon()
         self._call = None
         self._producer = self._without_transactions() if self._transactional_id is None else self._with_transactions()

@@ -54,7 +54,7 @@ class LivenessCheck:
             raise translated from error
         if now - self._warned >= PROBE_SECONDS:
             self._warned = now
-            log.get("kafka").warning("poll_failed_retrying", error=type(error).__name__)
+            log.get_logger("kafka").warning("poll_failed_retrying", error=type(error).__name__)
 
     def record_success(self) -> None:
         """Record that a poll did not fail, whether or not it returned messages."""
@@ -88,7 +88,7 @@ class LivenessCheck:
                 raise Unavailable(
                     f"Kafka at {self._servers} has not responded for {now - self._answered:.0f} s: check the brokers"
                 ) from error
-            log.get("kafka").warning("broker_not_responding", since_seconds=round(now - self._answered))
+            log.get_logger("kafka").warning("broker_not_responding", since_seconds=round(now - self._answered))
             return
         self._answered = now
         for tp in idle:

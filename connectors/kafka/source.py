@@ -142,21 +142,21 @@ class KafkaSource:
             raise
 
     @property
-    def model(self) -> str:
+    def model_fingerprint(self) -> str:
         """The fingerprint that this member sends with the next rebalance."""
         return self._assignor.model
 
-    @model.setter
-    def model(self, fingerprint: str) -> None:
+    @model_fingerprint.setter
+    def model_fingerprint(self, fingerprint: str) -> None:
         self._assignor.model = fingerprint
 
     @property
-    def exhausted(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether the source has ended: never, a topic is endless."""
         return False
 
     @property
-    def assigned(self) -> frozenset[int]:
+    def assigned_partitions(self) -> frozenset[int]:
         """The numbers of the partitions that this process owns."""
         return frozenset(tp.partition for tp in self._consumer.assignment())
 
@@ -165,7 +165,7 @@ class KafkaSource:
 
         Calling it states that the effects of all earlier polls are written. A partition that is revoked during the call
         is
-        committed up to there. `PollResult.revoked` were revoked before `PollResult.data` arrived.
+        committed up to there. `PollResult.revoked_partitions` were revoked before `PollResult.data` arrived.
 
         Raises:
             ConfigError: The group uses another model.
@@ -204,7 +204,10 @@ class KafkaSource:
             raise
 
     def _fetch(self, timeout: float) -> dict[TopicPartition, list[MessageColumns]]:
-        """Poll the client and handle its errors: restart partitions whose offset is gone, retry when brokers are away."""
+        """Poll the client and handle its errors.
+
+        Partitions whose offset is gone are restored again. If the brokers are away, nothing is returned.
+        """
         try:
             fetched = self._poll(timeout)
             self._liveness.record_success()
@@ -212,7 +215,7 @@ class KafkaSource:
         except errors.OffsetOutOfRangeError as error:
             # Messages expired before they were read, or the topic was replaced: these partitions are restored again.
             (gone,) = error.args
-            log.get("kafka").warning("offset_out_of_range", offsets={tp.partition: gone[tp] for tp in gone})
+            log.get_logger("kafka").warning("offset_out_of_range", offsets={tp.partition: gone[tp] for tp in gone})
             self._lose(gone)
             self._gain(gone)
         except (errors.KafkaError, OSError) as error:
@@ -229,7 +232,7 @@ class KafkaSource:
             try:
                 self._commits.renew()
             except Unavailable as error:
-                log.get("kafka").debug("producer_renewal_failed", error=str(error))
+                log.get_logger("kafka").debug("producer_renewal_failed", error=str(error))
 
     def _take_recovered(self) -> tuple[int, ...]:
         """Return and remove the partitions whose history has been read completely.
@@ -243,7 +246,10 @@ class KafkaSource:
         return tuple(tp.partition for tp in over)
 
     def _restore_gained(self) -> Iterator[RestoredPartition]:
-        """Restore the assigned partitions one after another; if the brokers do not respond, the next poll tries again."""
+        """Restore the assigned partitions one after another.
+
+        If the brokers do not respond, the next poll tries again.
+        """
         for tp in sorted(self._gained):
             try:
                 yield self._restore(tp)
@@ -252,7 +258,7 @@ class KafkaSource:
                     raise
                 if str(error) != self._restore_error:
                     self._restore_error = str(error)
-                    log.get("kafka").warning("restore_failed_retrying", partition=tp.partition, error=str(error))
+                    log.get_logger("kafka").warning("restore_failed_retrying", partition=tp.partition, error=str(error))
                 return
             del self._gained[tp]
             self._restore_error = ""
@@ -265,7 +271,7 @@ class KafkaSource:
             self._consumer.resume(tp)
         if start.reference is not None:
             self._commits.kept[tp] = start.reference
-        self._recovering[tp] = start.restored.until
+        self._recovering[tp] = start.restored.committed_offset
         return start.restored
 
     def _position(self, tp: TopicPartition) -> int:
@@ -314,7 +320,10 @@ class KafkaSource:
         self._commits.begin(self._positions(), saved, confirm)
 
     def end_commit(self) -> None:
-        """Wait until the commit that was begun, if any, has taken effect; on an error that `commit` raises, abandon it."""
+        """Wait until the commit that was begun, if any, has taken effect.
+
+        Raises what `commit` raises; the commit is then abandoned.
+        """
         deadline = time.monotonic() + self._patience
         logged: set[str] = set()
         is_retry = False
@@ -329,7 +338,7 @@ class KafkaSource:
                     self._commits.give_up()
                     raise translated from error
                 if (kind := type(error).__name__) not in logged:
-                    log.get("kafka").warning("commit_failed_retrying", error=kind)
+                    log.get_logger("kafka").warning("commit_failed_retrying", error=kind)
                     logged.add(kind)
                 if not isinstance(error, _REBALANCING):
                     time.sleep(RETRY_SECONDS)
@@ -368,8 +377,8 @@ class KafkaSource:
             ours = self._consumer.assignment() - self._gained.keys()  # those wait for `_restore`
             self._consumer.resume(*[tp for tp in paused if tp in ours])
 
-    def lag(self) -> dict[tuple[str, int], int]:
-        """Return the number of unread messages by (topic, partition), as far as the client knows it without a request."""
+    def get_lag(self) -> dict[tuple[str, int], int]:
+        """Return the number of unread messages by (topic, partition), where the client knows it without a request."""
         lags = {}
         for tp in self._consumer.assignment():
             end, here = self._consumer.highwater(tp), self._consumer.position(tp, timeout_ms=0)
@@ -394,7 +403,7 @@ class KafkaSource:
             self._consumer.pause(tp)
             self._gained[tp] = time.monotonic()
         numbers = sorted(tp.partition for tp in partitions)
-        log.get("kafka").info("partitions_assigned", topic=self.topic, partitions=numbers)
+        log.get_logger("kafka").info("partitions_assigned", topic=self.topic, partitions=numbers)
 
     async def _give_up(self, partitions: Iterable[TopicPartition]) -> None:
         """Commit the written events of revoked partitions with their state, so that the next owner begins there.
@@ -416,7 +425,7 @@ class KafkaSource:
                     self._commits.give_up()
             except (errors.KafkaError, DeformerError) as error:
                 # The next owner repeats these messages. Raising here would end the group's rebalance instead.
-                log.get("kafka").warning("revoked_partitions_not_committed", error=type(error).__name__)
+                log.get_logger("kafka").warning("revoked_partitions_not_committed", error=type(error).__name__)
         self._lose(partitions)
 
     async def _commit_within(self, deadline: float) -> None:

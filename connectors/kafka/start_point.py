@@ -45,9 +45,9 @@ def find_start(
 ) -> StartPoint:
     """Return where to begin with a partition that was assigned to this process.
 
-    Without a committed offset it is the beginning or the end of the partition, as `start` says. After a commit that names
-    no state, for instance of another program, it is the committed offset, without open records. Waits for open
-    transactions to end.
+    Without a committed offset it is the beginning or the end of the partition, as `start` says. If the committed offset
+    names no saved state, for instance after a commit of another program, reading begins there without open records.
+    Waits for open transactions to end.
 
     Raises:
         StateError: Something that is needed is gone and `lost` is "refuse".
@@ -62,7 +62,7 @@ def find_start(
     if committed is None:
         state_partition = TopicPartition("" if state is None else state.topic, tp.partition)
         if state is not None and consumer.end_offsets([state_partition], timeout_ms=timeout_ms)[state_partition]:
-            log.get("kafka").warning(
+            log.get_logger("kafka").warning(
                 "state_without_committed_offset",
                 partition=tp.partition,
                 start=start,
@@ -83,7 +83,7 @@ def find_start(
         reference = None if state is None else StateReference.of(committed.metadata)
         if state is None or reference is None:
             if state is not None:
-                log.get("kafka").info("commit_without_state", partition=tp.partition)
+                log.get_logger("kafka").info("commit_without_state", partition=tp.partition)
             return StartPoint(RestoredPartition(tp.partition, until), until)
         snapshot, decisions = state.read(tp.partition, reference)
     except StateError as error:
@@ -111,4 +111,4 @@ def _handle_lost_state(tp: TopicPartition, lost: LostState, loss: str) -> None:
             f"{where}; start once with --lost-state rebuild (reads the remaining messages again, without effects) or "
             "--lost-state forget (begins without open records)"
         )
-    log.get("kafka").warning("state_lost", where=where, lost_state=lost)
+    log.get_logger("kafka").warning("state_lost", where=where, lost_state=lost)

@@ -88,8 +88,8 @@ class StateReference:
             document = orjson.loads(metadata)
             if document["deformer"] != FORMAT:
                 raise StateError(
-                    f"the saved state has format version {document['deformer']!r}, but this package reads version {FORMAT}: use the "
-                    "package that wrote it, or start once with --lost-state rebuild"
+                    f"the saved state has format version {document['deformer']!r}, but this package reads {FORMAT}: "
+                    "use the package that wrote it, or start once with --lost-state rebuild"
                 )
             position, even, at, messages, last, commit = document["kept"]
         except (orjson.JSONDecodeError, TypeError, KeyError, ValueError):
@@ -138,7 +138,8 @@ class StateTopic:
     ) -> None:
         if largest < 2 * ROOM:
             raise ConfigError(
-                f"topic {topic!r} has max.message.bytes={largest}, too small for saved state: set it to {2 * ROOM} or more"
+                f"topic {topic!r} has max.message.bytes={largest}, too small for saved state: set it to "
+                f"{2 * ROOM} or more"
             )
         self.topic = topic
         self._servers, self._security = bootstrap_servers, security
@@ -172,7 +173,7 @@ class StateTopic:
             value, after = saved.decisions, kept.last
         else:
             raise InvariantViolated(
-                f"partition {partition}: there are decisions but no snapshot that they follow; this is a bug, please report it"
+                f"partition {partition} has decisions but no snapshot that they follow; this is a bug, please report it"
             )
         headers = [("deformer", b"%d" % FORMAT), ("commit", commit.encode()), ("after", after.encode())]
         sent = []

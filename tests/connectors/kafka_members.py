@@ -37,9 +37,9 @@ class Reader:
 
     def poll(self, timeout: float = 0.2) -> PollResult:
         polled = self.source.poll(timeout)
-        self.revoked += polled.revoked
-        self.restored |= {restored.partition: restored for restored in polled.restored}
-        self.live = self.live - set(polled.revoked) | set(polled.recovered)
+        self.revoked += polled.revoked_partitions
+        self.restored |= {restored.partition: restored for restored in polled.restored_partitions}
+        self.live = self.live - set(polled.revoked_partitions) | set(polled.caught_up_partitions)
         if polled.data is not None:
             assert isinstance(polled.data, Messages)
             d = polled.data
@@ -62,9 +62,9 @@ class Reader:
 
         def ours() -> bool:
             self.poll()
-            return self.live == set(partitions) == self.source.assigned
+            return self.live == set(partitions) == self.source.assigned_partitions
 
-        until(ours, f"partitions {partitions}, has {sorted(self.source.assigned)}")
+        until(ours, f"partitions {partitions}, has {sorted(self.source.assigned_partitions)}")
 
     def payloads(self) -> list[bytes | None]:
         return [v for rows in self.got.values() for _, _, v in rows]
@@ -122,15 +122,15 @@ class Member:
     def turn(self, timeout: float = 0.1) -> PollResult:
         """Poll and write the effects."""
         polled = self.source.poll(timeout)
-        self.revoked += polled.revoked
-        for partition in polled.revoked:
+        self.revoked += polled.revoked_partitions
+        for partition in polled.revoked_partitions:
             for known in (self.seen, self.decided, self._history, self._unsaved):
                 known.pop(partition, None)
             self._based.discard(partition)
-        for restored in polled.restored:
+        for restored in polled.restored_partitions:
             self._restore(restored)
         live = self._replay(polled.data)
-        for partition in polled.recovered:
+        for partition in polled.caught_up_partitions:
             for decisions in self._history.pop(partition).decisions:
                 self.decided[partition] += orjson.loads(decisions)
             self._unsaved[partition] = []
@@ -153,7 +153,7 @@ class Member:
             return None
         assert isinstance(data, Messages)
         places = list(zip(data.partitions.tolist(), data.offsets.tolist(), strict=True))
-        past = np.array([p in self._history and o < self._history[p].until for p, o in places])
+        past = np.array([p in self._history and o < self._history[p].committed_offset for p, o in places])
         for i in np.flatnonzero(past).tolist():
             partition, offset = places[i]
             self.seen[partition].append(offset)
@@ -220,9 +220,9 @@ class Member:
 
         def ours() -> bool:
             self.turn()
-            return self.live == set(partitions) == self.source.assigned
+            return self.live == set(partitions) == self.source.assigned_partitions
 
-        until(ours, f"partitions {partitions}, has {sorted(self.source.assigned)}")
+        until(ours, f"partitions {partitions}, has {sorted(self.source.assigned_partitions)}")
 
     @property
     def live(self) -> set[int]:

@@ -41,7 +41,7 @@ def read(
     events: list[Event] = []
     refused: list[Rejection] = []
     places: list[tuple[str, int, int]] = []
-    while not source.exhausted:
+    while not source.is_exhausted:
         data = source.poll(0.0).data
         if data is None:
             continue
@@ -190,7 +190,7 @@ def test_polls_are_small_and_the_source_ends(tmp_path: Path) -> None:
     while (data := source.poll(0).data) is not None:
         sizes.append(len(data))
     assert sizes == [10] * 100 + [30, 20]
-    assert source.exhausted
+    assert source.is_exhausted
     assert source.poll(0).data is None
     assert source.total is None  # lines are not counted before they are read
 
@@ -382,12 +382,12 @@ def test_standard_input_serves_what_is_there_and_waits_no_longer_than_asked() ->
     data = source.poll(5.0).data
     assert data is not None
     assert (data.payloads, data.offsets.tolist(), data.times.tolist()) == ([b'{"record":"r"}'], [0], [NO_TIME])  # type: ignore[union-attr]
-    assert not source.exhausted
+    assert not source.is_exhausted
     os.write(writer, b'ord":"s"}')
     os.close(writer)
     data = source.poll(5.0).data
     assert data is not None
     assert (data.payloads, data.offsets.tolist()) == ([b'{"record":"s"}'], [1])  # type: ignore[union-attr]
-    assert source.exhausted
+    assert source.is_exhausted
     source.close()
     os.close(reader)

@@ -44,14 +44,14 @@ def test_round_trip_keeps_order_keys_and_times(kafka: SimpleNamespace, topic: To
         assert values == sorted(values)
         assert all(k == b"key-%d" % (v % 10) for (_, k, _), v in zip(rows, values, strict=True))
     assert sorted(int(v) for v in reader.payloads()) == list(range(1000))
-    assert not reader.source.exhausted
-    assert reader.source.assigned == {0, 1, 2, 3}
+    assert not reader.source.is_exhausted
+    assert reader.source.assigned_partitions == {0, 1, 2, 3}
 
 
 def test_poll_returns_in_time_and_never_more_than_asked(kafka: SimpleNamespace, topic: Topic, open_reader: Any) -> None:
     name = topic(1)
     reader = open_reader(name, max_poll_records=7)
-    until(lambda: reader.poll().data is None and bool(reader.source.assigned), "an assignment")
+    until(lambda: reader.poll().data is None and bool(reader.source.assigned_partitions), "an assignment")
     began = time.monotonic()
     assert reader.poll(0.3).data is None
     assert time.monotonic() - began < 5.0
@@ -75,7 +75,7 @@ def test_restart_goes_on_at_the_committed_position(kafka: SimpleNamespace, topic
     second = open_reader(name)
     second.read(50)
     assert sorted(int(v) for v in second.payloads()) == list(range(100, 150))
-    assert sum(second.source.lag().values()) == 0
+    assert sum(second.source.get_lag().values()) == 0
 
 
 def test_what_was_not_committed_comes_again(kafka: SimpleNamespace, topic: Topic, open_reader: Any) -> None:
@@ -115,7 +115,7 @@ def test_lag_is_what_is_left_to_read(kafka: SimpleNamespace, topic: Topic, open_
     produce(kafka.bootstrap, name, numbered(30))
     reader = open_reader(name, max_poll_records=10)
     reader.read(10)
-    assert reader.source.lag() == {(name, 0): 20}
+    assert reader.source.get_lag() == {(name, 0): 20}
 
 
 def test_rebalance_hands_partitions_over_without_loss_or_repetition(
@@ -128,10 +128,10 @@ def test_rebalance_hands_partitions_over_without_loss_or_repetition(
     second = open_reader(name)
     with following(second.poll):
         until(
-            lambda: first.poll(0.1) is not None and len(first.source.assigned) == len(second.source.assigned) == 2,
+            lambda: first.poll(0.1) is not None and len(first.source.assigned_partitions) == len(second.source.assigned_partitions) == 2,
             "2+2",
         )
-        assert sorted(first.revoked) == sorted(second.source.assigned)
+        assert sorted(first.revoked) == sorted(second.source.assigned_partitions)
         produce(kafka.bootstrap, name, numbered(200, keys=40, first=200))
         until(lambda: first.poll(0.1) is not None and len(first) + len(second) >= 400, "all messages")
         first.source.commit()
@@ -153,10 +153,10 @@ def test_a_commit_during_a_rebalance_ends_well(kafka: SimpleNamespace, topic: To
     second = open_reader(name)
     with following(second.poll):
         deadline = time.monotonic() + PATIENCE
-        while len(second.source.assigned) == 0 and time.monotonic() < deadline:
+        while len(second.source.assigned_partitions) == 0 and time.monotonic() < deadline:
             first.source.commit()
             first.poll(0.01)
-    assert len(second.source.assigned) == 1
+    assert len(second.source.assigned_partitions) == 1
     assert committed(kafka, name) == before
     assert len(second) == 0
 
@@ -173,7 +173,7 @@ def test_a_refused_commit_is_repeated_after_the_rebalance(
 
     def commit(*args: Any, **kwargs: Any) -> None:
         if len(refused) < 2:
-            refused.append(reader.source.assigned)
+            refused.append(reader.source.assigned_partitions)
             raise refusals.RebalanceInProgressError()
         really(*args, **kwargs)
 
@@ -227,7 +227,7 @@ def test_aborted_transactions_are_not_seen(kafka: SimpleNamespace, topic: Topic,
     sender.close()
     reader = open_reader(name)
     reader.read(1)
-    until(lambda: reader.poll(0.1).data is None and reader.source.lag() == {(name, 0): 0}, "the end of the topic")
+    until(lambda: reader.poll(0.1).data is None and reader.source.get_lag() == {(name, 0): 0}, "the end of the topic")
     assert reader.payloads() == [b"kept"]
     reader.source.commit()
     assert committed(kafka, name) == {0: 4}  # two messages and two transaction markers: the true next position

@@ -98,7 +98,7 @@ def test_partitions_that_go_take_it_along(group: Callable[..., Group], held: Hel
     second = world.join()
     threading.Timer(0.5, held.go.set).start()
     with following(second.turn):
-        until(lambda: bool(first.turn()) and len(first.source.assigned) == 2, "the hand-over")
+        until(lambda: bool(first.turn()) and len(first.source.assigned_partitions) == 2, "the hand-over")
         until(lambda: bool(first.turn()) and world.consumed(first, second), "all messages")
     assert second.handled == [], "all that was handled was committed"
     world.check(first, second)

@@ -343,7 +343,7 @@ def test_handing_over_again_before_it_is_known_how_the_first_time_went(
         until(lambda: bool(first.turn()) and answers.times == 0, "the first hand-over")
         third = world.join()
         with following(third.turn):
-            until(lambda: bool(first.turn()) and len(first.source.assigned) == 1, "the second hand-over")
+            until(lambda: bool(first.turn()) and len(first.source.assigned_partitions) == 1, "the second hand-over")
             first.commit()
             until(lambda: bool(first.turn()) and world.consumed(first, second, third), "all messages")
     world.check(first, second, third)

@@ -41,8 +41,8 @@ def test_another_model_is_refused_with_the_reason(group: Callable[..., Group]) -
             "choose another --group"
         )
         second = world.join(model=ours)
-        until(lambda: bool(second.turn()) and len(second.source.assigned) == 1, "a share for the same model")
-    assert len(first.source.assigned) == 1
+        until(lambda: bool(second.turn()) and len(second.source.assigned_partitions) == 1, "a share for the same model")
+    assert len(first.source.assigned_partitions) == 1
 
 
 def test_of_two_models_that_start_together_one_is_refused(group: Callable[..., Group]) -> None:
@@ -77,17 +77,17 @@ def test_a_model_is_changed_in_one_process_after_the_other(group: Callable[..., 
     first.settle_on(*range(6))
     with following(first.turn):
         second = world.join(model="old")
-        until(lambda: bool(second.turn()) and len(second.source.assigned) == 3, "3 + 3")
-        first.source.model = "new"
+        until(lambda: bool(second.turn()) and len(second.source.assigned_partitions) == 3, "3 + 3")
+        first.source.model_fingerprint = "new"
         with following(second.turn):
             third = world.join(model="new")
-            until(lambda: bool(third.turn()) and len(third.source.assigned) == 2, "2 + 2 + 2")
+            until(lambda: bool(third.turn()) and len(third.source.assigned_partitions) == 2, "2 + 2 + 2")
             with following(third.turn):
                 assert "scores with model" in refused(world.join(model="newer"))
-            second.source.model = "new"
+            second.source.model_fingerprint = "new"
             third.close()
             assert "scores with model new, this process has old" in refused(world.join(model="old"))
-            until(lambda: len(first.source.assigned) == len(second.source.assigned) == 3, "3 + 3 again")
+            until(lambda: len(first.source.assigned_partitions) == len(second.source.assigned_partitions) == 3, "3 + 3 again")
 
 
 # --- instances that keep their place ----------------------------------------------------------------------------------
@@ -101,18 +101,18 @@ def test_an_instance_that_comes_back_has_its_partitions_and_moves_nobody(
     world.produce(40)
     first, second = world.join("one"), world.join("two")
     with following(second.turn):
-        until(lambda: bool(first.turn()) and len(first.source.assigned) == len(second.source.assigned) == 2, "2 + 2")
+        until(lambda: bool(first.turn()) and len(first.source.assigned_partitions) == len(second.source.assigned_partitions) == 2, "2 + 2")
         world.produce(40)  # whoever had all partitions for a while may have read those before
         first.read(1)
         first.commit()
-        ours, theirs = first.source.assigned, second.source.assigned
+        ours, theirs = first.source.assigned_partitions, second.source.assigned_partitions
         moved = list(second.revoked)
         if ending == "closed":
             first.close()
         again = world.join("one")
         again.settle_on(*ours)
         again.commit()
-        assert second.source.assigned == theirs
+        assert second.source.assigned_partitions == theirs
         assert second.revoked == moved
     until(lambda: bool(second.turn() and again.turn()) and world.consumed(second, again), "the rest")
     second.commit()
@@ -141,7 +141,7 @@ def test_of_two_processes_with_one_name_the_older_is_told(
         newer.commit()
 
     with following(live):
-        until(lambda: newer.source.assigned == {0, 1}, "the partitions")
+        until(lambda: newer.source.assigned_partitions == {0, 1}, "the partitions")
         if events == "events":
             produce(world.bootstrap, world.topic, numbered(40, first=40))
 
@@ -177,7 +177,7 @@ def test_a_partition_is_handed_over_with_its_state(either: Callable[..., Group])
     assert second.handled == []
     (begun,) = second.restored
     assert begun.snapshot is not None
-    assert begun.until == world.positions()[moved] == len(second.seen[moved])
+    assert begun.committed_offset == world.positions()[moved] == len(second.seen[moved])
     world.check(first, second)
 
 
@@ -195,8 +195,8 @@ def test_a_partition_moves_while_a_commit_is_tried_again(
     really = KafkaSource._try_to_commit
 
     def refuse(source: KafkaSource) -> None:
-        if source is first.source and len(source.assigned) == 2:
-            attempts.append(source.assigned)
+        if source is first.source and len(source.assigned_partitions) == 2:
+            attempts.append(source.assigned_partitions)
             raise refusals.RebalanceInProgressError()
         really(source)
 
@@ -204,7 +204,7 @@ def test_a_partition_moves_while_a_commit_is_tried_again(
     with following(second.turn):
         first.commit()
         assert attempts
-        assert len(first.source.assigned) == 1
+        assert len(first.source.assigned_partitions) == 1
         until(lambda: bool(first.turn()) and len(second.live) == 1, "a share")
         assert len(first.revoked) == 1
         world.produce(40)
@@ -229,7 +229,7 @@ def test_handing_over_has_a_deadline(group: Callable[..., Group], monkeypatch: p
     with following(second.turn):
         until(lambda: live() is None and len(second.live) == 1, "a share")
         hanging.set()
-        assert len(first.revoked) == len(first.source.assigned) == 1, "it has kept the other"
+        assert len(first.revoked) == len(first.source.assigned_partitions) == 1, "it has kept the other"
         until(lambda: bool(second.handled), "they are repeated, for they were never committed")
     world.check(first, second)
 
@@ -259,7 +259,7 @@ def test_what_is_lost_is_neither_committed_nor_sent(either: Callable[..., Group]
         first.commit()
         world.produce(40)
         until(lambda: bool(first.turn()) and world.consumed(first, second), "the rest")
-        ours = first.source.assigned
+        ours = first.source.assigned_partitions
         world.abandon(first)  # it has handled messages that were never committed
         until(lambda: second.live == {0, 1, 2, 3} and world.consumed(second), "everything")
         first.commit()

@@ -134,7 +134,7 @@ def worlds(own: Any) -> Iterator[list[Group]]:
 def test_a_broker_that_is_away(own: Any, worlds: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has patience goes on when it comes back, though messages were handled and not committed when it went, and a
     partition was about to move; who has none ends with the reason."""
-    for module in ("client", "delivery", "source", "restore"):
+    for module in ("client", "delivery", "source", "start_point"):
         monkeypatch.setattr(f"connectors.kafka.{module}.DELIVERY_SECONDS", 3.0)
     monkeypatch.setattr("connectors.kafka.delivery.FLUSH_SECONDS", 2.0)
     *worlds, other = worlds

@@ -58,7 +58,7 @@ def library(request: pytest.FixtureRequest) -> Iterator[Any]:
         found = record_columns._library(*["-DPORTABLE"] * (request.param != "compiled"))
         assert found is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record_columns, "RECORDS", 4)
+        patch.setattr(record_columns, "MAX_RECORDS", 4)
         patch.setattr(record_columns, "_library", lambda: found)
         yield found
 

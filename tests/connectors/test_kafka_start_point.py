@@ -50,7 +50,7 @@ def begin(world: Group, lost: Lost, **options: Any) -> tuple[Reader, list[str]]:
     with capture_logs() as lines:
         reader = world.reader(lost=lost, **options)
         reader.settle_on(0)
-        until(lambda: reader.poll().data is None and reader.source.lag() == {(world.topic, 0): 0}, "the end")
+        until(lambda: reader.poll().data is None and reader.source.get_lag() == {(world.topic, 0): 0}, "the end")
     return reader, [line["event"] for line in lines if line["log_level"] == "warning"]
 
 
