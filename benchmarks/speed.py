@@ -27,7 +27,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from benchmarks.command import machine, publish, today
+from benchmarks.command import describe_machine, publish_results, format_today
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, EventBatch
@@ -338,13 +338,13 @@ def main() -> None:
     for case in cases:
         rows.append(measure(case))
         print(json.dumps(rows[-1]), flush=True)
-    where = f"{machine()}; {torch.cuda.get_device_name()}" if gpu else machine()
-    when = f"{where}, {today()}; medians of {ROUNDS} or more rounds, events a second."
+    where = f"{describe_machine()}; {torch.cuda.get_device_name()}" if gpu else describe_machine()
+    when = f"{where}, {format_today()}; medians of {ROUNDS} or more rounds, events a second."
     text = f"# Speed\n\n{when}\n\n{table(rows)}\n\nWhere the time goes, percent:\n\n{stages(rows)}\n"
     if arguments.quick or arguments.rows is not None:
         print("\n" + text)
     else:
-        publish("speed", text, rows)
+        publish_results("speed", text, rows)
 
 
 if __name__ == "__main__":

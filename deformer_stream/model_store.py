@@ -1,11 +1,15 @@
-"""The model directory: written whole or not at all, verified before use.
+"""Reading and writing of model directories.
 
-    model.safetensors   weights
-    manifest.json       format version, features, hyperparameters, calibration, training summary, digests
-    report.html         for people; not needed for scoring
+A model directory holds:
 
-The manifest holds the size and SHA-256 of the weights and its own SHA-256, so a file that was cut short or altered is
-refused by name; what it says must then fit together and be finite. Nothing in a model directory is ever executed.
+    model.safetensors   the weights
+    manifest.json       format version, features, hyperparameters, calibration, training summary, checksums
+    report.html         the training report for people; not needed to score
+
+A directory is written under a temporary name and renamed, so that it is never incomplete. The manifest holds its own
+SHA-256 and the size and SHA-256 of the weights, so that a truncated or altered file is refused with its name. Manifests
+can also be forged with valid checksums. Their contents are therefore checked for consistency, and memory is allocated
+only in proportion to the size of the files. Nothing in a model directory is ever executed.
 """
 
 from __future__ import annotations
@@ -16,7 +20,6 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,37 +27,45 @@ from typing import Any
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from torch.overrides import TorchFunctionMode
 
 from deformer_stream import __version__
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.errors import ArtifactError, ConfigError, map_write_errors
 from deformer_stream.kernels import build
 from deformer_stream.kernels.cpu import is_supported
-from deformer_stream.model.deformer import DEformer, ModelConfig
+from deformer_stream.model.deformer import DEformer, ModelConfig, count_state_values
 from deformer_stream.model.schema import Schema
 
-FORMAT_VERSION, GROUPED_VERSION, HELD_VERSION, WINDOWED_VERSION = 1, 2, 3, 4
-"""The second with calibrations of groups, the third with ties held, the fourth with the window that records are cut out
-of: a release that does not know of what is new would pass it over."""
+BASE_VERSION, GROUPS_VERSION, TIES_VERSION, WINDOW_VERSION = 1, 2, 3, 4
+"""Format versions of the manifest, each with one addition to the one before.
+
+Version 2 has calibrations of groups, version 3 has a rule for readings with equal times, and version 4 has the window
+of the records. A manifest gets the lowest version that describes it, so that older releases can read it unless they
+would ignore an addition.
+"""
 WEIGHTS, MANIFEST, REPORT = "model.safetensors", "manifest.json", "report.html"
-LONGEST_NAME = 1024
-"""Characters in a feature's name or label; longer ones could never arrive as events."""
-LARGEST_MANIFEST = 64 * 2**20
-"""Bytes; one with a million calibration records has half of it."""
-_CONTRADICTIONS = (AttributeError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, SafetensorError)
-"""What building a model from a manifest that does not fit together can raise."""
-_MAKERS = (
-    *(torch.empty, torch.zeros, torch.ones, torch.full, torch.eye, torch.arange, torch.linspace),
-    torch.Tensor.repeat,
+MAX_NAME_CHARS = 1024
+"""The largest number of characters in the name of a feature or in a label; events with longer ones are refused."""
+MAX_MANIFEST_BYTES = 64 * 2**20
+"""The largest size of a manifest; one with a million calibration records has half of it."""
+_INCONSISTENCY_ERRORS = (
+    *(AttributeError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, SafetensorError),
 )
-"""What the parts of a model take their memory with."""
-_REMEDY = "restore it from a copy, or train again"
+"""The exceptions that building a model from an inconsistent manifest can raise."""
+_REMEDY = "restore the model directory from a copy, or train again"
 
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A model ready to score. fingerprint: names weights, schema and calibration together."""
+    """A model that was read from a model directory and is ready to score.
+
+    Attributes:
+        model: The network.
+        calibration: The distribution of scores of normal records, from which p-values are computed.
+        fingerprint: 16 hexadecimal digits that identify the weights, the schema and the calibration together.
+        manifest: The contents of manifest.json.
+        directory: The model directory.
+    """
 
     model: DEformer
     calibration: Calibration
@@ -64,49 +75,51 @@ class Artifact:
 
     @property
     def schema(self) -> Schema:
+        """The features of the records that the model scores."""
         return self.model.schema
 
 
-def check_target(directory: Path) -> None:
-    """Raise `ConfigError` if something other than a model stands where one is to be written: it would be replaced."""
+def check_output_directory(directory: Path) -> None:
+    """Raise `ConfigError` if writing a model to this path would replace something other than a model."""
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"{directory} is a file: name a directory for the model")
+        raise ConfigError(f"{directory} is a file, but the model needs a directory: name another path")
     if directory.is_dir() and any(directory.iterdir()) and not (directory / MANIFEST).exists():
-        raise ConfigError(f"{directory} is no model directory and its files would be removed: name another directory")
+        raise ConfigError(
+            f"{directory} is not a model directory, and writing a model would remove its files: name another directory"
+        )
 
 
 def write(directory: Path, model: DEformer, calibration: Calibration, training: dict[str, Any], report: str) -> str:
-    """Write the model directory beside its final name, make it durable, then rename; returns the fingerprint.
+    """Write a model directory and return the fingerprint of the model.
 
-    training: the summary (JSON values; numbers that are not finite become null). report: an HTML page. A model that
-    stands there is replaced; if anything fails it stays as it was. Raises `ConfigError` where the directory cannot be
-    made or holds something else, `Unavailable` where writing fails, `ArtifactError` for a model that `read` would
-    refuse.
+    The files are written to a temporary directory beside the final one and synced to disk; then the directory is
+    renamed. A model that the path already holds is replaced. If anything fails, that model stays as it was.
+
+    Args:
+        directory: The path of the model directory; missing parents are created.
+        model: The network.
+        calibration: The calibration of its scores.
+        training: The training summary, JSON values. Numbers that are not finite are stored as null.
+        report: The training report, an HTML page.
+
+    Raises:
+        ConfigError: The directory cannot be created, or the path holds something other than a model.
+        Unavailable: Writing fails, for example because the disk is full.
+        ArtifactError: `read` would refuse the model, for example because a weight is not finite.
     """
     directory = Path(directory).absolute()
-    check_target(directory)
-    weights = safetensors.torch.save({k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()})
-    manifest: dict[str, Any] = {
-        "format_version": FORMAT_VERSION,
-        "package_version": __version__,
-        "features": model.schema.to_json(),
-        **({} if model.schema.window is None else {"window": model.schema.window.to_json()}),
-        "schema_fingerprint": model.schema.fingerprint,
-        "hyperparameters": model.config.to_json(),
-        "calibration": calibration.to_json(),
-        "training": _finite(training),
-        "files": {WEIGHTS: {"size": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}},
-    }
-    manifest["format_version"] = _version(manifest)
-    manifest["fingerprint"] = _fingerprint(manifest)
-    manifest["sha256"] = _digest(manifest)
-    rendered = _render(manifest)
-    if len(rendered) > LARGEST_MANIFEST:
+    check_output_directory(directory)
+    weights = safetensors.torch.save({key: t.detach().cpu().contiguous() for key, t in model.state_dict().items()})
+    rendered = _render_manifest(_create_manifest(model, calibration, training, weights))
+    if len(rendered) > MAX_MANIFEST_BYTES:
         raise ArtifactError(
-            f"{MANIFEST} would have {len(rendered)} bytes, at most {LARGEST_MANIFEST} can be read again"
+            f"{MANIFEST} would have {len(rendered)} bytes, but only {MAX_MANIFEST_BYTES} can be read again: use fewer "
+            "calibration records or fewer labels"
         )
-    _build(json.loads(rendered), weights, directory)
+    # Build the model from the bytes, as `read` will, so that a model that cannot be read is not written.
+    manifest = json.loads(rendered)
+    _build_model(manifest, weights, directory)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
@@ -115,237 +128,315 @@ def write(directory: Path, model: DEformer, calibration: Calibration, training: 
     try:
         with map_write_errors(directory):
             partial.chmod(0o755)
-            _write_durably(partial / WEIGHTS, weights)
-            _write_durably(partial / MANIFEST, rendered)
-            _write_durably(partial / REPORT, report.encode("utf-8", "backslashreplace"))
-            _sync(partial)
-            _replace(partial, directory)
+            _write_and_sync(partial / WEIGHTS, weights)
+            _write_and_sync(partial / MANIFEST, rendered)
+            _write_and_sync(partial / REPORT, report.encode("utf-8", "backslashreplace"))
+            _sync_directory(partial)
+            _replace_directory(partial, directory)
     finally:
         if partial.exists():
             shutil.rmtree(partial)
     return str(manifest["fingerprint"])
 
 
-def _write_durably(path: Path, data: bytes) -> None:
+def _create_manifest(
+    model: DEformer, calibration: Calibration, training: dict[str, Any], weights: bytes
+) -> dict[str, Any]:
+    """Return the manifest of a model, with fingerprints and checksums.
+
+    Args:
+        model: The network.
+        calibration: The calibration of its scores.
+        training: The training summary.
+        weights: The contents of model.safetensors.
+    """
+    window = model.schema.window
+    manifest: dict[str, Any] = {
+        "format_version": BASE_VERSION,
+        "package_version": __version__,
+        "features": model.schema.to_json(),
+        **({} if window is None else {"window": window.to_json()}),
+        "schema_fingerprint": model.schema.fingerprint,
+        "hyperparameters": model.config.to_json(),
+        "calibration": calibration.to_json(),
+        "training": _replace_non_finite(training),
+        "files": {WEIGHTS: {"size": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}},
+    }
+    manifest["format_version"] = _determine_version(manifest)
+    manifest["fingerprint"] = _compute_fingerprint(manifest)
+    manifest["sha256"] = _compute_digest(manifest)
+    return manifest
+
+
+def _write_and_sync(path: Path, data: bytes) -> None:
+    """Write a file and flush it to the disk."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _sync(directory: Path) -> None:
-    """Make the directory's entries durable."""
-    handle = os.open(directory, os.O_RDONLY)
+def _sync_directory(directory: Path) -> None:
+    """Flush the entries of a directory to the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
-def _replace(partial: Path, directory: Path) -> None:
-    """Rename into place; what stood there is moved aside first, since a directory cannot be renamed over another, and
-    comes back if the rename fails."""
+def _replace_directory(partial: Path, directory: Path) -> None:
+    """Rename a directory to its final name, and remove the directory that had this name before.
+
+    A directory cannot be renamed over another one. The old directory is therefore renamed first, and renamed back if
+    the second renaming fails.
+    """
     old = partial.with_name(partial.name + ".old")
-    replacing = directory.exists()
-    if replacing:
+    has_old = directory.exists()
+    if has_old:
         directory.rename(old)
     try:
         partial.rename(directory)
     except BaseException:
-        if replacing:
+        if has_old:
             old.rename(directory)
         raise
-    _sync(directory.parent)
-    if replacing:
+    _sync_directory(directory.parent)
+    if has_old:
         shutil.rmtree(old)
 
 
-def _finite(value: Any) -> Any:
-    """JSON knows no NaN and no infinity."""
+def _replace_non_finite(value: Any) -> Any:
+    """Return a JSON value in which NaN and infinite numbers are None, because JSON cannot express them."""
     if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
+        return {str(key): _replace_non_finite(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return [_replace_non_finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _version(manifest: dict[str, Any]) -> int:
-    """The format version of what is in a manifest."""
+def _determine_version(manifest: dict[str, Any]) -> int:
+    """Return the lowest format version that has everything that a manifest contains."""
     if "window" in manifest:
-        return WINDOWED_VERSION
+        return WINDOW_VERSION
     calibration = manifest.get("calibration")
     if not isinstance(calibration, dict):
-        return FORMAT_VERSION
+        return BASE_VERSION
     if "ties" in calibration:
-        return HELD_VERSION
-    return GROUPED_VERSION if "groups" in calibration else FORMAT_VERSION
+        return TIES_VERSION
+    return GROUPS_VERSION if "groups" in calibration else BASE_VERSION
 
 
-def _fingerprint(manifest: dict[str, Any]) -> str:
-    """16 hex digits over everything that decides a score or a p-value."""
-    parts = [manifest[k] for k in ("schema_fingerprint", "hyperparameters", "calibration", "files")]
+def _compute_fingerprint(manifest: dict[str, Any]) -> str:
+    """Return 16 hexadecimal digits that identify everything that decides a score or a p-value."""
+    parts = [manifest[key] for key in ("schema_fingerprint", "hyperparameters", "calibration", "files")]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _render(manifest: dict[str, Any]) -> bytes:
+def _render_manifest(manifest: dict[str, Any]) -> bytes:
+    """Return the contents of manifest.json."""
     return json.dumps(manifest, indent=1).encode()
 
 
-def _digest(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(_render({k: v for k, v in manifest.items() if k != "sha256"})).hexdigest()
+def _compute_digest(manifest: dict[str, Any]) -> str:
+    """Return the SHA-256 of a manifest without its entry `sha256`, in hexadecimal digits."""
+    return hashlib.sha256(_render_manifest({key: v for key, v in manifest.items() if key != "sha256"})).hexdigest()
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The verified manifest of a model directory. Raises `ArtifactError` that names the file and the remedy."""
+    """Return the manifest of a model directory after checking its version and its checksum.
+
+    Raises:
+        ArtifactError: The manifest is missing, truncated, altered or of an unknown format version. The message names
+            the file and the remedy.
+    """
     path = Path(directory) / MANIFEST
-    raw = _contents(path, LARGEST_MANIFEST, "give the directory that deformer-train wrote with --out")
-    if len(raw) > LARGEST_MANIFEST:
-        raise ArtifactError(f"{path} has more than {LARGEST_MANIFEST} bytes: it was altered; {_REMEDY}")
+    raw = _read_at_most(path, MAX_MANIFEST_BYTES, "give the directory that deformer-train wrote with --out")
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise ArtifactError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes, so it was altered: {_REMEDY}")
     try:
         manifest = json.loads(raw)
-        genuine = _genuine(manifest, raw)
+        is_genuine = _is_genuine(manifest, raw)
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path} is not JSON ({error}): it was cut short or altered; {_REMEDY}") from None
     version = manifest.get("format_version") if isinstance(manifest, dict) else None
-    if not isinstance(manifest, dict) or version != _version(manifest):
-        found = f"{path} has format version {_short(version)}"
-        newer = isinstance(version, int) and version > WINDOWED_VERSION
-        remedy = "install the newer deformer-stream that wrote it, or train again" if newer else "train again"
-        raise ArtifactError(f"{found}, this package reads {FORMAT_VERSION} to {WINDOWED_VERSION}: {remedy}")
-    if not genuine:
+    if not isinstance(manifest, dict) or version != _determine_version(manifest):
+        is_newer = isinstance(version, int) and version > WINDOW_VERSION
+        remedy = "install the newer deformer-stream that wrote it, or train again" if is_newer else "train again"
+        raise ArtifactError(
+            f"{path} has format version {_shorten(version)}, but this package reads the versions {BASE_VERSION} to "
+            f"{WINDOW_VERSION}: {remedy}"
+        )
+    if not is_genuine:
         raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {_REMEDY}")
     return dict(manifest)
 
 
-def _contents(path: Path, most: int, remedy: str = _REMEDY) -> bytes:
-    """A file, or of a longer one the first `most` + 1 bytes. What stands there need not be a file nor have an end.
-    Raises `ArtifactError`."""
+def _read_at_most(path: Path, max_bytes: int, remedy: str = _REMEDY) -> bytes:
+    """Return the contents of a file, but of a longer file only the first `max_bytes` + 1 bytes.
+
+    The path may name anything, such as a device without an end, so only regular files are opened.
+
+    Raises:
+        ArtifactError: The file is missing, is not a regular file or cannot be read. The message ends with `remedy`.
+    """
     try:
         if path.exists() and not path.is_file():
-            raise ArtifactError(f"{path} is no file: {_REMEDY}")
+            raise ArtifactError(f"{path} is not a regular file: {_REMEDY}")
         with path.open("rb") as file:
-            return file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
+            return file.read(min(max_bytes, os.fstat(file.fileno()).st_size) + 1)
     except (FileNotFoundError, NotADirectoryError):
         raise ArtifactError(f"{path} is missing: {remedy}") from None
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read ({error.strerror}): {_REMEDY}") from None
 
 
-def _short(value: object) -> str:
-    """For a message: one line of bounded length."""
+def _shorten(value: object) -> str:
+    """Return a value as text for an error message: one line of at most 60 characters."""
     return repr(value)[:60]
 
 
-def _genuine(manifest: Any, raw: bytes) -> bool:
-    """Whether the file is as it was written; every byte counts, also where another text would mean the same."""
-    return isinstance(manifest, dict) and manifest.get("sha256") == _digest(manifest) and _render(manifest) == raw
+def _is_genuine(manifest: Any, raw: bytes) -> bool:
+    """Return whether a manifest file is exactly as it was written.
+
+    Each byte counts, so that two files with equal contents and different bytes cannot both be valid.
+
+    Args:
+        manifest: The parsed contents, any JSON value.
+        raw: The bytes of the file.
+    """
+    if not isinstance(manifest, dict):
+        return False
+    return manifest.get("sha256") == _compute_digest(manifest) and _render_manifest(manifest) == raw
 
 
-def device_named(name: str) -> torch.device:
-    """torch's name of a device, or `auto`, which takes a GPU if there is one. Raises `ConfigError` where none is."""
+def resolve_device(name: str) -> torch.device:
+    """Return the torch device of a name; `auto` means a GPU if there is one, else the CPU.
+
+    Raises:
+        ConfigError: The name is `cuda`, but there is no usable GPU.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: no usable GPU is there; use --device cpu or auto")
+        raise ConfigError("--device cuda: there is no usable GPU; use --device cpu or --device auto")
     return torch.device(name)
 
 
 def read(directory: Path, device: str = "cpu", compiled: bool = True) -> Artifact:
-    """Load and verify a model directory onto a device (`device_named`), with compiled code to score by where it fits.
+    """Read a model directory, verify it and return the model.
 
-    Raises `ArtifactError` that names the file and the remedy."""
-    place = device_named(device)
+    Args:
+        directory: The model directory.
+        device: The name of the device to load the model to, as for `resolve_device`.
+        compiled: Whether to attach the compiled kernels to the model (`DEformer.kernel_library`), so that the engine
+            scores with them. It has no effect if there is no compiler, or if the kernels do not support the model.
+
+    Raises:
+        ArtifactError: The model directory is incomplete, altered or inconsistent. The message names the file and the
+            remedy.
+        ConfigError: The device is not available.
+    """
+    torch_device = resolve_device(device)
     directory = Path(directory)
     manifest = read_manifest(directory)
-    weights = _contents(directory / WEIGHTS, _size_of_weights(manifest, directory))
-    model, calibration = _build(manifest, weights, directory)
-    model = model.to(place).eval()
+    weights = _read_at_most(directory / WEIGHTS, _get_weights_size(manifest, directory))
+    model, calibration = _build_model(manifest, weights, directory)
+    model = model.to(torch_device).eval()
     if compiled and is_supported(model):
         model.kernel_library = build.load_kernels(model.config.precision == "bfloat16")
     return Artifact(model, calibration, manifest["fingerprint"], manifest, directory)
 
 
-def _size_of_weights(manifest: dict[str, Any], directory: Path) -> int:
-    """As the manifest has it. Raises `ArtifactError`."""
+def _get_weights_size(manifest: dict[str, Any], directory: Path) -> int:
+    """Return the size in bytes that the weights file must have.
+
+    Raises:
+        ArtifactError: The manifest has no valid size. The message names the model directory.
+    """
     try:
         size = manifest["files"][WEIGHTS]["size"]
     except (LookupError, TypeError):
         size = None
     if not isinstance(size, int) or not 0 <= size < 2**63 - 1:
-        raise ArtifactError(f"{directory} contradicts itself (the size of {WEIGHTS} is {_short(size)}): {_REMEDY}")
+        raise ArtifactError(f"{directory} contradicts itself (the size of {WEIGHTS} is {_shorten(size)}): {_REMEDY}")
     return size
 
 
-def _build(manifest: dict[str, Any], weights: bytes, directory: Path) -> tuple[DEformer, Calibration]:
-    """Model and calibration, all that the manifest says about them verified. Raises `ArtifactError`."""
+def _build_model(manifest: dict[str, Any], weights: bytes, directory: Path) -> tuple[DEformer, Calibration]:
+    """Return the model and the calibration that a manifest and the bytes of the weights describe.
+
+    Args:
+        manifest: The manifest.
+        weights: The contents of the weights file, or a little more if the file is longer than the manifest says.
+        directory: The model directory, for error messages.
+
+    Raises:
+        ArtifactError: The weights were altered, or the manifest is inconsistent.
+    """
     path = directory / WEIGHTS
-    size = _size_of_weights(manifest, directory)
+    size = _get_weights_size(manifest, directory)
     if len(weights) != size:
-        has = len(weights) if len(weights) < size else f"more than {size}"
-        raise ArtifactError(f"{path} has {has} bytes, not {size}: it was cut short or altered; {_REMEDY}")
+        actual_size = len(weights) if len(weights) < size else f"more than {size}"
+        raise ArtifactError(f"{path} has {actual_size} bytes, not {size}: it was cut short or altered; {_REMEDY}")
     try:
         if hashlib.sha256(weights).hexdigest() != manifest["files"][WEIGHTS]["sha256"]:
             raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {_REMEDY}")
         tensors = safetensors.torch.load(weights)
         schema = Schema.from_json(manifest["features"], manifest.get("window"))
         config = ModelConfig.from_json(manifest["hyperparameters"])
-        _check(manifest, schema, tensors)
-        with _Modest(tensors):
-            model = DEformer(schema, config)
+        _check_manifest(manifest, schema)
+        _check_tensors(tensors, schema, config)
+        model = DEformer(schema, config)
         model.load_state_dict(tensors)
         return model, Calibration.from_json(manifest["calibration"])
-    except _CONTRADICTIONS as error:
-        line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        printable = repr(line)[1:-1]  # it quotes what the file says
+    except _INCONSISTENCY_ERRORS as error:
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        printable = repr(message)[1:-1]  # the message can quote control characters from the file
         raise ArtifactError(f"{directory} contradicts itself ({printable}): {_REMEDY}") from None
 
 
-def _check(manifest: dict[str, Any], schema: Schema, tensors: dict[str, torch.Tensor]) -> None:
-    """What the classes themselves do not check. Raises `ValueError`."""
+def _check_manifest(manifest: dict[str, Any], schema: Schema) -> None:
+    """Raise ValueError if a manifest has an error that `Schema` and `Feature` do not detect themselves."""
     if not isinstance(manifest["training"], dict):
-        raise ValueError("the training summary is no object")
-    if manifest["schema_fingerprint"] != schema.fingerprint or manifest["fingerprint"] != _fingerprint(manifest):
+        raise ValueError("the training summary is not an object")
+    if manifest["schema_fingerprint"] != schema.fingerprint or manifest["fingerprint"] != _compute_fingerprint(
+        manifest
+    ):
         raise ValueError("a fingerprint does not match")
     for feature in schema.features:
         for text in (feature.name, *feature.labels):
-            if not isinstance(text, str) or len(text) > LONGEST_NAME:
-                raise ValueError(f"{str(text)[:40]!r} is no name for a feature or label")
-            text.encode()
+            if not isinstance(text, str) or len(text) > MAX_NAME_CHARS:
+                raise ValueError(
+                    f"{str(text)[:40]!r} is not a string of at most {MAX_NAME_CHARS} characters, as the name of a "
+                    "feature and a label must be"
+                )
+            text.encode()  # raises a ValueError if a surrogate code point cannot be encoded
         if feature.sensor is not None and (not isinstance(feature.sensor, str) or not feature.sensor):
-            raise ValueError(f"feature {feature.name!r}: its sensor is no name")
+            raise ValueError(f"feature {feature.name!r}: the name of its sensor is not a string, or is empty")
         if not feature.name or not isinstance(feature.reason, str):
-            raise ValueError("a feature has no name, or a reason that is no text")
+            raise ValueError("the name of a feature is empty, or its reason is not a string")
         numbers = (feature.quantum, feature.low, feature.high, feature.period, *(feature.coordinates or ()))
         if not all(number is None or math.isfinite(number) for number in numbers):
             raise ValueError(f"feature {feature.name!r}: a number is not finite")
+
+
+def _check_tensors(tensors: dict[str, torch.Tensor], schema: Schema, config: ModelConfig) -> None:
+    """Raise ValueError if the weights are not finite, or if they cannot be those of the described network.
+
+    The check comes before the network is built. A forged manifest could otherwise describe a network that is much
+    larger than the weights file, and building it would exhaust the memory.
+    """
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise ValueError(f"tensor {name} of {WEIGHTS} holds numbers that are not finite")
-
-
-class _Modest(TorchFunctionMode):
-    """While it is in force, a model that takes much more than its weights hold is refused before memory is taken for
-    it, whatever it is in its hyperparameters that asks for so much. Raises `ValueError`."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        self._held = sum(tensor.numel() for tensor in tensors.values())
-        self._numbers, self._calls = 4 * self._held + 1_000_000, 16 * len(tensors) + 1_000
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _MAKERS:
-            self._calls -= 1
-            self._numbers -= _numbers_made(func, args, kwargs)
-            if self._calls < 0 or self._numbers < 0:
-                raise ValueError(f"the hyperparameters ask for more than the {self._held} numbers in {WEIGHTS}")
-        return func(*args, **kwargs)
-
-
-def _numbers_made(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Found on torch's device without memory."""
-    if func is torch.Tensor.repeat:
-        return int(func(args[0].to("meta"), *args[1:], **kwargs).numel())
-    return int(func(*args, **{**kwargs, "device": "meta"}).numel())
+            raise ValueError(f"tensor {name} of {WEIGHTS} has values that are not finite")
+    # Each layer has tensors of its own. Many tiny layers would take much more memory than their weights.
+    if config.layers > len(tensors) or len(config.hidden) > len(tensors):
+        raise ValueError(f"the hyperparameters describe more layers than the {len(tensors)} tensors in {WEIGHTS} hold")
+    num_described = count_state_values(schema, config)
+    num_values = sum(tensor.numel() for tensor in tensors.values())
+    # A smaller difference takes little memory; `load_state_dict` then reports the name of the tensor that differs.
+    if num_described > 4 * num_values + 1_000_000:
+        raise ValueError(
+            f"the hyperparameters describe a network of {num_described} values, but {WEIGHTS} has {num_values}"
+        )

@@ -120,7 +120,7 @@ def _iterate_score_terms(
         inputs = torch.from_numpy(codes).to(model.device)
         with torch.inference_mode():
             x = to_tensor(np.ascontiguousarray(values[start : start + batch_size]), model)
-            terms = model.conditionals(inputs, x).surprise(x)
+            terms = model.conditionals(inputs, x).score(x)
             log_p, centered_nll = (term.double().cpu().numpy() for term in terms)
         is_context = model.schema.is_context[np.maximum(codes, 0)]
         yield log_p, centered_nll, (codes >= 0) & ~is_context

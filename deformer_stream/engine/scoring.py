@@ -125,7 +125,7 @@ class ModelVersion:
             return centered_nll
         num_readings = records.num_readings[record_index]
         codes, values = records.log.gather_padded(record_index, num_readings)
-        return ranking.scores(codes, self.schema.normalise(np.maximum(codes, 0), values), centered_nll)
+        return ranking.score(codes, self.schema.normalise(np.maximum(codes, 0), values), centered_nll)
 
     def _compute_score_terms(
         self,

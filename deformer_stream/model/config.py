@@ -1,14 +1,55 @@
-"""What a model is made of: its hyperparameters, and presets of them."""
+"""Hyperparameters of the network, and named presets of them.
+
+This module does not import torch, so that the command line can read the presets quickly.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+Norm = Literal["pre", "post"]
+ActivationName = Literal["gelu", "relu"]
+Identity = Literal["embedding", "coordinates", "both"]
+AttentionContext = Literal["all", "values"]
+Tokens = Literal["pair", "single"]
+Precision = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Hyperparameters; they live in the model's manifest."""
+    """The hyperparameters of a network.
+
+    The names of the attributes are keys of the entry `hyperparameters` in the manifest of a model directory, and keys
+    of the configuration file of deformer-train. They must not be renamed.
+
+    Attributes:
+        d_model: The width of a token in the Transformer layers; a multiple of `heads`.
+        layers: The number of Transformer layers.
+        heads: The number of attention heads in each layer.
+        feedforward: The width of the hidden layer of each feed-forward network.
+        mixtures: The number of Gaussian components of a continuous conditional distribution.
+        dropout: The dropout probability during training, in [0, 1).
+        norm: "pre" applies layer normalisation before each sublayer, "post" after it as in the original Transformer.
+        activation: The activation function of the feed-forward networks.
+        identity: The input that identifies a feature: a learned embedding, the feature's coordinates, or both.
+        embedding: The width of the learned embeddings of features and of labels.
+        hidden: The widths of the hidden layers of the two encoders that make tokens from readings.
+        memory: The attention context, that is, the earlier tokens that a token attends to. "all" means query tokens
+            and observation tokens, as in the paper. "values" means observation tokens only; this halves the KV cache
+            and loses little, because a query token holds nothing that the observation token of its reading lacks.
+        tokens: "pair" makes a query token and an observation token for each reading. "single" makes one token, which
+            holds the identity of the reading and the identity and value of the previous reading; `memory` then has no
+            effect.
+        gaussians: The number of components of the Gaussian prior, 0 for a network without a prior. The prior is a
+            mixture of Gaussians, fitted before training, whose exact conditionals are inputs of the network.
+        exemplars: The number of training records that are stored to rank complete records by distance, 0 for none.
+        precision: "bfloat16" rounds the factors of the matrix products in the Transformer layers to bfloat16 when the
+            model scores. Sums, and everything outside the layers, are float32.
+
+    Raises:
+        ValueError: A value is out of range or not one of the allowed names; the message lists the allowed ones.
+    """
 
     d_model: int = 128
     layers: int = 4
@@ -16,46 +57,61 @@ class ModelConfig:
     feedforward: int = 512
     mixtures: int = 16
     dropout: float = 0.0
-    norm: Literal["pre", "post"] = "pre"
-    activation: Literal["gelu", "relu"] = "gelu"
-    identity: Literal["embedding", "coordinates", "both"] = "embedding"
+    norm: Norm = "pre"
+    activation: ActivationName = "gelu"
+    identity: Identity = "embedding"
     embedding: int = 20
     hidden: tuple[int, ...] = (128,)
-    memory: Literal["all", "values"] = "values"
-    tokens: Literal["pair", "single"] = "pair"
+    memory: AttentionContext = "values"
+    tokens: Tokens = "pair"
     gaussians: int = 0
     exemplars: int = 0
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Precision = "float32"
 
     def __post_init__(self) -> None:
-        if self.d_model % self.heads:
-            raise ValueError(f"d_model {self.d_model} is not a multiple of heads {self.heads}")
         for name in ("d_model", "layers", "heads", "feedforward", "mixtures", "embedding"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1")
+            _check_integer(name, getattr(self, name), minimum=1)
         for name in ("gaussians", "exemplars"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0")
-        choices = {
-            "norm": ("pre", "post"),
-            "activation": ("gelu", "relu"),
-            "identity": ("embedding", "coordinates", "both"),
-            "memory": ("all", "values"),
-            "tokens": ("pair", "single"),
-            "precision": ("float32", "bfloat16"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}")
+            _check_integer(name, getattr(self, name), minimum=0)
+        for width in self.hidden:
+            _check_integer("each width in hidden", width, minimum=1)
+        if self.d_model % self.heads:
+            raise ValueError(f"d_model is {self.d_model}, which is not a multiple of the number of heads, {self.heads}")
         if not 0 <= self.dropout < 1:
-            raise ValueError("dropout lies in [0, 1)")
+            raise ValueError(f"dropout is {self.dropout}, but it must be at least 0 and less than 1")
+        _check_choice("norm", self.norm, Norm)
+        _check_choice("activation", self.activation, ActivationName)
+        _check_choice("identity", self.identity, Identity)
+        _check_choice("memory", self.memory, AttentionContext)
+        _check_choice("tokens", self.tokens, Tokens)
+        _check_choice("precision", self.precision, Precision)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the hyperparameters as an object for the manifest of a model directory."""
         return asdict(self)
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> ModelConfig:
+        """Return the hyperparameters that `to_json` wrote; a key that is missing gets its default.
+
+        Raises:
+            ValueError: A value is not allowed.
+            TypeError: A key is unknown.
+        """
         return ModelConfig(**dict(row, hidden=tuple(row["hidden"])))
+
+
+def _check_integer(name: str, value: object, minimum: int) -> None:
+    """Raise ValueError if a hyperparameter is not an integer of at least `minimum`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name} must be an integer of at least {minimum}")
+
+
+def _check_choice(name: str, value: object, choices: Any) -> None:
+    """Raise ValueError if a hyperparameter is not one of the strings of a Literal type."""
+    allowed = get_args(choices)
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}")
 
 
 PRESETS: dict[str, ModelConfig] = {
@@ -75,3 +131,4 @@ PRESETS: dict[str, ModelConfig] = {
         memory="all",
     ),
 }
+"""Hyperparameters by preset name, from the smallest network to the one of the paper (arXiv 2106.06989)."""

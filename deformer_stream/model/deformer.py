@@ -1,24 +1,32 @@
-"""The DEformer: an order-agnostic density that can be read while the record is still arriving.
+"""The DEformer: a Transformer that gives the distribution of a record's next reading, in any arrival order.
 
-Chain rule in any order o: p(x) = Π_k p(x_{o_k} | x_{o_<k}) (Alcorn and Nguyen, arXiv 2106.06989). Two interleaved
-tokens a reading: z_k says which feature comes next, u_k says that feature with its value. A lower-triangular mask lets
-z_k see z_≤k and u_<k, u_k see z_≤k and u_≤k; there are no positions. The output at z_k parametrises p(v_k | earlier).
+The model factorises the density of a record with readings in the order o by the chain rule (Alcorn and Nguyen, "The
+DEformer: An Order-Agnostic Distribution Estimating Transformer", arXiv 2106.06989):
 
-`precision` "bfloat16": outside training, factors of the layers' products (weights, and what they and attention are
-multiplied by) are rounded to bfloat16, on every machine alike; sums, and all outside the layers, are float32.
+    p(x) = Π_k p(x_{o_k} | x_{o_1}, …, x_{o_{k−1}})
 
-`memory` decides what later tokens may look back at: "all" earlier tokens (the paper), or only "values", the u tokens
-(every token still sees itself). The second halves the cache; an identity alone carries nothing its u token lacks.
+Two tokens per reading enter the Transformer, interleaved as z_1, u_1, z_2, u_2, …:
 
-With `tokens` "single" (the authors' later variant) a reading has one token, which says what comes next and what came
-last: half the tokens, and `memory` has nothing to decide. The reading that came last is in no cached token yet, so the
-readings themselves are cached beside the keys and values.
+- The query token z_k = g_z(identity of feature o_k) says which feature comes next. The output at z_k parametrises the
+  conditional distribution of its value.
+- The observation token u_k = g_u(identity of feature o_k, its value) says which value it had.
 
-With `gaussians`, a mixture of full-covariance Gaussians, fitted before training, tells the network at each z_k what it
-expects of v_k; its shifted, widened and newly weighed components join those of the output (`model.gaussian_prior`).
+The causal mask lets z_k attend to u_1 … u_{k−1} and u_k to u_1 … u_k, so that no token depends on the value it
+predicts or on later readings. There are no positional encodings: a feature's identity is all that the order needs.
 
-Two paths, one law: `log_prob` sees whole records at once and is the reference; `extend` adds readings to records whose
-keys and values are cached (one reading is a step, several are a prefill). The sum of the second equals the first.
+The hyperparameters (`config.ModelConfig`) select variants: whether tokens also attend to earlier query tokens
+(`memory`), one token per reading in place of two (`tokens`), and a Gaussian prior, whose exact conditionals are added
+to the query tokens and whose components join the output distribution (`gaussians`).
+
+`DEformer` computes the same conditionals in two ways:
+
+- `conditionals` computes all conditionals of complete records at once. Training uses it; it is the reference.
+- `forward_cached` adds readings to records whose keys and values are cached. Adding one reading is a step of streaming,
+  adding several to an empty cache is a prefill. Any split of a record gives the conditionals of the first way.
+
+Shapes use these letters: N is the number of records, L the number of (new) readings of each record, F the number of
+features, d the width of a token (`d_model`), H the number of attention heads, d_head = d / H, T the number of (new)
+tokens of each record, P the number of cached tokens to which records are padded.
 """
 
 from __future__ import annotations
@@ -27,6 +35,7 @@ import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import cast
 
 import numpy as np
@@ -34,23 +43,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from deformer_stream.model.attention import AttentionContext, attend
-from deformer_stream.model.config import PRESETS, ModelConfig
+from deformer_stream.model.attention import attend
+from deformer_stream.model.config import PRESETS, AttentionContext, ModelConfig
 from deformer_stream.model.distributions import Conditional, Head
-from deformer_stream.model.gaussian_prior import VALUE_REACH, GaussianPrior, PriorConditional
+from deformer_stream.model.gaussian_prior import MAX_CONDITIONING_VALUE, GaussianPrior, PriorConditional
 from deformer_stream.model.layers import Encoder, TransformerLayer
 from deformer_stream.model.ranking import Ranking
-from deformer_stream.model.schema import LINEAR, Schema
+from deformer_stream.model.schema import LINEAR_LIMIT, Schema
 
 __all__ = ["PRESETS", "DEformer", "KVCacheView", "ModelConfig", "StepOutput"]
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheView:
-    """Cached keys and values of R records, padded to P tokens.
+    """The cached keys and values of N records, padded to P tokens.
 
-    keys, values: per layer (R, heads, P, d_head). lengths: (R,) tokens in use. readings: (R, P, 2) the code and the
-    normalised value of the reading that left the token, where `DEformer.keeps_readings`.
+    Attributes:
+        keys: One tensor per layer, (N, H, P, d_head).
+        values: One tensor per layer, (N, H, P, d_head).
+        lengths: (N,) the number of cached tokens of each record.
+        readings: (N, P, 2) the feature code and the normalised value of the reading that each token belongs to; None if
+            the model does not need them (`DEformer.has_cached_readings`).
     """
 
     keys: Sequence[Tensor]
@@ -61,8 +74,16 @@ class KVCacheView:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What `extend` answers: conditionals of shape (R, L), and what is to be appended to the cache (see `Past`): the
-    new tokens' keys and values, per layer (R, heads, M, d_head), and their readings (R, M, 2), M = L × `tokens_kept`.
+    """The conditionals of new readings, and what the caller must append to the cache.
+
+    The number of tokens to append per record is M = L · `DEformer.cached_tokens_per_reading`.
+
+    Attributes:
+        conditional: The conditional distributions of the new readings, of shape (N, L).
+        keys: The keys of the new tokens, one tensor per layer, (N, H, M, d_head).
+        values: The attention values of the new tokens, one tensor per layer, (N, H, M, d_head).
+        readings: (N, M, 2) the feature code and the normalised value of the reading that each token belongs to; None if
+            the model does not need them.
     """
 
     conditional: Conditional
@@ -72,300 +93,537 @@ class StepOutput:
 
 
 class DEformer(nn.Module):
-    """The density model of one schema.
+    """The density model of the records of one schema.
 
-    Records come as two arrays in arrival order: features (N, L) int64 codes, −1 for padding at the end, and values
-    (N, L) in normalised units (`Schema.normalise`), a label's code for a discrete feature. A missing feature is
-    simply absent.
+    A batch of records is two arrays in arrival order. `features` (N, L) int64 holds the feature codes, −1 for padding
+    at the end of a record. `values` (N, L) holds the values in normalised units (`Schema.normalise`), and the label's
+    code for a discrete feature. A feature that was not observed does not appear.
+
+    Args:
+        schema: The features.
+        config: The hyperparameters.
+
+    Attributes:
+        kernel_library: The compiled kernels that score in place of PyTorch, or None to score with PyTorch.
+            `model_store.read` attaches them; `kernels.cpu.CpuKernels` calls them. The model's own methods ignore it.
+
+    Raises:
+        ValueError: The hyperparameter `identity` needs coordinates, but the features of the schema have none.
     """
+
+    # Attributes that hold parameters or persistent buffers keep their names, because these are keys in
+    # model.safetensors: embedding, label_embedding, identity_encoder, value_encoder, start, blocks, norm, gaussians,
+    # guidance, head, ranking.
+
+    identity_encoder: Encoder | None
+    start: nn.Parameter | None
+    sensor_indexes: Tensor | None
+    coordinates: Tensor | None
+    cycle_angles: Tensor | None
+    label_offsets: Tensor
+    label_counts: Tensor
+    is_context: Tensor
 
     def __init__(self, schema: Schema, config: ModelConfig) -> None:
         super().__init__()
         self.schema, self.config = schema, config
-        dimension = len(schema.features[0].coordinates or ())
-        if config.identity != "embedding" and not dimension:
-            raise ValueError(f"identity={config.identity!r} needs coordinates in the schema")
-        n = len(schema.sources)
-        self.embedding = nn.Embedding(n, config.embedding) if config.identity != "coordinates" else None
-        self.register_buffer(
-            "sources", torch.from_numpy(schema.source_of) if schema.repeats else None, persistent=False
-        )
-        self.sources: Tensor | None
-        self.coordinates: Tensor | None
+        self.kernel_library: ctypes.CDLL | None = None
+        self._init_identities()
+        self._init_labels()
+        self._init_cycles()
+        self._init_encoders()
+        self.blocks = nn.ModuleList(TransformerLayer(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
+        self.gaussians: GaussianPrior | None = None
+        self.guidance: nn.Linear | None = None  # maps the prior's conditionals to what is added to query tokens
+        if config.gaussians and schema.is_linear.any():
+            self.gaussians = GaussianPrior(schema, config.gaussians)
+            self.guidance = nn.Linear(3 * config.gaussians, config.d_model)
+        num_prior_components = 0 if self.gaussians is None else self.gaussians.num_components
+        self.head = Head(schema, config.d_model, config.mixtures, num_prior_components)
+        self.ranking = Ranking(schema, config.exemplars) if config.exemplars else None
+        self.register_buffer("is_context", torch.tensor(schema.is_context), persistent=False)
+
+    def _init_identities(self) -> None:
+        """Create what identifies a feature: a learned embedding, its standardised coordinates, or both.
+
+        The features of one sensor (one for each time slot of a window) share an embedding.
+        """
+        schema, config = self.schema, self.config
+        num_coordinates = len(schema.features[0].coordinates or ())
+        if config.identity != "embedding" and not num_coordinates:
+            raise ValueError(
+                f"the hyperparameter identity={config.identity!r} needs coordinates, but the features of the schema "
+                "have none: use identity='embedding'"
+            )
+        num_sensors = len(schema.sensor_names)
+        self.embedding = nn.Embedding(num_sensors, config.embedding) if config.identity != "coordinates" else None
+        sensor_indexes = torch.from_numpy(schema.sensor_indexes) if schema.has_repeating_sensors else None
+        self.register_buffer("sensor_indexes", sensor_indexes, persistent=False)
         coordinates = None
         if config.identity != "embedding":
             coordinates = torch.tensor([f.coordinates for f in schema.features], dtype=torch.float64)
             spread = coordinates.std(0, correction=0)
             coordinates = (coordinates - coordinates.mean(0)) / torch.where(spread > 0, spread, torch.ones_like(spread))
         self.register_buffer("coordinates", coordinates, persistent=False)
-        width = (config.embedding if self.embedding is not None else 0) + (dimension if coordinates is not None else 0)
-        self._init_labels(schema, shared=self.embedding is None)
-        self._init_cycles(schema)
-        self._init_encoders(width, width + 1 + (0 if self.cycles is None else 2) + self.label_width)
-        self.blocks = nn.ModuleList(TransformerLayer(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
-        self.gaussians, self.guidance = self._init_gaussians(schema)
-        guides = self.gaussians.components if self.gaussians is not None else 0
-        self.head = Head(schema, config.d_model, config.mixtures, guides)
-        self.ranking = Ranking(schema, config.exemplars) if config.exemplars else None
-        self.register_buffer("context", torch.tensor(schema.context), persistent=False)
-        self.context: Tensor
-        self.library: ctypes.CDLL | None = None  # compiled code that may score for this model (`kernels.cpu`)
 
-    def _init_labels(self, schema: Schema, shared: bool) -> None:
-        """A row per label and one for "unseen" per sensor; row 0 is the zero vector of continuous values.
+    def _init_labels(self) -> None:
+        """Create the embedding of labels.
 
-        Where features are told apart by coordinates alone, label codes share their rows, as pixels share black."""
-        counts = torch.tensor(schema.label_counts)
-        of, first = (torch.from_numpy(part) for part in (schema.source_of, schema.first_of))
-        rows = torch.where(counts > 0, counts + 1, 0)[first]
-        offsets = torch.ones_like(counts) if shared else (1 + rows.cumsum(0) - rows)[of]
-        total = 1 + int(rows.max() if shared else rows.sum())
-        self.label_width = self.config.embedding if total > 1 else 0
-        self.label_embedding = nn.Embedding(total, self.label_width, padding_idx=0) if self.label_width else None
-        self.register_buffer("label_offsets", offsets, persistent=False)
+        Row 0 is the zero vector, which continuous values get. Then each discrete sensor has a row per label and one row
+        for labels that did not occur in training. If features are identified by their coordinates alone, all features
+        share the rows of a label code, as the pixels of an image share the colour black.
+        """
+        counts = torch.tensor(self.schema.label_counts)
+        num_rows, first_rows = _allocate_label_rows(self.schema, is_shared=self.embedding is None)
+        self.label_width = self.config.embedding if num_rows > 1 else 0
+        self.label_embedding = nn.Embedding(num_rows, self.label_width, padding_idx=0) if self.label_width else None
+        self.register_buffer("label_offsets", first_rows, persistent=False)
         self.register_buffer("label_counts", counts, persistent=False)
-        self.label_offsets: Tensor
-        self.label_counts: Tensor
 
-    def _init_cycles(self, schema: Schema) -> None:
-        """(F, 2) per feature the angle of the normalised value 0 and what each scale adds to it, radians; 0 where it is
-        no cycle."""
+    def _init_cycles(self) -> None:
+        """Create the table (F, 2) that maps normalised values of cyclic features to angles, None if there are none.
+
+        Column 0 is the angle of the normalised value 0, column 1 the angle that a difference of one scale adds, both in
+        radians. Both are 0 for features that are not cyclic.
+        """
         table = None
-        if schema.cyclic.any():
-            turns = [
+        if self.schema.is_cyclic.any():
+            shares_of_period = [
                 (0.0, 0.0) if f.period is None else (f.location % f.period / f.period, f.scale / f.period)
-                for f in schema.features
+                for f in self.schema.features
             ]
-            table = 2.0 * math.pi * torch.tensor(turns, dtype=torch.float64)
-        self.register_buffer("cycles", table, persistent=False)
-        self.cycles: Tensor | None
+            table = 2.0 * math.pi * torch.tensor(shares_of_period, dtype=torch.float64)
+        self.register_buffer("cycle_angles", table, persistent=False)
 
-    def _init_encoders(self, identity: int, reading: int) -> None:
-        """g_z and g_u; of single tokens one that takes what both take, and what it is told before the first reading.
-        identity, reading: widths."""
-        single, hidden, d_model = self.config.tokens == "single", self.config.hidden, self.config.d_model
-        self.identity_encoder = None if single else Encoder(identity, hidden, d_model)
-        self.value_encoder = Encoder(identity + reading if single else reading, hidden, d_model)
-        self.start = nn.Parameter(torch.randn(reading)) if single else None
+    def _init_encoders(self) -> None:
+        """Create the encoders g_z and g_u of the paper, or the one encoder of single tokens.
 
-    def _init_gaussians(self, schema: Schema) -> tuple[GaussianPrior | None, nn.Linear | None]:
-        """The guide, and the map from what it expects to what the network is told; none without numbers to expect."""
-        if not self.config.gaussians or not schema.linear.any():
-            return None, None
-        return GaussianPrior(schema, self.config.gaussians), nn.Linear(3 * self.config.gaussians, self.config.d_model)
-
-    def _layers(self) -> Iterator[TransformerLayer]:
-        return (cast(TransformerLayer, block) for block in self.blocks)
+        A single token holds the inputs of both: the identity of its reading, and the identity and value of the previous
+        reading. `start` is the learned input in place of the previous reading for the first reading of a record.
+        """
+        hidden, d_model = self.config.hidden, self.config.d_model
+        identity_width = _compute_identity_width(self.schema, self.config)
+        reading_width = identity_width + 1 + (0 if self.cycle_angles is None else 2) + self.label_width
+        if self.config.tokens == "single":
+            self.identity_encoder = None
+            self.value_encoder = Encoder(identity_width + reading_width, hidden, d_model)
+            self.start = nn.Parameter(torch.randn(reading_width))
+        else:
+            self.identity_encoder = Encoder(identity_width, hidden, d_model)
+            self.value_encoder = Encoder(reading_width, hidden, d_model)
+            self.start = None
 
     @property
-    def memory(self) -> AttentionContext | None:
-        """What tokens of pairs may look back at; None of single tokens, which may look at all."""
+    def attention_context(self) -> AttentionContext | None:
+        """The earlier tokens that the tokens of a pair attend to, "all" or "values"; None for single tokens."""
         return self.config.memory if self.config.tokens == "pair" else None
 
     @property
-    def tokens_kept(self) -> int:
-        """Tokens a reading leaves in the cache: 2 with memory "all", otherwise 1."""
-        return 2 if self.memory == "all" else 1
+    def cached_tokens_per_reading(self) -> int:
+        """The number of tokens that each reading adds to the KV cache.
+
+        It is 2 if later tokens attend to query tokens and observation tokens, otherwise 1.
+        """
+        return 2 if self.attention_context == "all" else 1
 
     @property
-    def keeps_readings(self) -> bool:
-        """Whether what is cached includes the readings themselves (`Past.readings`)."""
+    def has_cached_readings(self) -> bool:
+        """Whether the cache must hold the readings, in addition to the keys and values of their tokens.
+
+        A Gaussian prior conditions on the values of earlier readings. A single token holds the previous reading.
+        """
         return self.start is not None or self.gaussians is not None
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
         return self.head.project.weight.dtype
 
     @property
     def device(self) -> torch.device:
+        """The device of the parameters."""
         return self.head.project.weight.device
 
-    def tokens(
-        self, features: Tensor, values: Tensor, guide: PriorConditional | None, past: KVCacheView | None = None
-    ) -> Tensor:
-        """(N, L) readings → (N, 2L, d) tokens z_1, u_1, z_2, u_2, …, or (N, L, d) single ones, which follow a past."""
-        kinds = self._kinds(features, values, guide, past)
-        return torch.stack(kinds, -2).flatten(1, 2)
-
-    def _kinds(
+    def conditionals(
         self,
         features: Tensor,
         values: Tensor,
-        guide: PriorConditional | None,
-        past: KVCacheView | None = None,
-        before: Tensor | None = None,
-    ) -> list[Tensor]:
-        """(N, L) readings → their tokens z and u, (N, L, d) each, or the single ones. before: see `conditionals`."""
-        if self.identity_encoder is not None:
-            return [self.query_tokens(features, guide), self.observation_tokens(features, values)]
-        identity = self.identity()
-        last = self._last(identity, self._readings(identity, features, values), past, before)
-        own = nn.functional.embedding(features, identity)
-        return [self._told(self.value_encoder(torch.cat([own, last], -1)), guide)]
+        prior: PriorConditional | None = None,
+        earlier_mask: Tensor | None = None,
+    ) -> Conditional:
+        """Return the distribution of each reading given the earlier readings, for complete records.
 
-    def query_tokens(self, features: Tensor, guide: PriorConditional | None) -> Tensor:
-        """S features → tokens z, (*S, d): it is this one's turn. Of pairs."""
+        Args:
+            features: (N, L) feature codes in arrival order, −1 for padding at the end.
+            values: (N, L) normalised values or label codes.
+            prior: The conditionals of a Gaussian prior for the same readings, in place of those of the model's own
+                prior. Training passes those of a prior that was fitted without the records of the batch.
+            earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
+                With it, one call computes several orders of a record (`engine.order_trees`). A model with a Gaussian
+                prior then needs the argument `prior`, too.
+
+        Returns:
+            Conditionals of shape (N, L); those of padding are meaningless.
+        """
+        codes = features.clamp(min=0)
+        if prior is None and self.gaussians is not None:
+            prior = self.gaussians(features, values)
+        # Readings and densities need full precision, even if the caller lets the layers use a lower one.
+        full_precision = torch.autocast(self.device.type, enabled=False)
+        with full_precision:
+            x = torch.cat(self._embed_tokens(codes, values, prior, None, earlier_mask), 1)  # (N, 2L, d): z, then u
+        for layer_index, layer in enumerate(self._iterate_layers()):
+            q, k, v = layer.project_qkv(x)  # (N, H, 2L, d_head) each
+            if layer_index == self.config.layers - 1:  # only the query tokens have an output
+                q, x = q[..., : codes.shape[1], :], x[..., : codes.shape[1], :]
+            dropout = layer.dropout if self.training else 0.0
+            attended = attend(q, k, v, self.attention_context, dropout, earlier_mask)
+            x = layer.apply_residual_branches(x, attended.transpose(1, 2).flatten(2))
+        with full_precision:
+            return cast(Conditional, self.head(self.norm(x.to(self.dtype)), codes, prior))
+
+    def log_prob(self, features: Tensor, values: Tensor, prior: PriorConditional | None = None) -> Tensor:
+        """Return ln p of each reading given the earlier readings, for complete records.
+
+        Args:
+            features: (N, L) feature codes in arrival order, −1 for padding at the end.
+            values: (N, L) normalised values or label codes.
+            prior: The conditionals of a Gaussian prior, in place of those of the model's own prior.
+
+        Returns:
+            (N, L) natural logarithms, larger is more probable; 0 for padding and for context features.
+        """
+        log_prob = self.conditionals(features, values, prior).log_prob(values)
+        return log_prob.masked_fill((features < 0) | self.is_context[features.clamp(min=0)], 0.0)
+
+    def prefill(self, features: Tensor, values: Tensor) -> StepOutput:
+        """Return the conditionals and the cache entries of the first readings of records.
+
+        Args:
+            features: (N, L) feature codes in arrival order, −1 for padding at the end.
+            values: (N, L) normalised values or label codes.
+        """
+        N, d_head = len(features), self.config.d_model // self.config.heads
+        empty = [self._zeros(N, self.config.heads, 0, d_head)] * self.config.layers
+        return self.forward_cached(features, values, KVCacheView(empty, empty, self._zeros(N), self._zeros(N, 0, 2)))
+
+    def forward_cached(
+        self, features: Tensor, values: Tensor, cache: KVCacheView, prior: PriorConditional | None = None
+    ) -> StepOutput:
+        """Return the conditionals and the cache entries of new readings of records whose earlier readings are cached.
+
+        A CUDA graph can capture this method if `prior` is passed in: the operations then do not depend on the contents
+        of tensors and create no tensor on the CPU. `compute_prior` cannot be captured, because a Cholesky factorisation
+        checks its result.
+
+        Args:
+            features: (N, L) feature codes in arrival order, −1 for padding at the end.
+            values: (N, L) normalised values or label codes.
+            cache: The cached tokens of the earlier readings.
+            prior: The result of `compute_prior` for the same arguments; computed here by default.
+
+        Returns:
+            The conditionals and cache entries. The entries of padding are returned, too: the caller stores the first
+            n · `cached_tokens_per_reading` entries of a record with n new readings.
+
+        Raises:
+            ValueError: The model needs the cached readings, but the cache does not hold them.
+        """
+        if cache.readings is None and self.has_cached_readings:
+            raise ValueError(
+                "the cache does not hold the readings of its tokens, which a model with a Gaussian prior or with "
+                "single tokens needs: a cache without readings cannot be used"
+            )
+        codes = features.clamp(min=0)
+        prior = self.compute_prior(features, values, cache) if prior is None else prior
+        # (N, T, d): z_1, u_1, z_2, u_2, …, or one token per reading.
+        x = torch.stack(self._embed_tokens(codes, values, prior, cache), -2).flatten(1, 2)
+        tokens_per_reading = 1 if self.attention_context is None else 2
+        stored_tokens = slice(1, None, 2) if self.attention_context == "values" else slice(None)  # only u, or all
+        T, P = x.shape[1], cache.keys[0].shape[2]
+        is_hidden = ~self._build_token_mask(T)  # (T, T), among new tokens
+        is_cache_padding = (torch.arange(P, device=self.device) >= cache.lengths[:, None])[
+            :, None, None
+        ]  # (N, 1, 1, P)
+        stored_keys, stored_values = [], []
+        for layer_index, layer in enumerate(self._iterate_layers()):
+            q, k, v = layer.project_qkv(x)  # (N, H, T, d_head) each
+            stored_keys.append(k[:, :, stored_tokens])
+            stored_values.append(v[:, :, stored_tokens])
+            if layer_index == self.config.layers - 1:  # only the query tokens have an output
+                q, x, is_hidden = (
+                    q[:, :, ::tokens_per_reading],
+                    x[:, ::tokens_per_reading],
+                    is_hidden[::tokens_per_reading],
+                )
+            # For the one or two queries of a step, separate products with a softmax are faster than a fused kernel.
+            new_scores = (q @ k.transpose(-1, -2)).masked_fill(is_hidden, -math.inf)  # (N, H, T, T)
+            if P:
+                cached_scores = q @ cache.keys[layer_index].transpose(-1, -2)  # (N, H, T, P)
+                cached_scores = cached_scores.masked_fill(is_cache_padding, -math.inf)
+                weights = torch.softmax(torch.cat([cached_scores, new_scores], -1), -1)  # (N, H, T, P + T)
+                attended = weights[..., :P] @ cache.values[layer_index] + weights[..., P:] @ v
+            else:
+                attended = torch.softmax(new_scores, -1) @ v
+            x = layer.apply_residual_branches(x, attended.transpose(1, 2).flatten(2))
+        readings = None
+        if self.has_cached_readings:
+            readings = torch.stack([codes.to(self.dtype), values.to(self.dtype)], -1)  # (N, L, 2)
+            readings = readings.repeat_interleave(self.cached_tokens_per_reading, 1)
+        return StepOutput(self.head(self.norm(x), codes, prior), stored_keys, stored_values, readings)
+
+    def compute_prior(self, features: Tensor, values: Tensor, cache: KVCacheView) -> PriorConditional | None:
+        """Return the conditionals of the Gaussian prior for new readings, given the cached and the earlier new ones.
+
+        Args:
+            features: (N, L) feature codes of the new readings, −1 for padding at the end.
+            values: (N, L) normalised values or label codes.
+            cache: The cache; only its `readings` and `lengths` are used.
+
+        Returns:
+            Conditionals of shape (N, L), or None if the model has no prior.
+        """
+        if self.gaussians is None or cache.readings is None:
+            return None
+        # The tokens of a reading all hold the same reading; use the first of them.
+        step = self.cached_tokens_per_reading
+        is_padding = torch.arange(cache.readings.shape[1], device=self.device) >= cache.lengths[:, None]
+        cached_codes = cache.readings[..., 0].long().masked_fill(is_padding, -1)[:, ::step]
+        cached_values = cache.readings[:, ::step, 1].to(values.dtype)
+        all_codes = torch.cat([cached_codes, features], 1)
+        all_values = torch.cat([cached_values, values], 1)
+        prior: PriorConditional = self.gaussians(all_codes, all_values)
+        return prior[:, cached_codes.shape[1] :]
+
+    def embed_query_tokens(self, features: Tensor, prior: PriorConditional | None) -> Tensor:
+        """Return the query tokens z of features, for a model with pairs of tokens.
+
+        Args:
+            features: Feature codes of any shape S.
+            prior: The conditionals of the Gaussian prior, of shape S; None to leave them out.
+
+        Returns:
+            (*S, d).
+        """
         encoder = cast(Encoder, self.identity_encoder)
-        each = encoder(self.identity())  # looked up as embeddings are: the way back of an index is slow
-        return self._told(nn.functional.embedding(features, each), guide)
+        token_by_feature = encoder(self.embed_identities())  # (F, d)
+        # The backward pass of an embedding lookup is much faster than that of indexing.
+        return self._add_prior(nn.functional.embedding(features, token_by_feature), prior)
 
-    def observation_tokens(self, features: Tensor, values: Tensor) -> Tensor:
-        """S readings → tokens u, (*S, d): this is what came. Of pairs."""
-        u: Tensor = self.value_encoder(self._readings(self.identity(), features, values))
-        return u
+    def embed_observation_tokens(self, features: Tensor, values: Tensor) -> Tensor:
+        """Return the observation tokens u of readings, for a model with pairs of tokens.
 
-    def _told(self, tokens: Tensor, guide: PriorConditional | None) -> Tensor:
-        """With what the Gaussians expect, in the size in which tokens enter the layers."""
-        if guide is None or self.guidance is None:
-            return tokens
-        expected: Tensor = math.sqrt(self.config.d_model) * self.guidance(guide.as_features().to(self.dtype))
-        return tokens + expected
+        Args:
+            features: Feature codes of any shape S.
+            values: Normalised values or label codes of shape S.
 
-    def identity(self) -> Tensor:
-        """(F, ·) what is known of each feature."""
+        Returns:
+            (*S, d).
+        """
+        tokens: Tensor = self.value_encoder(self._build_reading_inputs(self.embed_identities(), features, values))
+        return tokens
+
+    def embed_identities(self) -> Tensor:
+        """Return the vector that identifies each feature, (F, identity width): embedding, coordinates or both."""
         parts = []
         if self.embedding is not None:
-            parts.append(self.embedding.weight if self.sources is None else self.embedding.weight[self.sources])
+            weight = self.embedding.weight
+            parts.append(weight if self.sensor_indexes is None else weight[self.sensor_indexes])
         if self.coordinates is not None:
             parts.append(self.coordinates.to(self.dtype))
         return torch.cat(parts, -1)
 
-    def _readings(self, identity: Tensor, features: Tensor, values: Tensor) -> Tensor:
-        """S readings → (*S, ·): identity, number (or 0), sine and cosine of a place on a cycle (or 0) where there are
-        cycles, and label (or 0) of each."""
-        discrete = self.label_counts[features] > 0
-        number = values.to(self.dtype).clamp(-VALUE_REACH, VALUE_REACH).masked_fill(discrete, 0.0)
-        inputs = [nn.functional.embedding(features, identity), number.unsqueeze(-1)]
-        if self.cycles is not None:
-            start, turn = self.cycles[features].to(self.dtype).unbind(-1)
-            cyclic = (turn != 0).unsqueeze(-1)
-            size = number.abs()  # from here as in `Schema.denormalise`
-            angle = start + turn * torch.where(
-                size > LINEAR, number.sign() * (LINEAR + (size - LINEAR).expm1()), number
-            )
-            inputs[1] = inputs[1].masked_fill(cyclic, 0.0)
-            inputs.append(torch.stack([angle.sin(), angle.cos()], -1).masked_fill(~cyclic, 0.0))
+    def _embed_tokens(
+        self,
+        features: Tensor,
+        values: Tensor,
+        prior: PriorConditional | None,
+        cache: KVCacheView | None = None,
+        earlier_mask: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Return the tokens of readings: the query tokens and the observation tokens, or the single tokens.
+
+        Args:
+            features: (N, L) valid feature codes; at padding any code.
+            values: (N, L) normalised values or label codes.
+            prior: The conditionals of the Gaussian prior, of shape (N, L); None without a prior.
+            cache: The cache that holds the reading before the first one, which a single token needs.
+            earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
+
+        Returns:
+            Two tensors (N, L, d) for pairs, one for single tokens.
+        """
+        if self.identity_encoder is not None:
+            return [self.embed_query_tokens(features, prior), self.embed_observation_tokens(features, values)]
+        identities = self.embed_identities()
+        reading_inputs = self._build_reading_inputs(identities, features, values)
+        previous = self._select_previous_readings(identities, reading_inputs, cache, earlier_mask)
+        own_identities = nn.functional.embedding(features, identities)
+        return [self._add_prior(self.value_encoder(torch.cat([own_identities, previous], -1)), prior)]
+
+    def _add_prior(self, tokens: Tensor, prior: PriorConditional | None) -> Tensor:
+        """Return tokens (*S, d) plus a linear map of the prior's conditionals, scaled by √d as the encoders are.
+
+        Without a prior, the tokens are returned unchanged.
+        """
+        if prior is None or self.guidance is None:
+            return tokens
+        addend: Tensor = math.sqrt(self.config.d_model) * self.guidance(prior.to_network_input().to(self.dtype))
+        return tokens + addend
+
+    def _build_reading_inputs(self, identities: Tensor, features: Tensor, values: Tensor) -> Tensor:
+        """Return the inputs of the encoder that represent readings.
+
+        They are the feature's identity, the number, the sine and cosine of the angle (if the schema has cyclic
+        features) and the embedding of the label (if it has discrete ones). Parts that do not apply to a feature are 0.
+
+        Args:
+            identities: (F, identity width), the result of `embed_identities`.
+            features: Feature codes of any shape S.
+            values: Normalised values or label codes of shape S.
+
+        Returns:
+            (*S, reading width).
+        """
+        is_discrete = self.label_counts[features] > 0
+        number = values.to(self.dtype).clamp(-MAX_CONDITIONING_VALUE, MAX_CONDITIONING_VALUE)
+        number = number.masked_fill(is_discrete, 0.0)
+        inputs = [nn.functional.embedding(features, identities), number.unsqueeze(-1)]
+        if self.cycle_angles is not None:
+            angle_at_zero, angle_per_scale = self.cycle_angles[features].to(self.dtype).unbind(-1)
+            is_cyclic = (angle_per_scale != 0).unsqueeze(-1)
+            # Undo the logarithm of values beyond the linear limit, as `Schema.denormalise` does.
+            size = number.abs()
+            linear_number = number.sign() * (LINEAR_LIMIT + (size - LINEAR_LIMIT).expm1())
+            angle = angle_at_zero + angle_per_scale * torch.where(size > LINEAR_LIMIT, linear_number, number)
+            inputs[1] = inputs[1].masked_fill(is_cyclic, 0.0)
+            inputs.append(torch.stack([angle.sin(), angle.cos()], -1).masked_fill(~is_cyclic, 0.0))
         if self.label_embedding is not None:
-            code = torch.minimum(values.long().clamp(min=0), self.label_counts[features])
-            inputs.append(self.label_embedding(torch.where(discrete, self.label_offsets[features] + code, 0)))
+            label_code = torch.minimum(values.long().clamp(min=0), self.label_counts[features])
+            inputs.append(self.label_embedding(torch.where(is_discrete, self.label_offsets[features] + label_code, 0)))
         return torch.cat(inputs, -1)
 
-    def _last(self, identity: Tensor, readings: Tensor, past: KVCacheView | None, before: Tensor | None) -> Tensor:
-        """(N, L, ·) what came last before each of the readings (N, L, ·); `start` where nothing came."""
-        first = cast(Tensor, self.start).expand(len(readings), 1, -1)
-        if past is not None and past.readings is not None and past.readings.shape[1]:
-            row = torch.arange(len(readings), device=self.device)
-            code, value = past.readings[row, past.lengths.long() - 1].unbind(-1)
-            came = self._readings(identity, code.long(), value).unsqueeze(1)
-            first = torch.where((past.lengths > 0)[:, None, None], came, first)
-        if before is None:
-            return torch.cat([first, readings[:, :-1]], 1)
-        depth = before.sum(1)  # of those before a reading, the last is the one with most before it
-        last = torch.where(before, depth + 1, 0)
-        place = torch.where(depth > 0, last.argmax(1) + 1, 0)
-        return torch.cat([first, readings], 1)[:, place]
+    def _select_previous_readings(
+        self, identities: Tensor, reading_inputs: Tensor, cache: KVCacheView | None, earlier_mask: Tensor | None
+    ) -> Tensor:
+        """Return, for each reading, the encoder inputs of the reading before it, for a model with single tokens.
 
-    def _mask(self, tokens: int) -> Tensor:
-        """(T, T) bool over a record's tokens, true where a row may look at a column."""
-        index = torch.arange(tokens, device=self.device)
+        The first new reading of a record follows its last cached reading. If there is none, `start` is returned.
+
+        Args:
+            identities: (F, identity width), the result of `embed_identities`.
+            reading_inputs: (N, L, reading width), the result of `_build_reading_inputs`.
+            cache: The cache of the earlier readings; None if the records are complete.
+            earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
+
+        Returns:
+            (N, L, reading width).
+        """
+        first = cast(Tensor, self.start).expand(len(reading_inputs), 1, -1)
+        if cache is not None and cache.readings is not None and cache.readings.shape[1]:
+            record_index = torch.arange(len(reading_inputs), device=self.device)
+            code, value = cache.readings[record_index, cache.lengths.long() - 1].unbind(-1)
+            last_cached = self._build_reading_inputs(identities, code.long(), value).unsqueeze(1)
+            first = torch.where((cache.lengths > 0)[:, None, None], last_cached, first)
+        if earlier_mask is None:
+            return torch.cat([first, reading_inputs[:, :-1]], 1)
+        # The previous reading of k is the one among its earlier readings that has the most earlier readings itself.
+        num_earlier = earlier_mask.sum(1)
+        rank_among_earlier = torch.where(earlier_mask, num_earlier + 1, 0)
+        previous_index = torch.where(num_earlier > 0, rank_among_earlier.argmax(1) + 1, 0)  # 0 selects `first`
+        return torch.cat([first, reading_inputs], 1)[:, previous_index]
+
+    def _build_token_mask(self, num_tokens: int) -> Tensor:
+        """Return a (T, T) bool mask over a record's interleaved tokens, true where a row attends to a column."""
+        index = torch.arange(num_tokens, device=self.device)
         mask = index[:, None] >= index[None, :]
-        if self.memory == "values":
-            mask = mask & ((index[None, :] % 2 == 1) | (index[:, None] == index[None, :]))
+        if self.attention_context == "values":
+            is_observation_token = index[None, :] % 2 == 1
+            mask = mask & (is_observation_token | (index[:, None] == index[None, :]))
         return mask
 
-    def conditionals(
-        self, features: Tensor, values: Tensor, guide: PriorConditional | None = None, before: Tensor | None = None
-    ) -> Conditional:
-        """p(v_k | earlier readings) for every reading of whole records. features, values: (N, L) → shape (N, L).
-
-        guide: what to tell the network in place of what the model's own Gaussians expect (training wants that).
-        before: (L, L) bool, before[k, j] where reading j counts as earlier than reading k; by default where j < k. So
-        one pass holds several orders of a record (`engine.order_trees`); a model with Gaussians needs the guide then, too."""
-        codes = features.clamp(min=0)
-        if guide is None and self.gaussians is not None:
-            guide = self.gaussians(features, values)
-        full_precision = torch.autocast(self.device.type, enabled=False)  # readings and densities, whatever layers do
-        with full_precision:
-            kinds = self._kinds(codes, values, guide, None, before)
-        x = torch.cat(kinds, 1)
-        for layer, block in enumerate(self._layers(), 1):
-            q, k, v = block.project(x)
-            if layer == self.config.layers:  # from here on only identity tokens are asked for anything
-                q, x = (t[..., : codes.shape[1], :] for t in (q, x))
-            attended = attend(q, k, v, self.memory, block.dropout if self.training else 0.0, before)
-            x = block.finish(x, attended.transpose(1, 2).flatten(2))
-        with full_precision:
-            return cast(Conditional, self.head(self.norm(x.to(self.dtype)), codes, guide))
-
-    def log_prob(self, features: Tensor, values: Tensor, guide: PriorConditional | None = None) -> Tensor:
-        """ln p(v_k | earlier) of whole records, natural log, larger is likelier: (N, L), 0 at padding and context."""
-        out = self.conditionals(features, values, guide).log_prob(values)
-        return out.masked_fill((features < 0) | self.context[features.clamp(min=0)], 0.0)
-
-    def prefill(self, features: Tensor, values: Tensor) -> StepOutput:
-        """The first L readings of records without a past. features, values: (R, L), no padding but at the end."""
-        R, d_head = len(features), self.config.d_model // self.config.heads
-        empty = [self._zeros(R, self.config.heads, 0, d_head)] * self.config.layers
-        return self.forward_cached(features, values, KVCacheView(empty, empty, self._zeros(R), self._zeros(R, 0, 2)))
+    def _iterate_layers(self) -> Iterator[TransformerLayer]:
+        """Iterate over the Transformer layers."""
+        return (cast(TransformerLayer, layer) for layer in self.blocks)
 
     def _zeros(self, *shape: int) -> Tensor:
+        """Return zeros in the model's dtype on its device."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def forward_cached(
-        self, features: Tensor, values: Tensor, past: KVCacheView, guide: PriorConditional | None = None
-    ) -> StepOutput:
-        """The next L readings of R records with cached pasts; L = 1 is a step.
 
-        features, values: (R, L), padding (−1) only at the end of a row. Keys and values of padding are returned too;
-        the caller keeps the first `lengths × tokens_kept` of each row. guide: what `expected` says, where it was asked
-        before. Nothing else here looks at what tensors hold or makes one on the CPU, so that it can be recorded.
-        """
-        if past.readings is None and self.keeps_readings:
-            raise ValueError("a past without readings is of no use to a model with Gaussians or single tokens")
-        codes = features.clamp(min=0)
-        guide = self.expected(features, values, past) if guide is None else guide
-        x = self.tokens(codes, values, guide, past)
-        T, P = x.shape[1], past.keys[0].shape[2]
-        blocked = ~self._mask(T)
-        ahead = (torch.arange(P, device=self.device) >= past.lengths[:, None])[:, None, None]
-        kinds = 1 if self.memory is None else 2
-        keep = slice(kinds - self.tokens_kept, None, kinds // self.tokens_kept)
-        kept_keys, kept_values = [], []
-        for layer, block in enumerate(self._layers()):
-            q, k, v = block.project(x)
-            kept_keys.append(k[:, :, keep])
-            kept_values.append(v[:, :, keep])
-            if layer == self.config.layers - 1:
-                q, x, blocked = q[:, :, ::kinds], x[:, ::kinds], blocked[::kinds]
-            # A batched matrix product with softmax beats the fused kernel for the one or two queries of a step.
-            scores = (q @ k.transpose(-1, -2)).masked_fill(blocked, -math.inf)
-            if P:
-                old = (q @ past.keys[layer].transpose(-1, -2)).masked_fill(ahead, -math.inf)
-                weights = torch.softmax(torch.cat([old, scores], -1), -1)
-                attended = weights[..., :P] @ past.values[layer] + weights[..., P:] @ v
-            else:
-                attended = torch.softmax(scores, -1) @ v
-            x = block.finish(x, attended.transpose(1, 2).flatten(2))
-        readings = None
-        if self.keeps_readings:
-            readings = torch.stack([codes.to(self.dtype), values.to(self.dtype)], -1)
-            readings = readings.repeat_interleave(self.tokens_kept, 1)
-        return StepOutput(self.head(self.norm(x), codes, guide), kept_keys, kept_values, readings)
+def _compute_identity_width(schema: Schema, config: ModelConfig) -> int:
+    """Return the width of the vector that identifies a feature: embedding, coordinates or both."""
+    embedding_width = config.embedding if config.identity != "coordinates" else 0
+    num_coordinates = len(schema.features[0].coordinates or ()) if config.identity != "embedding" else 0
+    return embedding_width + num_coordinates
 
-    def expected(self, features: Tensor, values: Tensor, past: KVCacheView) -> PriorConditional | None:
-        """What the Gaussians expect of new readings (R, L) after those of the past, whose keys it does not look at."""
-        if self.gaussians is None or past.readings is None:
-            return None
-        step = self.tokens_kept
-        ahead = torch.arange(past.readings.shape[1], device=self.device) >= past.lengths[:, None]
-        codes = past.readings[..., 0].long().masked_fill(ahead, -1)[:, ::step]
-        earlier = past.readings[:, ::step, 1].to(values.dtype)
-        guide: PriorConditional = self.gaussians(torch.cat([codes, features], 1), torch.cat([earlier, values], 1))
-        return guide[:, codes.shape[1] :]
+
+def _allocate_label_rows(schema: Schema, is_shared: bool) -> tuple[int, Tensor]:
+    """Return the number of rows of the label embedding, and the row of each feature's first label.
+
+    Args:
+        schema: The features.
+        is_shared: Whether features share the rows of a label code, instead of having rows per sensor.
+
+    Returns:
+        The number of rows, 1 if no feature is discrete, and (F,) row indexes.
+    """
+    counts = torch.tensor(schema.label_counts)
+    sensor_indexes, first_codes = torch.from_numpy(schema.sensor_indexes), torch.from_numpy(schema.first_codes)
+    rows_by_sensor = torch.where(counts > 0, counts + 1, 0)[first_codes]  # one more for labels not in training
+    if is_shared:
+        return 1 + int(rows_by_sensor.max()), torch.ones_like(counts)
+    first_rows = 1 + rows_by_sensor.cumsum(0) - rows_by_sensor
+    return 1 + int(rows_by_sensor.sum()), first_rows[sensor_indexes]
+
+
+def count_state_values(schema: Schema, config: ModelConfig) -> int:
+    """Return the number of values in the state dict of a model, without building the model.
+
+    `model_store` compares it with the size of a weights file before it allocates memory, so that a forged manifest
+    cannot make it allocate more than the weights file justifies.
+    """
+    d, feedforward = config.d_model, config.feedforward
+    identity_width = _compute_identity_width(schema, config)
+    num_label_rows, _ = _allocate_label_rows(schema, is_shared=config.identity == "coordinates")
+    label_width = config.embedding if num_label_rows > 1 else 0
+    reading_width = identity_width + 1 + (2 if schema.is_cyclic.any() else 0) + label_width
+
+    def count_linear(num_inputs: int, num_outputs: int) -> int:
+        return (num_inputs + 1) * num_outputs
+
+    def count_encoder(num_inputs: int) -> int:
+        return sum(count_linear(before, after) for before, after in pairwise((num_inputs, *config.hidden, d)))
+
+    embeddings = num_label_rows * label_width
+    if config.identity != "coordinates":
+        embeddings += len(schema.sensor_names) * config.embedding
+    if config.tokens == "single":
+        encoders = count_encoder(identity_width + reading_width) + reading_width
+    else:
+        encoders = count_encoder(identity_width) + count_encoder(reading_width)
+    norms = 2 * 2 * d
+    layer = (
+        norms
+        + count_linear(d, 3 * d)
+        + count_linear(d, d)
+        + count_linear(d, feedforward)
+        + count_linear(feedforward, d)
+    )
+    final_norm = 2 * d if config.norm == "pre" else 0
+    num_components = 0 if schema.is_discrete.all() else config.mixtures
+    head = count_linear(d, 3 * num_components + int(schema.label_counts.max()))
+    prior, D, K = 0, int(schema.is_linear.sum()), config.gaussians
+    if K and D:
+        prior = K * (1 + D + D * D) + count_linear(3 * K, d) + count_linear(d, 3 * K)
+    ranking, F, M = 0, len(schema), config.exemplars
+    if M:
+        ranking = 2 * M * F + F + 4
+    return embeddings + encoders + config.layers * layer + final_norm + head + prior + ranking
 
 
 def to_tensor(array: NDArray[np.generic], model: DEformer) -> Tensor:
-    """An array on the model's device, numbers in its dtype."""
-    t = torch.from_numpy(array)
-    return t.to(model.device, model.dtype) if t.is_floating_point() else t.to(model.device)
+    """Return an array as a tensor on the model's device; floating-point numbers get the model's dtype."""
+    tensor = torch.from_numpy(array)
+    return tensor.to(model.device, model.dtype) if tensor.is_floating_point() else tensor.to(model.device)

@@ -1,10 +1,18 @@
-"""Gaussians with full covariances, and what each of them expects of the next reading, in any order of arrival.
+"""The Gaussian prior: a mixture of multivariate Gaussians whose exact conditionals are inputs of the network.
 
-A network learns slowly that two sensors move together; a covariance matrix says so at once. `Gaussians` is a mixture
-over the features that are numbers on a line (`Schema.linear`). Its conditionals are exact for any readings so far, by
-one Cholesky factor per record and component: with Σ = L Lᵀ in the order of arrival and z = L⁻¹(x − μ), reading k is
-Gaussian given the earlier ones, with standard deviation L_kk and mean x_k − L_kk z_k. The network is shown these
-conditionals and may shift, widen and weigh them (`heads.Head`).
+A network learns slowly that two sensors move together, but a covariance matrix expresses it directly. So a mixture of
+Gaussians is fitted to the training records before the network is trained. For each reading, it gives the exact
+conditional distribution of the value given the earlier readings of the record, in any arrival order. The network gets
+these conditionals as inputs, and its output may shift, widen and reweight them (`distributions.Head`).
+
+Only features whose values are numbers on a line take part (`Schema.is_linear`). Labels and cyclic values do not.
+
+The computation: let Σ = C Cᵀ be the Cholesky factorisation of a component's covariance with its rows and columns in
+arrival order, and z = C⁻¹(x − μ). Then, given the earlier readings, reading k is Gaussian with standard deviation C_kk
+and mean x_k − C_kk z_k. One factorisation thus gives the conditionals of all readings of a record.
+
+Shapes use these letters: N is the number of records, L the number of readings of each record, D the number of features
+that take part, K the number of components.
 """
 
 from __future__ import annotations
@@ -18,115 +26,174 @@ from torch import Tensor, nn
 
 from deformer_stream.model.schema import Schema
 
-VALUE_REACH = 20.0
-"""Values are clipped to this many scales where others condition on them; the score of the value itself is not."""
+MAX_CONDITIONING_VALUE = 20.0
+"""The limit to which a normalised value is clipped when other readings are conditioned on it.
+
+One wild reading then cannot distort the conditionals of the readings after it. The score of the wild reading itself
+uses its unclipped value.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PriorConditional:
-    """What K Gaussians say about readings of leading shape S given the earlier ones of their record.
+    """The conditional distributions of readings under the Gaussian prior: one mixture of K Gaussians per reading.
 
-    log_weights: (*S, K), ln of the probability of each component. means, scales: (*S, K), normalised units; 0 and 1 at
-    padding, labels and cycles, about which the Gaussians know nothing. known: S bool, false there.
+    The shape S is that of the readings, usually (N, L).
+
+    Attributes:
+        log_weights: (*S, K), the natural logarithm of the probability of each component given the earlier readings.
+        means: (*S, K), the conditional means in normalised units; 0 where `has_prior` is false.
+        scales: (*S, K), the conditional standard deviations; 1 where `has_prior` is false.
+        has_prior: S bool, false for padding, labels and cyclic values, for which there is no prior.
     """
 
     log_weights: Tensor
     means: Tensor
     scales: Tensor
-    known: Tensor
+    has_prior: Tensor
 
     @property
-    def parts(self) -> tuple[Tensor, ...]:
-        return self.log_weights, self.means, self.scales, self.known
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The four tensors in the order of the constructor's arguments."""
+        return self.log_weights, self.means, self.scales, self.has_prior
 
     def __getitem__(self, index: Any) -> PriorConditional:
-        return PriorConditional(*(part[index] for part in self.parts))
+        """Return the conditionals of the readings that an index of the shape S selects."""
+        return PriorConditional(*(tensor[index] for tensor in self.tensors))
 
-    def as_features(self) -> Tensor:
-        """(*S, 3K) numbers of a size that suits a network; zeros where nothing is known."""
-        reach = self.means.clamp(-8.0, 8.0)
-        parts = [0.25 * self.log_weights.clamp(min=-8.0), 0.5 * reach, 0.5 * self.scales.log()]
-        return torch.cat(parts, -1) * self.known.unsqueeze(-1)
+    def to_network_input(self) -> Tensor:
+        """Return the conditionals as numbers of moderate size, (*S, 3K), which the network gets as input.
+
+        The numbers are zero where there is no prior.
+        """
+        clipped_means = self.means.clamp(-8.0, 8.0)
+        parts = [0.25 * self.log_weights.clamp(min=-8.0), 0.5 * clipped_means, 0.5 * self.scales.log()]
+        return torch.cat(parts, -1) * self.has_prior.unsqueeze(-1)
 
 
 class GaussianPrior(nn.Module):
-    """G variants of a mixture of K Gaussians over D features; a model has one variant, training several.
+    """A mixture of K Gaussians over D features, in one or more variants.
 
-    log_weights: (G, K). means: (G, K, D). covariances: (G, K, D, D), positive definite, normalised units.
+    A model that scores has one variant. Training has several, each fitted without a part of the records: a record gets
+    the variant that was fitted without it, so that the prior is as good in training as it will be on new records.
+
+    Attributes:
+        column_by_code: (F + 1,), the column of each of the F features among the D features that take part, −1 for
+            others. The last entry serves padding, whose feature code is −1.
+        log_weights: (variants, K), the natural logarithm of the components' probabilities.
+        means: (variants, K, D), in normalised units.
+        covariances: (variants, K, D, D), positive definite, in normalised units.
     """
 
-    def __init__(self, schema: Schema, components: int, variants: int = 1) -> None:
+    def __init__(self, schema: Schema, num_components: int, num_variants: int = 1) -> None:
         super().__init__()
-        linear = np.flatnonzero(schema.linear)
-        places = np.full(len(schema) + 1, -1)  # the last entry is that of padding, whose code is −1
-        places[linear] = np.arange(len(linear))
-        shape, D = (variants, components), len(linear)
-        self.register_buffer("places", torch.from_numpy(places), persistent=False)
-        self.register_buffer("log_weights", torch.full(shape, -float(np.log(components)), dtype=torch.float64))
+        linear_codes = np.flatnonzero(schema.is_linear)
+        column_by_code = np.full(len(schema) + 1, -1)
+        column_by_code[linear_codes] = np.arange(len(linear_codes))
+        shape, D = (num_variants, num_components), len(linear_codes)
+        uniform_log_weight = -float(np.log(num_components))
+        self.register_buffer("column_by_code", torch.from_numpy(column_by_code), persistent=False)
+        # The names of these three buffers are part of the keys in model.safetensors.
+        self.register_buffer("log_weights", torch.full(shape, uniform_log_weight, dtype=torch.float64))
         self.register_buffer("means", torch.zeros(*shape, D, dtype=torch.float64))
         self.register_buffer("covariances", torch.eye(D, dtype=torch.float64).repeat(*shape, 1, 1))
-        self.places: Tensor
+        self.column_by_code: Tensor
         self.log_weights: Tensor
         self.means: Tensor
         self.covariances: Tensor
 
     @property
-    def components(self) -> int:
+    def num_components(self) -> int:
+        """The number K of components."""
         return int(self.log_weights.shape[1])
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Raises ValueError where what is loaded is no mixture of Gaussians."""
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load the buffers, as `nn.Module` does, but refuse covariances without a Cholesky factorisation.
+
+        Raises:
+            ValueError: A covariance matrix is not positive definite.
+        """
         covariances = state_dict.get(prefix + "covariances")
         if covariances is not None and bool(torch.linalg.cholesky_ex(covariances.double())[1].any()):
-            raise ValueError("a covariance of the Gaussians is not positive definite")
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+            raise ValueError("a covariance matrix of the Gaussian prior is not positive definite")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, features: Tensor, values: Tensor, variant: Tensor | None = None) -> PriorConditional:
-        """features: (N, L) codes in order of arrival, −1 for padding anywhere; values: (N, L) normalised units;
-        variant: (N,) which variant speaks for each record, the first by default. → shape (N, L)."""
-        place = self.places[features]
-        known = place >= 0
-        log_weights, means, factor = self._in_order(place, known, variant)
-        x = torch.where(known, values.double().clamp(-VALUE_REACH, VALUE_REACH), 0.0).unsqueeze(1)
-        z = torch.linalg.solve_triangular(factor, (x - means).unsqueeze(-1), upper=False).squeeze(-1)
-        scales = factor.diagonal(dim1=-2, dim2=-1)
-        likelihood = torch.where(known.unsqueeze(1), -0.5 * z * z - scales.log(), 0.0)
-        before = nn.functional.pad(likelihood, (1, 0))[..., :-1].cumsum(-1)
-        weights = torch.log_softmax(log_weights.unsqueeze(-1) + before, 1)
-        out = [t.transpose(1, 2).to(values.dtype) for t in (weights, x - z * scales, scales)]
-        return PriorConditional(out[0], out[1] * known.unsqueeze(-1), out[2], known)
+        """Return the conditional distribution of each reading given the earlier readings of its record.
 
-    def _in_order(self, place: Tensor, known: Tensor, variant: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights (N, K), means (N, K, L) and Cholesky factors (N, K, L, L) with features in each record's order.
+        Args:
+            features: (N, L) feature codes in arrival order, −1 for padding, which may stand anywhere.
+            values: (N, L) in normalised units.
+            variant: (N,) the index of the variant to use for each record; by default the first variant.
 
-        What no Gaussian knows stands as a unit Gaussian of its own, which changes nothing for the others."""
-        variant = torch.zeros(len(place), dtype=torch.long, device=place.device) if variant is None else variant
-        code = place.clamp(min=0)
+        Returns:
+            Conditionals of shape (N, L).
+        """
+        columns = self.column_by_code[features]
+        has_prior = columns >= 0
+        log_weights, means, factors = self._reorder_components(columns, has_prior, variant)
+        clipped = values.double().clamp(-MAX_CONDITIONING_VALUE, MAX_CONDITIONING_VALUE)
+        x = torch.where(has_prior, clipped, 0.0).unsqueeze(1)  # (N, 1, L)
+        z = torch.linalg.solve_triangular(factors, (x - means).unsqueeze(-1), upper=False).squeeze(-1)  # (N, K, L)
+        scales = factors.diagonal(dim1=-2, dim2=-1)  # (N, K, L)
+        # The log-likelihood of each reading under each component, without the constant that all components share.
+        log_likelihood = torch.where(has_prior.unsqueeze(1), -0.5 * z * z - scales.log(), 0.0)
+        log_likelihood_of_earlier = nn.functional.pad(log_likelihood, (1, 0))[..., :-1].cumsum(-1)
+        posterior = torch.log_softmax(log_weights.unsqueeze(-1) + log_likelihood_of_earlier, 1)
+        posterior, means, scales = (t.transpose(1, 2).to(values.dtype) for t in (posterior, x - z * scales, scales))
+        return PriorConditional(posterior, means * has_prior.unsqueeze(-1), scales, has_prior)
+
+    def _reorder_components(
+        self, columns: Tensor, has_prior: Tensor, variant: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the parameters of the components with their features in the arrival order of each record.
+
+        A reading without a prior gets a unit Gaussian that is independent of the other readings, so that it does not
+        change their conditionals.
+
+        Args:
+            columns: (N, L) the column of each reading's feature among the D features.
+            has_prior: (N, L) bool, false where `columns` is meaningless.
+            variant: (N,) the index of the variant to use for each record; by default the first variant.
+
+        Returns:
+            The log weights (N, K), the means (N, K, L) and the Cholesky factors of the covariances (N, K, L, L).
+        """
+        variant = torch.zeros(len(columns), dtype=torch.long, device=columns.device) if variant is None else variant
+        column = columns.clamp(min=0)
         log_weights, means, covariances = (t.double() for t in (self.log_weights, self.means, self.covariances))
-        mean = means[variant[:, None], :, code].transpose(1, 2) * known.unsqueeze(1)
-        row, column = code.unsqueeze(2), code.unsqueeze(1)
-        both = (known.unsqueeze(2) & known.unsqueeze(1)).unsqueeze(1)
-        covariance = covariances[variant[:, None, None], :, row, column].permute(0, 3, 1, 2)
-        unit = torch.eye(place.shape[1], dtype=torch.float64, device=place.device)
-        return log_weights[variant], mean, torch.linalg.cholesky(torch.where(both, covariance, unit))
+        mean = means[variant[:, None], :, column].transpose(1, 2) * has_prior.unsqueeze(1)
+        covariance = covariances[variant[:, None, None], :, column.unsqueeze(2), column.unsqueeze(1)]  # (N, L, L, K)
+        covariance = covariance.permute(0, 3, 1, 2)  # (N, K, L, L)
+        both_have_prior = (has_prior.unsqueeze(2) & has_prior.unsqueeze(1)).unsqueeze(1)  # (N, 1, L, L)
+        unit = torch.eye(columns.shape[1], dtype=torch.float64, device=columns.device)
+        return log_weights[variant], mean, torch.linalg.cholesky(torch.where(both_have_prior, covariance, unit))
 
     @torch.no_grad()
-    def draw_missing(self, values: Tensor, generator: torch.Generator) -> Tensor:
-        """values: (N, D) those features in the schema's order, NaN where missing → missing ones drawn given the
-        others."""
-        missing = values.isnan()
-        order = torch.argsort(missing.int(), dim=1, stable=True)  # what is there comes first
+    def sample_missing(self, values: Tensor, generator: torch.Generator) -> Tensor:
+        """Replace missing values by draws from their joint distribution given the observed values of their record.
+
+        Args:
+            values: (N, D) the values of the features that take part, in the order of the schema; NaN if missing.
+            generator: The source of randomness.
+
+        Returns:
+            (N, D) without NaN; observed values are unchanged.
+        """
+        is_missing = values.isnan()
+        order = torch.argsort(is_missing.int(), dim=1, stable=True)  # observed values first
         x = values.double().nan_to_num(0.0).gather(1, order)
-        known = torch.ones_like(missing)
-        log_weights, means, factor = self._in_order(order, known, None)
-        z = torch.linalg.solve_triangular(factor, (x.unsqueeze(1) - means).unsqueeze(-1), upper=False).squeeze(-1)
-        there = ~missing.gather(1, order)
-        likelihood = (-0.5 * z * z - factor.diagonal(dim1=-2, dim2=-1).log()) * there.unsqueeze(1)
-        posterior = torch.softmax(log_weights + likelihood.sum(-1), 1)
-        chosen = torch.multinomial(posterior, 1, generator=generator).squeeze(1)
-        row = torch.arange(len(x), device=x.device)
+        is_observed = ~is_missing.gather(1, order)
+        log_weights, means, factors = self._reorder_components(order, torch.ones_like(is_missing), None)
+        z = torch.linalg.solve_triangular(factors, (x.unsqueeze(1) - means).unsqueeze(-1), upper=False).squeeze(-1)
+        log_scales = factors.diagonal(dim1=-2, dim2=-1).log()
+        log_likelihood = (-0.5 * z * z - log_scales) * is_observed.unsqueeze(1)  # (N, K, D)
+        posterior = torch.softmax(log_weights + log_likelihood.sum(-1), 1)
+        component = torch.multinomial(posterior, 1, generator=generator).squeeze(1)
+        record = torch.arange(len(x), device=x.device)
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=x.device)
-        standard = torch.where(there, z[row, chosen], noise)
-        drawn = means[row, chosen] + (factor[row, chosen] @ standard.unsqueeze(-1)).squeeze(-1)
-        drawn = torch.where(there, x, drawn)
-        return torch.empty_like(drawn).scatter_(1, order, drawn)
+        # In the coordinates z = C⁻¹(x − μ), missing values are independent standard normals.
+        standardized = torch.where(is_observed, z[record, component], noise)
+        sampled = means[record, component] + (factors[record, component] @ standardized.unsqueeze(-1)).squeeze(-1)
+        completed = torch.where(is_observed, x, sampled)
+        return torch.empty_like(completed).scatter_(1, order, completed)

@@ -1,8 +1,15 @@
-"""What the network is made of: encoders of readings, and Transformer layers."""
+"""The building blocks of the network: encoders that make tokens from readings, and Transformer layers.
+
+A Transformer layer is split at its attention, so that callers can compute attention over a whole record or over a KV
+cache. Shapes use these letters: N is the number of records, T the number of tokens of each record, d the width of a
+token (`d_model`), H the number of attention heads and d_head = d / H the width of a head.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import cast
 
@@ -12,61 +19,132 @@ from torch import Tensor, nn
 from deformer_stream.model.config import ModelConfig
 
 
-class Encoder(nn.Module):
-    """g(·) of the paper: linear maps with a ReLU between them. What comes out is √outputs times as large, the size in
-    which tokens enter the layers; the last map's weights are scaled for that, which are fewer than tokens."""
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """An activation function of the feed-forward networks.
 
-    def __init__(self, inputs: int, hidden: tuple[int, ...], outputs: int) -> None:
+    Attributes:
+        function: The function in PyTorch, elementwise.
+        kernel_code: The number by which the compiled kernels select the same function.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    kernel_code: int
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": Activation(nn.functional.gelu, kernel_code=0),
+    "relu": Activation(nn.functional.relu, kernel_code=1),
+}
+"""Activations by the name that the hyperparameter `activation` uses.
+
+PyTorch and the compiled kernels both use this table, so that a name cannot mean two functions.
+"""
+
+
+def get_activation(name: str) -> Activation:
+    """Return the activation of a name.
+
+    Raises:
+        ValueError: The name is unknown; the message lists the known ones.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation {name!r} is unknown: use one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+class Encoder(nn.Module):
+    """A multilayer perceptron with ReLU that makes tokens; g_z or g_u of the paper.
+
+    The output is multiplied by √d, as token embeddings are in the original Transformer. The factor is applied to the
+    weights of the last linear map, because there are fewer weights than tokens.
+
+    Args:
+        num_inputs: The width of the input.
+        hidden: The widths of the hidden layers.
+        num_outputs: The width d of the output.
+    """
+
+    def __init__(self, num_inputs: int, hidden: tuple[int, ...], num_outputs: int) -> None:
         super().__init__()
-        self.size = math.sqrt(outputs)
-        widths = (inputs, *hidden, outputs)
-        self.maps = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        self.output_scale = math.sqrt(num_outputs)
+        widths = (num_inputs, *hidden, num_outputs)
+        self.maps = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
-        *hidden, last = cast(list[nn.Linear], list(self.maps))
-        for linear in hidden:
+        """Return the tokens of the inputs: (..., num_inputs) → (..., num_outputs)."""
+        *hidden_maps, last_map = cast(list[nn.Linear], list(self.maps))
+        for linear in hidden_maps:
             x = nn.functional.relu(linear(x))
-        return nn.functional.linear(x, self.size * last.weight, self.size * last.bias)
+        return nn.functional.linear(x, self.output_scale * last_map.weight, self.output_scale * last_map.bias)
 
 
 class TransformerLayer(nn.Module):
-    """One Transformer layer, split where attention needs its keys from outside."""
+    """One Transformer layer without its attention, which callers compute between the two methods.
+
+    Callers use a layer like this:
+
+        queries, keys, values = layer.project_qkv(x)
+        attended = attention(queries, keys, values)
+        x = layer.apply_residual_branches(x, attended)
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         d = config.d_model
-        self.pre = config.norm == "pre"
+        self.is_pre_norm = config.norm == "pre"
+        self.is_bfloat16 = config.precision == "bfloat16"
         self.heads, self.dropout = config.heads, config.dropout
-        self.scale = 1.0 / math.sqrt(d // config.heads)
-        self.rounds = config.precision == "bfloat16"
-        self.activation = nn.functional.gelu if config.activation == "gelu" else nn.functional.relu
+        self.query_scale = 1.0 / math.sqrt(d // config.heads)
+        self.activation = get_activation(config.activation).function
+        # The names of these submodules are part of the keys in model.safetensors.
         self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
         self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
         self.up, self.down = nn.Linear(d, config.feedforward), nn.Linear(config.feedforward, d)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: (N, T, d) → queries, divided by √d_head already, keys, values: (N, H, T, d_head)."""
-        qkv = self._map(self.qkv, self.norm1(x) if self.pre else x)
-        q, k, v = torch.unflatten(qkv, -1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
-        return self._factor(q * self.scale), self._factor(k), self._factor(v)
+    def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries, keys and values of tokens.
 
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The residual branches after attention. x, attended: (N, T, d) → (N, T, d)."""
-        x = x + nn.functional.dropout(self._map(self.out, attended), self.dropout, self.training)
-        x = x if self.pre else self.norm1(x)
-        hidden = self.activation(self._map(self.up, self.norm2(x) if self.pre else x))
-        y = self._map(self.down, nn.functional.dropout(hidden, self.dropout, self.training))
+        Args:
+            x: (N, T, d) tokens.
+
+        Returns:
+            Queries, keys and values, (N, H, T, d_head) each. The queries are already divided by √d_head.
+        """
+        qkv = self._apply_linear(self.qkv, self.norm1(x) if self.is_pre_norm else x)  # (N, T, 3d)
+        qkv = torch.unflatten(qkv, -1, (3, self.heads, -1)).transpose(1, 3)  # (N, H, 3, T, d_head)
+        q, k, v = qkv.unbind(2)
+        return self._round_factor(q * self.query_scale), self._round_factor(k), self._round_factor(v)
+
+    def apply_residual_branches(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Return the output of the layer, given the output of its attention.
+
+        Args:
+            x: (N, T, d) the tokens that entered the layer.
+            attended: (N, T, d) the weighted values of attention, the heads side by side.
+
+        Returns:
+            (N, T, d) the tokens after the attention branch and the feed-forward branch.
+        """
+        x = x + nn.functional.dropout(self._apply_linear(self.out, attended), self.dropout, self.training)
+        x = x if self.is_pre_norm else self.norm1(x)
+        hidden = self.activation(self._apply_linear(self.up, self.norm2(x) if self.is_pre_norm else x))
+        y = self._apply_linear(self.down, nn.functional.dropout(hidden, self.dropout, self.training))
         x = x + nn.functional.dropout(y, self.dropout, self.training)
-        return x if self.pre else self.norm2(x)
+        return x if self.is_pre_norm else self.norm2(x)
 
-    def _map(self, linear: nn.Linear, x: Tensor) -> Tensor:
-        return nn.functional.linear(self._factor(x), self._factor(linear.weight), linear.bias)
+    def _apply_linear(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        """Apply a linear map, with both factors rounded if the precision is bfloat16."""
+        return nn.functional.linear(self._round_factor(x), self._round_factor(linear.weight), linear.bias)
 
-    def _factor(self, t: Tensor) -> Tensor:
-        """What goes into a product. Training sees it whole."""
-        return rounded(t) if self.rounds and not self.training else t
+    def _round_factor(self, factor: Tensor) -> Tensor:
+        """Round a factor of a matrix product to bfloat16 if the precision of the model is bfloat16.
+
+        Training does not round, because the gradient of the rounding is zero almost everywhere.
+        """
+        return round_to_bfloat16(factor) if self.is_bfloat16 and not self.training else factor
 
 
-def rounded(t: Tensor) -> Tensor:
-    """To the nearest bfloat16, in its own dtype."""
-    return t.to(torch.bfloat16).to(t.dtype)
+def round_to_bfloat16(x: Tensor) -> Tensor:
+    """Round each number to the nearest bfloat16 and keep the dtype of the tensor."""
+    return x.to(torch.bfloat16).to(x.dtype)

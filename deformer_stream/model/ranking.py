@@ -1,9 +1,11 @@
-"""Which whole records are the strangest: far from every record seen in training, and surprising to the density.
+"""Ranking of complete records by how anomalous they are.
 
-The alert of an open record needs a statistic that is comparable from reading to reading; a ranking of records that have
-ended may look at all of a record at once. Where training saw few records, the distance to the nearest of them is the
-best of all simple rankings: it follows the data wherever they lie, without having to learn it. It misses what depends
-on the relation of a few features, which the density sees. The score is the sum of both in units of normal records.
+Alerts need a statistic that is comparable from reading to reading while a record is open. A ranking of complete records
+can use all readings at once. If there are few training records, the distance to the nearest of them is the best simple
+ranking: it follows the training data without having to learn it. It misses anomalies in the relation of a few features,
+which the density detects. The score is therefore the sum of both, each in units of its spread among normal records.
+
+Shapes use these letters: R is the number of records, F the number of features, M the number of exemplars.
 """
 
 from __future__ import annotations
@@ -15,123 +17,183 @@ from torch import Tensor, nn
 
 from deformer_stream.model.schema import Feature, Schema
 
-Floats = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 
-NEAREST = 3
-"""Exemplars whose mean distance counts."""
-EXCESS = 0.25
-"""Weight of the density's part of the score beside that of the distance."""
-FARTHEST = 1e6
-"""Largest difference of two readings that counts, in standard deviations: sums must stay finite."""
-WORK = 4_000_000
-"""Differences of readings taken at once."""
+NUM_NEIGHBORS = 3
+"""The number of nearest exemplars over which the distance is averaged."""
+CENTERED_NLL_WEIGHT = 0.25
+"""The weight of the centered NLL in the score; the weight of the distance is 1."""
+MAX_POSITION = 1e6
+"""The limit to which positions are clipped, so that sums of their differences stay finite in float32."""
+MAX_DIFFERENCES = 4_000_000
+"""The largest number of differences between readings and exemplars that are held in memory at once."""
 
 
 class Ranking(nn.Module):
-    """M exemplars: records of training, each feature in its own standard deviations.
+    """A nearest-neighbour ranking of complete records, relative to M stored training records (exemplars).
 
-    positions: (M, F), see `place`. known: (M, F) bool, false where missing. deviations: (F,) standard deviation of the
-    feature in training, and for labels that are words the chance that two records differ. turns: (F,) see
-    `Schema.turns`; None without cycles. typical: (2, 2), median of normal records and distance from there to their 90%
-    quantile, of the distance and of the excess.
+    A reading has a position on a line: its number, or the code of its label (`compute_positions`). The distance of two
+    records is the sum over their features of the differences of positions, in units of `deviations`.
+
+    Args:
+        schema: The features.
+        num_exemplars: The number M of exemplars. Training sets the buffers.
+
+    Attributes:
+        positions: (M, F) the positions of the exemplars in units of `deviations`.
+        known: (M, F) bool, false where the exemplar has no reading of the feature.
+        deviations: (F,) the standard deviation of the positions of each feature in training. For labels that are not
+            numbers, it is the probability that the labels of two records differ.
+        typical: (2, 2) of normal records, for the distance and for the centered NLL: the median, and the difference
+            between the 90% quantile and the median.
     """
 
-    def __init__(self, schema: Schema, exemplars: int) -> None:
+    is_text_label: Tensor
+    cycle_lengths: Tensor | None
+    positions: Tensor
+    known: Tensor
+    deviations: Tensor
+    typical: Tensor
+
+    def __init__(self, schema: Schema, num_exemplars: int) -> None:
         super().__init__()
         self.schema = schema
-        self.axes = [_axis(feature) for feature in schema.features]
-        words = [feature.kind == "discrete" and not _numeric(feature) for feature in schema.features]
-        self.register_buffer("words", torch.tensor(words), persistent=False)
-        turns = torch.tensor(schema.turns) if schema.cyclic.any() else None
-        self.register_buffer("turns", turns, persistent=False)
-        shape = (exemplars, len(schema))
+        self.label_positions = [_compute_label_positions(feature) for feature in schema.features]
+        is_text_label = [feature.kind == "discrete" and not _has_numeric_labels(feature) for feature in schema.features]
+        self.register_buffer("is_text_label", torch.tensor(is_text_label), persistent=False)
+        cycle_lengths = torch.tensor(schema.cycle_lengths) if schema.is_cyclic.any() else None
+        self.register_buffer("cycle_lengths", cycle_lengths, persistent=False)
+        # The names of these four buffers are part of the keys in model.safetensors.
+        shape = (num_exemplars, len(schema))
         self.register_buffer("positions", torch.zeros(shape))
         self.register_buffer("known", torch.ones(shape, dtype=torch.bool))
         self.register_buffer("deviations", torch.ones(len(schema)))
         self.register_buffer("typical", torch.tensor([[0.0, 1.0], [0.0, 1.0]], dtype=torch.float64))
-        self.words: Tensor
-        self.turns: Tensor | None
-        self.positions: Tensor
-        self.known: Tensor
-        self.deviations: Tensor
-        self.typical: Tensor
 
     @property
-    def exemplars(self) -> int:
+    def num_exemplars(self) -> int:
+        """The number M of exemplars."""
         return len(self.positions)
 
-    def place(self, values: Floats) -> Tensor:
-        """(R, F) where readings lie on the axes of their features, in training's units before division by `deviations`:
-        numbers without the logarithm of `Schema.normalise`, labels that are numbers as these numbers, other labels by
-        their code; a label never seen lies beyond all others. values: (R, F), normalised units or label codes."""
+    def compute_positions(self, values: FloatArray) -> Tensor:
+        """Return the positions of readings, before division by `deviations`.
+
+        The position of a number is its distance from the feature's location in scales, without the logarithm that
+        `Schema.normalise` applies to large values. The position of a label that is a number is that number; other
+        labels have their code. A label that did not occur in training lies beyond all others.
+
+        Args:
+            values: (R, F) normalised values or label codes; any value for a missing reading.
+
+        Returns:
+            (R, F) float32.
+        """
         codes = np.arange(len(self.schema))
-        places = self.schema.denormalise(np.broadcast_to(codes, values.shape), values)
-        for f, (feature, axis) in enumerate(zip(self.schema.features, self.axes, strict=True)):
-            if axis is None:
-                places[:, f] = (places[:, f] - feature.location) / feature.scale
+        positions = self.schema.denormalise(np.broadcast_to(codes, values.shape), values)
+        for f, (feature, label_positions) in enumerate(zip(self.schema.features, self.label_positions, strict=True)):
+            if label_positions is None:
+                positions[:, f] = (positions[:, f] - feature.location) / feature.scale
             else:
-                places[:, f] = axis[np.clip(values[:, f], 0, len(axis) - 1).astype(np.int64)]
-        return torch.from_numpy(np.clip(places, -FARTHEST, FARTHEST)).float()
+                label_codes = np.clip(values[:, f], 0, len(label_positions) - 1).astype(np.int64)
+                positions[:, f] = label_positions[label_codes]
+        return torch.from_numpy(np.clip(positions, -MAX_POSITION, MAX_POSITION)).float()
 
-    def distances(self, positions: Tensor, known: Tensor, own: Tensor | None = None) -> Tensor:
-        """(R,) mean distance to the nearest exemplars: differences in standard deviations, 0 or 1/chance for words,
-        summed over the features that both have and scaled up to all. positions: (R, F) in units of `deviations`; known:
-        (R, F); own: (R,) each record's own exemplar, which is left out."""
-        R, F = positions.shape
-        out = torch.empty(R, device=positions.device)
-        step = max(1, WORK // max(1, self.exemplars * F))
-        for start in range(0, R, step):
-            rows = slice(start, start + step)
-            apart = self._apart(positions[rows], known[rows])
-            if own is not None:
-                apart.scatter_(1, own[rows, None], torch.inf)
-            nearest = min(NEAREST, self.exemplars - (own is not None))
-            out[rows] = torch.topk(apart, nearest, largest=False).values.mean(1)
-        return out
+    def compute_distances(self, positions: Tensor, known: Tensor, own_exemplar: Tensor | None = None) -> Tensor:
+        """Return the mean distance of each record to its nearest exemplars.
 
-    def _apart(self, positions: Tensor, known: Tensor) -> Tensor:
-        """(R, M) distances."""
-        if not self.words.any() and self.turns is None and bool(known.all()) and bool(self.known.all()):
+        Args:
+            positions: (R, F) positions in units of `deviations`.
+            known: (R, F) bool, false where the record has no reading of the feature.
+            own_exemplar: (R,) the index of an exemplar to leave out for each record. Training passes the record's own
+                exemplar, whose distance would be zero.
+
+        Returns:
+            (R,).
+        """
+        num_records, num_features = positions.shape
+        distances = torch.empty(num_records, device=positions.device)
+        num_neighbors = min(NUM_NEIGHBORS, self.num_exemplars - (own_exemplar is not None))
+        rows_at_once = max(1, MAX_DIFFERENCES // max(1, self.num_exemplars * num_features))
+        for start in range(0, num_records, rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            to_exemplars = self._compute_pairwise_distances(positions[rows], known[rows])
+            if own_exemplar is not None:
+                to_exemplars.scatter_(1, own_exemplar[rows, None], torch.inf)
+            distances[rows] = torch.topk(to_exemplars, num_neighbors, largest=False).values.mean(1)
+        return distances
+
+    def _compute_pairwise_distances(self, positions: Tensor, known: Tensor) -> Tensor:
+        """Return the distance of each record to each exemplar.
+
+        The difference of two positions on a cycle is the shorter way around. Two different labels that are not numbers
+        have the difference 1. The sum over the features that both records have is scaled up to all F features.
+
+        Args:
+            positions: (R, F) positions in units of `deviations`.
+            known: (R, F) bool, false where the record has no reading of the feature.
+
+        Returns:
+            (R, M).
+        """
+        is_plain = not self.is_text_label.any() and self.cycle_lengths is None
+        if is_plain and bool(known.all()) and bool(self.known.all()):
             return torch.cdist(positions, self.positions, p=1.0)
-        apart = (positions[:, None] - self.positions).abs()
-        if self.turns is not None:
-            turns = self.turns.to(apart) / self.deviations
-            apart = apart % turns
-            apart = torch.minimum(apart, turns - apart)
-        apart = torch.where(self.words, (apart > 0) / self.deviations, apart)
-        both = known[:, None] & self.known
-        return (apart * both).sum(-1) * positions.shape[1] / both.sum(-1).clamp(min=1)
+        differences = (positions[:, None] - self.positions).abs()  # (R, M, F)
+        if self.cycle_lengths is not None:
+            cycle_lengths = self.cycle_lengths.to(differences) / self.deviations
+            differences = differences % cycle_lengths
+            differences = torch.minimum(differences, cycle_lengths - differences)
+        differences = torch.where(self.is_text_label, (differences > 0) / self.deviations, differences)
+        both_known = known[:, None] & self.known
+        return (differences * both_known).sum(-1) * positions.shape[1] / both_known.sum(-1).clamp(min=1)
 
-    def scores(self, codes: NDArray[np.int64], values: Floats, excess: Floats) -> Floats:
-        """Larger is more anomalous; 1 each for distance and excess is the 90% quantile of normal records.
+    def score(self, codes: NDArray[np.int64], values: FloatArray, centered_nll: FloatArray) -> FloatArray:
+        """Return the anomaly score of complete records; larger is more anomalous.
 
-        codes: (R, L) the readings of each record, −1 for padding; values: (R, L) normalised units or label codes;
-        excess: (R,) Σ(−ln p − H) of the record."""
-        F = len(self.schema)
-        values_by, known = np.zeros((len(codes), F + 1)), np.zeros((len(codes), F + 1), bool)
-        place = np.where(codes < 0, F, codes)  # padding goes to a column of its own
-        np.put_along_axis(values_by, place, values, 1)
-        np.put_along_axis(known, place, codes >= 0, 1)
+        The score is the sum of the distance to the nearest exemplars and the weighted centered NLL. Each is 0 at the
+        median of normal records and 1 at their 90% quantile (before weighting).
+
+        Args:
+            codes: (R, L) the feature codes of each record's readings in any order, −1 for padding.
+            values: (R, L) normalised values or label codes.
+            centered_nll: (R,) the sum over the record's readings of −ln p minus its expectation.
+
+        Returns:
+            (R,).
+        """
+        num_features = len(self.schema)
+        column = np.where(codes < 0, num_features, codes)  # padding goes to an extra column
+        value_by_feature = np.zeros((len(codes), num_features + 1))
+        known = np.zeros((len(codes), num_features + 1), bool)
+        np.put_along_axis(value_by_feature, column, values, 1)
+        np.put_along_axis(known, column, codes >= 0, 1)
         device = self.positions.device
-        positions = self.place(values_by[:, :F]).to(device) / self.deviations
-        far = self.distances(positions, torch.from_numpy(known[:, :F]).to(device)).double().cpu().numpy()
-        (median, spread), (usual, beyond) = self.typical.double().cpu().numpy()
-        score: Floats = (far - median) / spread + EXCESS * (excess - usual) / beyond
+        positions = self.compute_positions(value_by_feature[:, :num_features]).to(device) / self.deviations
+        is_known = torch.from_numpy(known[:, :num_features]).to(device)
+        distances = self.compute_distances(positions, is_known).double().cpu().numpy()
+        typical_distance, typical_nll = self.typical.double().cpu().numpy()
+        distance_score = (distances - typical_distance[0]) / typical_distance[1]
+        score: FloatArray = distance_score + CENTERED_NLL_WEIGHT * (centered_nll - typical_nll[0]) / typical_nll[1]
         return score
 
 
-def _numeric(feature: Feature) -> bool:
+def _has_numeric_labels(feature: Feature) -> bool:
+    """Return whether all labels of a feature are finite numbers."""
     try:
         return all(np.isfinite(float(label)) for label in feature.labels)
     except ValueError:
         return False
 
 
-def _axis(feature: Feature) -> Floats | None:
-    """(labels + 1,) places of labels and of one never seen; None for numbers."""
+def _compute_label_positions(feature: Feature) -> FloatArray | None:
+    """Return the position of each label of a discrete feature, or None for a continuous one.
+
+    The last entry is for all labels that did not occur in training.
+    """
     if feature.kind == "continuous":
         return None
-    if not _numeric(feature):
+    if not _has_numeric_labels(feature):
         return np.arange(len(feature.labels) + 1, dtype=np.float64)
     numbers = np.array([float(label) for label in feature.labels])
-    return np.append(numbers, numbers.max() + max(float(np.ptp(numbers)), 1.0))
+    unseen_position = numbers.max() + max(float(np.ptp(numbers)), 1.0)
+    return np.append(numbers, unseen_position)

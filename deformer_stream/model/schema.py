@@ -1,9 +1,12 @@
-"""Features: what a reading is called, what kind of value it has, and how values become the model's units.
+"""The features of a record, and the transformation of their values to the units of the model.
 
-A feature's *identity* is what the model is told before it predicts the value: an embedding learnt per feature,
-coordinates (the row and column of a pixel, the position of a sensor), or both. A sensor that may report several times
-in a record is a feature for each slot of the record's window (`model.time_slots`): they share its embedding, their
-coordinates say when.
+A feature is one measured quantity of a record, continuous or discrete. A reading is one value of one feature. The code
+of a feature is its index in the schema; arrays use codes in place of names.
+
+A feature's identity is what the network gets before it predicts the value: an embedding learned for each feature, the
+feature's coordinates (the row and column of a pixel, the position of a sensor), or both. If a sensor can report several
+times in a record, it has one feature for each time slot of the record's window (`time_slots`). These features share the
+sensor's embedding, and their coordinates express the time.
 """
 
 from __future__ import annotations
@@ -20,33 +23,54 @@ from numpy.typing import NDArray
 
 from deformer_stream.model.windows import Window
 
-Kind = Literal["continuous", "discrete"]
+FeatureKind = Literal["continuous", "discrete"]
 
-LINEAR = 8.0
-"""Normalised values are linear up to this many scales and logarithmic beyond, so that a wild reading is very surprising
-yet finite in float32 (log density falls like −ln²) and cannot flood the readings that condition on it."""
+LINEAR_LIMIT = 8.0
+"""The absolute value up to which normalised values are linear in raw values; beyond it they are logarithmic.
 
-DAY = 86_400.0
-"""The period of times of day, which are seconds since midnight."""
-MOST_TURNS = 1e5
-"""Periods that a scale may span: beyond, single precision no longer tells the places on a cycle apart."""
+A wild reading is thus very improbable, but finite in float32: the log-density falls like the squared logarithm of the
+value. It also cannot dominate the readings that are conditioned on it.
+"""
+SECONDS_PER_DAY = 86_400.0
+"""The period of times of day, which are given in seconds since midnight."""
+MAX_PERIODS_PER_SCALE = 1e5
+"""The largest number of periods that the scale of a cyclic feature may span.
+
+Beyond it, single precision cannot distinguish positions on the cycle.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One feature. `context`: conditions the others and is never scored.
+    """One feature: its name, its kind, and how its values are normalised.
 
-    Continuous: normalised value = tail((raw − location) / scale); `quantum` is the sensor's resolution in raw units
-    (None where readings do not repeat on a grid); low and high are the range seen in training. `period`, raw units:
-    where values are places on a cycle, 0 and the period the same one, as far as others condition on it; its own density
-    is that of a number on a line.
-    Discrete: `labels` are the values seen in training; `unseen` is the probability mass kept for all others.
-    `reason` says in words why the kind was chosen. `sensor`: what this is a reading of, at one time of several; None
-    for a feature that comes once in a record.
+    The names of the attributes are keys of the entry `features` in the manifest of a model directory.
+
+    Attributes:
+        name: The unique name.
+        kind: "continuous" for numbers, "discrete" for labels.
+        context: Whether the feature only conditions the others and is never scored itself.
+        coordinates: Numbers that identify the feature, of equal length for all features; None if there are none.
+        location: The raw value whose normalised value is 0.
+        scale: The difference of raw values that corresponds to 1 in normalised units.
+        quantum: The resolution of the sensor in raw units, or None if the readings do not lie on a grid.
+        low: The smallest raw value in training, None for discrete features.
+        high: The largest raw value in training, None for discrete features.
+        labels: The values of a discrete feature that occurred in training; the code of a label is its index.
+        unseen: The probability that is reserved for all labels that did not occur in training.
+        reason: Why the kind was chosen, in words for a person.
+        sensor: The name of the sensor of which this feature is the reading in one time slot; None for a feature with
+            at most one reading per record.
+        period: The period in raw units, if the values are positions on a cycle, such as times of day or angles. Other
+            readings are conditioned on the position on the cycle. The density of the value itself is that of a number
+            on a line.
+
+    Raises:
+        ValueError: The attributes contradict each other or are out of range.
     """
 
     name: str
-    kind: Kind
+    kind: FeatureKind
     context: bool = False
     coordinates: tuple[float, ...] | None = None
     location: float = 0.0
@@ -61,192 +85,255 @@ class Feature:
     period: float | None = None
 
     def __post_init__(self) -> None:
+        is_continuous = self.kind == "continuous"
         if self.kind == "discrete" and not self.labels:
-            raise ValueError(f"feature {self.name!r}: a discrete feature needs at least one label")
-        if self.kind == "continuous" and not (
-            self.scale > 0 and np.isfinite(self.scale) and np.isfinite(self.location)
-        ):
+            raise ValueError(f"feature {self.name!r} is discrete, but has no labels: a discrete feature needs one")
+        has_valid_scale = self.scale > 0 and np.isfinite(self.scale) and np.isfinite(self.location)
+        if is_continuous and not has_valid_scale:
             raise ValueError(f"feature {self.name!r}: location must be finite and scale positive and finite")
-        if self.period is not None and not (self.kind == "continuous" and 0 < self.period < np.inf):
-            raise ValueError(f"feature {self.name!r}: a period is positive, finite and of a continuous feature")
-        if self.period is not None and not self.scale <= MOST_TURNS * self.period:
-            raise ValueError(f"feature {self.name!r}: its values spread over more than {MOST_TURNS:g} periods")
+        if self.period is not None and not (is_continuous and 0 < self.period < np.inf):
+            raise ValueError(
+                f"feature {self.name!r}: the period must be positive and finite, and only continuous features have one"
+            )
+        if self.period is not None and not self.scale <= MAX_PERIODS_PER_SCALE * self.period:
+            raise ValueError(
+                f"feature {self.name!r}: its values spread over more than {MAX_PERIODS_PER_SCALE:g} periods; "
+                "check the unit of the period"
+            )
         if not 0 < self.unseen < 1:
-            raise ValueError(f"feature {self.name!r}: the mass of unseen labels lies between 0 and 1")
+            raise ValueError(f"feature {self.name!r}: the probability of unseen labels must lie between 0 and 1")
 
     @property
-    def source(self) -> str:
-        """What its readings are called in events: the sensor's name, or its own."""
+    def sensor_name(self) -> str:
+        """The name that events use for this feature's readings: the sensor's name, or the feature's own."""
         return self.name if self.sensor is None else self.sensor
 
     def to_json(self) -> dict[str, Any]:
-        """Without what a feature that comes once and is no cycle has not, as it was before there were others."""
-        return {k: v for k, v in asdict(self).items() if k not in ("sensor", "period") or v is not None}
+        """Return the feature as an object for the manifest of a model directory.
+
+        The keys `sensor` and `period` are left out if they are None. Models from before these keys existed thus keep
+        their fingerprints.
+        """
+        optional_keys = ("sensor", "period")
+        return {key: value for key, value in asdict(self).items() if key not in optional_keys or value is not None}
 
 
 @dataclass(frozen=True)
 class Schema:
-    """The features of a record; a feature's *code* is its place in the tuple.
+    """The features of a record. The code of a feature is its index in `features`.
 
-    window: what records are cut out of, None where they are given by name. The features of a sensor are one for each
-    slot, one after the other."""
+    Arrays of shape (F,) have an entry for each of the F features, in the order of their codes.
+
+    Attributes:
+        features: The features. If a sensor has a feature for each time slot of the window, these features stand next to
+            each other in the order of the time slots.
+        window: The windows of event time that are the records; None if records have ids in the events.
+
+    Raises:
+        ValueError: The features contradict each other or the window.
+    """
 
     features: tuple[Feature, ...]
     window: Window | None = None
 
     def __post_init__(self) -> None:
         if not self.features:
-            raise ValueError("a schema needs at least one feature")
-        if len(self.codes) != len(self.features):
-            raise ValueError("feature names must be unique")
+            raise ValueError("the schema has no features: it needs at least one")
+        if len(self.code_by_name) != len(self.features):
+            raise ValueError("two features have the same name: feature names must be unique")
         if len({len(f.coordinates or ()) for f in self.features}) > 1:
-            raise ValueError("either all features have coordinates, of one dimension, or none has")
+            raise ValueError("the features have different numbers of coordinates: give all of them the same number")
         self._check_sensors()
 
     def _check_sensors(self) -> None:
-        slots = 1 if self.window is None else self.window.slots
-        if slots > 1 and all(f.sensor is None for f in self.features):
-            raise ValueError("no sensor reports in the slots of the window")
-        for name, (first, step) in self.places.items():
-            own = self.features[first : first + (slots if step else 1)]
-            if {f.source for f in own} != {name} or (step and len(own) != slots):
-                raise ValueError(f"sensor {name!r}: its slots are not one after the other, a feature for each")
-            if step and (self.window is None or own[0].coordinates is None):
-                raise ValueError(f"sensor {name!r}: without a window and coordinates it reports once")
-            if len({(f.sensor, f.kind, f.context, f.labels, f.period) for f in own}) > 1:
-                raise ValueError(f"sensor {name!r}: its readings are not of one kind")
-        if len(self.features) != sum(slots if step else 1 for _, step in self.places.values()):
-            raise ValueError("the slots of a sensor are not one after the other, a feature for each")
+        """Raise ValueError if the features of a sensor do not match the time slots of the window."""
+        num_slots = 1 if self.window is None else self.window.slots
+        if num_slots > 1 and all(f.sensor is None for f in self.features):
+            raise ValueError("the window has time slots, but no sensor reports in them")
+        num_expected = 0
+        for name, (first_code, code_step) in self.slot_layout_by_sensor.items():
+            num_features = num_slots if code_step else 1
+            num_expected += num_features
+            features = self.features[first_code : first_code + num_features]
+            if {f.sensor_name for f in features} != {name} or (code_step and len(features) != num_slots):
+                raise ValueError(f"sensor {name!r} does not have one feature for each time slot, next to each other")
+            if code_step and (self.window is None or features[0].coordinates is None):
+                raise ValueError(f"sensor {name!r} has time slots, which need a window and coordinates")
+            if len({(f.sensor, f.kind, f.context, f.labels, f.period) for f in features}) > 1:
+                raise ValueError(f"sensor {name!r}: the features of its time slots are not of one kind")
+        if len(self.features) != num_expected:
+            raise ValueError("the features of a sensor's time slots do not stand next to each other in the schema")
 
     def __len__(self) -> int:
+        """Return the number F of features."""
         return len(self.features)
 
     @cached_property
-    def codes(self) -> dict[str, int]:
-        return {f.name: i for i, f in enumerate(self.features)}
+    def code_by_name(self) -> dict[str, int]:
+        """The code of each feature by its name."""
+        return {f.name: code for code, f in enumerate(self.features)}
 
     @cached_property
     def names(self) -> tuple[str, ...]:
+        """The names of the features in the order of their codes."""
         return tuple(f.name for f in self.features)
 
     @cached_property
-    def sources(self) -> tuple[str, ...]:
-        """What readings are called in events (`Feature.source`), in order of first appearance."""
-        return tuple(dict.fromkeys(f.source for f in self.features))
+    def sensor_names(self) -> tuple[str, ...]:
+        """The names that events use for readings (`Feature.sensor_name`), in order of first appearance."""
+        return tuple(dict.fromkeys(f.sensor_name for f in self.features))
 
     @cached_property
-    def source_of(self) -> NDArray[np.int64]:
-        """(F,) which of the sources a feature is a reading of."""
-        place = {name: i for i, name in enumerate(self.sources)}
-        return np.array([place[f.source] for f in self.features], np.int64)
+    def sensor_indexes(self) -> NDArray[np.int64]:
+        """(F,) the index in `sensor_names` of each feature's sensor."""
+        index_by_name = {name: i for i, name in enumerate(self.sensor_names)}
+        return np.array([index_by_name[f.sensor_name] for f in self.features], np.int64)
 
     @cached_property
-    def first_of(self) -> NDArray[np.int64]:
-        """(S,) code of the first feature of each source."""
-        return np.unique(self.source_of, return_index=True)[1]
+    def first_codes(self) -> NDArray[np.int64]:
+        """The code of the first feature of each sensor, in the order of `sensor_names`."""
+        return np.unique(self.sensor_indexes, return_index=True)[1]
 
     @cached_property
-    def repeats(self) -> bool:
-        """Whether a sensor may report several times in a record."""
-        return len(self.sources) < len(self.features)
+    def has_repeating_sensors(self) -> bool:
+        """Whether some sensor can report several times in a record."""
+        return len(self.sensor_names) < len(self.features)
 
     @cached_property
-    def places(self) -> dict[str, tuple[int, int]]:
-        """Source → its first feature's code, and how much the code grows from one slot of the window to the next: 1, or
-        0 for what comes once."""
-        found: dict[str, tuple[int, int]] = {}
+    def slot_layout_by_sensor(self) -> dict[str, tuple[int, int]]:
+        """By sensor name: the code of the sensor's first feature, and the step of the code per time slot.
+
+        The feature of time slot k has the code first + k · step. The step is 1 for a sensor that reports in each time
+        slot, and 0 for one that reports once in a record.
+        """
+        layout: dict[str, tuple[int, int]] = {}
         for code, f in enumerate(self.features):
-            found.setdefault(f.source, (code, 0 if f.sensor is None else 1))
-        return found
+            layout.setdefault(f.sensor_name, (code, 0 if f.sensor is None else 1))
+        return layout
 
     @cached_property
-    def discrete(self) -> NDArray[np.bool_]:
-        """(F,) whether a feature is discrete."""
+    def is_discrete(self) -> NDArray[np.bool_]:
+        """(F,) whether each feature is discrete."""
         return np.array([f.kind == "discrete" for f in self.features])
 
     @cached_property
-    def cyclic(self) -> NDArray[np.bool_]:
-        """(F,) whether a feature's values are places on a cycle."""
+    def is_cyclic(self) -> NDArray[np.bool_]:
+        """(F,) whether the values of each feature are positions on a cycle."""
         return np.array([f.period is not None for f in self.features])
 
     @cached_property
-    def turns(self) -> NDArray[np.float64]:
-        """(F,) once around in scales; infinite where a feature is no cycle."""
+    def cycle_lengths(self) -> NDArray[np.float64]:
+        """(F,) the period of each feature in units of its scale, infinite for features that are not cyclic."""
         return np.array([np.inf if f.period is None else f.period / f.scale for f in self.features])
 
     @cached_property
-    def linear(self) -> NDArray[np.bool_]:
-        """(F,) whether a feature's values are numbers on a line: neither labels nor places on a cycle."""
-        return ~(self.discrete | self.cyclic)
+    def is_linear(self) -> NDArray[np.bool_]:
+        """(F,) whether the values of each feature are numbers on a line, neither labels nor positions on a cycle."""
+        return ~(self.is_discrete | self.is_cyclic)
 
     @cached_property
-    def context(self) -> NDArray[np.bool_]:
-        """(F,) whether a feature is context, that is, never scored."""
+    def is_context(self) -> NDArray[np.bool_]:
+        """(F,) whether each feature only conditions the others and is never scored itself."""
         return np.array([f.context for f in self.features])
 
     @cached_property
     def label_counts(self) -> NDArray[np.int64]:
-        """(F,) number of labels, 0 for continuous features."""
+        """(F,) the number of labels of each feature, 0 for continuous features."""
         return np.array([len(f.labels) for f in self.features], np.int64)
 
     @cached_property
-    def label_codes(self) -> tuple[dict[str, int], ...]:
-        """Per feature, label → code."""
-        return tuple({label: k for k, label in enumerate(f.labels)} for f in self.features)
+    def code_by_label(self) -> tuple[dict[str, int], ...]:
+        """The code of each label by its text, one mapping per feature."""
+        return tuple({label: code for code, label in enumerate(f.labels)} for f in self.features)
 
     @cached_property
-    def _affine(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """(F,) location and scale, 0 and 1 for discrete features."""
+    def _location_and_scale(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """(F,) the locations and (F,) the scales, 0 and 1 for discrete features."""
         rows = [(0.0, 1.0) if f.kind == "discrete" else (f.location, f.scale) for f in self.features]
         table = np.array(rows, np.float64)
         return table[:, 0], table[:, 1]
 
     def normalise(self, codes: NDArray[Any], values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Raw values to the model's units, elementwise; label codes stay as they are, NaN stays NaN."""
-        location, scale = self._affine
+        """Return values in the units of the model.
+
+        A continuous value is mapped to z = (value − location) / scale. If |z| exceeds `LINEAR_LIMIT`, the excess is
+        replaced by its logarithm, ln(1 + excess). Label codes are unchanged.
+
+        Args:
+            codes: The feature codes, of any shape.
+            values: The raw values or label codes, of the same shape. NaN is allowed and stays NaN.
+        """
+        location, scale = self._location_and_scale
         with np.errstate(over="ignore"):
+            # Infinite quotients of large values and small scales become finite.
             z: NDArray[np.float64] = np.maximum(np.minimum((values - location[codes]) / scale[codes], 1e300), -1e300)
         size = np.abs(z)
-        if not (size > LINEAR).any():
+        if not (size > LINEAR_LIMIT).any():
             return z
-        tail = np.sign(z) * (LINEAR + np.log1p(np.maximum(size - LINEAR, 0.0)))
-        normal: NDArray[np.float64] = np.where((size > LINEAR) & ~self.discrete[codes], tail, z)
-        return normal
+        logarithmic = np.sign(z) * (LINEAR_LIMIT + np.log1p(np.maximum(size - LINEAR_LIMIT, 0.0)))
+        is_beyond = (size > LINEAR_LIMIT) & ~self.is_discrete[codes]
+        normalised: NDArray[np.float64] = np.where(is_beyond, logarithmic, z)
+        return normalised
 
     def denormalise(self, codes: NDArray[Any], values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The inverse of `normalise`."""
-        location, scale = self._affine
+        """Return raw values, the inverse of `normalise`.
+
+        Args:
+            codes: The feature codes, of any shape.
+            values: The normalised values or label codes, of the same shape.
+        """
+        location, scale = self._location_and_scale
         size = np.abs(values)
         with np.errstate(over="ignore"):
-            far = np.sign(values) * (LINEAR + np.expm1(np.maximum(size - LINEAR, 0.0)))
-            z = np.where((size > LINEAR) & ~self.discrete[codes], far, values)
+            exponential = np.sign(values) * (LINEAR_LIMIT + np.expm1(np.maximum(size - LINEAR_LIMIT, 0.0)))
+            is_beyond = (size > LINEAR_LIMIT) & ~self.is_discrete[codes]
+            z = np.where(is_beyond, exponential, values)
             raw: NDArray[np.float64] = z * scale[codes] + location[codes]
         return raw
 
     def to_json(self) -> list[dict[str, Any]]:
+        """Return the features as a list for the manifest of a model directory; the window is stored separately."""
         return [f.to_json() for f in self.features]
 
     @staticmethod
     def from_json(rows: Iterable[dict[str, Any]], window: dict[str, Any] | None = None) -> Schema:
-        def feature(row: dict[str, Any]) -> Feature:
+        """Return the schema that `to_json` and `Window.to_json` wrote.
+
+        Args:
+            rows: The features, one object for each.
+            window: The window, or None if records have ids in the events.
+
+        Raises:
+            ValueError: The features contradict each other or the window.
+            TypeError: A key is unknown or missing, or a value has the wrong type.
+        """
+
+        def read_feature(row: dict[str, Any]) -> Feature:
             row = dict(row, labels=tuple(row.get("labels", ())))
             if row.get("coordinates") is not None:
                 row["coordinates"] = tuple(row["coordinates"])
             return Feature(**row)
 
-        return Schema(tuple(feature(row) for row in rows), Window.from_json(window))
+        return Schema(tuple(read_feature(row) for row in rows), Window.from_json(window))
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of everything that gives a value its meaning (the stated reasons do not)."""
-        rows: list[Any] = [{k: v for k, v in row.items() if k != "reason"} for row in self.to_json()]
+        """16 hexadecimal digits that identify everything that decides the meaning of a value.
+
+        The explanations in `Feature.reason` are left out.
+        """
+        rows: list[Any] = [{key: v for key, v in row.items() if key != "reason"} for row in self.to_json()]
         if self.window is not None:
             rows.append(self.window.to_json())
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def label_of(value: object) -> str:
-    """The canonical text of a discrete value: `true`, `3` for 3 and 3.0, otherwise the value as text."""
+def format_label(value: object) -> str:
+    """Return the canonical text of a discrete value, so that equal values in different types get the same label.
+
+    Booleans become `true` and `false`, whole numbers lose their fraction (3 and 3.0 both become `3`), and every other
+    value is converted by `str`.
+    """
     if isinstance(value, bool | np.bool_):
         return "true" if value else "false"
     if isinstance(value, float | np.floating) and np.isfinite(value) and value == int(value):

@@ -1,8 +1,9 @@
-"""Sensors that report several times in a record: a feature for each slot of the record's window, and back.
+"""Schemas in which a sensor can report several times in a record, once in each time slot of the record's window.
 
-`temp` in the slot that begins 20 s after the window's start is the feature `temp+20s`. What was learnt of values (kind,
-transform, labels) is the sensor's, and so is its embedding; coordinates tell the slots apart. A slot without a reading
-is a feature that is not, or not yet, observed. So a series may be irregular, and a reading may be missing.
+The sensor `temp` has a feature for each time slot: the feature `temp+20s` is its reading in the time slot that begins
+20 seconds after the start of the window. The features of a sensor share its kind, its transformation of values, its
+labels and its embedding. Their coordinates differ and express the time. A time slot without a reading is a feature
+that is not observed, so the intervals between readings may vary.
 """
 
 from __future__ import annotations
@@ -15,52 +16,77 @@ from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.windows import Window, format_duration
 
 
-def name_of(sensor: str, offset: int) -> str:
-    """What a sensor's reading in a slot is called. offset: microseconds from the window's start to the slot's."""
+def name_time_slot(sensor: str, offset: int) -> str:
+    """Return the name of the feature for a sensor's reading in a time slot, such as `temp+20s`.
+
+    Args:
+        sensor: The name of the sensor.
+        offset: The microseconds from the start of the window to the start of the time slot.
+    """
     return f"{sensor}+{format_duration(offset)}"
 
 
-def repeated(schema: Schema, window: Window, once: Collection[str] = ()) -> Schema:
-    """A feature for each slot in place of each feature of a schema without a window, but of those named, which come
-    once in a window. Raises ValueError where two features would have one name."""
-    if window.slots == 1 or all(f.name in once for f in schema.features):
+def expand_time_slots(schema: Schema, window: Window, reported_once: Collection[str] = ()) -> Schema:
+    """Return a schema with a feature for each sensor and time slot of a window.
+
+    Args:
+        schema: A schema without a window, with one feature for each sensor.
+        window: The window; each of its time slots gets a feature.
+        reported_once: The names of sensors that report at most once in a window. They keep their single feature.
+
+    Raises:
+        ValueError: Two of the resulting features would have the same name.
+    """
+    if window.slots == 1 or all(f.name in reported_once for f in schema.features):
         return Schema(schema.features, Window(window.width))
-    nowhere = (0.0,) * len(_place(0, window))
+    no_time = (0.0,) * len(_encode_time_slot(0, window))
     features: list[Feature] = []
     for f in schema.features:
-        if f.name in once:
-            features.append(replace(f, coordinates=nowhere))
+        if f.name in reported_once:
+            features.append(replace(f, coordinates=no_time))
             continue
-        for slot in range(window.slots):
-            name = name_of(f.name, window.offset(slot))
-            features.append(replace(f, name=name, sensor=f.name, coordinates=_place(slot, window)))
+        for slot_index in range(window.slots):
+            name = name_time_slot(f.name, window.time_slot_offset(slot_index))
+            coordinates = _encode_time_slot(slot_index, window)
+            features.append(replace(f, name=name, sensor=f.name, coordinates=coordinates))
     return Schema(tuple(features), window)
 
 
-def single(schema: Schema) -> Schema:
-    """The schema without a window that `repeated` made this one of: a feature for each sensor."""
-    first = {f.source: f for f in reversed(schema.features)}
-    names = (first[name] for name in schema.sources)
-    features = (f if f.sensor is None else replace(f, name=f.sensor, sensor=None) for f in names)
-    return Schema(tuple(f if schema.window is None else replace(f, coordinates=None) for f in features))
+def collapse_time_slots(schema: Schema) -> Schema:
+    """Return the schema without a window and with one feature for each sensor, the inverse of `expand_time_slots`."""
+    first_feature_by_sensor: dict[str, Feature] = {}
+    for f in schema.features:
+        first_feature_by_sensor.setdefault(f.sensor_name, f)
+    features = []
+    for f in first_feature_by_sensor.values():
+        if f.sensor is not None:
+            f = replace(f, name=f.sensor, sensor=None)
+        if schema.window is not None:
+            f = replace(f, coordinates=None)
+        features.append(f)
+    return Schema(tuple(features))
 
 
-def in_words(schema: Schema) -> str:
-    """What records are, for a person; nothing where they are given by name."""
+def describe_records(schema: Schema) -> str:
+    """Return a sentence for a person that says which windows the records are; empty if records have ids."""
     if schema.window is None:
         return ""
     text = f"A record is a window of {format_duration(schema.window.width)} of a device's time"
-    if not schema.repeats:
+    if not schema.has_repeating_sensors:
         return f"{text}."
-    many = next(f for f in schema.features if f.sensor is not None)
-    once = [f.name for f in schema.features if f.sensor is None]
-    text += f" in {schema.window.slots} slots, in each of which a sensor may report ({many.name}, …)"
-    return f"{text}; once only: {', '.join(once)}." if once else f"{text}."
+    example = next(f.name for f in schema.features if f.sensor is not None)
+    reported_once = [f.name for f in schema.features if f.sensor is None]
+    text += f" in {schema.window.slots} slots, in each of which a sensor may report ({example}, …)"
+    return f"{text}; once only: {', '.join(reported_once)}." if reported_once else f"{text}."
 
 
-def _place(slot: int, window: Window) -> tuple[float, ...]:
-    """When a slot is: the share of the window before its middle, and sine and cosine of that for periods of the window,
-    a half of it, a quarter, … while they are longer than two slots: attention finds neighbours by a scalar product."""
-    middle = (slot + 0.5) / window.slots
+def _encode_time_slot(slot_index: int, window: Window) -> tuple[float, ...]:
+    """Return coordinates that express the time of a time slot within its window.
+
+    They are the middle of the time slot as a share of the window, and its sine and cosine for periods of the whole
+    window, a half of it, a quarter and so on, as long as the period is longer than two time slots. With sines and
+    cosines, attention can find neighbouring time slots by a scalar product.
+    """
+    middle = (slot_index + 0.5) / window.slots
     angles = [2 * math.pi * 2**k * middle for k in range(64) if 2 ** (k + 1) < window.slots]
     return (middle, *(math.sin(a) for a in angles), *(math.cos(a) for a in angles))

@@ -1,9 +1,8 @@
-"""Event time, device by device: how records are cut out of it, how far it has come, and which open records are windows
-of it.
+"""Fixed windows of event time, which can serve as records.
 
-A watermark belongs to a device and is moved by that device's own events, one by one in order of arrival. So which
-events are late depends on nothing but the device's own stream, which one partition carries: not on polls, or the clocks
-of others.
+If a stream has no record ids, each device's event time is cut into windows of equal width, and each window is one
+record. A window can be divided into time slots, so that a sensor can report once in each slot. Times and widths are
+integers in microseconds, which keeps the arithmetic exact.
 """
 
 from __future__ import annotations
@@ -15,57 +14,92 @@ import numpy as np
 from numpy.typing import NDArray
 
 WINDOW_SEPARATOR = "@"
-"""Stands between the device and the beginning of the window in the id of a record that is a window."""
+"""Separator between the device and the start of the window in the id of a record that is a window."""
 
-Times = TypeVar("Times", int, NDArray[np.int64])
-"""A time, or (N,) of them: microseconds since 1970."""
+IntOrArray = TypeVar("IntOrArray", int, NDArray[np.int64])
+"""One integer or an int64 array of any shape."""
 
-_UNITS = (("h", 3_600_000_000), ("m", 60_000_000), ("s", 1_000_000), ("ms", 1_000))
+_MICROSECONDS_BY_UNIT = {"h": 3_600_000_000, "m": 60_000_000, "s": 1_000_000, "ms": 1_000}
+"""Units of a duration from the largest to the smallest, which is the order in which `format_duration` tries them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Tumbling windows of a device's time, aligned to 1970-01-01T00:00:00Z, each with its start and without its end,
-    cut into equal slots: a record is a window, and a sensor may report once in each of its slots.
+    """The width of tumbling windows of event time, and the number of time slots in each.
 
-    width: microseconds. slots: at least 1; slot k begins ⌈k · width / slots⌉ after the start. Raises ValueError.
+    The windows are aligned to 1970-01-01T00:00:00Z. A window includes its start and excludes its end. The names of the
+    attributes are also the keys of the entry `window` in the manifest of a model directory.
+
+    Attributes:
+        width: The width of a window in microseconds.
+        slots: The number of time slots, at least 1. Slot k begins ⌈k · width / slots⌉ microseconds after the start.
+
+    Raises:
+        ValueError: The width or the number of slots is not a positive integer, there are more slots than
+            microseconds, or their product exceeds 64 bits.
     """
 
     width: int
     slots: int = 1
 
     def __post_init__(self) -> None:
+        # JSON yields floats and booleans too, and a boolean is an instance of int.
         if type(self.width) is not int or type(self.slots) is not int or not 1 <= self.slots <= self.width:
-            raise ValueError("a window has a width in whole microseconds and at least one slot, each of a microsecond")
+            raise ValueError(
+                f"a window of width {self.width!r} cannot have {self.slots!r} slots: both must be positive integers, "
+                "and each slot must be at least one microsecond wide"
+            )
         if self.width * self.slots >= 2**63:
-            raise ValueError("a window has fewer slots, or is shorter")
+            raise ValueError(
+                "the product of window width and number of slots exceeds 64 bits: use a shorter window or fewer slots"
+            )
 
-    def slot(self, times: Times) -> Times:
-        """In which slots of their windows these times lie, from 0."""
+    def time_slot_index(self, times: IntOrArray) -> IntOrArray:
+        """Return the index, from 0, of the time slot of its window in which each time lies.
+
+        Args:
+            times: One time or an array of times, in microseconds since 1970.
+        """
         return times % self.width * self.slots // self.width
 
-    def offset(self, slot: int) -> int:
-        """Microseconds from the window's start to that of the slot."""
-        return -(-slot * self.width // self.slots)
+    def time_slot_offset(self, slot_index: int) -> int:
+        """Return the number of microseconds from the start of a window to the start of a time slot."""
+        return -(-slot_index * self.width // self.slots)  # division that rounds up
 
     def to_json(self) -> dict[str, int]:
+        """Return the window as an object for the manifest of a model directory."""
         return asdict(self)
 
     @staticmethod
     def from_json(row: dict[str, Any] | None) -> Window | None:
+        """Return the window that `to_json` wrote, or None if the manifest has no window.
+
+        Raises:
+            ValueError: The width and the number of slots do not describe a window.
+            TypeError: A key is missing or unknown.
+        """
         return None if row is None else Window(**row)
 
 
-def window_start(times: Times, width: int) -> Times:
-    """Where the windows of this width (microseconds) around these times begin."""
+def floor_to_window(times: IntOrArray, width: int) -> IntOrArray:
+    """Return the start of the window that contains each time.
+
+    Args:
+        times: One time or an array of times, in microseconds since 1970.
+        width: The width of the windows in microseconds.
+    """
     return times // width * width
 
 
-def format_duration(micros: int) -> str:
-    """As the options take it, in the largest unit that leaves no fraction: `90s`, `2m`; microseconds as `0.5ms`."""
-    if not micros:
+def format_duration(microseconds: int) -> str:
+    """Return a duration as text that the command line options accept, such as `90s`, `2m` or `0.5ms`.
+
+    The unit is the largest one that leaves no fraction. A duration that is not a whole number of milliseconds is
+    written in milliseconds with a decimal point.
+    """
+    if not microseconds:
         return "0s"
-    for unit, size in _UNITS:
-        if micros % size == 0:
-            return f"{micros // size}{unit}"
-    return f"{micros // 1000}.{micros % 1000:03}".rstrip("0") + "ms"
+    for unit, size in _MICROSECONDS_BY_UNIT.items():
+        if microseconds % size == 0:
+            return f"{microseconds // size}{unit}"
+    return f"{microseconds // 1000}.{microseconds % 1000:03}".rstrip("0") + "ms"

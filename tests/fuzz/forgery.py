@@ -24,9 +24,9 @@ def signed(manifest: Manifest) -> bytes:
         schema = model_store.Schema.from_json(manifest["features"], manifest.get("window"))
         manifest["schema_fingerprint"] = schema.fingerprint
     if {"schema_fingerprint", "hyperparameters", "calibration", "files"} <= manifest.keys():
-        manifest["fingerprint"] = model_store._fingerprint(manifest)
-    manifest["sha256"] = model_store._digest(manifest)
-    return model_store._render(manifest)
+        manifest["fingerprint"] = model_store._compute_fingerprint(manifest)
+    manifest["sha256"] = model_store._compute_digest(manifest)
+    return model_store._render_manifest(manifest)
 
 
 def fitted(manifest: Manifest, weights: bytes) -> Manifest:

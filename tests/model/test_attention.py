@@ -1,4 +1,4 @@
-"""Attention by matrix products is the masked attention it stands for, gradients included."""
+"""Tests that the fast implementations of attention equal attention with an explicit mask, gradients included."""
 
 from __future__ import annotations
 
@@ -8,46 +8,48 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from deformer_stream.model.attention import LONGEST, AttentionContext, attend
+from deformer_stream.model.attention import MAX_UNFUSED_READINGS, attend
+from deformer_stream.model.config import AttentionContext
 
 
-def by_definition(q: Tensor, k: Tensor, v: Tensor, memory: AttentionContext) -> Tensor:
-    """The triangular mask over interleaved tokens, one entry after the other."""
-    half = k.shape[2] // 2
-    tokens = [(kind, place) for kind in "zu" for place in range(half)]
-    seen = [
-        [
-            earlier < place or (earlier == place and (other == kind or (kind, other) == ("u", "z")))
-            if memory == "all" or other == "u"
-            else (kind, place) == (other, earlier)
-            for other, earlier in tokens
-        ]
-        for kind, place in tokens[: q.shape[2]]
-    ]
-    return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=torch.tensor(seen), scale=1.0)
+def attend_with_explicit_mask(q: Tensor, k: Tensor, v: Tensor, attention_context: AttentionContext) -> Tensor:
+    """Return the attention output of pairs of tokens, with the mask built entry by entry from its definition."""
+    num_readings = k.shape[2] // 2
+    tokens = [(kind, index) for kind in "zu" for index in range(num_readings)]
+
+    def is_visible(kind: str, index: int, other_kind: str, other_index: int) -> bool:
+        if attention_context == "values" and other_kind == "z":
+            return (kind, index) == (other_kind, other_index)
+        is_z_of_same_reading = other_kind == kind or (kind, other_kind) == ("u", "z")
+        return other_index < index or (other_index == index and is_z_of_same_reading)
+
+    mask = [[is_visible(*token, *other) for other in tokens] for token in tokens[: q.shape[2]]]
+    return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=torch.tensor(mask), scale=1.0)
 
 
-@pytest.mark.parametrize("memory", ["all", "values"])
-@given(half=st.integers(1, 6), kinds=st.integers(1, 2), seed=st.integers(0, 1000))
-def test_values_and_gradients_are_those_of_the_mask(memory: AttentionContext, half: int, kinds: int, seed: int) -> None:
+@pytest.mark.parametrize("attention_context", ["all", "values"])
+@given(num_readings=st.integers(1, 6), num_kinds=st.integers(1, 2), seed=st.integers(0, 1000))
+def test_outputs_and_gradients_equal_those_of_an_explicit_mask(
+    attention_context: AttentionContext, num_readings: int, num_kinds: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
-    shapes = (kinds * half, 2 * half, 2 * half)
-    given = [torch.randn(2, 3, n, 4, generator=generator, dtype=torch.float64).requires_grad_() for n in shapes]
-    found, wanted = attend(*given, memory, 0.0), by_definition(*given, memory)
-    weight = torch.randn(found.shape, generator=generator, dtype=torch.float64)
-    torch.testing.assert_close(found, wanted)
-    gradients = (torch.autograd.grad(out, given, weight) for out in (found, wanted))
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    lengths = (num_kinds * num_readings, 2 * num_readings, 2 * num_readings)
+    qkv = [torch.randn(2, 3, n, 4, generator=generator, dtype=torch.float64).requires_grad_() for n in lengths]
+    actual, expected = attend(*qkv, attention_context, 0.0), attend_with_explicit_mask(*qkv, attention_context)
+    weight = torch.randn(actual.shape, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(actual, expected)
+    gradients = (torch.autograd.grad(output, qkv, weight) for output in (actual, expected))
+    for actual_gradient, expected_gradient in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual_gradient, expected_gradient)
 
 
-@pytest.mark.parametrize("length", [5, LONGEST + 1])
-def test_single_tokens_see_themselves_and_those_before(length: int) -> None:
-    """Written out, and by the fused kernel; in the order they stand in, and in another one."""
+@pytest.mark.parametrize("length", [5, MAX_UNFUSED_READINGS + 1], ids=["matrix products", "fused kernel"])
+def test_single_tokens_attend_to_themselves_and_to_earlier_tokens(length: int) -> None:
+    """Check both implementations, with the tokens in arrival order and in the reverse order."""
     generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(2, 3, length, 4, generator=generator, dtype=torch.float64) for _ in range(3)]
-    seen = torch.ones(length, length, dtype=torch.bool).tril()
-    wanted = nn.functional.scaled_dot_product_attention(*given, attn_mask=seen, scale=1.0)
-    torch.testing.assert_close(attend(*given, None, 0.0), wanted)
-    turned = attend(*(t.flip(2) for t in given), None, 0.0, seen.flip(0, 1))
-    torch.testing.assert_close(turned.flip(2), wanted)
+    qkv = [torch.randn(2, 3, length, 4, generator=generator, dtype=torch.float64) for _ in range(3)]
+    causal_mask = torch.ones(length, length, dtype=torch.bool).tril()
+    expected = nn.functional.scaled_dot_product_attention(*qkv, attn_mask=causal_mask, scale=1.0)
+    torch.testing.assert_close(attend(*qkv, None, 0.0), expected)
+    reverse = attend(*(t.flip(2) for t in qkv), None, 0.0, causal_mask.flip(0, 1))
+    torch.testing.assert_close(reverse.flip(2), expected)

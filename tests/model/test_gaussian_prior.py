@@ -1,4 +1,4 @@
-"""What Gaussians expect along an order is what linear algebra says of the whole."""
+"""Tests that the conditionals of the Gaussian prior are those of the joint mixture density, in any order."""
 
 from __future__ import annotations
 
@@ -11,111 +11,113 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import MultivariateNormal
 
-from deformer_stream.model.gaussian_prior import VALUE_REACH, GaussianPrior
+from deformer_stream.model.gaussian_prior import MAX_CONDITIONING_VALUE, GaussianPrior
 from deformer_stream.model.schema import Feature, Schema
 
-NUMBERS = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(5)))
-MIXED = Schema((*NUMBERS.features[:3], Feature("state", "discrete", labels=("a", "b")), *NUMBERS.features[3:]))
+CONTINUOUS = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(5)))
+STATE = Feature("state", "discrete", labels=("a", "b"))
+MIXED = Schema((*CONTINUOUS.features[:3], STATE, *CONTINUOUS.features[3:]))
 seeds = st.integers(0, 2**16)
 
 
-def random_gaussians(schema: Schema, components: int, seed: int, variants: int = 1) -> GaussianPrior:
-    gaussians = GaussianPrior(schema, components, variants)
+def make_random_prior(schema: Schema, num_components: int, seed: int, num_variants: int = 1) -> GaussianPrior:
+    prior = GaussianPrior(schema, num_components, num_variants)
     generator = torch.Generator().manual_seed(seed)
-    shape = gaussians.covariances.shape
+    shape = prior.covariances.shape
     mixing = torch.randn(shape, generator=generator, dtype=torch.float64)
-    gaussians.covariances.copy_(mixing @ mixing.mT / shape[-1] + 0.1 * torch.eye(shape[-1]))
-    gaussians.means.copy_(torch.randn(shape[:-1], generator=generator))
-    gaussians.log_weights.copy_(torch.log_softmax(torch.randn(shape[:2], generator=generator), 1))
-    return gaussians
+    prior.covariances.copy_(mixing @ mixing.mT / shape[-1] + 0.1 * torch.eye(shape[-1]))
+    prior.means.copy_(torch.randn(shape[:-1], generator=generator))
+    prior.log_weights.copy_(torch.log_softmax(torch.randn(shape[:2], generator=generator), 1))
+    return prior
 
 
-def log_density(gaussians: GaussianPrior, x: torch.Tensor, variant: int = 0) -> torch.Tensor:
-    """ln of the mixture's density at x (N, D) in the schema's order."""
+def joint_log_density(prior: GaussianPrior, x: torch.Tensor, variant: int = 0) -> torch.Tensor:
+    """Return the log-density of the mixture at x (N, D), features in the order of the schema."""
     parts = [
         weight + MultivariateNormal(mean, covariance).log_prob(x)
         for weight, mean, covariance in zip(
-            gaussians.log_weights[variant], gaussians.means[variant], gaussians.covariances[variant], strict=True
+            prior.log_weights[variant], prior.means[variant], prior.covariances[variant], strict=True
         )
     ]
     return torch.logsumexp(torch.stack(parts), 0)
 
 
-def chain(
-    gaussians: GaussianPrior, features: torch.Tensor, values: torch.Tensor, **which: torch.Tensor
+def chain_log_density(
+    prior: GaussianPrior, features: torch.Tensor, values: torch.Tensor, variant: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Σ ln p(v_k | earlier) of what the guide says."""
-    guide = gaussians(features, values, **which)
-    z = (values.unsqueeze(-1) - guide.means) / guide.scales
-    terms = guide.log_weights - 0.5 * z * z - guide.scales.log() - 0.5 * math.log(2 * math.pi)
-    return (torch.logsumexp(terms, -1) * guide.known).sum(1)
+    """Return the sum over readings of ln p(v_k | earlier readings), (N,), from the conditionals of the prior."""
+    conditional = prior(features, values, variant)
+    z = (values.unsqueeze(-1) - conditional.means) / conditional.scales
+    log_density = -0.5 * z * z - conditional.scales.log() - 0.5 * math.log(2 * math.pi)
+    return (torch.logsumexp(conditional.log_weights + log_density, -1) * conditional.has_prior).sum(1)
 
 
 @settings(max_examples=30, deadline=None)
-@given(components=st.integers(1, 4), seed=seeds)
-def test_the_chain_rule_gives_the_joint_density_in_every_order(components: int, seed: int) -> None:
-    gaussians = random_gaussians(NUMBERS, components, seed)
+@given(num_components=st.integers(1, 4), seed=seeds)
+def test_chain_rule_gives_the_joint_density_in_every_order(num_components: int, seed: int) -> None:
+    prior = make_random_prior(CONTINUOUS, num_components, seed)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(4, 5, generator=generator, dtype=torch.float64)
     order = torch.argsort(torch.rand(4, 5, generator=generator), 1)
-    torch.testing.assert_close(chain(gaussians, order, x.gather(1, order)), log_density(gaussians, x))
+    torch.testing.assert_close(chain_log_density(prior, order, x.gather(1, order)), joint_log_density(prior, x))
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=seeds)
-def test_padding_and_labels_change_nothing_wherever_they_stand(seed: int) -> None:
-    gaussians = random_gaussians(MIXED, 3, seed)
+def test_padding_and_labels_at_any_position_do_not_change_conditionals(seed: int) -> None:
+    prior = make_random_prior(MIXED, 3, seed)
     x = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    plain = gaussians(torch.tensor([[4, 0, 5]] * 2), x)
-    between = torch.zeros(2, 6, dtype=torch.float64)
-    between[:, [1, 3, 4]] = x
-    guide = gaussians(torch.tensor([[-1, 4, 3, 0, 5, -1]] * 2), between)
-    assert guide.known.tolist() == [[False, True, False, True, True, False]] * 2
-    for got, expected in zip(guide[:, [1, 3, 4]].as_features(), plain.as_features(), strict=True):
-        torch.testing.assert_close(got, expected)
-    assert not guide.as_features()[~guide.known].any()
+    expected = prior(torch.tensor([[4, 0, 5]] * 2), x)
+    x_with_gaps = torch.zeros(2, 6, dtype=torch.float64)
+    x_with_gaps[:, [1, 3, 4]] = x
+    actual = prior(torch.tensor([[-1, 4, 3, 0, 5, -1]] * 2), x_with_gaps)
+    assert actual.has_prior.tolist() == [[False, True, False, True, True, False]] * 2
+    actual_inputs = actual[:, [1, 3, 4]].to_network_input()
+    for actual_row, expected_row in zip(actual_inputs, expected.to_network_input(), strict=True):
+        torch.testing.assert_close(actual_row, expected_row)
+    assert not actual.to_network_input()[~actual.has_prior].any()
 
 
-def test_each_record_hears_its_own_variant() -> None:
-    gaussians = random_gaussians(NUMBERS, 2, 3, variants=3)
+def test_each_record_uses_its_own_variant() -> None:
+    prior = make_random_prior(CONTINUOUS, 2, 3, num_variants=3)
     x = torch.randn(3, 5, dtype=torch.float64)
-    got = chain(gaussians, torch.arange(5).repeat(3, 1), x, variant=torch.tensor([2, 0, 1]))
-    expected = [log_density(gaussians, x[i : i + 1], v) for i, v in enumerate((2, 0, 1))]
-    torch.testing.assert_close(got, torch.cat(expected))
+    actual = chain_log_density(prior, torch.arange(5).repeat(3, 1), x, torch.tensor([2, 0, 1]))
+    expected = [joint_log_density(prior, x[i : i + 1], variant) for i, variant in enumerate((2, 0, 1))]
+    torch.testing.assert_close(actual, torch.cat(expected))
 
 
-def test_a_wild_reading_does_not_carry_the_others_away() -> None:
-    gaussians = random_gaussians(NUMBERS, 2, 5)
+def test_extreme_value_is_clipped_if_others_are_conditioned_on_it() -> None:
+    prior = make_random_prior(CONTINUOUS, 2, 5)
     features = torch.tensor([[0, 1]] * 2)
-    wild = gaussians(features, torch.tensor([[1e9, 0.0], [VALUE_REACH, 0.0]]))
-    torch.testing.assert_close(wild.means[0, 1], wild.means[1, 1])
-    assert torch.isfinite(wild.as_features()).all()
+    conditional = prior(features, torch.tensor([[1e9, 0.0], [MAX_CONDITIONING_VALUE, 0.0]]))
+    torch.testing.assert_close(conditional.means[0, 1], conditional.means[1, 1])
+    assert torch.isfinite(conditional.to_network_input()).all()
 
 
-def test_missing_readings_are_drawn_from_their_law_given_the_others() -> None:
-    gaussians = GaussianPrior(NUMBERS, 1)
+def test_missing_values_are_sampled_from_their_conditional_distribution() -> None:
+    prior = GaussianPrior(CONTINUOUS, 1)
     covariance = torch.eye(5, dtype=torch.float64)
     covariance[0, 1] = covariance[1, 0] = 0.8
-    gaussians.covariances.copy_(covariance)
+    prior.covariances.copy_(covariance)
     x = torch.full((20_000, 5), torch.nan, dtype=torch.float64)
     x[:, 0] = 2.0
-    drawn = gaussians.draw_missing(x, torch.Generator().manual_seed(0))
-    assert (drawn[:, 0] == 2.0).all()
-    assert float(drawn[:, 1].mean()) == pytest.approx(1.6, abs=0.02)
-    assert float(drawn[:, 1].std()) == pytest.approx(0.6, abs=0.02)
-    assert float(drawn[:, 2].std()) == pytest.approx(1.0, abs=0.03)
+    completed = prior.sample_missing(x, torch.Generator().manual_seed(0))
+    assert (completed[:, 0] == 2.0).all()
+    assert float(completed[:, 1].mean()) == pytest.approx(1.6, abs=0.02)
+    assert float(completed[:, 1].std()) == pytest.approx(0.6, abs=0.02)
+    assert float(completed[:, 2].std()) == pytest.approx(1.0, abs=0.03)
 
 
-def test_what_is_no_covariance_is_refused() -> None:
-    state = random_gaussians(NUMBERS, 2, 0).state_dict()
+def test_loading_rejects_a_matrix_that_is_not_a_covariance() -> None:
+    state = make_random_prior(CONTINUOUS, 2, 0).state_dict()
     state["covariances"][0, 1, 2, 2] = -1.0
     with pytest.raises(ValueError, match="positive definite"):
-        GaussianPrior(NUMBERS, 2).load_state_dict(state)
+        GaussianPrior(CONTINUOUS, 2).load_state_dict(state)
 
 
-def test_numbers_told_have_the_size_a_network_likes() -> None:
-    gaussians = random_gaussians(NUMBERS, 4, 1)
-    told = gaussians(torch.arange(5).repeat(50, 1), 3 * torch.randn(50, 5)).as_features()
-    assert told.shape == (50, 5, 12)
-    assert float(told.abs().max()) <= 4.0
-    assert np.isfinite(told.numpy()).all()
+def test_network_input_is_finite_and_of_moderate_size() -> None:
+    prior = make_random_prior(CONTINUOUS, 4, 1)
+    network_input = prior(torch.arange(5).repeat(50, 1), 3 * torch.randn(50, 5)).to_network_input()
+    assert network_input.shape == (50, 5, 12)
+    assert float(network_input.abs().max()) <= 4.0
+    assert np.isfinite(network_input.numpy()).all()

@@ -1,4 +1,4 @@
-"""Whole records are ranked by their distance from those of training and by the excess of their surprise."""
+"""Tests of the ranking of complete records by distance to training records and by centered NLL."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from deformer_stream.model.ranking import EXCESS, Ranking
+from deformer_stream.model.ranking import CENTERED_NLL_WEIGHT, Ranking
 from deformer_stream.model.schema import Feature, Schema
 
 SCHEMA = Schema(
@@ -17,80 +17,84 @@ SCHEMA = Schema(
         Feature("colour", "discrete", labels=("blue", "red")),
     )
 )
-RECORDS = np.array([[0.0, 0.0, 0, 0], [1.0, 0.0, 1, 0], [0.0, 2.0, 2, 1]])
-"""Normalised units, label codes."""
+EXEMPLARS = np.array([[0.0, 0.0, 0, 0], [1.0, 0.0, 1, 0], [0.0, 2.0, 2, 1]])
+"""Three records: normalised values of x and y, label codes of level and colour."""
 
 
-def ranking_of(records: np.ndarray, known: np.ndarray | None = None) -> Ranking:  # type: ignore[type-arg]
-    ranking = Ranking(SCHEMA, len(records))
+def make_ranking(exemplars: np.ndarray, known: np.ndarray | None = None) -> Ranking:  # type: ignore[type-arg]
+    """Return a ranking with the given exemplars and fixed deviations; `known` is true where they have readings."""
+    ranking = Ranking(SCHEMA, len(exemplars))
     ranking.deviations = torch.tensor([1.0, 2.0, 4.0, 0.5])
-    ranking.positions = ranking.place(records) / ranking.deviations
-    ranking.known = torch.ones(records.shape, dtype=torch.bool) if known is None else torch.from_numpy(known)
+    ranking.positions = ranking.compute_positions(exemplars) / ranking.deviations
+    ranking.known = torch.ones(exemplars.shape, dtype=torch.bool) if known is None else torch.from_numpy(known)
     return ranking
 
 
-def scores(ranking: Ranking, *records: dict[int, float], excess: float = 0.0) -> list[float]:
-    """Records as {feature code: value}, in any order."""
+def score(ranking: Ranking, *records: dict[int, float], centered_nll: float = 0.0) -> list[float]:
+    """Return the scores of records that are given as {feature code: value}, in arrival order."""
     codes = np.full((len(records), 4), -1)
     values = np.zeros((len(records), 4))
     for i, record in enumerate(records):
         codes[i, : len(record)], values[i, : len(record)] = list(record), list(record.values())
-    return list(ranking.scores(codes, values, np.full(len(records), excess)).tolist())
+    return list(ranking.score(codes, values, np.full(len(records), centered_nll)).tolist())
 
 
-def test_distance_by_hand() -> None:
-    """To the three exemplars from (0, 0, level 2, red): levels differ by 1, 0 and 3 of 4, colours by 1/0.5 or not."""
-    near = 1 / 4 + 2, 1 + 2, 2 / 2 + 3 / 4
-    assert scores(ranking_of(RECORDS), {3: 1.0, 0: 0.0, 2: 1.0, 1: 0.0}) == [pytest.approx(sum(near) / 3)]
+def test_score_is_the_mean_distance_to_the_nearest_exemplars() -> None:
+    """Compare with distances by hand.
+
+    The record is x = 0, y = 0, level 2, colour red. Levels differ from those of the exemplars by 1, 0 and 3, in units
+    of 4. A different colour counts 1/0.5, and y differs from the third exemplar's by 2, in units of 2.
+    """
+    distances = 1 / 4 + 2, 1 + 2, 2 / 2 + 3 / 4
+    assert score(make_ranking(EXEMPLARS), {3: 1.0, 0: 0.0, 2: 1.0, 1: 0.0}) == [pytest.approx(sum(distances) / 3)]
 
 
-def test_what_was_not_observed_is_left_out_and_the_rest_scaled_up() -> None:
-    near = 4 / 2 * np.array([1 / 4, 1, 3 / 4])
-    assert scores(ranking_of(RECORDS), {0: 0.0, 2: 1.0}) == [pytest.approx(near.mean())]
+def test_distance_over_common_features_is_scaled_up_to_all_features() -> None:
+    distances = 4 / 2 * np.array([1 / 4, 1, 3 / 4])
+    assert score(make_ranking(EXEMPLARS), {0: 0.0, 2: 1.0}) == [pytest.approx(distances.mean())]
     known = np.array([[True, True, True, False], [True, False, True, True], [False, True, True, True]])
-    by_exemplar = (4 / 3 * (1 / 4), 4 / 3 * (1 + 2), 4 / 3 * (1 + 3 / 4))
-    full = {0: 0.0, 1: 0.0, 2: 1.0, 3: 1.0}
-    assert scores(ranking_of(RECORDS, known), full) == [pytest.approx(np.mean(by_exemplar))]
-    assert scores(ranking_of(RECORDS), {}) == [0.0]
+    distance_by_exemplar = (4 / 3 * (1 / 4), 4 / 3 * (1 + 2), 4 / 3 * (1 + 3 / 4))
+    complete_record = {0: 0.0, 1: 0.0, 2: 1.0, 3: 1.0}
+    assert score(make_ranking(EXEMPLARS, known), complete_record) == [pytest.approx(np.mean(distance_by_exemplar))]
+    assert score(make_ranking(EXEMPLARS), {}) == [0.0]
 
 
-def test_labels_never_seen_lie_beyond_all_others() -> None:
-    ranking = ranking_of(RECORDS)
-    seen, unseen = scores(ranking, {2: 1.0}, {2: 3.0})
-    assert unseen > seen
-    blue, other = scores(ranking, {3: 0.0}, {3: 2.0})
-    assert other > blue
+def test_unseen_label_is_farther_than_every_seen_label() -> None:
+    ranking = make_ranking(EXEMPLARS)
+    seen_level, unseen_level = score(ranking, {2: 1.0}, {2: 3.0})
+    assert unseen_level > seen_level
+    seen_colour, unseen_colour = score(ranking, {3: 0.0}, {3: 2.0})
+    assert unseen_colour > seen_colour
 
 
-def test_numbers_are_compared_without_the_logarithm_of_far_values() -> None:
-    far, twice = (8.0 + np.log1p(z - 8.0) for z in (1000.0, 2000.0))
-    near, beyond = scores(ranking_of(RECORDS), {0: far}, {0: twice})
-    assert beyond / near == pytest.approx(2.0, rel=0.01)
-    assert np.isfinite(scores(ranking_of(RECORDS), {0: 700.0}))
+def test_large_numbers_are_compared_without_the_logarithm_of_normalisation() -> None:
+    thousand_scales, two_thousand_scales = (8.0 + np.log1p(z - 8.0) for z in (1000.0, 2000.0))
+    near, far = score(make_ranking(EXEMPLARS), {0: thousand_scales}, {0: two_thousand_scales})
+    assert far / near == pytest.approx(2.0, rel=0.01)
+    assert np.isfinite(score(make_ranking(EXEMPLARS), {0: 700.0}))
 
 
-def test_both_parts_count_in_units_of_normal_records() -> None:
-    ranking = ranking_of(RECORDS)
+def test_distance_and_centered_nll_count_in_units_of_normal_records() -> None:
+    ranking = make_ranking(EXEMPLARS)
     ranking.typical = torch.tensor([[1.0, 2.0], [10.0, 5.0]], dtype=torch.float64)
-    (plain,) = scores(ranking_of(RECORDS), {0: 3.0})
-    (got,) = scores(ranking, {0: 3.0}, excess=25.0)
-    assert got == pytest.approx((plain - 1.0) / 2.0 + EXCESS * 3.0)
+    (distance,) = score(make_ranking(EXEMPLARS), {0: 3.0})
+    (total,) = score(ranking, {0: 3.0}, centered_nll=25.0)
+    assert total == pytest.approx((distance - 1.0) / 2.0 + CENTERED_NLL_WEIGHT * 3.0)
 
 
-def test_a_record_is_not_compared_with_itself() -> None:
-    ranking = ranking_of(np.tile(np.arange(6.0)[:, None], (1, 4)) * [1, 1, 0, 0])
-    alone = ranking.distances(ranking.positions, ranking.known, own=torch.arange(6))
-    assert (ranking.distances(ranking.positions, ranking.known) < alone).all()
-    assert float(alone[0]) == pytest.approx(1.5 * (1 + 2 + 3) / 3)
+def test_own_exemplar_is_left_out_of_the_nearest() -> None:
+    ranking = make_ranking(np.tile(np.arange(6.0)[:, None], (1, 4)) * [1, 1, 0, 0])
+    without_own = ranking.compute_distances(ranking.positions, ranking.known, own_exemplar=torch.arange(6))
+    assert (ranking.compute_distances(ranking.positions, ranking.known) < without_own).all()
+    assert float(without_own[0]) == pytest.approx(1.5 * (1 + 2 + 3) / 3)
 
 
-def test_numbers_alone_take_the_short_road_to_the_same_distances() -> None:
-    schema = Schema(SCHEMA.features[:3])
-    ranking = Ranking(schema, 7)
+def test_fast_path_for_complete_numeric_records_gives_the_same_distances() -> None:
+    ranking = Ranking(Schema(SCHEMA.features[:3]), 7)
     ranking.positions = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
-    asked, known = torch.randn(5, 3), torch.ones(5, 3, dtype=torch.bool)
-    short = ranking.distances(asked, known)
-    ranking.words[:] = False
-    mixed = torch.cat([known, known[:1] & False])
-    long = ranking.distances(torch.cat([asked, asked[:1]]), mixed)[:5]
-    torch.testing.assert_close(short, long)
+    positions, known = torch.randn(5, 3), torch.ones(5, 3, dtype=torch.bool)
+    fast = ranking.compute_distances(positions, known)
+    # One record with missing readings makes the whole batch use the general path.
+    with_missing = torch.cat([known, known[:1] & False])
+    general = ranking.compute_distances(torch.cat([positions, positions[:1]]), with_missing)[:5]
+    torch.testing.assert_close(fast, general)

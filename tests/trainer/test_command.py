@@ -149,7 +149,7 @@ def test_an_existing_model_is_replaced_and_other_folders_are_not(
     (precious / "work.txt").write_text("years")
     done = here(table, "--out", precious)
     assert done.code == 2
-    assert "is no model directory" in done.err
+    assert "is not a model directory" in done.err
     assert (precious / "work.txt").read_text() == "years"
 
 
