@@ -1,7 +1,8 @@
-"""A training run on disk: one safetensors file, replaced by renaming, so that it is always whole.
+"""Save and load the state of an interrupted training run.
 
-Tensors are the weights, their moving averages and the optimiser's moments; the rest is JSON in the file's metadata.
-Randomness needs no state here: every step seeds its own generators (`sampling.seeded`).
+A checkpoint is one safetensors file. Its tensors are the weights, their averages and the optimizers' moments; all other
+state is JSON in the file's metadata. The file is replaced by renaming, so it is always complete. Random number
+generators have no state here, because each training step creates its own (`sampling.create_generator`).
 """
 
 from __future__ import annotations
@@ -21,21 +22,33 @@ FILE_NAME = "checkpoint.safetensors"
 
 
 def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-    """Write tensors and JSON-ready state durably. Raises `Unavailable` where the disk has no room."""
-    data = safetensors.torch.save(
-        {name: t.detach().cpu().contiguous() for name, t in tensors.items()}, {"state": json.dumps(state)}
-    )
+    """Write a checkpoint and wait until it is on the disk.
+
+    Args:
+        folder: An existing folder; a checkpoint in it is replaced.
+        tensors: The tensors by name.
+        state: All other state, ready for JSON.
+
+    Raises:
+        Unavailable: The disk has no space.
+    """
+    cpu_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    content = safetensors.torch.save(cpu_tensors, {"state": json.dumps(state)})
     partial = folder / (FILE_NAME + ".partial")
     with map_write_errors(folder / FILE_NAME):
         with partial.open("wb") as file:
-            file.write(data)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(folder / FILE_NAME)
 
 
 def load_state(folder: Path) -> dict[str, Any] | None:
-    """The state without the tensors, or None where there is no checkpoint."""
+    """Return the state of the checkpoint in a folder without its tensors, None if there is no checkpoint.
+
+    Raises:
+        InputError: The checkpoint is damaged.
+    """
     path = folder / FILE_NAME
     if not path.exists():
         return None
@@ -48,6 +61,6 @@ def load_state(folder: Path) -> dict[str, Any] | None:
 
 
 def load_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors, on the CPU."""
+    """Return the tensors of the checkpoint in a folder, on the CPU."""
     tensors: dict[str, Tensor] = safetensors.torch.load_file(folder / FILE_NAME)
     return tensors

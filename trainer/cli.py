@@ -1,7 +1,8 @@
-"""`deformer-train TABLE… --out DIR`. Heavy imports wait until there is something to train."""
+"""The command `deformer-train TABLE… --out DIR`. Heavy modules are imported only when there is something to train."""
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,46 +21,58 @@ from trainer.settings import TrainConfig, TrainSettings
 def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
     """Train a model on the normal records of Parquet files or folders.
 
-    A row is a record and a null is "not observed" (wide), or a row is one reading (long). The kinds of columns are
-    inferred and printed. The model directory holds weights, calibration and a report to open in a browser. The file of
-    --config may also set hyperparameters of the model (d_model, layers, …) and of training (learning_rate, batch, …).
+    Tables have one of two layouts. Wide: a row is a record, and a null is a reading that was not observed. Long: a
+    row is one reading, with columns record, feature, value and perhaps time. The kind of each column is inferred and
+    printed.
+
+    The model directory contains the weights, the calibration of the alerts, and a report to open in a browser. The file
+    given by --config may also set hyperparameters of the model (d_model, layers, …) and of training (learning_rate,
+    batch, …).
     """
-    began = time.monotonic()
+    started = time.monotonic()
+    is_fresh_process = "torch" not in sys.modules  # otherwise the process did something else before
     settings = load_settings(TrainConfig, flags, config, "train")
     from deformer_stream import log
 
     log.configure(is_debugging())
     from trainer import console
-    from trainer.budget import TimeBudget
+    from trainer.budget import TimeBudget, read_process_age
     from trainer.distributed import join_process_group
     from trainer.fit import Interrupted
     from trainer.job import StopSignals, run_worker_rank, train
 
-    with join_process_group() as peers, StopSignals() as stop, console.ProgressDisplay() as watch:
-        budget = TimeBudget(settings.max_time, peers.read_clock, spent=peers.broadcast(time.monotonic() - began))
+    with join_process_group() as ranks, StopSignals() as stop_signals, console.ProgressDisplay() as display:
+        seconds_so_far = time.monotonic() - started
+        if is_fresh_process:
+            seconds_so_far = max(seconds_so_far, read_process_age())
+        budget = TimeBudget(settings.max_time, ranks.read_clock, spent=ranks.broadcast(seconds_so_far))
         try:
-            if not peers.is_first:
-                run_worker_rank(tables, settings, stop, budget, peers)
+            if not ranks.is_first:
+                run_worker_rank(tables, settings, stop_signals, budget, ranks)
                 return 0
-            result = train(
+            output = train(
                 tables,
                 settings,
                 on_prepared=console.print_features,
-                on_status=watch,
+                on_status=display,
                 on_message=console.print_line,
-                should_stop=stop,
+                should_stop=stop_signals,
                 budget=budget,
-                ranks=peers,
+                ranks=ranks,
             )
         except Interrupted:
-            click.echo(f"deformer-train: stopped, progress is kept; add --resume to continue {settings.out}", err=True)
-            return 128 + stop.received
-    click.echo(console.format_summary(result))
+            click.echo(
+                "deformer-train: training was stopped and its progress is saved; "
+                f"add --resume to continue {settings.out}",
+                err=True,
+            )
+            return 128 + stop_signals.received
+    click.echo(console.format_summary(output))
     return 0
 
 
 def main() -> None:
-    """Entry point of `deformer-train`."""
+    """Run the command with the arguments of this process."""
     run(command, "deformer-train")
 
 

@@ -1,8 +1,9 @@
 """Prepare a training table: convert Parquet files to a matrix of normalised values and split its records.
 
-The input is read three times, one batch at a time. The first pass counts the records. The second collects the statistics
-from which the kind of each feature is inferred; it uses training records only, so that validation and calibration
-records stay unseen. The third writes the normalised values to a memory-mapped matrix, so tables may be larger than memory.
+The input is read three times, one batch at a time. The first pass counts the records. The second collects the
+statistics from which the kind of each feature is inferred; it uses training records only, so that validation and
+calibration records stay unseen. The third writes the normalised values to a memory-mapped matrix, so tables may be
+larger than memory.
 """
 
 from __future__ import annotations
@@ -507,8 +508,8 @@ def encode_readings(
         parse_text: Whether numbers may be written as text, as in the long layout.
 
     Returns:
-        (M,) normalised numbers or label codes, NaN if missing. The code of a label that did not occur in training is the
-        number of labels.
+        (M,) normalised numbers or label codes, NaN if missing. The code of a label that did not occur in training is
+        the number of labels.
     """
     feature = schema.features[feature_code]
     if feature.kind == "continuous":

@@ -1,8 +1,8 @@
-"""Processes that train one model together, as `torchrun` starts them: each takes a part of every step's records.
+"""Train one model with several processes that `torchrun` starts; each computes the gradients of a part of each batch.
 
-All draw the same random numbers and hold the same weights; gradients are added up, so that W processes take the step
-that one process takes with W times the batch (up to the order of sums). Whatever depends on time or on a signal is
-decided by one of them for all. Only the first writes.
+All processes draw the same random numbers and hold the same weights, and gradients are summed. Hence W processes take
+the same steps as one process with a batch W times as large, except for the order of sums. Decisions that depend on
+time are made by the first process for all. Only the first process writes files.
 """
 
 from __future__ import annotations
@@ -20,37 +20,48 @@ from torch import Tensor
 
 from deformer_stream.errors import ConfigError
 
-PATIENCE = timedelta(minutes=30)
-"""The first process may be so long at what the others wait for."""
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""How long processes wait for each other, for example while the first one validates or writes a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """rank: which of `size` processes this is."""
+    """The processes that train together.
+
+    Attributes:
+        rank: Index of this process.
+        world_size: Number of processes.
+    """
 
     rank: int = 0
     world_size: int = 1
 
     @property
     def is_first(self) -> bool:
+        """Whether this is the first process, which writes all files."""
         return self.rank == 0
 
-    def choose_device(self, wanted: torch.device) -> torch.device:
-        """With GPUs each process takes the one of its place on the machine."""
-        if wanted.type == "cuda" and self.world_size > 1:
-            wanted = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(wanted)
-        return wanted
+    def choose_device(self, device: torch.device) -> torch.device:
+        """Return the device of this process: on a machine with several GPUs, each process uses its own."""
+        if device.type == "cuda" and self.world_size > 1:
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
+        return device
 
-    def select_slices(self, records: int, pieces: int) -> list[slice]:
-        """The pieces of a step's records that are this process's, `pieces` of them, as even as can be."""
-        total = self.world_size * pieces
-        edges = [records * k // total for k in range(total + 1)]
-        mine = range(self.rank * pieces, (self.rank + 1) * pieces)
-        return [slice(edges[k], edges[k + 1]) for k in mine if edges[k] < edges[k + 1]]
+    def select_slices(self, num_records: int, num_slices: int) -> list[slice]:
+        """Return this process's part of a batch, in slices of nearly equal length.
+
+        Args:
+            num_records: Number of records of the batch.
+            num_slices: Number of slices of each process. Empty slices are left out.
+        """
+        total = self.world_size * num_slices
+        bounds = [num_records * k // total for k in range(total + 1)]
+        own = range(self.rank * num_slices, (self.rank + 1) * num_slices)
+        return [slice(bounds[k], bounds[k + 1]) for k in own if bounds[k] < bounds[k + 1]]
 
     def broadcast(self, value: float) -> float:
-        """The first process's value for all of them: a call is answered once all have made it."""
+        """Return the first process's value in all processes. Each process must call this method."""
         if self.world_size == 1:
             return value
         shared = torch.tensor([value], dtype=torch.float64)
@@ -58,11 +69,11 @@ class Ranks:
         return float(shared)
 
     def read_clock(self) -> float:
-        """The first process's clock, seconds."""
+        """Return the time of the first process's clock in seconds. Each process must call this method."""
         return self.broadcast(time.monotonic())
 
     def is_any(self, value: bool) -> bool:
-        """Whether it is so for any of them."""
+        """Return whether the value is true in any process. Each process must call this method."""
         if self.world_size == 1:
             return value
         flag = torch.tensor([int(value)])
@@ -70,27 +81,36 @@ class Ranks:
         return bool(flag)
 
     def sum_in_place(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over the processes, in one exchange."""
+        """Replace each tensor by its sum over the processes. All tensors are exchanged at once."""
         if self.world_size == 1:
             return
-        flat = torch.cat([t.flatten() for t in tensors])
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
         dist.all_reduce(flat)
-        parts = torch.split(flat, [t.numel() for t in tensors])
-        torch._foreach_copy_(list(tensors), [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+        sums = [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+        torch._foreach_copy_(list(tensors), sums)
 
 
 @contextmanager
 def join_process_group() -> Iterator[Ranks]:
-    """The processes started by `torchrun`, or this one alone."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
+    """Join the processes that `torchrun` started, and leave them when the context closes.
+
+    Without `torchrun` this process trains alone.
+
+    Raises:
+        ConfigError: The processes cannot connect to each other.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
         yield Ranks()
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
-        dist.init_process_group(backend, timeout=PATIENCE)
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"torchrun: the processes do not find each other ({error}); check its options") from None
+        raise ConfigError(
+            f"torchrun: the processes cannot connect to each other ({error}); check its options"
+        ) from None
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:

@@ -38,7 +38,8 @@ MIN_READINGS_PER_LABEL = 20
 """Mean number of readings of each distinct value from which values count as occurring often."""
 
 MIN_GRID_LEVELS = 5
-"""Fractional numbers on an even grid of at least this many levels come from a coarse sensor, so they stay continuous."""
+"""Fractional numbers on an even grid of at least this many levels come from a coarse sensor, so they stay
+continuous."""
 
 MIN_SHARE_ON_GRID = 0.999
 """Share of the readings that must be multiples of a step for it to be the resolution."""
@@ -119,7 +120,10 @@ class ColumnStatistics:
         is_training: NDArray[np.bool_],
         num_other_texts: int,
     ) -> None:
-        """Add M numbers, NaN if missing; `num_other_texts` of them are NaN because they are texts that are no numbers."""
+        """Add M numbers, NaN if missing.
+
+        `num_other_texts` of them are NaN because they are texts that are no numbers.
+        """
         self.num_infinite += int(np.isinf(numbers).sum())
         self.num_missing += int(np.isnan(numbers).sum()) - num_other_texts
         usable = is_training & np.isfinite(numbers)

@@ -1,8 +1,11 @@
-"""The training loop: random orders, warm-up and cosine, averaged weights, early stopping, exact continuation.
+"""The training loop: it minimises the negative log-likelihood of records whose readings are in random order.
 
-Loss: −Σ ln p(value | readings before it) / F, averaged over records, a fresh random order for every sample (equation 2
-of arXiv 2106.06989). All randomness of step t is seeded by (seed, t), and time enters only where a time limit was set:
-a run stopped anywhere and continued ends in the same bits as one that was not.
+The loss of a record is −Σ ln p(value | earlier readings) / F over its F scored features, with a fresh random order for
+each sample (equation 2 of arXiv 2106.06989). The learning rate rises linearly at first and then falls along half a
+cosine. The model that results has averaged weights, those with the smallest validation loss.
+
+All random numbers of step t depend on the seed and t alone. Therefore a run that was interrupted and continued ends
+with the same bits as one that was not, unless a time limit was set.
 """
 
 from __future__ import annotations
@@ -18,17 +21,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
 from trainer import checkpoint
-from trainer.budget import Costs, TimeBudget
+from trainer.budget import Costs, TimeBudget, choose_batch_size
 from trainer.data import PreparedTable, Split
 from trainer.distributed import Ranks
-from trainer.evaluate import evaluate_held_out
+from trainer.evaluate import BATCH_SIZE, evaluate_held_out
 from trainer.gaussian_prior import CrossFittedPriors
-from trainer.muon import Muon
 from trainer.sampling import (
     Noise,
     Samples,
@@ -41,25 +44,52 @@ from trainer.sampling import (
 from trainer.settings import Optimizer, Precision
 
 EVALUATIONS = 30
-"""How often a whole run is validated."""
+"""Number of validations in a run that is not stopped early."""
+
 VALIDATION_ROWS, VALIDATION_ORDERS = 1000, 4
+"""Largest number of validation records, and the number of orders in which each is scored."""
+
+MIN_VALIDATION_ROWS = 2
+"""Validation records that are used even if they take more than `VALIDATION_SHARE` of a time limit."""
+
+VALIDATION_SHARE = 0.1
+"""Share of a time limit that all validations together may take."""
+
 CHECKPOINT_SECONDS = 30.0
+
+MUON_RATE_FACTOR = 10.0
+"""Learning rate of the matrices that Muon updates, relative to that of AdamW for all other weights."""
 
 SINGLE_PROCESS = Ranks()
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to train.
+    """The hyperparameters of training. The fields are keys of the configuration file and of the manifest.
 
-    batch: records a step. warmup: steps of rising learning rate. optimizer: adam is the paper's, at a constant rate;
-    the others follow the schedule. smoothing: Gaussian noise on continuous readings, in scales; held-out likelihood
-    wants none. forget: chance that a label is shown as unseen. arrival_share: what share of samples is in the logged
-    order of arrival, where the table has one (training on the law that scoring will meet: Shih et al. 2022). averaging:
-    the average of weights reaches back over about this share of the steps so far. patience: validations without
-    progress before training stops; by default it never does, for a falling rate of learning gains most at the end.
-    accumulate: batches whose gradients are added up for one step, which is that of one batch so many times as large.
-    training_precision: of the layers' matrix products; auto is bfloat16 where that is quicker.
+    Defaults are those of the preset `small`; `trainer.recipes` sets what differs for other presets and table sizes.
+
+    Attributes:
+        batch: Records in one batch.
+        learning_rate: The largest learning rate.
+        epochs: Passes over the training records.
+        weight_decay: Decoupled weight decay of matrices.
+        warmup: Steps in which the learning rate rises.
+        clip: Largest norm of the gradient; longer gradients are scaled down.
+        smoothing: Standard deviation of Gaussian noise on measurements, in units of their scale. It makes alerts on
+            tables with exact relations more reliable and reduces the held-out likelihood a little.
+        forget: Probability that a label is replaced by an unseen label.
+        arrival_share: Share of the samples in their logged order of arrival, if the table has one. Such samples train
+            the model on the orders that it will score (Shih et al., 2022).
+        averaging: The average of the weights covers about this share of the steps so far.
+        patience: Validations without improvement after which training stops. By default it never stops early, because a
+            falling learning rate improves the model most at the end.
+        accumulate: Batches whose gradients are added for one step, which equals a step of one batch this many times as
+            large in less memory.
+        training_precision: Precision of the layers' matrix products. "auto" is bfloat16 if the processor is faster with
+            it.
+        optimizer: "adamw"; "muon" for the matrices of the layers, with AdamW for other weights; or "adam" with a
+            constant learning rate, as in the paper.
     """
 
     batch: int
@@ -68,19 +98,28 @@ class Recipe:
     weight_decay: float = 0.01
     warmup: int = 50
     clip: float = 1.0
-    smoothing: float = 0.0
+    smoothing: float = 0.02
     forget: float = 0.01
     arrival_share: float = 0.5
     averaging: float = 0.1
     patience: int = EVALUATIONS
     accumulate: int = 1
     training_precision: Precision = "auto"
-    optimizer: Optimizer = "muon"
+    optimizer: Optimizer = "adamw"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingStatus:
-    """Where training stands. train, validation: nats per record, NaN while unknown."""
+    """The state of a running training, for a progress display.
+
+    Attributes:
+        step: Steps done.
+        steps: Steps of the whole schedule.
+        epoch: Complete passes over the training records.
+        progress: Share of the schedule that is done, by steps or by time.
+        train_nll: Mean loss of a record since the last validation, in nats. NaN if unknown.
+        validation_nll: Validation loss of a record, in nats. NaN if unknown.
+    """
 
     step: int
     steps: int
@@ -92,7 +131,15 @@ class TrainingStatus:
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """model: the averaged weights that did best on validation rows. history: one row per validation."""
+    """The result of the training loop.
+
+    Attributes:
+        model: The model with the averaged weights that had the smallest validation loss.
+        history: One row for each validation, with step, epoch, seconds, learning rate and losses.
+        steps: Steps done.
+        epochs: Passes over the training records.
+        stopped_early: Whether training stopped because the validation loss no longer improved.
+    """
 
     model: DEformer
     history: list[dict[str, float]]
@@ -101,23 +148,24 @@ class TrainingResult:
     stopped_early: bool
 
 
-class Interrupted(Exception):  # noqa: N818 - not an error: the run was asked to stop and can be continued
-    """Training was asked to stop; its checkpoint is written."""
-
-
-def low_precision(precision: Precision, device: torch.device) -> bool:
-    """Return whether the layers' matrix products are multiplied in bfloat16.
-
-    "auto" means bfloat16 on a GPU and on CPUs that multiply tiles of bfloat16 (AMX), where PyTorch is quicker with it.
-    On other CPUs the conversions cost more than bfloat16 products save, so "auto" means float32.
-    """
-    if precision != "auto" or device.type == "cuda":
-        return precision != "float32"
-    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
+class Interrupted(Exception):  # noqa: N818 - not an error: the run was stopped by a signal and can be continued
+    """Training was stopped by a signal after its checkpoint was written."""
 
 
 class TrainingRun:
-    """One training run."""
+    """The training of one model, which can be interrupted and continued.
+
+    Args:
+        data: The prepared table.
+        model: The model to train.
+        recipe: The hyperparameters.
+        seed: Seed of orders, noise and batches.
+        folder: The folder for checkpoints.
+        budget: The time that training may take.
+        identity: Options and data fingerprint. A checkpoint is only continued if they are the same.
+        priors: Variants of the model's Gaussian prior that are used in training. None if the model has no prior.
+        ranks: The processes that train together.
+    """
 
     def __init__(
         self,
@@ -131,13 +179,13 @@ class TrainingRun:
         priors: CrossFittedPriors | None = None,
         ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
-        """folder: where checkpoints go. identity: options and data fingerprint that a checkpoint must share. guides:
-        where the model has Gaussians, the variants that training is guided by. peers: who takes part."""
         self.data, self.model, self.recipe, self.seed = data, model, recipe, seed
         self.folder, self.budget, self.identity = folder, budget, identity
         self.priors, self.ranks = priors, ranks
         self.train_rows = data.select_rows(Split.TRAIN)
-        self.validation_rows = np.random.default_rng([seed, 0x7A1]).permutation(data.select_rows(Split.VALIDATION))[:VALIDATION_ROWS]
+        shuffled_rows = np.random.default_rng([seed, 0x7A1]).permutation(data.select_rows(Split.VALIDATION))
+        self.validation_rows = shuffled_rows[:VALIDATION_ROWS]
+        self.validation_batch_size = BATCH_SIZE
         self.batch_size = min(recipe.batch * recipe.accumulate * ranks.world_size, len(self.train_rows))
         self.steps_per_epoch = len(self.train_rows) // self.batch_size
         self.steps = max(1, recipe.epochs * self.steps_per_epoch)
@@ -147,7 +195,7 @@ class TrainingRun:
         self.best_weights = {name: p.clone() for name, p in self.averaged_model.named_parameters()}
         self.parameters: list[Tensor] = list(model.parameters())
         self.averaged_parameters: list[Tensor] = list(self.averaged_model.parameters())
-        self.optimizer = _optimiser(model, recipe)
+        self.optimizers = _create_optimizers(model, recipe)
         self.is_low_precision = low_precision(recipe.training_precision, model.device)
         self.step = 0
         self.validations_since_best = 0
@@ -155,81 +203,130 @@ class TrainingRun:
         self.history: list[dict[str, float]] = []
         self.next_validation_progress = 1.0 / EVALUATIONS
         self.losses: list[float] = []
-        self.measured = False
-        self._permutation: tuple[int, Any] = (-1, None)
-        self._evaluated_at = -math.inf
-        self._evaluation_seconds = 0.0
+        self.has_measured_costs = False
+        self._epoch_permutation: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
+        self._validated_at = -math.inf
+        self._validation_seconds = 0.0
 
     @property
     def progress(self) -> float:
-        """Share of the schedule that is done, by steps or by time, whichever is further."""
-        return min(1.0, max(self.step / self.steps, self.budget.used()))
+        """Share of the schedule that is done, by steps or by time, whichever is larger."""
+        return min(1.0, max(self.step / self.steps, self.budget.compute_training_progress()))
 
     def run(
         self,
         should_stop: Callable[[], bool] = lambda: False,
         on_status: Callable[[TrainingStatus], None] = lambda status: None,
-        costs: Callable[[DEformer], Costs] = lambda model: Costs(0.0, 0.0),
+        measure_costs: Callable[[DEformer], Costs] = lambda model: Costs(0.0, 0.0),
     ) -> TrainingResult:
-        """Train to the end of the schedule, a step at least. stop: asked after every step. observe: told after every
-        step. costs: asked once where there is a time limit. Raises `Interrupted` when told to stop."""
-        saved = self.budget.elapsed
-        exhausted = self.validations_since_best >= self.recipe.patience
+        """Train until the schedule or the time ends, for at least one step.
+
+        Args:
+            should_stop: Called after every step. If it returns true, a checkpoint is written and training stops.
+            on_status: Called after every step.
+            measure_costs: Called once before the first step if there is a time limit.
+
+        Raises:
+            Interrupted: `should_stop` returned true.
+            ConfigError: Training diverged.
+        """
+        if self.budget.limit is not None and not self.has_measured_costs:
+            self._reserve_time(measure_costs(self.averaged_model), self.budget.limit)
+        saved_at = self.budget.elapsed
+        is_exhausted = self.validations_since_best >= self.recipe.patience
+        step_seconds = 0.0
         self.model.train()
-        with _deterministic(self.model.device):
-            while (self.progress < 1.0 or not self.step) and not exhausted:
+        with _deterministic_algorithms(self.model.device):
+            while not self.step or not (is_exhausted or self.progress >= 1.0 or self._is_too_late(step_seconds)):
+                step_started = self.budget.elapsed
                 self._train_step()
-                if not self.measured and self.budget.limit is not None and self.step >= 3:
-                    self._fit_into(costs(self.averaged_model), self.budget.limit)
-                if self._evaluation_due():
-                    self._evaluate()
-                    exhausted = self.validations_since_best >= self.recipe.patience
-                on_status(self.status())
+                step_seconds = self.budget.elapsed - step_started
+                if self._is_validation_due():
+                    self._validate_and_record()
+                    is_exhausted = self.validations_since_best >= self.recipe.patience
+                on_status(self.get_status())
                 if self.ranks.is_any(should_stop()):
                     self.save()
                     raise Interrupted
-                if self.budget.elapsed - saved > CHECKPOINT_SECONDS:
+                if self.budget.elapsed - saved_at > CHECKPOINT_SECONDS:
                     self.save()
-                    saved = self.budget.elapsed
+                    saved_at = self.budget.elapsed
             if not self.history or self.history[-1]["step"] != self.step:
-                self._evaluate()
+                self._validate_and_record()
         self.save()
         with torch.no_grad():
-            for name, p in self.averaged_model.named_parameters():
-                p.copy_(self.best_weights[name])
-        early = exhausted and self.progress < 1.0
-        return TrainingResult(self.averaged_model, self.history, self.step, self.step / self.steps_per_epoch, early)
+            for name, parameter in self.averaged_model.named_parameters():
+                parameter.copy_(self.best_weights[name])
+        stopped_early = is_exhausted and self.progress < 1.0
+        num_epochs = self.step / self.steps_per_epoch
+        return TrainingResult(self.averaged_model, self.history, self.step, num_epochs, stopped_early)
 
-    def _fit_into(self, costs: Costs, limit: float) -> None:
-        """Keep time for what comes after, and validate on so few records that all of it takes about a tenth."""
-        self.measured = True
-        self.budget.reserve, self.budget.share = costs.after, costs.share
-        affordable = 0.1 * limit / EVALUATIONS / VALIDATION_ORDERS / max(costs.record, 1e-9)
-        self.validation_rows = self.validation_rows[: max(32, int(affordable))]
+    def _is_too_late(self, step_seconds: float) -> bool:
+        """Return whether half of another step would end after the time for training."""
+        if self.budget.limit is None:
+            return False
+        return self.budget.elapsed + 0.5 * step_seconds > self.budget.limit - self.budget.reserve
 
-    def status(self) -> TrainingStatus:
+    def _reserve_time(self, costs: Costs, limit: float) -> None:
+        """Reserve time for the work after training, and limit the validation records.
+
+        All validations together may take `VALIDATION_SHARE` of the limit.
+        """
+        self.has_measured_costs = True
+        seconds_per_record = max(VALIDATION_ORDERS * costs.record, 1e-9)
+        num_affordable = VALIDATION_SHARE * limit / EVALUATIONS / seconds_per_record
+        self.validation_rows = self.validation_rows[: max(MIN_VALIDATION_ROWS, int(num_affordable))]
+        self.validation_batch_size = choose_batch_size(costs.record, BATCH_SIZE)
+        self.budget.reserve = costs.after + len(self.validation_rows) * seconds_per_record  # for the last validation
+
+    def get_status(self) -> TrainingStatus:
+        """Return the state of the training for a progress display."""
         last = self.history[-1] if self.history else {"train": math.nan, "validation": math.nan}
-        train, validation = fmean(self.losses) if self.losses else last["train"], last["validation"]
-        return TrainingStatus(self.step, self.steps, self.step // self.steps_per_epoch, self.progress, train, validation)
+        train_nll = fmean(self.losses) if self.losses else last["train"]
+        epoch = self.step // self.steps_per_epoch
+        return TrainingStatus(self.step, self.steps, epoch, self.progress, train_nll, last["validation"])
 
-    def _batch_rows(self) -> Any:
-        """The rows of this step: every epoch is a permutation of its own; what does not fill a batch is left out."""
-        epoch, place = divmod(self.step, self.steps_per_epoch)
-        if self._permutation[0] != epoch:
-            self._permutation = epoch, np.random.default_rng([self.seed, 0xE90C, epoch]).permutation(self.train_rows)
-        return np.sort(self._permutation[1][place * self.batch_size : (place + 1) * self.batch_size])
+    def measure_step_seconds(self, num_records: int) -> float:
+        """Return the seconds of a forward and backward pass of some records, without changing any weight."""
+        rows = self.train_rows[:num_records]
+        samples = draw_samples(self.data, rows, self.noise, self.recipe.arrival_share, create_generator(self.seed))
+        started = self.budget.elapsed
+        self.model.train()
+        with _deterministic_algorithms(self.model.device):
+            self._accumulate_gradients(samples, rows, len(rows))
+        self.model.zero_grad(set_to_none=True)
+        return self.budget.elapsed - started
+
+    def _choose_batch_rows(self) -> NDArray[np.int64]:
+        """Return the row numbers of the records of this step, ascending.
+
+        Every epoch has a permutation of its own. Records that do not fill a batch at its end are left out.
+        """
+        epoch, batch_index = divmod(self.step, self.steps_per_epoch)
+        if self._epoch_permutation[0] != epoch:
+            rng = np.random.default_rng([self.seed, 0xE90C, epoch])
+            self._epoch_permutation = epoch, rng.permutation(self.train_rows)
+        first = batch_index * self.batch_size
+        return np.sort(self._epoch_permutation[1][first : first + self.batch_size])
 
     def _train_step(self) -> None:
-        rows = self._batch_rows()
-        samples = draw_samples(self.data, rows, self.noise, self.recipe.arrival_share, create_generator(self.seed, 0x57E9, self.step))
-        self.optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros((), device=self.model.device)
+        """Compute the gradient of one batch and update the weights and their average.
+
+        Raises:
+            ConfigError: The gradient is not finite.
+        """
+        rows = self._choose_batch_rows()
+        generator = create_generator(self.seed, 0x57E9, self.step)
+        samples = draw_samples(self.data, rows, self.noise, self.recipe.arrival_share, generator)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        loss = torch.zeros((), device=self.model.device)
         for part in self.ranks.select_slices(len(rows), self.recipe.accumulate):
-            if self.model.config.dropout:  # it draws from the global generator
+            if self.model.config.dropout:  # dropout uses the global generator
                 torch.manual_seed(create_generator(self.seed, 0x57E9, self.step, part.start).initial_seed())
-            total += self._accumulate_gradients(samples[part], rows[part], len(rows))
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        self.ranks.sum_in_place([total, *gradients])
+            loss += self._accumulate_gradients(samples[part], rows[part], len(rows))
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        self.ranks.sum_in_place([loss, *gradients])
         norm = float(torch.nn.utils.get_total_norm(gradients))
         if not math.isfinite(norm):
             raise ConfigError(
@@ -237,57 +334,84 @@ class TrainingRun:
             )
         if norm > self.recipe.clip:
             torch._foreach_mul_(gradients, self.recipe.clip / norm)
-        rate = self._learning_rate()
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+        self._update_weights()
         self.step += 1
         self._update_average()
-        self.losses.append(float(total) * self.num_scored_features)
+        self.losses.append(float(loss) * self.num_scored_features)
 
-    def _accumulate_gradients(self, samples: Samples, rows: Any, records: int) -> Tensor:
-        """Add the gradient of a part of a step of so many records; the part's share of the loss."""
+    def _update_weights(self) -> None:
+        """Set the learning rate of this step and let the optimizers update the weights from their gradients."""
+        learning_rate = self._compute_learning_rate()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                is_muon = isinstance(optimizer, torch.optim.Muon)
+                group["lr"] = learning_rate * MUON_RATE_FACTOR if is_muon else learning_rate
+            optimizer.step()
+
+    def _accumulate_gradients(self, samples: Samples, rows: NDArray[np.int64], num_records: int) -> Tensor:
+        """Add the gradient of some records of a batch to the gradients of the weights.
+
+        Args:
+            samples: The records, with noise and order.
+            rows: (B,) their row numbers.
+            num_records: Number of records of the whole batch, by which the loss is divided.
+
+        Returns:
+            The share of these records in the loss of the batch.
+        """
         device = self.model.device
-        places, order = order_readings(samples.values, samples.keys)
-        here = places, gather_values(samples.values, order), samples.hidden.gather(1, order)
-        features, taken, hidden = (move_to_device(tensor, device) for tensor in here)
-        guide = None if self.priors is None else self.priors.compute_conditionals(features, taken, rows)
+        features, columns = order_readings(samples.values, samples.keys)
+        values, is_hidden = gather_values(samples.values, columns), samples.is_hidden.gather(1, columns)
+        features, values, is_hidden = (move_to_device(tensor, device) for tensor in (features, values, is_hidden))
+        conditionals = None if self.priors is None else self.priors.compute_conditionals(features, values, rows)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.is_low_precision):
-            log_p = self.model.log_prob(features, taken, guide)
-        log_p = log_p.masked_fill(hidden, 0.0)
-        loss = -log_p.sum() / records / self.num_scored_features
+            log_p = self.model.log_prob(features, values, conditionals)
+        log_p = log_p.masked_fill(is_hidden, 0.0)
+        loss = -log_p.sum() / num_records / self.num_scored_features
         torch.autograd.backward(loss)
         return loss.detach()
 
-    def _learning_rate(self) -> float:
-        """Linear warm-up, over by 8% of the schedule at the latest, then half a cosine down to 1% of the peak."""
+    def _compute_learning_rate(self) -> float:
+        """Return the learning rate of this step.
+
+        It rises linearly, for at most 8% of the schedule, and then falls along half a cosine to 1% of its peak. Adam,
+        the paper's optimizer, has a constant rate.
+        """
         if self.recipe.optimizer == "adam":
             return self.recipe.learning_rate
-        rising = min(1.0, max((self.step + 1) / self.recipe.warmup, self.progress / 0.08))
-        return self.recipe.learning_rate * rising * (0.01 + 0.99 * 0.5 * (1.0 + math.cos(math.pi * self.progress)))
+        warmup_factor = min(1.0, max((self.step + 1) / self.recipe.warmup, self.progress / 0.08))
+        cosine_factor = 0.01 + 0.99 * 0.5 * (1.0 + math.cos(math.pi * self.progress))
+        return self.recipe.learning_rate * warmup_factor * cosine_factor
 
     def _update_average(self) -> None:
-        """Power-function average (Karras et al., arXiv 2312.02696, equation 121): its memory grows with the run."""
-        gamma = 1.0 / self.recipe.averaging
-        keep = (1.0 - 1.0 / self.step) ** (gamma + 1.0)
-        with torch.no_grad():
-            torch._foreach_lerp_(self.averaged_parameters, self.parameters, 1.0 - keep)
+        """Add the new weights to their power-function average, whose length grows with the run.
 
-    def _evaluation_due(self) -> bool:
-        """At every thirtieth of the schedule; under a time limit so that it takes at most a ninth of the time."""
-        if self.progress < self.next_validation_progress or (self.budget.limit is not None and not self.measured):
+        The formula is equation 121 of Karras et al., arXiv 2312.02696.
+        """
+        gamma = 1.0 / self.recipe.averaging
+        old_weight = (1.0 - 1.0 / self.step) ** (gamma + 1.0)
+        with torch.no_grad():
+            torch._foreach_lerp_(self.averaged_parameters, self.parameters, 1.0 - old_weight)
+
+    def _is_validation_due(self) -> bool:
+        """Return whether to validate now: at every thirtieth of the schedule.
+
+        Under a time limit, validation takes at most a ninth of the time.
+        """
+        if self.progress < self.next_validation_progress:
             return False
         if self.budget.limit is not None:
-            return self.budget.clock() - self._evaluated_at > 8.0 * self._evaluation_seconds
+            return self.budget.clock() - self._validated_at > 8.0 * self._validation_seconds
         return True
 
-    def _evaluate(self) -> None:
-        began = self.budget.clock()
+    def _validate_and_record(self) -> None:
+        """Validate the averaged weights, keep them if they are the best so far, and add a row to the history."""
+        started = self.budget.clock()
         if math.isinf(self.best_validation):
-            self.best_validation = self._validation_at_first()
-        nll = self._validation()
-        self._evaluated_at = self.budget.clock()
-        self._evaluation_seconds = self._evaluated_at - began
+            self.best_validation = self._validate_initial_weights()
+        nll = self._validate()
+        self._validated_at = self.budget.clock()
+        self._validation_seconds = self._validated_at - started
         self.next_validation_progress = (math.floor(self.progress * EVALUATIONS + 1e-9) + 1) / EVALUATIONS
         self.validations_since_best += 1
         if nll < self.best_validation:
@@ -298,40 +422,53 @@ class TrainingRun:
                 "step": self.step,
                 "epoch": self.step / self.steps_per_epoch,
                 "seconds": round(self.budget.elapsed, 2),
-                "learning_rate": self._learning_rate(),
+                "learning_rate": self._compute_learning_rate(),
                 "train": fmean(self.losses),
                 "validation": nll,
             }
         )
         self.losses = []
 
-    def _validation(self) -> float:
-        """Nats per record of the averaged weights, always of the same records in the same orders, logged ones among
-        them as in training."""
-        share = self.recipe.arrival_share
-        held = evaluate_held_out(self.averaged_model, self.data, self.validation_rows, VALIDATION_ORDERS, self.seed, share)
-        return self.ranks.broadcast(held.mean_nll)
+    def _validate(self) -> float:
+        """Return the mean −ln p of the validation records under the averaged weights, in nats.
 
-    def _validation_at_first(self) -> float:
-        """Of the weights that training began with, which say what the guide says, or the model that is adapted: no run
-        ends with worse ones."""
-        now = [p.clone() for p in self.averaged_parameters]
+        The records and their orders are always the same. As in training, some of the orders are logged ones.
+        """
+        held_out = evaluate_held_out(
+            self.averaged_model,
+            self.data,
+            self.validation_rows,
+            VALIDATION_ORDERS,
+            self.seed,
+            self.recipe.arrival_share,
+            self.validation_batch_size,
+        )
+        return self.ranks.broadcast(held_out.mean_nll)
+
+    def _validate_initial_weights(self) -> float:
+        """Return the validation loss of the weights with which training began.
+
+        These weights give the prior's conditionals, or those of the model that is adapted. No run ends with weights
+        that are worse.
+        """
+        current = [parameter.clone() for parameter in self.averaged_parameters]
         with torch.no_grad():
             torch._foreach_copy_(self.averaged_parameters, list(self.best_weights.values()))
-            nll = self._validation()
-            torch._foreach_copy_(self.averaged_parameters, now)
+            nll = self._validate()
+            torch._foreach_copy_(self.averaged_parameters, current)
         return nll
 
     def save(self) -> None:
-        """Write the checkpoint, where this process is the one that writes."""
+        """Write the checkpoint, if this is the process that writes files."""
         elapsed = self.budget.elapsed
         if not self.ranks.is_first:
             return
-        tensors: dict[str, Tensor] = {f"model.{k}": p for k, p in self.model.named_parameters()}
-        tensors |= {f"average.{k}": p for k, p in self.averaged_model.named_parameters()}
-        tensors |= {f"best.{k}": p for k, p in self.best_weights.items()}
-        for i, moments in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{i}.{k}": t for k, t in moments.items()}
+        tensors: dict[str, Tensor] = {f"model.{name}": p for name, p in self.model.named_parameters()}
+        tensors |= {f"average.{name}": p for name, p in self.averaged_model.named_parameters()}
+        tensors |= {f"best.{name}": p for name, p in self.best_weights.items()}
+        for i, optimizer in enumerate(self.optimizers):
+            for parameter_index, moments in optimizer.state_dict()["state"].items():
+                tensors |= {f"optimizer.{i}.{parameter_index}.{name}": moment for name, moment in moments.items()}
         state = {
             "identity": self.identity,
             "step": self.step,
@@ -343,65 +480,104 @@ class TrainingRun:
             "losses": self.losses,
             "elapsed": elapsed,
             "reserve": self.budget.reserve,
-            "share": self.budget.share,
-            "measured": self.measured,
+            "measured": self.has_measured_costs,
             "validation_rows": len(self.validation_rows),
         }
         checkpoint.save(self.folder, tensors, state)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the checkpoint in the folder. Raises ConfigError where data or options differ."""
+        """Continue from the checkpoint in the folder.
+
+        Args:
+            state: The part of the checkpoint that `checkpoint.load_state` returns.
+
+        Raises:
+            ConfigError: The checkpoint was written with other data or options.
+        """
         for name, value in self.identity.items():
             before = state["identity"].get(name)
             if before != value:
                 raise ConfigError(
                     f"--resume: {name} was {before}, now it is {value}; "
-                    f"run as before, or delete {self.folder} to start anew"
+                    f"use the same data and options as before, or delete {self.folder} to start anew"
                 )
         self.step, self.validations_since_best = state["step"], state["since_best"]
         self.best_validation, self.history = state["best_validation"], state["history"]
         self.next_validation_progress, self.losses = state["next_mark"], state["losses"]
         self.budget.spent += state["elapsed"]
-        self.budget.reserve, self.budget.share = state["reserve"], state["share"]
-        self.measured = state["measured"]
+        self.budget.reserve, self.has_measured_costs = state["reserve"], state["measured"]
         self.validation_rows = self.validation_rows[: state["validation_rows"]]
         tensors = checkpoint.load_tensors(self.folder)
-        device = self.model.device
         with torch.no_grad():
             for module, prefix in ((self.model, "model."), (self.averaged_model, "average.")):
-                for name, p in module.named_parameters():
-                    p.copy_(tensors[prefix + name])
-        self.best_weights = {name: tensors[f"best.{name}"].to(device) for name in self.best_weights}
-        moments: dict[int, dict[str, Tensor]] = {}
-        for name, t in tensors.items():
-            if name.startswith("optimizer."):
-                _, index, key = name.split(".")
-                moments.setdefault(int(index), {})[key] = t
-        full = self.optimizer.state_dict()
-        self.optimizer.load_state_dict({"state": moments, "param_groups": full["param_groups"]})
+                for name, parameter in module.named_parameters():
+                    parameter.copy_(tensors[prefix + name])
+        self.best_weights = {name: tensors[f"best.{name}"].to(self.model.device) for name in self.best_weights}
+        for i, optimizer in enumerate(self.optimizers):
+            moments_by_parameter: dict[int, dict[str, Tensor]] = {}
+            for name, tensor in tensors.items():
+                if name.startswith(f"optimizer.{i}."):
+                    _, _, parameter_index, moment_name = name.split(".")
+                    moments_by_parameter.setdefault(int(parameter_index), {})[moment_name] = tensor
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": moments_by_parameter, "param_groups": groups})
 
 
-def _optimiser(model: DEformer, recipe: Recipe) -> torch.optim.Optimizer:
-    if recipe.optimizer == "muon":
-        return Muon(model, recipe.learning_rate, recipe.weight_decay)
+def low_precision(requested: Precision, device: torch.device) -> bool:
+    """Return whether to compute the layers' matrix products in bfloat16.
+
+    Args:
+        requested: The precision that the user has chosen. "auto" selects bfloat16 on a GPU and on a CPU with AMX tiles;
+            on other CPUs, PyTorch multiplies float32 faster.
+        device: The device on which the model is trained.
+    """
+    if requested != "auto" or device.type == "cuda":
+        return requested != "float32"
+    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
+
+
+def _create_optimizers(model: DEformer, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a model, each for some of its weights.
+
+    With "muon", the matrices of the layers are updated by Muon (K. Jordan and others, 2024), whose steps are orthogonal
+    matrices, with the learning rate scaled by the size of the matrix as in arXiv 2502.16982. Weight decay applies to
+    matrices only.
+    """
     if recipe.optimizer == "adam":
-        return torch.optim.Adam(model.parameters(), lr=recipe.learning_rate, fused=True)
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
+        return [torch.optim.Adam(model.parameters(), lr=recipe.learning_rate, fused=True)]
+    optimizers: list[torch.optim.Optimizer] = []
+    others = list(model.parameters())
+    if recipe.optimizer == "muon":
+        layer_matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+        matrix_ids = {id(p) for p in layer_matrices}
+        others = [p for p in others if id(p) not in matrix_ids]
+        # PyTorch multiplies weight decay by the learning rate, which is MUON_RATE_FACTOR times as large here.
+        decay = recipe.weight_decay / MUON_RATE_FACTOR
+        optimizers = [
+            torch.optim.Muon(
+                layer_matrices,
+                lr=MUON_RATE_FACTOR * recipe.learning_rate,
+                weight_decay=decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        ]
+    groups = [
+        {"params": [p for p in others if p.dim() > 1], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in others if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return [*optimizers, torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)]
 
 
 @contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
-    """On the CPU: sums of gradients in one order, so that runs can be repeated to the bit."""
-    memory: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+def _deterministic_algorithms(device: torch.device) -> Iterator[None]:
+    """Use deterministic algorithms on the CPU while the context is open, so that runs can be repeated to the bit."""
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True)
-        memory.fill_uninitialized_memory = False  # nothing of ours reads what it has not written
+        settings.fill_uninitialized_memory = False  # this code never reads memory that it has not written
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0])
-        memory.fill_uninitialized_memory = before[1]
+        settings.fill_uninitialized_memory = before[1]

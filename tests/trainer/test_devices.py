@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deformer_stream.model.deformer import DEformer, ModelConfig
-from tests.engine.devices import fake, on_gpu
+from tests.engine.fake_gpu import fake_gpu, move_to_fake_gpu
 from tests.trainer.tables import mixed, prepared
 from trainer import fit as training
 from trainer import gaussian_prior
@@ -37,14 +37,14 @@ def test_a_step_on_a_gpu_that_is_not_there(tmp_path: Path, optimizer: Optimizer,
     arranged = order_readings(drawn.values, drawn.keys)
     recipe = Recipe(batch=32, learning_rate=1e-3, epochs=1, optimizer=optimizer)
     model = DEformer(data.schema, replace(CONFIG, **change))  # type: ignore[arg-type]
-    with fake() as mode:
-        on_gpu(model, mode)
-        guided = replace(guides, folds=on_gpu(guides.by_fold, mode)) if model.gaussians is not None else None
+    with fake_gpu() as mode:
+        move_to_fake_gpu(model, mode)
+        guided = replace(guides, folds=move_to_fake_gpu(guides.by_fold, mode)) if model.gaussians is not None else None
         fit = TrainingRun(data, model, recipe, 0, tmp_path, TimeBudget(), {}, guided)
         assert fit.is_low_precision
         fit.model.train()
         places = [mode.from_tensor(tensor) for tensor in arranged]
-        samples = Samples(*(mode.from_tensor(tensor) for tensor in (drawn.values, drawn.keys, drawn.hidden)))
+        samples = Samples(*(mode.from_tensor(tensor) for tensor in (drawn.values, drawn.keys, drawn.is_hidden)))
         with patch.object(training, "arrange", lambda values, keys: places), patch("torch.autograd.backward"):
             loss = fit._accumulate_gradients(samples, rows, len(rows))
         for weight in fit.parameters:

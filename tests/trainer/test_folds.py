@@ -10,7 +10,7 @@ import pytest
 from deformer_stream import model_store
 from tests.trainer.tables import mixed, write
 from trainer.data import DataOptions, Split, prepare_table
-from trainer.folds import split_folds
+from trainer.calibrate import split_folds
 from trainer.job import train
 from trainer.settings import TrainConfig
 
