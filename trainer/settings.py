@@ -1,7 +1,7 @@
-"""What `deformer-train` can be told. Imports nothing heavy: `--help` is built from `TrainSettings`.
+"""The options of `deformer-train`. This module imports nothing heavy, because `--help` is built from it.
 
-`Everything` adds what the configuration file and the environment may set beyond the flags: the model's hyperparameters
-and the recipe of training. What nobody set follows from the preset and the table (`trainer.job`).
+`TrainSettings` holds the command-line flags. `TrainConfig` adds the hyperparameters of model and training, which come
+from the configuration file or the environment. A value of None means that it follows from the preset and the table.
 """
 
 from __future__ import annotations
@@ -19,130 +19,160 @@ Precision = Literal["auto", "float32", "bfloat16"]
 Optimizer = Literal["muon", "adamw", "adam"]
 
 
-def _joined(value: Any) -> Any:
-    """A list in the file means the same as names with commas between."""
-    return ",".join(str(v) for v in value) if isinstance(value, list) else value
+def _join_list(value: Any) -> Any:
+    """Return a list from the configuration file as text with commas, as on the command line; other values unchanged."""
+    return ",".join(str(item) for item in value) if isinstance(value, list) else value
 
 
-def _text(value: Any) -> Any:
-    """`normal = 0` in the file means the text 0."""
+def _convert_to_text(value: Any) -> Any:
+    """Return a number or boolean from the configuration file as text: `normal = 0` means the label "0"."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value) if isinstance(value, int | float) else value
 
 
-Names = Annotated[str, BeforeValidator(_joined)]
-Text = Annotated[str, BeforeValidator(_text)]
+Names = Annotated[str, BeforeValidator(_join_list)]
+Text = Annotated[str, BeforeValidator(_convert_to_text)]
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """`a, b` → ("a", "b")."""
+    """Return the names in a text that are separated by commas: "a, b" becomes ("a", "b")."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def parse_periods(text: str) -> tuple[tuple[str, float], ...]:
-    """`hour=24, heading=360` → (("hour", 24.0), ("heading", 360.0)). Raises ValueError."""
-    found: dict[str, float] = {}
+    """Return columns with their periods: "hour=24, heading=360" becomes (("hour", 24.0), ("heading", 360.0)).
+
+    Raises:
+        ValueError: A part of the text is no column with a positive period.
+    """
+    period_by_name: dict[str, float] = {}
     for part in split_names(text):
-        name, _, period = part.rpartition("=")
+        name, _, period_text = part.rpartition("=")
         try:
-            found[name.strip()] = number = float(period)
+            period = float(period_text)
         except ValueError:
-            number = 0.0
-        if not name.strip() or not 0 < number < math.inf:
+            period = 0.0
+        if not name.strip() or not 0 < period < math.inf:
             raise ValueError(f"{part!r} is no column with a positive period, like heading=360")
-    return tuple(found.items())
+        period_by_name[name.strip()] = period
+    return tuple(period_by_name.items())
 
 
-def _checked(text: str) -> str:
+def _check_periods(text: str) -> str:
+    """Return the text unchanged if it names columns with positive periods; raise ValueError otherwise."""
     parse_periods(text)
     return text
 
 
-Cycles = Annotated[str, BeforeValidator(_joined), AfterValidator(_checked)]
+Cycles = Annotated[str, BeforeValidator(_join_list), AfterValidator(_check_periods)]
 
 
 class TrainSettings(Settings):
     """`deformer-train`"""
 
-    out: Path = Field(description="Model directory to write; a model that stands there is replaced at the end.")
+    out: Path = Field(description="Model directory to write. An existing model directory is replaced at the end.")
     layout: Literal["wide", "long"] | None = Field(
-        None, description="wide: a row is a record; long: columns record, feature, value, time. By default as it looks."
+        None,
+        description="Layout of the tables. wide: a row is a record. long: a row is a reading, with columns record, "
+        "feature, value and time. Inferred from the columns by default.",
     )
-    label: str | None = Field(None, description="Column that says which rows are normal; never a feature.")
-    normal: Text | None = Field(None, description="Value of the label in normal rows; only these are used.")
-    exclude: Names = Field("", description="Columns to leave out, comma-separated.")
-    context: Names = Field("", description="Columns that condition the others and are never scored, comma-separated.")
-    discrete: Names = Field("", description="Columns whose values are labels, comma-separated; inferred otherwise.")
+    label: str | None = Field(
+        None, description="Column that marks normal rows, such as 'fault'. It is never a feature. Needs --normal."
+    )
+    normal: Text | None = Field(None, description="Value of --label in normal rows. Other rows are not used.")
+    exclude: Names = Field("", description="Columns to ignore, separated by commas, such as ids and indexes.")
+    context: Names = Field(
+        "", description="Columns that the other features may depend on but that are never scored, separated by commas."
+    )
+    discrete: Names = Field(
+        "", description="Columns whose values are labels, separated by commas. Inferred for all other columns."
+    )
     continuous: Names = Field(
-        "", description="Columns whose values are measurements, comma-separated; inferred otherwise."
+        "", description="Columns whose values are measurements, separated by commas. Inferred for all other columns."
     )
     cycle: Cycles = Field(
         "",
-        description="Columns whose values are places on a cycle, with its period in their unit, comma-separated: "
-        "hour=24,heading=360. Times of day are found by themselves.",
+        description="Columns whose values are positions on a cycle, with the period in the column's unit, separated by "
+        "commas: hour=24,heading=360. Columns of times of day are detected.",
     )
     window: WindowWidth | None = Field(
         None,
-        description="Records are windows of this length of a device's time: 60s. The table is long, with columns "
-        "device, feature, value, time.",
+        description="Length of a time window of a device that makes a record, such as 60s. The table must be long, "
+        "with columns device, feature, value, time.",
     )
     slots: int | None = Field(
         None,
         ge=1,
         le=1000,
-        description="Equal parts of the window in each of which a feature may report: a series. By default a feature "
+        description="Number of equal time slots of a window. A feature may report once in each of them. By default it "
         "reports once in a window.",
     )
-    once: Names = Field("", description="Features that report once in a window all the same, comma-separated.")
-    preset: Preset = Field("small", description="Size of the model; paper is that of the paper and wants a GPU.")
+    once: Names = Field(
+        "", description="Features that report once in a window in spite of --slots, separated by commas."
+    )
+    preset: Preset = Field(
+        "small", description="Size of the model. 'paper' is the model of the DEformer paper and needs a GPU."
+    )
     epochs: int | None = Field(
-        None, ge=1, description="Passes over the training rows; by default a number that suits table and preset."
+        None, ge=1, description="Passes over the training rows. By default the number suits the table and the preset."
     )
     max_time: Duration | None = Field(
-        None, gt=0, description="End within this time, calibration included: 90s, 10m, 2h."
+        None,
+        gt=0,
+        description="Time limit for the whole command, such as 90s, 10m or 2h. It includes reading, calibration and "
+        "the report. If it is short, fewer records are used for calibration, and the output says how many.",
     )
-    device: Device = Field("auto", description="Where to train; auto takes a GPU if there is one.")
-    seed: int = Field(0, ge=0, description="Of splits, orders, noise and initial weights.")
-    resume: bool = Field(False, description="Continue an interrupted run; starts from the beginning if there is none.")
+    device: Device = Field("auto", description="Device to train on. 'auto' uses a GPU if there is one.")
+    seed: int = Field(0, ge=0, description="Seed of the split, orders, noise and initial weights.")
+    resume: bool = Field(
+        False, description="Continue an interrupted run. If there is none, training starts from the beginning."
+    )
     training_precision: Precision | None = Field(
-        None, description="Of the matrix products of training; auto takes bfloat16 where that is quicker."
+        None,
+        description="Precision of matrix products in training. 'auto', the default, uses bfloat16 if the processor is "
+        "faster with it.",
     )
     accumulate: int | None = Field(
-        None, ge=1, description="Batches that make one step: as one batch so many times as large, in less memory."
+        None,
+        ge=1,
+        description="Batches whose gradients are added for one step. Set it if a large batch does not fit into memory.",
     )
     init_from: Path | None = Field(
-        None, description="Begin with this model: adapt it to few records of one plant or device; columns may be added."
+        None,
+        description="Model directory to start from. The model is adapted to the few records of one machine; columns "
+        "may be added.",
     )
     calibration_share: Share = Field(
-        0.2, description="Share of the records held out from the start to calibrate p-values."
+        0.2, description="Share of the records that are used for calibration and not for training."
     )
     folds: int | None = Field(
         None,
         ge=2,
         le=20,
-        description="Calibrate on all records, each judged by a model that was trained without its fold: so many "
-        "trainings in the same time, for tables too small for --calibration-share, which is then 1/folds.",
+        description="Train this many models, each without another part of the records, and calibrate on all records. "
+        "Use it for tables that are too small for --calibration-share, which is then 1/folds.",
     )
     contamination: MinorityShare = Field(
         0,
-        description="Share of the records that may be anomalies: as many are left out of training, the farthest from "
-        "the others, and of calibration, the most surprising. If there are none, up to this share of normal records "
-        "alerts beside alpha.",
+        description="Share of the records that may be anomalies. The most unusual ones are left out of training and "
+        "calibration. If the records have no anomalies, up to this share of normal records raises alerts in addition "
+        "to alpha.",
     )
     order: Literal["arrival", "random", "schema"] | None = Field(
         None,
-        description="Order of arrival to calibrate for; by default that of the table if it has one, otherwise random.",
+        description="Order in which the readings of a record will arrive. By default the order of the table if it has "
+        "one, otherwise random.",
     )
     ties: Literal["arrival", "hold"] = Field(
         "arrival",
-        description="Readings of one record with one time (long tables): one after the other as they stand there "
-        "(arrival), or a block whose order means nothing and that is judged once (hold).",
+        description="Treatment of readings of one record with the same time in a long table. arrival: scored one after "
+        "the other in the order of the table. hold: scored together, as their order has no meaning.",
     )
 
     @model_validator(mode="after")
-    def _whole_windows(self) -> Self:
-        """What has no effect would be taken for one that it has."""
+    def _check_window_options(self) -> Self:
+        """Raise ValueError if an option has no effect because the option that it belongs to is missing."""
         if self.slots is not None and self.window is None:
             raise ValueError("--slots needs --window")
         if self.once and (self.slots or 1) == 1:
@@ -151,7 +181,11 @@ class TrainSettings(Settings):
 
 
 class TrainConfig(TrainSettings):
-    """Flags, hyperparameters of the model and the recipe; a None follows from preset and table."""
+    """All settings of `deformer-train`: flags, and hyperparameters of the model and of training.
+
+    `ModelConfig` and `trainer.fit.Recipe` describe the hyperparameters. None means that they follow from preset and
+    table.
+    """
 
     d_model: int | None = Field(None, ge=1)
     layers: int | None = Field(None, ge=1)
@@ -166,9 +200,13 @@ class TrainConfig(TrainSettings):
     memory: Literal["all", "values"] | None = None
     tokens: Literal["pair", "single"] | None = None
     precision: Literal["float32", "bfloat16"] | None = None
-    gaussians: int | None = Field(None, ge=0, description="Most Gaussians that may guide the network.")
+    gaussians: int | None = Field(None, ge=0, description="Largest number of Gaussians of the prior, 0 for none.")
 
-    exemplars: int | None = Field(None, ge=0, description="Most training records kept to rank whole records by.")
+    exemplars: int | None = Field(
+        None,
+        ge=0,
+        description="Largest number of training records that are stored to rank complete records, 0 for none.",
+    )
 
     batch: int | None = Field(None, ge=1)
     optimizer: Optimizer | None = None
