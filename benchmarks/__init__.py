@@ -1,5 +1,8 @@
-"""Each benchmark prints its table and one JSON line a row; figures are ratios measured in one run."""
+"""Benchmarks. Each module is a program that prints its tables and one JSON line per measurement.
 
-from deformer_stream.cli_utils import limit_thread_spinning
+Figures are only comparable within one run: a benchmark measures the alternatives on the same machine in the same run.
+"""
 
-limit_thread_spinning()  # before torch is imported
+from deformer_stream.runtime.process import limit_thread_spinning
+
+limit_thread_spinning()  # has an effect only before torch is imported

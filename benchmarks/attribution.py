@@ -1,23 +1,29 @@
-"""Whether explanations name the faulty sensor: faults injected into normal records, beside simple ways to blame.
+"""Quality of explanations: faults are injected into normal records, and each method names the faulty sensor.
 
     python -m benchmarks.attribution --max-time 60s                                        (make bench-quality)
 
-Tables: of those in `adbench/` under DEFORMER_DATA, the four whose features depend most on each other (largest median R²
-of a linear regression of each feature on the others, fitted on the training half, on the held-out half), among tables
-with at least 1000 normals and more than 20 distinct values in every feature. One model is trained on half of the
-normals, as `benchmarks.tables` does. Faults are injected into the other half:
+Tables are those of `adbench/` in DEFORMER_DATA with at least 1000 normal rows and more than 20 distinct values in every
+feature. The four whose features depend most on each other are used: by the median R² of linear regressions of each
+feature on the others, fitted on the training half and evaluated on the other half. One model is trained on half of the
+normal rows, as in `benchmarks.tables`. Faults are injected into the other half:
 
-- shift: ±3 to 6 standard deviations are added to a reading;
-- broken correlation: the reading is that of another held-out record, so that its own distribution stays as it is;
-- stuck: the reading is the same in all records, that of one training record;
-- each of these in two features at once (of two different other records), and two readings swapped (standardised).
+- shift: 3 to 6 standard deviations are added to a reading or subtracted from it;
+- broken correlation: the reading is taken from another held-out record, so its own distribution does not change;
+- stuck: the reading is the same in all records, taken from one training record;
+- each of these in two features at once (from two different records);
+- swapped: two standardised readings are exchanged.
 
-The records come in random orders through the engine at α = 1%, and what its alerts say is compared with the truth.
-Alerts before any faulty reading came are false alarms of the sound part and are left out. A reading is blamed by the
-order of `contributions` (ours), by its surprise on arrival (effort "fast"), by its leave-one-out surprise and its
-order-averaged attribution under the same model, by |z| of its marginal, and by the leave-one-out residual of one
-Gaussian with the covariance of the training rows, in its standard deviations. With --cost it measures in place of all
-this what an explanation costs.
+The records arrive in random orders at the engine with α = 1%, and the explanations of its alerts are compared with the
+truth. Alerts before the first faulty reading are false alarms and are left out. The methods rank the readings by:
+
+- ours: the order of the explanation's contributions;
+- arrival: the surprise on arrival (effort "fast");
+- leave-one-out and attribution: the leave-one-out surprisal and the order-averaged attribution under the same model;
+- marginal z: the distance from the feature's mean in standard deviations;
+- Gaussian leave-one-out: the residual given all other readings under a Gaussian with the covariance of the training
+  rows, in its standard deviations.
+
+With --cost, only the time of an explanation is measured.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +41,20 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.command import launch, machine, parser, publish, today
-from benchmarks.tables import ALPHA, find_tables, learn, need_peers, split
+from benchmarks.command import build_parser, describe_machine, format_today, publish_results, run_benchmark
+from benchmarks.tables import (
+    ALPHA,
+    find_tables,
+    format_markdown_header,
+    format_markdown_row,
+    require_scikit_learn,
+    split_table,
+    train_detector,
+)
 from deformer_stream import Detector
 from deformer_stream.engine.engine import Limits
-from deformer_stream.engine.events import NO_TIME, AlertRaised, Contribution, EventBatch
-from deformer_stream.engine.explain import explain
+from deformer_stream.engine.events import NO_TIME, Alert, Contribution, EventBatch
+from deformer_stream.engine.explain import AlertRule, ExplanationEffort, explain_records
 from deformer_stream.errors import InputError
 from deformer_stream.kernels import build
 from deformer_stream.kernels.cpu import CpuKernels
@@ -52,289 +66,390 @@ Ints = NDArray[np.int64]
 
 FAULTS = ("shift", "broken correlation", "stuck", "two shifts", "two broken correlations", "two stuck", "swapped")
 METHODS = ("ours", "arrival", "leave-one-out", "attribution", "marginal z", "Gaussian leave-one-out")
-TABLES, LEAST_NORMALS, DISTINCT = 4, 1000, 20
-SHIFT = (3.0, 6.0)
-RIDGE = 1e-3
+
+NUM_TABLES = 4
+"""Number of tables that are chosen by the dependence of their features."""
+
+MIN_NORMALS = 1000
+"""Number of normal rows below which a table is not used."""
+
+MIN_DISTINCT = 20
+"""A table is only used if every feature has more distinct values than this."""
+
+SHIFT_RANGE = (3.0, 6.0)
+"""Range of a shift in standard deviations: large enough to be a fault, small enough not to be obvious."""
+
+SHRINKAGE = 1e-3
+"""Share by which correlations are shrunk towards zero, so that the matrix can be inverted."""
+
 COST_FEATURES, COST_RUNS = 20, 25
+"""Number of features of the records with which time is measured, and number of repetitions."""
 
 
-def matrix(table: pa.Table, names: tuple[str, ...]) -> Floats:
+def extract_matrix(table: pa.Table, names: Sequence[str]) -> Floats:
+    """Return the columns with these names as a matrix, (N, F)."""
     return np.column_stack([table[name].to_numpy() for name in names]).astype(np.float64)
 
 
-def dependence(train: Floats, test: Floats) -> float:
-    """Median over features of the R² of a linear regression on the others; 0 where a feature has few values."""
-    if min(len(np.unique(column)) for column in train.T) <= DISTINCT:
+def compute_dependence(train: Floats, test: Floats) -> float:
+    """Return the median over features of the R² of a linear regression on the other features.
+
+    The result is 0 if a feature has too few distinct values.
+
+    Args:
+        train: (N, F) rows on which the regressions are fitted.
+        test: (M, F) rows on which they are evaluated.
+    """
+    if min(len(np.unique(column)) for column in train.T) <= MIN_DISTINCT:
         return 0.0
     mean, std = train.mean(0), train.std(0)
     x, y = (train - mean) / std, (test - mean) / std
-    found = []
+    r_squared = []
     for f in range(x.shape[1]):
         others = np.arange(x.shape[1]) != f
         weights = np.linalg.lstsq(x[:, others], x[:, f], rcond=None)[0]
-        found.append(1 - ((y[:, f] - y[:, others] @ weights) ** 2).mean() / y[:, f].var())
-    return float(np.median(found))
+        residual = y[:, f] - y[:, others] @ weights
+        r_squared.append(1 - (residual**2).mean() / y[:, f].var())
+    return float(np.median(r_squared))
 
 
-def chosen(tables: dict[str, pa.Table], seed: int) -> list[str]:
-    """The tables of the rule above, the most dependent first."""
-    found = {}
+def choose_tables(tables: dict[str, pa.Table], seed: int) -> list[str]:
+    """Return the names of the tables whose features depend most on each other, most dependent first."""
+    dependence_by_name = {}
     for name, table in tables.items():
-        parts = split(table["label"].to_numpy(), seed)
-        normals = matrix(table, tuple(n for n in table.column_names if n != "label"))
-        rest = parts.test[~parts.anomaly]
-        if len(parts.train) + len(rest) >= LEAST_NORMALS:
-            found[name] = dependence(normals[parts.train], normals[rest])
-    return sorted((name for name, r in found.items() if r > 0), key=lambda name: -found[name])[:TABLES]
+        parts = split_table(table["label"].to_numpy(), seed)
+        values = extract_matrix(table, [column for column in table.column_names if column != "label"])
+        test_normals = parts.test[~parts.is_anomaly]
+        if len(parts.train) + len(test_normals) >= MIN_NORMALS:
+            dependence_by_name[name] = compute_dependence(values[parts.train], values[test_normals])
+    dependent = [name for name, dependence in dependence_by_name.items() if dependence > 0]
+    return sorted(dependent, key=lambda name: -dependence_by_name[name])[:NUM_TABLES]
 
 
-def inject(fault: str, rows: Floats, others: Floats, train: Floats, rng: np.random.Generator) -> tuple[Floats, Ints]:
-    """Faulty copies of rows (N, F), and which features are faulty, (N, 1) or (N, 2). others: held-out records."""
-    N, F = rows.shape
+def inject_fault(
+    fault: str, rows: Floats, donors: Floats, train: Floats, rng: np.random.Generator
+) -> tuple[Floats, Ints]:
+    """Return faulty copies of rows, and which features are faulty.
+
+    Args:
+        fault: One of `FAULTS`.
+        rows: (N, F) normal rows.
+        donors: Other held-out rows, whose values replace readings in a broken correlation.
+        train: The training rows.
+        rng: Source of random numbers.
+
+    Returns:
+        The faulty rows, (N, F), and the faulty feature codes of each row, (N, 1) or (N, 2).
+    """
+    num_rows, num_features = rows.shape
     mean, std = train.mean(0), train.std(0)
-    faulty = np.argsort(rng.random((N, F)), 1)[:, : 2 if fault.startswith(("two", "swapped")) else 1]
-    here = np.arange(N)[:, None]
-    came = rows[here, faulty]
+    num_faulty = 2 if fault.startswith(("two", "swapped")) else 1
+    faulty = np.argsort(rng.random((num_rows, num_features)), 1)[:, :num_faulty]
+    row_index = np.arange(num_rows)[:, None]
+    original = rows[row_index, faulty]
     if "shift" in fault:
         sign = rng.choice([-1.0, 1.0], faulty.shape)
-        new = came + sign * rng.uniform(*SHIFT, faulty.shape) * std[faulty]
+        replacement = original + sign * rng.uniform(*SHIFT_RANGE, faulty.shape) * std[faulty]
     elif "broken" in fault:
-        new = others[rng.integers(len(others), size=faulty.shape), faulty]
+        replacement = donors[rng.integers(len(donors), size=faulty.shape), faulty]
     elif "stuck" in fault:
-        new = train[rng.integers(len(train), size=F), np.arange(F)][faulty]
+        stuck_values = train[rng.integers(len(train), size=num_features), np.arange(num_features)]
+        replacement = stuck_values[faulty]
     else:
-        z = (came - mean[faulty]) / std[faulty]
-        new = mean[faulty] + std[faulty] * z[:, ::-1]
-    out = rows.copy()
-    out[here, faulty] = new
-    return out, faulty
+        z = (original - mean[faulty]) / std[faulty]
+        replacement = mean[faulty] + std[faulty] * z[:, ::-1]
+    faulty_rows = rows.copy()
+    faulty_rows[row_index, faulty] = replacement
+    return faulty_rows, faulty
 
 
-def raised(detector: Detector, rows: Floats, orders: Ints) -> dict[int, AlertRaised]:
-    """Alerts by row. orders: (N, F) in which the readings of each row come."""
-    N, F = orders.shape
-    flat = np.arange(N * F, dtype=np.int32)
-    values = np.take_along_axis(rows, orders, 1).ravel()
-    records = [str(i) for i in range(N) for _ in range(F)]
+def raise_alerts(detector: Detector, rows: Floats, orders: Ints) -> dict[int, Alert]:
+    """Send rows through the engine as records and return the alerts by row number.
+
+    Args:
+        detector: The trained detector.
+        rows: (N, F) raw values.
+        orders: (N, F) feature codes of each row in order of arrival.
+    """
+    num_rows, num_features = orders.shape
+    num_readings = num_rows * num_features
     batch = EventBatch(
-        records, orders.ravel().astype(np.int32), values, np.full(N * F, NO_TIME), flat, np.zeros(N * F, np.int32)
+        [str(row) for row in range(num_rows) for _ in range(num_features)],
+        orders.ravel().astype(np.int32),
+        np.take_along_axis(rows, orders, 1).ravel(),
+        np.full(num_readings, NO_TIME),
+        np.arange(num_readings, dtype=np.int32),
+        np.zeros(num_readings, np.int32),
     )
-    effects = detector.engine(ALPHA, Limits(open_records=N)).handle(batch, 0)
+    effects = detector.engine(ALPHA, Limits(max_open_records=num_rows)).handle(batch, 0)
     return {int(alert.record): alert for alert in effects.alerts}
 
 
 @dataclass(frozen=True, slots=True)
 class Gaussian:
-    """The covariance of the training rows, drawn a little to its diagonal."""
+    """A Gaussian fitted to the training rows.
+
+    Attributes:
+        mean: (F,) means.
+        std: (F,) standard deviations.
+        correlation: (F, F) correlations, shrunk a little towards zero.
+    """
 
     mean: Floats
     std: Floats
     correlation: Floats
 
     @staticmethod
-    def of(train: Floats) -> Gaussian:
-        F = train.shape[1]
-        correlation = (1 - RIDGE) * np.corrcoef(train.T) + RIDGE * np.eye(F)
+    def fit(train: Floats) -> Gaussian:
+        """Fit the Gaussian to rows, (N, F)."""
+        correlation = (1 - SHRINKAGE) * np.corrcoef(train.T) + SHRINKAGE * np.eye(train.shape[1])
         return Gaussian(train.mean(0), train.std(0), correlation)
 
-    def z(self, codes: Ints, values: Floats) -> Floats:
+    def compute_z(self, codes: Ints, values: Floats) -> Floats:
+        """Return the distances of K readings from their means, (K,), in standard deviations."""
         return np.asarray((values - self.mean[codes]) / self.std[codes])
 
-    def leave_one_out(self, codes: Ints, values: Floats) -> Floats:
-        """Each reading's residual given all others, in its standard deviations."""
+    def compute_leave_one_out(self, codes: Ints, values: Floats) -> Floats:
+        """Return the residual of each of K readings given all others, (K,), in its standard deviations."""
         precision = np.linalg.inv(self.correlation[np.ix_(codes, codes)])
-        return np.asarray(precision @ self.z(codes, values) / np.sqrt(np.diag(precision)))
+        return np.asarray(precision @ self.compute_z(codes, values) / np.sqrt(np.diag(precision)))
 
 
-def blamed(alert: AlertRaised, codes: Ints, values: Floats, fast: tuple[Contribution, ...], by: Gaussian,
-           schema: Schema) -> dict[str, list[int]]:  # fmt: skip
-    """By method, the features seen, the most suspicious first. codes, values: (K,) as they came."""
+def rank_readings(
+    alert: Alert,
+    codes: Ints,
+    values: Floats,
+    fast: Sequence[Contribution],
+    gaussian: Gaussian,
+    schema: Schema,
+) -> dict[str, list[int]]:
+    """Return, for each method, the feature codes of the readings, most suspicious first.
 
-    def sorted_by(parts: tuple[Contribution, ...], key: Callable[[Contribution], float] | None) -> list[int]:
-        return [schema.codes[part.feature] for part in (sorted(parts, key=key) if key else parts)]
+    Args:
+        alert: The alert with its full explanation.
+        codes: (K,) feature codes of the readings in order of arrival.
+        values: (K,) raw values.
+        fast: The contributions of an explanation with effort "fast".
+        gaussian: The Gaussian of the training rows.
+        schema: The features.
+    """
 
-    def largest(scores: Floats) -> list[int]:
-        return codes[np.argsort(-np.abs(scores), kind="stable")].tolist()
+    def get_codes(parts: Sequence[Contribution]) -> list[int]:
+        return [schema.code_by_name[part.feature] for part in parts]
 
-    ours = alert.contributions
-    orders = (
-        sorted_by(ours, None),
-        sorted_by(fast, None),
-        sorted_by(ours, lambda part: -(part.leave_one_out or 0.0)),
-        sorted_by(ours, lambda part: -(part.attribution or 0.0)),
-        largest(by.z(codes, values)),
-        largest(by.leave_one_out(codes, values)),
+    def sort_descending(scores: Floats) -> list[int]:
+        sorted_codes: list[int] = codes[np.argsort(-np.abs(scores), kind="stable")].tolist()
+        return sorted_codes
+
+    parts = alert.contributions
+    rankings = (
+        get_codes(parts),
+        get_codes(fast),
+        get_codes(sorted(parts, key=lambda part: -(part.leave_one_out or 0.0))),
+        get_codes(sorted(parts, key=lambda part: -(part.attribution or 0.0))),
+        sort_descending(gaussian.compute_z(codes, values)),
+        sort_descending(gaussian.compute_leave_one_out(codes, values)),
     )
-    return dict(zip(METHODS, orders, strict=True))
+    return dict(zip(METHODS, rankings, strict=True))
 
 
 def measure_fault(
-    detector: Detector, fault: str, train: Floats, held: Floats, count: int, seed: int, by: Gaussian
+    detector: Detector, fault: str, train: Floats, held_out: Floats, num_records: int, seed: int, gaussian: Gaussian
 ) -> dict[str, Any]:
-    """One fault on one table: shares of alerts. first: a faulty feature ranks first; top_two: among the first two stand
-    all the faulty features that had come."""
+    """Inject one fault into records of one table and return the figures of its alerts.
+
+    For each method, "first" is the share of alerts in which a faulty feature ranks first. "top_two" is the share in
+    which all faulty features that had arrived are among the first two.
+    """
     rng = np.random.default_rng([seed, FAULTS.index(fault)])
-    rows, faulty = inject(fault, held[rng.integers(len(held), size=count)], held, train, rng)
+    sampled = held_out[rng.integers(len(held_out), size=num_records)]
+    rows, faulty = inject_fault(fault, sampled, held_out, train, rng)
     orders = np.argsort(rng.random(rows.shape), 1)
-    alerts = raised(detector, rows, orders)
+    alerts = raise_alerts(detector, rows, orders)
     hits: dict[str, list[tuple[bool, bool]]] = {method: [] for method in METHODS}
-    early, seen, sets = 0, [], []
-    for i, alert in alerts.items():
-        codes = orders[i, : alert.raised_at]
-        wrong = set(faulty[i].tolist()) & set(codes.tolist())
-        if not wrong:
-            early += 1
+    num_before_fault, readings_seen, silencing_sets = 0, [], []
+    for row, alert in alerts.items():
+        codes = orders[row, : alert.raised_at]
+        faulty_codes = set(faulty[row].tolist()) & set(codes.tolist())
+        if not faulty_codes:
+            num_before_fault += 1
             continue
-        values = rows[i, codes]
-        (fast,) = explain(detector.artifact.model, codes[None], values[None], [{}], [""], never, "fast")
-        for method, order in blamed(alert, codes, values, fast.contributions, by, detector.schema).items():
-            hits[method].append((order[0] in wrong, wrong <= set(order[:2])))
-        seen.append(alert.raised_at)
+        values = rows[row, codes]
+        model = detector.artifact.model
+        (fast,) = explain_records(model, codes[None], values[None], [{}], [""], never_alert, "fast")
+        rankings = rank_readings(alert, codes, values, fast.contributions, gaussian, detector.schema)
+        for method, ranking in rankings.items():
+            hits[method].append((ranking[0] in faulty_codes, faulty_codes <= set(ranking[:2])))
+        readings_seen.append(alert.raised_at)
         if alert.silenced_by is not None:
-            named = {detector.schema.codes[name] for name in alert.silenced_by}
-            sets.append((len(named), bool(named & wrong)))
-    line: dict[str, Any] = {"injected": count, "alerts": len(alerts), "before the fault": early, "judged": len(seen)}
-    line["seen"] = round(float(np.mean(seen)), 1) if seen else None
+            suspects = {detector.schema.code_by_name[name] for name in alert.silenced_by}
+            silencing_sets.append((len(suspects), bool(suspects & faulty_codes)))
+    num_judged = len(readings_seen)
+    line: dict[str, Any] = {
+        "injected": num_records,
+        "alerts": len(alerts),
+        "before the fault": num_before_fault,
+        "judged": num_judged,
+        "seen": round(float(np.mean(readings_seen)), 1) if num_judged else None,
+    }
     for method in METHODS:
-        first, two = np.mean(hits[method], 0).tolist() if seen else (None, None)
-        line[method] = {"first": first, "top_two": two}
+        first, top_two = np.mean(hits[method], 0).tolist() if num_judged else (None, None)
+        line[method] = {"first": first, "top_two": top_two}
     line["silenced"] = {
-        "found": len(sets) / len(seen) if seen else None,
-        "size": float(np.mean([size for size, _ in sets])) if sets else None,
-        "names_a_fault": float(np.mean([named for _, named in sets])) if sets else None,
+        "found": len(silencing_sets) / num_judged if num_judged else None,
+        "size": float(np.mean([size for size, _ in silencing_sets])) if silencing_sets else None,
+        "names_a_fault": float(np.mean([is_hit for _, is_hit in silencing_sets])) if silencing_sets else None,
     }
     return line
 
 
-def measure(name: str, table: pa.Table, count: int, seed: int, max_time: str) -> dict[str, Any]:
-    """One table: train once, inject every fault."""
-    parts = split(table["label"].to_numpy(), seed)
-    detector, result = learn(table.drop_columns(["label"]).take(parts.train), seed, max_time)
-    rows = matrix(table, detector.schema.names)
-    train, held = rows[parts.train], rows[parts.test[~parts.anomaly]]
-    by = Gaussian.of(train)
-    line: dict[str, Any] = {"table": name, "features": len(detector.schema), "steps": result.fitted.steps}
-    line["calibrated"] = len(result.calibration.scores)
-    line["faults"] = {f: measure_fault(detector, f, train, held, count, seed, by) for f in FAULTS}
-    return line
+def measure_table(name: str, table: pa.Table, num_records: int, seed: int, max_time: str) -> dict[str, Any]:
+    """Train on one table, inject every fault, and return the JSON line."""
+    parts = split_table(table["label"].to_numpy(), seed)
+    detector, result = train_detector(table.drop_columns(["label"]).take(parts.train), seed, max_time)
+    rows = extract_matrix(table, detector.schema.names)
+    train, held_out = rows[parts.train], rows[parts.test[~parts.is_anomaly]]
+    gaussian = Gaussian.fit(train)
+    return {
+        "table": name,
+        "features": len(detector.schema),
+        "steps": result.training_result.steps,
+        "calibrated": len(result.calibration.scores),
+        "faults": {
+            fault: measure_fault(detector, fault, train, held_out, num_records, seed, gaussian) for fault in FAULTS
+        },
+    }
 
 
-def never(score: Floats, _: Sequence[str]) -> NDArray[np.bool_]:
-    return np.isnan(score)
+def never_alert(scores: Floats, _: Sequence[str]) -> NDArray[np.bool_]:
+    """Raise no alert, whatever the statistic."""
+    return np.isnan(scores)
 
 
-def always(score: Floats, _: Sequence[str]) -> NDArray[np.bool_]:
-    return ~np.isnan(score)
+def always_alert(scores: Floats, _: Sequence[str]) -> NDArray[np.bool_]:
+    """Raise an alert, whatever the statistic."""
+    return ~np.isnan(scores)
 
 
-def cost(runs: int = COST_RUNS) -> list[dict[str, Any]]:
-    """Milliseconds to explain one complete record of 20 features, `small` preset, and a record among 256 at once."""
+def measure_cost(num_runs: int = COST_RUNS) -> list[dict[str, Any]]:
+    """Measure the time to explain a complete record of 20 features with a `small` network, in milliseconds.
+
+    There is one line for a record alone and one for a record among 256 that are explained together.
+    """
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(COST_FEATURES)))
     torch.manual_seed(0)
     model = DEformer(schema, PRESETS["small"]).eval()
-    model.library = build.library(False)
-    compiled = CpuKernels.of(model)
+    model.kernel_library = build.load_kernels(False)
+    kernels = CpuKernels.for_model(model)
     rng = np.random.default_rng(0)
 
-    def taken(records: int, effort: Any, alarming: Any) -> float:
-        codes = np.argsort(rng.random((records, COST_FEATURES)), 1)
+    def measure_milliseconds(num_records: int, effort: ExplanationEffort, alert_rule: AlertRule) -> float:
+        codes = np.argsort(rng.random((num_records, COST_FEATURES)), 1)
         values = rng.normal(size=codes.shape)
-        names, unseen = [str(i) for i in range(records)], [{}] * records
+        record_ids = [str(i) for i in range(num_records)]
+        unseen_labels: list[dict[int, str]] = [{}] * num_records
         seconds = []
-        for _ in range(runs if records == 1 else 2):
-            begin = time.perf_counter()
-            explain(model, codes, values, unseen, names, alarming, effort, compiled)
-            seconds.append(time.perf_counter() - begin)
-        return 1e3 * float(np.median(seconds[len(seconds) > 5 and 3 :])) / records
+        for _ in range(num_runs if num_records == 1 else 2):
+            start = time.perf_counter()
+            explain_records(model, codes, values, unseen_labels, record_ids, alert_rule, effort, kernels)
+            seconds.append(time.perf_counter() - start)
+        num_warm_up = 3 if len(seconds) > 5 else 0
+        return 1e3 * float(np.median(seconds[num_warm_up:])) / num_records
 
     return [
         {
             "features": COST_FEATURES,
             "preset": "small",
-            "records at once": records,
-            "fast": taken(records, "fast", never),
-            "one suspect": taken(records, "full", never),
-            "three tried in vain": taken(records, "full", always),
+            "records at once": num_records,
+            "fast": measure_milliseconds(num_records, "fast", never_alert),
+            "one suspect": measure_milliseconds(num_records, "full", never_alert),
+            "three tried in vain": measure_milliseconds(num_records, "full", always_alert),
         }
-        for records in (1, 256)
+        for num_records in (1, 256)
     ]
 
 
-def row_of(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+def format_percentages(figures: dict[str, Any], key: str) -> list[str]:
+    """Return one figure of each method in percent, empty if it was not measured."""
+    return ["" if figures[m][key] is None else f"{100 * figures[m][key]:.0f}" for m in METHODS]
 
 
-def head(names: list[str]) -> list[str]:
-    return [row_of(names), "|" + "---|" * len(names)]
-
-
-def shares(line: dict[str, Any], key: str) -> list[str]:
-    return ["" if line[m][key] is None else f"{100 * line[m][key]:.0f}" for m in METHODS]
-
-
-def quality_table(lines: list[dict[str, Any]], key: str) -> str:
-    text = head(["fault", "table", "alerts judged", "readings seen", *METHODS])
+def format_quality_table(lines: list[dict[str, Any]], key: str) -> str:
+    """Return a Markdown table of one figure, "first" or "top_two", for each fault, table and method, in percent."""
+    text = format_markdown_header(["fault", "table", "alerts evaluated", "readings seen", *METHODS])
     for fault in FAULTS:
-        of = [line["faults"][fault] for line in lines]
-        for line, found in zip(lines, of, strict=True):
-            text.append(row_of([fault, line["table"], str(found["judged"]), str(found["seen"]), *shares(found, key)]))
-        means = [np.mean([f[m][key] for f in of if f[m][key] is not None]) for m in METHODS]
-        text.append(row_of([f"**{fault}**", "**mean**", "", "", *(f"**{100 * mean:.0f}**" for mean in means)]))
+        figures_by_table = [line["faults"][fault] for line in lines]
+        for line, figures in zip(lines, figures_by_table, strict=True):
+            cells = [fault, line["table"], str(figures["judged"]), str(figures["seen"])]
+            text.append(format_markdown_row([*cells, *format_percentages(figures, key)]))
+        means = [np.mean([f[m][key] for f in figures_by_table if f[m][key] is not None]) for m in METHODS]
+        mean_cells = [f"**{100 * mean:.0f}**" for mean in means]
+        text.append(format_markdown_row([f"**{fault}**", "**mean**", "", "", *mean_cells]))
     return "\n".join(text)
 
 
-def silenced_table(lines: list[dict[str, Any]]) -> str:
-    text = head(["fault", "a set was found", "its mean size", "it names a faulty feature"])
+def format_silencing_table(lines: list[dict[str, Any]]) -> str:
+    """Return a Markdown table about the sets of suspects whose replacement avoids the alert, for each fault."""
+    titles = ["fault", "alerts with such a set", "mean size of the set", "set contains a faulty feature"]
+    text = format_markdown_header(titles)
     for fault in FAULTS:
-        of = [line["faults"][fault]["silenced"] for line in lines]
-        cells = [np.mean([f[k] for f in of if f[k] is not None]) for k in ("found", "size", "names_a_fault")]
-        text.append(row_of([fault, f"{100 * cells[0]:.0f}%", f"{cells[1]:.1f}", f"{100 * cells[2]:.0f}%"]))
+        figures_by_table = [line["faults"][fault]["silenced"] for line in lines]
+        share_found, size, share_hit = (
+            np.mean([figures[key] for figures in figures_by_table if figures[key] is not None])
+            for key in ("found", "size", "names_a_fault")
+        )
+        text.append(format_markdown_row([fault, f"{100 * share_found:.0f}%", f"{size:.1f}", f"{100 * share_hit:.0f}%"]))
     return "\n".join(text)
 
 
-def cost_table(costs: list[dict[str, Any]]) -> str:
-    """Milliseconds a record."""
-    text = head([f"{key}, ms" if isinstance(value, float) else key for key, value in costs[0].items()])
+def format_cost_table(costs: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of the measured times in milliseconds per record."""
+    text = format_markdown_header([f"{k}, ms" if isinstance(value, float) else k for k, value in costs[0].items()])
     for line in costs:
-        text.append(row_of([f"{value:.1f}" if isinstance(value, float) else str(value) for value in line.values()]))
+        cells = [f"{value:.1f}" if isinstance(value, float) else str(value) for value in line.values()]
+        text.append(format_markdown_row(cells))
     return "\n".join(text)
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Measure quality, or the cost with --cost, and publish the results."""
     if arguments.cost:
-        costs = cost()
-        publish(
-            "attribution_cost",
-            f"# What an explanation costs\n\n{machine()}, {today()}.\n\n{cost_table(costs)}\n",
-            costs,
-        )
+        costs = measure_cost()
+        conditions = f"{describe_machine()}, {format_today()}."
+        text = f"# Cost of an explanation\n\n{conditions}\n\n{format_cost_table(costs)}\n"
+        publish_results("attribution_cost", text, costs)
         return
-    need_peers()
+    require_scikit_learn()
     tables = {name: pq.read_table(path) for name, path in find_tables(arguments.tables).items()}
-    names = list(tables) if arguments.tables else chosen(tables, arguments.seed)
+    names = list(tables) if arguments.tables else choose_tables(tables, arguments.seed)
     if not names:
-        raise InputError(f"no table has {LEAST_NORMALS} normals and continuous features")
+        raise InputError(f"no table has {MIN_NORMALS} normal rows and continuous features only: name one by --tables")
     lines = []
     for name in names:
-        lines.append(measure(name, tables[name], arguments.injected, arguments.seed, arguments.max_time))
+        lines.append(measure_table(name, tables[name], arguments.injected, arguments.seed, arguments.max_time))
         print(json.dumps(lines[-1]), flush=True)
     text = (
-        f"# Attribution\n\n{machine()}, {today()}; tables {', '.join(names)}, seed {arguments.seed}, at most "
-        f"{arguments.max_time} of training each, {arguments.injected} injections of each fault; α = {ALPHA:.0%}. "
-        "Percent of alerts.\n\n"
-        f"## A faulty feature ranks first\n\n{quality_table(lines, 'first')}\n\n"
-        f"## All faulty features that had come are among the first two\n\n{quality_table(lines, 'top_two')}\n\n"
-        f"## The smallest set whose replacement silences the alert (at most three)\n\n{silenced_table(lines)}\n"
+        f"# Attribution\n\n{describe_machine()}, {format_today()}; tables {', '.join(names)}, seed {arguments.seed}. "
+        f"Each training run takes at most {arguments.max_time}. Each fault is injected into {arguments.injected} "
+        f"records; α = {ALPHA:.0%}. Figures are percentages of alerts.\n\n"
+        f"## A faulty feature ranks first\n\n{format_quality_table(lines, 'first')}\n\n"
+        "## All faulty features that had arrived are among the first two\n\n"
+        f"{format_quality_table(lines, 'top_two')}\n\n"
+        "## Sets of at most three suspects whose replacement avoids the alert\n\n"
+        f"{format_silencing_table(lines)}\n"
     )
-    publish("attribution", text, lines)
+    publish_results("attribution", text, lines)
 
 
 def main() -> None:
-    options = parser(__doc__, "by default four chosen by the rule", max_time="60s")
-    options.add_argument("--seed", type=int, default=0, help="of split, training, faults and orders")
-    options.add_argument("--injected", type=int, default=1000, help="records for each fault; 1000 by default")
-    options.add_argument("--cost", action="store_true", help="only measure what an explanation costs, and print it")
-    launch("attribution", run, options)
+    """Run the program."""
+    options = build_parser(__doc__, "by default the four with the most dependent features", max_time="60s")
+    seed_help = "seed of split, training, faults and orders; 0 by default"
+    options.add_argument("--seed", type=int, default=0, help=seed_help)
+    injected_help = "number of faulty records for each fault; 1000 by default"
+    options.add_argument("--injected", type=int, default=1000, help=injected_help)
+    options.add_argument("--cost", action="store_true", help="only measure and print the time of an explanation")
+    run_benchmark("attribution", run, options)
 
 
 if __name__ == "__main__":

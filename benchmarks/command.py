@@ -1,4 +1,4 @@
-"""What the benchmarks' commands have in common: their usual options, errors in one line, and where results go."""
+"""Shared parts of the benchmark programs: common options, one-line errors, and storage of results."""
 
 from __future__ import annotations
 
@@ -19,27 +19,41 @@ from deformer_stream.errors import DeformerError
 RESULTS = Path(__file__).parent / "results"
 
 
-def parser(doc: str | None, tables: str = "all by default", **defaults: str) -> argparse.ArgumentParser:
-    """With --tables, and with --seeds and --max-time where their defaults are given. tables: which without the option;
-    "" for no such option."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+def build_parser(doc: str | None, tables: str = "all by default", **defaults: str) -> argparse.ArgumentParser:
+    """Return an argument parser with the options that most benchmarks have.
+
+    Args:
+        doc: The benchmark's module docstring, which is printed by --help.
+        tables: Describes the default of --tables; without this option if empty.
+        defaults: Defaults of further options, `seeds` for --seeds and `max_time` for --max-time. An option is only
+            added if its default is given.
+    """
+    options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if tables:
-        made.add_argument("--tables", default="", help=f"names with commas between; {tables}")
+        options.add_argument("--tables", default="", help=f"comma-separated names of tables; {tables}")
     if seeds := defaults.get("seeds"):
-        made.add_argument("--seeds", default=seeds, help=f"of splits, training and orders; {seeds} by default")
-    if time := defaults.get("max_time"):
-        made.add_argument("--max-time", default=time, help=f"for each training run; {time} by default")
-    return made
-
-
-def again(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """With --again, for benchmarks that keep what they have measured (`Kept`)."""
-    options.add_argument("--again", action="store_true", help="measure anew what an earlier run has measured")
+        help_text = f"comma-separated seeds of splits, training and orders; {seeds} by default"
+        options.add_argument("--seeds", default=seeds, help=help_text)
+    if max_time := defaults.get("max_time"):
+        help_text = f"largest duration of each training run; {max_time} by default"
+        options.add_argument("--max-time", default=max_time, help=help_text)
     return options
 
 
-def launch(name: str, run: Callable[[argparse.Namespace], None], options: argparse.ArgumentParser) -> None:
-    """Run the benchmark of this name with the options of the command line."""
+def add_again_option(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add --again to a parser, for benchmarks that keep their measurements in a `ResultStore`."""
+    options.add_argument("--again", action="store_true", help="repeat measurements that an earlier run has stored")
+    return options
+
+
+def run_benchmark(name: str, run: Callable[[argparse.Namespace], None], options: argparse.ArgumentParser) -> None:
+    """Parse the command line and run a benchmark; print a one-line error and exit if it fails.
+
+    Args:
+        name: Name of the benchmark's module, for error messages.
+        run: Runs the benchmark with the parsed options.
+        options: The parser of the command line.
+    """
     try:
         run(options.parse_args())
     except DeformerError as error:
@@ -47,59 +61,74 @@ def launch(name: str, run: Callable[[argparse.Namespace], None], options: argpar
         sys.exit(error.exit_code)
 
 
-def machine() -> str:
-    """What is measured on, in words."""
-    model = platform.processor() or platform.machine()
+def describe_machine() -> str:
+    """Return the processor, the number of cores and threads, and the version of PyTorch, as text."""
+    processor = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = names[0] if names else model
-    return (
-        f"{os.cpu_count()} cores, {model}, torch {torch.__version__.split('+')[0]}, {torch.get_num_threads()} threads"
-    )
+        lines = cpuinfo.read_text().splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        processor = names[0] if names else processor
+    version, threads = torch.__version__.split("+")[0], torch.get_num_threads()
+    return f"{os.cpu_count()} cores, {processor}, torch {version}, {threads} threads"
 
 
-def today() -> str:
-    """The date of a result."""
+def format_today() -> str:
+    """Return the date of today as YYYY-MM-DD."""
     return f"{datetime.now(UTC):%Y-%m-%d}"
 
 
-def publish(name: str, text: str, lines: Iterable[Mapping[str, Any]] | None = None) -> None:
-    """Print a result and keep it: the text as NAME.md and, where there are some, the lines as NAME.jsonl."""
+def publish_results(name: str, text: str, lines: Iterable[Mapping[str, Any]] | None = None) -> None:
+    """Print a report and store it in the results folder.
+
+    Args:
+        name: Name of the files without suffix.
+        text: The report, stored as NAME.md.
+        lines: The measurements, stored as NAME.jsonl with one line each; not stored if None.
+    """
     print("\n" + text)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text(text)
     if lines is not None:
-        _write(RESULTS / f"{name}.jsonl", lines)
+        _write_json_lines(RESULTS / f"{name}.jsonl", lines)
 
 
-class Kept:
-    """What was measured, line by line in NAME.jsonl, so that a run that was cut off goes on where it was.
+class ResultStore:
+    """Measurements in a file with one JSON object per line, so that an interrupted run can continue.
 
-    setting: part of every line; lines of another one are no longer kept. again: nor are those of this one."""
+    Attributes:
+        lines: The measurements that were made with this setting.
+    """
 
     def __init__(self, name: str, setting: Mapping[str, Any], again: bool = False) -> None:
+        """Open the store.
+
+        Args:
+            name: Name of the file in the results folder, without suffix.
+            setting: Keys that are added to every measurement. Stored measurements with another setting are dropped.
+            again: Drop the stored measurements with this setting, too.
+        """
         RESULTS.mkdir(exist_ok=True)
         self._path, self._setting = RESULTS / f"{name}.jsonl", setting
-        there = self._path.read_text().splitlines() if self._path.exists() and not again else []
-        self.lines: list[dict[str, Any]] = [line for line in map(json.loads, there) if _has(line, setting)]
+        stored = self._path.read_text().splitlines() if self._path.exists() and not again else []
+        self.lines: list[dict[str, Any]] = [line for line in map(json.loads, stored) if _contains(line, setting)]
 
     def find(self, **keys: Any) -> dict[str, Any] | None:
-        """The line with these values, if it has been measured."""
-        return next((line for line in self.lines if _has(line, keys)), None)
+        """Return the measurement with these keys and values, None if it has not been made."""
+        return next((line for line in self.lines if _contains(line, keys)), None)
 
     def add(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep a line, given without the setting; returns it whole."""
+        """Store a measurement and return it with the keys of the setting."""
         self.lines.append({**line, **self._setting})
-        _write(self._path, self.lines)
+        _write_json_lines(self._path, self.lines)
         return self.lines[-1]
 
 
-def _has(line: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
-    return all(line.get(key) == value for key, value in values.items())
+def _contains(line: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    """Return whether a measurement has these keys and values."""
+    return all(line.get(key) == value for key, value in expected.items())
 
 
-def _write(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+def _write_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

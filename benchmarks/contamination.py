@@ -1,17 +1,17 @@
-"""What unlabelled anomalies among the training records cost, and what trimming brings back.
+"""Effect of unlabelled anomalies among the training records, with and without countermeasures.
 
     python -m benchmarks.contamination --tables cardio,thyroid --shares 0,0.01,0.05,0.1 --max-time 45s
 
-Splits, presets and streams are those of `benchmarks.tables`; only, of the training records a share is replaced by
-anomalies, which then do not test. Three ways to deal with them:
+Splits, presets and streams are those of `benchmarks.tables`, except that anomalies replace a share of the training
+records; these anomalies are not tested. Three treatments are compared:
 
-    as is      the records are taken for normal
-    trimmed    calibration leaves out the most surprising records, as many as the share
-    told       deformer-train --contamination SHARE, which also leaves as many out of training, the farthest from others
+    as is      all training records are treated as normal
+    trimmed    calibration drops the given share of the records with the largest statistics
+    told       deformer-train --contamination SHARE, which also drops the records farthest from others from training
 
-Beside, in the same run and on the same rows: Isolation Forest and the mean distance to the five nearest neighbours,
-which are not told the share. Printed are AUROC and AUPR of whole records, and at each α the shares of normals and of
-anomalies that alert.
+Isolation Forest and the mean distance to the five nearest neighbours run on the same rows without knowing the share.
+The report shows AUROC and AUPR of complete records, and for each α the shares of normal records and of anomalies that
+raise an alert.
 """
 
 from __future__ import annotations
@@ -25,150 +25,192 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from benchmarks.command import launch, machine, parser, publish, today
+from benchmarks.command import build_parser, describe_machine, format_today, publish_results, run_benchmark
 from benchmarks.tables import (
-    Split,
+    TableSplit,
+    compute_ranking_metrics,
     find_tables,
-    in_random_orders,
-    learn,
-    markdown_head,
-    markdown_row,
-    need_peers,
-    peers,
-    ranking,
-    seeds_of,
-    split,
+    format_markdown_header,
+    format_markdown_row,
+    iterate_in_random_orders,
+    parse_seeds,
+    require_scikit_learn,
+    score_by_peers,
+    split_table,
+    train_detector,
 )
 from deformer_stream import Detector
 from deformer_stream.calibration.conformal import Calibration, trim_largest
 from deformer_stream.errors import ConfigError
 
 Floats = NDArray[np.float64]
+
 ALPHAS = (0.05, 0.01)
-WAYS = ("as is", "trimmed", "told")
-BESIDE = {"forest": "Isolation Forest", "neighbours": "5-NN"}
+"""False-alarm rates of the alerts."""
+
+TREATMENTS = ("as is", "trimmed", "told")
+"""Ways to deal with the anomalies; keys of the JSON lines."""
+
+NAME_BY_PEER = {"forest": "Isolation Forest", "neighbours": "5-NN"}
 
 
-def contaminated(parts: Split, share: float, seed: int) -> Split:
-    """Put test anomalies in the place of training normals, so that they are the share of the training records, as far
-    as half of the anomalies go."""
-    anomalies = parts.test[parts.anomaly]
+def contaminate(parts: TableSplit, share: float, seed: int) -> TableSplit:
+    """Replace a share of the training records by anomalies, which are then removed from the test records.
+
+    At most half of the anomalies are used, so that enough of them remain for the test.
+    """
+    anomalies = parts.test[parts.is_anomaly]
     count = min(round(share * len(parts.train)), len(anomalies) // 2)
     chosen = np.random.default_rng([seed, 0xC0]).permutation(len(anomalies))[:count]
     train = np.concatenate([parts.train[: len(parts.train) - count], anomalies[chosen]])
-    rest = np.delete(anomalies, chosen)
-    test = np.concatenate([parts.test[~parts.anomaly], rest])
-    return Split(train, test, np.arange(len(test)) >= len(test) - len(rest))
+    remaining = np.delete(anomalies, chosen)
+    test = np.concatenate([parts.test[~parts.is_anomaly], remaining])
+    return TableSplit(train, test, np.arange(len(test)) >= len(test) - len(remaining))
 
 
-def judged(calibration: Calibration, statistics: Floats, anomaly: NDArray[np.bool_]) -> dict[str, dict[str, float]]:
-    """By α: shares of normals and of anomalies that alert."""
+def measure_alerts(
+    calibration: Calibration, statistics: Floats, is_anomaly: NDArray[np.bool_]
+) -> dict[str, dict[str, float]]:
+    """Return, by α, the shares of normal records and of anomalies that raise an alert.
+
+    Args:
+        calibration: The calibration of the alert rule.
+        statistics: (M,) the largest prefix statistic of each test record.
+        is_anomaly: (M,) whether each record is an anomaly.
+    """
     p = calibration.compute_pooled_p_values(statistics)
     return {
         f"{alpha:g}": {
-            "false alarms": round(float((p[~anomaly] <= alpha).mean()), 4),
-            "detected": round(float((p[anomaly] <= alpha).mean()), 4),
+            "false alarms": round(float((p[~is_anomaly] <= alpha).mean()), 4),
+            "detected": round(float((p[is_anomaly] <= alpha).mean()), 4),
         }
         for alpha in ALPHAS
     }
 
 
-def streamed(detector: Detector, rows: pa.Table, seed: int) -> tuple[Floats, Floats]:
-    """`anomaly_score` and the alert's statistic, each (M,), of records in a random order each."""
-    found = [detector.score(records) for records in in_random_orders(detector, rows, seed)]
-    return np.concatenate([f.anomaly_score for f in found]), np.concatenate([f.score for f in found])
+def score_stream(detector: Detector, rows: pa.Table, seed: int) -> tuple[Floats, Floats]:
+    """Score rows as records whose readings arrive in random orders.
+
+    Returns:
+        The `anomaly_score` of each of M records, (M,), and its largest prefix statistic, (M,).
+    """
+    results = [detector.score(records) for records in iterate_in_random_orders(detector, rows, seed)]
+    anomaly_scores = np.concatenate([result.anomaly_score for result in results])
+    return anomaly_scores, np.concatenate([result.score for result in results])
 
 
-def measure(table: pa.Table, share: float, seed: int, max_time: str) -> dict[str, Any]:
-    """One table, one share, one seed, all ways."""
-    parts = contaminated(split(table["label"].to_numpy(), seed), share, seed)
+def measure_table(table: pa.Table, share: float, seed: int, max_time: str) -> dict[str, Any]:
+    """Measure all treatments on one table with one share of anomalies and one seed."""
+    labels = table["label"].to_numpy()
+    parts = contaminate(split_table(labels, seed), share, seed)
+    is_anomaly = parts.is_anomaly
     features = table.drop_columns(["label"])
     train, test = features.take(parts.train), features.take(parts.test)
-    found = float((table["label"].to_numpy()[parts.train] != 0).mean())
-    row: dict[str, Any] = {"share": share, "seed": seed, "contaminated": round(found, 4)}
-    plain = learn(train, seed, max_time)[0]
-    row["calibrated"] = len(plain.artifact.calibration.scores)
-    calibration, (ranks, statistics) = plain.artifact.calibration, streamed(plain, test, seed)
-    ranked = ranking(ranks, parts.anomaly)
-    row["as is"] = ranked | judged(calibration, statistics, parts.anomaly)
+    actual_share = float((labels[parts.train] != 0).mean())
+    plain_detector = train_detector(train, seed, max_time)[0]
+    calibration = plain_detector.artifact.calibration
+    anomaly_scores, statistics = score_stream(plain_detector, test, seed)
+    metrics = compute_ranking_metrics(anomaly_scores, is_anomaly)
+    line: dict[str, Any] = {
+        "share": share,
+        "seed": seed,
+        "contaminated": round(actual_share, 4),
+        "calibrated": len(calibration.scores),
+        "as is": metrics | measure_alerts(calibration, statistics, is_anomaly),
+    }
     if share > 0:
-        without = Calibration.from_statistics(trim_largest(calibration.scores, share), calibration.arrival_order)
-        row["trimmed"] = ranked | judged(without, statistics, parts.anomaly)
-        told = learn(train, seed, max_time, contamination=share)[0]
-        ranks, statistics = streamed(told, test, seed)
-        row["told"] = ranking(ranks, parts.anomaly) | judged(told.artifact.calibration, statistics, parts.anomaly)
+        trimmed = Calibration.from_statistics(trim_largest(calibration.scores, share), calibration.arrival_order)
+        line["trimmed"] = metrics | measure_alerts(trimmed, statistics, is_anomaly)
+        informed_detector = train_detector(train, seed, max_time, contamination=share)[0]
+        anomaly_scores, statistics = score_stream(informed_detector, test, seed)
+        alerts = measure_alerts(informed_detector.artifact.calibration, statistics, is_anomaly)
+        line["told"] = compute_ranking_metrics(anomaly_scores, is_anomaly) | alerts
     matrix = np.column_stack([column.to_numpy() for column in features.columns]).astype(np.float64)
-    others = peers(matrix[parts.train], matrix[parts.test], seed)
-    return row | {name: ranking(others[name], parts.anomaly) for name in BESIDE}
+    peer_scores = score_by_peers(matrix[parts.train], matrix[parts.test], seed)
+    return line | {name: compute_ranking_metrics(peer_scores[name], is_anomaly) for name in NAME_BY_PEER}
 
 
-def _figures(line: dict[str, Any]) -> list[list[str]]:
-    """Rows of the report: one for each way and peer."""
-    first = [line["table"], f"{line['contaminated']:.1%}", str(line["seed"])]
+def _format_rows(line: dict[str, Any]) -> list[list[str]]:
+    """Return the rows of one measurement: one for each treatment and one for each other method."""
+    first_cells = [line["table"], f"{line['contaminated']:.1%}", str(line["seed"])]
     rows = []
-    for name in (*(way for way in WAYS if way in line), *BESIDE):
-        of = line[name]
-        worth = [of.get(f"{alpha:g}", {}) for alpha in ALPHAS]
-        alerts = [f"{at[what]:.1%}" if at else "" for at in worth for what in ("false alarms", "detected")]
-        rows.append([*first, BESIDE.get(name, name), f"{of['auroc']:.3f}", f"{of['aupr']:.3f}", *alerts])
+    for name in (*(treatment for treatment in TREATMENTS if treatment in line), *NAME_BY_PEER):
+        figures = line[name]
+        alerts_by_alpha = [figures.get(f"{alpha:g}", {}) for alpha in ALPHAS]
+        alert_cells = [
+            f"{alerts[key]:.1%}" if alerts else "" for alerts in alerts_by_alpha for key in ("false alarms", "detected")
+        ]
+        metrics = [f"{figures['auroc']:.3f}", f"{figures['aupr']:.3f}"]
+        rows.append([*first_cells, NAME_BY_PEER.get(name, name), *metrics, *alert_cells])
     return rows
 
 
-def report(lines: list[dict[str, Any]]) -> str:
-    alerts = [f"{what} at {a:.0%}" for a in ALPHAS for what in ("false alarms", "detected")]
-    head = ["table", "anomalies in training", "seed", "way", "AUROC", "AUPR", *alerts]
-    rows = (markdown_row(row) for line in lines for row in _figures(line))
-    return "\n".join([*markdown_head(head), *rows])
+def format_results(lines: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of the measurements."""
+    alert_titles = [f"{key} at α = {alpha:.0%}" for alpha in ALPHAS for key in ("false alarms", "detected")]
+    titles = ["table", "anomalies in training", "seed", "treatment", "AUROC", "AUPR", *alert_titles]
+    rows = (format_markdown_row(row) for line in lines for row in _format_rows(line))
+    return "\n".join([*format_markdown_header(titles), *rows])
 
 
-def means(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each share asked for, the means over tables and seeds, as a line like theirs."""
-    by_share: dict[float, list[dict[str, Any]]] = {}
+def average_by_share(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return, for each requested share, the means over tables and seeds as a line like those of the tables."""
+    lines_by_share: dict[float, list[dict[str, Any]]] = {}
     for line in lines:
-        by_share.setdefault(line["share"], []).append(line)
-    ways = (*WAYS, *BESIDE)
-    return [
-        {"table": "mean", "contaminated": share, "seed": ""} | _mean([{w: a[w] for w in ways if w in a} for a in alike])
-        for share, alike in by_share.items()
-    ]
+        lines_by_share.setdefault(line["share"], []).append(line)
+    names = (*TREATMENTS, *NAME_BY_PEER)
+    averages = []
+    for share, similar in lines_by_share.items():
+        means = _average([{name: line[name] for name in names if name in line} for line in similar])
+        averages.append({"table": "mean", "contaminated": share, "seed": ""} | means)
+    return averages
 
 
-def _mean(figures: list[Any]) -> Any:
-    """Of numbers, or entry by entry of dictionaries of the same shape."""
+def _average(figures: list[Any]) -> Any:
+    """Return the mean of numbers, or entry by entry the mean of dictionaries with the same keys."""
     if isinstance(figures[0], dict):
-        return {key: _mean([one[key] for one in figures]) for key in figures[0]}
+        return {key: _average([entry[key] for entry in figures]) for key in figures[0]}
     return float(np.mean(figures))
 
 
-def shares_of(text: str) -> list[float]:
+def parse_shares(text: str) -> list[float]:
+    """Return the shares of the option --shares."""
     try:
         shares = [float(share) for share in text.split(",")]
     except ValueError:
         shares = [-1.0]
     if not all(0 <= share < 0.5 for share in shares):
-        raise ConfigError(f"--shares {text}: numbers from 0 to below 0.5 with commas between")
+        raise ConfigError(f"--shares {text}: expected comma-separated numbers, at least 0 and below 0.5")
     return shares
 
 
 def run(arguments: argparse.Namespace) -> None:
-    need_peers()
+    """Measure all requested tables and publish the results."""
+    require_scikit_learn()
     lines = []
     for name, path in find_tables(arguments.tables).items():
         table = pq.read_table(path)
-        for share in shares_of(arguments.shares):
-            for seed in seeds_of(arguments.seeds):
-                lines.append({"table": name} | measure(table, share, seed, arguments.max_time))
+        for share in parse_shares(arguments.shares):
+            for seed in parse_seeds(arguments.seeds):
+                lines.append({"table": name} | measure_table(table, share, seed, arguments.max_time))
                 print(json.dumps(lines[-1]), flush=True)
-    when = f"{machine()}, {today()}; at most {arguments.max_time} of training each way."
-    when += " The means are by the share asked for, which a table with few anomalies does not reach."
-    text = f"# Contaminated training data\n\n{when}\n\n{report(means(lines))}\n\n{report(lines)}\n"
-    publish("contamination", text, lines)
+    conditions = (
+        f"{describe_machine()}, {format_today()}. Each training run takes at most {arguments.max_time}. Means are by "
+        "the requested share, which tables with few anomalies do not reach."
+    )
+    text = (
+        f"# Contaminated training data\n\n{conditions}\n\n"
+        f"{format_results(average_by_share(lines))}\n\n{format_results(lines)}\n"
+    )
+    publish_results("contamination", text, lines)
 
 
 def main() -> None:
-    options = parser(__doc__, seeds="0", max_time="45s")
-    options.add_argument("--shares", default="0,0.01,0.05,0.1", help="of anomalies; 0,0.01,0.05,0.1 by default")
-    launch("contamination", run, options)
+    """Run the program."""
+    options = build_parser(__doc__, seeds="0", max_time="45s")
+    shares_help = "comma-separated shares of anomalies among the training records; 0,0.01,0.05,0.1 by default"
+    options.add_argument("--shares", default="0,0.01,0.05,0.1", help=shares_help)
+    run_benchmark("contamination", run, options)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
-"""How likely held-out records are: against a Gaussian mixture, and against the paper's recipe in the same time.
+"""Log-likelihood of held-out records, compared with Gaussian mixtures and with the paper's recipe in the same time.
 
     python -m benchmarks.density --tables cardio,pendigits --max-time 60s            (make bench-quality)
 
-The tables of `benchmarks.tables` with their split (half of the normals trains, the other normals are held out here) and
-SKAB's record of normal operation, cut in halves by the same shuffle. The figure is −ln p of a held-out record in nats,
-mean over ten random orders, in the units of the trained model; smaller is better. Every contender sees the same
-transformed numbers: readings of a gridded sensor are spread evenly over their quantum. Results are kept table by table,
-and a run that was cut off goes on where it was; with other code, measure --again.
+The tables and their split are those of `benchmarks.tables`: half of the normal rows trains, the other normal rows are
+held out. A further table is SKAB's recording of normal operation, split in the same way. The figure is −ln p of a
+held-out record in nats, a mean over ten random orders, in the units of the trained model; smaller is better. All
+methods receive the same numbers, in which values of sensors with a known resolution (quantum) are spread uniformly
+over one quantum. Results are stored table by table, and an interrupted run continues; use --again after code changes.
 
 - ours: the default recipe.
-- mixture: full-covariance Gaussians by scikit-learn, their number chosen by BIC from 1 to 20, fitted to our training
-  and validation records; a label is a number spread over a unit cell, so that a cell's density compares with a mass.
-- paper: the paper's recipe (`PAPER`), as wide and deep as ours, since 19 million parameters get nowhere in a minute on
-  a CPU, and with a rate of learning that suits that size; the same time for the whole run.
+- mixture: Gaussian mixtures with full covariances by scikit-learn, with 1 to 20 components chosen by BIC, fitted to our
+  training and validation records. A label is a number spread over a unit cell, so that the density over a cell is
+  comparable with a probability.
+- paper: the recipe of the paper (`PAPER_OPTIONS`) in the same total time. The network is as wide and deep as ours,
+  because the paper's 19 million parameters cannot be trained in a minute on a CPU. The learning rate suits that size.
 """
 
 from __future__ import annotations
@@ -31,8 +32,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from benchmarks.command import ResultStore, add_again_option, run_benchmark, describe_machine, build_parser, publish_results, format_today
-from benchmarks.tables import find_tables, need_peers, preset_for, seeds_of, split, tables_folder
+from benchmarks.command import (
+    ResultStore,
+    add_again_option,
+    build_parser,
+    describe_machine,
+    format_today,
+    publish_results,
+    run_benchmark,
+)
+from benchmarks.tables import (
+    choose_preset,
+    find_tables,
+    format_markdown_header,
+    format_markdown_row,
+    get_tables_folder,
+    parse_seeds,
+    require_scikit_learn,
+    split_table,
+)
 from trainer.data import PreparedTable, Split, encode_table
 from trainer.evaluate import evaluate_held_out
 from trainer.job import TrainingOutput, train
@@ -42,15 +60,24 @@ from trainer.tables import index_records, open_tables
 
 Floats = NDArray[np.float64]
 
-ORDERS = 10
-HELD_OUT = 2000
-"""At most so many held-out records are scored."""
-COMPONENTS = 20
-SPREADS = 5
-"""Draws of the places of gridded readings in their quantum, for the mixture."""
+NUM_ORDERS = 10
+"""Random orders over which the log-likelihood of a record is averaged."""
+
+MAX_HELD_OUT = 2000
+"""Largest number of held-out records that are scored."""
+
+MAX_COMPONENTS = 20
+"""Largest number of components among which BIC chooses."""
+
+NUM_SPREADS = 5
+"""Draws of the values within their quantum over which the mixture's log-likelihood is averaged."""
+
 SKAB = "SKAB anomaly-free"
+"""Name of the table that is SKAB's recording of normal operation."""
+
 CONTENDERS = ("ours", "mixture", "paper")
-PAPER: dict[str, Any] = {
+
+PAPER_OPTIONS: dict[str, Any] = {
     "norm": "post",
     "activation": "relu",
     "memory": "all",
@@ -63,26 +90,44 @@ PAPER: dict[str, Any] = {
     "weight_decay": 0.0,
     "smoothing": 0.0,
     "forget": 0.0,
-    "averaging": 1e-3,  # as good as none
+    "averaging": 1e-3,  # so short that weights are practically not averaged
     "gaussians": 0,
 }
+"""Training options of the paper's recipe."""
 
 
-def learned(rows: pa.Table, held: pa.Table, seed: int, max_time: str, **options: Any) -> tuple[TrainingOutput, float]:
-    """A training run, and the mean −ln p of the held-out records over random orders."""
+def train_and_evaluate(
+    rows: pa.Table, held_out_rows: pa.Table, seed: int, max_time: str, **options: Any
+) -> tuple[TrainingOutput, float]:
+    """Train a model and return it with the mean −ln p of the held-out records over random orders, in nats.
+
+    Args:
+        rows: A wide table of training records.
+        held_out_rows: A wide table of other normal records.
+        seed: Seed of the training run and of the orders.
+        max_time: Largest duration of the run, for example "60s".
+        options: Further options of the training run.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         pq.write_table(rows, folder / "train.parquet")
-        pq.write_table(held, folder / "held.parquet")
-        chosen = {"preset": preset_for(len(rows)), "max_time": max_time, "seed": seed} | options
-        settings = TrainConfig(out=folder / "model", **chosen)  # type: ignore[arg-type]
-        result = train([folder / "train.parquet"], settings)
-        data = encoded(result.data, folder / "held.parquet", folder)
-        return result, evaluate_held_out(result.model, data, np.arange(len(data.split)), ORDERS, seed).mean_nll
+        pq.write_table(held_out_rows, folder / "held.parquet")
+        all_options = {"preset": choose_preset(len(rows)), "max_time": max_time, "seed": seed} | options
+        config = TrainConfig(out=folder / "model", **all_options)  # type: ignore[arg-type]
+        result = train([folder / "train.parquet"], config)
+        data = encode_held_out(result.data, folder / "held.parquet", folder)
+        all_rows = np.arange(len(data.split))
+        return result, evaluate_held_out(result.model, data, all_rows, NUM_ORDERS, seed).mean_nll
 
 
-def encoded(data: PreparedTable, table: Path, folder: Path) -> PreparedTable:
-    """Other records in the units of these, all of them held out."""
+def encode_held_out(data: PreparedTable, table: Path, folder: Path) -> PreparedTable:
+    """Encode other records in the units of a prepared table, all of them as calibration records.
+
+    Args:
+        data: The prepared training table, whose schema determines the units.
+        table: A Parquet file with the other records.
+        folder: Where the encoded values are stored.
+    """
     source = open_tables([table], "wide", None, None)
     source.feature_columns = [name for name in source.schema.names if name in data.schema.code_by_name]
     index_records(source)
@@ -90,137 +135,164 @@ def encoded(data: PreparedTable, table: Path, folder: Path) -> PreparedTable:
     return replace(data, values=values, ranks=None, split=np.full(len(values), Split.CALIBRATION, np.uint8))
 
 
-def spread(data: PreparedTable, rows: NDArray[np.int64], seed: int) -> Floats:
-    """(N, F) readings spread over their quantum and labels over their cell."""
+def encode_training_rows(data: PreparedTable, table: Path, folder: Path) -> PreparedTable:
+    """Encode the training table again with its original split, because the training run deletes its own copy."""
+    return replace(encode_held_out(data, table, folder), split=data.split)
+
+
+def spread_values(data: PreparedTable, rows: NDArray[np.int64], seed: int) -> Floats:
+    """Return (N, F) values that are spread uniformly: numbers over their quantum, label codes over a unit cell.
+
+    Args:
+        data: The prepared table.
+        rows: (N,) row numbers.
+        seed: Seed of the random positions.
+    """
     values, _ = read_rows(data, rows)
-    spread_out, _ = Noise.from_schema(data.schema).apply(values, create_generator(seed, 0xDE45))
-    cells = np.random.default_rng([seed, 0xDE45]).random(values.shape) - 0.5
-    return spread_out.double().numpy() + np.where(data.schema.is_discrete, cells, 0.0)
+    spread, _ = Noise.from_schema(data.schema).apply(values, create_generator(seed, 0xDE45))
+    cell_offsets = np.random.default_rng([seed, 0xDE45]).random(values.shape) - 0.5
+    return spread.double().numpy() + np.where(data.schema.is_discrete, cell_offsets, 0.0)
 
 
-def mixture(data: PreparedTable, held: PreparedTable, seed: int) -> tuple[int, float]:
-    """Components chosen, and the mean −ln p of held-out records. Missing readings would need another peer."""
+def evaluate_mixture(data: PreparedTable, held_out: PreparedTable, seed: int) -> tuple[int, float]:
+    """Fit Gaussian mixtures and evaluate the one with the best BIC; the tables must not have missing readings.
+
+    Args:
+        data: The training and validation records.
+        held_out: The held-out records.
+        seed: Seed of the fits and of the spread values.
+
+    Returns:
+        The number of components and the mean −ln p of the held-out records in nats.
+    """
     from sklearn.mixture import GaussianMixture
 
-    x = spread(data, np.flatnonzero(data.split != Split.CALIBRATION), seed)
+    x = spread_values(data, np.flatnonzero(data.split != Split.CALIBRATION), seed)
     location, scale = x.mean(0), x.std(0) + 1e-9
     x = (x - location) / scale
+    candidates = [k for k in range(1, MAX_COMPONENTS + 1) if k == 1 or k * x.shape[1] <= len(x)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some numbers of components do not converge; BIC sorts them out
-        fits = [
-            GaussianMixture(k, random_state=seed).fit(x)
-            for k in range(1, COMPONENTS + 1)
-            if k == 1 or k * x.shape[1] <= len(x)
-        ]
-    best = min(fits, key=lambda fit: float(fit.bic(x)))
-    rows = np.arange(len(held.split))
-    likelihoods = [
-        best.score_samples((spread(held, rows, seed + k) - location) / scale).mean() - np.log(scale).sum()
-        for k in range(SPREADS)
-    ]
-    return int(best.n_components), -float(np.mean(likelihoods))
+        warnings.simplefilter("ignore")  # fits that do not converge have a poor BIC and are not chosen
+        mixtures = [GaussianMixture(k, random_state=seed).fit(x) for k in candidates]
+    best = min(mixtures, key=lambda mixture: float(mixture.bic(x)))
+    rows = np.arange(len(held_out.split))
+    log_likelihoods = []
+    for k in range(NUM_SPREADS):
+        z = (spread_values(held_out, rows, seed + k) - location) / scale
+        log_likelihoods.append(best.score_samples(z).mean() - np.log(scale).sum())
+    return int(best.n_components), -float(np.mean(log_likelihoods))
 
 
-def measure(train_rows: pa.Table, held_rows: pa.Table, seed: int, max_time: str) -> dict[str, Any]:
-    """One table, one seed: nats a held-out record of each contender."""
-    result, ours = learned(train_rows, held_rows, seed, max_time)
-    plain, paper = learned(train_rows, held_rows, seed, max_time, **PAPER)
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as other:
-        pq.write_table(train_rows, Path(name) / "train.parquet")
-        pq.write_table(held_rows, Path(name) / "held.parquet")
-        held = encoded(result.data, Path(name) / "held.parquet", Path(name))
-        components, nats = mixture(encoded_train(result.data, Path(name) / "train.parquet", Path(other)), held, seed)
+def measure_table(train_rows: pa.Table, held_out_rows: pa.Table, seed: int, max_time: str) -> dict[str, Any]:
+    """Return the mean −ln p of held-out records by each method, in nats, for one table and seed."""
+    result, ours = train_and_evaluate(train_rows, held_out_rows, seed, max_time)
+    paper_result, paper = train_and_evaluate(train_rows, held_out_rows, seed, max_time, **PAPER_OPTIONS)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as held_out_folder, tempfile.TemporaryDirectory() as train_folder:
+        train_path, held_out_path = Path(held_out_folder) / "train.parquet", Path(held_out_folder) / "held.parquet"
+        pq.write_table(train_rows, train_path)
+        pq.write_table(held_out_rows, held_out_path)
+        held_out = encode_held_out(result.data, held_out_path, Path(held_out_folder))
+        training = encode_training_rows(result.data, train_path, Path(train_folder))
+        num_components, mixture = evaluate_mixture(training, held_out, seed)
     return {
         "seed": seed,
         "ours": ours,
-        "mixture": nats,
+        "mixture": mixture,
         "paper": paper,
-        "components": components,
+        "components": num_components,
         "gaussians": result.model.config.gaussians,
         "steps": result.training_result.steps,
-        "paper_steps": plain.training_result.steps,
-        "mixture_seconds": round(time.monotonic() - began, 1),
+        "paper_steps": paper_result.training_result.steps,
+        "mixture_seconds": round(time.monotonic() - start, 1),
     }
 
 
-def encoded_train(data: PreparedTable, table: Path, folder: Path) -> PreparedTable:
-    """The training table again (the run's own copy is gone), with the split it was used in."""
-    return replace(encoded(data, table, folder), split=data.split)
+def find_sources(requested: str) -> dict[str, Path]:
+    """Return the files of the requested tables by name, including SKAB's if it is named or nothing is named."""
+    names = [name.strip() for name in requested.split(",") if name.strip()]
+    skab_path = get_tables_folder().parent / "skab" / "anomaly-free" / "anomaly-free.parquet"
+    path_by_name = find_tables(",".join(name for name in names if name != SKAB)) if names != [SKAB] else {}
+    return path_by_name | ({SKAB: skab_path} if not names or SKAB in names else {})
 
 
-def sources(wanted: str) -> dict[str, Path]:
-    """The tables, and SKAB's where all are wanted or it is named."""
-    names = [name.strip() for name in wanted.split(",") if name.strip()]
-    skab = tables_folder().parent / "skab" / "anomaly-free" / "anomaly-free.parquet"
-    found = find_tables(",".join(name for name in names if name != SKAB)) if names != [SKAB] else {}
-    return found | ({SKAB: skab} if not names or SKAB in names else {})
-
-
-def halves(name: str, path: Path, seed: int) -> tuple[pa.Table, pa.Table]:
-    """Training records and held-out normal ones."""
+def split_normal_rows(name: str, path: Path, seed: int) -> tuple[pa.Table, pa.Table]:
+    """Return the training records and the held-out normal records of a table, without the label."""
     table = pq.read_table(path)
     if name == SKAB:
-        numbers = [f.name for f in table.schema if pa.types.is_floating(f.type)]
-        table = table.select(numbers).append_column("label", pa.array(np.zeros(len(table), np.int64)))
-    parts = split(table["label"].to_numpy(), seed)
-    normals = parts.test[~parts.anomaly]
-    if len(normals) > HELD_OUT:
-        normals = np.sort(np.random.default_rng([seed, 0xDE46]).choice(normals, HELD_OUT, replace=False))
+        numeric = [column.name for column in table.schema if pa.types.is_floating(column.type)]
+        table = table.select(numeric).append_column("label", pa.array(np.zeros(len(table), np.int64)))
+    parts = split_table(table["label"].to_numpy(), seed)
+    held_out = parts.test[~parts.is_anomaly]
+    if len(held_out) > MAX_HELD_OUT:
+        rng = np.random.default_rng([seed, 0xDE46])
+        held_out = np.sort(rng.choice(held_out, MAX_HELD_OUT, replace=False))
     features = table.drop_columns(["label"])
-    return features.take(parts.train), features.take(normals)
+    return features.take(parts.train), features.take(held_out)
 
 
-def table_of(lines: list[dict[str, Any]]) -> str:
-    text = [
-        "| table | features | trained on | ours | Gaussian mixture (BIC) | paper's recipe | Gaussians | their BIC |"
-    ]
-    text.append("|---|---|---|---|---|---|---|---|")
+def format_results(lines: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of the results; the smallest value of each row is bold."""
+    text = format_markdown_header(
+        [
+            "table",
+            "features",
+            "training records",
+            "ours",
+            "Gaussian mixture (BIC)",
+            "paper's recipe",
+            "Gaussians in our prior",
+            "components of the mixture",
+        ]
+    )
     for line in lines:
-        means = {c: float(np.mean([run[c] for run in line["runs"]])) for c in CONTENDERS}
-        least = min(means.values())
-        cells = [f"**{m:.2f}**" if m == least else f"{m:.2f}" for m in means.values()]
-        guides, components = ([str(run[k]) for run in line["runs"]] for k in ("gaussians", "components"))
-        rest = [", ".join(guides), ", ".join(components)]
+        means = [float(np.mean([run[contender] for run in line["runs"]])) for contender in CONTENDERS]
+        figures = [f"**{mean:.2f}**" if mean == min(means) else f"{mean:.2f}" for mean in means]
+        counts = [", ".join(str(run[key]) for run in line["runs"]) for key in ("gaussians", "components")]
         text.append(
-            "| " + " | ".join([line["table"], str(line["features"]), str(line["records"]), *cells, *rest]) + " |"
+            format_markdown_row([line["table"], str(line["features"]), str(line["records"]), *figures, *counts])
         )
     return "\n".join(text)
 
 
-def wins(lines: list[dict[str, Any]], against: str) -> int:
-    """Tables on which ours is likelier, by the mean over seeds."""
+def count_wins(lines: list[dict[str, Any]], opponent: str) -> int:
+    """Return the number of tables on which our mean −ln p over seeds is smaller than that of another method."""
     return sum(
-        np.mean([r["ours"] for r in line["runs"]]) < np.mean([r[against] for r in line["runs"]]) for line in lines
+        np.mean([run["ours"] for run in line["runs"]]) < np.mean([run[opponent] for run in line["runs"]])
+        for line in lines
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    need_peers()
-    seeds = seeds_of(arguments.seeds)
+    """Measure all requested tables that are not stored yet, and publish the results."""
+    require_scikit_learn()
+    seeds = parse_seeds(arguments.seeds)
     setting = {"seeds": arguments.seeds, "max_time": arguments.max_time, "machine": describe_machine()}
-    kept, lines = ResultStore("density", setting, arguments.again), []
-    for name, path in sources(arguments.tables).items():
-        line = kept.find(table=name)
+    store, lines = ResultStore("density", setting, arguments.again), []
+    for name, path in find_sources(arguments.tables).items():
+        line = store.find(table=name)
         if line is None:
-            pairs = [halves(name, path, seed) for seed in seeds]
-            runs = [measure(*pair, seed, arguments.max_time) for pair, seed in zip(pairs, seeds, strict=True)]
-            about = {"table": name, "features": pairs[0][0].num_columns, "records": len(pairs[0][0])}
-            line = kept.add({**about, "date": format_today(), "runs": runs})
+            parts = [split_normal_rows(name, path, seed) for seed in seeds]
+            runs = [measure_table(*part, seed, arguments.max_time) for part, seed in zip(parts, seeds, strict=True)]
+            train_rows = parts[0][0]
+            description = {"table": name, "features": train_rows.num_columns, "records": len(train_rows)}
+            line = store.add({**description, "date": format_today(), "runs": runs})
         lines.append(line)
         print(json.dumps(line), flush=True)
-    days = ", ".join(sorted({line["date"] for line in lines}))
+    dates = ", ".join(sorted({line["date"] for line in lines}))
     text = (
-        f"# Density\n\n{describe_machine()}, {days}; −ln p of a held-out normal record, nats, mean over {ORDERS} random orders "
-        f"and seeds {arguments.seeds}; at most {arguments.max_time} for a training run, calibration included.\n\n"
-        f"{table_of(lines)}\n\nOurs is likelier than the Gaussian mixture on {wins(lines, 'mixture')} and than the "
-        f"paper's recipe on {wins(lines, 'paper')} of {len(lines)} tables.\n"
+        f"# Density\n\n{describe_machine()}, {dates}; −ln p of a held-out normal record in nats, a mean over "
+        f"{NUM_ORDERS} random orders and seeds {arguments.seeds}; smaller is better. Each training run takes at most "
+        f"{arguments.max_time} including calibration.\n\n"
+        f"{format_results(lines)}\n\nOurs is likelier than the Gaussian mixture on {count_wins(lines, 'mixture')} and "
+        f"than the paper's recipe on {count_wins(lines, 'paper')} of {len(lines)} tables.\n"
     )
     publish_results("density", text)
 
 
 def main() -> None:
-    options = build_parser(__doc__, f"{SKAB!r} among them; all by default", seeds="0", max_time="60s")
+    """Run the program."""
+    options = build_parser(__doc__, f"all by default, including {SKAB!r}", seeds="0", max_time="60s")
     run_benchmark("density", run, add_again_option(options))
 
 

@@ -1,19 +1,21 @@
-"""How soon drift is noticed, and how often wrongly, beside change detectors of River, on the tables of ADBench.
+"""Drift detection: delay and false alarms, compared with change detectors of River, on the tables of ADBench.
 
     python -m benchmarks.drift --tables pendigits,satellite --models /tmp/models
 
-Models, splits and units are those of `benchmarks.early` (`--models DIR` shares them). The held-out normals, those of
-the calibration and those of the test, come in random orders, and each has the statistic M of alerts. A life draws anew
-which of them are the calibration and which the stream, so that all are exchangeable in fact, and sends the stream to
+Models, splits and units are those of `benchmarks.early`, with which --models DIR can be shared. All held-out normal
+records of a table arrive in random orders, and each has a largest prefix statistic. A simulated stream draws at random
+which of them are the calibration records and which are the stream, so that all are exchangeable. The detectors are:
 
-    ours              `calibration/drift.py`, at the level that bounds the chance of a false notice, ever, by its inverse
-    ADWIN, KSWIN      River, as they come, on the records' p-values among the calibration
-    Page-Hinkley      likewise, on minus the p-values: it looks for a growing mean, so for more anomalous records
+    ours              the test martingale of `deformer_stream/calibration/drift.py`; a false alarm, ever, has a
+                      probability of at most 1/level
+    ADWIN, KSWIN      River's detectors with their defaults, on the p-values of the records among the calibration
+    Page-Hinkley      River's detector of a growing mean, on the negative p-values
 
-Quiet lives count false notices. In the others, after `QUIET` records like the calibration's, come records of which one
-feature is shifted or noisier, by so many of its standard deviations in the model's units, or a share are anomalies:
-counted are lives with a notice within `DRIFTED` records of the change, and how many records that took; a notice
-before the change spoils a life. For a feature that changed also: how often our notice names it first.
+Streams without a change count false alarms. In the other streams, a change occurs after `NUM_BEFORE_CHANGE` records:
+one feature is shifted or noisier by a number of its standard deviations in the model's units, or a share of the records
+are anomalies. A stream counts as detected if the first alarm is within `NUM_AFTER_CHANGE` records after the change; an
+alarm before the change counts as a miss. If one feature has changed, it is also measured how often our notice names it
+first.
 """
 
 from __future__ import annotations
@@ -30,175 +32,258 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from benchmarks.command import launch, machine, parser, publish, today
-from benchmarks.early import LAWS, Case, prepare
-from benchmarks.tables import find_tables, markdown_head, markdown_row, seeds_of
+from benchmarks.command import build_parser, describe_machine, format_today, publish_results, run_benchmark
+from benchmarks.early import DRAW_ORDERS_BY_NAME, Case, prepare_case
+from benchmarks.tables import find_tables, format_markdown_header, format_markdown_row, parse_seeds
 from deformer_stream.calibration.conformal import Calibration
+from deformer_stream.calibration.drift import NUM_RECENT_RECORDS, DriftMonitor, find_shifted_features
 from deformer_stream.calibration.torch_scoring import compute_max_statistics, score_records
-from deformer_stream.calibration.drift import RECENT, DriftMonitor, moved
 from deformer_stream.errors import ConfigError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 LEVELS = (10.0, 100.0, 1000.0)
-LEVEL = 1000.0
-"""Of our notices where something changes; 10 of 10,000 quiet lives may have one."""
-QUIET, DRIFTED = 400, 600
-LIVES, CHANGED_LIVES = 200, 20
-LEAST = 1500
-"""Held-out normals without which a life would repeat records."""
+"""Alarm levels of ours in streams without a change."""
+
+CHANGE_LEVEL = 1000.0
+"""Alarm level of ours in streams with a change: at most 10 of 10,000 streams without a change would have an alarm."""
+
+NUM_BEFORE_CHANGE, NUM_AFTER_CHANGE = 400, 600
+"""Numbers of records of a stream before and after the change."""
+
+NUM_UNCHANGED_STREAMS, NUM_CHANGED_STREAMS = 200, 20
+"""Numbers of simulated streams without a change, and with each kind of change."""
+
+MIN_NORMALS = 1500
+"""Number of held-out normal records below which a stream would repeat records."""
+
 PEERS = ("ADWIN", "KSWIN", "Page-Hinkley")
 CHANGES = ("shift 0.5", "shift 1", "shift 2", "noise 1", "noise 2", "anomalies 10%", "anomalies 30%")
 
-Notice = Callable[[Floats, Floats], "int | None"]
-"""Calibration statistics, statistics of the stream in its order → records by the first notice, None without any."""
+FindAlarm = Callable[[Floats, Floats], "int | None"]
+"""Returns the number of stream records until the first alarm, None without an alarm. Its arguments are the calibration
+statistics and the statistics of the stream in order."""
 
 
-def ours(level: float) -> Notice:
-    def first(calibration: Floats, stream: Floats) -> int | None:
-        watch = DriftMonitor(Calibration.from_statistics(calibration, "random"), "model", level)
-        watch.observe([0] * len(stream), [str(i) for i in range(len(stream))], stream)
-        reached = watch.take_reached()
-        return reached[0].records if reached else None
+def make_own_detector(level: float) -> FindAlarm:
+    """Return our detector with this alarm level."""
 
-    return first
+    def find_alarm(calibration: Floats, stream: Floats) -> int | None:
+        monitor = DriftMonitor(Calibration.from_statistics(calibration, "random"), "model", level)
+        monitor.observe([0] * len(stream), [str(i) for i in range(len(stream))], stream)
+        alarms = monitor.pop_alarms()
+        return alarms[0].num_records if alarms else None
+
+    return find_alarm
 
 
-def peer(name: str, seed: int) -> Notice:
+def make_peer_detector(name: str, seed: int) -> FindAlarm:
+    """Return one of River's detectors."""
     from river import drift
 
-    def first(calibration: Floats, stream: Floats) -> int | None:
-        made = {
+    def find_alarm(calibration: Floats, stream: Floats) -> int | None:
+        create_by_name = {
             "ADWIN": drift.ADWIN,
             "KSWIN": lambda: drift.KSWIN(seed=seed),
             "Page-Hinkley": lambda: drift.PageHinkley(mode="up"),
         }
-        detector, sign = made[name](), -1.0 if name == "Page-Hinkley" else 1.0
-        for i, p in enumerate(Calibration.from_statistics(calibration, "random").compute_pooled_p_values(stream).tolist(), 1):
+        detector, sign = create_by_name[name](), -1.0 if name == "Page-Hinkley" else 1.0
+        p_values = Calibration.from_statistics(calibration, "random").compute_pooled_p_values(stream)
+        for num_records, p in enumerate(p_values.tolist(), 1):
             detector.update(sign * p)
             if detector.drift_detected:
-                return i
+                return num_records
         return None
 
-    return first
+    return find_alarm
 
 
-def changed(kind: str, rows: Floats, anomalies: Floats, spread: Floats, rng: np.random.Generator) -> tuple[Floats, int]:
-    """Records of which something is not as it was, (N, F), and the feature that changed, −1 for all. spread: (F,)."""
-    what, amount = kind.split(" ")
+def apply_change(
+    change: str, rows: Floats, anomalies: Floats, std: Floats, rng: np.random.Generator
+) -> tuple[Floats, int]:
+    """Return changed records, and the feature that has changed.
+
+    Args:
+        change: One of `CHANGES`.
+        rows: (N, F) normal records.
+        anomalies: (M, F) anomalies, which replace some of the records in a change of this kind.
+        std: (F,) standard deviations of the features.
+        rng: Source of random numbers.
+
+    Returns:
+        The changed records, (N, F), and the code of the changed feature, −1 if records were replaced by anomalies.
+    """
+    kind, amount = change.split(" ")
     rows = rows.copy()
-    if what == "anomalies":
+    if kind == "anomalies":
         count = round(float(amount.rstrip("%")) / 100 * len(rows))
         rows[rng.permutation(len(rows))[:count]] = anomalies[rng.integers(len(anomalies), size=count)]
         return rows, -1
     feature = int(rng.integers(rows.shape[1]))
-    step = float(amount) * spread[feature]
-    rows[:, feature] += step if what == "shift" else step * rng.standard_normal(len(rows))
+    scale = float(amount) * std[feature]
+    rows[:, feature] += scale if kind == "shift" else scale * rng.standard_normal(len(rows))
     return rows, feature
 
 
-def named_first(case: Case, calibration: Ints, feature: int, codes: Ints, rows: Floats) -> bool:
-    """Whether a notice after these records (N, F) in these orders, N ≤ `RECENT`, names the feature that changed first.
+def names_feature_first(case: Case, calibration_rows: Ints, feature: int, codes: Ints, rows: Floats) -> bool:
+    """Return whether a notice after these records names the changed feature first.
 
-    calibration: rows of the life's calibration among `case`'s held-out normals."""
+    Args:
+        case: The model and its records.
+        calibration_rows: The calibration records, as row numbers of the held-out normal records.
+        feature: Code of the changed feature.
+        codes: (N, F) orders of the last N records before the notice, at most `NUM_RECENT_RECORDS`.
+        rows: (N, F) these records.
+    """
     names = case.model.schema.names
-    normals = held_out(case)
-    usual_codes = LAWS["random"](len(calibration), normals.shape[1], np.random.default_rng(0))
-    usual = score_records(case.model, usual_codes, np.take_along_axis(normals[calibration], usual_codes, 1)).average_neg_log_p_by_feature(names)
-    recent = score_records(case.model, codes, np.take_along_axis(rows, codes, 1)).average_neg_log_p_by_feature(names)
-    found = moved(recent, usual)
-    return bool(found) and found[0].feature == names[feature]
+    normals = collect_held_out_normals(case)
+    draw_orders = DRAW_ORDERS_BY_NAME["random"]
+    calibration_codes = draw_orders(len(calibration_rows), normals.shape[1], np.random.default_rng(0))
+
+    def average_neg_log_p(record_codes: Ints, records: Floats) -> dict[str, float]:
+        values = np.take_along_axis(records, record_codes, 1)
+        return score_records(case.model, record_codes, values).average_neg_log_p_by_feature(names)
+
+    expected = average_neg_log_p(calibration_codes, normals[calibration_rows])
+    shifts = find_shifted_features(average_neg_log_p(codes, rows), expected)
+    return bool(shifts) and shifts[0].feature == names[feature]
 
 
-def held_out(case: Case) -> Floats:
-    """(N, F) the normals that the model has not seen."""
-    return np.concatenate([case.calibration, case.test[~case.anomaly]])
+def collect_held_out_normals(case: Case) -> Floats:
+    """Return the normal records on which the model was not trained, (N, F)."""
+    return np.concatenate([case.calibration, case.test[~case.is_anomaly]])
 
 
-def quiet(statistics: Floats, calibrated: int, contenders: dict[str, Notice], seed: int) -> dict[str, int]:
-    """Contender → lives with a notice, of `LIVES`. statistics: (N,) M of the held-out normals."""
+def count_false_alarms(
+    statistics: Floats, num_calibration: int, detectors: dict[str, FindAlarm], seed: int
+) -> dict[str, int]:
+    """Return, for each detector, in how many of `NUM_UNCHANGED_STREAMS` streams without a change it raised an alarm.
+
+    Args:
+        statistics: (N,) largest prefix statistics of the held-out normal records.
+        num_calibration: Number of calibration records of a stream.
+        detectors: The detectors by name.
+        seed: Seed of the streams.
+    """
     rng = np.random.default_rng([seed, 0xD21F])
-    found = dict.fromkeys(contenders, 0)
-    for _ in range(LIVES):
+    counts = dict.fromkeys(detectors, 0)
+    for _ in range(NUM_UNCHANGED_STREAMS):
         order = rng.permutation(len(statistics))
-        life = statistics[order[:calibrated]], statistics[order[calibrated : calibrated + QUIET + DRIFTED]]
-        for name, notice in contenders.items():
-            found[name] += notice(*life) is not None
-    return found
+        calibration, rest = statistics[order[:num_calibration]], statistics[order[num_calibration:]]
+        stream = rest[: NUM_BEFORE_CHANGE + NUM_AFTER_CHANGE]
+        for name, find_alarm in detectors.items():
+            counts[name] += find_alarm(calibration, stream) is not None
+    return counts
 
 
-def drifting(
-    case: Case, statistics: Floats, kind: str, calibrated: int, contenders: dict[str, Notice], seed: int
+def measure_change(
+    case: Case, statistics: Floats, change: str, num_calibration: int, detectors: dict[str, FindAlarm], seed: int
 ) -> dict[str, Any]:
-    """Contender → the records that a notice took after the change, None where it came too early or not, by life; and
-    of our notices how many name the feature first."""
-    rng = np.random.default_rng([seed, 0xC4A6, CHANGES.index(kind)])
-    normals, anomalies = held_out(case), case.test[case.anomaly]
-    delays: dict[str, list[int | None]] = {name: [] for name in contenders}
-    named: list[bool] = []
-    for _ in range(CHANGED_LIVES):
+    """Measure the delays of all detectors for one kind of change.
+
+    Args:
+        case: The model and its records.
+        statistics: (N,) largest prefix statistics of the held-out normal records.
+        change: One of `CHANGES`.
+        num_calibration: Number of calibration records of a stream.
+        detectors: The detectors by name.
+        seed: Seed of the streams.
+
+    Returns:
+        "delays": for each detector and stream, the number of records between change and alarm, None if the alarm was
+        early or missing. "named": for each detection of ours, whether the notice names the changed feature first.
+    """
+    rng = np.random.default_rng([seed, 0xC4A6, CHANGES.index(change)])
+    normals, anomalies = collect_held_out_normals(case), case.test[case.is_anomaly]
+    delays: dict[str, list[int | None]] = {name: [] for name in detectors}
+    is_named_first: list[bool] = []
+    for _ in range(NUM_CHANGED_STREAMS):
         order = rng.permutation(len(normals))
-        calibration, rest = order[:calibrated], order[calibrated:]
-        rows, feature = changed(kind, normals[rest[QUIET:][:DRIFTED]], anomalies, normals.std(0), rng)
-        codes = LAWS["random"](*rows.shape, rng)
-        after = compute_max_statistics(case.model, codes, np.take_along_axis(rows, codes, 1))
-        stream = np.concatenate([statistics[rest[:QUIET]], after])
-        for name, notice in contenders.items():
-            at = notice(statistics[calibration], stream)
-            delay = None if at is None or at <= QUIET else at - QUIET
+        calibration_rows, rest = order[:num_calibration], order[num_calibration:]
+        after_change = normals[rest[NUM_BEFORE_CHANGE:][:NUM_AFTER_CHANGE]]
+        rows, feature = apply_change(change, after_change, anomalies, normals.std(0), rng)
+        codes = DRAW_ORDERS_BY_NAME["random"](*rows.shape, rng)
+        changed_statistics = compute_max_statistics(case.model, codes, np.take_along_axis(rows, codes, 1))
+        stream = np.concatenate([statistics[rest[:NUM_BEFORE_CHANGE]], changed_statistics])
+        for name, find_alarm in detectors.items():
+            num_records = find_alarm(statistics[calibration_rows], stream)
+            is_detected = num_records is not None and num_records > NUM_BEFORE_CHANGE
+            delay = num_records - NUM_BEFORE_CHANGE if num_records is not None and is_detected else None
             delays[name].append(delay)
             if name == "ours" and delay is not None and feature >= 0:
-                last = slice(max(0, delay - RECENT), delay)
-                named.append(named_first(case, calibration, feature, codes[last], rows[last]))
-    return {"delays": delays, "named": named}
+                recent = slice(max(0, delay - NUM_RECENT_RECORDS), delay)
+                is_named_first.append(names_feature_first(case, calibration_rows, feature, codes[recent], rows[recent]))
+    return {"delays": delays, "named": is_named_first}
 
 
-def measure(case: Case, seed: int) -> dict[str, Any]:
-    """One table, one seed."""
-    normals = held_out(case)
-    codes = LAWS["random"](*normals.shape, np.random.default_rng([seed, 0x0DE5]))
+def measure_table(case: Case, seed: int) -> dict[str, Any]:
+    """Measure false alarms and delays on one table with one seed."""
+    normals = collect_held_out_normals(case)
+    codes = DRAW_ORDERS_BY_NAME["random"](*normals.shape, np.random.default_rng([seed, 0x0DE5]))
     statistics = compute_max_statistics(case.model, codes, np.take_along_axis(normals, codes, 1))
-    calibrated = min(len(case.calibration), len(normals) - QUIET - DRIFTED)
-    peers = {name: peer(name, seed) for name in PEERS}
-    false = quiet(statistics, calibrated, {f"level {level:g}": ours(level) for level in LEVELS} | peers, seed)
-    either = {"ours": ours(LEVEL)} | peers
-    changes = {kind: drifting(case, statistics, kind, calibrated, either, seed) for kind in CHANGES}
-    return {"seed": seed, "calibrated": calibrated, "lives": LIVES, "false": false, "changes": changes}
+    num_calibration = min(len(case.calibration), len(normals) - NUM_BEFORE_CHANGE - NUM_AFTER_CHANGE)
+    peers = {name: make_peer_detector(name, seed) for name in PEERS}
+    own_by_level = {f"level {level:g}": make_own_detector(level) for level in LEVELS}
+    detectors = {"ours": make_own_detector(CHANGE_LEVEL)} | peers
+    return {
+        "seed": seed,
+        "calibrated": num_calibration,
+        "lives": NUM_UNCHANGED_STREAMS,
+        "false": count_false_alarms(statistics, num_calibration, own_by_level | peers, seed),
+        "changes": {
+            change: measure_change(case, statistics, change, num_calibration, detectors, seed) for change in CHANGES
+        },
+    }
 
 
-def delay_of(delays: list[int | None]) -> str:
-    """Share of lives with a notice, and the median of the records that it took."""
-    known = [d for d in delays if d is not None]
+def format_delays(delays: list[int | None]) -> str:
+    """Return the share of streams with a detection and the median delay in records."""
+    known = [delay for delay in delays if delay is not None]
     share = f"{100 * len(known) / len(delays):.0f}%"
     return f"{share} · {np.median(known):.0f}" if known else share
 
 
-def report(lines: list[dict[str, Any]]) -> str:
+def format_results(lines: list[dict[str, Any]]) -> str:
+    """Return the results as two Markdown tables with headings."""
+    return f"{_format_false_alarms(lines)}\n\n{_format_changes(lines)}"
+
+
+def _format_false_alarms(lines: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of the streams without a change in which an alarm was raised."""
     runs = [run for line in lines for run in line["runs"]]
-    watched = [f"level {level:g}" for level in LEVELS] + list(PEERS)
-    text = ["## Quiet lives with a notice", ""]
-    text += markdown_head(["table", "calibrated", "lives", *watched])
+    detectors = [f"level {level:g}" for level in LEVELS] + list(PEERS)
+    titles = ["table", "calibration records", "streams", *detectors]
+    text = ["## Streams without a change that have an alarm", "", *format_markdown_header(titles)]
     for line in lines:
         for run in line["runs"]:
             cells = [line["table"], str(run["calibrated"]), str(run["lives"])]
-            text.append(markdown_row(cells + [str(run["false"][name]) for name in watched]))
-    total = sum(run["lives"] for run in runs)
-    shares = [f"{100 * sum(run['false'][name] for run in runs) / total:.1f}%" for name in watched]
-    text.append(markdown_row(["**all**", "", str(total), *shares]))
-    allowed = [f"{100 / level:g}%" for level in LEVELS] + ["none promised"] * len(PEERS)
-    text.append(markdown_row(["**at most**", "", "", *allowed]))
-    text += ["", f"## Something changes after {QUIET} records: lives with a notice · median records it took", ""]
-    text += markdown_head(["change", f"ours, level {LEVEL:g}", *PEERS, "ours names the feature first"])
-    for kind in CHANGES:
-        pooled = {name: [d for run in runs for d in run["changes"][kind]["delays"][name]] for name in ("ours", *PEERS)}
-        named = [n for run in runs for n in run["changes"][kind]["named"]]
-        first = f"{100 * np.mean(named):.0f}% of {len(named)}" if named else ""
-        text.append(markdown_row([kind, *(delay_of(pooled[name]) for name in pooled), first]))
+            text.append(format_markdown_row(cells + [str(run["false"][name]) for name in detectors]))
+    num_streams = sum(run["lives"] for run in runs)
+    shares = [f"{100 * sum(run['false'][name] for run in runs) / num_streams:.1f}%" for name in detectors]
+    text.append(format_markdown_row(["**all**", "", str(num_streams), *shares]))
+    bounds = [f"{100 / level:g}%" for level in LEVELS] + ["no guarantee"] * len(PEERS)
+    text.append(format_markdown_row(["**guaranteed bound**", "", "", *bounds]))
+    return "\n".join(text)
+
+
+def _format_changes(lines: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of detections and delays for each kind of change."""
+    runs = [run for line in lines for run in line["runs"]]
+    title = f"## Change after {NUM_BEFORE_CHANGE} records: streams with a detection · median delay in records"
+    titles = ["change", f"ours, level {CHANGE_LEVEL:g}", *PEERS, "ours names the feature first"]
+    text = [title, "", *format_markdown_header(titles)]
+    for change in CHANGES:
+        measurements = [run["changes"][change] for run in runs]
+        delays = [format_delays([d for m in measurements for d in m["delays"][name]]) for name in ("ours", *PEERS)]
+        named = [is_first for m in measurements for is_first in m["named"]]
+        share_named = f"{100 * np.mean(named):.0f}% of {len(named)}" if named else ""
+        text.append(format_markdown_row([change, *delays, share_named]))
     return "\n".join(text)
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Measure all requested tables and publish the results."""
     try:
         import river  # noqa: F401
     except ImportError:
@@ -207,35 +292,42 @@ def run(arguments: argparse.Namespace) -> None:
         ) from None
     lines = []
     with tempfile.TemporaryDirectory() as temporary:
-        kept = Path(arguments.models or temporary)
+        models = Path(arguments.models or temporary)
         for name, path in find_tables(arguments.tables).items():
             table = pq.read_table(path)
-            cases = {
-                seed: prepare(table, seed, arguments.max_time, kept / f"{name}-{seed}")
-                for seed in seeds_of(arguments.seeds)
+            case_by_seed = {
+                seed: prepare_case(table, seed, arguments.max_time, models / f"{name}-{seed}")
+                for seed in parse_seeds(arguments.seeds)
             }
-            few = min(len(held_out(case)) for case in cases.values())
-            if few < LEAST:
-                print(f"{name}: {few} held-out normals, a life takes {LEAST}", file=sys.stderr, flush=True)
+            num_normals = min(len(collect_held_out_normals(case)) for case in case_by_seed.values())
+            if num_normals < MIN_NORMALS:
+                message = f"{name} is skipped: it has {num_normals} held-out normal records, {MIN_NORMALS} are needed"
+                print(message, file=sys.stderr, flush=True)
                 continue
-            lines.append({"table": name, "runs": [measure(case, seed) for seed, case in cases.items()]})
+            lines.append({"table": name, "runs": [measure_table(case, seed) for seed, case in case_by_seed.items()]})
             print(name, file=sys.stderr, flush=True)
     if not lines:
-        raise ConfigError(f"--tables {arguments.tables}: none has {LEAST} held-out normals")
-    when = f"{machine()}, {today()}; {len(lines)} tables, seeds {arguments.seeds}."
-    text = f"# Drift\n\n{when}\n\n{report(lines)}\n"
+        raise ConfigError(
+            f"--tables {arguments.tables}: no table has {MIN_NORMALS} held-out normal records; name larger tables"
+        )
+    conditions = f"{describe_machine()}, {format_today()}; {len(lines)} tables, seeds {arguments.seeds}."
+    text = f"# Drift\n\n{conditions}\n\n{format_results(lines)}\n"
     found = {
-        kind: delay_of([d for line in lines for r in line["runs"] for d in r["changes"][kind]["delays"]["ours"]])
-        for kind in CHANGES
+        change: format_delays(
+            [d for line in lines for r in line["runs"] for d in r["changes"][change]["delays"]["ours"]]
+        )
+        for change in CHANGES
     }
-    print(json.dumps({"benchmark": "drift", "tables": len(lines), "level": LEVEL, "found": found}))
-    publish("drift", text, lines)
+    print(json.dumps({"benchmark": "drift", "tables": len(lines), "level": CHANGE_LEVEL, "found": found}))
+    publish_results("drift", text, lines)
 
 
 def main() -> None:
-    options = parser(__doc__, "all with enough normals by default", seeds="0", max_time="45s")
-    options.add_argument("--models", default="", help="folder in which trained models are kept; none by default")
-    launch("drift", run, options)
+    """Run the program."""
+    options = build_parser(__doc__, "all with enough normal records by default", seeds="0", max_time="45s")
+    models_help = "folder in which trained models are stored and reused; models are not stored by default"
+    options.add_argument("--models", default="", help=models_help)
+    run_benchmark("drift", run, options)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""How early alerts fall and how often they are false, beside detectors that impute or wait, on the tables of ADBench.
+"""Early alerts and false alarms, compared with detectors that impute missing features or wait, on tables of ADBench.
 
     python -m benchmarks.early --tables cardio,pendigits --seeds 0 --max-time 45s --models /tmp/models
 
-Splits, training and tables are those of `benchmarks.tables`; of the test rows at most 2000 normals and 1000 anomalies.
-Each record's features come in a random order of its own. Every contender gives a statistic for each prefix of a record
-and is judged by the same rule (`calibration/conformal.py`): the largest statistic so far, against the largest ones over the
-lives of the same calibration records. "Complete" decides by the same statistic once, at the last feature, against the
-calibration records' statistics there. Contenders, trained on the rows that our model was trained on:
+Splits, training and tables are those of `benchmarks.tables`; at most 2000 normal rows and 1000 anomalies are tested.
+The features of each record arrive in a random order of its own. Every contender computes a statistic for each prefix of
+a record. The same rule applies to all (`deformer_stream/calibration/conformal.py`): the largest statistic so far is
+compared with the largest statistics of the same calibration records. "Complete" applies the same statistic only once,
+to complete records. The contenders are trained on the same rows:
 
-    ours               max(Fisher, Šidák) of the highest-density p-values of the readings
-    Gaussian           one Gaussian with full covariance: −ln P(χ²_k ≥ squared Mahalanobis distance) of the prefix
-    Isolation Forest   of the prefix with the mean in place of every feature that is not there yet
-    5-NN               mean distance to five neighbours, likewise
+    ours               the larger of Fisher's and Šidák's combination of the highest-density p-values of the readings
+    Gaussian           −ln P(χ²_k ≥ squared Mahalanobis distance) of the prefix under a Gaussian with full covariance
+    Isolation Forest   its score of the row in which the mean replaces every feature that has not arrived
+    5-NN               the mean distance of this row to its five nearest neighbours
 
-Also what becomes of the promise when the arrival law shifts: calibrated on random orders and tested on others, and
-calibrated by groups of sources, each with its own law. `--models DIR` keeps the trained models there and takes those
-that are there already.
+The guarantee assumes that arrival orders have the same distribution as in calibration. The benchmark also measures what
+happens if they do not: calibrated on random orders and tested on others, and calibrated by groups of devices with their
+own orders. With --models DIR, trained models are stored in this folder and reused.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.command import RESULTS, run_benchmark, describe_machine, build_parser, publish_results, format_today
-from benchmarks.early_report import report, summary
-from benchmarks.tables import find_tables, need_peers, preset_for, seeds_of, split
+from benchmarks.command import RESULTS, build_parser, describe_machine, format_today, publish_results, run_benchmark
+from benchmarks.early_report import format_report, summarise_contenders
+from benchmarks.tables import choose_preset, find_tables, parse_seeds, require_scikit_learn, split_table
 from deformer_stream import load
 from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state
 from deformer_stream.model.deformer import DEformer, to_tensor
@@ -53,85 +53,121 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 ALPHA = 0.01
+"""False-alarm rate of the main tables."""
+
 ALPHAS = (0.001, 0.01, 0.05)
-GRID = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
-"""Of the plot of reliability."""
-SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Of the features observed, rounded down."""
+"""False-alarm rates that are measured."""
+
+RELIABILITY_ALPHAS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+"""False-alarm rates of the plot of reliability."""
+
+OBSERVED_SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Shares of the features, rounded down, after which detections are counted."""
+
 CONFIDENCE = 0.99
-NEIGHBOURS = 5
-NORMALS, ANOMALIES = 2000, 1000
+"""Probability that the number of false alarms lies within its bounds."""
+
+NUM_NEIGHBOURS = 5
+MAX_NORMALS, MAX_ANOMALIES = 2000, 1000
+"""Largest numbers of normal and of anomalous test records."""
+
 CALIBRATION_SHARE = 0.2
-BATCH = 256
+"""Share of the training rows that calibrate."""
 
-Law = Callable[[int, int, np.random.Generator], Ints]
-"""records N, features F → (N, L) codes in order of arrival."""
+BATCH_SIZE = 256
 
-LAWS: dict[str, Law] = {
+DrawOrders = Callable[[int, int, np.random.Generator], Ints]
+"""Draws arrival orders: number of records N, number of features F, generator → (N, L) feature codes in order of
+arrival."""
+
+DRAW_ORDERS_BY_NAME: dict[str, DrawOrders] = {
     "random": lambda n, f, rng: np.argsort(rng.random((n, f)), 1),
     "schema": lambda n, f, rng: np.tile(np.arange(f), (n, 1)),
     "reversed": lambda n, f, rng: np.tile(np.arange(f)[::-1], (n, 1)),
     "first half only": lambda n, f, rng: np.argsort(rng.random((n, max(1, f // 2))), 1),
 }
 
+ComputeStatistics = Callable[[str, Ints], Floats]
+"""Computes prefix statistics of a contender: "calibration" or "test", and (N, L) feature codes in order of arrival →
+(N, L) statistics, larger is more anomalous."""
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A trained model and the records it is judged by.
+    """A trained model and the records for its evaluation.
 
-    fitted: rows it was trained on; calibration, test: (N, F) in the model's units. The same rows for the peers, in
-    standard deviations of the fitted ones, begin with `plain`. anomaly: (M,) of the test rows.
+    Attributes:
+        model: The network.
+        calibration: (N, F) calibration records in the model's units.
+        test: (M, F) test records in the model's units.
+        train_z: (R, F) training rows, standardised by their own mean and standard deviation, for the other contenders.
+        calibration_z: (N, F) the calibration records in the same standardised units.
+        test_z: (M, F) the test records in the same standardised units.
+        is_anomaly: (M,) whether each test record is an anomaly.
     """
 
     model: DEformer
     calibration: Floats
     test: Floats
-    plain_fitted: Floats
-    plain_calibration: Floats
-    plain_test: Floats
-    anomaly: Bools
+    train_z: Floats
+    calibration_z: Floats
+    test_z: Floats
+    is_anomaly: Bools
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """p-values of M test records: p after each feature (M, L); complete: of deciding only at the end (M,)."""
+class PValues:
+    """p-values of M test records with L features.
 
-    p: Floats
+    Attributes:
+        by_prefix: (M, L) after each feature.
+        complete: (M,) of the rule that decides once, on complete records.
+    """
+
+    by_prefix: Floats
     complete: Floats
 
 
-def prepare(table: pa.Table, seed: int, max_time: str, folder: Path) -> Case:
-    """Train, or take the model that stands in `folder`, and bring the records into its units."""
-    parts = split(table["label"].to_numpy(), seed)
+def prepare_case(table: pa.Table, seed: int, max_time: str, folder: Path) -> Case:
+    """Train a model, or load it from the folder if it is there, and encode the records.
+
+    Args:
+        table: A table of ADBench.
+        seed: Seed of split and training.
+        max_time: Largest duration of the training run, for example "45s".
+        folder: Where the model is stored.
+    """
+    parts = split_table(table["label"].to_numpy(), seed)
     features = table.drop_columns(["label"])
     rows = features.take(parts.train)
-    model_folder = folder / "model"
-    if not model_folder.exists():
+    model_dir = folder / "model"
+    if not model_dir.exists():
         folder.mkdir(parents=True, exist_ok=True)
         pq.write_table(rows, folder / "normal.parquet")
-        settings = TrainConfig(
-            out=model_folder,
-            preset=preset_for(len(rows)),
+        config = TrainConfig(
+            out=model_dir,
+            preset=choose_preset(len(rows)),
             max_time=max_time,  # type: ignore[arg-type]
             seed=seed,
             calibration_share=CALIBRATION_SHARE,
         )
-        train([folder / "normal.parquet"], settings)
-    model = load(model_folder).artifact.model
-    held = assign_split(len(rows), CALIBRATION_SHARE, seed) == Split.CALIBRATION
-    test = np.concatenate(
-        [parts.test[~parts.anomaly][:NORMALS], parts.test[parts.anomaly][:ANOMALIES]]
-    )  # shuffled already
-    tables = [rows.filter(pa.array(~held)), rows.filter(pa.array(held)), features.take(test)]
-    plain = [np.column_stack([t[name].to_numpy() for name in model.schema.names]).astype(np.float64) for t in tables]
-    location, scale = plain[0].mean(0), plain[0].std(0) + 1e-9
-    units = [matrix(model.schema, t) for t in tables[1:]]
-    anomaly = np.arange(len(test)) >= min(NORMALS, int((~parts.anomaly).sum()))
-    return Case(model, *units, *((x - location) / scale for x in plain), anomaly)
+        train([folder / "normal.parquet"], config)
+    model = load(model_dir).artifact.model
+    is_calibration = assign_split(len(rows), CALIBRATION_SHARE, seed) == Split.CALIBRATION
+    normals, anomalies = parts.test[~parts.is_anomaly], parts.test[parts.is_anomaly]
+    test = np.concatenate([normals[:MAX_NORMALS], anomalies[:MAX_ANOMALIES]])  # the split has shuffled them
+    tables = [rows.filter(pa.array(~is_calibration)), rows.filter(pa.array(is_calibration)), features.take(test)]
+    matrices = [
+        np.column_stack([part[name].to_numpy() for name in model.schema.names]).astype(np.float64) for part in tables
+    ]
+    mean, std = matrices[0].mean(0), matrices[0].std(0) + 1e-9
+    encoded = [encode_rows(model.schema, part) for part in tables[1:]]
+    is_anomaly = np.arange(len(test)) >= min(MAX_NORMALS, len(normals))
+    return Case(model, *encoded, *((matrix - mean) / std for matrix in matrices), is_anomaly)
 
 
-def matrix(schema: Schema, table: pa.Table) -> Floats:
-    """(N, F) the table in the model's units and label codes."""
+def encode_rows(schema: Schema, table: pa.Table) -> Floats:
+    """Return the rows of a wide table in the model's units, (N, F), with label codes for discrete features."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         pq.write_table(table, folder / "table.parquet")
@@ -141,97 +177,134 @@ def matrix(schema: Schema, table: pa.Table) -> Floats:
         return np.array(encode_table(source, schema, folder)[0], np.float64)
 
 
-def ours(model: DEformer, codes: Ints, values: Floats) -> Floats:
-    """(N, L) the prefix statistic after each feature. codes: (N, L) in order of arrival; values: (N, F)."""
+def compute_model_statistics(model: DEformer, codes: Ints, values: Floats) -> Floats:
+    """Return our prefix statistic after each feature, (N, L).
+
+    Args:
+        model: The network.
+        codes: (N, L) feature codes in order of arrival.
+        values: (N, F) values in the model's units.
+    """
     ordered = np.take_along_axis(values, codes, 1)
-    out = np.empty(codes.shape)
-    for start in range(0, len(codes), BATCH):
-        rows = slice(start, start + BATCH)
+    statistics = np.empty(codes.shape)
+    for start in range(0, len(codes), BATCH_SIZE):
+        rows = slice(start, start + BATCH_SIZE)
         x = to_tensor(ordered[rows], model)
         with torch.inference_mode():
             log_p = model.conditionals(to_tensor(codes[rows], model), x).log_p_value(x).double().cpu().numpy()
-        scored = ~model.schema.is_context[codes[rows]]
+        is_scored = ~model.schema.is_context[codes[rows]]
         state = PrefixState.initial(len(log_p))
         for k in range(log_p.shape[1]):
-            state = replace(state, peak=np.zeros(len(log_p)))  # the rule takes the largest later
-            g, state = advance_prefix_state(state, log_p[:, k : k + 1], scored[:, k : k + 1])
-            out[rows, k] = g[:, 0]
-    return out
+            state = replace(state, max_statistic=np.zeros(len(log_p)))  # the maximum over prefixes is computed later
+            statistic, state = advance_prefix_state(state, log_p[:, k : k + 1], is_scored[:, k : k + 1])
+            statistics[rows, k] = statistic[:, 0]
+    return statistics
 
 
-def gaussian(fitted: Floats, codes: Ints, values: Floats) -> Floats:
-    """(N, L) −ln P(χ²_k ≥ d²) of the squared Mahalanobis distance d² of each prefix of k features."""
+def compute_gaussian_statistics(train_rows: Floats, codes: Ints, values: Floats) -> Floats:
+    """Return −ln P(χ²_k ≥ d²) for the squared Mahalanobis distance d² of each prefix of k features, (N, L).
+
+    Args:
+        train_rows: (R, F) rows to which the Gaussian is fitted.
+        codes: (N, L) feature codes in order of arrival.
+        values: (N, F) values in the units of the training rows.
+    """
     from scipy.stats import chi2
 
-    covariance = np.cov(fitted.T) + 1e-6 * np.eye(fitted.shape[1])
-    out = np.empty(codes.shape)
-    for start in range(0, len(codes), BATCH):
-        some = codes[start : start + BATCH]
-        factor = np.linalg.cholesky(covariance[some[:, :, None], some[:, None, :]])
-        x = np.take_along_axis(values[start : start + BATCH], some, 1) - fitted.mean(0)[some]
-        z = np.linalg.solve(factor, x[..., None])[..., 0]
+    covariance = np.cov(train_rows.T) + 1e-6 * np.eye(train_rows.shape[1])
+    statistics = np.empty(codes.shape)
+    for start in range(0, len(codes), BATCH_SIZE):
+        rows = slice(start, start + BATCH_SIZE)
+        batch_codes = codes[rows]
+        factor = np.linalg.cholesky(covariance[batch_codes[:, :, None], batch_codes[:, None, :]])
+        centred = np.take_along_axis(values[rows], batch_codes, 1) - train_rows.mean(0)[batch_codes]
+        z = np.linalg.solve(factor, centred[..., None])[..., 0]
         distance = np.cumsum(np.square(z), 1)
-        g = -chi2.logsf(distance, np.arange(1, some.shape[1] + 1))
-        out[start : start + BATCH] = np.where(np.isfinite(g), g, distance / 2)  # its limit far out
-    return out
+        statistic = -chi2.logsf(distance, np.arange(1, batch_codes.shape[1] + 1))
+        # Far out logsf overflows; d²/2 is the leading term there.
+        statistics[rows] = np.where(np.isfinite(statistic), statistic, distance / 2)
+    return statistics
 
 
-def imputed(score: Callable[[Floats], Floats], codes: Ints, values: Floats) -> Floats:
-    """(N, L) a detector of complete rows (larger is more anomalous), the mean, 0, standing for what is not there."""
-    rows, out = np.zeros_like(values), np.empty(codes.shape)
+def compute_imputed_statistics(score_rows: Callable[[Floats], Floats], codes: Ints, values: Floats) -> Floats:
+    """Return a detector's scores of rows in which the mean, 0, replaces features that have not arrived, (N, L).
+
+    Args:
+        score_rows: Scores complete standardised rows, larger is more anomalous.
+        codes: (N, L) feature codes in order of arrival.
+        values: (N, F) standardised values.
+    """
+    rows, statistics = np.zeros_like(values), np.empty(codes.shape)
     for k in range(codes.shape[1]):
         column = codes[:, k : k + 1]
         np.put_along_axis(rows, column, np.take_along_axis(values, column, 1), 1)
-        out[:, k] = score(rows)
-    return out
+        statistics[:, k] = score_rows(rows)
+    return statistics
 
 
-def contenders(case: Case, seed: int) -> dict[str, Callable[[str, Ints], Floats]]:
-    """Name → the prefix statistics (N, L) of the "calibration" or the "test" rows in these orders."""
+def make_contenders(case: Case, seed: int) -> dict[str, ComputeStatistics]:
+    """Return the functions that compute each contender's prefix statistics, by name."""
     from sklearn.ensemble import IsolationForest
     from sklearn.neighbors import NearestNeighbors
 
-    fitted = case.plain_fitted
-    forest = IsolationForest(random_state=seed).fit(fitted)
-    neighbours = NearestNeighbors(n_neighbors=NEIGHBOURS).fit(fitted)
+    forest = IsolationForest(random_state=seed).fit(case.train_z)
+    neighbours = NearestNeighbors(n_neighbors=NUM_NEIGHBOURS).fit(case.train_z)
 
-    def far(rows: Floats) -> Floats:
+    def score_by_forest(rows: Floats) -> Floats:
+        return np.asarray(-forest.score_samples(rows))
+
+    def score_by_neighbours(rows: Floats) -> Floats:
         return np.asarray(neighbours.kneighbors(rows)[0].mean(1))
 
-    units = {"calibration": case.calibration, "test": case.test}
-    plain = {"calibration": case.plain_calibration, "test": case.plain_test}
+    values = {"calibration": case.calibration, "test": case.test}
+    z = {"calibration": case.calibration_z, "test": case.test_z}
     return {
-        "ours": lambda part, codes: ours(case.model, codes, units[part]),
-        "Gaussian": lambda part, codes: gaussian(fitted, codes, plain[part]),
-        "Isolation Forest": lambda part, codes: imputed(lambda x: -forest.score_samples(x), codes, plain[part]),
-        f"{NEIGHBOURS}-NN": lambda part, codes: imputed(far, codes, plain[part]),
+        "ours": lambda part, codes: compute_model_statistics(case.model, codes, values[part]),
+        "Gaussian": lambda part, codes: compute_gaussian_statistics(case.train_z, codes, z[part]),
+        "Isolation Forest": lambda part, codes: compute_imputed_statistics(score_by_forest, codes, z[part]),
+        f"{NUM_NEIGHBOURS}-NN": lambda part, codes: compute_imputed_statistics(score_by_neighbours, codes, z[part]),
     }
 
 
-def judge(calibration: Floats, test: Floats) -> Judged:
-    """Prefix statistics of calibration records (N, L) and test records (M, L) → p-values."""
-    lives = Calibration.from_statistics(calibration.max(1), "")
-    ends = Calibration.from_statistics(calibration[:, -1], "")
-    return Judged(lives.compute_pooled_p_values(np.maximum.accumulate(test, 1)), ends.compute_pooled_p_values(test[:, -1]))
+def compute_p_values(calibration: Floats, test: Floats) -> PValues:
+    """Return the p-values of test records from prefix statistics of the calibration, (N, L), and the test, (M, L)."""
+    by_maximum = Calibration.from_statistics(calibration.max(1), "")
+    by_last = Calibration.from_statistics(calibration[:, -1], "")
+    return PValues(
+        by_maximum.compute_pooled_p_values(np.maximum.accumulate(test, 1)),
+        by_last.compute_pooled_p_values(test[:, -1]),
+    )
 
 
-def bounds(alpha: float, calibrated: int, records: int) -> tuple[int, int]:
-    """Between which the number of false alarms lies with `CONFIDENCE`, half of the rest on each side: beta-binomial,
-    see `demo_report.false_alarm_bound`."""
+def compute_false_alarm_bounds(alpha: float, num_calibration: int, num_records: int) -> tuple[int, int]:
+    """Return the bounds between which the number of false alarms lies with probability `CONFIDENCE`.
+
+    The number is beta-binomial, as in `demo.report.false_alarm_bound`; each tail has half of the remaining probability.
+    """
     from scipy.stats import betabinom
 
-    k = math.floor(alpha * (calibrated + 1) + 1e-9)
+    k = math.floor(alpha * (num_calibration + 1) + 1e-9)
     if k < 1:
         return 0, 0
-    law = betabinom(records, k, calibrated + 1 - k)
-    return int(law.ppf((1 - CONFIDENCE) / 2)), int(law.ppf((1 + CONFIDENCE) / 2))
+    distribution = betabinom(num_records, k, num_calibration + 1 - k)
+    return int(distribution.ppf((1 - CONFIDENCE) / 2)), int(distribution.ppf((1 + CONFIDENCE) / 2))
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
-    """At one α. alarms: normals alerted, of `normals`, between `low` and `high` with 99%. detected: share of anomalies
-    alerted, at_shares of them by the `SHARES` of features. seen: mean share of the features seen at the alerts on
-    anomalies, None without any. complete: share alerted by deciding on complete records."""
+class AlertFigures:
+    """Alerts of one contender at one α. The attribute names are keys of the JSON lines.
+
+    Attributes:
+        alpha: The false-alarm rate.
+        alarms: Number of normal records that raised an alert.
+        normals: Number of normal records.
+        low: Lower bound of the number of false alarms, with 99% probability.
+        high: Upper bound of the number of false alarms, with 99% probability.
+        detected: Share of the anomalies that raised an alert.
+        at_shares: Shares of the anomalies that raised an alert after each of `OBSERVED_SHARES` of the features.
+        seen: Mean share of the features that had arrived at the alerts on anomalies, None without such alerts.
+        complete: Share of the anomalies that are detected by deciding once, on complete records.
+    """
 
     alpha: float
     alarms: int
@@ -244,109 +317,164 @@ class Worth:
     complete: float
 
     @property
-    def within(self) -> bool:
+    def is_within_bounds(self) -> bool:
+        """Whether the number of false alarms lies within its bounds."""
         return self.low <= self.alarms <= self.high
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as they are stored in the JSON lines."""
+        return asdict(self) | {"within": self.is_within_bounds}
 
-def worth(judged: Judged, anomaly: Bools, calibrated: int, alpha: float) -> Worth:
-    """Count at one α. calibrated: calibration records."""
-    alerted = judged.p <= alpha
-    length = alerted.shape[1]
-    hits = alerted[anomaly]
-    first = hits.argmax(1)[hits[:, -1]] + 1
-    low, high = bounds(alpha, calibrated, int((~anomaly).sum()))
-    return Worth(
+
+def count_alerts(p_values: PValues, is_anomaly: Bools, num_calibration: int, alpha: float) -> AlertFigures:
+    """Count the alerts on test records at one α.
+
+    Args:
+        p_values: The p-values of M test records.
+        is_anomaly: (M,) whether each record is an anomaly.
+        num_calibration: Number of calibration records, which determines the bounds of false alarms.
+        alpha: The false-alarm rate.
+    """
+    has_alert = p_values.by_prefix <= alpha
+    num_features = has_alert.shape[1]
+    is_detected = has_alert[is_anomaly]
+    num_seen = is_detected.argmax(1)[is_detected[:, -1]] + 1
+    num_normals = int((~is_anomaly).sum())
+    low, high = compute_false_alarm_bounds(alpha, num_calibration, num_normals)
+    prefix_lengths = [max(1, math.floor(share * num_features + 1e-9)) for share in OBSERVED_SHARES]
+    return AlertFigures(
         alpha=alpha,
-        alarms=int(alerted[~anomaly, -1].sum()),
-        normals=int((~anomaly).sum()),
+        alarms=int(has_alert[~is_anomaly, -1].sum()),
+        normals=num_normals,
         low=low,
         high=high,
-        detected=float(hits[:, -1].mean()),
-        at_shares=tuple(float(hits[:, max(1, math.floor(s * length + 1e-9)) - 1].mean()) for s in SHARES),
-        seen=float(first.mean() / length) if len(first) else None,
-        complete=float((judged.complete[anomaly] <= alpha).mean()),
+        detected=float(is_detected[:, -1].mean()),
+        at_shares=tuple(float(is_detected[:, length - 1].mean()) for length in prefix_lengths),
+        seen=float(num_seen.mean() / num_features) if len(num_seen) else None,
+        complete=float((p_values.complete[is_anomaly] <= alpha).mean()),
     )
 
 
-def measure(table: pa.Table, seed: int, max_time: str, folder: Path) -> dict[str, Any]:
-    """One table, one seed: what each contender was worth, reliability, and shifted orders."""
-    case = prepare(table, seed, max_time, folder)
-    n, features = case.calibration.shape
+def count_alerts_at_reachable_alphas(
+    p_values: PValues, is_anomaly: Bools, num_calibration: int
+) -> list[dict[str, Any]]:
+    """Return the JSON figures for each of `ALPHAS` at which an alert is possible with this many calibration records."""
+    return [
+        count_alerts(p_values, is_anomaly, num_calibration, alpha).to_json()
+        for alpha in ALPHAS
+        if alpha * (num_calibration + 1) >= 1
+    ]
+
+
+def measure_table(table: pa.Table, seed: int, max_time: str, folder: Path) -> dict[str, Any]:
+    """Measure all contenders, our reliability and other arrival orders on one table with one seed."""
+    case = prepare_case(table, seed, max_time, folder)
+    num_calibration, num_features = case.calibration.shape
     rng = np.random.default_rng([seed, 0xEA71])
-    codes = {
-        part: LAWS["random"](len(x), features, rng)
-        for part, x in (("calibration", case.calibration), ("test", case.test))
-    }
-    run: dict[str, Any] = {"seed": seed, "calibrated": n, "contenders": {}}
-    methods = contenders(case, seed)
-    for name, statistic in methods.items():
-        judged = judge(statistic("calibration", codes["calibration"]), statistic("test", codes["test"]))
-        at = [worth(judged, case.anomaly, n, alpha) for alpha in ALPHAS if alpha * (n + 1) >= 1]
-        run["contenders"][name] = [asdict(w) | {"within": w.within} for w in at]
+    draw_orders = DRAW_ORDERS_BY_NAME["random"]
+    calibration_codes = draw_orders(len(case.calibration), num_features, rng)
+    test_codes = draw_orders(len(case.test), num_features, rng)
+    run: dict[str, Any] = {"seed": seed, "calibrated": num_calibration, "contenders": {}}
+    contenders = make_contenders(case, seed)
+    for name, compute_statistics in contenders.items():
+        p_values = compute_p_values(
+            compute_statistics("calibration", calibration_codes), compute_statistics("test", test_codes)
+        )
+        run["contenders"][name] = count_alerts_at_reachable_alphas(p_values, case.is_anomaly, num_calibration)
         if name == "ours":
-            run["reliability"] = reliability(judged.p[~case.anomaly, -1], n)
-    run["shifted"] = shifted(methods["ours"], codes["calibration"], case, rng)
+            run["reliability"] = measure_reliability(p_values.by_prefix[~case.is_anomaly, -1], num_calibration)
+    run["shifted"] = measure_other_orders(contenders["ours"], calibration_codes, case, rng)
     return run
 
 
-def reliability(p: Floats, calibrated: int) -> list[dict[str, float]]:
-    """Share of normal records with p ≤ α and its bounds, each divided by α, over the grid within reach. p: (N,)."""
-    out = []
-    for alpha in GRID:
-        if alpha * (calibrated + 1) >= 1:
-            low, high = bounds(alpha, calibrated, len(p))
-            shares = [count / len(p) / alpha for count in (int((p <= alpha).sum()), low, high)]
-            out.append(dict(zip(("alpha", "realised", "low", "high"), (alpha, *shares), strict=True)))
-    return out
+def measure_reliability(p: Floats, num_calibration: int) -> list[dict[str, float]]:
+    """Return the share of normal records that raise an alert and its bounds, each divided by α, for several α.
+
+    Args:
+        p: (N,) the smallest p-value of each normal record.
+        num_calibration: Number of calibration records; alphas at which no alert is possible are left out.
+    """
+    points = []
+    for alpha in RELIABILITY_ALPHAS:
+        if alpha * (num_calibration + 1) >= 1:
+            low, high = compute_false_alarm_bounds(alpha, num_calibration, len(p))
+            realised = int((p <= alpha).sum())
+            point = {"realised": realised, "low": low, "high": high}
+            points.append({"alpha": alpha} | {key: count / len(p) / alpha for key, count in point.items()})
+    return points
 
 
-def shifted(
-    statistic: Callable[[str, Ints], Floats], usual: Ints, case: Case, rng: np.random.Generator
+def measure_other_orders(
+    compute_statistics: ComputeStatistics, random_codes: Ints, case: Case, rng: np.random.Generator
 ) -> dict[str, dict[str, Any]]:
-    """Law → what alerts were worth, calibrated in random orders, and by group: records of one source come in random
-    orders, those of another by this law. usual: the random orders (N, F) of the calibration records."""
-    (n, features), m = case.calibration.shape, len(case.test)
-    before = statistic("calibration", usual)
-    out: dict[str, dict[str, Any]] = {}
-    for law, orders in LAWS.items():
-        if law == "random":
+    """Measure alerts on test records that arrive in other orders than random ones.
+
+    Two calibrations are compared: on random orders only ("random"), and by group of devices ("group"), where the
+    records of one group arrive in random orders and those of the other in the tested ones.
+
+    Args:
+        compute_statistics: Computes our prefix statistics.
+        random_codes: (N, F) the random orders of the calibration records.
+        case: The model and the records.
+        rng: Source of random numbers.
+
+    Returns:
+        For each distribution of orders and each calibration, the figures by α.
+    """
+    (num_calibration, num_features), num_test = case.calibration.shape, len(case.test)
+    random_statistics = compute_statistics("calibration", random_codes)
+    figures: dict[str, dict[str, Any]] = {}
+    for name, draw_orders in DRAW_ORDERS_BY_NAME.items():
+        if name == "random":
             continue
-        own, test = (statistic(part, orders(size, features, rng)) for part, size in (("calibration", n), ("test", m)))
-        lives = {"random": before.max(1), law: own.max(1)}
-        groups = Calibration.from_statistics(np.concatenate(list(lives.values())), "arrival").with_groups(lives, "/", min_records=1)
-        p = groups.compute_p_values(np.maximum.accumulate(test, 1), lambda law=law: [f"{law}/{i}" for i in range(m)])
-        found = {"random": judge(before, test), "group": Judged(p, judge(own, test).complete)}
-        out[law] = {}
-        for name, judged in found.items():
-            at = [worth(judged, case.anomaly, n, alpha) for alpha in ALPHAS if alpha * (n + 1) >= 1]
-            out[law][name] = [asdict(w) | {"within": w.within} for w in at]
-    return out
+        own_statistics = compute_statistics("calibration", draw_orders(num_calibration, num_features, rng))
+        test_statistics = compute_statistics("test", draw_orders(num_test, num_features, rng))
+        statistics_by_group = {"random": random_statistics.max(1), name: own_statistics.max(1)}
+        pooled = Calibration.from_statistics(np.concatenate(list(statistics_by_group.values())), "arrival")
+        calibration = pooled.with_groups(statistics_by_group, "/", min_records=1)
+        record_ids = [f"{name}/{i}" for i in range(num_test)]
+        running = np.maximum.accumulate(test_statistics, 1)
+        by_prefix = calibration.compute_p_values(running, lambda ids=record_ids: ids)
+        own_p_values = compute_p_values(own_statistics, test_statistics)
+        p_values_by_calibration = {
+            "random": compute_p_values(random_statistics, test_statistics),
+            "group": PValues(by_prefix, own_p_values.complete),
+        }
+        figures[name] = {
+            how: count_alerts_at_reachable_alphas(p_values, case.is_anomaly, num_calibration)
+            for how, p_values in p_values_by_calibration.items()
+        }
+    return figures
 
 
 def run(arguments: argparse.Namespace) -> None:
-    need_peers()
-    seeds = seeds_of(arguments.seeds)
+    """Measure all requested tables and publish the report and the page of plots."""
+    require_scikit_learn()
+    seeds = parse_seeds(arguments.seeds)
     lines = []
     with tempfile.TemporaryDirectory() as temporary:
-        kept = Path(arguments.models or temporary)
+        models = Path(arguments.models or temporary)
         for name, path in find_tables(arguments.tables).items():
             table = pq.read_table(path)
-            runs = [measure(table, seed, arguments.max_time, kept / f"{name}-{seed}") for seed in seeds]
+            runs = [measure_table(table, seed, arguments.max_time, models / f"{name}-{seed}") for seed in seeds]
             lines.append({"table": name, "features": table.num_columns - 1, "runs": runs})
             print(name, file=sys.stderr, flush=True)
-    when = (
-        f"{describe_machine()}, {format_today()}; {len(lines)} tables, seeds {arguments.seeds}, at most "
-        f"{arguments.max_time} of training each, calibration included."
+    conditions = (
+        f"{describe_machine()}, {format_today()}; {len(lines)} tables, seeds {arguments.seeds}. Each training run "
+        f"takes at most {arguments.max_time} including calibration."
     )
-    text, page = report(lines, when, ALPHA, SHARES)
-    print(json.dumps({"benchmark": "early", "alpha": ALPHA, "tables": len(lines)} | summary(lines, ALPHA)))
+    text, page = format_report(lines, conditions, ALPHA, OBSERVED_SHARES)
+    line = {"benchmark": "early", "alpha": ALPHA, "tables": len(lines)}
+    print(json.dumps(line | summarise_contenders(lines, ALPHA)))
     publish_results("early", text, lines)
     (RESULTS / "early.html").write_text(page)
 
 
 def main() -> None:
+    """Run the program."""
     options = build_parser(__doc__, seeds="0", max_time="45s")
-    options.add_argument("--models", default="", help="folder in which trained models are kept; none by default")
+    models_help = "folder in which trained models are stored and reused; models are not stored by default"
+    options.add_argument("--models", default="", help=models_help)
     run_benchmark("early", run, options)
 
 

@@ -1,24 +1,24 @@
-"""Missing readings filled: how far from the truth, and whether intervals hold what they promise, beside peers.
+"""Imputation of missing readings: errors and interval coverage, compared with scikit-learn's imputers.
 
     python -m benchmarks.imputation --models models --max-time 60s                         (make bench-quality)
 
-Tables: of those in `adbench/` under DEFORMER_DATA, every second one in the order of their features (then names), the
-wider of each pair. The split is that of `benchmarks.density`: half of the normals trains, of the others at most 2000
-are filled. Each reading of these is missing with probability 10%, 30% or 50%, whatever the others are; the masks are
-the same for all contenders, and all learn from the same complete training rows (ours keeps a fifth of them for the
-calibration of alerts, and a tenth of the rest for validation).
+Tables are sorted by their number of features, then by name, and every second one is used. The split is that of
+`benchmarks.density`: half of the normal rows trains, and at most 2000 of the others are imputed. Each of their readings
+is missing with probability 10%, 30% or 50%, independently of all values. All methods have the same missing readings
+and learn from the same complete training rows. Ours keeps a fifth of these for the calibration of alerts, and a tenth
+of the rest for validation.
 
-- ours: `engine.queries.fill`, each missing reading given all present ones; the conditional mean for the squared error, the
-  conditional median for the absolute one, and the central 90% interval. Preset tiny.
-- mean: of the training rows.
-- kNN: scikit-learn's KNNImputer, 5 neighbours weighted by distance.
-- iterative: scikit-learn's IterativeImputer with its default, Bayesian ridge regression; tolerance 0, as it would stop
-  after one round where training rows are complete, so that it takes its 10 rounds.
+- ours: `engine.imputation.impute`, each missing reading given all present ones. The conditional mean is evaluated by
+  the squared error, the conditional median by the absolute error. Intervals are central 90% intervals. Preset tiny.
+- mean: the mean of the training rows.
+- kNN: scikit-learn's KNNImputer with 5 neighbours weighted by distance.
+- iterative: scikit-learn's IterativeImputer with its default, Bayesian ridge regression. Its tolerance is 0, so that it
+  performs all of its 10 rounds; with complete training rows it would stop after the first one.
 
-Peers see readings standardised by the training rows, columns that ours takes for labels as numbers. Errors are in
-standard deviations of the training rows, over the missing readings of all continuous features of a table together.
-Tables that an earlier run with the same setting has measured stay as they are (--again measures them anew), and a model
-in --models is not trained again.
+scikit-learn's imputers receive readings standardised by the training rows, and label codes as numbers. Errors are in
+standard deviations of the training rows, over the missing readings of all continuous features of a table.
+Measurements of an earlier run with the same setting are reused unless --again is given, and a model in the folder
+--models is not trained again.
 """
 
 from __future__ import annotations
@@ -35,189 +35,239 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from benchmarks.attribution import matrix
-from benchmarks.command import Kept, again, launch, machine, parser, publish, today
-from benchmarks.density import halves
-from benchmarks.tables import NEIGHBOURS, find_tables, learn, markdown_head, markdown_row, need_peers, seeds_of
+from benchmarks.attribution import extract_matrix
+from benchmarks.command import (
+    ResultStore,
+    add_again_option,
+    build_parser,
+    describe_machine,
+    format_today,
+    publish_results,
+    run_benchmark,
+)
+from benchmarks.density import split_normal_rows
+from benchmarks.tables import (
+    NUM_NEIGHBOURS,
+    find_tables,
+    format_markdown_header,
+    format_markdown_row,
+    parse_seeds,
+    require_scikit_learn,
+    train_detector,
+)
 from deformer_stream import Detector, load
-from deformer_stream.engine.queries import fill
-from deformer_stream.model.schema import Schema, label_of
+from deformer_stream.engine.imputation import impute
+from deformer_stream.model.schema import Schema, format_label
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-SHARES = (0.1, 0.3, 0.5)
+MISSING_SHARES = (0.1, 0.3, 0.5)
+"""Probabilities that a reading is missing."""
+
 INTERVAL = 0.9
-PEERS = {"mean": "mean", "neighbours": "kNN", "iterative": "iterative"}
-ERRORS = {"rmse": "RMSE", "mae": "mean absolute error"}
+"""Probability of the central intervals."""
+
+NAME_BY_PEER = {"mean": "mean", "neighbours": "kNN", "iterative": "iterative"}
+"""Column titles of the other methods by the keys of the JSON lines."""
+
+NAME_BY_ERROR = {"rmse": "RMSE", "mae": "mean absolute error"}
 
 
-def chosen(features: dict[str, int]) -> list[str]:
-    """The tables of the rule above. features: how many each table has."""
-    return sorted(features, key=lambda name: (features[name], name.lower()))[1::2]
+def choose_tables(num_features_by_table: dict[str, int]) -> list[str]:
+    """Return every second table in the order of their numbers of features, then of their names."""
+    return sorted(num_features_by_table, key=lambda name: (num_features_by_table[name], name.lower()))[1::2]
 
 
-def masks(shape: tuple[int, int], seed: int) -> dict[float, Bools]:
-    """Missing readings by share; what is missing at one share is missing at every larger one."""
-    drawn = np.random.default_rng([seed, 0x1357]).random(shape)
-    return {share: drawn < share for share in SHARES}
+def draw_masks(shape: tuple[int, int], seed: int) -> dict[float, Bools]:
+    """Return which readings are missing, by share.
+
+    A reading that is missing at one share is also missing at every larger one.
+    """
+    uniform = np.random.default_rng([seed, 0x1357]).random(shape)
+    return {share: uniform < share for share in MISSING_SHARES}
 
 
-def trained(name: str, rows: pa.Table, seed: int, max_time: str, models: Path) -> Detector:
-    """The model of this name, seed and time in the folder, trained where it is not there yet."""
-    kept = models / f"{name}-{seed}-{max_time}"
-    if not kept.exists():
-        with tempfile.TemporaryDirectory(dir=models) as place:  # a run that is cut off leaves no half of a model
-            learn(rows, seed, max_time, Path(place) / "model")
-            (Path(place) / "model").rename(kept)
-    return load(kept)
+def load_or_train(name: str, rows: pa.Table, seed: int, max_time: str, models: Path) -> Detector:
+    """Return the detector of this table, seed and time from a folder, and train it first if it is missing."""
+    model_dir = models / f"{name}-{seed}-{max_time}"
+    if not model_dir.exists():
+        with tempfile.TemporaryDirectory(dir=models) as temporary:  # an interrupted run leaves no incomplete model
+            train_detector(rows, seed, max_time, Path(temporary) / "model")
+            (Path(temporary) / "model").rename(model_dir)
+    return load(model_dir)
 
 
-def readings(schema: Schema, table: pa.Table) -> Floats:
-    """(N, F) what the model reads: numbers, codes of labels."""
-    values = matrix(table, schema.names)
-    for code, labels in enumerate(schema.label_codes):
-        if labels:
-            values[:, code] = [labels.get(label_of(x), len(labels)) for x in values[:, code]]
+def convert_readings(schema: Schema, table: pa.Table) -> Floats:
+    """Return the table as the model receives it, (N, F): numbers, and codes in place of labels."""
+    values = extract_matrix(table, schema.names)
+    for feature, code_by_label in enumerate(schema.code_by_label):
+        if code_by_label:
+            unseen_code = len(code_by_label)
+            values[:, feature] = [code_by_label.get(format_label(x), unseen_code) for x in values[:, feature]]
     return values
 
 
-def completed(train: Floats, tests: dict[float, Floats], seed: int) -> dict[str, dict[float, Floats]]:
-    """Test rows with NaNs filled by each peer, by share. train: (R, F) standardised."""
+def impute_by_peers(
+    train: Floats, incomplete_by_share: dict[float, Floats], seed: int
+) -> dict[str, dict[float, Floats]]:
+    """Return the imputed rows of each of scikit-learn's imputers, by share of missing readings.
+
+    Args:
+        train: (R, F) complete standardised training rows.
+        incomplete_by_share: Standardised test rows with NaN for missing readings, by share.
+        seed: Seed of the iterative imputer.
+    """
     from sklearn.experimental import enable_iterative_imputer  # noqa: F401
     from sklearn.impute import IterativeImputer, KNNImputer, SimpleImputer
 
     imputers = {
         "mean": SimpleImputer(),
-        "neighbours": KNNImputer(n_neighbors=NEIGHBOURS, weights="distance"),
+        "neighbours": KNNImputer(n_neighbors=NUM_NEIGHBOURS, weights="distance"),
         "iterative": IterativeImputer(tol=0.0, random_state=seed),
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # ten rounds were asked for, whether or not anything changes
+        warnings.simplefilter("ignore")  # with tolerance 0, the iterative imputer always warns of no convergence
         return {
-            name: {share: imputer.fit(train).transform(rows) for share, rows in tests.items()}
+            name: {share: imputer.fit(train).transform(rows) for share, rows in incomplete_by_share.items()}
             for name, imputer in imputers.items()
         }
 
 
-def errors(truth: Floats, squared: Floats, absolute: Floats) -> dict[str, float]:
-    """Over cells. squared, absolute: the answers that are judged by either error."""
+def compute_errors(truth: Floats, means: Floats, medians: Floats) -> dict[str, float]:
+    """Return the root mean squared error of the means and the mean absolute error of the medians."""
     return {
-        "rmse": float(np.sqrt(((squared - truth) ** 2).mean())),
-        "mae": float(np.abs(absolute - truth).mean()),
+        "rmse": float(np.sqrt(((means - truth) ** 2).mean())),
+        "mae": float(np.abs(medians - truth).mean()),
     }
 
 
-def held(truth: Floats, low: Floats, high: Floats) -> dict[str, float]:
-    """Share of the cells that lie within their interval, and its mean width."""
+def evaluate_intervals(truth: Floats, low: Floats, high: Floats) -> dict[str, float]:
+    """Return the share of true values within their intervals, and the mean width of the intervals."""
     return {"coverage": float(((low <= truth) & (truth <= high)).mean()), "width": float((high - low).mean())}
 
 
-def measure(name: str, train: pa.Table, test: pa.Table, seed: int, max_time: str, models: Path) -> list[dict[str, Any]]:
-    """One table, one seed, a row for each share."""
-    detector = trained(name, train, seed, max_time, models)
+def measure_table(
+    name: str, train: pa.Table, test: pa.Table, seed: int, max_time: str, models: Path
+) -> list[dict[str, Any]]:
+    """Measure one table with one seed; the result has one entry for each share of missing readings."""
+    detector = load_or_train(name, train, seed, max_time, models)
     schema = detector.schema
-    names = tuple(schema.names)
-    x, y = matrix(train, names), matrix(test, names)
-    mean, std = x.mean(0), x.std(0)
-    z = (y - mean) / std
-    missing = masks(y.shape, seed)
-    others = completed((x - mean) / std, {share: np.where(mask, np.nan, z) for share, mask in missing.items()}, seed)
-    values, rows = readings(schema, test), []
-    for share, mask in missing.items():
-        asked = mask & ~schema.discrete
-        filled = fill(detector.artifact.model, np.where(mask, np.nan, values), mask, INTERVAL)
-        value, low, high, expected = (
-            ((part - mean) / std)[asked] for part in (filled.value, filled.low, filled.high, filled.mean)
+    train_values, test_values = extract_matrix(train, schema.names), extract_matrix(test, schema.names)
+    mean, std = train_values.mean(0), train_values.std(0)
+    test_z = (test_values - mean) / std
+    mask_by_share = draw_masks(test_values.shape, seed)
+    incomplete_by_share = {share: np.where(mask, np.nan, test_z) for share, mask in mask_by_share.items()}
+    peers = impute_by_peers((train_values - mean) / std, incomplete_by_share, seed)
+    readings, runs = convert_readings(schema, test), []
+    for share, mask in mask_by_share.items():
+        is_evaluated = mask & ~schema.is_discrete
+        imputed = impute(detector.artifact.model, np.where(mask, np.nan, readings), mask, INTERVAL)
+        medians, low, high, means = (
+            ((part - mean) / std)[is_evaluated] for part in (imputed.median, imputed.low, imputed.high, imputed.mean)
         )
-        truth = z[asked]
-        row: dict[str, Any] = {"seed": seed, "share": share, "cells": len(truth)}
-        row["ours"] = errors(truth, expected, value)
-        row["ours"] |= held(truth, low, high)
-        row |= {peer: errors(truth, of[share][asked], of[share][asked]) for peer, of in others.items()}
-        rows.append(row)
-    return rows
+        truth = test_z[is_evaluated]
+        run: dict[str, Any] = {"seed": seed, "share": share, "cells": len(truth)}
+        run["ours"] = compute_errors(truth, means, medians) | evaluate_intervals(truth, low, high)
+        for peer, rows_by_share in peers.items():
+            estimates = rows_by_share[share][is_evaluated]
+            run[peer] = compute_errors(truth, estimates, estimates)
+        runs.append(run)
+    return runs
 
 
-def figures(line: dict[str, Any], share: float) -> dict[str, dict[str, float]]:
-    """One table at one share: means over seeds, by contender."""
+def average_over_seeds(line: dict[str, Any], share: float) -> dict[str, dict[str, float]]:
+    """Return the mean figures of each method for one table and one share of missing readings."""
     runs = [run for run in line["runs"] if run["share"] == share]
-    return {who: {k: float(np.mean([r[who][k] for r in runs])) for k in runs[0][who]} for who in ("ours", *PEERS)}
+    return {
+        method: {key: float(np.mean([run[method][key] for run in runs])) for key in runs[0][method]}
+        for method in ("ours", *NAME_BY_PEER)
+    }
 
 
-def wins(lines: list[dict[str, Any]], share: float, error: str, peer: str) -> int:
-    """Tables on which ours errs less."""
-    both = [figures(line, share) for line in lines]
-    return sum(of["ours"][error] < of[peer][error] for of in both)
+def count_wins(lines: list[dict[str, Any]], share: float, error: str, peer: str) -> int:
+    """Return the number of tables on which our error is smaller than that of another method."""
+    figures_by_table = [average_over_seeds(line, share) for line in lines]
+    return sum(figures["ours"][error] < figures[peer][error] for figures in figures_by_table)
 
 
-def error_table(lines: list[dict[str, Any]], error: str) -> str:
-    """A row for each table and share, the least error in bold; below, on how many tables ours errs less."""
-    text = markdown_head(["table", "features", "missing", "ours", *PEERS.values()])
+def format_error_table(lines: list[dict[str, Any]], error: str) -> str:
+    """Return a Markdown table of errors; the smallest one of each row is bold.
+
+    The last rows say on how many tables our error is smaller than that of each other method.
+    """
+    text = format_markdown_header(["table", "features", "missing", "ours", *NAME_BY_PEER.values()])
     for line in lines:
-        for share in SHARES:
-            of = [found[error] for found in figures(line, share).values()]
-            cells = [f"**{x:.3f}**" if x == min(of) else f"{x:.3f}" for x in of]
-            text.append(markdown_row([line["table"], str(line["features"]), f"{share:.0%}", *cells]))
-    for share in SHARES:
-        less = [f"{wins(lines, share, error, peer)} of {len(lines)}" for peer in PEERS]
-        text.append(markdown_row(["**ours errs less**", "", f"{share:.0%}", "", *less]))
+        for share in MISSING_SHARES:
+            errors = [figures[error] for figures in average_over_seeds(line, share).values()]
+            cells = [f"**{x:.3f}**" if x == min(errors) else f"{x:.3f}" for x in errors]
+            text.append(format_markdown_row([line["table"], str(line["features"]), f"{share:.0%}", *cells]))
+    for share in MISSING_SHARES:
+        wins = [f"{count_wins(lines, share, error, peer)} of {len(lines)}" for peer in NAME_BY_PEER]
+        text.append(format_markdown_row(["**our error is smaller**", "", f"{share:.0%}", "", *wins]))
     return "\n".join(text)
 
 
-def interval_table(lines: list[dict[str, Any]]) -> str:
-    """Coverage and mean width by table and share, and the mean of the tables."""
-    text = markdown_head(["table", *(f"{what}, {share:.0%}" for what in ("held", "width") for share in SHARES)])
-    found = np.array(
-        [[figures(line, share)["ours"][k] for k in ("coverage", "width") for share in SHARES] for line in lines]
-    )
-    for name, row in zip([*(line["table"] for line in lines), "**mean**"], [*found, found.mean(0)], strict=True):
-        text.append(markdown_row([name, *(f"{x:.1%}" for x in row[:3]), *(f"{x:.2f}" for x in row[3:])]))
+def format_interval_table(lines: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of the coverage and mean width of our intervals, with means over the tables."""
+    columns = [(key, share) for key in ("coverage", "width") for share in MISSING_SHARES]
+    text = format_markdown_header(["table", *(f"{key}, {share:.0%} missing" for key, share in columns)])
+    figures = np.array([[average_over_seeds(line, share)["ours"][key] for key, share in columns] for line in lines])
+    names = [*(line["table"] for line in lines), "**mean**"]
+    num_shares = len(MISSING_SHARES)
+    for name, row in zip(names, [*figures, figures.mean(0)], strict=True):
+        cells = [*(f"{x:.1%}" for x in row[:num_shares]), *(f"{x:.2f}" for x in row[num_shares:])]
+        text.append(format_markdown_row([name, *cells]))
     return "\n".join(text)
 
 
-def report(lines: list[dict[str, Any]], setting: dict[str, Any]) -> str:
-    days = ", ".join(sorted({line["date"] for line in lines}))
-    parts = [f"## {title[0].upper()}{title[1:]}\n\n{error_table(lines, error)}" for error, title in ERRORS.items()]
+def format_report(lines: list[dict[str, Any]], setting: dict[str, Any]) -> str:
+    """Return the report in Markdown."""
+    dates = ", ".join(sorted({line["date"] for line in lines}))
+    sections = [
+        f"## {title[0].upper()}{title[1:]}\n\n{format_error_table(lines, error)}"
+        for error, title in NAME_BY_ERROR.items()
+    ]
     return (
-        f"# Imputation\n\n{setting['machine']}, {days}; at most {setting['max_time']} of training, calibration "
-        f"included; seeds {setting['seeds']}. Errors in standard deviations of the training rows.\n\n"
-        + "\n\n".join(parts)
-        + f"\n\n## {INTERVAL:.0%} intervals of ours\n\n{interval_table(lines)}\n"
+        f"# Imputation\n\n{setting['machine']}, {dates}; seeds {setting['seeds']}. Each training run takes at most "
+        f"{setting['max_time']} including calibration. Errors are in standard deviations of the training rows.\n\n"
+        + "\n\n".join(sections)
+        + f"\n\n## Our {INTERVAL:.0%} intervals\n\n{format_interval_table(lines)}\n"
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    need_peers()
-    seeds = seeds_of(arguments.seeds)
-    setting = {"seeds": arguments.seeds, "max_time": arguments.max_time, "machine": machine()}
-    tables = find_tables(arguments.tables)
-    features = {name: len(pq.read_schema(path)) - 1 for name, path in tables.items()}
-    kept, lines = Kept("imputation", setting, arguments.again), []
-    with tempfile.TemporaryDirectory() as place:
-        models = arguments.models or Path(place)
+    """Measure all requested tables that are not stored yet, and publish the results."""
+    require_scikit_learn()
+    seeds = parse_seeds(arguments.seeds)
+    setting = {"seeds": arguments.seeds, "max_time": arguments.max_time, "machine": describe_machine()}
+    path_by_name = find_tables(arguments.tables)
+    num_features_by_table = {name: len(pq.read_schema(path)) - 1 for name, path in path_by_name.items()}
+    names = list(path_by_name) if arguments.tables else choose_tables(num_features_by_table)
+    store, lines = ResultStore("imputation", setting, arguments.again), []
+    with tempfile.TemporaryDirectory() as temporary:
+        models = arguments.models or Path(temporary)
         models.mkdir(parents=True, exist_ok=True)
-        for name in list(tables) if arguments.tables else chosen(features):
-            line = kept.find(table=name)
+        for name in names:
+            line = store.find(table=name)
             if line is None:
-                pairs = [halves(name, tables[name], seed) for seed in seeds]
-                runs = [
-                    run
-                    for pair, seed in zip(pairs, seeds, strict=True)
-                    for run in measure(name, *pair, seed, arguments.max_time, models)
-                ]
-                about = {"table": name, "features": features[name], "records": len(pairs[0][0])}
-                line = kept.add({**about, "date": today(), "runs": runs})
+                parts = [split_normal_rows(name, path_by_name[name], seed) for seed in seeds]
+                runs = []
+                for (train, test), seed in zip(parts, seeds, strict=True):
+                    runs += measure_table(name, train, test, seed, arguments.max_time, models)
+                description = {"table": name, "features": num_features_by_table[name], "records": len(parts[0][0])}
+                line = store.add({**description, "date": format_today(), "runs": runs})
             lines.append(line)
             print(json.dumps(line), flush=True)
-    text = report(lines, setting)
-    publish("imputation", text)
+    publish_results("imputation", format_report(lines, setting))
 
 
 def main() -> None:
-    options = parser(__doc__, "by the rule above by default", seeds="0", max_time="60s")
-    options.add_argument("--models", type=Path, help="folder that keeps the models; none are kept by default")
-    launch("imputation", run, again(options))
+    """Run the program."""
+    options = build_parser(__doc__, "every second one by number of features by default", seeds="0", max_time="60s")
+    models_help = "folder in which trained models are stored and reused; models are not stored by default"
+    options.add_argument("--models", type=Path, help=models_help)
+    run_benchmark("imputation", run, add_again_option(options))
 
 
 if __name__ == "__main__":

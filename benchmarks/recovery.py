@@ -1,7 +1,8 @@
-"""How long a consumer takes, after kill -9, to be ready again with its open records: `python -m benchmarks.recovery`.
+"""Time until a consumer is ready again after kill -9, with many open records: `python -m benchmarks.recovery`.
 
-A real Kafka and the real program as a process. Ready is what `/readyz` says: partitions assigned, snapshots read, the
-log since then handled again. The program's start without any open record, in the same run, is what to compare with.
+The benchmark uses a real Kafka broker and the real program in a process of its own. The consumer is ready when
+`/readyz` says so: its partitions are assigned, their snapshots are restored, and the log since then has been replayed.
+The start of the program without any open record is measured in the same run for comparison.
 """
 
 from __future__ import annotations
@@ -16,100 +17,156 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from benchmarks.command import machine, publish, today
+from benchmarks.command import describe_machine, format_today, publish_results
+from benchmarks.tables import format_markdown_header, format_markdown_row
 from connectors.kafka import ensure_topics, produce
-from deformer_stream.cli_utils import limit_thread_spinning
 from tests.conftest import load_broker_script
 from tests.integration.programs import Cluster, Consume
-from tests.models import SCHEMA, rows_of, write_model
+from tests.models import SCHEMA, draw_rows, write_model
 
-PATIENCE = 600.0
+TIMEOUT_SECONDS = 600.0
+"""Time after which a consumer that is not ready fails the benchmark."""
 
+NUM_PARTITIONS = 8
 
-def readings(records: int, each: int) -> Iterator[tuple[bytes, bytes, None]]:
-    """The first `each` readings of so many records."""
-    rows = rows_of(SCHEMA, 1000, 0, missing=0.0)
-    for i in range(records):
-        key = f"device-{i % 997}/{i}"
-        for name, value in list(rows[i % 1000].items())[:each]:
-            yield key.encode(), json.dumps({"record": key, "feature": name, "value": value}).encode(), None
+SNAPSHOT_SECONDS = 6.0
+"""Pause before a kill, in which the consumer writes a snapshot of every partition (it does so every five seconds)."""
 
 
-def ready_after(consumer: Consume, began: float) -> float:
-    """Seconds from `began` until `/readyz` says so."""
+@dataclass(slots=True)
+class Measurements:
+    """Measurements of several restarts.
+
+    Attributes:
+        ready_seconds: Seconds from each start with open records until the consumer is ready.
+        ready_seconds_without_records: The same for starts without open records.
+        open_records: Number of open records that were restored at the last start.
+        snapshot_bytes: Bytes of all snapshots before the last kill.
+    """
+
+    ready_seconds: list[float] = field(default_factory=list)
+    ready_seconds_without_records: list[float] = field(default_factory=list)
+    open_records: int = 0
+    snapshot_bytes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON line."""
+        median = statistics.median(self.ready_seconds)
+        return {
+            "open_records": self.open_records,
+            "ready_seconds": [round(seconds, 2) for seconds in self.ready_seconds],
+            "ready_seconds_without_records": [round(seconds, 2) for seconds in self.ready_seconds_without_records],
+            "median": round(median, 2),
+            "ratio": round(median / statistics.median(self.ready_seconds_without_records), 2),
+            "snapshot_bytes": self.snapshot_bytes,
+        }
+
+
+def generate_messages(num_records: int, num_readings: int) -> Iterator[tuple[bytes, bytes, None]]:
+    """Yield key, value and time (none) of messages with the first readings of each record, which stays open."""
+    rows = draw_rows(SCHEMA, 1000, 0, missing_share=0.0)
+    for i in range(num_records):
+        record_id = f"device-{i % 997}/{i}"
+        for name, value in list(rows[i % 1000].items())[:num_readings]:
+            event = {"record": record_id, "feature": name, "value": value}
+            yield record_id.encode(), json.dumps(event).encode(), None
+
+
+def measure_ready_seconds(consumer: Consume, start: float) -> float:
+    """Wait until the consumer is ready and return the seconds since `start`, a time of `time.monotonic`."""
     while True:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{consumer.port}/readyz", timeout=1):
-                return time.monotonic() - began
+                return time.monotonic() - start
         except (urllib.error.URLError, OSError):
             assert consumer.process.poll() is None, consumer.said()
-            assert time.monotonic() - began < PATIENCE, consumer.said()
+            assert time.monotonic() - start < TIMEOUT_SECONDS, consumer.said()
             time.sleep(0.02)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__)
-    parser.add_argument("--records", type=int, default=100_000)
-    parser.add_argument("--readings", type=int, default=3)
-    parser.add_argument("--kills", type=int, default=3)
-    args = parser.parse_args()
-    limit_thread_spinning()
+def measure_restarts(num_records: int, num_readings: int, num_kills: int) -> Measurements:
+    """Start a broker, open records, and kill and restart a consumer several times."""
+    measurements = Measurements()
     folder = Path(tempfile.mkdtemp(prefix="deformer-recovery-"))
     with load_broker_script().start() as broker:
-        cluster, topic, empty = Cluster(broker.bootstrap), f"events-{uuid.uuid4().hex[:6]}", "empty"
-        ensure_topics(broker.bootstrap, {name: {"num_partitions": 8} for name in (topic, empty)})
+        cluster = Cluster(broker.bootstrap)
+        topic, empty_topic = f"events-{uuid.uuid4().hex[:6]}", "empty"
+        ensure_topics(broker.bootstrap, {name: {"num_partitions": NUM_PARTITIONS} for name in (topic, empty_topic)})
         model = write_model(folder / "model")
 
-        def start(name: str, number: int) -> Consume:
-            words = ["--topic", name, "--group", name, "--bootstrap-servers", broker.bootstrap, "--model", model]
-            rest = ["--alerts", "", "--record-timeout", "1d", "--instance", "one"]
-            return Consume(folder / f"{name}-{number}.log", *words, *rest)
+        def start_consumer(name: str, number: int) -> Consume:
+            options = ["--topic", name, "--group", name, "--bootstrap-servers", broker.bootstrap, "--model", model]
+            options += ["--alerts", "", "--record-timeout", "1d", "--instance", "one"]
+            return Consume(folder / f"{name}-{number}.log", *options)
 
-        sent = produce(broker.bootstrap, topic, readings(args.records, args.readings))
-        print(f"{sent} readings of {args.records} records sent", file=sys.stderr, flush=True)
-        full, bare, history = [], [], []
-        consumer = start(topic, 0)
-        consumer.wait_for(cluster.all_consumed(topic, topic), "all events", PATIENCE)
-        for number in range(1, args.kills + 1):
-            time.sleep(6)  # a snapshot of each partition
+        num_sent = produce(broker.bootstrap, topic, generate_messages(num_records, num_readings))
+        print(f"sent {num_sent} readings of {num_records} records", file=sys.stderr, flush=True)
+        consumer = start_consumer(topic, 0)
+        consumer.wait_for(cluster.all_consumed(topic, topic), "all events", TIMEOUT_SECONDS)
+        for number in range(1, num_kills + 1):
+            time.sleep(SNAPSHOT_SECONDS)
+            # The metric has to be read before the kill, because the next run starts at 0 bytes.
+            measurements.snapshot_bytes = sum_snapshot_bytes(consumer)
             consumer.process.kill()
             consumer.process.wait()
-            began = time.monotonic()
-            consumer = start(topic, number)
-            full.append(ready_after(consumer, began))
-            restored = consumer.events("partition restored")
-            history.append(sum(line["records"] for line in restored))
-            began = time.monotonic()
-            with start(empty, number) as other:
-                bare.append(ready_after(other, began))
-                other.stop()
-        size = sum(v for k, v in consumer.metrics().items() if k.startswith("deformer_snapshot_bytes"))
+            start = time.monotonic()
+            consumer = start_consumer(topic, number)
+            measurements.ready_seconds.append(measure_ready_seconds(consumer, start))
+            restored = consumer.events("partition_restored")
+            measurements.open_records = sum(line["open_records"] for line in restored)
+            start = time.monotonic()
+            with start_consumer(empty_topic, number) as empty_consumer:
+                measurements.ready_seconds_without_records.append(measure_ready_seconds(empty_consumer, start))
+                empty_consumer.stop()
         consumer.stop()
         cluster.close()
-    figures = {
-        "open_records": history[-1],
-        "ready_seconds": [round(s, 2) for s in full],
-        "ready_seconds_without_records": [round(s, 2) for s in bare],
-        "median": round(statistics.median(full), 2),
-        "ratio": round(statistics.median(full) / statistics.median(bare), 2),
-        "snapshot_bytes": int(size),
-    }
-    print(json.dumps(figures))
-    text = f"""# Recovery
-
-{machine()}, {today()}; seconds from the start of the process to `/readyz`, after kill -9.
-
-| open records | bytes of their snapshots | ready after (each kill) | without open records | ratio of medians |
-|---|---|---|---|---|
-| {figures["open_records"]:,} | {figures["snapshot_bytes"]:,} | {_list(full)} | {_list(bare)} | {figures["ratio"]} |
-"""
-    publish("recovery", text, [figures])
+    return measurements
 
 
-def _list(seconds: list[float]) -> str:
-    return ", ".join(f"{s:.1f}" for s in seconds)
+def sum_snapshot_bytes(consumer: Consume) -> int:
+    """Return the bytes of the snapshots of all partitions, from the consumer's metrics."""
+    metrics = consumer.metrics()
+    return int(sum(value for name, value in metrics.items() if name.startswith("deformer_snapshot_bytes")))
+
+
+def format_report(measurements: Measurements) -> str:
+    """Return the report in Markdown."""
+    figures = measurements.to_json()
+    titles = ["open records", "bytes of their snapshots", "ready after (each kill)", "without open records"]
+    cells = [
+        f"{measurements.open_records:,}",
+        f"{measurements.snapshot_bytes:,}",
+        ", ".join(f"{seconds:.1f}" for seconds in measurements.ready_seconds),
+        ", ".join(f"{seconds:.1f}" for seconds in measurements.ready_seconds_without_records),
+        str(figures["ratio"]),
+    ]
+    table = "\n".join([*format_markdown_header([*titles, "ratio of medians"]), format_markdown_row(cells)])
+    conditions = f"{describe_machine()}, {format_today()}"
+    explanation = "Seconds from the start of the process until `/readyz` is successful, after kill -9."
+    return f"# Recovery\n\n{conditions}. {explanation}\n\n{table}\n"
+
+
+def main() -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.recovery",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    records_help = "number of open records; 100000 by default"
+    parser.add_argument("--records", type=int, default=100_000, help=records_help)
+    readings_help = "number of readings of each record; 3 by default"
+    parser.add_argument("--readings", type=int, default=3, help=readings_help)
+    parser.add_argument("--kills", type=int, default=3, help="number of restarts; 3 by default")
+    arguments = parser.parse_args()
+    measurements = measure_restarts(arguments.records, arguments.readings, arguments.kills)
+    line = measurements.to_json()
+    print(json.dumps(line))
+    publish_results("recovery", format_report(measurements), [line])
 
 
 if __name__ == "__main__":

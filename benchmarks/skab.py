@@ -1,20 +1,19 @@
-"""Anomalies of a pump test bed, point by point, in the protocol of the Skoltech Anomaly Benchmark (SKAB v0.9).
+"""Point-wise anomaly detection on a pump test bed: the Skoltech Anomaly Benchmark (SKAB v0.9).
 
     python -m benchmarks.skab --window 10 --epochs 60
 
-Each of the 34 experiments on its own: its first 400 rows train, the rest test; F1, false-alarm rate (FAR) and
-missed-alarm rate (MAR) of all test rows together. One recipe for all of them:
+Each of the 34 experiments has a model of its own: the first 400 rows train, the others test. F1, the false-alarm rate
+(FAR) and the missed-alarm rate (MAR) are computed over all test rows together. The recipe is the same for all:
 
-- A record is what six sensors said in the last WINDOW seconds, on the mean; with --slots, on the mean of each of so
-  many parts, which are then readings of one sensor at several times. Temperature and thermocouple are left out: they
-  follow the room and the motor for longer than an experiment lasts, so that every row is new in them.
-- The windows within the first 200 rows train a `tiny` model; those within the next 200, none of which shares a row with
-  them, calibrate the rule. The sensors of a row come at once, so nothing is decided earlier than on all of them: a
-  row is called anomalous when the excess of its window's surprisal, Σ(−ln p − H) (`anomaly_score` without exemplars),
-  exceeds that of all calibration windows. Nothing is smoothed beyond the window.
+- A record is the mean of each of six sensors over the last WINDOW seconds. With --slots, the window is divided into
+  equal parts, and the means of the parts are readings of the same sensor at several times. Temperature and
+  thermocouple are left out, because they drift with the room for longer than an experiment, so every row is new.
+- The windows within the first 200 rows train a `tiny` model. The windows within the next 200 rows, which share no row
+  with them, calibrate the rule. All sensors of a row arrive at once, so a decision is made for complete records: a row
+  is anomalous if the centered NLL of its window exceeds that of all calibration windows.
 
-Beside, on the same windows by the same rule: Hotelling's T², the squared Mahalanobis distance. Windows overlap and the
-bed drifts, so records are not exchangeable and the rate of false alarms is measured, not promised.
+Hotelling's T², the squared Mahalanobis distance, is evaluated on the same windows with the same rule. Windows overlap
+and the test bed drifts, so records are not exchangeable and the false-alarm rate is measured, not guaranteed.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from benchmarks.command import launch, machine, parser, publish, today
-from benchmarks.tables import markdown_head, markdown_row, tables_folder
+from benchmarks.command import build_parser, describe_machine, format_today, publish_results, run_benchmark
+from benchmarks.tables import format_markdown_header, format_markdown_row, get_tables_folder
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.torch_scoring import compute_centered_nll
 from deformer_stream.errors import ConfigError, InputError
@@ -45,218 +44,293 @@ Bools = NDArray[np.bool_]
 
 SENSORS = ("Accelerometer1RMS", "Accelerometer2RMS", "Current", "Pressure", "Voltage", "Volume Flow RateRMS")
 GROUPS = ("valve1", "valve2", "other")
-TRAINING_ROWS = 400
-"""Of the protocol."""
-FITTED_ROWS = 200
-"""Of these, the first train; the others calibrate."""
+"""Folders of the experiments."""
+
+NUM_TRAINING_ROWS = 400
+"""Number of training rows at the beginning of an experiment, given by the protocol."""
+
+NUM_FITTED_ROWS = 200
+"""Number of training rows that train the model; the other training rows calibrate the rule."""
+
 CONTENDERS = ("ours", "T²")
 LEADERBOARD = {"Conv-AE": (0.78, 13.6, 28.0), "MSET": (0.78, 39.7, 14.1), "T²+Q": (0.76, 26.6, 24.9)}
-"""As published with the data: F1, FAR and MAR in %."""
+"""Results that were published with the data: F1, FAR and MAR in percent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """values: (N, S) a row a second. anomaly: (N,)."""
+    """One recording of the test bed with N rows, one per second.
+
+    Attributes:
+        name: Folder and number.
+        values: (N, S) readings of S sensors.
+        is_anomaly: (N,) whether the row is labelled as an anomaly.
+    """
 
     name: str
     values: Floats
-    anomaly: Bools
+    is_anomaly: Bools
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
-    """Test rows: anomalous and called so, normal and called anomalous, anomalous and missed, normal and left alone."""
+class ConfusionCounts:
+    """Numbers of test rows by label and decision.
 
-    hits: int
-    false: int
-    missed: int
-    quiet: int
+    Attributes:
+        true_positives: Anomalous rows that were detected.
+        false_positives: Normal rows that were called anomalous.
+        false_negatives: Anomalous rows that were missed.
+        true_negatives: Normal rows that were called normal.
+    """
+
+    true_positives: int
+    false_positives: int
+    false_negatives: int
+    true_negatives: int
 
     @staticmethod
-    def of(called: Bools, anomaly: Bools) -> Counts:
-        """Both (N,)."""
-        pairs = ((called & anomaly), (called & ~anomaly), (~called & anomaly), (~called & ~anomaly))
-        return Counts(*(int(rows.sum()) for rows in pairs))
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            self.hits + other.hits, self.false + other.false, self.missed + other.missed, self.quiet + other.quiet
+    def count(is_detected: Bools, is_anomaly: Bools) -> ConfusionCounts:
+        """Count the decisions about N rows; both arguments have shape (N,)."""
+        return ConfusionCounts(
+            int((is_detected & is_anomaly).sum()),
+            int((is_detected & ~is_anomaly).sum()),
+            int((~is_detected & is_anomaly).sum()),
+            int((~is_detected & ~is_anomaly).sum()),
         )
 
-    def rates(self) -> dict[str, float]:
-        """F1, false-alarm rate, missed-alarm rate."""
+    def __add__(self, other: ConfusionCounts) -> ConfusionCounts:
+        return ConfusionCounts(
+            self.true_positives + other.true_positives,
+            self.false_positives + other.false_positives,
+            self.false_negatives + other.false_negatives,
+            self.true_negatives + other.true_negatives,
+        )
+
+    def compute_rates(self) -> dict[str, float]:
+        """Return F1, the false-alarm rate and the missed-alarm rate, each from 0 to 1."""
+        num_errors = self.false_positives + self.false_negatives
         return {
-            "f1": 2 * self.hits / max(1, 2 * self.hits + self.false + self.missed),
-            "far": self.false / max(1, self.false + self.quiet),
-            "mar": self.missed / max(1, self.missed + self.hits),
+            "f1": 2 * self.true_positives / max(1, 2 * self.true_positives + num_errors),
+            "far": self.false_positives / max(1, self.false_positives + self.true_negatives),
+            "mar": self.false_negatives / max(1, self.false_negatives + self.true_positives),
         }
 
 
-def read(folder: Path) -> list[Experiment]:
-    """The labelled experiments, in order."""
-    paths = [p for group in GROUPS for p in sorted((folder / group).glob("*.parquet"), key=lambda p: int(p.stem))]
+def read_experiments(folder: Path) -> list[Experiment]:
+    """Return the labelled experiments, sorted by group and number."""
+    paths = [
+        path for group in GROUPS for path in sorted((folder / group).glob("*.parquet"), key=lambda path: int(path.stem))
+    ]
     if not paths:
-        raise InputError(f"no experiments in {folder}: set DEFORMER_DATA to the folder with skab/ in it")
-    out = []
+        raise InputError(f"no experiments in {folder}: set DEFORMER_DATA to the folder that contains skab/")
+    experiments = []
     for path in paths:
         table = pq.read_table(path).sort_by("datetime")
         values = np.column_stack([table[name].to_numpy() for name in SENSORS]).astype(np.float64)
-        out.append(Experiment(f"{path.parent.name}/{path.stem}", values, table["anomaly"].to_numpy() > 0))
-    return out
+        is_anomaly = table["anomaly"].to_numpy() > 0
+        experiments.append(Experiment(f"{path.parent.name}/{path.stem}", values, is_anomaly))
+    return experiments
 
 
-def windows(values: Floats, width: int, slots: int = 1) -> Floats:
-    """(N, slots, S) means over each slot of the last `width` rows, as far as there are any. values: (N, S)."""
-    ends = np.arange(len(values))[:, None] - width // slots * np.arange(slots)[::-1]
-    return _means(values, width // slots)[np.maximum(ends, 0)]
+def compute_windows(values: Floats, width: int, num_slots: int = 1) -> Floats:
+    """Return the means of each sensor over the time slots of a window that ends at each row, (N, num_slots, S).
+
+    Args:
+        values: (N, S) one row per second.
+        width: Number of rows in a window; fewer at the beginning.
+        num_slots: Number of equal parts of a window.
+    """
+    slot_width = width // num_slots
+    slot_ends = np.arange(len(values))[:, None] - slot_width * np.arange(num_slots)[::-1]
+    return _compute_trailing_means(values, slot_width)[np.maximum(slot_ends, 0)]
 
 
-def _means(values: Floats, width: int) -> Floats:
-    """(N, S) means of each row and up to `width` − 1 rows before it."""
+def _compute_trailing_means(values: Floats, width: int) -> Floats:
+    """Return the mean of each row and up to width − 1 rows before it, (N, S)."""
     sums = np.cumsum(np.concatenate([np.zeros((1, values.shape[1])), values]), 0)
     ends = np.arange(1, len(values) + 1)
-    begins = np.maximum(ends - width, 0)
-    means: Floats = (sums[ends] - sums[begins]) / (ends - begins)[:, None]
+    starts = np.maximum(ends - width, 0)
+    means: Floats = (sums[ends] - sums[starts]) / (ends - starts)[:, None]
     return means
 
 
-def table_of_windows(records: Floats) -> pa.Table:
-    """What is trained on: a row per window; with slots a long table, in which each window is a device of its own, for
-    they overlap. records: (N, slots, S)."""
-    slots = records.shape[1]
-    if slots == 1:
-        return pa.table(dict(zip(SENSORS, records[:, 0].T, strict=True)))
-    number, slot, sensor = (part.ravel() for part in np.indices(records.shape))
-    columns = {"device": number, "feature": np.array(SENSORS)[sensor], "value": records.ravel(), "time": slot}
+def make_training_table(windows: Floats) -> pa.Table:
+    """Return N windows, (N, num_slots, S), as a training table.
+
+    With one slot, a row is a window. With several slots the table is long, and each window is a device of its own,
+    because windows of one device must not overlap.
+    """
+    num_slots = windows.shape[1]
+    if num_slots == 1:
+        return pa.table(dict(zip(SENSORS, windows[:, 0].T, strict=True)))
+    device, slot, sensor = (index.ravel() for index in np.indices(windows.shape))
+    columns = {"device": device, "feature": np.array(SENSORS)[sensor], "value": windows.ravel(), "time": slot}
     return pa.table({name: pa.array(column) for name, column in columns.items()})
 
 
-def density(records: Floats, width: int, seed: int, epochs: int) -> Floats:
-    """(N,) Σ(−ln p − H) of each window, nats, by a model of the windows within the first `FITTED_ROWS`. records:
-    (N, slots, S)."""
-    slots = records.shape[1]
+def compute_model_scores(windows: Floats, width: int, seed: int, epochs: int) -> Floats:
+    """Return the centered NLL of each window, (N,) in nats, by a model of the first `NUM_FITTED_ROWS` rows.
+
+    Args:
+        windows: (N, num_slots, S) windows that end at each row.
+        width: Number of rows in a window.
+        seed: Seed of the training run.
+        epochs: Number of epochs of the training run.
+    """
+    num_slots = windows.shape[1]
+    has_slots = num_slots > 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        pq.write_table(table_of_windows(records[width - 1 : FITTED_ROWS]), folder / "windows.parquet")
-        settings = TrainConfig(
+        pq.write_table(make_training_table(windows[width - 1 : NUM_FITTED_ROWS]), folder / "windows.parquet")
+        config = TrainConfig(
             out=folder / "model",
             preset="tiny",
             epochs=epochs,
             seed=seed,
             continuous=",".join(SENSORS),
-            window=float(slots) if slots > 1 else None,
-            slots=slots if slots > 1 else None,
-            calibration_share=0.05,  # its own calibration is not used
+            window=float(num_slots) if has_slots else None,
+            slots=num_slots if has_slots else None,
+            calibration_share=0.05,  # the model's own calibration is not used, so it may be small
             exemplars=0,
         )
-        model = train([folder / "windows.parquet"], settings).model
+        model = train([folder / "windows.parquet"], config).model
     schema = model.schema
-    order = np.arange(len(schema)).reshape(-1, slots).T.ravel()  # as time goes by
-    known = [SENSORS.index(sensor) for sensor in schema.sources]  # a sensor that never moved is no feature
-    codes = np.tile(order, (len(records), 1))
-    return compute_centered_nll(model, codes, schema.normalise(codes, records[:, :, known].reshape(len(records), -1)))
+    codes_in_time_order = np.arange(len(schema)).reshape(-1, num_slots).T.ravel()
+    # A sensor that was constant in training is not a feature of the model.
+    known_sensors = [SENSORS.index(sensor) for sensor in schema.sensor_names]
+    codes = np.tile(codes_in_time_order, (len(windows), 1))
+    values = schema.normalise(codes, windows[:, :, known_sensors].reshape(len(windows), -1))
+    return compute_centered_nll(model, codes, values)
 
 
-def hotelling(records: Floats, width: int) -> Floats:
-    """(N,) squared Mahalanobis distance of each window (N, slots, S) from those of the first `FITTED_ROWS`."""
-    records = records.reshape(len(records), -1)
-    fitted = records[width - 1 : FITTED_ROWS]
-    deviation = fitted.std(0) + 1e-9
-    z = (records - fitted.mean(0)) / deviation
-    precision = np.linalg.inv(np.cov((fitted / deviation).T) + 1e-2 * np.eye(records.shape[1]))
-    distance: Floats = np.einsum("ij,jk,ik->i", z, precision, z)
-    return distance
+def compute_hotelling_scores(windows: Floats, width: int) -> Floats:
+    """Return the squared Mahalanobis distance of each window from those of the first `NUM_FITTED_ROWS` rows, (N,)."""
+    rows = windows.reshape(len(windows), -1)
+    fitted = rows[width - 1 : NUM_FITTED_ROWS]
+    std = fitted.std(0) + 1e-9
+    z = (rows - fitted.mean(0)) / std
+    precision = np.linalg.inv(np.cov((fitted / std).T) + 1e-2 * np.eye(rows.shape[1]))
+    distances: Floats = np.einsum("ij,jk,ik->i", z, precision, z)
+    return distances
 
 
-def called(statistic: Floats, width: int) -> Bools:
-    """Which test rows are anomalous: (N − 400,) for a statistic (N,) of the windows."""
-    calibration = Calibration.from_statistics(statistic[FITTED_ROWS + width - 1 : TRAINING_ROWS], "schema")
-    smallest = calibration.min_p_value
-    return np.asarray(calibration.compute_pooled_p_values(statistic[TRAINING_ROWS:]) <= smallest * (1 + 1e-9))
+def detect_anomalies(scores: Floats, width: int) -> Bools:
+    """Return whether each test row is called anomalous, (N − 400,), given the scores of all N windows.
+
+    A row is anomalous if its window's score exceeds that of all calibration windows.
+    """
+    calibration = Calibration.from_statistics(scores[NUM_FITTED_ROWS + width - 1 : NUM_TRAINING_ROWS], "schema")
+    p = calibration.compute_pooled_p_values(scores[NUM_TRAINING_ROWS:])
+    return np.asarray(p <= calibration.min_p_value * (1 + 1e-9))
 
 
-def delays(called: Bools, anomaly: Bools) -> list[int | None]:
-    """Rows from the start of each anomaly to the first row called within it; None where none is. Both (N,)."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], anomaly, [False]]).astype(np.int8)))
-    found = []
+def measure_delays(is_detected: Bools, is_anomaly: Bools) -> list[int | None]:
+    """Return, for each period of anomalous rows, the number of rows until the first detection, None if missed."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_anomaly, [False]]).astype(np.int8)))
+    delays = []
     for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-        inside = np.flatnonzero(called[start:end])
-        found.append(int(inside[0]) if len(inside) else None)
-    return found
+        detections = np.flatnonzero(is_detected[start:end])
+        delays.append(int(detections[0]) if len(detections) else None)
+    return delays
 
 
-def measure(experiment: Experiment, width: int, seed: int, epochs: int, slots: int = 1) -> dict[str, Any]:
-    """One experiment: counts and delays of each contender."""
-    records = windows(experiment.values, width, slots)
-    truth = experiment.anomaly[TRAINING_ROWS:]
+def measure_experiment(
+    experiment: Experiment, width: int, seed: int, epochs: int, num_slots: int = 1
+) -> dict[str, Any]:
+    """Return the counts and delays of each contender for one experiment."""
+    windows = compute_windows(experiment.values, width, num_slots)
+    is_anomaly = experiment.is_anomaly[NUM_TRAINING_ROWS:]
+    scores_by_contender = {
+        "ours": compute_model_scores(windows, width, seed, epochs),
+        "T²": compute_hotelling_scores(windows, width),
+    }
     line: dict[str, Any] = {"experiment": experiment.name}
-    for name, statistic in (("ours", density(records, width, seed, epochs)), ("T²", hotelling(records, width))):
-        calls = called(statistic, width)
-        line[name] = {"counts": Counts.of(calls, truth), "delays": delays(calls, truth)}
+    for name, scores in scores_by_contender.items():
+        is_detected = detect_anomalies(scores, width)
+        counts = ConfusionCounts.count(is_detected, is_anomaly)
+        line[name] = {"counts": counts, "delays": measure_delays(is_detected, is_anomaly)}
     return line
 
 
-def summary(lines: Sequence[dict[str, Any]], contender: str) -> dict[str, Any]:
-    """Rates of all test rows together; anomalies, those found, and the median delay of these in rows (seconds)."""
-    counts = sum((line[contender]["counts"] for line in lines), Counts(0, 0, 0, 0))
-    waits = [wait for line in lines for wait in line[contender]["delays"]]
-    found = [wait for wait in waits if wait is not None]
-    median = float(np.median(found)) if found else None
-    return counts.rates() | {"anomalies": len(waits), "found": len(found), "median_delay": median}
+def summarise_experiments(lines: Sequence[dict[str, Any]], contender: str) -> dict[str, Any]:
+    """Return the rates over all test rows, the numbers of anomalous periods and of detected ones, and the median delay.
+
+    The delay is in seconds, because there is one row per second; it is None if nothing was detected.
+    """
+    counts = sum((line[contender]["counts"] for line in lines), ConfusionCounts(0, 0, 0, 0))
+    delays = [delay for line in lines for delay in line[contender]["delays"]]
+    detected = [delay for delay in delays if delay is not None]
+    median = float(np.median(detected)) if detected else None
+    return counts.compute_rates() | {"anomalies": len(delays), "found": len(detected), "median_delay": median}
 
 
-def table_of(lines: Sequence[dict[str, Any]]) -> str:
-    text = markdown_head(["", "F1", "FAR %", "MAR %", "anomalies found", "delay, median s"])
+def format_results(lines: Sequence[dict[str, Any]]) -> str:
+    """Return a Markdown table of the results by contender and group, followed by the published results."""
+    text = format_markdown_header(["method", "F1", "FAR %", "MAR %", "anomalies found", "median delay, s"])
     for contender in CONTENDERS:
-        groups = {"all 34": lines} | {g: [x for x in lines if x["experiment"].startswith(g)] for g in GROUPS}
-        for name, some in groups.items():
-            if not some:
+        lines_by_group = {"all 34": lines}
+        for group in GROUPS:
+            lines_by_group[group] = [line for line in lines if line["experiment"].startswith(group)]
+        for group, group_lines in lines_by_group.items():
+            if not group_lines:
                 continue
-            s = summary(some, contender)
-            delay = "" if s["median_delay"] is None else f"{s['median_delay']:.0f}"
-            first = f"**{contender}**" if name == "all 34" else f"{contender}, {name}"
-            rates = [f"{s['f1']:.3f}", f"{100 * s['far']:.1f}", f"{100 * s['mar']:.1f}"]
-            text.append(markdown_row([first, *rates, f"{s['found']} of {s['anomalies']}", delay]))
+            summary = summarise_experiments(group_lines, contender)
+            delay = "" if summary["median_delay"] is None else f"{summary['median_delay']:.0f}"
+            title = f"**{contender}**" if group == "all 34" else f"{contender}, {group}"
+            rates = [f"{summary['f1']:.3f}", f"{100 * summary['far']:.1f}", f"{100 * summary['mar']:.1f}"]
+            found = f"{summary['found']} of {summary['anomalies']}"
+            text.append(format_markdown_row([title, *rates, found, delay]))
     for name, (f1, far, mar) in LEADERBOARD.items():
-        text.append(markdown_row([f"{name} (published)", f"{f1:.2f}", f"{far:.1f}", f"{mar:.1f}", "", ""]))
+        text.append(format_markdown_row([f"{name} (published)", f"{f1:.2f}", f"{far:.1f}", f"{mar:.1f}", "", ""]))
     return "\n".join(text)
 
 
-def by_experiment(lines: Sequence[dict[str, Any]]) -> str:
-    text = markdown_head(["experiment", "F1", "FAR %", "MAR %", "delays, s"])
+def format_experiments(lines: Sequence[dict[str, Any]]) -> str:
+    """Return a Markdown table with our results for each experiment."""
+    text = format_markdown_header(["experiment", "F1", "FAR %", "MAR %", "delays, s"])
     for line in lines:
-        rates = line["ours"]["counts"].rates()
-        waits = ", ".join("missed" if wait is None else str(wait) for wait in line["ours"]["delays"])
-        figures = [f"{rates['f1']:.2f}", f"{100 * rates['far']:.0f}", f"{100 * rates['mar']:.0f}"]
-        text.append(markdown_row([line["experiment"], *figures, waits]))
+        rates = line["ours"]["counts"].compute_rates()
+        delays = ", ".join("missed" if delay is None else str(delay) for delay in line["ours"]["delays"])
+        cells = [f"{rates['f1']:.2f}", f"{100 * rates['far']:.0f}", f"{100 * rates['mar']:.0f}"]
+        text.append(format_markdown_row([line["experiment"], *cells, delays]))
     return "\n".join(text)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    if arguments.window % arguments.slots:
-        raise ConfigError(f"--slots {arguments.slots}: a window of {arguments.window} rows has no such equal parts")
-    experiments = read(tables_folder().parent / "skab")
-    lines = [measure(e, arguments.window, arguments.seed, arguments.epochs, arguments.slots) for e in experiments]
-    figures = {name: summary(lines, name) for name in CONTENDERS}
-    line = {"benchmark": "skab", "window": arguments.window, "slots": arguments.slots, "experiments": len(lines)}
-    when = (
-        f"{machine()}, {today()}; {len(lines)} experiments, windows of {arguments.window} s, "
-        f"{arguments.slots} mean(s) of each, {arguments.epochs} epochs of training each, seed {arguments.seed}."
+    """Measure all experiments and publish the results."""
+    width, num_slots = arguments.window, arguments.slots
+    if width % num_slots:
+        raise ConfigError(
+            f"--slots {num_slots}: a window of {width} rows cannot be divided into {num_slots} equal parts"
+        )
+    experiments = read_experiments(get_tables_folder().parent / "skab")
+    lines = [
+        measure_experiment(experiment, width, arguments.seed, arguments.epochs, num_slots) for experiment in experiments
+    ]
+    figures = {name: summarise_experiments(lines, name) for name in CONTENDERS}
+    line = {"benchmark": "skab", "window": width, "slots": num_slots, "experiments": len(lines)}
+    conditions = (
+        f"{describe_machine()}, {format_today()}; {len(lines)} experiments, windows of {width} s with {num_slots} time "
+        f"slot(s), {arguments.epochs} epochs of training each, seed {arguments.seed}."
     )
-    text = f"# SKAB\n\n{when}\n\n{table_of(lines)}\n\n## By experiment (ours)\n\n{by_experiment(lines)}\n"
-    publish("skab", text, [line | figures])
+    text = (
+        f"# SKAB\n\n{conditions}\n\n{format_results(lines)}\n\n"
+        f"## Our results by experiment\n\n{format_experiments(lines)}\n"
+    )
+    publish_results("skab", text, [line | figures])
     print(json.dumps(line | figures))
 
 
 def main() -> None:
-    options = parser(__doc__, "")
-    options.add_argument("--window", type=int, default=10, help="seconds of a record; 10 by default")
-    options.add_argument(
-        "--slots", type=int, default=1, help="equal parts of the window with a mean each; 1 by default"
-    )
-    options.add_argument("--epochs", type=int, default=60, help="of each training run; 60 by default")
-    options.add_argument("--seed", type=int, default=0)
-    launch("skab", run, options)
+    """Run the program."""
+    options = build_parser(__doc__, "")
+    options.add_argument("--window", type=int, default=10, help="length of a window in seconds; 10 by default")
+    slots_help = "number of equal parts of a window, with one mean for each; 1 by default"
+    options.add_argument("--slots", type=int, default=1, help=slots_help)
+    epochs_help = "number of epochs of each training run; 60 by default"
+    options.add_argument("--epochs", type=int, default=60, help=epochs_help)
+    options.add_argument("--seed", type=int, default=0, help="seed of the training runs; 0 by default")
+    run_benchmark("skab", run, options)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import orjson
 from kafka import KafkaConsumer, TopicPartition
 
 from benchmarks.feed import BATCH, WILD, Events, Wire, calm_calibration, model_of, records_of
-from benchmarks.recovery import ready_after
+from benchmarks.recovery import measure_ready_seconds
 from connectors.kafka import ensure_topics
 from deformer_stream import model_store
 from deformer_stream.runtime.timing import limit_rate
@@ -349,7 +349,7 @@ def start(options: argparse.Namespace, folder: Path, times: int = 5) -> Rows:
             topic = _topic(broker.bootstrap)
             began = time.monotonic()
             with _consuming(options, folder, broker.bootstrap, topic) as consumer:
-                took.append(ready_after(consumer, began))
+                took.append(measure_ready_seconds(consumer, began))
                 consumer.stop()
     yield {
         "preset": "small",
