@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from deformer_stream.calibration.conformal import P_VALUE_EXPONENT
 from deformer_stream.calibration.torch_scoring import RecordScores, compute_centered_nll, score_records
 from deformer_stream.engine.records import INITIAL_RUNNING, RUNNING_DTYPE
 from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch
@@ -95,5 +96,5 @@ def _score_together(kernels: CpuKernels, features: Ints, values: Floats) -> Scor
         batch = RaggedBatch(codes, values[is_reading].astype(np.float32), offsets, no_past, pages)
         terms[:] = kernels.score(cache, batch)
         columns = np.empty((3, len(codes)))
-        kernels.advance(running, np.arange(num_records), offsets, terms, is_scored, None, columns)
+        kernels.advance(running, np.arange(num_records), offsets, terms, is_scored, None, columns, P_VALUE_EXPONENT)
     return ScoredRecords(codes, terms[1], is_scored, running)

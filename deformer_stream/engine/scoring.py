@@ -15,13 +15,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state, compute_running_sums
+from deformer_stream.calibration.conformal import (
+    P_VALUE_EXPONENT,
+    Calibration,
+    PrefixState,
+    advance_prefix_state,
+    compute_running_sums,
+)
 from deformer_stream.engine.events import AlertState
 from deformer_stream.engine.records import RecordTable
 from deformer_stream.engine.ties import average_over_orders
-from deformer_stream.kernels.cpu import CpuKernels, CpuKVCache, RaggedBatch
+from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch
 from deformer_stream.kernels.cuda_graphs import CudaGraphs, ForwardInputs
-from deformer_stream.kernels.kv_cache import TorchKVCache, CacheShape, cache_shape
+from deformer_stream.kernels.kv_cache import CacheShape, CpuKVCache, TorchKVCache, cache_shape
 from deformer_stream.model.deformer import DEformer, to_tensor
 from deformer_stream.ragged import ragged_indices, run_boundaries
 
@@ -208,7 +214,7 @@ class ModelVersion:
             out: Its first M columns receive ln p, ln of the p-value, and centered NLL, one record after the other.
         """
         num_processed = num_scored_before + num_new - num_cached
-        cache.allocate(record_index, num_processed)
+        cache.allocate_all(record_index, num_processed)
         row, offset = ragged_indices(num_processed)
         codes, raw_values = records.log.gather(record_index[row], num_cached[row] + offset)
         values = self.schema.normalise(codes, raw_values).astype(np.float32)
@@ -357,7 +363,8 @@ class ModelVersion:
             is_scored = is_finite if is_scored is None else is_scored & is_finite
         columns = np.empty((4, len(seq)))
         if self.kernels is not None:
-            self.kernels.advance(records.running, record_index, boundaries, terms, is_scored, is_group_end, columns)
+            arrays = record_index, boundaries, terms, is_scored, is_group_end, columns
+            self.kernels.advance(records.running, *arrays, P_VALUE_EXPONENT)
         else:
             _advance_running(records.running, record_index, boundaries, terms, is_scored, is_group_end, columns)
         columns[3] = self.calibration.compute_p_values(

@@ -1,99 +1,186 @@
-"""Code compiled on the machine it runs on, at first use; without, scoring works several times slower, training less.
+"""Compiled code that is built on the user's machine when it is first needed.
 
-The C compiler (`cc`, or what CC names) makes a library of the sources in a folder for the processor at hand. It is kept
-under the user's cache directory, by the digest of all that went into it, in a directory that only the user can write;
-what is found there was made by the same user from the same sources. No compiler, or an attempt that fails, means no
-library and a line in the log: NumPy and PyTorch then do the work.
+The C compiler (`cc`, or the command in the environment variable CC) makes a shared library for the processor of this
+machine. The library is kept in the user's cache directory, named after a digest of its sources, compiler and flags. If
+there is no compiler or the build fails, the reason is logged and NumPy and PyTorch do the work, several times slower.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from deformer_stream import log
+from deformer_stream.kernels.abi import find_differences
 
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi")
-LONGEST = 120
-"""Seconds the compiler may take."""
+COMPILE_TIMEOUT_SECONDS = 120
+MAX_ERROR_CHARACTERS = 500
+"""How much of a compiler's error output is logged: its end, which names the error."""
+BFLOAT16_FLAG, NO_BFLOAT16_DOT_FLAG = "-DBFLOAT16_FACTORS", "-DNO_BFLOAT16_DOT"
+SLOW_SCORING = "scoring runs without compiled code, several times slower"
 
 
 @cache
-def library(rounded: bool) -> ctypes.CDLL | None:
-    """The sources beside this file as one library, factors of products rounded to bfloat16 or not; None where it cannot
-    be had."""
-    flags = ["-DROUNDED"] * rounded + ["-DSINGLY"] * (rounded and not quick_pairs())
-    return compiled(SOURCES, "scoring runs without compiled code, several times slower", *flags)
+def load_kernels(low_precision: bool) -> ctypes.CDLL | None:
+    """Return the library of the scoring kernels, built if necessary; None if it cannot be had.
+
+    Args:
+        low_precision: Whether the factors of the layers' products are rounded to bfloat16.
+    """
+    flags = [BFLOAT16_FLAG] if low_precision else []
+    if low_precision and not has_fast_bfloat16_dot():
+        flags.append(NO_BFLOAT16_DOT_FLAG)
+    library = build_library(SOURCES, SLOW_SCORING, *flags)
+    if library is None:
+        return None
+    differences = find_differences(library)
+    if differences:
+        log.get_logger("kernels").error("kernels_refused", consequence=SLOW_SCORING, reason="; ".join(differences))
+        return None
+    return library
 
 
-def quick_pairs() -> bool:
-    """Whether the processor's vectors multiply bfloat16 sooner than float32. Intel's take four times as long for pairs
-    of the one as for the other, twice as many numbers."""
-    known = torch.cpu.get_capabilities()
-    return bool(known.get("avx512_bf16")) and not str(known.get("cpu_name")).startswith("Intel")
+def has_fast_bfloat16_dot() -> bool:
+    """Return whether the processor multiplies vectors of bfloat16 faster than vectors of float32.
+
+    Intel's processors have the instruction, but it takes four times as long as one for float32, for twice as many
+    numbers.
+    """
+    get_capabilities: Any = getattr(torch.cpu, "get_capabilities", None)  # missing in older versions of PyTorch
+    capabilities = {} if get_capabilities is None else get_capabilities()
+    return bool(capabilities.get("avx512_bf16")) and not str(capabilities.get("cpu_name")).startswith("Intel")
 
 
-def compiled(sources: Path, without: str, *more: str) -> ctypes.CDLL | None:
-    """The sources in a folder as one library; None where it cannot be had. without: what that means, for the log."""
-    compiler = shutil.which(os.environ.get("CC") or "cc")
+def build_library(sources: Path, consequence: str, *flags: str) -> ctypes.CDLL | None:
+    """Return the library of all C files of a folder, built if it is not in the cache; None if it cannot be had.
+
+    Args:
+        sources: The folder with the C files.
+        consequence: What it means for the user if there is no library, for the log.
+        *flags: Compiler flags in addition to `FLAGS`.
+    """
+    logger = log.get_logger("kernels")
+    compiler = find_compiler()
     if compiler is None:
-        log.get("native").info(f"no C compiler: {without}")
+        reason = "there is no C compiler: install cc, or name one in the environment variable CC"
+        logger.info("compiled_code_unavailable", consequence=consequence, reason=reason)
         return None
-    flags = (*FLAGS, *more)
+    all_flags = (*FLAGS, *flags)
     try:
-        place = _directory() / f"{_digest(compiler, flags, sources)}.so"
-        if not place.exists():
-            _compile(compiler, flags, sources, place)
-        return ctypes.CDLL(str(place))
-    except (OSError, subprocess.SubprocessError) as error:
-        log.get("native").warning(without, why=_why(error))
+        path = _cache_directory() / f"{_digest(compiler, all_flags, sources)}.so"
+        return _load_or_build(compiler, all_flags, sources, path)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        logger.warning("compiled_code_unavailable", consequence=consequence, reason=_reason(error))
         return None
 
 
-def _why(error: Exception) -> str:
-    said = getattr(error, "stderr", None)
-    return said.strip()[-500:] if said else str(error)
+def find_compiler() -> list[str] | None:
+    """Return the command of the C compiler with its options, or None if its program is not installed.
+
+    CC may hold options or a wrapper, as in `gcc -O2` or `ccache gcc`.
+    """
+    words = shlex.split(os.environ.get("CC") or "cc")
+    program = shutil.which(words[0]) if words else None
+    return None if program is None else [program, *words[1:]]
 
 
-def _directory() -> Path:
-    """Raises OSError for one that others could write what we load into."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = home / "deformer-stream"
+def _load_or_build(compiler: Sequence[str], flags: Sequence[str], sources: Path, path: Path) -> ctypes.CDLL:
+    """Load a library, and build it first if it is missing, damaged, or another user's.
+
+    Raises:
+        OSError: The library that was just built cannot be loaded, or the cache directory cannot be written.
+        subprocess.SubprocessError: The compiler failed.
+    """
+    if path.exists() and _is_private(path):
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:  # for example cut short by a full disk
+            log.get_logger("kernels").warning("cached_library_damaged", path=str(path), reason=str(error))
+    path.unlink(missing_ok=True)
+    _compile(compiler, flags, sources, path)
+    return ctypes.CDLL(str(path))
+
+
+def _reason(error: Exception) -> str:
+    """Return what a compiler printed on standard error, or the text of another error."""
+    printed = getattr(error, "stderr", None)
+    return printed.strip()[-MAX_ERROR_CHARACTERS:] if printed else str(error)
+
+
+def _is_private(path: Path) -> bool:
+    """Return whether a file or folder belongs to this user and only this user can write to it."""
+    status = path.stat()
+    is_writable_by_others = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    return status.st_uid == os.getuid() and not is_writable_by_others
+
+
+def _cache_directory() -> Path:
+    """Return the folder of built libraries, created if necessary.
+
+    Raises:
+        PermissionError: Other users can write to the folder, and could have placed a library there.
+        RuntimeError: The user has no home directory.
+    """
+    try:
+        cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise RuntimeError(
+            "this user has no home directory for compiled code: set XDG_CACHE_HOME to a folder that only it can write"
+        ) from error
+    directory = cache_home / "deformer-stream"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = directory.stat()
-    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"{directory} belongs to others or they can write there: remove it, or chmod 700")
+    if not _is_private(directory):
+        raise PermissionError(
+            f"other users own {directory} or can write to it, and may have placed a library there: "
+            f"delete the whole folder, it is created again"
+        )
     return directory
 
 
-def _digest(compiler: str, flags: tuple[str, ...], sources: Path) -> str:
-    """Of the sources, the way to compile them, and the processor they are compiled for."""
-    version = _run([compiler, "--version"])
-    digest = hashlib.sha256(repr((version, compiler, flags, platform.machine(), _processor())).encode())
+def _digest(compiler: Sequence[str], flags: Sequence[str], sources: Path) -> str:
+    """Return a name for the library: a digest of the sources, the compiler, its flags and the processor."""
+    version = _run([*compiler, "--version"])
+    machine = platform.machine(), _processor_features()
+    digest = hashlib.sha256(repr((version, tuple(compiler), tuple(flags), *machine)).encode())
     for source in sorted(sources.glob("*.[ch]")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:32]
 
 
-def _run(command: list[str]) -> str:
-    """What it prints. Raises OSError or SubprocessError."""
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LONGEST, check=True)  # noqa: S603
-    return done.stdout
+def _run(command: Sequence[str]) -> str:
+    """Run a command and return its standard output.
+
+    Raises:
+        OSError: The program cannot be started.
+        subprocess.SubprocessError: It failed, or took longer than `COMPILE_TIMEOUT_SECONDS`.
+    """
+    completed = subprocess.run(  # noqa: S603
+        command, capture_output=True, text=True, errors="replace", timeout=COMPILE_TIMEOUT_SECONDS, check=True
+    )
+    return completed.stdout
 
 
-def _processor() -> str:
-    """What it can do: a library kept in a home that several machines share must not be loaded by a lesser one."""
+def _processor_features() -> str:
+    """Return the instruction sets of the processor.
+
+    They are part of the digest, because machines that share a home directory may have different processors.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -101,13 +188,30 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
-def _compile(compiler: str, flags: tuple[str, ...], sources: Path, place: Path) -> None:
-    """Beside its final name, then renamed: two processes that start at once make the same file."""
-    handle, partial = tempfile.mkstemp(suffix=".so", dir=place.parent)
+def _compile(compiler: Sequence[str], flags: Sequence[str], sources: Path, path: Path) -> None:
+    """Compile a library under a temporary name, write it to disk, and rename it.
+
+    Two processes that build the same library at once thus do not disturb each other, and a power failure leaves either
+    a complete library or none.
+    """
+    handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
     try:
-        files = [str(source) for source in sorted(sources.glob("*.c"))]
-        _run([compiler, *flags, "-o", partial, *files, "-lm"])
-        os.replace(partial, place)
+        c_files = [str(source) for source in sorted(sources.glob("*.c"))]
+        _run([*compiler, *flags, "-o", temporary, *c_files, "-lm"])
+        os.chmod(temporary, stat.S_IRWXU)
+        _sync_to_disk(Path(temporary))
+        os.replace(temporary, path)
+        with contextlib.suppress(OSError):  # some file systems cannot synchronise a folder
+            _sync_to_disk(path.parent)
     finally:
-        Path(partial).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _sync_to_disk(path: Path) -> None:
+    """Wait until a file or folder is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,4 +1,10 @@
-"""How compiled code sees a model: its weights as structures of C (`kernels.build/blocks.c` and what that includes)."""
+"""The compiled CPU kernels: a model's weights in their layout, and the calls that score readings with them.
+
+The kernels compute the same as `DEformer.forward_cached` and `DEformer.conditionals`, which are the reference. They
+read the keys and values of open records directly from the pages of `CpuKVCache`, and work without padding. A reading's
+score is the same bits however its record is cut into batches, and whatever else is in the batch. PyTorch computes the
+scores if there is no compiler, on a GPU, and for models that `is_supported` excludes.
+"""
 
 from __future__ import annotations
 
@@ -15,461 +21,531 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from deformer_stream.kernels import build
-from deformer_stream.kernels.kv_cache import PagePool, zeroed
+from deformer_stream import log
+from deformer_stream.kernels import abi, build
+from deformer_stream.kernels.abi import COLUMNS, MAX_HEADS, PRIOR_LANES
+from deformer_stream.kernels.kv_cache import CpuKVCache
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.distributions import Conditional, Surprisal
 from deformer_stream.model.gaussian_prior import GaussianPrior, PriorConditional
-from deformer_stream.model.layers import TransformerLayer, round_to_bfloat16
-
-COLUMNS = 32
-"""Columns of weights that lie together."""
-LANES = 8
-"""Gaussians side by side."""
-
-
-def fields(numbers: str, spec: str) -> Any:
-    """Fields of a structure by their names: pointers but those in `numbers`."""
-    return tuple((n, ctypes.c_int64 if n in numbers.split() else ctypes.c_void_p) for n in spec.split())
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = fields("", "norm1 norm1_bias norm2 norm2_bias qkv_bias out_bias up_bias down_bias qkv out up down")
-
-
-class _Map(ctypes.Structure):
-    _fields_ = fields("inputs columns", "inputs columns weights bias")
-
-
-class _Encoders(ctypes.Structure):
-    _fields_ = fields("width maps", "width maps identity feature number cycle label row labels map guidance")
-
-
-class _Gaussians(ctypes.Structure):
-    _fields_ = fields(
-        "components padded features",
-        "components padded features log_weights means covariances page_of place_in place",
-    )
-
-
-class _Head(ctypes.Structure):
-    _fields_ = fields(
-        "mixtures guides labels", "mixtures guides labels norm norm_bias floor unseen count project adjust"
-    )
-
-
-class _Network(ctypes.Structure):
-    _fields_ = fields(
-        "d heads feedforward layers kept pre relu",
-        "d heads feedforward layers kept pre relu layer encoders gaussians head",
-    )
-
-
-class Layout:
-    """network: the structure that stands for the model. pair: factors of a product that lie together. rows: in which
-    page of a record the guide's row of its k-th reading lies, and at which vector, (readings,) each."""
-
-    def __init__(self, model: DEformer, pair: int, rows: Sequence[Any] = ()) -> None:
-        self._pair, self._rounds = pair, model.config.precision == "bfloat16"
-        self._held: list[Any] = []  # what the structures point to
-        config = model.config
-        layers = (_Layer * config.layers)(*(self._layer(cast(TransformerLayer, block)) for block in model.blocks))
-        parts = self._encoders(model), self._gaussians(model.gaussians, rows), self._head(model)
-        self.network = _Network(
-            *(config.d_model, config.heads, config.feedforward, config.layers, model.cached_tokens_per_reading),
-            *(config.norm == "pre", config.activation == "relu", self._at(layers)),
-            *(part and self._at(part) for part in parts),
-        )
-
-    def _at(self, structure: Any) -> int:
-        self._held.append(structure)
-        return ctypes.addressof(structure)
-
-    def _kept(self, t: Tensor, dtype: torch.dtype | None = torch.float32) -> int:
-        self._held.append(t.detach().to(dtype).contiguous())
-        return int(self._held[-1].data_ptr())
-
-    def _layer(self, block: TransformerLayer) -> _Layer:
-        norms = [t for norm in (block.norm1, block.norm2) for t in (norm.weight, norm.bias)]
-        maps = block.qkv, block.out, block.up, block.down
-        return _Layer(*map(self._kept, (*norms, *(linear.bias for linear in maps))), *map(self._factors, maps))
-
-    def _factors(self, linear: nn.Linear) -> int:
-        """(columns / 32, inputs / pair, 32, pair)"""
-        weight = round_to_bfloat16(linear.weight.detach()) if self._rounds else linear.weight.detach()
-        n, k = weight.shape
-        laid = weight.view(n // COLUMNS, COLUMNS, k // self._pair, self._pair).transpose(1, 2)
-        return self._kept(laid, torch.bfloat16 if self._pair == 2 else torch.float32)
-
-    def _map(self, weight: Tensor, bias: Tensor, inputs: int) -> _Map:
-        """Of so many inputs, of which the last may be nothing. weight: (outputs, inputs); bias: (outputs,)."""
-        outputs = up_to(len(weight), COLUMNS)
-        laid = enlarged(weight, outputs, inputs).view(-1, COLUMNS, inputs).transpose(1, 2)
-        return _Map(inputs, outputs, self._kept(laid), self._kept(enlarged(bias, outputs)))
-
-    def _encoders(self, model: DEformer) -> _Encoders:
-        """Tokens are scaled by √d; so is the last map that leads to them."""
-        root, features = math.sqrt(model.config.d_model), torch.arange(len(model.schema))
-        linears = cast(Sequence[nn.Linear], model.value_encoder.maps)
-        pairs = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
-        pairs[-1] = root * pairs[-1][0], root * pairs[-1][1]
-        width = up_to(len(pairs[0][1]), COLUMNS)
-        tables = self._shares(model, *pairs[0], width)
-        maps, inputs = [], width
-        for weight, bias in pairs[1:]:
-            maps.append(self._map(weight, bias, inputs))
-            inputs = maps[-1].columns
-        with torch.no_grad():
-            identity, guidance = model.embed_query_tokens(features, None), None
-            if model.guidance is not None:  # what it adds in any case is part of the identities
-                identity = identity + root * model.guidance.bias
-                told = root * model.guidance.weight, torch.zeros_like(model.guidance.bias)
-                guidance = self._at(self._map(*told, model.guidance.in_features))
-        counts = (self._kept(t, torch.int64) for t in (model.label_offsets, model.label_counts))
-        given = *map(self._kept, (identity, *tables)), *counts
-        return _Encoders(width, len(maps), *given, self._at((_Map * len(maps))(*maps)), guidance)
-
-    def _shares(self, model: DEformer, weight: Tensor, bias: Tensor, width: int) -> list[Tensor]:
-        """What features, numbers and labels add to the first hidden layer of u, with the angles of cycles."""
-        known = model.embed_identities().detach().double()
-        ends = [known.shape[1], 1, 2 if model.cycle_angles is not None else 0, model.label_width]
-        own, number, turned, label = torch.split(enlarged(weight, width).double(), ends, 1)
-        rows = torch.zeros(1, 0) if model.label_embedding is None else model.label_embedding.weight.detach()
-        cycles = torch.zeros(len(known), 2) if model.cycle_angles is None else model.cycle_angles
-        shares = known @ own.T + enlarged(bias, width)
-        return [shares, torch.cat([number, enlarged(turned, width, 2)], 1).T, cycles, rows.double() @ label.T]
-
-    def _gaussians(self, gaussians: GaussianPrior | None, rows: Sequence[Any]) -> _Gaussians | None:
-        """The first variant with its components last, beside some that weigh nothing."""
-        if gaussians is None:
-            return None
-        C = up_to(gaussians.num_components, LANES)
-        parts = gaussians.log_weights[0], gaussians.means[0].T, gaussians.covariances[0].permute(1, 2, 0)
-        given = [
-            self._kept(nn.functional.pad(t.double(), (0, C - gaussians.num_components), value=fill), torch.float64)
-            for t, fill in zip(parts, (-math.inf, 0.0, 1.0), strict=True)
-        ]
-        places = [self._kept(torch.as_tensor(t), torch.int64) for t in (*rows, gaussians.column_by_code)]
-        return _Gaussians(gaussians.num_components, C, gaussians.means.shape[-1], *given, *places)
-
-    def _head(self, model: DEformer) -> _Head:
-        head, d = model.head, model.config.d_model
-        norm = (model.norm.weight, model.norm.bias) if isinstance(model.norm, nn.LayerNorm) else ()
-        unseen = torch.stack([torch.log1p(-head.unseen_mass), torch.log(head.unseen_mass)], 1)
-        adjust, guides = None, 0
-        if head.adjust is not None:
-            adjust = self._at(self._map(head.adjust.weight, head.adjust.bias, d))
-            guides = head.adjust.out_features // 3
-        return _Head(
-            *(head.num_components, guides, head.num_labels, *(map(self._kept, norm) if norm else (None, None))),
-            *(self._kept(head.scale_floor), self._kept(unseen), self._kept(head.label_counts, torch.int64)),
-            *(self._at(self._map(head.project.weight, head.project.bias, d)), adjust),
-        )
-
-
-def up_to(n: int, of: int) -> int:
-    return -(-n // of) * of
-
-
-def enlarged(t: Tensor, rows: int, columns: int | None = None) -> Tensor:
-    """With zeros, to so many rows, and columns of a matrix."""
-    wider = () if t.dim() == 1 else (0, 0 if columns is None else columns - t.shape[1])
-    return nn.functional.pad(t.detach(), (*wider, 0, rows - len(t)))
-
-
-# The network's layers, its guide and its surprise by compiled code: ragged, straight from the pages of open records.
-#
-# What it computes is what `DEformer.extend` computes; that one stays the reference, and does the work where there is no
-# compiler, on a GPU, for single tokens, and for widths that the code is not made for. A reading's numbers are the same
-# bits however its record is cut into pieces and whatever goes through the layers beside it, for the order of every sum is
-# fixed.
-
+from deformer_stream.model.layers import TransformerLayer, get_activation, round_to_bfloat16
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-PAGE_TOKENS = 16
-"""Tokens a page holds: a vector of the processor has a lane for each."""
-UNIT_TOKENS = 96
-"""Tokens that go through a layer together: a weight is read once for them, and they stay in the processor's cache."""
-ENTRIES = 5
-"""Vectors of floats that a reading leaves for the guide besides its row of the Cholesky factor."""
+TOKENS_PER_UNIT = 96
+"""Tokens that go through a layer together: few enough to stay in the processor's cache, enough to reuse weights."""
+READINGS_PER_STEP = 32
+"""Readings that a thread takes at once to compute surprisals or quantiles, as in csrc/mixture_queries.c."""
 
 
-class _Work(ctypes.Structure):
-    _fields_ = fields(
-        "records columns page_bytes unit_tokens",
-        "network code value first asked start place pages pool log_weight mean scale hidden judged next "
-        "records columns page_bytes unit_tokens",
-    )
+def is_supported(model: DEformer) -> bool:
+    """Return whether the compiled kernels can score for this model.
 
-
-class _Surprise(ctypes.Structure):
-    _fields_ = fields(
-        "readings components",
-        "log_weights means scales values surprisal least mean variance readings components next",
-    )
-
-
-class _Quantiles(ctypes.Structure):
-    _fields_ = fields(
-        "readings components quantiles", "log_weights means scales levels out readings components quantiles next"
-    )
-
-
-class _Readings(ctypes.Structure):
-    _fields_ = fields("records", "slot first surprises scored decided running out records")
-
-
-class _Parts(ctypes.Structure):
-    _fields_ = fields("parts failed", "function work parts failed")
+    They need float32 weights on the CPU, two tokens per reading, and widths that fill whole vectors.
+    """
+    config = model.config
+    has_whole_vectors = config.d_model % 64 == 0 and config.d_model // config.heads % 16 == 0
+    has_whole_tiles = config.feedforward % COLUMNS == 0 and config.heads <= MAX_HEADS
+    is_float32_on_cpu = model.device.type == "cpu" and model.dtype == torch.float32
+    return has_whole_vectors and has_whole_tiles and config.tokens == "pair" and is_float32_on_cpu
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """The new readings of R records, one record after the other: M in all.
+    """New readings of R records, one record after the other, M readings in all.
 
-    features: (M,) codes. values: (M,) normalised units. first: (R + 1,) where each record's begin. start: (R,) readings
-    that its pages hold. pages: (R, columns), rows of the cache's table. place: (M,) how many readings of its record
-    each one sees, or None where it sees all before it; it goes into the place after those, over what is there. So a
-    tree can be a record, its nodes depth first. silent: (R,) so many of each record's readings, its first ones, only go
-    into the pages again; None where all are asked for.
+    Attributes:
+        features: (M,) feature codes.
+        values: (M,) values in normalised units; label codes of discrete features.
+        offsets: (R + 1,) where each record's readings begin; the last entry is M.
+        num_cached: (R,) readings of each record that its pages hold.
+        page_table: (R, columns) rows of the cache's page table.
+        depths: (M,) how many readings of its record each reading sees. The reading is written to the cache behind
+            those, over what was there. A tree of orders can thus be a record, with its nodes depth first. None if each
+            reading sees all readings before it.
+        num_prefill_only: (R,) how many of each record's first readings are only written to the cache and not scored.
+            None if all readings are scored.
     """
 
     features: Ints
     values: Floats
-    first: Ints
-    start: Ints
-    pages: Ints
-    place: Ints | None = None
+    offsets: Ints
+    num_cached: Ints
+    page_table: Ints
+    depths: Ints | None = None
     num_prefill_only: Ints | None = None
 
     @property
     def query_offsets(self) -> Ints:
-        """(R + 1,) where each record's readings begin among those that are asked for."""
-        return (
-            self.first if self.num_prefill_only is None else self.first - np.append(0, np.cumsum(self.num_prefill_only))
-        )
+        """Return where each record's scored readings begin among all scored readings, (R + 1,)."""
+        if self.num_prefill_only is None:
+            return self.offsets
+        offsets: Ints = self.offsets - np.append(0, np.cumsum(self.num_prefill_only))
+        return offsets
 
-    def wanted(self) -> Bools | slice:
-        """Which readings are asked for: Z of M."""
+    def query_mask(self) -> Bools | slice:
+        """Return a mask of the readings that are scored, (M,), or a full slice if all are."""
         if self.num_prefill_only is None:
             return slice(None)
-        place = np.arange(self.first[-1]) - self.first[:-1].repeat(np.diff(self.first))
-        wanted: Bools = place >= self.num_prefill_only.repeat(np.diff(self.first))
-        return wanted
+        lengths = np.diff(self.offsets)
+        place = np.arange(self.offsets[-1]) - self.offsets[:-1].repeat(lengths)
+        is_query: Bools = place >= self.num_prefill_only.repeat(lengths)
+        return is_query
 
 
-def fits(model: DEformer) -> bool:
-    """Whether the compiled code is made for a model of these widths, and of pairs of tokens."""
-    c = model.config
-    widths = c.d_model % 64 == 0 and c.d_model // c.heads % 16 == 0 and c.heads <= 64 and c.feedforward % COLUMNS == 0
-    return widths and c.tokens == "pair" and model.device.type == "cpu" and model.dtype == torch.float32
+def round_up(n: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least n."""
+    return -(-n // multiple) * multiple
 
 
-class CpuKVCache(PagePool):
-    """Pages that compiled code reads and writes: keys and values of all layers, and the guide's Cholesky factors."""
-
-    def __init__(self, model: DEformer, itemsize: int, memory: int) -> None:
-        config, kept, readings = model.config, model.cached_tokens_per_reading, len(model.schema)
-        page_bytes = 2 * config.layers * config.d_model * PAGE_TOKENS * itemsize
-        takes: list[Callable[[Ints], Ints]] = [lambda n: -(-n * kept // PAGE_TOKENS)]
-        if model.gaussians is not None:
-            vector = 4 * up_to(model.gaussians.num_components, LANES)
-            page_bytes = -(-max(page_bytes, (readings + ENTRIES) * vector) // 64) * 64
-            self.page_of, self.place_in = _rows(readings, page_bytes // vector)
-            ends = np.concatenate([[0], self.page_of + 1])  # columns of the table, less those of the tokens
-            takes.append(lambda n: ends[n])
-        super().__init__(readings, takes, page_bytes, memory)
-        if len(takes) > 1:
-            self.page_of += self.begins[1]
-        self.pool = zeroed(self.pages * page_bytes)
-
-    def fork(self, other: CpuKVCache, slots: Ints, lengths: Ints, counts: Ints) -> None:
-        """Give the slots 0 … R − 1 here what R slots of another cache hold of their first `lengths` readings, and room
-        for `counts` more, (R,) each; whatever was here is dropped."""
-        self.drop(np.arange(len(self.length)))
-        self.grow(len(slots))
-        mine = np.arange(len(slots))
-        self.reserve(mine, lengths + counts)
-        row, column = self._places(self._more(np.zeros_like(lengths), lengths))
-        here, there = (cache.pool.reshape(cache.pages, -1) for cache in (self, other))
-        here[self.table[row, column]] = there[other.table[slots[row], column]]
-        self.length[mine] = lengths + counts
+def pad_with_zeros(t: Tensor, num_rows: int, num_columns: int | None = None) -> Tensor:
+    """Return a vector or matrix with zeros appended, so that it has this many rows and columns."""
+    columns = () if t.dim() == 1 else (0, 0 if num_columns is None else num_columns - t.shape[1])
+    return nn.functional.pad(t.detach(), (*columns, 0, num_rows - len(t)))
 
 
-def _rows(readings: int, vectors: int) -> tuple[Ints, Ints]:
-    """(readings,) in which page of a record the guide's row of its k-th reading lies, and at which vector; no row
-    straddles two. vectors: of a page."""
-    page, place, places = 0, 0, []
-    for k in range(readings):
-        if place + k + ENTRIES > vectors:
-            page, place = page + 1, 0
-        places.append((page, place))
-        place += k + ENTRIES
-    columns = np.array(places, np.int64).reshape(-1, 2).T
-    return np.ascontiguousarray(columns[0]), np.ascontiguousarray(columns[1])
+def _float32(t: Tensor) -> Tensor:
+    """Return a contiguous float32 copy of a weight, detached from the graph of gradients."""
+    return t.detach().float().contiguous()
+
+
+def _int64(t: Any) -> Tensor:
+    """Return a contiguous tensor of int64."""
+    return torch.as_tensor(t).to(torch.int64).contiguous()
+
+
+class _WeightPacker:
+    """Packs a model's weights into the structures of csrc/abi.h.
+
+    Args:
+        model: The model.
+        dot_width: How many factors of a product lie side by side (2 if pairs of bfloat16 are multiplied, else 1).
+        cache: An empty cache of the model, whose layout the structure of the Gaussian prior needs.
+    """
+
+    def __init__(self, model: DEformer, dot_width: int, cache: CpuKVCache) -> None:
+        self.model, self.dot_width, self.cache = model, dot_width, cache
+
+    def pack(self) -> abi.Network:
+        """Return the structure of the model, which keeps all packed weights alive."""
+        config = self.model.config
+        layers = [self._pack_layer(cast(TransformerLayer, layer)) for layer in self.model.blocks]
+        return abi.Network(
+            d=config.d_model,
+            num_heads=config.heads,
+            feedforward=config.feedforward,
+            num_layers=config.layers,
+            tokens_per_reading=self.model.cached_tokens_per_reading,
+            is_pre_norm=config.norm == "pre",
+            activation=get_activation(config.activation).kernel_code,
+            layers=abi.pack_array(abi.Layer, layers),
+            encoder=self._pack_encoder(),
+            prior=None if self.model.gaussians is None else self._pack_prior(self.model.gaussians),
+            head=self._pack_head(),
+        )
+
+    def _pack_layer(self, layer: TransformerLayer) -> abi.Layer:
+        norms = {
+            f"{name}_{part}": _float32(getattr(getattr(layer, name), part))
+            for name in ("norm1", "norm2")
+            for part in ("weight", "bias")
+        }
+        linears = {name: cast(nn.Linear, getattr(layer, name)) for name in ("qkv", "out", "up", "down")}
+        biases = {f"{name}_bias": _float32(linear.bias) for name, linear in linears.items()}
+        return abi.Layer(**norms, **biases, **{name: self._pack_factors(linear) for name, linear in linears.items()})
+
+    def _pack_factors(self, linear: nn.Linear) -> Tensor:
+        """Return the weights of a layer's map, (columns / 32, inputs / dot_width, 32, dot_width)."""
+        weight = linear.weight.detach()
+        if self.model.config.precision == "bfloat16":
+            weight = round_to_bfloat16(weight)
+        n, k = weight.shape
+        packed = weight.view(n // COLUMNS, COLUMNS, k // self.dot_width, self.dot_width).transpose(1, 2)
+        return packed.to(torch.bfloat16 if self.dot_width == 2 else torch.float32).contiguous()
+
+    def _pack_map(self, weight: Tensor, bias: Tensor, num_inputs: int) -> abi.LinearMap:
+        """Return a float32 map, padded with zeros to `num_inputs` inputs and to a multiple of 32 outputs.
+
+        Args:
+            weight: (outputs, inputs)
+            bias: (outputs,)
+            num_inputs: Inputs of the packed map, at least those of the weight.
+        """
+        columns = round_up(len(weight), COLUMNS)
+        packed = pad_with_zeros(weight, columns, num_inputs).view(-1, COLUMNS, num_inputs).transpose(1, 2)
+        padded_bias = pad_with_zeros(bias, columns)
+        return abi.LinearMap(inputs=num_inputs, columns=columns, weights=_float32(packed), bias=_float32(padded_bias))
+
+    def _pack_encoder(self) -> abi.TokenEncoder:
+        """Return the weights of query and observation tokens; the factor √d of tokens is part of the last map."""
+        model = self.model
+        root = math.sqrt(model.config.d_model)
+        linears = cast(Sequence[nn.Linear], model.value_encoder.maps)
+        weights = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
+        weights[-1] = root * weights[-1][0], root * weights[-1][1]
+        width = round_up(len(weights[0][1]), COLUMNS)
+        maps, num_inputs = [], width
+        for weight, bias in weights[1:]:
+            maps.append(self._pack_map(weight, bias, num_inputs))
+            num_inputs = maps[-1].columns
+        with torch.no_grad():
+            identity, prior_map = model.embed_query_tokens(torch.arange(len(model.schema)), None), None
+            if model.guidance is not None:  # its bias is added to every query token, so it goes into the identities
+                identity = identity + root * model.guidance.bias
+                no_bias = torch.zeros_like(model.guidance.bias)
+                prior_map = self._pack_map(root * model.guidance.weight, no_bias, model.guidance.in_features)
+        return abi.TokenEncoder(
+            width=width,
+            num_maps=len(maps),
+            identity=_float32(identity),
+            **self._split_first_map(*weights[0], width),
+            first_label_row=_int64(model.label_offsets),
+            num_labels=_int64(model.label_counts),
+            maps=abi.pack_array(abi.LinearMap, maps),
+            prior_map=prior_map,
+        )
+
+    def _split_first_map(self, weight: Tensor, bias: Tensor, width: int) -> dict[str, Tensor]:
+        """Split the first map of observation tokens into the shares of features, values and labels.
+
+        The input of that map is a concatenation, so its output is a sum with one term for each part. The terms of the
+        features and of the labels can be computed beforehand.
+        """
+        model = self.model
+        identities = model.embed_identities().detach().double()
+        parts = [identities.shape[1], 1, 2 if model.cycle_angles is not None else 0, model.label_width]
+        by_feature, by_value, by_cycle, by_label = torch.split(pad_with_zeros(weight, width).double(), parts, 1)
+        labels = torch.zeros(1, 0) if model.label_embedding is None else model.label_embedding.weight.detach()
+        cycle = torch.zeros(len(identities), 2) if model.cycle_angles is None else model.cycle_angles
+        return {
+            "feature_share": _float32(identities @ by_feature.T + pad_with_zeros(bias, width)),
+            "value_share": _float32(torch.cat([by_value, pad_with_zeros(by_cycle, width, 2)], 1).T),
+            "cycle": _float32(cycle),
+            "label_share": _float32(labels.double() @ by_label.T),
+        }
+
+    def _pack_prior(self, prior: GaussianPrior) -> abi.Prior:
+        """Return the first variant of the prior, components last, padded by components of weight 0."""
+        padded = round_up(prior.num_components, PRIOR_LANES)
+
+        def pad(t: Tensor, fill: float) -> Tensor:
+            added = (0, padded - prior.num_components)
+            return nn.functional.pad(t.double(), added, value=fill).contiguous()
+
+        return abi.Prior(
+            num_components=prior.num_components,
+            padded_components=padded,
+            num_features=prior.means.shape[-1],
+            log_weights=pad(prior.log_weights[0], -math.inf),
+            means=pad(prior.means[0].T, 0.0),
+            covariances=pad(prior.covariances[0].permute(1, 2, 0), 1.0),
+            row_page=self.cache.row_page,
+            row_place=self.cache.row_place,
+            column_by_code=_int64(prior.column_by_code),
+        )
+
+    def _pack_head(self) -> abi.Head:
+        model, head, d = self.model, self.model.head, self.model.config.d_model
+        norm = model.norm if isinstance(model.norm, nn.LayerNorm) else None
+        log_masses = torch.stack([torch.log1p(-head.unseen_mass), torch.log(head.unseen_mass)], 1)
+        adjust = head.adjust
+        return abi.Head(
+            num_components=head.num_components,
+            num_prior_components=0 if adjust is None else adjust.out_features // 3,
+            num_labels=head.num_labels,
+            norm_weight=None if norm is None else _float32(norm.weight),
+            norm_bias=None if norm is None else _float32(norm.bias),
+            scale_floor=_float32(head.scale_floor),
+            unseen_log_mass=_float32(log_masses),
+            label_counts=_int64(head.label_counts),
+            mixture_map=self._pack_map(head.project.weight, head.project.bias, d),
+            adjust_map=None if adjust is None else self._pack_map(adjust.weight, adjust.bias, d),
+        )
 
 
 class CpuKernels:
-    """A model's weights, laid out for compiled code. library: what `blocks.c` and `density.c` became."""
+    """The compiled kernels with one model's weights.
+
+    Args:
+        model: A model that `is_supported`.
+        library: The library of the model's precision, see `build.load_kernels`.
+
+    Attributes:
+        bytes_per_record: Bytes of the cache pages of a record with all its readings.
+    """
 
     def __init__(self, model: DEformer, library: ctypes.CDLL) -> None:
         self.model, self.library = model, library
-        library.advance.restype = None
-        for number in (library.pair, library.cached_bytes):
-            number.restype = ctypes.c_int64
-        self.pair = int(library.pair())
-        one = self.cache(0)
-        self.record_bytes = one.pages_per_record * one.page_bytes
-        self.layout = Layout(model, self.pair, () if model.gaussians is None else (one.page_of, one.place_in))
+        library.advance_statistics.restype = None
+        for function in (library.dot_width, library.kv_item_bytes):
+            function.restype = ctypes.c_int64
+        empty_cache = self.create_cache(0)
+        self.bytes_per_record = empty_cache.pages_per_record * empty_cache.page_bytes
+        self.network = _WeightPacker(model, int(library.dot_width()), empty_cache).pack()
 
     @staticmethod
-    def of(model: DEformer) -> CpuKernels | None:
-        """None where no compiled code may score for the model."""
-        return CpuKernels(model, model.kernel_library) if model.kernel_library is not None and fits(model) else None
+    def for_model(model: DEformer) -> CpuKernels | None:
+        """Return the kernels for a model, or None if no library is attached to it or the kernels do not support it."""
+        if model.kernel_library is None or not is_supported(model):
+            return None
+        return CpuKernels(model, model.kernel_library)
 
-    def cache(self, memory: int) -> CpuKVCache:
-        return CpuKVCache(self.model, int(self.library.cached_bytes()), memory)
+    def create_cache(self, max_bytes: int) -> CpuKVCache:
+        """Return an empty KV cache of at most `max_bytes`; the pages of one record always fit."""
+        return CpuKVCache(self.model, int(self.library.kv_item_bytes()), max_bytes)
 
-    def judge(self, cache: CpuKVCache, ragged: RaggedBatch) -> Floats:
-        """ln p, ln of the p-value and excess of the new readings that are asked for, (3, Z), see `heads.Judgement`. The
-        places of all in the pages must be reserved, and are filled."""
-        if ragged.num_prefill_only is not None and self.model.cached_tokens_per_reading == 2:  # identity tokens are in the pages, too
-            return self.judge(cache, replace(ragged, num_prefill_only=None))[:, ragged.wanted()]
-        judged = np.empty((3, int(ragged.query_offsets[-1])), np.float32)
-        self._score(cache, ragged, judged=judged)
-        return judged
+    def score(self, kv_cache: CpuKVCache, batch: RaggedBatch) -> Floats:
+        """Score readings and write their keys and values into the cache.
+
+        The pages of all readings must be allocated before.
+
+        Returns:
+            (3, Z), for the Z scored readings: natural logarithm of the density or mass at the value (larger is
+            likelier), natural logarithm of the p-value, and centered NLL (−ln p minus its expectation).
+        """
+        if batch.num_prefill_only is not None and self.model.cached_tokens_per_reading == 2:
+            # Query tokens are cached, too, so all readings must go through the layers as scored ones.
+            return self.score(kv_cache, replace(batch, num_prefill_only=None))[:, batch.query_mask()]
+        score_terms = np.empty((3, int(batch.query_offsets[-1])), np.float32)
+        self._score_batch(kv_cache, batch, score_terms=score_terms)
+        return score_terms
 
     def advance(
         self,
         running: NDArray[np.void],
-        slots: Ints,
-        edges: Ints,
-        surprises: NDArray[np.float64],
-        scored: Bools | None,
-        decided: Bools | None,
-        columns: NDArray[np.float64],
+        record_index: Ints,
+        offsets: Ints,
+        score_terms: Doubles,
+        is_scored: Bools | None,
+        is_decided: Bools | None,
+        columns: Doubles,
+        p_value_exponent: float,
     ) -> None:
-        """Go on with R records, whose slots are given, (R,), by M readings: a record's are those from one edge to the
-        next, (R + 1,).
+        """Advance the running statistics of R records by M new readings, one record after the other.
 
-        running: `records.RUNNING` of all slots, brought up to date but for the p-value. surprises: (3, M) ln p, ln of
-        the p-value, excess. scored, decided: (M,), see `conformal.advance`; None where all are. columns: its first
-        rows, (M,) each, get ln p, NaN where it is not scored, its running sum, and the running statistic."""
-        arrays = slots, edges, surprises, scored, decided, running, columns
-        self.library.advance(ctypes.byref(_Readings(*map(pointer, arrays), len(slots))))
+        Args:
+            running: The running statistics of all records (`RUNNING_DTYPE`), updated except for the p-value.
+            record_index: (R,) the entries of the records in `running`.
+            offsets: (R + 1,) where each record's readings begin.
+            score_terms: (3, M) the result of `score`, in float64.
+            is_scored: (M,) False for readings that change nothing, such as those of context features; None if all
+                readings count.
+            is_decided: (M,) whether the statistic of the prefix that ends here counts; None if it does everywhere.
+            columns: (3 or more, M) output. Its first rows get ln p (NaN if not scored), the running sum of ln p, and
+                the running statistic (larger is more anomalous).
+            p_value_exponent: The power to which p-values are raised before they are combined.
+        """
+        task = abi.AdvanceTask(
+            record_index=record_index,
+            offsets=offsets,
+            score_terms=score_terms,
+            is_scored=is_scored,
+            is_decided=is_decided,
+            running=abi.running_address(running),
+            out=columns,
+            num_records=len(record_index),
+            p_value_exponent=p_value_exponent,
+        )
+        self.library.advance_statistics(ctypes.byref(task))
 
-    def conditionals(self, cache: CpuKVCache, ragged: RaggedBatch) -> Conditional:
-        """p(v | earlier) of new readings, all of which are asked for, (M,); else as `judge`."""
-        hidden = torch.empty(len(ragged.features), self.model.config.d_model)
-        guide = self._score(cache, ragged, hidden=hidden)
-        conditional: Conditional = self.model.head(self.model.norm(hidden), torch.from_numpy(ragged.features), guide)
+    def conditionals(self, kv_cache: CpuKVCache, batch: RaggedBatch) -> Conditional:
+        """Return the conditional distributions of new readings, (M,), and write the readings into the cache.
+
+        All readings of the batch must be scored ones (`num_prefill_only` is None).
+        """
+        hidden = torch.empty(len(batch.features), self.model.config.d_model)
+        prior = self._score_batch(kv_cache, batch, hidden=hidden)
+        head_input = self.model.norm(hidden)
+        conditional: Conditional = self.model.head(head_input, torch.from_numpy(batch.features), prior)
         return conditional
 
-    def whole(self, features: Tensor, values: Tensor, depth: Ints | None = None) -> Conditional:
-        """`DEformer.conditionals` of whole records. features, values: (N, L), no padding → shape (N, L).
+    def conditionals_of_records(self, features: Tensor, values: Tensor, depths: Ints | None = None) -> Conditional:
+        """Return what `DEformer.conditionals` returns: the conditionals of all readings of complete records.
 
-        depth: (L,) of the nodes of a tree of orders (`engine.order_trees`), depth first: a reading sees those on its way."""
+        Args:
+            features: (N, L) feature codes of N records with L readings each, without padding.
+            values: (N, L) values in normalised units.
+            depths: (L,) for a tree of orders instead of a record, the depth of each node, nodes depth first. A node
+                sees only its ancestors.
+
+        Returns:
+            Conditionals of shape (N, L).
+        """
         N, L = features.shape
-        cache = self.cache(N * self.record_bytes)
-        pages = np.arange(N * cache.pages_per_record).reshape(N, -1)
-        place = None if depth is None else np.tile(depth, N)
-        first, start = L * np.arange(N + 1), np.zeros(N, np.int64)
-        x = np.ascontiguousarray(values.flatten().numpy(), np.float32)
-        ragged = RaggedBatch(features.flatten().numpy(), x, first, start, pages, place)
-        return self.conditionals(cache, ragged).reshape(N, L)
+        kv_cache = self.create_cache(N * self.bytes_per_record)
+        batch = RaggedBatch(
+            features=features.flatten().numpy(),
+            values=np.ascontiguousarray(values.flatten().numpy(), np.float32),
+            offsets=L * np.arange(N + 1),
+            num_cached=np.zeros(N, np.int64),
+            page_table=np.arange(N * kv_cache.pages_per_record).reshape(N, -1),
+            depths=None if depths is None else np.tile(depths, N),
+        )
+        return self.conditionals(kv_cache, batch).reshape(N, L)
 
     def surprisal(self, conditional: Conditional, values: Tensor) -> Surprisal | None:
-        """`Conditional.surprisal` of readings."""
-        if not conditional.means.shape[-1]:
+        """Return what `Conditional.compute_surprisal` returns: surprisals of values, and moments of the surprisal."""
+        num_components = conditional.means.shape[-1]
+        if not num_components:
             return None
-        out = torch.empty(4, *values.shape)
-        parts = conditional.log_weights, conditional.means, conditional.scales, values
-        given = [t.float().contiguous() for t in parts]
-        work = partial(_Surprise, *map(pointer, (*given, *out)), values.numel(), conditional.means.shape[-1])
-        run(self.library, "measure_surprise", work, -(-values.numel() // 32))
-        return Surprisal(*out)
+        surprisal, minimum, mean, variance = torch.empty(4, *values.shape)
+        make_task = partial(
+            abi.SurprisalTask,
+            **_mixture_arrays(conditional),
+            values=_float32(values),
+            surprisal=surprisal,
+            minimum=minimum,
+            mean=mean,
+            variance=variance,
+            num_readings=values.numel(),
+            num_components=num_components,
+        )
+        num_steps = -(-values.numel() // READINGS_PER_STEP)
+        _run_on_threads(self.library, "compute_surprisals", lambda counter: make_task(next_reading=counter), num_steps)
+        return Surprisal(surprisal, minimum, mean, variance)
 
-    def quantiles(self, conditional: Conditional, qs: Sequence[float]) -> Tensor:
-        """`Conditional.quantiles`, of mixtures in float32."""
-        out = torch.empty(len(qs), *conditional.discrete.shape)
-        if not conditional.means.shape[-1] or not out.numel():
-            return conditional.quantiles(qs)
-        parts = conditional.log_weights, conditional.means, conditional.scales, torch.tensor(qs)
-        given = [t.float().contiguous() for t in parts]
-        readings = conditional.discrete.numel()
-        work = partial(_Quantiles, *map(pointer, (*given, out)), readings, conditional.means.shape[-1], len(qs))
-        run(self.library, "find_quantiles", work, -(-readings // 32))
-        return conditional.quantiles(qs, out)
+    def quantiles(self, conditional: Conditional, probabilities: Sequence[float]) -> Tensor:
+        """Return what `Conditional.quantiles` returns; the quantiles of mixtures are computed in float32."""
+        continuous = torch.empty(len(probabilities), *conditional.discrete.shape)
+        num_components, num_readings = conditional.means.shape[-1], conditional.discrete.numel()
+        if not num_components or not continuous.numel():
+            return conditional.quantiles(probabilities)
+        make_task = partial(
+            abi.QuantileTask,
+            **_mixture_arrays(conditional),
+            levels=torch.tensor(probabilities, dtype=torch.float32),
+            quantiles=continuous,
+            num_readings=num_readings,
+            num_components=num_components,
+            num_levels=len(probabilities),
+        )
+        num_steps = -(-num_readings // READINGS_PER_STEP)
+        _run_on_threads(self.library, "compute_quantiles", lambda counter: make_task(next_reading=counter), num_steps)
+        return conditional.quantiles(probabilities, continuous)
 
-    def _score(
-        self, cache: CpuKVCache, ragged: RaggedBatch, hidden: Tensor | None = None, judged: Floats | None = None
+    def _score_batch(
+        self,
+        kv_cache: CpuKVCache,
+        batch: RaggedBatch,
+        hidden: Tensor | None = None,
+        score_terms: Floats | None = None,
     ) -> PriorConditional | None:
-        """Into one of the two. Returns what the network was told."""
-        gaussians, first, asked = self.model.gaussians, ragged.first, ragged.query_offsets
-        expected = None if gaussians is None else torch.empty(3, int(asked[-1]), up_to(gaussians.num_components, LANES))
-        given = ragged.features, ragged.values, first, asked, ragged.start, ragged.place, ragged.pages, cache.pool
-        told = (None,) * 3 if expected is None else expected
-        sizes = len(ragged.start), ragged.pages.shape[1], cache.page_bytes, UNIT_TOKENS
-        pointers = [pointer(array) for array in (*given, *told, hidden, judged)]
-        units = int(first[-1] + asked[-1]) // UNIT_TOKENS + 1
-        network = ctypes.addressof(self.layout.network)
-        run(self.library, "score_readings", lambda next: _Work(network, *pointers, next, *sizes), units)
-        if gaussians is None or expected is None:
+        """Run the network over new readings and write one of the two outputs.
+
+        Args:
+            kv_cache: The cache, which gets the keys and values of all readings.
+            batch: The readings, Z of which are scored.
+            hidden: (Z, d) output: the outputs of the layers at query tokens; or None.
+            score_terms: (3, Z) output, see `score`; or None.
+
+        Returns:
+            The conditionals of the Gaussian prior that the network was given, or None if the model has no prior.
+        """
+        prior, query_offsets = self.model.gaussians, batch.query_offsets
+        prior_terms: Tensor | None = None
+        if prior is not None:
+            prior_terms = torch.empty(3, int(query_offsets[-1]), round_up(prior.num_components, PRIOR_LANES))
+        log_weights, means, scales = (None,) * 3 if prior_terms is None else prior_terms
+        make_batch = partial(
+            abi.Batch,
+            network=self.network,
+            features=batch.features,
+            values=batch.values,
+            offsets=batch.offsets,
+            query_offsets=query_offsets,
+            num_cached=batch.num_cached,
+            depths=batch.depths,
+            page_table=batch.page_table,
+            page_pool=kv_cache.pool,
+            prior_log_weights=log_weights,
+            prior_means=means,
+            prior_scales=scales,
+            hidden=hidden,
+            score_terms=score_terms,
+            num_records=len(batch.num_cached),
+            page_table_columns=batch.page_table.shape[1],
+            page_bytes=kv_cache.page_bytes,
+            tokens_per_unit=TOKENS_PER_UNIT,
+        )
+        num_units = int(batch.offsets[-1] + query_offsets[-1]) // TOKENS_PER_UNIT + 1
+        _run_on_threads(self.library, "score_batch", lambda counter: make_batch(next_unit=counter), num_units)
+        if prior is None or prior_terms is None:
             return None
-        known = gaussians.column_by_code[torch.from_numpy(ragged.features)] >= 0
-        weights, means, scales = expected[..., : gaussians.num_components]
-        return PriorConditional(weights, means, scales, known)
+        has_prior = prior.column_by_code[torch.from_numpy(batch.features)] >= 0
+        log_weights, means, scales = prior_terms[..., : prior.num_components]
+        return PriorConditional(log_weights, means, scales, has_prior)
+
+
+def _mixture_arrays(conditional: Conditional) -> dict[str, Tensor]:
+    return {name: _float32(getattr(conditional, name)) for name in ("log_weights", "means", "scales")}
 
 
 @contextlib.contextmanager
 def attached_kernels(model: DEformer) -> Iterator[CpuKernels | None]:
     """Attach the compiled library to the model within a `with` block, as reading it from a model directory does.
 
-    Yields the model's kernels, or None if compiled code is not available or not made for such a model.
+    Yields:
+        The model's kernels, or None if compiled code is not available or does not support the model.
     """
     before = model.kernel_library
     if before is None:
-        model.kernel_library = build.library(model.config.precision == "bfloat16")
+        model.kernel_library = build.load_kernels(model.config.precision == "bfloat16")
     try:
-        yield CpuKernels.of(model)
+        yield CpuKernels.for_model(model)
     finally:
         model.kernel_library = before
 
 
-def run(library: ctypes.CDLL, name: str, work: Callable[[int | None], ctypes.Structure], units: int) -> None:
-    """The library's function of this name on all threads, which take units from a common counter. What the work points
-    to must outlive the call. Raises MemoryError."""
-    counter = ctypes.c_int64(0)
-    job, threads = work(ctypes.addressof(counter)), torch.get_num_threads()
-    parts = _Parts(_address(library, name), ctypes.addressof(job), units, 0)
-    team = _team() if min(threads, units) > 1 else None
-    if team is None:
-        library.take_part(ctypes.byref(parts))
+def _run_on_threads(
+    library: ctypes.CDLL,
+    function: str,
+    make_task: Callable[[ctypes.c_int64], abi.KernelStruct],
+    num_units: int,
+) -> None:
+    """Execute a function of the library on all threads, which take units of work from a shared counter.
+
+    Args:
+        library: The compiled kernels.
+        function: The name of a function that takes the address of a task and returns a negative number if memory is
+            short.
+        make_task: Returns the task, given the shared counter.
+        num_units: The number of units of work; there is no use for more threads.
+
+    Raises:
+        MemoryError: A thread could not allocate its scratch memory.
+    """
+    task = make_task(ctypes.c_int64(0))
+    num_threads = torch.get_num_threads()
+    team = abi.ThreadTeam(function=_function_address(library, function), task=task, calls_left=num_units, failed=0)
+    run_parallel = _openmp_runner() if min(num_threads, num_units) > 1 else None
+    if run_parallel is None:
+        library.run_one_thread(ctypes.byref(team))
     else:
-        team(library.take_part, ctypes.byref(parts), threads, 0)
-    if parts.failed:
-        raise MemoryError("the network's scratch does not fit into memory")
+        run_parallel(library.run_one_thread, ctypes.byref(team), num_threads, 0)
+    if team.failed:
+        raise MemoryError(f"the compiled kernels have too little memory for {function}: free memory or lower the batch")
 
 
 @cache
-def _address(library: ctypes.CDLL, name: str) -> int | None:
-    """Of a function."""
+def _function_address(library: ctypes.CDLL, name: str) -> int | None:
+    """Return the address of a function of the library."""
     return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
 
 
 @cache
-def _team() -> Callable[..., None] | None:
-    """OpenMP's, of the library that PyTorch has loaded: (function, what it is called with, threads, 0). Its threads are
-    those that PyTorch's operators run on, which wait for more before they sleep: others would wait for the cores that
-    they wait on. None where PyTorch does without OpenMP."""
-    team: Any = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
-    if team is not None:
-        team.restype, team.argtypes = None, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    return cast("Callable[..., None] | None", team)
+def _openmp_runner() -> Callable[..., None] | None:
+    """Return OpenMP's function that calls another one on several threads, from the library that PyTorch has loaded.
 
-
-def pointer(array: Any) -> int | None:
-    return None if array is None else int(array.data_ptr() if isinstance(array, Tensor) else array.ctypes.data)
+    Its arguments are the function, the function's argument, the number of threads and 0. PyTorch's operators run on the
+    same threads, which wait actively for a while after their work. Other threads would compete with them for the cores.
+    None if PyTorch was built with another OpenMP or none; the kernels then run on one thread.
+    """
+    runner: Any = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    if runner is None:
+        log.get_logger("kernels").info("kernels_single_threaded", reason="PyTorch has not loaded GNU OpenMP (libgomp)")
+        return None
+    runner.restype, runner.argtypes = None, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    return cast("Callable[..., None]", runner)

@@ -1,11 +1,12 @@
-"""Passes of readings through the network by PyTorch's operators; on a GPU those of common shapes are recorded.
+"""Forward passes of the PyTorch model over a KV cache; on a GPU, passes of common shapes are captured as CUDA graphs.
 
-A pass is some hundreds of small operators. A GPU is done with one of them before it can be told of the next, so it is
-told of all of them once (a CUDA graph) and from then on to do them again. What is recorded has fixed shapes and finds
-its arrays in fixed memory: shapes are rounded up, and what that adds is padding, which goes to a page that no record
-has; arrays go over in one copy from pinned memory, judgements come back in one, and only then does anybody wait.
+A forward pass consists of some hundred small operators. A GPU finishes one of them before Python can launch the next. A
+CUDA graph holds the launches of a whole pass and replays them at once. A graph has fixed shapes and fixed addresses, so
+shapes are rounded up, and inputs are copied to fixed memory. The padding this adds is written to a page of the cache
+that no record has. Inputs are sent in one copy from pinned memory, and the results come back in one copy.
 
-The libraries that factorise matrices do not promise to be recordable, so the Gaussians are asked beforehand.
+The conditionals of the Gaussian prior are computed before each replay, because libraries that factorise matrices do not
+guarantee that they can be captured.
 """
 
 from __future__ import annotations
@@ -20,175 +21,239 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deformer_stream.kernels.kv_cache import PAGE_TOKENS, KeyValueCache
+from deformer_stream.kernels.kv_cache import TorchKVCache
 from deformer_stream.model.deformer import DEformer, KVCacheView, to_tensor
 from deformer_stream.model.gaussian_prior import PriorConditional
 
 T = TypeVar("T", NDArray[Any], Tensor)
 Floats = NDArray[np.float64]
-Work = Callable[[], Tensor]
-Recorder = Callable[[Work], Work]
-"""From what is to be done again and again, on the same memory, to a quicker way to do just that."""
+ForwardPass = Callable[[], Tensor]
+"""A forward pass that reads its inputs from fixed memory and returns the score terms."""
+Capture = Callable[[ForwardPass], ForwardPass]
+"""A function that captures a forward pass and returns a function that replays it."""
 
-FEWEST_RECORDS, MOST_RECORDS = 16, 1024
-MOST_READINGS = 4
-MOST_RECORDED = 64
-"""Shapes that stay recorded, those used last."""
-WARM_UPS = 3
-"""Libraries make themselves ready when they are used for the first time, which cannot be recorded."""
+MIN_RECORDS, MAX_RECORDS = 16, 1024
+"""Passes of fewer records are padded; passes of more records are not captured, because their operators are large."""
+MAX_READINGS = 4
+"""The largest number of new readings per record for which a pass is captured."""
+MAX_GRAPHS = 64
+"""Captured shapes that are kept, the most recently used ones."""
+NUM_WARM_UP_PASSES = 3
+"""Passes before a capture: libraries initialise themselves at their first use, which cannot be captured."""
 
 
 class ForwardInputs(NamedTuple, Generic[T]):
-    """New readings of R records. features: (R, L) codes, −1 for padding, at the end. values: (R, L) normalised units.
-    pages, tokens: where what came before is, `KeyValueCache.seen`. places: where they go, `KeyValueCache.room`."""
+    """The inputs of a forward pass over L new readings of each of R records.
+
+    Attributes:
+        features: (R, L) feature codes, −1 for padding at the end.
+        values: (R, L) values in normalised units.
+        pages: (R, P) the pages of each record's cached tokens, see `TorchKVCache.locate_tokens`.
+        num_tokens: (R,) the number of each record's cached tokens.
+        places: (R, T) where the new tokens are written, see `TorchKVCache.allocate_tokens`.
+    """
 
     features: T
     values: T
     pages: T
-    tokens: T
+    num_tokens: T
     places: T
 
 
 class CudaGraphs:
-    """How readings go through a model in eval mode, and leave their keys and values in a cache."""
+    """Runs forward passes of a model, writes the new keys and values into a cache, and returns the score terms.
 
-    def __init__(self, model: DEformer, cache: KeyValueCache) -> None:
+    On a GPU it captures a CUDA graph for each common shape.
+
+    Args:
+        model: The model, in eval mode.
+        cache: The cache of the records.
+    """
+
+    def __init__(self, model: DEformer, cache: TorchKVCache) -> None:
         self.model, self.cache = model, cache
-        self.record = recorder(model.device)
-        self.recorded: dict[Shape, CapturedGraph] = {}  # the one used last at the end
+        self.capture = create_capture(model.device)
+        self.graph_by_shape: dict[BatchShape, CapturedGraph] = {}  # the most recently used one at the end
 
-    def __call__(self, new: ForwardInputs[NDArray[Any]]) -> Floats:
-        """ln p, ln of the p-value and excess of each reading, (3, R, L); of no meaning where there is padding."""
+    def __call__(self, inputs: ForwardInputs[NDArray[Any]]) -> Floats:
+        """Run one forward pass.
+
+        Returns:
+            (3, R, L): natural logarithm of the density or mass at each value, natural logarithm of the p-value, and
+            centered NLL. The entries of padding have no meaning.
+        """
         with torch.inference_mode():
-            recorded = self._recorded(new)
-            if recorded is not None:
-                return recorded(new, self.expected)
-            given = ForwardInputs(*(to_tensor(array, self.model) for array in new))
-            return np.asarray(self.judged(given, self.expected(given)).cpu().numpy())
+            graph = self._find_or_capture(inputs)
+            if graph is not None:
+                return graph(inputs, self.compute_prior)
+            tensors = ForwardInputs(*(to_tensor(array, self.model) for array in inputs))
+            return np.asarray(self.compute_score_terms(tensors, self.compute_prior(tensors)).cpu().numpy())
 
-    def expected(self, given: ForwardInputs[Tensor]) -> PriorConditional | None:
-        """What the Gaussians expect of the readings."""
-        past = KVCacheView((), (), given.tokens, self.cache.told(given.pages))
-        return self.model.compute_prior(given.features, given.values, past)
+    def compute_prior(self, inputs: ForwardInputs[Tensor]) -> PriorConditional | None:
+        """Return the Gaussian prior's conditionals of the new readings, or None if the model has no prior."""
+        cached_readings = self.cache.gather_readings(inputs.pages)
+        return self.model.compute_prior(
+            inputs.features, inputs.values, KVCacheView((), (), inputs.num_tokens, cached_readings)
+        )
 
-    def judged(self, given: ForwardInputs[Tensor], guide: PriorConditional | None) -> Tensor:
-        """See `__call__`. Nothing here looks at what tensors hold or makes one on the CPU, so it can be recorded."""
-        past = self.cache.past(given.pages, given.tokens)
-        told = self.model.forward_cached(given.features, given.values, past, guide)
-        self.cache.keep(told, given.places)
-        judged = told.conditional.compute_score_terms(given.values, told.conditional.compute_surprisal(given.values))
-        return torch.stack([judged.log_prob, judged.log_p_value, judged.centered_nll]).double()
+    def compute_score_terms(self, inputs: ForwardInputs[Tensor], prior: PriorConditional | None) -> Tensor:
+        """Run the network and return the score terms, see `__call__`.
 
-    def _recorded(self, new: ForwardInputs[NDArray[Any]]) -> CapturedGraph | None:
-        """What was recorded for passes of such a shape, or is now, where the shape is a common one."""
-        shape = None if self.record is None else common(new)
-        if shape is None or self.record is None:
+        No operation here depends on what a tensor holds or creates a tensor on the CPU, so all can be captured.
+        """
+        cached = self.cache.gather_pages(inputs.pages, inputs.num_tokens)
+        output = self.model.forward_cached(inputs.features, inputs.values, cached, prior)
+        self.cache.write(output, inputs.places)
+        conditional = output.conditional
+        terms = conditional.compute_score_terms(inputs.values, conditional.compute_surprisal(inputs.values))
+        return torch.stack([terms.log_prob, terms.log_p_value, terms.centered_nll]).double()
+
+    def _find_or_capture(self, inputs: ForwardInputs[NDArray[Any]]) -> CapturedGraph | None:
+        """Return the graph for the shape of the inputs, captured if necessary; None if such passes are not captured."""
+        shape = None if self.capture is None else round_up_shape(inputs)
+        if shape is None or self.capture is None:
             return None
-        recorded = self.recorded.pop(shape, None)
-        if recorded is None:
+        graph = self.graph_by_shape.pop(shape, None)
+        if graph is None:
             try:
-                recorded = CapturedGraph(self, shape, self.record)
-            except RuntimeError as error:  # CUDA's own errors are such, too
-                warnings.warn(f"operators are started one by one, for: {error}", RuntimeWarning, stacklevel=2)
-                self.record = None
+                graph = CapturedGraph(self, shape, self.capture)
+            except RuntimeError as error:  # errors of CUDA are RuntimeErrors, too
+                warnings.warn(
+                    f"CUDA graphs are not used, scoring on the GPU is slower: {error}", RuntimeWarning, stacklevel=2
+                )
+                self.capture = None
                 return None
-        self.recorded[shape] = recorded
-        if len(self.recorded) > MOST_RECORDED:
-            del self.recorded[next(iter(self.recorded))]
-        return recorded
+        self.graph_by_shape[shape] = graph
+        if len(self.graph_by_shape) > MAX_GRAPHS:
+            del self.graph_by_shape[next(iter(self.graph_by_shape))]
+        return graph
 
 
-Shape = tuple[int, int, int]
-"""Records, readings of each, and pages of each."""
+BatchShape = tuple[int, int, int]
+"""The shape of a forward pass: number of records, new readings per record, and pages per record."""
 
 
-def common(new: ForwardInputs[NDArray[Any]]) -> Shape | None:
-    """What the shape of a pass is rounded up to: powers of two, so that there are few. None where a pass is so large
-    that it does not matter how its operators are started."""
-    (records, readings), pages = new.features.shape, new.pages.shape[1]
-    if records > MOST_RECORDS or readings > MOST_READINGS:
+def round_up_shape(inputs: ForwardInputs[NDArray[Any]]) -> BatchShape | None:
+    """Return the shape to which inputs are padded for a CUDA graph.
+
+    Its numbers are powers of two, so that there are few different shapes. None if a pass is so large that the time to
+    launch its operators does not matter.
+    """
+    (num_records, num_readings), num_pages = inputs.features.shape, inputs.pages.shape[1]
+    if num_records > MAX_RECORDS or num_readings > MAX_READINGS:
         return None
-    return _power(max(records, FEWEST_RECORDS)), _power(readings), _power(max(pages, 1))
+    return (
+        _round_up_to_power_of_two(max(num_records, MIN_RECORDS)),
+        _round_up_to_power_of_two(num_readings),
+        _round_up_to_power_of_two(max(num_pages, 1)),
+    )
 
 
-def _power(n: int) -> int:
+def _round_up_to_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
 class CapturedGraph:
-    """Passes of one shape: the memory in which they find their arrays, and what was recorded over it."""
+    """A captured forward pass of one shape, with the memory from which it reads its inputs.
 
-    def __init__(self, passes: CudaGraphs, shape: Shape, record: Recorder) -> None:
-        (records, readings, pages), model = shape, passes.model
-        page, place = passes.cache.nowhere, passes.cache.nowhere * PAGE_TOKENS
-        self.device, pinned = model.device, model.device.type == "cuda"
-        self.padding: ForwardInputs[Any] = ForwardInputs(-1, 0.0, page, 0, place)
-        each = records, readings
-        shapes: ForwardInputs[Any] = ForwardInputs(
-            each, each, (records, pages), (records,), (records, readings * model.cached_tokens_per_reading)
+    Args:
+        graphs: The model and the cache.
+        shape: The shape of the inputs, padding included.
+        capture: Captures a forward pass.
+    """
+
+    def __init__(self, graphs: CudaGraphs, shape: BatchShape, capture: Capture) -> None:
+        (num_records, num_readings, num_pages), model = shape, graphs.model
+        padding_page = graphs.cache.padding_page
+        padding_place = padding_page * graphs.cache.PAGE_TOKENS
+        self.device, is_pinned = model.device, model.device.type == "cuda"
+        self.padding: ForwardInputs[Any] = ForwardInputs(
+            features=-1, values=0.0, pages=padding_page, num_tokens=0, places=padding_place
         )
-        types: ForwardInputs[Any] = ForwardInputs(torch.int64, model.dtype, torch.int64, torch.int64, torch.int64)
-        sizes = [prod(lengths) * kind.itemsize for lengths, kind in zip(shapes, types, strict=True)]
-        self.here = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
-        self.there = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        self.answer = torch.empty(3, *each, dtype=torch.float64, pin_memory=pinned)
+        readings_shape = num_records, num_readings
+        shapes: ForwardInputs[Any] = ForwardInputs(
+            features=readings_shape,
+            values=readings_shape,
+            pages=(num_records, num_pages),
+            num_tokens=(num_records,),
+            places=(num_records, num_readings * model.cached_tokens_per_reading),
+        )
+        dtypes: ForwardInputs[Any] = ForwardInputs(
+            features=torch.int64, values=model.dtype, pages=torch.int64, num_tokens=torch.int64, places=torch.int64
+        )
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        # All inputs lie in one block of memory, so that they reach the device in one copy.
+        self.host_block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_pinned)
+        self.device_block = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        self.host_result = torch.empty(3, *readings_shape, dtype=torch.float64, pin_memory=is_pinned)
 
-        def parts(block: Tensor) -> ForwardInputs[Tensor]:
-            cut = zip(torch.split(block, sizes), types, shapes, strict=True)
-            return ForwardInputs(*(part.view(kind).view(lengths) for part, kind, lengths in cut))
+        def split(block: Tensor) -> ForwardInputs[Tensor]:
+            parts = zip(torch.split(block, sizes), dtypes, shapes, strict=True)
+            return ForwardInputs(*(part.view(dtype).view(shape) for part, dtype, shape in parts))
 
-        self.arrays = [part.numpy() for part in parts(self.here)]
-        given = parts(self.there)
-        self._send(())  # while it is recorded there is nothing but padding
-        self.given, self.guide = given, passes.expected(given)
-        self.work = record(lambda: passes.judged(given, self.guide))
+        self.host_arrays = [part.numpy() for part in split(self.host_block)]
+        inputs = split(self.device_block)
+        self._send(())  # the pass that is captured consists of padding only, and changes no record's pages
+        self.inputs, self.prior = inputs, graphs.compute_prior(inputs)
+        self.replay = capture(lambda: graphs.compute_score_terms(inputs, self.prior))
 
     def __call__(
-        self, new: ForwardInputs[NDArray[Any]], expected: Callable[[ForwardInputs[Tensor]], PriorConditional | None]
+        self,
+        inputs: ForwardInputs[NDArray[Any]],
+        compute_prior: Callable[[ForwardInputs[Tensor]], PriorConditional | None],
     ) -> Floats:
-        """See `Passes`."""
-        records, readings = new.features.shape
-        self._send(new)
-        fresh = expected(self.given)
-        if self.guide is not None and fresh is not None:
-            for kept, part in zip(self.guide.tensors, fresh.tensors, strict=True):
-                kept.copy_(part)
-        self.answer.copy_(self.work(), non_blocking=True)
+        """Replay the pass with new inputs and return the score terms, (3, R, L), see `CudaGraphs.__call__`.
+
+        Args:
+            inputs: Inputs that are not larger than the shape of the graph.
+            compute_prior: Returns the Gaussian prior's conditionals of the padded inputs.
+        """
+        num_records, num_readings = inputs.features.shape
+        self._send(inputs)
+        prior = compute_prior(self.inputs)
+        if self.prior is not None and prior is not None:
+            for captured, new in zip(self.prior.tensors, prior.tensors, strict=True):
+                captured.copy_(new)
+        self.host_result.copy_(self.replay(), non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        return self.answer[:, :records, :readings].numpy().copy()
+        return self.host_result[:, :num_records, :num_readings].numpy().copy()
 
-    def _send(self, new: ForwardInputs[NDArray[Any]] | tuple[()]) -> None:
-        for array, nothing in zip(self.arrays, self.padding, strict=True):
-            array.fill(nothing)
-        for array, part in zip(self.arrays, new, strict=False):
+    def _send(self, inputs: ForwardInputs[NDArray[Any]] | tuple[()]) -> None:
+        """Copy inputs to the memory of the graph, surrounded by padding; without inputs, padding only."""
+        for array, padding in zip(self.host_arrays, self.padding, strict=True):
+            array.fill(padding)
+        for array, part in zip(self.host_arrays, inputs, strict=False):
             array[tuple(map(slice, part.shape))] = part
-        self.there.copy_(self.here, non_blocking=True)
+        self.device_block.copy_(self.host_block, non_blocking=True)
 
 
-def recorder(device: torch.device) -> Recorder | None:
-    """Records CUDA graphs that share their memory, since one is done before the next begins; None on a CPU."""
+def create_capture(device: torch.device) -> Capture | None:
+    """Return a function that captures CUDA graphs on a device; None if the device is no GPU.
+
+    All graphs share one pool of memory. This is safe, because one replay ends before the next begins.
+    """
     if device.type != "cuda":
         return None
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def record(work: Work) -> Work:
-        here = torch.cuda.current_stream(device)
-        stream.wait_stream(here)
+    def capture(forward_pass: ForwardPass) -> ForwardPass:
+        current_stream = torch.cuda.current_stream(device)
+        stream.wait_stream(current_stream)
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                work()
-        here.wait_stream(stream)
+            for _ in range(NUM_WARM_UP_PASSES):
+                forward_pass()
+        current_stream.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Of this thread alone: another may be reading a model onto the device.
+        # Only operations of this thread are captured: another thread may be reading a model onto the device.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            out = work()
+            result = forward_pass()
 
-        def again() -> Tensor:
+        def replay() -> Tensor:
             graph.replay()
-            return out
+            return result
 
-        return again
+        return replay
 
-    return record
+    return capture

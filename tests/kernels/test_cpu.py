@@ -14,19 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.conformal import Calibration, PrefixState, advance_prefix_state, compute_running_sums
+from deformer_stream.calibration.conformal import P_VALUE_EXPONENT, Calibration, PrefixState, advance_prefix_state, compute_running_sums
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Contribution
 from deformer_stream.engine.explain import explain_records
 from deformer_stream.engine.order_trees import build_order_tree, compute_tree_conditionals
 from deformer_stream.engine.records import INITIAL_RUNNING
 from deformer_stream.kernels import build
-from deformer_stream.kernels.cpu import CpuKernels, CpuKVCache, RaggedBatch, is_supported
+from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch, is_supported
+from deformer_stream.kernels.kv_cache import CpuKVCache
 from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
 from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.schema import Feature, Schema
 from tests.engine.test_engine import ENOUGH_CACHE_BYTES, Collected, batch_of, run_stream
-from tests.engine.worlds import model_of, normalised, records_of, schemas
+from tests.engine.random_models import make_model, normalise_values, draw_records, schemas
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -80,14 +81,14 @@ def numbers(found: Collected, records: int) -> Floats:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @settings(max_examples=25)
-@given(schema=schemas(most=24, context=True), shape=SHAPES, seed=st.integers(0, 2**16), most=st.integers(1, 60))
+@given(schema=schemas(max_features=24, context=True), shape=SHAPES, seed=st.integers(0, 2**16), most=st.integers(1, 60))
 def test_what_compiled_code_says_is_what_the_network_says(
     precision: Precision, schema: Schema, shape: ModelConfig, seed: int, most: int
 ) -> None:
     """Laws 1 and 2, for records that arrive in pieces, beside others."""
-    model = compiled(model_of(schema, replace(shape, precision=precision), seed, torch.float32))
-    codes, raw = records_of(schema, 9, seed, missing=0.2)
-    features, values = torch.from_numpy(codes), torch.from_numpy(normalised(schema, codes, raw)).float()
+    model = compiled(make_model(schema, replace(shape, precision=precision), seed, torch.float32))
+    codes, raw = draw_records(schema, 9, seed, missing_share=0.2)
+    features, values = torch.from_numpy(codes), torch.from_numpy(normalise_values(schema, codes, raw)).float()
     with torch.inference_mode():
         expected = model.log_prob(features, values).double().numpy()
         excess = model.conditionals(features, values).score(values)[1].double().numpy()
@@ -106,8 +107,8 @@ def test_scores_do_not_depend_on_cuts_nor_on_eviction(
 ) -> None:
     config = replace(CONFIG, precision=precision, gaussians=gaussians, memory=memory)
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(21)))
-    model = compiled(model_of(schema, config, dtype=torch.float32))
-    codes, raw = records_of(schema, 60, 1, missing=0.2)
+    model = compiled(make_model(schema, config, dtype=torch.float32))
+    codes, raw = draw_records(schema, 60, 1, missing_share=0.2)
     whole = numbers(scored(model, codes, raw, 2, 5000), 60)
     for most, cache in ((40, ENOUGH_CACHE_BYTES), (1, ENOUGH_CACHE_BYTES), (40, 1_000_000), (300, 0)):
         again = numbers(scored(model, codes, raw, 2, most, cache), 60)
@@ -118,11 +119,11 @@ def test_scores_do_not_depend_on_cuts_nor_on_eviction(
 def test_rounded_factors_say_the_same_in_pairs_and_singly(memory: Literal["all", "values"]) -> None:
     """In the same pages: a cache is no larger where the processor takes them one by one."""
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(21)))
-    model = model_of(schema, replace(CONFIG, precision="bfloat16", memory=memory), dtype=torch.float32)
-    codes, raw = records_of(schema, 60, 1, missing=0.2)
+    model = make_model(schema, replace(CONFIG, precision="bfloat16", memory=memory), dtype=torch.float32)
+    codes, raw = draw_records(schema, 60, 1, missing_share=0.2)
     found, pages = [], []
     for singly in (False, True):
-        model.kernel_library = build.build_library(build.SOURCES, "", "-DROUNDED", *["-DSINGLY"] * singly)
+        model.kernel_library = build.build_library(build.SOURCES, "", build.BFLOAT16_FLAG, *[build.NO_BFLOAT16_DOT_FLAG] * singly)
         assert model.kernel_library is not None, "the tests of compiled code need a C compiler"
         pages.append(CpuKernels(model, model.kernel_library).bytes_per_record)
         found.append(numbers(scored(model, codes, raw, 2), 60))
@@ -139,8 +140,8 @@ def test_what_is_rebuilt_is_what_steps_have_left(
     """Bit by bit, whatever a rebuild leaves out; and so is what is said of the reading that comes next."""
     config = replace(CONFIG, precision=precision, gaussians=gaussians, memory=memory, layers=3)
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(21)))
-    model, records = compiled(model_of(schema, config, dtype=torch.float32)), 30
-    codes, raw = records_of(schema, records, 1)
+    model, records = compiled(make_model(schema, config, dtype=torch.float32)), 30
+    codes, raw = draw_records(schema, records, 1)
     found = []
     for evicted in (False, True):
         limits = Limits(cache_bytes=20_000_000)
@@ -163,7 +164,7 @@ def test_what_is_rebuilt_is_what_steps_have_left(
 @given(seed=st.integers(0, 2**16), most=st.sampled_from([1, 3, 40, 900]), masked=st.booleans())
 def test_statistics_go_on_as_the_rule_says(seed: int, most: int, masked: bool) -> None:
     """From mild to very wild readings, in two pieces; of records in any slots, some without a reading in a piece."""
-    model = compiled(model_of(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
+    model = compiled(make_model(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
     assert model.kernel_library is not None
     rng, code, R = np.random.default_rng(seed), CpuKernels(model, model.kernel_library), 6
     slots, running = rng.permutation(9)[:R], np.full(9, INITIAL_RUNNING)
@@ -174,7 +175,7 @@ def test_statistics_go_on_as_the_rule_says(seed: int, most: int, masked: bool) -
         surprises = -(rng.exponential(size=(3, M)) * 10.0 ** rng.choice([-3, 0, 0, 0, 0, 1, 6, 30], (3, M)))
         scored, decided = rng.random((2, M)) < 0.7 if masked else (None, None)
         columns = np.empty((4, M))
-        code.advance(running, slots, edges, surprises, scored, decided, columns)
+        code.advance(running, slots, edges, surprises, scored, decided, columns, P_VALUE_EXPONENT)
         pieces.append((edges, surprises, scored, decided, columns))
     for i, slot in enumerate(slots.tolist()):
         state, sums = PrefixState.initial(1), np.zeros((2, 1))
@@ -196,7 +197,7 @@ def test_statistics_go_on_as_the_rule_says(seed: int, most: int, masked: bool) -
 
 @settings(max_examples=40, deadline=None)
 @given(
-    schema=schemas(most=24, context=True),
+    schema=schemas(max_features=24, context=True),
     shape=SHAPES,
     hidden=st.sampled_from([(), (24,), (40, 64)]),
     identity=st.sampled_from(["embedding", "coordinates", "both"]),
@@ -212,11 +213,11 @@ def test_readings_are_judged_as_the_plain_network_judges_them(
     seed: int,
 ) -> None:
     """ln p, p-value and excess, of wild values as well, whatever leads to the tokens; and the conditionals."""
-    model = compiled(model_of(schema, replace(shape, hidden=hidden, identity=identity), seed, torch.float32))
-    codes, raw = records_of(schema, 4, seed)
+    model = compiled(make_model(schema, replace(shape, hidden=hidden, identity=identity), seed, torch.float32))
+    codes, raw = draw_records(schema, 4, seed)
     if wild:
         raw = np.where(schema.is_linear[codes], raw * 10.0 ** np.random.default_rng(seed).integers(-2, 9, raw.shape), raw)
-    features, values = torch.from_numpy(codes), torch.from_numpy(normalised(schema, codes, raw)).float()
+    features, values = torch.from_numpy(codes), torch.from_numpy(normalise_values(schema, codes, raw)).float()
     assert model.kernel_library is not None
     code, L = CpuKernels(model, model.kernel_library), len(schema)
     cache = code.create_cache(1 << 24)
@@ -236,14 +237,14 @@ def test_readings_are_judged_as_the_plain_network_judges_them(
 
 def test_rounding_moves_scores_by_little_and_does_something() -> None:
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(12)))
-    codes, raw = records_of(schema, 50, 3)
-    features, values = torch.from_numpy(codes), torch.from_numpy(normalised(schema, codes, raw)).float()
+    codes, raw = draw_records(schema, 50, 3)
+    features, values = torch.from_numpy(codes), torch.from_numpy(normalise_values(schema, codes, raw)).float()
     exact, near = (
-        model_of(schema, replace(PRESETS["tiny"], precision=precision), dtype=torch.float32).log_prob(features, values)
+        make_model(schema, replace(PRESETS["tiny"], precision=precision), dtype=torch.float32).log_prob(features, values)
         for precision in PRECISIONS
     )
     assert 0 < float((exact - near).abs().max().detach()) < 2e-2
-    training = model_of(schema, replace(PRESETS["tiny"], precision="bfloat16"), dtype=torch.float32).train()
+    training = make_model(schema, replace(PRESETS["tiny"], precision="bfloat16"), dtype=torch.float32).train()
     assert torch.equal(training.log_prob(features, values), exact), "training sees all digits"
 
 
@@ -251,14 +252,14 @@ def test_rounding_moves_scores_by_little_and_does_something() -> None:
     "change", [{"d_model": 96, "heads": 6}, {"heads": 8}, {"feedforward": 40}, {"tokens": "single"}]
 )
 def test_other_shapes_are_left_to_the_plain_network(change: dict[str, Any]) -> None:
-    model = model_of(Schema((Feature("a", "continuous"),)), replace(CONFIG, **change), dtype=torch.float32)
+    model = make_model(Schema((Feature("a", "continuous"),)), replace(CONFIG, **change), dtype=torch.float32)
     assert not is_supported(model)
-    assert is_supported(model_of(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
+    assert is_supported(make_model(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
 
 
 def test_surprise_of_large_and_of_lopsided_mixtures() -> None:
     """Narrow components, far ones, and some that weigh next to nothing."""
-    model = compiled(model_of(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
+    model = compiled(make_model(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
     assert model.kernel_library is not None
     code = CpuKernels(model, model.kernel_library)
     generator = torch.Generator().manual_seed(0)
@@ -276,7 +277,7 @@ def test_surprise_of_large_and_of_lopsided_mixtures() -> None:
 
 
 def test_quantiles_have_so_much_mass_below() -> None:
-    model = compiled(model_of(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
+    model = compiled(make_model(Schema((Feature("a", "continuous"),)), CONFIG, dtype=torch.float32))
     assert model.kernel_library is not None
     code, qs = CpuKernels(model, model.kernel_library), (0.05, 0.5, 0.95)
     generator = torch.Generator().manual_seed(0)
@@ -290,14 +291,14 @@ def test_quantiles_have_so_much_mass_below() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(schema=schemas(most=20), shape=SHAPES, seed=st.integers(0, 2**16), mirrored=st.booleans())
+@given(schema=schemas(max_features=20), shape=SHAPES, seed=st.integers(0, 2**16), mirrored=st.booleans())
 def test_trees_of_orders_say_what_the_network_says_of_them(
     schema: Schema, shape: ModelConfig, seed: int, mirrored: bool
 ) -> None:
-    model, W = compiled(model_of(schema, shape, seed, torch.float32)), len(schema)
+    model, W = compiled(make_model(schema, shape, seed, torch.float32)), len(schema)
     assert model.kernel_library is not None
-    codes, raw = records_of(schema, 3, seed)
-    features, values = torch.from_numpy(codes), torch.from_numpy(normalised(schema, codes, raw)).float()
+    codes, raw = draw_records(schema, 3, seed)
+    features, values = torch.from_numpy(codes), torch.from_numpy(normalise_values(schema, codes, raw)).float()
     given_, asked = (W // 3, W // 4) if seed % 2 else (0, 0)
     orders = build_order_tree(given_, W - given_ - asked, asked, mirrored)
     at = values[:, orders.reading_index]
@@ -319,9 +320,9 @@ def test_explanations_are_the_same(seed: int, loud: bool) -> None:
     continuous = [Feature(f"x{i}", "continuous", context=i == 0) for i in range(6)]
     discrete = [Feature(f"s{i}", "discrete", labels=("a", "b", "c")) for i in range(3)]
     schema = Schema((*continuous, *discrete))
-    model = compiled(model_of(schema, replace(CONFIG, gaussians=seed % 3), seed, torch.float32))
+    model = compiled(make_model(schema, replace(CONFIG, gaussians=seed % 3), seed, torch.float32))
     assert model.kernel_library is not None
-    codes, raw = records_of(schema, 5, seed, missing=0.2)
+    codes, raw = draw_records(schema, 5, seed, missing_share=0.2)
     given_ = model, codes, raw, [{}] * 5, list("abcde"), lambda score, _: np.full(score.shape, loud)
     code = CpuKernels(model, model.kernel_library)
     for effort in ("full", "fast"):

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from deformer_stream.kernels.kv_cache import PAGE_TOKENS, TorchKVCache
+from deformer_stream.kernels.kv_cache import TorchKVCache
 from deformer_stream.model.deformer import DEformer, ModelConfig, StepOutput
 from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.schema import Feature, Schema
@@ -23,7 +23,7 @@ class CacheMachine(RuleBasedStateMachine):
         super().__init__()
         schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(20)))
         self.model = DEformer(schema, ModelConfig(d_model=4, layers=2, heads=2, feedforward=4, mixtures=1, hidden=(4,)))
-        page = 2 * 2 * PAGE_TOKENS * 4 * 4
+        page = 2 * 2 * TorchKVCache.PAGE_TOKENS * 4 * 4
         self.cache = TorchKVCache(self.model, 9 * page)
         self.cache.ensure_capacity(self.NUM_RECORDS)
         self.expected: dict[int, list[torch.Tensor]] = {}

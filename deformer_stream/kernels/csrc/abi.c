@@ -1,0 +1,42 @@
+/* Functions by which Python checks that this library has the structures it expects, and the entry point of threads. */
+#include "abi.h"
+
+int64_t abi_version(void) { return ABI_VERSION; }
+
+/* Return the size in bytes of the structure of this name, or -1 if there is none. */
+int64_t struct_size(const char *name) {
+#define SIZE_OF(type) {#type, sizeof(type)}
+    static const struct { const char *name; int64_t size; } structs[] = {
+        SIZE_OF(Layer), SIZE_OF(LinearMap), SIZE_OF(TokenEncoder), SIZE_OF(Prior), SIZE_OF(Head), SIZE_OF(Network),
+        SIZE_OF(Batch), SIZE_OF(SurprisalTask), SIZE_OF(QuantileTask), SIZE_OF(RunningState), SIZE_OF(AdvanceTask),
+        SIZE_OF(ThreadTeam),
+    };
+    for (size_t i = 0; i < sizeof structs / sizeof *structs; i++)
+        if (!strcmp(name, structs[i].name)) return structs[i].size;
+    return -1;
+}
+
+/* Return the constant of this name, or NaN if there is none. */
+double constant_value(const char *name) {
+#define VALUE_OF(constant) {#constant, constant}
+    static const struct { const char *name; double value; } constants[] = {
+        VALUE_OF(COLUMNS), VALUE_OF(KV_PAGE_TOKENS), VALUE_OF(MAX_HEADS), VALUE_OF(PRIOR_LANES),
+        VALUE_OF(ROW_EXTRA_VECTORS), VALUE_OF(MAX_CONDITIONING_VALUE), VALUE_OF(LINEAR_LIMIT),
+        VALUE_OF(MAX_LOG_SCALE_CHANGE), VALUE_OF(ACTIVATION_GELU), VALUE_OF(ACTIVATION_RELU),
+    };
+    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
+        if (!strcmp(name, constants[i].name)) return constants[i].value;
+    return NAN;
+}
+
+/* Return how many factors of a product are packed side by side: 2 in bfloat16 with fast dot products, else 1. */
+int64_t dot_width(void) { return DOT_WIDTH; }
+
+/* Return the size in bytes of a number in the KV cache. */
+int64_t kv_item_bytes(void) { return sizeof(kv_t); }
+
+/* Execute one thread's part of a task; more threads than there are units of work return at once. */
+void run_one_thread(ThreadTeam *team) {
+    int64_t calls_left = __atomic_sub_fetch(&team->calls_left, 1, __ATOMIC_RELAXED);
+    if (calls_left >= 0 && team->function(team->task) < 0) __atomic_store_n(&team->failed, 1, __ATOMIC_RELAXED);
+}

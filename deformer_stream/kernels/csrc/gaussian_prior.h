@@ -1,0 +1,160 @@
+/* Exact conditionals of the Gaussian prior: for each component, the mean and scale of the next value given the values
+ * before it, and the components' posterior weights.
+ *
+ * Each reading extends the Cholesky factor L of its record's covariance matrix by one row. The rows stay in the KV
+ * cache, so a new reading costs one triangular solve. All components are computed side by side. */
+#ifndef GAUSSIAN_PRIOR_H
+#define GAUSSIAN_PRIOR_H
+#include "token_encoder.h"
+
+typedef double f64x8 __attribute__((vector_size(64)));
+typedef float f32x8 __attribute__((vector_size(32)));
+
+INLINE f64x8 load8(const double *p) { f64x8 v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store8(double *p, f64x8 v) { memcpy(p, &v, sizeof v); }
+
+/* Rows are stored as floats, which halves the memory to read, and computed in doubles from the stored floats. The
+ * result is the exact factor of a matrix that differs from the covariances by one part in 10^7. */
+INLINE f64x8 load8_floats(const float *p) {
+    f32x8 v;
+    memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, f64x8);
+}
+
+/* Store doubles as floats, and return what was stored. */
+INLINE f64x8 store8_floats(float *p, f64x8 v) {
+    f32x8 stored = __builtin_convertvector(v, f32x8);
+    memcpy(p, &stored, sizeof stored);
+    return __builtin_convertvector(stored, f64x8);
+}
+
+/* Return the address of the row of a record's k-th reading: k vectors of the factor, then ROW_EXTRA_VECTORS more. */
+INLINE float *factor_row(const Prior *prior, const Batch *batch, const int64_t *pages, int64_t k) {
+    char *page = batch->page_pool + pages[prior->row_page[k]] * batch->page_bytes;
+    return (float *)page + prior->row_place[k] * prior->padded_components;
+}
+
+/* Solve L w = c by forward substitution, and store w as the new row of the factor.
+ *
+ * covariance: (D, padded) covariances of the new feature with all features. w: (k, padded) output. */
+static void solve_factor(const Prior *prior, const Batch *batch, const int64_t *pages, int64_t k,
+                         const double *covariance, float *new_row, double *w) {
+    int64_t C = prior->padded_components;
+    for (int64_t i = 0; i < k; i++) {
+        const float *row = factor_row(prior, batch, pages, i), *extra = row + i * C;
+        int64_t feature = (int64_t)extra[ROW_FEATURE * C];
+        for (int64_t b = 0; b < C; b += PRIOR_LANES) {
+            f64x8 s[4] = {{0}, {0}, {0}, {0}};
+            int64_t j = 0;
+            if (feature >= 0) {
+                for (; j + 4 <= i; j += 4)
+                    for (int64_t u = 0; u < 4; u++)
+                        s[u] += load8_floats(row + (j + u) * C + b) * load8(w + (j + u) * C + b);
+                for (; j < i; j++) s[0] += load8_floats(row + j * C + b) * load8(w + j * C + b);
+                s[0] = load8(covariance + feature * C + b) - ((s[0] + s[1]) + (s[2] + s[3]));
+            }
+            f64x8 solved = s[0] * load8_floats(extra + ROW_INVERSE_PIVOT * C + b);
+            store8(w + i * C + b, store8_floats(new_row + i * C + b, solved));
+        }
+    }
+}
+
+/* Normalise the logarithms of C weights so that the weights sum to one. */
+static void normalise_log_weights(int64_t C, const double *log_weights, float *out) {
+    double largest = -INFINITY, total = 0;
+    for (int64_t c = 0; c < C; c++) largest = log_weights[c] > largest ? log_weights[c] : largest;
+    for (int64_t c = 0; c < C; c++) total += exp(log_weights[c] - largest);
+    for (int64_t c = 0; c < C; c++) out[c] = (float)(log_weights[c] - largest - log(total));
+}
+
+/* Extend the factor by reading m, the k-th of its record, and compute the prior conditional of its value.
+ *
+ * query: place of the conditional among the outputs, negative if it is not wanted. w: scratch, (k, padded). A feature
+ * that the prior does not have gets a row of zeros and leaves the weights as they are. */
+static void add_reading(const Prior *prior, const Batch *batch, const int64_t *pages, int64_t k, int64_t m,
+                        int64_t query, double *w) {
+    int64_t C = prior->padded_components, feature = prior->column_by_code[batch->features[m]];
+    float *row = factor_row(prior, batch, pages, k), *extra = row + k * C;
+    float *log_weights = batch->prior_log_weights + query * C;
+    float *means = batch->prior_means + query * C, *scales = batch->prior_scales + query * C;
+    const double *covariance = prior->covariances + (feature < 0 ? 0 : feature) * prior->num_features * C;
+    double value = fmin(fmax(batch->values[m], -MAX_CONDITIONING_VALUE), MAX_CONDITIONING_VALUE);
+    double likelihood_before[C], likelihood[C];
+    if (feature < 0) memset(w, 0, k * C * sizeof *w), memset(row, 0, k * C * sizeof *row);
+    else solve_factor(prior, batch, pages, k, covariance, row, w);
+    if (k) {
+        const float *last_row = factor_row(prior, batch, pages, k - 1);
+        memcpy(likelihood_before, last_row + (k - 1 + ROW_LIKELIHOOD) * C, sizeof likelihood_before);
+    } else memset(likelihood_before, 0, sizeof likelihood_before);
+    for (int64_t b = 0; b < C; b += PRIOR_LANES) {
+        f64x8 mean = {0}, variance = {0};
+        for (int64_t i = 0; i < k; i++) {
+            f64x8 x = load8(w + i * C + b);
+            mean += x * load8_floats(factor_row(prior, batch, pages, i) + (i + ROW_RESIDUAL) * C + b);
+            variance -= x * x;
+        }
+        if (feature >= 0) {
+            mean += load8(prior->means + feature * C + b);
+            variance += load8(covariance + feature * C + b);
+        }
+        for (int64_t c = b; c < b + PRIOR_LANES; c++) {
+            double scale = sqrt(fmax(variance[c - b], 1e-18)), residual = 0;
+            likelihood[c] = likelihood_before[c];
+            if (feature >= 0) {
+                residual = (value - mean[c - b]) / scale;
+                likelihood[c] -= 0.5 * residual * residual + log(scale);
+            } else scale = 1;
+            if (query >= 0) {
+                means[c] = feature < 0 ? 0 : (float)mean[c - b];
+                scales[c] = (float)scale;
+            }
+            extra[ROW_INVERSE_PIVOT * C + c] = (float)(1 / scale);
+            extra[ROW_RESIDUAL * C + c] = (float)residual;
+            extra[ROW_FEATURE * C + c] = (float)feature;
+        }
+    }
+    memcpy(extra + ROW_LIKELIHOOD * C, likelihood, sizeof likelihood);
+    for (int64_t c = 0; c < C; c++) likelihood_before[c] += prior->log_weights[c];
+    if (query >= 0) normalise_log_weights(C, likelihood_before, log_weights);
+}
+
+/* Request the cached rows of a record, so that they arrive from memory while another record is computed. */
+static void prefetch_rows(const Prior *prior, const Batch *batch, int64_t record) {
+    const int64_t *pages = batch->page_table + record * batch->page_table_columns;
+    for (int64_t k = 0; k < batch->num_cached[record]; k++) {
+        const char *row = (const char *)factor_row(prior, batch, pages, k);
+        int64_t bytes = (k + ROW_EXTRA_VECTORS) * prior->padded_components * (int64_t)sizeof(float);
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+    }
+}
+
+/* Compute the prior conditionals of the records [from, to). w: scratch, (most readings of a record, padded). */
+static void compute_prior(const Prior *prior, const Batch *batch, int64_t from, int64_t to, double *w) {
+    for (int64_t r = from; r < to; r++) {
+        const int64_t *pages = batch->page_table + r * batch->page_table_columns;
+        if (r + 1 < to) prefetch_rows(prior, batch, r + 1);
+        for (int64_t m = batch->offsets[r]; m < batch->offsets[r + 1]; m++) {
+            int64_t query = batch->query_offsets[r] + m - query_place(batch, r, 0);
+            int64_t k = batch->depths ? batch->depths[m] : batch->num_cached[r] + m - batch->offsets[r];
+            add_reading(prior, batch, pages, k, m, query < batch->query_offsets[r] ? -1 : query, w);
+        }
+    }
+}
+
+/* Scale the prior conditionals of the records [from, to) to numbers of the size of a network's inputs.
+ *
+ * inputs: (queries, 3, components) output: log weights, means and log scales; 0 for features that the prior lacks. */
+static void scale_prior_inputs(const Prior *prior, const Batch *batch, int64_t from, int64_t to, float *inputs) {
+    int64_t C = prior->num_components;
+    for (int64_t i = from; i < to; i++)
+        for (int64_t r = 0; r < batch->query_offsets[i + 1] - batch->query_offsets[i]; r++, inputs += 3 * C) {
+            int64_t at = (batch->query_offsets[i] + r) * prior->padded_components;
+            int has_prior = prior->column_by_code[batch->features[query_place(batch, i, r)]] >= 0;
+            for (int64_t c = 0; c < C; c++) {
+                inputs[c] = has_prior ? 0.25f * fmaxf(batch->prior_log_weights[at + c], -8) : 0;
+                inputs[C + c] = has_prior ? 0.5f * fminf(fmaxf(batch->prior_means[at + c], -8), 8) : 0;
+                inputs[2 * C + c] = has_prior ? 0.5f * logf(batch->prior_scales[at + c]) : 0;
+            }
+        }
+}
+#endif

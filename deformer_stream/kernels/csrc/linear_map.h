@@ -1,0 +1,44 @@
+/* Linear maps in float32, whatever precision the Transformer layers have. */
+#ifndef LINEAR_MAP_H
+#define LINEAR_MAP_H
+#include "abi.h"
+
+/* Compute one tile of a map: `num_rows` rows (a constant) times the 32 columns from `column` on. See `apply_map`. */
+INLINE void apply_map_tile(const LinearMap *map, const float *x, size_t stride, size_t num_rows, int is_added,
+                           size_t column, float *out, size_t out_stride) {
+    const float *weights = map->weights + column * map->inputs;
+    f32x16 c[ROWS][2];
+    for (size_t r = 0; r < num_rows; r++) {
+        c[r][0] = load(map->bias + column);
+        c[r][1] = load(map->bias + column + LANES);
+    }
+    for (size_t k = 0; k < (size_t)map->inputs; k++, weights += COLUMNS)
+#pragma GCC unroll 12
+        for (size_t r = 0; r < num_rows; r++) {
+            c[r][0] += x[r * stride + k] * load(weights);
+            c[r][1] += x[r * stride + k] * load(weights + LANES);
+        }
+    for (size_t r = 0; r < num_rows; r++)
+        for (int half = 0; half < 2; half++) {
+            float *place = out + r * out_stride + column + half * LANES;
+            store(place, is_added ? load(place) + c[r][half] : c[r][half]);
+        }
+}
+
+/* Compute out = x W + bias, or out += x W + bias if `is_added`.
+ *
+ * x: (num_rows, inputs), rows `stride` apart. out: (num_rows, columns), rows `out_stride` apart. Every number is a sum
+ * in one fixed order, so a row's result does not depend on the other rows. */
+static void apply_map(const LinearMap *map, const float *x, size_t stride, size_t num_rows, int is_added, float *out,
+                      size_t out_stride) {
+    for (size_t n = 0; n < (size_t)map->columns; n += COLUMNS) {
+        size_t m = 0;
+        for (; m + ROWS <= num_rows; m += ROWS)
+            apply_map_tile(map, x + m * stride, stride, ROWS, is_added, n, out + m * out_stride, out_stride);
+        for (; ROWS > 4 && m + 4 <= num_rows; m += 4)
+            apply_map_tile(map, x + m * stride, stride, 4, is_added, n, out + m * out_stride, out_stride);
+        for (; m < num_rows; m++)
+            apply_map_tile(map, x + m * stride, stride, 1, is_added, n, out + m * out_stride, out_stride);
+    }
+}
+#endif

@@ -1,0 +1,78 @@
+/* Surprisals and quantiles of given mixtures of Gaussians. Threads take readings from a shared counter. */
+#include "abi.h"
+#include "surprisal.h"
+
+#define READINGS_PER_STEP 32 /* readings that a thread takes from the counter at once */
+#define MASS_LIMIT 12.0f     /* scales from a component's mean beyond which its mass is neglected */
+#define BISECTION_STEPS 30
+
+/* Take the next readings from a shared counter; return the first of them. */
+INLINE int64_t take_readings(int64_t *next_reading) {
+    return __atomic_fetch_add(next_reading, READINGS_PER_STEP, __ATOMIC_RELAXED);
+}
+
+/* Execute one thread's part of a SurprisalTask. Returns 0, or -1 if memory is short. */
+int64_t compute_surprisals(const SurprisalTask *task) {
+    size_t n = task->num_components, C = round_up(n, LANES);
+    float *w = malloc(SURPRISAL_ROWS * C * sizeof *w);
+    if (!w) return -1;
+    for (int64_t from; (from = take_readings(task->next_reading)) < task->num_readings;)
+        for (int64_t m = from; m < from + READINGS_PER_STEP && m < task->num_readings; m++) {
+            memcpy(w, task->log_weights + m * n, n * sizeof *w);
+            memcpy(w + C, task->means + m * n, n * sizeof *w);
+            memcpy(w + 2 * C, task->scales + m * n, n * sizeof *w);
+            Surprisal s = compute_surprisal(w, n, task->values[m]);
+            task->surprisal[m] = s.value, task->minimum[m] = s.minimum;
+            task->mean[m] = s.mean, task->variance[m] = s.variance;
+        }
+    free(w);
+    return 0;
+}
+
+/* Return the standard normal distribution function (Abramowitz and Stegun 7.1.26, error 1e-7). */
+INLINE f32x16 normal_cdf(f32x16 z) {
+    f32x16 x = vector_max(z, -z) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * x);
+    f32x16 p = -0.7265760135f + t * 0.5307027145f;
+    p = 0.7107068705f + t * p;
+    p = -0.142248368f + t * p;
+    f32x16 tail = t * (0.127414796f + t * p);
+    tail *= exponential(vector_max(-x * x, splat(-80.0f)));
+    return select_lanes(z < splat(0), tail, 1.0f - tail);
+}
+
+/* Return the value below which the mixture has the mass `level`, by bisection between low and high.
+ *
+ * w: (3, C) means, inverse scales, weights. */
+static float find_quantile(const float *w, size_t C, float low, float high, float level) {
+    for (int i = 0; i < BISECTION_STEPS; i++) {
+        float middle = 0.5f * (low + high);
+        f32x16 below = splat(0);
+        for (size_t j = 0; j < C; j += LANES)
+            below += load(w + 2 * C + j) * normal_cdf((middle - load(w + j)) * load(w + C + j));
+        if (reduce_sum(below) < level) low = middle;
+        else high = middle;
+    }
+    return 0.5f * (low + high);
+}
+
+/* Execute one thread's part of a QuantileTask. Returns 0, or -1 if memory is short. */
+int64_t compute_quantiles(const QuantileTask *task) {
+    size_t n = task->num_components, C = round_up(n, LANES);
+    float *w = malloc(3 * C * sizeof *w);
+    if (!w) return -1;
+    for (int64_t from; (from = take_readings(task->next_reading)) < task->num_readings;)
+        for (int64_t m = from; m < from + READINGS_PER_STEP && m < task->num_readings; m++) {
+            float low = INFINITY, high = -INFINITY;
+            for (size_t j = 0; j < C; j++) { /* the padding of C repeats the first component with no weight */
+                size_t at = m * n + (j < n ? j : 0);
+                float mean = task->means[at], scale = task->scales[at];
+                low = fminf(low, mean - MASS_LIMIT * scale), high = fmaxf(high, mean + MASS_LIMIT * scale);
+                w[j] = mean, w[C + j] = 1.0f / scale;
+                w[2 * C + j] = j < n ? expf(task->log_weights[at]) : 0.0f;
+            }
+            for (int64_t q = 0; q < task->num_levels; q++)
+                task->quantiles[q * task->num_readings + m] = find_quantile(w, C, low, high, task->levels[q]);
+        }
+    free(w);
+    return 0;
+}

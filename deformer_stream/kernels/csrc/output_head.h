@@ -1,0 +1,128 @@
+/* From the network's outputs to the score terms of readings: ln p, ln of the p-value, and the centered NLL. */
+#ifndef OUTPUT_HEAD_H
+#define OUTPUT_HEAD_H
+#include "gamma_tail.h"
+#include "gaussian_prior.h"
+#include "surprisal.h"
+
+/* Return ln(1 + e^x). */
+INLINE f32x16 softplus(f32x16 x) {
+    f32x16 y = exponential(vector_min(x, splat(20.0f))), s = y / (y + 2.0f), t = s * s;
+    f32x16 p = log_ratio_series(t); /* ln(1 + y) = 2 atanh(y / (y + 2)) */
+    return select_lanes(x > 20.0f, x, select_lanes(y < 0.4f, p * s, logarithm(1.0f + y)));
+}
+
+/* Return ln of the sum of e^x over n numbers. Whole vectors are read, and numbers behind the first n are ignored. */
+static float log_sum_exp(const float *x, size_t n) {
+    f32x16 lanes = lane_numbers(), largest = splat(-INFINITY), total = splat(0);
+    for (size_t j = 0; j < n; j += LANES)
+        largest = vector_max(largest, select_lanes(lanes + (float)j < (float)n, load(x + j), largest));
+    float peak = reduce_max(largest);
+    for (size_t j = 0; j < n; j += LANES) {
+        f32x16 e = exponential(vector_min(load(x + j) - peak, splat(0)));
+        total += select_lanes(lanes + (float)j < (float)n, e, splat(0));
+    }
+    return peak + logarithm(splat(reduce_sum(total)))[0];
+}
+
+/* Compute the score terms of a continuous value: out[0] = ln p, out[stride] = ln of the p-value, out[2 stride] =
+ * centered NLL.
+ *
+ * The p-value is the probability that a draw has a surprisal at least as large. Surprisals are taken to follow a
+ * shifted Gamma distribution with the mixture's own minimum, mean and variance (model/distributions.py explains it). */
+static void score_continuous(Surprisal s, float *out, size_t stride) {
+    float minimum = fminf(s.minimum, s.value), gap = fmaxf(s.mean - minimum, 0.1f);
+    float theta = fminf(fmaxf(s.variance / gap, 1), 100), shape = fminf(fmaxf(gap / theta, 0.01f), 50);
+    out[0] = -s.value;
+    out[stride] = (float)log_gamma_sf(shape, (s.value - minimum) / theta, 1e-9);
+    out[2 * stride] = s.value - s.mean;
+}
+
+/* Compute the mixture of a continuous reading: w (3, C) log weights, means, scales.
+ *
+ * outputs: of mixture_map for this reading. adjustments: of adjust_map: changes of the prior's log weights, means and
+ * log scales. prior_...: the prior conditional of the reading. */
+static void build_mixture(const Head *head, float scale_floor, const float *outputs, const float *adjustments,
+                          const float *prior_log_weights, const float *prior_means, const float *prior_scales, float *w,
+                          size_t C) {
+    size_t J = head->num_components, K = head->num_prior_components;
+    memcpy(w, outputs, J * sizeof *w);
+    memcpy(w + C, outputs + 2 * J, J * sizeof *w);
+    for (size_t j = 0; j < J; j += LANES) {
+        float part[LANES];
+        store(part, scale_floor + softplus(load(outputs + J + j)));
+        memcpy(w + 2 * C + j, part, min_size(J - j, LANES) * sizeof *w);
+    }
+    for (size_t k = 0; k < K; k++) {
+        float widening = expf(fminf(fmaxf(adjustments[2 * K + k], -MAX_LOG_SCALE_CHANGE), MAX_LOG_SCALE_CHANGE));
+        float scale = prior_scales[k] * widening;
+        w[J + k] = prior_log_weights[k] + adjustments[k];
+        w[C + J + k] = prior_means[k] + prior_scales[k] * adjustments[K + k];
+        w[2 * C + J + k] = sqrtf(scale * scale + scale_floor * scale_floor / 3.0f);
+    }
+    float total = log_sum_exp(w, J + K);
+    for (size_t j = 0; j < J + K; j++) w[j] -= total;
+}
+
+/* Compute the score terms of a label: see `score_continuous`. The p-value is the mass of all labels that are at most as
+ * likely.
+ *
+ * logits: (labels of the feature). log_mass: scratch, (labels + 1). */
+static void score_label(const Head *head, int64_t feature, const float *logits, float value, float *log_mass,
+                        float *out, size_t stride) {
+    int64_t count = head->label_counts[feature];
+    float total = log_sum_exp(logits, count), relative_tail = 0, entropy = 0;
+    for (int64_t k = 0; k < count; k++) log_mass[k] = logits[k] - total + head->unseen_log_mass[2 * feature];
+    log_mass[count] = head->unseen_log_mass[2 * feature + 1];
+    float own = log_mass[label_code(value, count)];
+    for (int64_t k = 0; k <= count; k++) {
+        if (log_mass[k] <= own + 1e-6f) relative_tail += expf(log_mass[k] - own);
+        entropy -= expf(log_mass[k]) * log_mass[k];
+    }
+    out[0] = own;
+    out[stride] = fminf(own + logf(relative_tail), 0);
+    out[2 * stride] = -own - entropy;
+}
+
+/* Return how many floats of scratch `score_queries` needs. */
+static size_t head_scratch_size(const Head *head) {
+    size_t columns = head->mixture_map->columns + (head->adjust_map ? head->adjust_map->columns : 0);
+    size_t mixture = SURPRISAL_ROWS * round_up(head->num_components + head->num_prior_components, LANES);
+    return ROWS_TOGETHER * columns + mixture + head->num_labels + 1 + 2 * LANES;
+}
+
+/* Compute the score terms of the scored readings of the records [from, to) into batch->score_terms.
+ *
+ * x: (queries, d) the network's outputs at z, after the final normalisation. scratch: `head_scratch_size` floats. */
+static void score_queries(const Head *head, const Prior *prior, const Batch *batch, int64_t from, int64_t to, size_t d,
+                          const float *x, float *scratch) {
+    size_t num_queries = batch->query_offsets[to] - batch->query_offsets[from];
+    size_t components = head->num_components + head->num_prior_components, C = round_up(components, LANES);
+    size_t columns = head->mixture_map->columns, stride = batch->query_offsets[batch->num_records];
+    size_t adjust_columns = head->adjust_map ? head->adjust_map->columns : 0;
+    float *outputs = scratch, *adjustments = outputs + ROWS_TOGETHER * columns + LANES;
+    float *w = adjustments + ROWS_TOGETHER * adjust_columns, *log_mass = w + SURPRISAL_ROWS * C;
+    int64_t record = from, r = 0;
+    for (size_t at = 0; at < num_queries; at++) {
+        size_t row = at % ROWS_TOGETHER, num_rows = min_size(num_queries - at, ROWS_TOGETHER);
+        if (!row) apply_map(head->mixture_map, x + at * d, d, num_rows, 0, outputs, columns);
+        if (!row && adjust_columns)
+            apply_map(head->adjust_map, x + at * d, d, num_rows, 0, adjustments, adjust_columns);
+        for (; r == batch->query_offsets[record + 1] - batch->query_offsets[record]; r = 0) record++;
+        int64_t m = query_place(batch, record, r++), feature = batch->features[m];
+        size_t query = batch->query_offsets[from] + at;
+        float *out = batch->score_terms + query;
+        const float *own = outputs + row * columns;
+        if (head->label_counts[feature]) {
+            const float *logits = own + 3 * head->num_components;
+            score_label(head, feature, logits, batch->values[m], log_mass, out, stride);
+            continue;
+        }
+        size_t at_prior = prior ? query * prior->padded_components : 0;
+        build_mixture(head, head->scale_floor[feature], own, adjustments + row * adjust_columns,
+                      batch->prior_log_weights + at_prior, batch->prior_means + at_prior,
+                      batch->prior_scales + at_prior, w, C);
+        score_continuous(compute_surprisal(w, components, batch->values[m]), out, stride);
+    }
+}
+#endif

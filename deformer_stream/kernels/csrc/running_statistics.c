@@ -1,0 +1,41 @@
+/* The running statistics of records, reading by reading. `advance` of calibration/conformal.py is the definition. */
+#include "abi.h"
+#include "gamma_tail.h"
+
+#define TOLERANCE 1e-15 /* relative error of Fisher's statistic */
+
+/* Return Sidak's statistic -ln(1 - (1 - p)^count) of the smallest p-value; by its series if that would cancel. */
+static double sidak(int64_t count, double min_log_p) {
+    if (min_log_p < -25) return -min_log_p - log(count);
+    return -log(-expm1(count * log1p(-exp(fmin(min_log_p, -1e-12)))));
+}
+
+/* Return Fisher's statistic of `count` p-values with this sum of negative logarithms. */
+static double fisher(int64_t count, double neg_log_p_sum) { return -log_gamma_sf(count, neg_log_p_sum, TOLERANCE); }
+
+/* Advance the running statistics of R records by their new readings: see AdvanceTask. */
+void advance_statistics(const AdvanceTask *task) {
+    int64_t M = task->offsets[task->num_records];
+    for (int64_t i = 0; i < task->num_records; i++) {
+        RunningState state = task->running[task->record_index[i]];
+        for (int64_t m = task->offsets[i]; m < task->offsets[i + 1]; m++) {
+            double log_prob = task->score_terms[m], log_p_value = task->score_terms[M + m];
+            double centered_nll = task->score_terms[2 * M + m];
+            int is_scored = !task->is_scored || task->is_scored[m];
+            if (is_scored) {
+                double log_p = task->p_value_exponent * fmin(log_p_value, 0);
+                state.num_scored++;
+                state.neg_log_p_sum -= log_p, state.min_log_p = fmin(state.min_log_p, log_p);
+                state.log_likelihood += log_prob, state.centered_nll += centered_nll;
+            }
+            if (state.num_scored && (!task->is_decided || task->is_decided[m])) {
+                double statistic = fmax(fisher(state.num_scored, state.neg_log_p_sum),
+                                        sidak(state.num_scored, state.min_log_p));
+                state.max_statistic = fmax(state.max_statistic, statistic);
+            }
+            task->out[m] = is_scored ? log_prob : NAN;
+            task->out[M + m] = state.log_likelihood, task->out[2 * M + m] = state.max_statistic;
+        }
+        task->running[task->record_index[i]] = state;
+    }
+}

@@ -1,0 +1,79 @@
+/* Tokens from readings: query tokens z (which feature is next) and observation tokens u (a feature and its value). */
+#ifndef TOKEN_ENCODER_H
+#define TOKEN_ENCODER_H
+#include "linear_map.h"
+
+#define ROWS_TOGETHER 96 /* readings that go through an encoder or an output map together, to stay in the cache */
+
+/* Return the place in `features` and `values` of a record's i-th scored reading. */
+INLINE int64_t query_place(const Batch *batch, int64_t record, int64_t i) {
+    int64_t num_queries = batch->query_offsets[record + 1] - batch->query_offsets[record];
+    return batch->offsets[record + 1] - num_queries + i;
+}
+
+/* Return the label code of a value; codes beyond a feature's labels mean "unseen", which has the code `num_labels`. */
+INLINE int64_t label_code(float value, int64_t num_labels) {
+    return value > 0 ? (value < num_labels ? (int64_t)value : num_labels) : 0;
+}
+
+/* Compute the first hidden layer of an observation token before its activation: out (width). */
+static void encode_reading(const TokenEncoder *e, int64_t feature, float value, float *out) {
+    size_t width = e->width;
+    const float *feature_share = e->feature_share + feature * width;
+    float number = fminf(fmaxf(value, -MAX_CONDITIONING_VALUE), MAX_CONDITIONING_VALUE);
+    float angle_per_unit = e->cycle[2 * feature + 1];
+    if (e->num_labels[feature]) {
+        int64_t row = e->first_label_row[feature] + label_code(value, e->num_labels[feature]);
+        const float *label_share = e->label_share + row * width;
+        for (size_t i = 0; i < width; i += LANES) store(out + i, load(feature_share + i) + load(label_share + i));
+    } else if (angle_per_unit != 0) { /* on a cycle: undo the compression of far values, then sine and cosine */
+        float size = fabsf(number), far = copysignf(LINEAR_LIMIT + expm1f(size - LINEAR_LIMIT), number);
+        float angle = e->cycle[2 * feature] + angle_per_unit * (size > LINEAR_LIMIT ? far : number);
+        float y = sinf(angle), x = cosf(angle);
+        const float *sine = e->value_share + width, *cosine = sine + width;
+        for (size_t i = 0; i < width; i += LANES)
+            store(out + i, load(feature_share + i) + y * load(sine + i) + x * load(cosine + i));
+    } else
+        for (size_t i = 0; i < width; i += LANES)
+            store(out + i, load(feature_share + i) + number * load(e->value_share + i));
+}
+
+/* Return the width of the widest hidden layer. */
+static size_t widest_layer(const TokenEncoder *e) {
+    size_t widest = e->width;
+    for (int64_t m = 0; m + 1 < e->num_maps; m++) widest = max_size(widest, e->maps[m].columns);
+    return widest;
+}
+
+/* Compute observation tokens: u (count, d). scratch: (2, ROWS_TOGETHER, widest layer). */
+static void encode_observations(const TokenEncoder *e, size_t d, const int64_t *features, const float *values,
+                                size_t count, float *scratch, float *u) {
+    for (size_t from = 0; from < count; from += ROWS_TOGETHER, u += ROWS_TOGETHER * d) {
+        size_t num_rows = min_size(count - from, ROWS_TOGETHER), width = e->width;
+        float *input = scratch, *output = scratch + ROWS_TOGETHER * widest_layer(e);
+        float *first = e->num_maps ? input : u;
+        for (size_t r = 0; r < num_rows; r++)
+            encode_reading(e, features[from + r], values[from + r], first + r * width);
+        for (int64_t m = 0; m < e->num_maps; m++) {
+            int is_last = m + 1 == e->num_maps;
+            for (size_t i = 0; i < num_rows * width; i += LANES)
+                store(input + i, vector_max(load(input + i), splat(0))); /* ReLU */
+            apply_map(e->maps + m, input, width, num_rows, 0, is_last ? u : output, e->maps[m].columns);
+            float *spare = input;
+            input = output, output = spare, width = e->maps[m].columns;
+        }
+    }
+}
+
+/* Compute the query tokens of the scored readings of the records [from, to): z (queries, d).
+ *
+ * prior_inputs: (queries, inputs of prior_map) the prior conditionals as network inputs, or NULL. */
+static void encode_queries(const TokenEncoder *e, size_t d, const Batch *batch, int64_t from, int64_t to,
+                           const float *prior_inputs, float *z) {
+    float *out = z;
+    for (int64_t i = from; i < to; i++)
+        for (int64_t r = 0; r < batch->query_offsets[i + 1] - batch->query_offsets[i]; r++, out += d)
+            memcpy(out, e->identity + batch->features[query_place(batch, i, r)] * d, d * sizeof *out);
+    if (prior_inputs) apply_map(e->prior_map, prior_inputs, e->prior_map->inputs, (out - z) / d, 1, z, d);
+}
+#endif
