@@ -520,6 +520,9 @@ class RecordTable:
         """Store that events of these records were accepted now (microseconds)."""
         self.last_accepted_at[record_indices] = now
         self._idle_queue.push(record_indices, now)
+        if self.holds_ties:
+            # A feature that is declared missing postpones the time-out of readings that wait, like a further reading.
+            self._pending_queue.push(record_indices[self.num_pending[record_indices] > 0], now)
 
     def reset_scores(self, record_indices: Ints) -> None:
         """Set the running numbers of records to those before their first reading."""
@@ -618,8 +621,8 @@ class RecordTable:
         is_known[record, features] = True
         is_known[ragged_indices(num_declared_missing)[0], missing_features] = True
         self.observed_mask[record_indices] = np.packbits(is_known, axis=1, bitorder="little")
-        for field in RUNNING_DTYPE.names or ():
-            self.running[field][record_indices] = running[field]
+        for name in RUNNING_DTYPE.names or ():
+            self.running[name][record_indices] = running[name]
         self.alert_seq[record_indices] = alert_seq
         self.alert_alpha[record_indices] = alert_alpha
         self._idle_queue.push(record_indices, last_accepted_at)

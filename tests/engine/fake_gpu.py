@@ -1,7 +1,8 @@
-"""GPUs for tests: recorders that work on a CPU, and tensors of a GPU that is not there.
+"""Tests of GPU code on a machine without a GPU.
 
-Fake tensors (of PyTorch itself) have shapes, types and a device, but no contents, so nothing has to be there: an
-operator that is given tensors of two devices is refused as it would be, and so is a look at what a tensor holds.
+Fake tensors of PyTorch have a shape, a type and a device, but no contents, so they need no GPU. An operation on tensors
+of two devices fails as it would on a GPU. Reading the contents of a fake tensor fails, too; on a GPU that would block
+until the device has finished.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ Module = TypeVar("Module", bound=nn.Module)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
 
 
-def on_cpu(work: Work) -> Work:
-    """As a recorded graph does it: what is answered is always in the same memory."""
+def capture_on_cpu(work: Work) -> Work:
+    """Return a function that behaves on the CPU like a captured CUDA graph: each call writes into the same tensor."""
     out = work().clone()
 
-    def again() -> Tensor:
+    def replay() -> Tensor:
         return out.copy_(work())
 
-    return again
+    return replay
 
 
 @contextmanager
-def fake() -> Iterator[FakeTensorMode]:
-    """Where tensors are fake, and autocast and pinned memory are what they are where a GPU is."""
+def fake_gpu() -> Iterator[FakeTensorMode]:
+    """Make new tensors fake; autocast and pinned memory behave as if the machine had a GPU."""
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         patch("torch.cuda.is_available", lambda: True),
@@ -46,20 +47,23 @@ def fake() -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def on_gpu(module: Module, mode: FakeTensorMode) -> Module:
-    """The module on a GPU that is not there."""
+def move_to_fake_gpu(module: Module, mode: FakeTensorMode) -> Module:
+    """Replace the parameters and buffers of a module by fake tensors on a GPU, and return the module."""
     module._apply(lambda t: mode.from_tensor(t).to("cuda"))
     return module
 
 
-class Recordable(TorchDispatchMode):
-    """Refuses operators that a CUDA graph cannot be recorded of: those that make, read or copy tensors on the CPU, and
-    those of libraries that do not promise it. Fake tensors refuse those whose result or its shape depends on what they
-    hold."""
+class CapturableOnly(TorchDispatchMode):
+    """Fails for operations that cannot be captured in a CUDA graph.
+
+    Such operations create, read or copy tensors on the CPU, or belong to libraries that do not support capture. Fake
+    tensors fail for operations whose result or shape depends on contents.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and check the devices of its arguments and results."""
         out = func(*args, **(kwargs or {}))
         tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
-        assert all(t.device.type == "cuda" for t in tensors), f"{func} has to do with the CPU"
-        assert "linalg" not in str(func), f"{func} is of a library that does not promise to be recordable"
+        assert all(t.device.type == "cuda" for t in tensors), f"{func} uses a tensor on the CPU"
+        assert "linalg" not in str(func), f"{func} belongs to a library that does not support capture"
         return out

@@ -1,4 +1,4 @@
-"""Random schemas, models and records for the laws."""
+"""Random schemas, models and records for property tests."""
 
 from __future__ import annotations
 
@@ -14,26 +14,35 @@ from deformer_stream.model.windows import Window
 
 
 @st.composite
-def schemas(draw: st.DrawFn, most: int = 60, context: bool = False) -> Schema:
-    """Continuous, discrete or mixed, 1 to `most` features, some of them cycles, some those of sensors that report
-    several times."""
-    n = draw(st.integers(1, most))
+def schemas(draw: st.DrawFn, max_features: int = 60, context: bool = False) -> Schema:
+    """Draw a schema with 1 to `max_features` features: continuous, discrete or mixed.
+
+    Some continuous features are cyclic. Some schemas have three time slots, so that a sensor reports several times.
+
+    Args:
+        draw: Hypothesis' draw function.
+        max_features: Largest number of features.
+        context: Whether some continuous features are context, which conditions the model and is not scored.
+    """
+    n = draw(st.integers(1, max_features))
     kinds = draw(st.sampled_from(["continuous", "discrete", "mixed"]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     features = []
     for i in range(n):
-        discrete = kinds == "discrete" or (kinds == "mixed" and rng.random() < 0.5)
+        is_discrete = kinds == "discrete" or (kinds == "mixed" and rng.random() < 0.5)
         coordinates = (float(i % 7), float(i // 7))
-        if discrete:
+        if is_discrete:
             labels = tuple(str(k) for k in range(int(rng.integers(1, 9))))
             features.append(Feature(f"f{i}", "discrete", coordinates=coordinates, labels=labels))
         else:
-            hidden = context and n > 1 and rng.random() < 0.2
+            is_context = context and n > 1 and rng.random() < 0.2
             location, scale = float(rng.normal()), float(rng.uniform(0.1, 10))
             period = 4 * scale if rng.random() < 0.15 else None
-            features.append(Feature(f"f{i}", "continuous", hidden, coordinates, location, scale, period=period))
-    schema, slots = Schema(tuple(features)), draw(st.sampled_from([1, 3]))
-    return expand_time_slots(schema, Window(60_000_000, slots)) if 1 < slots * n <= most else schema
+            features.append(Feature(f"f{i}", "continuous", is_context, coordinates, location, scale, period=period))
+    schema, num_slots = Schema(tuple(features)), draw(st.sampled_from([1, 3]))
+    if 1 < num_slots * n <= max_features:
+        return expand_time_slots(schema, Window(60_000_000, num_slots))
+    return schema
 
 
 configs = st.builds(
@@ -51,10 +60,14 @@ configs = st.builds(
     hidden=st.sampled_from([(24,), (16, 24)]),
     gaussians=st.sampled_from([0, 3]),
 )
+"""Hyperparameters of small models."""
 
 
-def model_of(schema: Schema, config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float64) -> DEformer:
-    """Random weights, with a head large enough that conditionals differ from reading to reading."""
+def make_model(schema: Schema, config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float64) -> DEformer:
+    """Return a model with random weights.
+
+    The weights of the head are enlarged, so that the conditionals differ from reading to reading.
+    """
     torch.manual_seed(seed)
     model = DEformer(schema, config).to(dtype).eval()
     with torch.no_grad():
@@ -67,27 +80,39 @@ def model_of(schema: Schema, config: ModelConfig, seed: int = 0, dtype: torch.dt
     return model
 
 
-def records_of(
-    schema: Schema, n: int, seed: int, missing: float = 0.0
+def draw_records(
+    schema: Schema, num_records: int, seed: int, missing_share: float = 0.0
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """N records in random orders: codes (N, F) with −1 padding at the end, and raw values; unseen labels among them."""
+    """Return N records with random values in random orders of arrival.
+
+    Args:
+        schema: F features.
+        num_records: N.
+        seed: Seed of the random numbers.
+        missing_share: Probability that a record has no reading of a feature. The first feature is never missing.
+
+    Returns:
+        (N, F) feature codes, with -1 as padding at the end; and (N, F) raw values, among them codes of labels that the
+        model does not have.
+    """
     rng = np.random.default_rng(seed)
     F = len(schema)
-    keys = rng.random((n, F))
-    gone = rng.random((n, F)) < missing
-    gone[:, 0] = False
-    codes = np.argsort(np.where(gone, np.inf, keys), 1)
-    present = F - gone.sum(1)
-    raw = np.empty((n, F))
+    sort_keys = rng.random((num_records, F))
+    is_missing = rng.random((num_records, F)) < missing_share
+    is_missing[:, 0] = False
+    codes = np.argsort(np.where(is_missing, np.inf, sort_keys), 1)
+    num_present = F - is_missing.sum(1)
+    raw = np.empty((num_records, F))
     for f, feature in enumerate(schema.features):
         if feature.kind == "discrete":
-            raw[:, f] = rng.integers(0, len(feature.labels) + 1, n)
+            raw[:, f] = rng.integers(0, len(feature.labels) + 1, num_records)
         else:
-            raw[:, f] = feature.location + feature.scale * rng.standard_t(3, n)
+            raw[:, f] = feature.location + feature.scale * rng.standard_t(3, num_records)
     values = np.take_along_axis(raw, codes, 1)
-    codes = np.where(np.arange(F) < present[:, None], codes, -1)
+    codes = np.where(np.arange(F) < num_present[:, None], codes, -1)
     return codes, values
 
 
-def normalised(schema: Schema, codes: NDArray[np.int64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+def normalise_values(schema: Schema, codes: NDArray[np.int64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return raw values in the model's normalised units; padding (code -1) is treated as a value of feature 0."""
     return schema.normalise(np.maximum(codes, 0), values)

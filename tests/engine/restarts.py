@@ -1,4 +1,7 @@
-"""Random streams over several partitions, and lives of an engine that are cut and taken up again."""
+"""Random event streams over several partitions, and engines that are stopped and resumed by another run.
+
+The tests of snapshots and of ties use these helpers to check that a restart changes no effect.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ import torch
 from hypothesis import strategies as st
 
 from deformer_stream.calibration.conformal import Calibration, TiePolicy
-from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.calibration.drift_state import DriftState
+from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Alert, Decisions, Effects, EventBatch, WindowMembership
 from deformer_stream.engine.snapshot import Snapshot
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Feature, Schema
-from tests.engine.random_models import model_of, normalised, records_of
+from tests.engine.random_models import draw_records, make_model, normalise_values
 
 SCHEMA = Schema(
     (
@@ -30,86 +33,101 @@ SCHEMA = Schema(
 )
 CONFIG = ModelConfig(d_model=16, layers=1, heads=2, feedforward=16, mixtures=2, hidden=(8,))
 WIDTH, GRACE = 10, 2
-SOURCES = 3
+"""Microseconds of a window, and of the grace period after it."""
+NUM_PARTITIONS = 3
 ALPHA = (0.3, 0.1, 0.02)
 
 
 @cache
-def judge(seed: int = 0, dtype: torch.dtype = torch.float64, schema: Schema = SCHEMA) -> tuple[DEformer, Calibration]:
-    """A model with random weights and its calibration."""
-    model = model_of(schema, CONFIG, seed, dtype)
-    codes, raw = records_of(schema, 60, seed=5)
-    return model, Calibration.from_statistics(compute_max_statistics(model, codes, normalised(schema, codes, raw)), "random")
+def make_calibrated_model(
+    seed: int = 0, dtype: torch.dtype = torch.float64, schema: Schema = SCHEMA
+) -> tuple[DEformer, Calibration]:
+    """Return a model with random weights and its calibration."""
+    model = make_model(schema, CONFIG, seed, dtype)
+    codes, raw = draw_records(schema, 60, seed=5)
+    statistics = compute_max_statistics(model, codes, normalise_values(schema, codes, raw))
+    return model, Calibration.from_statistics(statistics, "random")
 
 
-def engine_of(
+def make_engine(
     limits: Limits | None = None,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     drift: float | None = None,
     ties: TiePolicy | None = None,
 ) -> Engine:
-    """With explanations of the cheap kind: what these lives have in common does not depend on them."""
-    return Engine(*judge(seed, dtype), f"model-{seed}", ALPHA, limits, drift, "fast", ties)
+    """Return an engine that explains its alerts with the fast method, on which these tests do not depend."""
+    return Engine(*make_calibrated_model(seed, dtype), f"model-{seed}", ALPHA, limits, drift, "fast", ties)
 
 
 @dataclass(frozen=True)
 class Event:
-    """A reading of a record, or (device) of a window of a device's time. value: None for one that will not come, a text
-    for a label that the model does not know."""
+    """An event of a stream.
 
-    source: int
-    owner: str
-    device: bool
+    Attributes:
+        partition: Partition that the event is read from.
+        name: Id of the record; the device, if the record is a window.
+        is_window: Whether the record is a window of a device's event time.
+        time: Event time, microseconds.
+        feature: Feature code.
+        value: A number, None for "will not be observed", or the text of a label that the model does not have.
+    """
+
+    partition: int
+    name: str
+    is_window: bool
     time: int
     feature: int
     value: float | str | None
 
 
-def batch_of(events: Sequence[Event], schema: Schema = SCHEMA) -> EventBatch:
+def make_batch(events: Sequence[Event], schema: Schema = SCHEMA) -> EventBatch:
+    """Return the events as a batch, one message each."""
     n = len(events)
-    unseen: dict[int, str] = {}
+    unseen_labels: dict[int, str] = {}
     values = np.full(n, np.nan)
     for i, event in enumerate(events):
         labels = schema.features[event.feature].labels
         if isinstance(event.value, str):
-            values[i], unseen[i] = len(labels), event.value
+            values[i], unseen_labels[i] = len(labels), event.value
         elif event.value is not None:
             values[i] = int(abs(event.value)) % len(labels) if labels else event.value
-    times = np.array([e.time for e in events], np.int64)
+    times = np.array([event.time for event in events], np.int64)
     return EventBatch(
-        [f"{e.owner}@{e.time // WIDTH * WIDTH}" if e.device else e.owner for e in events],
-        np.array([e.feature for e in events], np.int32),
+        [f"{e.name}@{e.time // WIDTH * WIDTH}" if e.is_window else e.name for e in events],
+        np.array([event.feature for event in events], np.int32),
         values,
         times,
         np.arange(n, dtype=np.int32),
-        np.array([e.source for e in events], np.int32),
-        unseen,
-        WindowMembership([e.owner if e.device else "" for e in events], times // WIDTH * WIDTH + WIDTH + GRACE),
+        np.array([event.partition for event in events], np.int32),
+        unseen_labels,
+        WindowMembership([e.name if e.is_window else "" for e in events], times // WIDTH * WIDTH + WIDTH + GRACE),
     )
 
 
 @dataclass(frozen=True)
-class Step:
-    """A poll and when it is handled."""
+class Poll:
+    """The events of one poll, and the time at which the engine handles them, microseconds."""
 
     events: tuple[Event, ...]
     now: int
 
-    def batch(self, sources: Collection[int] = range(SOURCES)) -> EventBatch:
-        return batch_of([event for event in self.events if event.source in sources])
+    def batch(self, partitions: Collection[int] = range(NUM_PARTITIONS)) -> EventBatch:
+        """Return the events of these partitions as a batch."""
+        return make_batch([event for event in self.events if event.partition in partitions])
 
 
 @st.composite
 def events(draw: st.DrawFn) -> Event:
+    """Draw an event, sometimes with an extreme value, a missing value or an unknown label."""
     feature = draw(st.integers(0, len(SCHEMA) - 1))
     number = st.one_of(st.floats(-5, 5), st.sampled_from([1e3, -1e9]))
     text = st.sampled_from(["broken", "ümlaut", ""]) if SCHEMA.features[feature].labels else st.nothing()
-    device = draw(st.booleans())
+    is_window = draw(st.booleans())
     return Event(
-        draw(st.integers(0, SOURCES - 1)),
-        draw(st.sampled_from("ab" if device else "rstuv")),
-        device,
+        draw(st.integers(0, NUM_PARTITIONS - 1)),
+        draw(st.sampled_from("ab" if is_window else "rstuv")),
+        is_window,
         draw(st.integers(0, 45)),
         feature,
         draw(st.one_of(number, number, st.none(), text)),
@@ -117,95 +135,119 @@ def events(draw: st.DrawFn) -> Event:
 
 
 @st.composite
-def streams(draw: st.DrawFn) -> list[Step]:
-    """3 to 9 polls, with pauses."""
-    now, steps = 0, []
+def streams(draw: st.DrawFn) -> list[Poll]:
+    """Draw 3 to 9 polls, with pauses between them."""
+    now, polls = 0, []
     for _ in range(draw(st.integers(3, 9))):
         now += draw(st.integers(0, 4))
-        steps.append(Step(tuple(draw(st.lists(events(), max_size=10))), now))
-    return steps
+        polls.append(Poll(tuple(draw(st.lists(events(), max_size=10))), now))
+    return polls
 
 
 limits = st.builds(
     Limits,
     record_timeout=st.one_of(st.none(), st.integers(2, 9)),
     max_open_records=st.integers(2, 12),
+    max_record_bytes=st.sampled_from([2**31, 2**31, 2_000]),
     cache_bytes=st.sampled_from([0, 2**20]),
     max_closed_ids=st.integers(1, 8),
 )
 
 
-def first_life(engine: Engine, steps: Sequence[Step], cuts: Sequence[int]) -> tuple[list[Effects], dict[int, Snapshot]]:
-    """What every step led to, and of each partition a snapshot taken before the step that its cut names."""
-    saved: dict[int, Snapshot] = {}
+def run_and_save(
+    engine: Engine, polls: Sequence[Poll], snapshot_polls: Sequence[int]
+) -> tuple[list[Effects], dict[int, Snapshot]]:
+    """Handle all polls and save a snapshot of each partition.
+
+    Args:
+        engine: An engine that has handled nothing yet.
+        polls: The stream.
+        snapshot_polls: For each partition, the index of the poll before which its snapshot is saved.
+
+    Returns:
+        The effects of each poll, and the snapshots by partition.
+    """
+    snapshots: dict[int, Snapshot] = {}
     effects = []
-    for k, step in enumerate(steps):
-        before = steps[k - 1].now if k else 0
-        saved |= {source: engine.snapshot(source, before) for source, cut in enumerate(cuts) if cut == k}
-        effects.append(engine.handle(step.batch(), step.now))
-    return effects, saved
+    for k, poll in enumerate(polls):
+        before = polls[k - 1].now if k else 0
+        snapshots |= {p: engine.snapshot(p, before) for p, first in enumerate(snapshot_polls) if first == k}
+        effects.append(engine.handle(poll.batch(), poll.now))
+    return effects, snapshots
 
 
-def taken_up(
+def resume_run(
     engine: Engine,
-    steps: Sequence[Step],
-    told: Sequence[Effects],
-    cuts: Sequence[int],
-    saved: dict[int, Snapshot],
+    polls: Sequence[Poll],
+    effects: Sequence[Effects],
+    snapshot_polls: Sequence[int],
+    snapshots: dict[int, Snapshot],
     until: int,
-    through: Callable[[Snapshot], Snapshot],
+    store: Callable[[Snapshot], Snapshot],
     at_once: bool = False,
 ) -> None:
-    """A second life, up to the step `until`: snapshots, replay, and what was decided, at its place or at the end."""
-    for source, snapshot in saved.items():
-        cut = cuts[source]
-        engine.restore(source, through(snapshot), steps[cut - 1].now if cut else 0)
-    late: dict[int, Decisions] = {}
-    for k in range(min(cuts), until) if at_once else ():
-        for source, decisions in told[k].decisions().items():
-            if cuts[source] <= k:
-                engine.preload_decisions(source, decisions)
-    for k in range(min(cuts), until):
-        sources = [source for source, cut in enumerate(cuts) if cut <= k]
-        engine.replay(steps[k].batch(sources), steps[k].now)
-        for source, decisions in told[k].decisions().items():
-            if source in sources and at_once:
-                late[source] = late.get(source, Decisions()) + decisions
-            elif source in sources:
-                engine.apply_decisions(source, decisions)
-    for source, decisions in late.items():
-        engine.apply_decisions(source, decisions)
+    """Bring a new engine to the state of a previous run: restore, replay, and apply the decisions of that run.
+
+    Args:
+        engine: An engine that has handled nothing yet.
+        polls: The stream.
+        effects: The effects of the previous run, by poll.
+        snapshot_polls: For each partition, the index of the poll before which its snapshot was saved.
+        snapshots: The snapshots by partition.
+        until: Index of the first poll that is not replayed.
+        store: Encodes and decodes a snapshot.
+        at_once: Apply the decisions of all polls at the end, instead of those of each poll after it.
+    """
+    for partition, snapshot in snapshots.items():
+        first = snapshot_polls[partition]
+        engine.restore(partition, store(snapshot), polls[first - 1].now if first else 0)
+    pending: dict[int, Decisions] = {}
+    for k in range(min(snapshot_polls), until) if at_once else ():
+        for partition, decisions in effects[k].decisions().items():
+            if snapshot_polls[partition] <= k:
+                engine.preload_decisions(partition, decisions)
+    for k in range(min(snapshot_polls), until):
+        partitions = [partition for partition, first in enumerate(snapshot_polls) if first <= k]
+        engine.replay(polls[k].batch(partitions), polls[k].now)
+        for partition, decisions in effects[k].decisions().items():
+            if partition in partitions and at_once:
+                pending[partition] = pending.get(partition, Decisions()) + decisions
+            elif partition in partitions:
+                engine.apply_decisions(partition, decisions)
+    for partition, decisions in pending.items():
+        engine.apply_decisions(partition, decisions)
 
 
-def same_effects(a: Effects, b: Effects, tolerance: float) -> None:
-    """Exactly, but for what is computed in floating point."""
+def assert_same_effects(a: Effects, b: Effects, tolerance: float) -> None:
+    """Check that two effects are equal, floating-point numbers within a relative and absolute tolerance."""
     assert a.rejections == b.rejections
-    for name in ("scored", "closed"):
-        left, right = getattr(a, name), getattr(b, name)
+    for part in ("scored", "closed"):
+        left, right = getattr(a, part), getattr(b, part)
         for f in fields(left):
             x, y = getattr(left, f.name), getattr(right, f.name)
             if isinstance(x, np.ndarray) and x.dtype == np.float64:
                 np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True, err_msg=f.name)
             else:
                 assert np.array_equal(x, y), f.name
-    assert [n.id for n in a.drift_notices] == [n.id for n in b.drift_notices]
+    assert [notice.id for notice in a.drift_notices] == [notice.id for notice in b.drift_notices]
     assert a.drift_states.keys() == b.drift_states.keys()
-    for source, drift in a.drift_states.items():
-        same_drift(drift, b.drift_states[source])
+    for partition, drift_state in a.drift_states.items():
+        assert_same_drift(drift_state, b.drift_states[partition])
     assert len(a.alerts) == len(b.alerts)
     for left, right in zip(a.alerts, b.alerts, strict=True):
-        same_alert(left, right, tolerance)
+        assert_same_alert(left, right, tolerance)
 
 
-def same_drift(a: DriftState | None, b: DriftState | None) -> None:
-    """Its capital is a product of many numbers."""
+def assert_same_drift(a: DriftState | None, b: DriftState | None) -> None:
+    """Check that two drift states are equal. The wealth is a product of many numbers and is compared approximately."""
     assert (a is None) == (b is None)
     if a is not None and b is not None:
         assert replace(a, wealth_by_bet=()) == replace(b, wealth_by_bet=())
         np.testing.assert_allclose(a.wealth_by_bet, b.wealth_by_bet, rtol=1e-9)
 
 
-def same_alert(a: Alert, b: Alert, tolerance: float) -> None:
+def assert_same_alert(a: Alert, b: Alert, tolerance: float) -> None:
+    """Check that two alerts are equal, numbers within a tolerance, and contributions by feature and value."""
     for f in fields(a):
         x, y = getattr(a, f.name), getattr(b, f.name)
         if f.name == "contributions":
@@ -216,13 +258,14 @@ def same_alert(a: Alert, b: Alert, tolerance: float) -> None:
             assert x == y, f.name
 
 
-def same_snapshot(a: Snapshot, b: Snapshot, tolerance: float = 0.0) -> None:
+def assert_same_snapshot(a: Snapshot, b: Snapshot, tolerance: float = 0.0) -> None:
+    """Check that two snapshots are equal, floating-point numbers within a tolerance."""
     for f in fields(a):
         x, y = getattr(a, f.name), getattr(b, f.name)
         if isinstance(x, np.ndarray) and x.dtype == np.float64:
             np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=f.name)
         elif f.name == "drift":
-            same_drift(x, y)
+            assert_same_drift(x, y)
         elif f.name == "closed":
             assert list(x) == list(y)
         elif f.name == "ties":
