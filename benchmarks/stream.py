@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import stream_kafka, stream_local
-from benchmarks.command import RESULTS, machine, today
-from deformer_stream.cli_utils import limit_thread_spinning
+from benchmarks.command import RESULTS, describe_machine, format_today
+from deformer_stream.runtime.process import limit_thread_spinning
 
 Rows = Iterator[dict[str, Any]]
 
@@ -94,7 +94,7 @@ def main(words: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="deformer-stream-") as folder:
         for part in arguments.parts or PARTS:
             for row in PARTS[part](arguments, Path(folder)):
-                row = {"part": part, "machine": machine(), "date": today(), **row}
+                row = {"part": part, "machine": describe_machine(), "date": format_today(), **row}
                 print(json.dumps(row), flush=True)
                 rows.append(row)
     arguments.results.mkdir(exist_ok=True, parents=True)

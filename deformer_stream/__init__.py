@@ -1,7 +1,7 @@
 """Anomaly alerts with a guaranteed false-alarm rate, raised before the record is complete.
 
-`load(DIR)` reads a model directory and gives a `Detector` that scores, explains and imputes; see
-`deformer_stream.api`.
+`load(DIR)` reads a model directory and returns a `Detector`, which scores, explains and imputes records. All public
+names are described in `deformer_stream.api`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Detector", "Imputation", "RecordScores", "Scorer", "Update", "__vers
 
 
 def __getattr__(name: str) -> Any:
-    """The library's names are imported on first use: `deformer-stream --help` must not wait for torch."""
+    """Import the public names on first use, so that `deformer-stream --help` does not import torch."""
     if name in __all__:
         from deformer_stream import api
 

@@ -30,7 +30,7 @@ from deformer_stream.engine.imputation import impute, impute_quantiles, sample_c
 from deformer_stream.errors import InputError
 from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.model.schema import Schema
-from deformer_stream.runtime.pipeline import WallClock
+from deformer_stream.runtime.timing import WallClock
 
 Value = float | int | str | bool | None
 """A reading; NumPy's scalars will do as well."""

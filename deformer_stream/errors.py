@@ -1,15 +1,16 @@
-"""The error tree, named by what the operator does next.
+"""The exceptions of the package, classified by what the operator does next.
 
     DeformerError
-    ├── ConfigError        (exit 2)  change a flag, a variable or the configuration file
-    ├── InputError         (exit 3)  mend or exclude the input data
-    ├── ArtifactError      (exit 3)  restore or retrain the model directory
-    ├── StateError         (exit 3)  say what to do without the saved state, or restore it
-    ├── Unavailable        (exit 4)  start or reach the service, then run again
-    └── InvariantViolated  (exit 1)  report a bug
+    ├── ConfigError        (exit code 2)  change an option, an environment variable or the configuration file
+    ├── InputError         (exit code 3)  correct or exclude the input data
+    ├── ArtifactError      (exit code 3)  restore the model directory, or train again
+    ├── StateError         (exit code 3)  restore the saved state, or choose how to continue without it
+    ├── Unavailable        (exit code 4)  start the service or make it reachable, then run again
+    └── InvariantViolated  (exit code 1)  report a bug
 
-A message is one line: what is wrong, where, and the remedy. An event that is refused is no exception but a value,
-`deformer_stream.engine.events.Rejected`: bad input never stops the stream.
+A message is one line that states what failed, where, and the remedy. A single event that cannot be accepted does not
+raise an exception out of the codec. It becomes a value, `deformer_stream.engine.events.Rejection`, so that bad input
+never stops the stream.
 """
 
 from __future__ import annotations
@@ -20,56 +21,90 @@ from pathlib import Path
 
 
 class DeformerError(Exception):
-    """An error whose message is meant for the operator; `exit_code` is what the command ends with."""
+    """The base class of all errors whose message is meant for the operator.
+
+    The command line prints the message without a traceback.
+
+    Attributes:
+        exit_code: The exit code of the command.
+    """
 
     exit_code = 1
 
 
 class ConfigError(DeformerError):
-    """A flag, an environment variable or the configuration file asks for something impossible."""
+    """An impossible request in an option, an environment variable or the configuration file. Exit code 2.
+
+    Raised by the command line, by connectors, and by functions that check a combination of settings. The operator
+    changes the setting that the message names.
+    """
 
     exit_code = 2
 
 
 class InputError(DeformerError):
-    """The input data cannot be read, or not as what it is said to be."""
+    """Input data that cannot be read, or that does not have the expected form. Exit code 3.
+
+    Raised by file connectors, by the decoders of tables and by the trainer. The operator corrects the file, row or
+    column that the message names, or excludes it.
+    """
 
     exit_code = 3
 
 
 class ArtifactError(DeformerError):
-    """The model directory is missing, cut short, altered, or of another format version."""
+    """A model directory that is missing, incomplete, altered, or of an unsupported format version. Exit code 3.
+
+    Raised by `deformer_stream.model_store`. The operator restores the directory from a copy, or trains again.
+    """
 
     exit_code = 3
 
 
 class StateError(DeformerError):
-    """What was saved of open records is missing, cut short, altered, or of another format version."""
+    """Saved state of open records that is missing, incomplete, altered, or of an unsupported version. Exit code 3.
+
+    Raised by `deformer_stream.codec.state` and by the Kafka connector. The operator restores the state, or chooses with
+    `--lost-state` how to continue without it.
+    """
 
     exit_code = 3
 
 
-class Unavailable(DeformerError):  # noqa: N818 - named by what is the matter, as the others are
-    """A service (a broker, a topic) cannot be reached now; running again later may succeed."""
+class Unavailable(DeformerError):  # noqa: N818 - named after the condition that the operator has to end
+    """A service or a file system that cannot be used now, such as a broker or a full disk. Exit code 4.
+
+    Raised by connectors and while files are written. The same command may succeed later, so the operator makes the
+    service available and runs it again.
+    """
 
     exit_code = 4
 
 
-class InvariantViolated(DeformerError):  # noqa: N818
-    """The program contradicts itself: a bug, never the operator's fault."""
+class InvariantViolated(DeformerError):  # noqa: N818 - named after the condition, as `Unavailable`
+    """A contradiction inside the program, which is always a bug. Exit code 1.
+
+    Raised by checks inside the engine and the connectors. The operator reports the bug.
+    """
 
     exit_code = 1
 
 
 @contextmanager
 def map_write_errors(path: Path) -> Iterator[None]:
-    """Maps what the file system raises while `path` is being written to `Unavailable`. A reader that went away
-    (`| head`) stays a `BrokenPipeError`: it is no fault, and the command line ends on it."""
+    """Raise `Unavailable` in place of the operating system's errors while a file is written.
+
+    `BrokenPipeError` is not replaced. It means that the reader of the output ended first (as in `... | head`), which is
+    not a failure.
+
+    Args:
+        path: The file, for the error message.
+    """
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
         raise Unavailable(
-            f"{path}: writing failed ({error.strerror or error}); make room or mend the disk, then run again"
+            f"{path}: writing failed ({error.strerror or error}); free disk space or repair the disk, then run again"
         ) from error

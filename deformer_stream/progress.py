@@ -1,64 +1,86 @@
-"""Progress of long work on standard error.
-
-On a terminal a bar with rate and time left, a log line now and then otherwise.
-"""
+"""Progress of long operations on standard error: a progress bar on a terminal, otherwise occasional log lines."""
 
 from __future__ import annotations
 
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from deformer_stream import log
 
-LINE_SECONDS = 10.0
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+LOG_INTERVAL_SECONDS = 10.0
 
 
 class Progress:
-    """Counts up to `total` (None where unknown) of `unit`; use as a context manager."""
+    """A progress display, to be used as a context manager.
+
+    Args:
+        title: Name of the operation, for the bar and the log lines.
+        total: Number of units in all, or None if it is unknown.
+        unit: Name of the unit in the plural, for example "rows".
+
+    Attributes:
+        num_done: Number of units so far.
+    """
 
     def __init__(self, title: str, total: int | None, unit: str) -> None:
         self.title, self.total, self.unit = title, total, unit
-        self.done = 0
-        self._started = self._said = time.monotonic()
-        self._bar = _bar(title, total, unit) if sys.stderr.isatty() else None
+        self.num_done = 0
+        self._start = self._last_log = time.monotonic()
+        self._bar = _make_bar(title, total, unit) if sys.stderr.isatty() else None
 
-    def advance(self, more: int) -> None:
-        self.done += more
+    def advance(self, num_units: int) -> None:
+        """Add finished units and update the display."""
+        self.num_done += num_units
         if self._bar is not None:
             bar, task = self._bar
-            bar.update(task, advance=more, rate=f"{self.rate:,.0f} {self.unit}/s")
-        elif time.monotonic() - self._said > LINE_SECONDS:
-            self._said = time.monotonic()
-            known = self.total is not None and self.done > 0
-            left = {"seconds_left": round(((self.total or 0) - self.done) / self.rate)} if known else {}
-            log.get(self.title).info("progress", done=self.done, total=self.total, rate=round(self.rate), **left)
+            bar.update(task, advance=num_units, rate=f"{self.rate:,.0f} {self.unit}/s")
+        elif time.monotonic() - self._last_log > LOG_INTERVAL_SECONDS:
+            self._last_log = time.monotonic()
+            self._log()
 
-    def reach(self, done: int) -> None:
-        """Say how many are done in all."""
-        self.advance(done - self.done)
+    def _log(self) -> None:
+        """Log the progress, with the remaining time if the total is known."""
+        fields: dict[str, int | None] = {"done": self.num_done, "total": self.total, "rate": round(self.rate)}
+        if self.total is not None and self.num_done > 0:
+            fields["seconds_left"] = round((self.total - self.num_done) / self.rate)
+        log.get_logger(self.title).info("progress", **fields)
+
+    def set_done(self, num_done: int) -> None:
+        """Set the number of finished units and update the display."""
+        self.advance(num_done - self.num_done)
 
     @property
     def rate(self) -> float:
-        """Units per second so far."""
-        return self.done / max(1e-9, time.monotonic() - self._started)
+        """Mean number of units per second so far."""
+        return self.num_done / max(1e-9, time.monotonic() - self._start)
 
     def __enter__(self) -> Progress:
         if self._bar is not None:
             self._bar[0].start()
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
             self._bar[0].stop()
 
 
-def _bar(title: str, total: int | None, unit: str) -> tuple:  # type: ignore[type-arg]
+def _make_bar(title: str, total: int | None, unit: str) -> tuple[RichProgress, TaskID]:
+    """Return a progress bar and the id of its only task."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
+    from rich.progress import Progress as RichProgress
 
-    bar = Bar(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(), console=Console(stderr=True),
-    )  # fmt: skip
+    bar = RichProgress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
     return bar, bar.add_task(title, total=total, rate=f"0 {unit}/s")

@@ -1,6 +1,6 @@
-"""An embedded source, a collecting sink and a settable clock: the road without files, brokers or waiting.
+"""An in-memory source, an in-memory sink and a manual clock, to run the pipeline without files, brokers or waiting.
 
-For tests, and for programs that feed the engine from their own code.
+They are for tests, and for programs that pass events to the pipeline from their own code.
 """
 
 from __future__ import annotations
@@ -18,15 +18,24 @@ from deformer_stream.engine.events import NO_TIME, Alert, ClosedRecords, Effects
 from deformer_stream.runtime.ports import PollResult
 
 Message = bytes | tuple[bytes | None, bytes | None]
-"""A payload, or a key and a payload; a payload of None is a tombstone."""
+"""A message value, or a key and a value. A value of None is a tombstone (a message without a value)."""
 
 
 class MemorySource:
-    """Serves messages from an iterable, `chunk` per poll, in order; the iterable is read no further than it is polled.
+    """A source that returns messages from an iterable, in order.
 
-    partitions: a keyed message goes to the partition given by its key's CRC-32, all others to partition 0; offsets
-    count up per partition. time: the broker's timestamp of every message, microseconds. `committed` holds the next
-    offset per partition as of the last commit."""
+    Args:
+        messages: The messages. The iterable is read only as far as it is polled.
+        chunk: Number of messages per poll.
+        topic: Name of the topic.
+        partitions: Number of partitions. The CRC-32 of a message's key selects the partition; messages without a key go
+            to partition 0. Offsets count up from 0 in each partition.
+        time: Broker timestamp of all messages in microseconds since 1970, or `NO_TIME`.
+
+    Attributes:
+        committed: The offset after the last committed message, by partition.
+        closed: Whether the source was closed.
+    """
 
     def __init__(
         self,
@@ -41,54 +50,63 @@ class MemorySource:
             raise ValueError("chunk and partitions must be at least 1")
         self.committed: dict[int, int] = {}
         self.closed = False
-        self._pending: Iterator[Message] = iter(messages)
+        self._messages: Iterator[Message] = iter(messages)
         self._chunk = chunk
         self._topic = topic
-        self._partitions = partitions
+        self._num_partitions = partitions
         self._time = time
-        self._next: Counter[int] = Counter()
-        self._exhausted = False
+        self._next_offsets: Counter[int] = Counter()
+        self._is_exhausted = False
 
     @property
-    def exhausted(self) -> bool:
-        return self._exhausted
+    def is_exhausted(self) -> bool:
+        """Whether the end of the iterable was reached."""
+        return self._is_exhausted
 
     def poll(self, timeout: float) -> PollResult:
-        """The next `chunk` messages, at once, whatever the timeout."""
+        """Return the next `chunk` messages immediately; the timeout is ignored."""
         keys: list[bytes | None] = []
         payloads: list[bytes | None] = []
         partitions: list[int] = []
         offsets: list[int] = []
         while len(payloads) < self._chunk:
             try:
-                message = next(self._pending)
+                message = next(self._messages)
             except StopIteration:
-                self._exhausted = True
+                self._is_exhausted = True
                 break
             key, payload = message if isinstance(message, tuple) else (None, message)
-            partition = zlib.crc32(key) % self._partitions if key else 0
+            partition = zlib.crc32(key) % self._num_partitions if key else 0
             keys.append(key)
             payloads.append(payload)
             partitions.append(partition)
-            offsets.append(self._next[partition])
-            self._next[partition] += 1
+            offsets.append(self._next_offsets[partition])
+            self._next_offsets[partition] += 1
         if not payloads:
             return PollResult(None)
         times = np.full(len(payloads), self._time, np.int64)
-        where = np.array(partitions, np.int32), np.array(offsets, np.int64)
-        return PollResult(Messages(self._topic, keys, payloads, times, *where))
+        partition_array, offset_array = np.array(partitions, np.int32), np.array(offsets, np.int64)
+        return PollResult(Messages(self._topic, keys, payloads, times, partition_array, offset_array))
 
     def commit(self) -> None:
-        self.committed = dict(self._next)
+        """Store the offsets after all polled messages in `committed`."""
+        self.committed = dict(self._next_offsets)
 
     def close(self) -> None:
+        """Set `closed`."""
         self.closed = True
 
 
 @dataclass
 class MemorySink:
-    """Collects effects. What was written is visible at once; `flushed` counts how many of the effects a flush has
-    covered."""
+    """A sink that keeps all effects in lists.
+
+    Attributes:
+        effects: The effects that were written, one element per batch.
+        data: The poll of each batch.
+        flushed: How many of the effects had been written at the last flush.
+        closed: Whether the sink was closed.
+    """
 
     effects: list[Effects] = field(default_factory=list)
     data: list[Payload | None] = field(default_factory=list)
@@ -96,49 +114,61 @@ class MemorySink:
     closed: bool = False
 
     def write(self, effects: Effects, data: Payload | None) -> None:
+        """Append the effects of one batch and its poll to the lists."""
         self.effects.append(effects)
         self.data.append(data)
 
     def flush(self) -> None:
+        """Update `flushed`."""
         self.flushed = len(self.effects)
 
     def close(self) -> None:
+        """Set `closed`."""
         self.closed = True
 
     @property
     def alerts(self) -> list[Alert]:
+        """All alerts."""
         return [alert for effects in self.effects for alert in effects.alerts]
 
     @property
     def rejected(self) -> list[Rejection]:
-        return [rejected for effects in self.effects for rejected in effects.rejections]
+        """All rejections."""
+        return [rejection for effects in self.effects for rejection in effects.rejections]
 
     @property
     def closings(self) -> list[ClosedRecords]:
+        """The closed records of each batch that closed any."""
         return [effects.closed for effects in self.effects if len(effects.closed)]
 
     @property
     def scored(self) -> list[tuple[str, int, int, float, float, float]]:
-        """Per accepted event: record, feature code, seq, log-likelihood, score, p-value."""
+        """One tuple per scored event: record id, feature code, place in the record, log-likelihood, score, p-value."""
         rows: list[tuple[str, int, int, float, float, float]] = []
         for effects in self.effects:
-            s, batch = effects.scored, effects.batch
-            records = [batch.record_ids[e] for e in s.event_indices.tolist()]
-            numbers = (batch.features[s.event_indices], s.seq, s.log_likelihood, s.score, s.p_value)
-            rows += zip(records, *(column.tolist() for column in numbers), strict=True)
+            scored, batch = effects.scored, effects.batch
+            record_ids = [batch.record_ids[i] for i in scored.event_indices.tolist()]
+            features = batch.features[scored.event_indices]
+            columns = (features, scored.seq, scored.log_likelihood, scored.score, scored.p_value)
+            rows += zip(record_ids, *(column.tolist() for column in columns), strict=True)
         return rows
 
 
 class ManualClock:
-    """A clock that stands still until it is told otherwise. Times are microseconds since 1970, UTC."""
+    """A clock that moves only when `advance` is called.
+
+    Attributes:
+        time: Microseconds since 1970, UTC.
+    """
 
     def __init__(self, start: int = 0) -> None:
         self.time = start
 
     def at(self, times: NDArray[np.int64]) -> int:
+        """Return the clock's time; the event times are ignored."""
         return self.time
 
     def advance(self, seconds: float) -> int:
-        """Move on, and return the new time."""
+        """Move the clock forward and return the new time."""
         self.time += round(seconds * 1e6)
         return self.time

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, settings
 
-from deformer_stream.cli_utils import limit_thread_spinning
+from deformer_stream.runtime.process import limit_thread_spinning
 
 if TYPE_CHECKING:
     from deformer_stream.model_store import Artifact
@@ -110,9 +110,9 @@ def loaded(model_dir: Path) -> Artifact:
 @pytest.fixture(scope="module")
 def table() -> pa.Table:
     """Whole records, a row each."""
-    from tests.commands import table_of_records
+    from tests.commands import make_record_table
 
-    return table_of_records()
+    return make_record_table()
 
 
 @pytest.fixture
@@ -123,10 +123,10 @@ def wide(table: pa.Table, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def lines(table: pa.Table, tmp_path: Path) -> Path:
-    from tests.commands import events_of
+    from tests.commands import list_events
 
     path = tmp_path / "events.jsonl"
-    path.write_text("".join(json.dumps(event) + "\n" for event in events_of(table)))
+    path.write_text("".join(json.dumps(event) + "\n" for event in list_events(table)))
     return path
 
 

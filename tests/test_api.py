@@ -21,7 +21,7 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.engine.engine import compute_alert_id
 from deformer_stream.errors import ArtifactError, InputError
 from deformer_stream.model.schema import Feature, Schema
-from tests.models import SCHEMA, linear_model, linear_records, rows_of, write_model
+from tests.models import SCHEMA, train_linear_model, draw_linear_records, draw_rows, write_model
 
 ALPHA = 0.3
 RANKS = 1e-12
@@ -37,7 +37,9 @@ def detector(model_dir: Path) -> Detector:
 def linear(tmp_path_factory: pytest.TempPathFactory) -> Detector:
     """Knows that y = 2x + 1 and that `sign` is the sign of x."""
     directory = tmp_path_factory.mktemp("linear") / "model"
-    model_store.write(directory, linear_model(), Calibration.from_statistics(np.linspace(0, 5, 99), "random"), {}, "")
+    model_store.write(
+        directory, train_linear_model(), Calibration.from_statistics(np.linspace(0, 5, 99), "random"), {}, ""
+    )
     return deformer_stream.load(str(directory))
 
 
@@ -57,7 +59,7 @@ def test_load_refuses(tmp_path: Path) -> None:
 def test_update_equals_score_equals_replay(
     detector: Detector, model_dir: Path, tmp_path: Path, cli: Callable[..., SimpleNamespace]
 ) -> None:
-    rows = rows_of(SCHEMA, 60, 5)
+    rows = draw_rows(SCHEMA, 60, 5)
     scores = detector.score(rows, ALPHA)
     assert (scores.alert_seq >= 0).sum() >= 5
 
@@ -224,7 +226,7 @@ def test_impossible_timeout(detector: Detector, timeout: float) -> None:
 
 def test_time_out(detector: Detector, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0]
-    monkeypatch.setattr("deformer_stream.runtime.pipeline.time.time_ns", lambda: now[0])
+    monkeypatch.setattr("deformer_stream.runtime.timing.time.time_ns", lambda: now[0])
     scorer = detector.scorer(record_timeout=10.0)
     scorer.update("r", "pressure", 1.0)
     now[0] = 11 * 10**9
@@ -280,7 +282,7 @@ def test_explain(linear: Detector) -> None:
 
 
 def test_impute_is_near_the_truth(linear: Detector) -> None:
-    rows = linear_records(60, 11)
+    rows = draw_linear_records(60, 11)
     inside = 0
     for x, y, _ in rows.tolist():
         filled = linear.impute({"x": x})

@@ -24,7 +24,7 @@ def test_exit_code(name: str, code: int) -> None:
     assert str(kind("what: where; remedy")) == "what: where; remedy"
     assert kind.__doc__
     assert name in (errors.__doc__ or "")
-    assert f"(exit {code})" in (errors.__doc__ or "")
+    assert f"(exit code {code})" in (errors.__doc__ or "")
 
 
 def test_nothing_is_missing_from_the_table() -> None:

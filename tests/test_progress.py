@@ -33,14 +33,14 @@ def test_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     log.configure()
     with Progress("replay", 100, "rows") as bar:
         for _ in range(5):
-            now[0] += progress.LINE_SECONDS / 2 + 0.5
+            now[0] += progress.LOG_INTERVAL_SECONDS / 2 + 0.5
             bar.advance(11)
-        bar.reach(60)
-        assert bar.done == 60
+        bar.set_done(60)
+        assert bar.num_done == 60
         assert bar.rate == pytest.approx(60 / now[0])
     lines = [json.loads(line) for line in err.getvalue().splitlines()]
     assert [line["done"] for line in lines] == [22, 44]
-    assert lines[0]["room"] == "replay"
+    assert lines[0]["logger"] == "replay"
     assert lines[0]["total"] == 100
     assert lines[0]["rate"] == 2
     assert [line["seconds_left"] for line in lines] == [39, 28]

@@ -1,4 +1,4 @@
-"""`deformer-stream calibrate`: a model's alerts follow new normal records, its weights stay as they are."""
+"""`deformer-stream calibrate`: the alerts follow new normal records, and the weights do not change."""
 
 from __future__ import annotations
 
@@ -23,38 +23,42 @@ from tests.models import SCHEMA, draw_rows, write_model
 Run = Callable[..., SimpleNamespace]
 
 
-def lines_of(path: Path, rows: dict[str, dict[str, float | str]]) -> Path:
-    """Records as JSON lines, reading by reading, one record after the other."""
+def write_lines(path: Path, rows: dict[str, dict[str, float | str]]) -> Path:
+    """Write records as JSON lines, one reading per line, one record after the other."""
     readings = ({"record": r, "feature": f, "value": v} for r, row in rows.items() for f, v in row.items())
     path.write_text("".join(json.dumps(reading) + "\n" for reading in readings))
     return path
 
 
-def normals(count: int, seed: int, name: str = "r{}") -> dict[str, dict[str, float | str]]:
+def make_normal_records(count: int, seed: int, name: str = "r{}") -> dict[str, dict[str, float | str]]:
     return {name.format(i): row for i, row in enumerate(draw_rows(SCHEMA, count, seed))}
 
 
-def wide(path: Path, count: int, seed: int) -> Path:
+def write_wide_table(path: Path, count: int, seed: int) -> Path:
     rows = draw_rows(SCHEMA, count, seed, missing_share=0.0)
     pq.write_table(pa.table({f.name: [row[f.name] for row in rows] for f in SCHEMA.features}), path)
     return path
 
 
-def test_the_new_calibration_is_what_replay_finds(cli: Run, model_dir: Path, tmp_path: Path) -> None:
-    """The largest score of each record, in its own order of arrival; weights, schema and ranking stay."""
-    lines, out, scores = lines_of(tmp_path / "new.jsonl", normals(150, 21)), tmp_path / "again", tmp_path / "s.parquet"
+def test_new_calibration_has_the_largest_scores_of_a_replay(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    """Each record contributes its largest score in order of arrival; weights, schema and ranking do not change."""
+    lines, out, scores = (
+        write_lines(tmp_path / "new.jsonl", make_normal_records(150, 21)),
+        tmp_path / "again",
+        tmp_path / "s.parquet",
+    )
     assert cli("replay", lines, "--model", model_dir, "--output", scores).code == 0
-    ended = cli("calibrate", lines, "--model", model_dir, "--out", out)
-    assert (ended.code, len(ended.lines)) == (0, 1), ended.err
+    result = cli("calibrate", lines, "--model", model_dir, "--out", out)
+    assert (result.code, len(result.lines)) == (0, 1), result.err
     before, after = model_store.read(model_dir), model_store.read(out)
     table = pq.read_table(scores).to_pydict()
-    peak: dict[str, float] = {}
+    max_score_by_record: dict[str, float] = {}
     for record, score in zip(table["record"], table["score"], strict=True):
-        peak[record] = max(score, peak.get(record, 0.0))
-    np.testing.assert_allclose(after.calibration.scores, sorted(peak.values()), rtol=1e-5)
+        max_score_by_record[record] = max(score, max_score_by_record.get(record, 0.0))
+    np.testing.assert_allclose(after.calibration.scores, sorted(max_score_by_record.values()), rtol=1e-5)
     assert after.calibration.arrival_order == "arrival"
     assert after.fingerprint != before.fingerprint
-    assert after.fingerprint in ended.lines[0]
+    assert after.fingerprint in result.lines[0]
     for name, tensor in before.model.state_dict().items():
         assert (after.model.state_dict()[name] == tensor).all()
     assert after.manifest["files"] == before.manifest["files"]
@@ -63,25 +67,38 @@ def test_the_new_calibration_is_what_replay_finds(cli: Run, model_dir: Path, tmp
     assert after.manifest["training"] == before.manifest["training"]
 
 
-def test_what_changed_is_said(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+def test_output_and_report_compare_both_calibrations(cli: Run, model_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "again"
-    ended = cli("calibrate", wide(tmp_path / "new.parquet", 99, 3), "--model", model_dir, "--out", out, "--alpha", 0.3)
+    result = cli(
+        "calibrate",
+        write_wide_table(tmp_path / "new.parquet", 99, 3),
+        "--model",
+        model_dir,
+        "--out",
+        out,
+        "--alpha",
+        0.3,
+    )
     before, after = model_store.read(model_dir).calibration, model_store.read(out).calibration
     assert after.arrival_order == before.arrival_order == "random"
-    rows = {line.split()[0]: line.split()[1:] for line in ended.out.splitlines()}
+    rows = {line.split()[0]: line.split()[1:] for line in result.out.splitlines()}
     assert rows["alpha"] == ["before", "now", "in", "reach?"]
     for alpha in (0.3, 0.05, 0.01):
-        assert rows[f"{alpha:g}"] == [f"{before.compute_threshold(alpha):.3f}", f"{after.compute_threshold(alpha):.3f}", "yes"]
+        assert rows[f"{alpha:g}"] == [
+            f"{before.compute_threshold(alpha):.3f}",
+            f"{after.compute_threshold(alpha):.3f}",
+            "yes",
+        ]
     assert rows["0.001"][:2] == ["—", "—"]
-    assert "it takes 999 calibration records, there are 99" in ended.out
+    assert "it takes 999 calibration records, there are 99" in result.out
     assert rows["smallest"] == ["p", "0.005", "0.01"]
     report = (out / "report.html").read_text()
-    assert "Calibrated again" in report
+    assert "New calibration" in report
     assert f"{after.compute_threshold(0.01):.3f}" in report
 
 
-def test_the_most_surprising_can_be_left_out(cli: Run, model_dir: Path, tmp_path: Path) -> None:
-    new, out = lines_of(tmp_path / "new.jsonl", normals(100, 11)), tmp_path / "again"
+def test_trim_leaves_out_the_largest_scores(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    new, out = write_lines(tmp_path / "new.jsonl", make_normal_records(100, 11)), tmp_path / "again"
     words = ["calibrate", new, "--model", model_dir, "--out", out]
     assert cli(*words).code == 0
     whole = model_store.read(out).calibration.scores
@@ -89,40 +106,48 @@ def test_the_most_surprising_can_be_left_out(cli: Run, model_dir: Path, tmp_path
     np.testing.assert_allclose(model_store.read(out).calibration.scores, whole[:95], rtol=1e-6)
 
 
-def test_it_takes_the_place_of_the_old_one(cli: Run, tmp_path: Path) -> None:
+def test_new_calibration_replaces_the_model_and_is_reloaded(cli: Run, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
-    before, asked = model_store.read(model), threading.Event()
-    watch = ModelReloader(before, "cpu", asked)
-    assert cli("calibrate", lines_of(tmp_path / "new.jsonl", normals(60, 4)), "--model", model).code == 0
+    before, reload_requested = model_store.read(model), threading.Event()
+    reloader = ModelReloader(before, "cpu", reload_requested)
+    assert cli("calibrate", write_lines(tmp_path / "new.jsonl", make_normal_records(60, 4)), "--model", model).code == 0
     after = model_store.read(model)
     assert len(after.calibration.scores) == 60 != len(before.calibration.scores)
-    asked.set()  # as SIGHUP does
-    while (found := watch.take()) is None:
+    reload_requested.set()  # like SIGHUP
+    while (found := reloader.take()) is None:
         time.sleep(0.01)
     assert found.fingerprint == after.fingerprint
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "new.jsonl"]
 
 
-def test_groups_get_their_own(cli: Run, model_dir: Path, tmp_path: Path) -> None:
-    rows = normals(60, 5, "north/a/{}") | normals(50, 6, "north/b/{}") | normals(10, 7, "south/{}") | normals(3, 8)
+def test_groups_with_enough_records_have_calibrations_of_their_own(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    rows = (
+        make_normal_records(60, 5, "north/a/{}")
+        | make_normal_records(50, 6, "north/b/{}")
+        | make_normal_records(10, 7, "south/{}")
+        | make_normal_records(3, 8)
+    )
     out = tmp_path / "again"
     words = ["--model", model_dir, "--out", out, "--group-by", "/", "--alpha", "0.05,0.02"]
-    ended = cli("calibrate", lines_of(tmp_path / "new.jsonl", rows), *words)
-    assert ended.code == 0, ended.err
-    assert "2 groups have calibrations of their own: north/a (60), north/b (50)" in ended.out
-    assert "1 groups with fewer than 49 records are judged with all records together: south (10)" in ended.out
-    assert "3 records name no group" in ended.out
+    result = cli("calibrate", write_lines(tmp_path / "new.jsonl", rows), *words)
+    assert result.code == 0, result.err
+    assert "2 groups have calibrations of their own: north/a (60), north/b (50)" in result.out
+    assert "1 groups with fewer than 49 records use the calibration of all records: south (10)" in result.out
+    assert "3 records name no group" in result.out
     calibration = model_store.read(out).calibration
-    assert {name: len(own.scores) for name, own in calibration.calibration_by_group.items()} == {"north/a": 60, "north/b": 50}
+    assert {name: len(own.scores) for name, own in calibration.calibration_by_group.items()} == {
+        "north/a": 60,
+        "north/b": 50,
+    }
     assert len(calibration.scores) == 123
     assert model_store.read_manifest(out)["format_version"] == 2
     assert "north/a" in cli("inspect", out).out
-    said = cli("replay", tmp_path / "new.jsonl", "--model", out, "--alpha", "0.018").err
-    assert "alpha 0.018 is out of reach in 1 of 2 groups: north/b" in said
+    warnings = cli("replay", tmp_path / "new.jsonl", "--model", out, "--alpha", "0.018").err
+    assert "alpha 0.018 is out of reach in 1 of 2 groups: north/b" in warnings
 
 
-def test_a_stream_is_judged_by_its_group(model_dir: Path, tmp_path: Path) -> None:
-    """A group whose normal records are far more surprising than the others' still keeps alpha."""
+def test_records_are_compared_with_their_group(model_dir: Path, tmp_path: Path) -> None:
+    """A group whose normal records have much larger scores than the others still has the false-alarm rate alpha."""
     loaded = model_store.read(model_dir)
     groups = {"loud": loaded.calibration.scores + 1e6, "calm": loaded.calibration.scores}
     pooled = Calibration.from_statistics(np.concatenate(list(groups.values())), "random")
@@ -138,7 +163,7 @@ def test_a_stream_is_judged_by_its_group(model_dir: Path, tmp_path: Path) -> Non
     assert found["calm@1"] < found["other@1"] < found["loud@1"]
 
 
-def test_windows_are_groups_by_device(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+def test_windows_are_grouped_by_device(cli: Run, model_dir: Path, tmp_path: Path) -> None:
     rows = [
         {"device": f"pump-{i % 2}", "time": 10 * (i // 2) + k, "feature": f, "value": v}
         for i, row in enumerate(draw_rows(SCHEMA, 80, 9))
@@ -146,45 +171,50 @@ def test_windows_are_groups_by_device(cli: Run, model_dir: Path, tmp_path: Path)
     ]
     (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["--model", model_dir, "--out", tmp_path / "again", "--window", "10s", "--group-by", "device"]
-    ended = cli("calibrate", tmp_path / "new.jsonl", *words, "--alpha", 0.05)
-    assert ended.code == 0, ended.err
+    result = cli("calibrate", tmp_path / "new.jsonl", *words, "--alpha", 0.05)
+    assert result.code == 0, result.err
     calibration = model_store.read(tmp_path / "again").calibration
-    assert {name: len(own.scores) for name, own in calibration.calibration_by_group.items()} == {"pump-0": 40, "pump-1": 40}
+    assert {name: len(own.scores) for name, own in calibration.calibration_by_group.items()} == {
+        "pump-0": 40,
+        "pump-1": 40,
+    }
 
 
 @pytest.mark.parametrize(
     ("rows", "more", "word"),
     [
-        (normals(5, 1), ["--group-by", "device"], "--group-by device"),
+        (make_normal_records(5, 1), ["--group-by", "device"], "--group-by device"),
         ({"r": {"unheard of": 1.0}}, [], "no record"),
     ],
 )
-def test_what_cannot_be_calibrated_on_changes_nothing(
+def test_unusable_input_writes_nothing(
     cli: Run, model_dir: Path, tmp_path: Path, rows: dict[str, dict[str, float | str]], more: list[str], word: str
 ) -> None:
-    ended = cli(
-        "calibrate", lines_of(tmp_path / "new.jsonl", rows), "--model", model_dir, "--out", tmp_path / "m", *more
+    result = cli(
+        "calibrate", write_lines(tmp_path / "new.jsonl", rows), "--model", model_dir, "--out", tmp_path / "m", *more
     )
-    assert ended.code == 3
-    assert word in ended.lines[-1]
+    assert result.code == 3
+    assert word in result.lines[-1]
     assert not (tmp_path / "m").exists()
 
 
-def test_two_arrival_laws_are_refused(cli: Run, model_dir: Path, tmp_path: Path) -> None:
-    files = wide(tmp_path / "w.parquet", 5, 1), lines_of(tmp_path / "l.jsonl", normals(5, 2))
+def test_input_with_two_arrival_orders_is_rejected(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    files = write_wide_table(tmp_path / "w.parquet", 5, 1), write_lines(tmp_path / "l.jsonl", make_normal_records(5, 2))
     words = [*files, "--model", model_dir, "--out", tmp_path / "m"]
     assert cli("calibrate", *words).code == 2
     assert cli("calibrate", *words, "--order", "schema").code == 0
     assert model_store.read(tmp_path / "m").calibration.arrival_order == "schema"
 
 
-def test_an_interrupted_one_says_that_nothing_was_written(
+def test_interrupted_calibration_writes_nothing(
     cli: Run, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped = threading.Event()
     stopped.set()
     monkeypatch.setattr("deformer_stream.cli.stream.stop_on_signals", lambda: stopped)
     out = tmp_path / "m"
-    ended = cli("calibrate", lines_of(tmp_path / "new.jsonl", normals(60, 4)), "--model", model_dir, "--out", out)
-    assert (ended.code, ended.out, ended.lines) == (130, "", ["interrupted: nothing was written"])
+    result = cli(
+        "calibrate", write_lines(tmp_path / "new.jsonl", make_normal_records(60, 4)), "--model", model_dir, "--out", out
+    )
+    assert (result.code, result.out, result.lines) == (130, "", ["interrupted: nothing was written"])
     assert not out.exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deformer_stream.runtime import metrics
+from deformer_stream.runtime import http_server, metrics
 from tests.conftest import ROOT, free_port
 
 PLACES = ("deformer_stream", "trainer", "connectors", "tests/kafka")
@@ -97,7 +97,7 @@ def listening(port: int) -> set[str]:
 @pytest.mark.parametrize(("host", "bound"), [("", "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "0.0.0.0")])  # noqa: S104
 def test_http_is_for_this_machine_alone_unless_told_otherwise(host: str, bound: str) -> None:
     port = free_port()
-    stop = metrics.serve(f"{host}:{port}", metrics.Metrics())
+    stop = http_server.start_http_server(f"{host}:{port}", metrics.Metrics())
     try:
         assert listening(port) == {f"{int.from_bytes(socket.inet_aton(bound), sys.byteorder):08X}"}
     finally:

@@ -25,7 +25,7 @@ SECONDS_BETWEEN_LINES = 5.0
 TABLE_WIDTH = 160
 """Characters in a line of the table if standard output is no terminal, wide enough for long names."""
 
-LOG = log.get("train")
+LOG = log.get_logger("train")
 
 
 def print_features(data: PreparedTable) -> None:

@@ -43,7 +43,7 @@ def _warn_about_alphas(calibration: Calibration, alphas: Sequence[float]) -> Non
     """Log a warning for each alpha at which no alert is possible, in all groups or in some."""
     from deformer_stream import log
 
-    logger = log.get("model")
+    logger = log.get_logger("model")
     for alpha, num_required in calibration.find_unreachable_alphas(alphas).items():
         logger.warning(
             f"alpha {alpha:g} is out of reach: with {len(calibration.scores)} calibration records the smallest p-value "
@@ -63,7 +63,7 @@ def _warn_about_ties(calibration: Calibration, ties: str | None) -> None:
     from deformer_stream import log
 
     if ties is not None and ties != calibration.tie_policy:
-        log.get("model").warning(
+        log.get_logger("model").warning(
             f"--ties {ties}: the model was calibrated with {calibration.tie_policy}, so its false-alarm rate is not "
             f"guaranteed; leave the option out, or calibrate with it (deformer-stream calibrate --ties {ties})"
         )

@@ -46,9 +46,8 @@ def print_model(loaded: Artifact, console: Console | None = None) -> None:
             table.add_row(_escape(name), _escape(_format_value(value)))
     console.print(table)
     for name, group in calibration.calibration_by_group.items():
-        console.print(
-            f"records {_escape(name + calibration.separator)}… are compared with {len(group.scores)} calibration records of their own"
-        )
+        prefix = _escape(name + calibration.separator)
+        console.print(f"records {prefix}… are compared with {len(group.scores)} calibration records of their own")
     if loaded.schema.is_context.any():
         console.print("A context feature conditions the others and is never scored.")
     if calibration.tie_policy == "hold":

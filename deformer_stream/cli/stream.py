@@ -17,12 +17,10 @@ import click
 from deformer_stream.cli import factory
 from deformer_stream.cli_utils import (
     HELP,
+    INTERRUPTED_EXIT_CODE,
     add_debug_option,
-    frozen_gc,
     is_debugging,
     reload_on_hangup,
-    reserve_core,
-    shorten_switch_interval,
     stop_on_signals,
 )
 from deformer_stream.runtime import process
@@ -48,8 +46,6 @@ if TYPE_CHECKING:
 
     FileSink = TypeVar("FileSink", ScoresParquet, RecordsParquet, ExplanationsParquet, AlertLines, RejectedLines)
 
-INTERRUPTED_EXIT_CODE = 130
-
 
 def build_consume() -> click.Command:
     """Return the command `consume`."""
@@ -66,25 +62,27 @@ def build_consume() -> click.Command:
         """
         # Signals are handled before the imports below, which take seconds.
         stop, reload_requested = stop_on_signals(), reload_on_hangup()
-        reserve_core()
-        shorten_switch_interval()
+        process.reserve_core()
+        process.shorten_switch_interval()
         process.limit_malloc_arenas()
         from deformer_stream import log
-        from deformer_stream.runtime import metrics
-        from deformer_stream.runtime.pipeline import Pipeline, WallClock
+        from deformer_stream.runtime.http_server import start_http_server
+        from deformer_stream.runtime.metrics import Metrics
+        from deformer_stream.runtime.pipeline import Pipeline
         from deformer_stream.runtime.reload import ModelReloader
+        from deformer_stream.runtime.timing import WallClock
 
         settings = load_settings(ConsumeSettings, flags, config, "consume")
         log.configure(is_debugging())
-        logger = log.get("consume")
+        logger = log.get_logger("consume")
         loaded, engine = factory.load_engine(settings, settings.drift or math.inf)
         codec = factory.make_codec(loaded, settings, order="arrival")
-        recorder = metrics.Metrics()
+        metrics = Metrics()
         reloader = ModelReloader(loaded, settings.device, reload_requested, settings.compiled == "auto")
         with ExitStack() as cleanup:
             source, sinks, is_finite = _connect(settings, codec, loaded.fingerprint, cleanup)
             if settings.http:
-                cleanup.callback(metrics.serve(settings.http, recorder))
+                cleanup.callback(start_http_server(settings.http, metrics))
             logger.info(
                 "ready",
                 model=loaded.fingerprint,
@@ -97,18 +95,18 @@ def build_consume() -> click.Command:
                 engine,
                 sinks,
                 WallClock(),
-                recorder,
+                metrics,
                 is_finite,
                 settings.max_wait,
                 settings.commit_interval,
                 settings.snapshot_interval,
                 settings.open_records,
-                reloader.take,
+                reloader.take_new_model,
                 lambda new_model: factory.make_codec(new_model, settings, order="arrival"),
             )
-            with frozen_gc():
+            with process.frozen_gc():
                 totals = pipeline.run(stop)
-        logger.info("stopped", **totals.shown(), open=len(engine.records))
+        logger.info("stopped", **totals.to_log_fields(), open=len(engine.records))
 
     return consume
 
@@ -259,7 +257,7 @@ def build_replay() -> click.Command:
         with ExitStack() as cleanup:
             sinks = _open_replay_sinks(settings, loaded.schema, cleanup)
             if source.ignored:
-                log.get("replay").info("columns that are no features of the model", columns=list(source.ignored))
+                log.get_logger("replay").info("columns that are no features of the model", columns=list(source.ignored))
             totals = _run_on_files("replay", source, codec, engine, sinks, stop)
             for part in (*sinks, source):
                 part.close()
@@ -302,10 +300,13 @@ def _run_on_files(
     """Run a pipeline over files in event time, with a progress bar, until their end or until `stop` is set."""
     from deformer_stream.progress import Progress
     from deformer_stream.runtime.metrics import Metrics
-    from deformer_stream.runtime.pipeline import EventClock, Pipeline
+    from deformer_stream.runtime.pipeline import Pipeline
+    from deformer_stream.runtime.timing import EventClock
 
     with Progress(title, source.total, "rows") as progress:
-        pipeline = Pipeline(source, codec, engine, sinks, EventClock(), Metrics(), True, progress=progress.advance)
+        pipeline = Pipeline(
+            source, codec, engine, sinks, EventClock(), Metrics(), True, report_progress=progress.advance
+        )
         return pipeline.run(stop)
 
 
@@ -341,7 +342,7 @@ def build_calibrate() -> click.Command:
         settings = load_settings(CalibrateSettings, flags, config, "calibrate")
         log.configure(is_debugging())
         target = settings.out or settings.model
-        model_store.check_target(target)
+        model_store.check_output_directory(target)
         stop = stop_on_signals()
         loaded = model_store.read(settings.model, settings.device, settings.compiled == "auto")
         engine = factory.make_engine(loaded, settings, (), settings.record_timeout)

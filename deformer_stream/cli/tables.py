@@ -94,7 +94,7 @@ def _send_to_kafka(
         settings.rate,
         settings.partitions,
         settings.make_security_arguments(),
-        progress.reach,
+        progress.set_done,
         settings.payload,
     )
 
@@ -158,7 +158,7 @@ def build_impute() -> click.Command:
             )
             cells = queries.impute(table, settings.output, model, how, progress.advance)
         times = f", {settings.draws} times each" if settings.draws else ""
-        click.echo(f"{cells} missing values filled in {progress.done} rows{times}: {settings.output}", err=True)
+        click.echo(f"{cells} missing values filled in {progress.num_done} rows{times}: {settings.output}", err=True)
 
     return command
 

@@ -40,7 +40,8 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.model.schema import Schema
 from deformer_stream.report import pages
 from deformer_stream.runtime.metrics import Metrics
-from deformer_stream.runtime.pipeline import EventClock, Pipeline, Totals
+from deformer_stream.runtime.pipeline import Pipeline, Totals
+from deformer_stream.runtime.timing import EventClock
 from deformer_stream.testing import MemorySource
 
 ALPHA = 0.01
@@ -207,7 +208,7 @@ def stream_readings(
         sinks=[printer],
         clock=EventClock(),
         metrics=Metrics(),
-        finite=True,
+        is_finite=True,
     )
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a poll has a few dozen readings, which is too little work for several threads

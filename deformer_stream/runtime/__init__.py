@@ -1,0 +1,1 @@
+"""The running program: the pipeline, recovery after a restart, model reload, metrics and process-wide settings."""

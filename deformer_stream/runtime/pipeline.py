@@ -1,20 +1,21 @@
-"""The loop: the one road that data takes, in five hops.
+"""The pipeline: the loop that takes events from a source to alerts in the sinks.
 
-    1. source.poll     whatever came, within a bounded wait
-    2. codec.decode    → EventBatch; what cannot be read is refused
-    3. engine.handle   → effects
-    4. sinks.write     alerts, dead letters, scores
-    5. source.commit   in this order:
-       5.1 the sinks are flushed; what shares a transaction with the source waits for 5.3
-       5.2 `Recovery.saved` says what is to be kept of the partitions: decisions, now and then a snapshot
-       5.3 the source commits positions, what is kept, and what the sinks left to it, all or nothing
+    1. poll      source.poll returns the messages that arrived, after a bounded wait
+    2. decode    codec.decode turns them into events; messages that cannot be read are rejected
+    3. handle    engine.handle scores the events and returns effects (scores, alerts, closed records)
+    4. write     sinks.write receives the effects
+    5. commit    the effects are made durable, then the offsets of the messages, in this order:
+       5.1 the sinks are flushed; sinks that share a transaction with the source leave their messages to step 5.3
+       5.2 `Recovery.collect_state` returns the state to save: a snapshot, or the decisions since the last commit
+       5.3 the source commits offsets, state and the messages of such sinks, either all or nothing
 
-The order of 4 and 5 is the guarantee: a position is committed only together with, or after, every effect of the events
-before it. With a transaction (Kafka) nothing is lost and nothing comes twice; without one a crash repeats work, and
-repeated alerts have equal ids. A transaction that no alert waits for is waited for by the next commit only: while the
-broker is at it, the next messages are polled and scored, and their effects go with the next one. One with an alert is
-waited for at once, and by this thread: whatever went on beside it would delay it, for all want the interpreter. So a
-source that fetches beside us is asked for the next messages after that, and they come while we log and count.
+Delivery guarantee: the offset of a message is committed together with, or after, all effects of that message. With
+Kafka transactions nothing is lost and nothing is delivered twice. Without transactions, a crash repeats some work, and
+repeated alerts have equal ids.
+
+Latency: a commit without an alert runs in the background, while the next messages are polled and scored. A commit with
+an alert blocks the loop, because any other work would compete with it for the GIL and delay the alert. Messages are
+prefetched before alerts are logged and counted, so that the next ones arrive in the meantime.
 """
 
 from __future__ import annotations
@@ -22,19 +23,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deformer_stream import log
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.engine import Engine, OpenRecordPolicy
-from deformer_stream.engine.events import NO_TIME, Effects, EventBatch, Rejection
+from deformer_stream.engine.events import Effects, EventBatch, Rejection
 from deformer_stream.errors import ConfigError
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.metrics import Metrics
@@ -43,71 +42,29 @@ from deformer_stream.runtime.ports import (
     Clock,
     EventSource,
     PartitionedSource,
-    PollResult,
     PartitionState,
+    PollResult,
     Sink,
 )
 from deformer_stream.runtime.recovery import Recovery
+from deformer_stream.runtime.timing import CommitSchedule
 
 SUMMARY_SECONDS = 60.0
-BEHIND = 8192
-"""Messages that wait to be read, about what a poll brings: with more, the stream is not keeping up."""
-
-
-class WallClock:
-    """The time of day; it stands still while the system's clock is set back."""
-
-    def __init__(self) -> None:
-        self._now = 0
-
-    def at(self, times: NDArray[np.int64]) -> int:
-        self._now = max(self._now, time.time_ns() // 1000)
-        return self._now
-
-
-class EventClock:
-    """The latest event time seen: a replayed log runs on its own time. 0 before the first."""
-
-    def __init__(self) -> None:
-        self._now = 0
-
-    def at(self, times: NDArray[np.int64]) -> int:
-        known = times[times != NO_TIME]
-        if len(known):
-            self._now = max(self._now, int(known.max()))
-        return self._now
-
-
-class CommitSchedule:
-    """When to commit: every `interval` seconds; at once for an alert, which nobody sees before. While more waits to be
-    read than a poll brings, throughput comes first: then committing takes no more than a fifth of the time."""
-
-    def __init__(self, interval: float, now: Callable[[], float] = time.monotonic) -> None:
-        self._interval, self._now = interval, now
-        self._ended, self._took = now(), 0.0
-        self.urgent = False
-        """An alert waits for the next commit."""
-
-    def due(self, urgent: bool, behind: Callable[[], bool]) -> bool:
-        """urgent: an alert was raised since the last call. behind: asked only where it matters."""
-        self.urgent = urgent or self.urgent
-        since = self._now() - self._ended
-        if since >= self._interval:
-            return True
-        return self.urgent and (since >= 4 * self._took or not behind())
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Around a commit."""
-        began = self._now()
-        yield
-        self._ended = self._now()
-        self._took, self.urgent = self._ended - began, False
+"""How often the totals are logged."""
+BEHIND_MESSAGES = 8192
+"""The pipeline is behind if more messages than this wait to be read. It is about the size of one poll."""
 
 
 @dataclass(slots=True)
 class Totals:
-    """What a run led to. rejected: readings, by reason."""
+    """What a run has processed.
+
+    Attributes:
+        events: Number of accepted events.
+        alerts: Number of alerts.
+        closed: Number of closed records.
+        rejected: Number of rejected readings by reason.
+    """
 
     events: int = 0
     alerts: int = 0
@@ -115,25 +72,39 @@ class Totals:
     rejected: Counter[str] = field(default_factory=Counter)
 
     def add(self, effects: Effects) -> None:
+        """Add the effects of one batch."""
         self.events += len(effects.scored)
         self.alerts += len(effects.alerts)
         self.closed += len(effects.closed)
-        for refusal in effects.rejections:
-            self.rejected[refusal.reason.value] += refusal.num_readings
+        for rejection in effects.rejections:
+            self.rejected[rejection.reason.value] += rejection.num_readings
 
-    def shown(self) -> dict[str, Any]:
-        """For a log line."""
+    def to_log_fields(self) -> dict[str, Any]:
+        """Return the totals as the keys of a log line."""
         return {"events": self.events, "alerts": self.alerts, "closed": self.closed, "rejected": dict(self.rejected)}
 
 
 @dataclass(slots=True)
 class Pipeline:
-    """The five hops with what they run on.
+    """The pipeline with its source, its sinks and everything in between.
 
-    finite: at the end of the input, open records are closed and reported; a live stream leaves them open.
-    commit_interval, max_wait, snapshot_interval: seconds. open_records: what becomes of them when the model changes.
-    models: another model to score with from now on, if there is one; codec_of: what decodes for it. progress: told how
-    many messages each poll brought.
+    Attributes:
+        source: Where events come from.
+        codec: Decodes them.
+        engine: Scores them.
+        sinks: Where effects go.
+        clock: The time at which batches are handled.
+        metrics: Receives counts and timings.
+        is_finite: Whether open records are closed and reported at the end of the input. A live stream leaves them open.
+        max_wait: Maximum seconds that a poll waits for messages.
+        commit_interval: Seconds between commits, if no alert is waiting.
+        snapshot_interval: Seconds between two snapshots of a partition.
+        open_records: What happens to open records when the model changes.
+        take_new_model: Returns a new model to use from now on, or None. Without it the model does not change.
+        make_codec: Returns the codec for a new model.
+        report_progress: Called after each poll that returned data, with the number of messages.
+        totals: What the run has processed.
+        recovery: Restores partitions, and collects the state to save.
     """
 
     source: EventSource
@@ -142,179 +113,256 @@ class Pipeline:
     sinks: Sequence[Sink]
     clock: Clock
     metrics: Metrics
-    finite: bool
+    is_finite: bool
     max_wait: float = 0.2
     commit_interval: float = 0.1
     snapshot_interval: float = 5.0
     open_records: OpenRecordPolicy = "finish"
-    models: Callable[[], Artifact | None] | None = None
-    codec_of: Callable[[Artifact], Codec] | None = None
-    progress: Callable[[int], None] | None = None
+    take_new_model: Callable[[], Artifact | None] | None = None
+    make_codec: Callable[[Artifact], Codec] | None = None
+    report_progress: Callable[[int], None] | None = None
     totals: Totals = field(default_factory=Totals)
     recovery: Recovery = field(init=False)
-    _shared: PartitionedSource | None = field(init=False)
-    _unhurried: AsyncCommitSource | None = field(init=False)
-    _pace: CommitSchedule = field(init=False)
+    _partitioned_source: PartitionedSource | None = field(init=False)
+    _async_source: AsyncCommitSource | None = field(init=False)
+    _commit_schedule: CommitSchedule = field(init=False)
+    _last_summary: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.recovery = Recovery(self.engine, self.metrics, self.snapshot_interval)
-        self._pace = CommitSchedule(self.commit_interval)
-        self._shared = self.source if isinstance(self.source, PartitionedSource) else None
-        self._unhurried = self.source if isinstance(self.source, AsyncCommitSource) else None
-        if self._shared is not None:
-            self._shared.collect_state = self._hand_over
+        self._commit_schedule = CommitSchedule(self.commit_interval)
+        self._partitioned_source = self.source if isinstance(self.source, PartitionedSource) else None
+        self._async_source = self.source if isinstance(self.source, AsyncCommitSource) else None
+        self._last_summary = time.monotonic()
+        if self._partitioned_source is not None:
+            self._partitioned_source.collect_state = self._prepare_handover
 
     def run(self, stop: threading.Event) -> Totals:
-        """Go until `stop` is set or the source is exhausted; then make everything safe and return the totals."""
-        summed = time.monotonic()
-        self.metrics.in_force(self.engine.fingerprint)
-        while not stop.is_set() and not self.source.exhausted:
-            self._renew_model()
-            polled = self.source.poll(self.max_wait)  # 1
-            data = self._moved(polled)
-            batch, refused = (EventBatch.empty(), []) if data is None else self.codec.decode(data)  # 2
-            started = time.perf_counter()
-            effects = self.engine.handle(batch, self.clock.at(batch.times), self.recovery.restoring)  # 3
-            seconds = time.perf_counter() - started
-            effects = replace(effects, rejections=Rejection.merge_by_message([*refused, *effects.rejections]))
-            self._act(effects, data)  # 4
-            urgent = self._shared is not None and bool(effects.alerts or effects.drift_notices)
-            if self._pace.due(urgent, self._behind):
-                self._commit()  # 5
-            if self._unhurried is not None:
-                self._unhurried.prefetch()
-            self._tell(effects, seconds)
-            if time.monotonic() - summed >= SUMMARY_SECONDS:
-                log.get("runtime").info("summary", **self.totals.shown(), open=len(self.engine.records))
-                summed = time.monotonic()
-            if self.progress is not None and polled.data is not None:
-                self.progress(len(polled.data))
-        if self.finite and self.source.exhausted:
-            self._act(effects := self.engine.finish(), None)
-            self._tell(effects, 0.0)
-        self._commit(final=True)
+        """Process events until `stop` is set or the source is exhausted, then commit and return the totals."""
+        self._last_summary = time.monotonic()
+        self.metrics.set_model(self.engine.fingerprint)
+        while not stop.is_set() and not self.source.is_exhausted:
+            self._replace_model()
+            polled = self._poll()
+            data = self._update_partitions(polled)
+            batch, rejections = self._decode(data)
+            effects, scoring_seconds = self._handle(batch, rejections)
+            self._write(effects, data)
+            self._commit_if_due(effects)
+            self._report(effects, scoring_seconds)
+            self._report_poll(polled)
+        if self.is_finite and self.source.is_exhausted:
+            effects = self.engine.finish()
+            self._write(effects, None)
+            self._report(effects, 0.0)
+        self._commit(is_final=True)
         return self.totals
 
-    def _behind(self) -> bool:
-        return self._shared is not None and sum(self._shared.lag().values()) > BEHIND
+    # The five stages
 
-    def _renew_model(self) -> None:
-        """Between two batches another model may take over; what a record has been scored with so far says `change`."""
-        found = self.models() if self.models is not None else None
-        if found is None or self.codec_of is None:
-            return
-        try:
-            codec = self.codec_of(found)
-        except ConfigError as error:
-            log.get("model").warning("the model in force stays", error=str(error))
-            return
-        before = self.engine.fingerprint
-        done = self.engine.change_model(found.model, found.calibration, found.fingerprint, self.open_records)
-        self.codec = codec
-        self.recovery.save_soon()
-        self.metrics.in_force(found.fingerprint)
-        if self._shared is not None:
-            self._shared.model = found.fingerprint
-        log.get("model").info("model changed", before=before, model=found.fingerprint, open_records=done)
+    def _poll(self) -> PollResult:
+        """Stage 1: return what has arrived."""
+        return self.source.poll(self.max_wait)
 
-    def _moved(self, polled: PollResult) -> Payload | None:
-        """Follow the partitions that come and go; what is left of the data once their history is handled."""
-        now = self._now()
-        if polled.revoked:
-            self._act(effects := self.engine.revoke(polled.revoked), None)
-            self._tell(effects, 0.0)
-            self.recovery.forget(polled.revoked)
-            log.get("runtime").info("partitions revoked", partitions=list(polled.revoked))
-        for restored in polled.restored:
-            self.recovery.restore(restored, now)
-        data = self.recovery.replay(polled.data, self.codec, now)
-        for partition in polled.recovered:
-            self.recovery.go_live(partition)
-        return data
+    def _decode(self, data: Payload | None) -> tuple[EventBatch, list[Rejection]]:
+        """Stage 2: return the events and the rejected messages of a poll."""
+        return (EventBatch.empty(), []) if data is None else self.codec.decode(data)
 
-    def _act(self, effects: Effects, data: Payload | None) -> None:
-        """Hop 4."""
+    def _handle(self, batch: EventBatch, rejections: list[Rejection]) -> tuple[Effects, float]:
+        """Stage 3: score the events.
+
+        Args:
+            batch: The events.
+            rejections: The rejections of the decoder, which are added to those of the engine.
+
+        Returns:
+            The effects, and the seconds that scoring took.
+        """
+        start = time.perf_counter()
+        effects = self.engine.handle(batch, self.clock.at(batch.times), self.recovery.restoring_partitions)
+        seconds = time.perf_counter() - start
+        merged = Rejection.merge_by_message([*rejections, *effects.rejections])
+        return replace(effects, rejections=merged), seconds
+
+    def _write(self, effects: Effects, data: Payload | None) -> None:
+        """Stage 4: pass the effects to the sinks, and keep their decisions for the next commit."""
         for sink in self.sinks:
             sink.write(effects, data)
-        self.recovery.note(effects)
+        self.recovery.record_effects(effects)
 
-    def _tell(self, effects: Effects, seconds: float) -> None:
-        """Log and count what one batch led to; an alert does not wait for that. seconds: what it took to score."""
-        for alert in effects.alerts if not self.finite else ():
-            log.get("runtime").info(
-                "alert", id=alert.id, record=alert.record, raised_at=alert.raised_at, p_value=alert.p_value
+    def _commit_if_due(self, effects: Effects) -> None:
+        """Stage 5: commit if the schedule says so, then start to fetch the next messages."""
+        has_alert = self._partitioned_source is not None and bool(effects.alerts or effects.drift_notices)
+        if self._commit_schedule.is_due(has_alert, self._is_behind):
+            self._commit()
+        if self._async_source is not None:
+            self._async_source.prefetch()
+
+    def _commit(self, is_final: bool = False) -> None:
+        """Make all effects durable, then commit the offsets; see the module's docstring for the order.
+
+        Args:
+            is_final: Whether the run ends. Then all partitions get a snapshot, so that the next run has nothing to
+                replay.
+        """
+        start = time.perf_counter()
+
+        def observe_duration() -> None:
+            self.metrics.commit.observe(time.perf_counter() - start)
+
+        source = self._partitioned_source
+        with self._commit_schedule.time_commit():
+            for sink in self.sinks:
+                sink.flush()  # 5.1
+            if source is None:
+                self.source.commit()
+                observe_duration()
+                return
+            states = self.recovery.collect_state(self._now(), source.assigned_partitions if is_final else ())  # 5.2
+            can_wait = not self._commit_schedule.is_urgent or self._is_behind()
+            if self._async_source is not None and not is_final and can_wait:
+                self._async_source.begin_commit(states, observe_duration)  # 5.3
+            else:
+                source.commit(states)  # 5.3
+                observe_duration()
+            self.recovery.mark_committed(states)
+        self.metrics.set_lag(source.get_lag())
+        log.get_logger("runtime").debug("offsets_committed", saved_partitions=sorted(states))
+
+    # Partitions and models
+
+    def _update_partitions(self, polled: PollResult) -> Payload | None:
+        """Follow the partitions that were revoked or assigned, and replay the history of the assigned ones.
+
+        Returns:
+            The data of the poll without the history, or None if nothing remains.
+        """
+        now = self._now()
+        if polled.revoked_partitions:
+            effects = self.engine.revoke(polled.revoked_partitions)
+            self._write(effects, None)
+            self._report(effects, 0.0)
+            self.recovery.drop_partitions(polled.revoked_partitions)
+            log.get_logger("runtime").info("partitions_revoked", partitions=list(polled.revoked_partitions))
+        for restored in polled.restored_partitions:
+            self.recovery.start_restore(restored, now)
+        data = self.recovery.replay_history(polled.data, self.codec, now)
+        for partition in polled.caught_up_partitions:
+            self.recovery.finish_restore(partition)
+        return data
+
+    def _prepare_handover(self, partitions: frozenset[int]) -> dict[int, PartitionState]:
+        """Return the state to save before partitions are given up. The source calls this during a poll or a commit."""
+        for sink in self.sinks:
+            sink.flush()
+        return self.recovery.collect_state(self._now(), partitions)
+
+    def _replace_model(self) -> None:
+        """Use a new model from now on, if there is one and its codec can be made."""
+        artifact = self.take_new_model() if self.take_new_model is not None else None
+        if artifact is None or self.make_codec is None:
+            return
+        try:
+            codec = self.make_codec(artifact)
+        except ConfigError as error:
+            log.get_logger("model").warning("model_rejected", model=artifact.fingerprint, error=str(error))
+            return
+        previous_fingerprint = self.engine.fingerprint
+        policy = self.engine.change_model(artifact.model, artifact.calibration, artifact.fingerprint, self.open_records)
+        self.codec = codec
+        self.recovery.request_snapshots()
+        self.metrics.set_model(artifact.fingerprint)
+        if self._partitioned_source is not None:
+            self._partitioned_source.model_fingerprint = artifact.fingerprint
+        log.get_logger("model").info(
+            "model_changed", before=previous_fingerprint, model=artifact.fingerprint, open_records=policy
+        )
+
+    def _is_behind(self) -> bool:
+        """Return whether more messages wait to be read than one poll returns."""
+        source = self._partitioned_source
+        return source is not None and sum(source.get_lag().values()) > BEHIND_MESSAGES
+
+    def _now(self) -> int:
+        """Return the pipeline's time without new events, microseconds since 1970."""
+        return self.clock.at(np.empty(0, np.int64))
+
+    # Logs and metrics
+
+    def _report(self, effects: Effects, scoring_seconds: float) -> None:
+        """Log and count the effects of one batch, after they have been written so that alerts are not delayed.
+
+        Args:
+            effects: The effects.
+            scoring_seconds: How long it took to score the batch.
+        """
+        self._log_effects(effects)
+        self.totals.add(effects)
+        metrics, engine = self.metrics, self.engine
+        metrics.observe_batch(effects, scoring_seconds)
+        metrics.observe_alert_delays(effects)
+        metrics.open.set(len(engine.records))
+        metrics.cache.set(engine.cache_bytes)
+        metrics.rebuilds.inc(engine.pop_cache_rebuilds())
+        metrics.late_ties.inc(engine.pop_late_tie_groups())
+        metrics.set_drift(engine.measure_drift())
+        self._report_unscorable()
+        self._report_misrouted()
+        has_partitions = self._partitioned_source is None or bool(self._partitioned_source.assigned_partitions)
+        metrics.is_ready = has_partitions and not self.recovery.restoring_partitions
+
+    def _log_effects(self, effects: Effects) -> None:
+        """Log the alerts of a live stream, and the drift notices of any stream."""
+        logger = log.get_logger("runtime")
+        for alert in effects.alerts if not self.is_finite else ():
+            logger.info(
+                "alert_raised", id=alert.id, record=alert.record, raised_at=alert.raised_at, p_value=alert.p_value
             )
         for notice in effects.drift_notices:
-            log.get("runtime").warning(
-                "drift: the records are no longer like those of the calibration",
+            logger.warning(
+                "drift_detected",
                 id=notice.id,
                 partition=notice.partition,
                 log10_martingale=round(notice.log10_wealth, 2),
-                features=[one.feature for one in notice.shifted_features],
+                features=[shift.feature for shift in notice.shifted_features],
             )
-        self.totals.add(effects)
-        metrics = self.metrics
-        metrics.observe(effects, seconds)
-        metrics.written(effects)
-        metrics.open.set(len(self.engine.records))
-        metrics.cache.set(self.engine.cache_bytes)
-        metrics.rebuilds.inc(self.engine.pop_cache_rebuilds())
-        metrics.late_ties.inc(self.engine.pop_late_tie_groups())
+
+    def _report_unscorable(self) -> None:
+        """Log and count readings whose score was not finite, which shows that the model is damaged."""
         unscorable = self.engine.pop_unscorable()
-        if unscorable is not None:
-            metrics.scores_not_finite.inc(unscorable.num_readings)
-            log.get("runtime").error(
-                "score_not_finite",
-                readings=unscorable.num_readings,
-                model=unscorable.model,
-                record=unscorable.record,
-                feature=unscorable.feature,
-            )
-        metrics.drifting(self.engine.measure_drift())
-        self._report_misrouted()
-        metrics.ready = (self._shared is None or bool(self._shared.assigned)) and not self.recovery.restoring
+        if unscorable is None:
+            return
+        self.metrics.scores_not_finite.inc(unscorable.num_readings)
+        log.get_logger("runtime").error(
+            "score_not_finite",
+            readings=unscorable.num_readings,
+            model=unscorable.model,
+            record=unscorable.record,
+            feature=unscorable.feature,
+        )
 
     def _report_misrouted(self) -> None:
-        """Record ids that are open in two partitions at once mean that messages are keyed wrongly: say so, once."""
+        """Count record ids that are open in two partitions, and log the first one.
+
+        Such a record counts as two records. It shows that producers do not key messages by record id.
+        """
         records = self.engine.records
-        if records.num_misrouted and records.misrouted_example is not None:
-            if not self.metrics.misrouted_so_far:
-                record, here, there = records.misrouted_example
-                log.get("runtime").warning(
-                    "one record id in two partitions counts as two records: key messages by record id",
-                    record=record,
-                    partitions=[there, here],
-                )
-            self.metrics.misrouting(records.num_misrouted)
+        if not records.num_misrouted or records.misrouted_example is None:
+            return
+        if not self.metrics.num_misrouted:
+            record_id, partition, other_partition = records.misrouted_example
+            log.get_logger("runtime").warning(
+                "record_in_two_partitions",
+                record=record_id,
+                partitions=[other_partition, partition],
+                remedy="key messages by record id",
+            )
+        self.metrics.set_misrouted(records.num_misrouted)
 
-    def _commit(self, final: bool = False) -> None:
-        """Hop 5. final: snapshots of all partitions, so that whoever takes them over has no history to handle."""
-        began = time.perf_counter()
-
-        def ended() -> None:
-            self.metrics.commit.observe(time.perf_counter() - began)
-
-        with self._pace.timed():
-            for sink in self.sinks:
-                sink.flush()  # 5.1
-            if self._shared is None:
-                self.source.commit()
-                return ended()
-            saved = self.recovery.saved(self._now(), self._shared.assigned if final else ())  # 5.2
-            if self._unhurried is not None and not final and (not self._pace.urgent or self._behind()):
-                self._unhurried.begin_commit(saved, ended)  # 5.3
-            else:
-                self._shared.commit(saved)  # 5.3
-                ended()
-            self.recovery.keep(saved)
-        self.metrics.lags(self._shared.lag())
-        log.get("runtime").debug("commit", saved=sorted(saved))
-
-    def _hand_over(self, partitions: frozenset[int]) -> dict[int, PartitionState]:
-        """The source is about to give these up and will commit; called while it polls or commits."""
-        for sink in self.sinks:
-            sink.flush()
-        return self.recovery.saved(self._now(), partitions)
-
-    def _now(self) -> int:
-        return self.clock.at(np.empty(0, np.int64))
+    def _report_poll(self, polled: PollResult) -> None:
+        """Report the number of polled messages, and log the totals once a minute."""
+        if time.monotonic() - self._last_summary >= SUMMARY_SECONDS:
+            log.get_logger("runtime").info("summary", **self.totals.to_log_fields(), open=len(self.engine.records))
+            self._last_summary = time.monotonic()
+        if self.report_progress is not None and polled.data is not None:
+            self.report_progress(len(polled.data))

@@ -1,9 +1,13 @@
-"""What outlives this process: per partition a snapshot now and then, and the decisions that its log cannot tell.
+"""Recovery of partitions after a restart or a rebalance, by snapshots, saved decisions and replay.
 
-A partition's state is a function of its log and of a few decisions (alerts raised, records closed by the clock or for
-want of room). So with each commit goes what was decided since the last one, and every few seconds a snapshot, which
-stands for everything before. Whoever takes the partition over begins with the snapshot, handles the messages up to the
-committed position again without any effect (the history), applies the decisions, and goes on as if nothing had been.
+The state of a partition is determined by its messages and by a few decisions that the messages do not determine (alerts
+raised, records closed by a time-out or evicted). Every commit therefore saves the decisions made since the last one.
+Every few seconds it saves a snapshot, which replaces everything before. A process that takes over the partition
+continues exactly where the previous one stopped, in three steps:
+
+    1. start_restore    load the snapshot
+    2. replay_history   process the messages up to the committed offset again, without effects
+    3. finish_restore   apply the saved decisions; from now on messages have effects
 """
 
 from __future__ import annotations
@@ -21,17 +25,23 @@ from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import Decisions, Effects
 from deformer_stream.runtime import process
 from deformer_stream.runtime.metrics import Metrics
-from deformer_stream.runtime.ports import RestoredPartition, PartitionState
+from deformer_stream.runtime.ports import PartitionState, RestoredPartition
 
-OCCUPIED = 0.05
-"""Largest share of the time that snapshots may take: large states are saved less often, their history is longer."""
+MAX_SNAPSHOT_TIME_SHARE = 0.05
+"""Maximum share of the running time that is spent on snapshots. If the state is large, snapshots are taken less often,
+and a restart has more messages to replay."""
 
 
 class Recovery:
-    """Keeps the engine's partitions in step with what is saved of them.
+    """Restores the engine's partitions and collects the state that is saved with each commit.
 
-    interval: seconds between two snapshots of a partition. now: monotonic seconds. A source whose partitions do not
-    move (a file) restores nothing, and then nothing is saved.
+    A source whose partitions never move, such as a file, restores nothing; then nothing is saved either.
+
+    Args:
+        engine: The engine that holds the partitions.
+        metrics: Receives the size and age of snapshots.
+        interval: Seconds between two snapshots of a partition.
+        now: Returns monotonic seconds.
     """
 
     def __init__(
@@ -43,115 +53,161 @@ class Recovery:
     ) -> None:
         self._engine, self._metrics = engine, metrics
         self._interval, self._now = interval, now
-        self._history: dict[int, RestoredPartition] = {}
-        self._decided: dict[int, Decisions] = {}  # of the partitions that are live, since the last commit
-        self._due: dict[int, float] = {}
-        self._changed: set[int] = set()  # since their last snapshot
-        self._based: set[int] = set()  # these have a snapshot, which decisions can follow
+        self._restoring: dict[int, RestoredPartition] = {}
+        self._unsaved_decisions: dict[int, Decisions] = {}  # of every live partition, since the last commit
+        self._next_snapshot: dict[int, float] = {}  # when the next snapshot of a live partition is due
+        self._changed: set[int] = set()  # partitions that changed since their last snapshot
+        self._has_snapshot: set[int] = set()  # partitions with a saved snapshot, to which decisions can be added
 
     @property
-    def restoring(self) -> frozenset[int]:
-        """The partitions whose history is not over."""
-        return frozenset(self._history)
+    def restoring_partitions(self) -> frozenset[int]:
+        """The partitions whose history is not completely replayed."""
+        return frozenset(self._restoring)
 
-    def restore(self, restored: RestoredPartition, at: int) -> None:
-        """Begin with what is kept of a partition. at: the clock's time. Raises `StateError` for a snapshot that cannot
-        be read."""
+    def start_restore(self, restored: RestoredPartition, now: int) -> None:
+        """Load the saved snapshot of a partition, if there is one.
+
+        Args:
+            restored: The partition and its saved state.
+            now: The pipeline's time, microseconds since 1970.
+
+        Raises:
+            StateError: If the saved state cannot be read.
+        """
         if restored.snapshot is not None:
-            self._engine.restore(restored.partition, decode_snapshot(restored.snapshot), at)
-        for decisions in restored.decisions:
-            self._engine.preload_decisions(restored.partition, decode_decisions(decisions))
-        self._history[restored.partition] = restored
+            snapshot = decode_snapshot(restored.snapshot, _describe("snapshot", restored))
+            self._engine.restore(restored.partition, snapshot, now)
+        for decisions in self._decode_decisions(restored):
+            self._engine.preload_decisions(restored.partition, decisions)
+        self._restoring[restored.partition] = restored
 
-    def replay(self, data: Payload | None, codec: Codec, at: int) -> Payload | None:
-        """Handle the messages of `data` that are history; what is left of it."""
-        if not self._history or not isinstance(data, Messages):
+    def replay_history(self, data: Payload | None, codec: Codec, now: int) -> Payload | None:
+        """Process those messages again that a previous run has processed already.
+
+        Args:
+            data: What the source returned, or None.
+            codec: Decodes the messages.
+            now: The pipeline's time, microseconds since 1970.
+
+        Returns:
+            The messages that are new, or None if there are none.
+        """
+        if not self._restoring or not isinstance(data, Messages):
             return data
-        until = np.zeros(int(data.partitions.max()) + 1, np.int64)
-        for partition, restored in self._history.items():
-            if partition < len(until):
-                until[partition] = restored.until
-        past = data.offsets < until[data.partitions]
-        if past.any():
-            self._engine.replay(codec.decode(data.take(np.flatnonzero(past)))[0], at)
-            data = data.take(np.flatnonzero(~past))
+        committed_offsets = np.zeros(int(data.partitions.max()) + 1, np.int64)
+        for partition, restored in self._restoring.items():
+            if partition < len(committed_offsets):
+                committed_offsets[partition] = restored.committed_offset
+        is_history = data.offsets < committed_offsets[data.partitions]
+        if is_history.any():
+            events, _ = codec.decode(data.take(np.flatnonzero(is_history)))
+            self._engine.replay(events, now)
+            data = data.take(np.flatnonzero(~is_history))
         return data if len(data) else None
 
-    def go_live(self, partition: int) -> None:
-        """The history of this partition is over: apply what was decided in it. From now on its events have effects."""
-        restored = self._history.pop(partition)
-        for decisions in restored.decisions:
-            self._engine.apply_decisions(partition, decode_decisions(decisions))
-        self._decided[partition] = Decisions()
+    def finish_restore(self, partition: int) -> None:
+        """Apply the saved decisions of a partition whose history is replayed. From now on its events have effects."""
+        restored = self._restoring.pop(partition)
+        for decisions in self._decode_decisions(restored):
+            self._engine.apply_decisions(partition, decisions)
+        self._unsaved_decisions[partition] = Decisions()
         if restored.snapshot is None:
-            self._due[partition] = self._now()
+            self._next_snapshot[partition] = self._now()
             self._changed.add(partition)
         else:
-            self._metrics.saved(partition, len(restored.snapshot))
-            self._based.add(partition)
-            # Spread over the interval, so that not all partitions are saved in one commit.
-            self._due[partition] = self._now() + self._interval * (0.5 + partition % 8 / 16)
-        log.get("recovery").info(
-            "partition restored",
+            self._metrics.set_snapshot(partition, len(restored.snapshot))
+            self._has_snapshot.add(partition)
+            # Spread over the interval, so that one commit does not have to save all partitions.
+            self._next_snapshot[partition] = self._now() + self._interval * (0.5 + partition % 8 / 16)
+        log.get_logger("recovery").info(
+            "partition_restored",
             partition=partition,
-            records=len(self._engine.records.partition(partition).record_index_by_id),
-            until=restored.until,
+            open_records=len(self._engine.records.partition(partition).record_index_by_id),
+            committed_offset=restored.committed_offset,
         )
 
-    def forget(self, partitions: Iterable[int]) -> None:
-        """These partitions are no longer ours."""
-        for partition in partitions:
-            for kept in (self._history, self._decided, self._due):
-                kept.pop(partition, None)
-            self._changed.discard(partition)
-            self._based.discard(partition)
-            self._metrics.unsaved(partition)
+    def _decode_decisions(self, restored: RestoredPartition) -> list[Decisions]:
+        """Return the saved decisions of a partition, in order. Raises `StateError` if they cannot be read."""
+        return [decode_decisions(data, _describe("decisions", restored)) for data in restored.decisions]
 
-    def note(self, effects: Effects) -> None:
-        """Remember what was decided, and which partitions have changed, until it is saved."""
-        if not self._decided:
+    def drop_partitions(self, partitions: Iterable[int]) -> None:
+        """Remove everything about partitions that were revoked."""
+        for partition in partitions:
+            self._restoring.pop(partition, None)
+            self._unsaved_decisions.pop(partition, None)
+            self._next_snapshot.pop(partition, None)
+            self._changed.discard(partition)
+            self._has_snapshot.discard(partition)
+            self._metrics.remove_snapshot(partition)
+
+    def record_effects(self, effects: Effects) -> None:
+        """Keep the decisions of a batch, and which partitions it changed, until the next commit saves them."""
+        if not self._unsaved_decisions:
             return
         for partition, decisions in effects.decisions().items():
-            if partition in self._decided:
-                self._decided[partition] += decisions
+            if partition in self._unsaved_decisions:
+                self._unsaved_decisions[partition] += decisions
                 self._changed.add(partition)
         if len(effects.batch):
             self._changed.update(np.unique(effects.batch.partitions).tolist())
 
-    def saved(self, at: int, finally_of: Iterable[int] = ()) -> dict[int, PartitionState]:
-        """What is to be kept with the positions as they are: snapshots of the partitions whose time has come and of
-        `finally_of`, decisions of the others."""
-        final = set(finally_of)
-        saved: dict[int, PartitionState] = {}
-        for partition, decided in self._decided.items():
-            due = partition in final or partition not in self._based or self._now() >= self._due[partition]
-            if due and partition in self._changed:
-                saved[partition] = PartitionState(snapshot=self._snapshot(partition, at))
-            elif decided:
-                saved[partition] = PartitionState(decisions=encode_decisions(decided))
-        return saved
+    def collect_state(self, now: int, final_partitions: Iterable[int] = ()) -> dict[int, PartitionState]:
+        """Return what the next commit must save with the offsets as they are.
 
-    def save_soon(self) -> None:
-        """Let the next commit take snapshots of all partitions."""
-        for partition in self._due:
-            self._due[partition] = self._now()
+        Args:
+            now: The pipeline's time, microseconds since 1970.
+            final_partitions: Partitions that this process gives up. They get a snapshot, so that the process that takes
+                them over has nothing to replay.
+
+        Returns:
+            A snapshot of each partition that needs one, and the unsaved decisions of each other partition.
+        """
+        final = set(final_partitions)
+        states: dict[int, PartitionState] = {}
+        for partition, decisions in self._unsaved_decisions.items():
+            is_due = (
+                partition in final
+                or partition not in self._has_snapshot
+                or self._now() >= self._next_snapshot[partition]
+            )
+            if is_due and partition in self._changed:
+                states[partition] = PartitionState(snapshot=self._take_snapshot(partition, now))
+            elif decisions:
+                states[partition] = PartitionState(decisions=encode_decisions(decisions))
+        return states
+
+    def request_snapshots(self) -> None:
+        """Let the next commit save a snapshot of every partition."""
+        for partition in self._next_snapshot:
+            self._next_snapshot[partition] = self._now()
             self._changed.add(partition)
 
-    def _snapshot(self, partition: int, at: int) -> bytes:
-        began = self._now()
-        snapshot = encode_snapshot(self._engine.snapshot(partition, at))
-        process.release_free_memory()  # it took many times its size, and polls leave much, too
-        took = self._now() - began
-        self._due[partition] = self._now() + max(self._interval, took * len(self._decided) / OCCUPIED)
-        log.get("recovery").info("snapshot", partition=partition, bytes=len(snapshot), seconds=round(took, 4))
+    def _take_snapshot(self, partition: int, now: int) -> bytes:
+        """Return the encoded state of a partition, and set when its next snapshot is due."""
+        start = self._now()
+        snapshot = encode_snapshot(self._engine.snapshot(partition, now))
+        process.release_free_memory()  # encoding uses several times the size of the snapshot
+        duration = self._now() - start
+        # All partitions together must not exceed the share of time.
+        min_interval = duration * len(self._unsaved_decisions) / MAX_SNAPSHOT_TIME_SHARE
+        self._next_snapshot[partition] = self._now() + max(self._interval, min_interval)
+        log.get_logger("recovery").info(
+            "snapshot_taken", partition=partition, bytes=len(snapshot), seconds=round(duration, 4)
+        )
         return snapshot
 
-    def keep(self, saved: Mapping[int, PartitionState]) -> None:
-        """Say that this was committed."""
-        for partition, kept in saved.items():
-            if partition in self._decided:
-                self._decided[partition] = Decisions()
-                if kept.snapshot is not None:
-                    self._based.add(partition)
-                    self._changed.discard(partition)
-                    self._metrics.saved(partition, len(kept.snapshot))
+    def mark_committed(self, states: Mapping[int, PartitionState]) -> None:
+        """Record that a commit has saved these states, by partition."""
+        for partition, state in states.items():
+            if partition not in self._unsaved_decisions:
+                continue
+            self._unsaved_decisions[partition] = Decisions()
+            if state.snapshot is not None:
+                self._has_snapshot.add(partition)
+                self._changed.discard(partition)
+                self._metrics.set_snapshot(partition, len(state.snapshot))
+
+
+def _describe(kind: str, restored: RestoredPartition) -> str:
+    """Return what to call saved state in an error message, for example "snapshot of partition 3 at offset 17"."""
+    return f"saved {kind} of partition {restored.partition} at offset {restored.committed_offset}"

@@ -1,22 +1,108 @@
-"""Sending at a steady rate."""
+"""Clocks of the pipeline, the schedule of commits, and a rate limit for load generators."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
-T = TypeVar("T")
+import numpy as np
+from numpy.typing import NDArray
+
+from deformer_stream.engine.events import NO_TIME
+
+Item = TypeVar("Item")
 
 
-def limit_rate(items: Iterable[T], rate: float | None, idle: Callable[[], object] = lambda: None) -> Iterator[T]:
-    """Items when their turns come: so many a second from the first on, None for as fast as they are taken.
+class WallClock:
+    """The time of day, in microseconds since 1970. It stands still while the system clock is set back."""
 
-    An item is asked for when the one before it was taken, and one that is late does not delay the turns of those that
-    follow. idle: called before each wait."""
-    began = time.monotonic()
+    def __init__(self) -> None:
+        self._now = 0
+
+    def at(self, times: NDArray[np.int64]) -> int:
+        """Return the time at which a batch is handled; the event times are ignored."""
+        self._now = max(self._now, time.time_ns() // 1000)
+        return self._now
+
+
+class EventClock:
+    """The latest event time so far, in microseconds since 1970, and 0 before the first event.
+
+    A replay uses it, so that records time out as they would have done when the events were recorded.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0
+
+    def at(self, times: NDArray[np.int64]) -> int:
+        """Return the latest event time so far, including the given times, (N,) microseconds or `NO_TIME`."""
+        known_times = times[times != NO_TIME]
+        if len(known_times):
+            self._now = max(self._now, int(known_times.max()))
+        return self._now
+
+
+class CommitSchedule:
+    """Decides when to commit: at regular intervals, and at once if an alert waits for the commit to become visible.
+
+    If the pipeline is behind (more messages wait than one poll returns), throughput has priority: commits for alerts
+    then take at most a fifth of the time.
+
+    Args:
+        interval: Seconds between two commits.
+        now: Returns monotonic seconds.
+
+    Attributes:
+        is_urgent: Whether an alert waits for the next commit.
+    """
+
+    def __init__(self, interval: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._interval, self._now = interval, now
+        self._last_end, self._last_duration = now(), 0.0
+        self.is_urgent = False
+
+    def is_due(self, has_alert: bool, is_behind: Callable[[], bool]) -> bool:
+        """Return whether to commit now.
+
+        Args:
+            has_alert: Whether an alert was raised since the last call.
+            is_behind: Returns whether the pipeline is behind. It is called only if the result depends on it.
+        """
+        self.is_urgent = has_alert or self.is_urgent
+        elapsed = self._now() - self._last_end
+        if elapsed >= self._interval:
+            return True
+        return self.is_urgent and (elapsed >= 4 * self._last_duration or not is_behind())
+
+    @contextmanager
+    def time_commit(self) -> Iterator[None]:
+        """Measure a commit, which is made inside the context."""
+        start = self._now()
+        yield
+        self._last_end = self._now()
+        self._last_duration, self.is_urgent = self._last_end - start, False
+
+
+def limit_rate(
+    items: Iterable[Item], rate: float | None, before_wait: Callable[[], object] = lambda: None
+) -> Iterator[Item]:
+    """Yield items at a steady rate.
+
+    Item i is due i / rate seconds after the start. An item that is yielded late does not delay the items after it. Each
+    item is requested from the iterable only after the previous one was consumed.
+
+    Args:
+        items: The items.
+        rate: Items per second, or None for no limit.
+        before_wait: Called before each wait, for example to flush a buffer.
+    """
+    start = time.monotonic()
     for i, item in enumerate(items):
-        if rate is not None and (early := began + i / rate - time.monotonic()) > 0:
-            idle()
-            time.sleep(early)
+        if rate is not None:
+            wait_seconds = start + i / rate - time.monotonic()
+            if wait_seconds > 0:
+                before_wait()
+                time.sleep(wait_seconds)
         yield item

@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from deformer_stream.cli_utils import limit_thread_spinning
+from deformer_stream.runtime.process import limit_thread_spinning
 from tests.chaos.run import SIZES, chaos
 
 

@@ -23,14 +23,14 @@ STEPS: dict[str, tuple[type, str, bool]] = {
     "3-handled": (Engine, "handle", True),
     "4-writing": (KafkaSink, "write", False),
     "5.1-flushed": (KafkaSink, "flush", True),
-    "5.2-saved": (Recovery, "saved", True),
+    "5.2-saved": (Recovery, "collect_state", True),
     "5.3-begun": (Transactions, "register", True),
     "5.3-on-its-way": (Transactions, "send_offsets", False),
     "5.3-answered": (Transactions, "end", False),
     "5.3-transaction-ended": (Transactions, "end", True),
     "5.3-transmitted": (KafkaProducer, "flush", True),
     "5.3-offsets-committed": (KafkaConsumer, "commit", True),
-    "5.3-kept": (Recovery, "keep", False),
+    "5.3-kept": (Recovery, "mark_committed", False),
 }
 """Step → the method that takes it, and whether death comes after it rather than before."""
 

@@ -23,7 +23,7 @@ from connectors.kafka import ensure_topics
 from tests.chaos.dying import NO_TRANSACTIONS, STEPS, TRANSACTIONS
 from tests.conftest import load_broker_script
 from tests.integration.programs import Cluster, Consume, until
-from tests.models import SCHEMA, rows_of, write_model
+from tests.models import SCHEMA, draw_rows, write_model
 
 ALPHA = 0.3
 PATIENCE = 600.0
@@ -80,7 +80,7 @@ class World:
 def events(size: Size) -> Iterator[tuple[bytes, bytes]]:
     """Readings of interleaved records, some of them twice, some nonsense."""
     rng = np.random.default_rng(0)
-    rows = rows_of(SCHEMA, size.events // 5, 1)
+    rows = draw_rows(SCHEMA, size.events // 5, 1)
     readings = [(f"r{i}", name, value) for i, row in enumerate(rows) for name, value in row.items()]
     place = np.argsort(np.arange(len(readings)) + rng.uniform(0, 2000, len(readings)))
     for count, i in enumerate(place[: size.events].tolist()):

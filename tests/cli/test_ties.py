@@ -1,4 +1,4 @@
-"""Ties held, from the outside: commands, library, training, restarts, and the false-alarm rate."""
+"""`--ties hold` from end to end: commands, library, training, restarts, and the false-alarm rate."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.ports import RestoredPartition
 from deformer_stream.runtime.recovery import Recovery
-from tests.engine.restarts import assert_same_snapshot
+from tests.beta_binomial import compute_beta_binomial_upper
 from tests.engine.random_models import make_model
+from tests.engine.restarts import assert_same_snapshot
 from tests.models import CONFIG, SCHEMA, draw_rows, make_small_model
 from tests.runtime.test_recovery import PARTITIONS, Kept, World, live
-from tests.beta_binomial import compute_beta_binomial_upper
 from trainer.calibrate import calibrate, choose_order
 from trainer.data import DataOptions, prepare_table
-from trainer.sampling import Noise, order_readings, draw_samples, create_generator
+from trainer.sampling import Noise, create_generator, draw_samples, order_readings
 
 Run = Callable[..., SimpleNamespace]
 
 
 def events_of(count: int, seed: int, instants: int = 3) -> list[dict[str, Any]]:
-    """Readings of records in the order of their times, each at one of a few."""
+    """Return the readings of records in order of time; each has one of a few event times."""
     rng = np.random.default_rng(seed)
     return sorted(
         (
@@ -59,7 +59,7 @@ def written(path: Path, events: list[dict[str, Any]]) -> Path:
 
 
 def shuffled(events: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
-    """The same as another broker may hand them over."""
+    """Return events in another order, in which readings of the same time are permuted, as brokers may deliver them."""
     rng = np.random.default_rng(seed)
     return sorted(rng.permutation(np.array(events)).tolist(), key=lambda event: event["time"])
 
@@ -71,9 +71,11 @@ def judged(path: Path) -> dict[str, list[tuple[Any, ...]]]:
     return found
 
 
-def test_commands_follow_the_calibration(cli: Run, model_dir: Path, tmp_path: Path) -> None:
-    """calibrate --ties hold makes a model whose scores do not depend on the order within an instant; another order of
-    ties than the calibration's is warned of."""
+def test_commands_use_the_tie_policy_of_the_calibration(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    """After `calibrate --ties hold`, scores do not depend on the order of readings with the same time.
+
+    A tie policy that differs from the calibration causes a warning.
+    """
     held = tmp_path / "held"
     ended = cli(
         "calibrate",
@@ -105,9 +107,11 @@ def test_commands_follow_the_calibration(cli: Run, model_dir: Path, tmp_path: Pa
     assert (told.code, "calibrated with hold" in told.out + told.err) == (0, True)
 
 
-def test_training_calibrates_as_the_stream_judges(cli: Run, tmp_path: Path) -> None:
-    """The largest score of each record in a replay of the table is its statistic in training. Records are named by
-    their rows, for ids draw the orders of large blocks."""
+def test_training_calibrates_with_the_statistics_of_a_stream(cli: Run, tmp_path: Path) -> None:
+    """The largest score of each record in a replay is its calibration statistic in training.
+
+    Record ids are row numbers, because the order inside large tie groups is drawn from the id.
+    """
     events, rows = events_of(60, 3), dict[str, int]()
     columns: dict[str, Any] = {name: [event[name] for event in events] for name in ("feature", "time")}
     columns["record"] = [str(rows.setdefault(event["record"], len(rows))) for event in events]
@@ -127,15 +131,20 @@ def test_training_calibrates_as_the_stream_judges(cli: Run, tmp_path: Path) -> N
     assert cli("replay", log, "--model", model_dir, "--output", scores).code == 0
     largest = [max(row[-3] for row in rows) for rows in judged(scores).values()]
     np.testing.assert_allclose(np.sort(largest), calibration.scores, rtol=1e-3)
-    samples = [draw_samples(data, np.arange(60), Noise.from_schema(data.schema), 1.0, create_generator(seed)) for seed in (0, 1)]
+    samples = [
+        draw_samples(data, np.arange(60), Noise.from_schema(data.schema), 1.0, create_generator(seed))
+        for seed in (0, 1)
+    ]
     first, second = (order_readings(sample.values, sample.keys)[0] for sample in samples)
     assert not torch.equal(first, second), "trained on any order of a block"
     for keys in (samples[0].keys, samples[1].keys):
-        assert np.array_equal(np.floor(keys.numpy())[data.arrival_ranks >= 0], data.arrival_ranks[data.arrival_ranks >= 0])
+        assert np.array_equal(
+            np.floor(keys.numpy())[data.arrival_ranks >= 0], data.arrival_ranks[data.arrival_ranks >= 0]
+        )
 
 
-def test_a_wide_row_with_a_time_is_one_block(cli: Run, model_dir: Path, tmp_path: Path) -> None:
-    """It is decided once, at its end, and the order of the columns means nothing."""
+def test_wide_row_with_a_time_is_one_tie_group(cli: Run, model_dir: Path, tmp_path: Path) -> None:
+    """The row is decided once, at its end, and the order of its columns has no effect."""
     rows = [
         row | {"at": datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=i)}
         for i, row in enumerate(draw_rows(SCHEMA, 30, 6))
@@ -159,34 +168,36 @@ def test_a_wide_row_with_a_time_is_one_block(cli: Run, model_dir: Path, tmp_path
     np.testing.assert_allclose(*likelihood, rtol=1e-4, atol=1e-4)
 
 
-def test_a_table_without_times_knows_no_ties(tmp_path: Path) -> None:
+def test_hold_requires_a_table_with_times(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": np.arange(50.0)}), tmp_path / "wide.parquet")
     with pytest.raises(ConfigError, match="--ties hold"):
         prepare_table([tmp_path / "wide.parquet"], DataOptions(ties="hold"), tmp_path)
 
 
-def test_the_library_says_what_waits(model_dir: Path) -> None:
+def test_library_returns_waiting_readings(model_dir: Path) -> None:
     detector = deformer_stream.load(model_dir)
     scorer = detector.scorer(alpha=0.5, ties="hold")
     first = scorer.update("r", "temperature", 900.0, time=1.0)
     assert first.waits
     assert np.isnan(first.p_value)
-    assert scorer.update("r", "vibration", -900.0, time=1.0).waits
+    assert scorer.update("r", "vibration", -900.0, time=1.0).is_waiting
     later = scorer.update("r", "pressure", 1.0, time=2.0)
     assert (later.waits, later.alert is not None and later.alert.raised_at) == (True, 2)
     single = scorer.update("s", "pressure", 1.0)
     assert (single.waits, np.isnan(single.p_value)) == (False, False), "without a time nothing is tied"
-    assert not scorer.update("s", "unheard of", 1.0).waits
-    assert scorer.update("t", "temperature", 900.0, time=1.0).waits
+    assert not scorer.update("s", "unheard of", 1.0).is_waiting
+    assert scorer.update("t", "temperature", 900.0, time=1.0).is_waiting
     assert [alert.record for alert in scorer.finish()] == ["t"]
     with pytest.raises(ValueError, match="tie_wait"):
         detector.scorer(tie_wait=0)
 
 
-def test_many_lives_commit_what_one_does(model_dir: Path) -> None:
-    """As tests/runtime/test_recovery.py, with readings that wait when a life ends."""
+def test_interrupted_runs_commit_the_effects_of_one_run(model_dir: Path) -> None:
+    """Like tests/runtime/test_recovery.py, but with readings that still wait when a run ends."""
     loaded = model_store.read(model_dir)
-    loaded = replace(loaded, calibration=Calibration.from_statistics(loaded.calibration.scores, "arrival", tie_policy="hold"))
+    loaded = replace(
+        loaded, calibration=Calibration.from_statistics(loaded.calibration.scores, "arrival", tie_policy="hold")
+    )
     lines = [[json.dumps(event).encode() for event in events_of(30, p)] for p in range(PARTITIONS)]
     whole, cut = (World(lines, {p: Kept() for p in range(PARTITIONS)}) for _ in range(2))
     live(whole, loaded, set(range(PARTITIONS)), 0, 0.0, 0.0, 100.0)
@@ -201,8 +212,8 @@ def test_many_lives_commit_what_one_does(model_dir: Path) -> None:
     assert Counter(cut.alerts) == Counter(whole.alerts)
 
 
-def test_what_the_clock_decided_is_known_before_the_history(model_dir: Path) -> None:
-    """A reading that came too late for its time in the first life is too late in the second."""
+def test_timeouts_of_ties_are_restored_before_the_history(model_dir: Path) -> None:
+    """A reading that was too late for its tie group in the first run is too late in the second run."""
     loaded = model_store.read(model_dir)
     events = [("temperature", 1.0), ("pressure", 1.0), ("vibration", 1.0), ("load", 2.0)]
     lines = [json.dumps({"record": "r", "feature": name, "value": 3.0, "time": time}).encode() for name, time in events]
@@ -216,26 +227,26 @@ def test_what_the_clock_decided_is_known_before_the_history(model_dir: Path) -> 
         return engine, Recovery(engine, Metrics(), interval=100.0)
 
     first, kept = life()
-    kept.restore(RestoredPartition(0, 0), 0)
-    kept.go_live(0)
-    begun = kept.saved(0)
-    kept.keep(begun)
+    kept.start_restore(RestoredPartition(0, 0), 0)
+    kept.finish_restore(0)
+    begun = kept.collect_state(0)
+    kept.mark_committed(begun)
     for at, rows in ((1, [0, 1]), (11, []), (12, [2, 3])):
-        kept.note(first.handle(codec.decode(data.take(np.array(rows, np.int64)))[0], at))
-    decided = kept.saved(12)[0].decisions
+        kept.record_effects(first.handle(codec.decode(data.take(np.array(rows, np.int64)))[0], at))
+    decided = kept.collect_state(12)[0].decisions
     assert decided is not None
     second, again = life()
-    again.restore(RestoredPartition(0, 4, begun[0].snapshot, (decided,)), 12)
-    assert again.replay(data, codec, 12) is None
-    again.go_live(0)
+    again.start_restore(RestoredPartition(0, 4, begun[0].snapshot, (decided,)), 12)
+    assert again.replay_history(data, codec, 12) is None
+    again.finish_restore(0)
     assert_same_snapshot(second.snapshot(0, 12), first.snapshot(0, 12), 1e-4)
     ties = first.snapshot(0, 12).ties
     assert ties is not None
     assert ties.is_tied.tolist() == [False, True, False, False]
 
 
-def test_false_alarms_keep_to_alpha(tmp_path: Path) -> None:
-    """Calibrated with ties held and streamed so, however wrong the model (here untrained)."""
+def test_false_alarm_rate_stays_within_alpha(tmp_path: Path) -> None:
+    """The guarantee holds with ties held, even for an untrained model."""
     model, calibrated, others, alpha = make_small_model(), 1_000, 1_500, 0.05
     readings = [
         (str(i), SCHEMA.code_by_name[name], value, int(time))
@@ -258,6 +269,8 @@ def test_false_alarms_keep_to_alpha(tmp_path: Path) -> None:
     found = run(Engine(model, nothing, "m", (), effort="off"), lambda i: i < calibrated)
     scores = np.concatenate([effects.closed.score for effects in found])
     assert len(scores) == calibrated
-    engine = Engine(model, Calibration.from_statistics(scores, "arrival", tie_policy="hold"), "m", alpha, Limits(), effort="off")
+    engine = Engine(
+        model, Calibration.from_statistics(scores, "arrival", tie_policy="hold"), "m", alpha, Limits(), effort="off"
+    )
     alerts = sum(len(effects.alerts) for effects in run(engine, lambda i: i >= calibrated))
     assert 0 < alerts <= compute_beta_binomial_upper(calibrated, others, alpha, 0.999)

@@ -166,7 +166,7 @@ def test_a_broker_that_is_away(own: Any, worlds: list[Group], monkeypatch: pytes
         own.start_node(1)
         for future in (*commits, *waiting):
             future.result()
-    assert any(line["event"] == "commit failed, will be tried again" for line in lines)
+    assert any(line["event"] == "commit_failed_retrying" for line in lines)
     for world, first, second in zip(worlds, patient, newcomers, strict=True):
         with following(second.turn):
             until(lambda a=first, b=second: bool(a.turn()) and len(a.live) == len(b.live) == 1, "1 + 1")

@@ -8,16 +8,16 @@ from deformer_stream.calibration.drift_state import DriftNotice, FeatureShift
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.events import (
     NO_TIME,
-    AlertRaised,
-    Closed,
+    Alert,
+    ClosedRecords,
     CloseReason,
     Contribution,
     Effects,
     EventBatch,
-    Expected,
+    ExpectedRange,
     RejectionReason,
-    Rejected,
-    Scored,
+    Rejection,
+    ScoredReadings,
 )
 from deformer_stream.model.schema import Feature, Schema
 
@@ -30,8 +30,8 @@ SCHEMA = Schema(
 )
 
 
-def alert_of(record: str, message: int, time: int = 1_583_750_073_000_000) -> AlertRaised:
-    return AlertRaised(
+def alert_of(record: str, message: int, time: int = 1_583_750_073_000_000) -> Alert:
+    return Alert(
         id=f"id-of-{record}",
         record=record,
         raised_at=3,
@@ -43,10 +43,10 @@ def alert_of(record: str, message: int, time: int = 1_583_750_073_000_000) -> Al
         score=9.31,
         running_log_likelihood=-21.7,
         model="0123456789abcdef",
-        message=message,
+        message_index=message,
         contributions=(
-            Contribution("Pressure", 9.1, 11.2, Expected(-0.27, 0.05, 0.38), 10.5, 12.25, 11.75, True),
-            Contribution("state", "broken", 4.0, Expected(None, "on", None)),
+            Contribution("Pressure", 9.1, 11.2, ExpectedRange(-0.27, 0.05, 0.38), 10.5, 12.25, 11.75, True),
+            Contribution("state", "broken", 4.0, ExpectedRange(None, "on", None)),
         ),
         silenced_by=("Pressure",),
     )
@@ -67,7 +67,7 @@ def effects_of(first: int, records: int = 2) -> tuple[Effects, Messages]:
         np.full(n, 2, np.int32),
         {3 * i + 2: "broken" for i in range(records)},
     )
-    scored = Scored(
+    scored = ScoredReadings(
         np.arange(n),
         np.array([0, 1, 2] * records, np.int32),
         np.array([-1.5, np.nan, -9.0] * records),
@@ -76,7 +76,7 @@ def effects_of(first: int, records: int = 2) -> tuple[Effects, Messages]:
         np.array([0.6, 0.6, 0.001] * records),
         np.array([False, False, True] * records),
     )
-    closed = Closed(
+    closed = ClosedRecords(
         names,
         [CloseReason.COMPLETE] * records,
         np.full(records, 2, np.int32),
@@ -90,7 +90,7 @@ def effects_of(first: int, records: int = 2) -> tuple[Effects, Messages]:
         np.full(records, 9.3),
     )
     alerts = [alert_of(name, 4 * i + 2) for i, name in enumerate(names)]
-    rejected = [Rejected(4 * i + 3, RejectionReason.NOT_JSON, "no JSON") for i in range(records)]
+    rejected = [Rejection(4 * i + 3, RejectionReason.NOT_JSON, "no JSON") for i in range(records)]
     size = 4 * records
     data = Messages(
         "sensors",
@@ -109,4 +109,4 @@ def notice_of(partition: int = 2) -> DriftNotice:
 
 
 def nothing() -> Effects:
-    return Effects(EventBatch.empty(), Scored.empty(), [], [], Closed.joined([]))
+    return Effects(EventBatch.empty(), ScoredReadings.empty(), [], [], ClosedRecords.concatenate([]))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deformer_stream.codec import Codec, position
+from deformer_stream.codec import Codec, get_position
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.runtime.ports import EventSource
 
@@ -49,16 +49,16 @@ def collect(source: EventSource, count: int) -> Collected:
     while seen < count:
         assert time.monotonic() < deadline, f"{seen} of {count} events came within {PATIENCE} seconds"
         polled = source.poll(0.1)
-        assert polled.revoked == ()
+        assert polled.revoked_partitions == ()
         if polled.data is None:
-            assert not source.exhausted, f"the source ended after {seen} of {count} events"
+            assert not source.is_exhausted, f"the source ended after {seen} of {count} events"
             continue
         batch, rejected = codec.decode(polled.data)
         assert rejected == []
         seen += len(batch)
         for record, code, value in zip(batch.record_ids, batch.features.tolist(), batch.values.tolist(), strict=True):
             collected.by_record.setdefault(record, []).append((SCHEMA.names[code], value))
-        collected.places += [position(polled.data, i) for i in range(len(polled.data))]
+        collected.places += [get_position(polled.data, i) for i in range(len(polled.data))]
     return collected
 
 
@@ -75,13 +75,13 @@ class SourceContract:
     def test_everything_comes_once_and_in_order_within_its_record(self, feed: Feed) -> None:
         feed.publish(READINGS)
         source = feed.open()
-        assert not source.exhausted
+        assert not source.is_exhausted
         collected = collect(source, len(READINGS))
         assert collected.by_record == by_record(READINGS)
         assert len(set(collected.places)) == len(collected.places)
         for _ in range(3):
             assert source.poll(0.05).data is None
-        assert source.exhausted == feed.finite
+        assert source.is_exhausted == feed.finite
         source.close()
 
     def test_a_poll_does_not_outlast_its_timeout_by_much(self, feed: Feed) -> None:

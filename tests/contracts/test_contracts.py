@@ -110,7 +110,7 @@ class TestRejectedLines(SinkContract):
 
         def expected(effects: Effects, data: Payload | None) -> list[Any]:
             assert data is not None
-            return [orjson.loads(encode_rejected(rejected, data)) for rejected in effects.rejected]
+            return [orjson.loads(encode_rejected(rejected, data)) for rejected in effects.rejections]
 
         return Drain(lambda: RejectedLines(path), lambda: json_lines(path), expected)
 
@@ -121,7 +121,7 @@ class TestScoresParquet(SinkContract):
         path = tmp_path / "scores.parquet"
 
         def expected(effects: Effects, data: Payload | None) -> list[Any]:
-            events, seq = effects.scored.events.tolist(), effects.scored.seq.tolist()
+            events, seq = effects.scored.event_indices.tolist(), effects.scored.seq.tolist()
             return [(effects.batch.record_ids[e], s) for e, s in zip(events, seq, strict=True)]
 
         def delivered() -> list[Any]:
@@ -140,5 +140,5 @@ class TestRecordsParquet(SinkContract):
             return list(pq.read_table(path)["record"].to_pylist())
 
         return Drain(
-            lambda: RecordsParquet(path), delivered, lambda effects, data: effects.closed.records, safe_at_flush=False
+            lambda: RecordsParquet(path), delivered, lambda effects, data: effects.closed.record_ids, safe_at_flush=False
         )

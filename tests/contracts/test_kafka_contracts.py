@@ -81,7 +81,7 @@ class TestKafkaDeadLetters(SinkContract):
         def expected(effects: Effects, data: Payload | None) -> list[Any]:
             if not isinstance(data, Messages):
                 return []
-            return [(data.keys[r.message], data.payloads[r.message] or b"") for r in effects.rejected]
+            return [(data.keys[r.message_index], data.payloads[r.message_index] or b"") for r in effects.rejections]
 
         return Drain(
             lambda: sink_of(kafka.bootstrap, None, name, Plain()),

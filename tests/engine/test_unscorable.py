@@ -19,10 +19,11 @@ from deformer_stream.engine.events import Effects
 from deformer_stream.kernels import build
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.runtime.metrics import Metrics
-from deformer_stream.runtime.pipeline import Pipeline, WallClock
+from deformer_stream.runtime.pipeline import Pipeline
+from deformer_stream.runtime.timing import WallClock
 from deformer_stream.testing import MemorySink, MemorySource
-from tests.engine.lives import SCHEMA, Event, batch_of
-from tests.engine.worlds import model_of
+from tests.engine.random_models import make_model
+from tests.engine.restarts import SCHEMA, Event, make_batch
 
 Path = Literal["torch", "kernels"]
 Ties = Literal["arrival", "hold"]
@@ -32,7 +33,7 @@ FLOW, MODE, HEAT, SITE = range(4)
 
 def build_model(path: Path) -> DEformer:
     """Return a model with random weights that is scored by the kernels or by PyTorch."""
-    model = model_of(SCHEMA, CONFIG, dtype=torch.float32)
+    model = make_model(SCHEMA, CONFIG, dtype=torch.float32)
     model.kernel_library = build.load_kernels(False) if path == "kernels" else None
     assert path == "torch" or model.kernel_library is not None, "the tests of the kernels need a C compiler"
     return model
@@ -55,7 +56,7 @@ def score(engine: Engine) -> tuple[list[Effects], dict[int, Any]]:
         Event(0, "r", False, 2, MODE, 1.0),
         Event(0, "r", False, 3, SITE, 0.5),
     ]
-    effects = [engine.handle(batch_of(events[:2]), 0), engine.handle(batch_of(events[2:]), 0), engine.finish()]
+    effects = [engine.handle(make_batch(events[:2]), 0), engine.handle(make_batch(events[2:]), 0), engine.finish()]
     rows: dict[int, Any] = {}
     for effect in effects:
         scored = effect.scored
@@ -122,7 +123,7 @@ def test_replayed_readings_are_not_counted_again() -> None:
     model = build_model("torch")
     model.head.scale_floor[FLOW] = math.nan
     engine = build_engine(model)
-    engine.replay(batch_of([Event(0, "r", False, 1, FLOW, 1.0)]), 0)
+    engine.replay(make_batch([Event(0, "r", False, 1, FLOW, 1.0)]), 0)
     assert engine.pop_unscorable() is None
 
 
@@ -140,7 +141,7 @@ def test_pipeline_logs_and_counts_scores_that_are_not_finite(monkeypatch: pytest
         def __getattr__(self, name: str) -> Any:
             return lambda *args, **data: None
 
-    monkeypatch.setattr(log, "get", lambda name: Logger())
+    monkeypatch.setattr(log, "get_logger", lambda name: Logger())
     rows = [json.dumps({"record": f"r{i}", "feature": "flow", "value": 1.0}).encode() for i in range(3)]
     metrics, source = Metrics(), MemorySource(rows)
     pipeline = Pipeline(source, Codec(SCHEMA), build_engine(model), [MemorySink()], WallClock(), metrics, True)

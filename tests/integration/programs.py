@@ -114,7 +114,7 @@ class Consume:
         return {name: float(value) for name, value in rows}
 
     def wait_until_ready(self) -> None:
-        self.wait_for(lambda: bool(self.events("partition restored")), "partitions")
+        self.wait_for(lambda: bool(self.events("partition_restored")), "partitions")
 
     def wait_for(self, true: Callable[[], bool], what: str, patience: float = PATIENCE, pause: float = 0.05) -> None:
         def check() -> bool:

@@ -60,7 +60,7 @@ def test_a_model_changes_under_way(cluster: Cluster, topic: Callable[..., str], 
         after = model_store.read_manifest(model)["fingerprint"]
         if how == "finish":
             consumer.process.send_signal(signal.SIGHUP)  # otherwise the changed directory is noticed
-        consumer.wait_for(lambda: bool(consumer.events("model changed")), "the new model")
+        consumer.wait_for(lambda: bool(consumer.events("model_changed")), "the new model")
         send(cluster, name, early, REST)
         send(cluster, name, late, SCHEMA.names)
         consumer.wait_for(cluster.all_consumed(name, name), "everything")
@@ -84,10 +84,10 @@ def test_a_directory_that_cannot_be_read_changes_nothing(
         consumer.wait_until_ready()
         (model / "model.safetensors").write_bytes(b"cut short")
         consumer.process.send_signal(signal.SIGHUP)
-        consumer.wait_for(lambda: bool(consumer.events("the model in force stays")), "the complaint")
+        consumer.wait_for(lambda: bool(consumer.events("model_not_readable")), "the complaint")
         sent = send(cluster, name, records(0), SCHEMA.names)
         consumer.wait_for(lambda: consumer.metrics()["deformer_events_total"] == sent, "the events")
-        assert consumer.events("model changed") == []
+        assert consumer.events("model_changed") == []
         consumer.stop()
 
 
@@ -165,7 +165,7 @@ def test_open_records_survive_a_restart_and_say_so_where_they_cannot(
     assert state in line
     assert "--lost-state rebuild" in line
     with Consume(tmp_path / "rebuilt.log", *options(cluster, names[1], model, "--lost-state", "rebuild")) as consumer:
-        consumer.wait_for(lambda: len(consumer.events("partition restored")) == 2, "the rebuilt partitions")
+        consumer.wait_for(lambda: len(consumer.events("partition_restored")) == 2, "the rebuilt partitions")
         before = consumer.metrics()["deformer_events_total"]
         more = send(cluster, names[1], records(5000), SCHEMA.names)
         consumer.wait_for(lambda: consumer.metrics()["deformer_events_total"] == before + more, "new events")

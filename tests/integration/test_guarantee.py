@@ -20,11 +20,12 @@ from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.codec import Codec
-from deformer_stream.demo.simulate import FEATURES, Fleet, Order, simulate
+from deformer_stream.demo.simulate import FEATURES, Order, SimulatedFleet, simulate
 from deformer_stream.engine.engine import Engine
 from deformer_stream.model.schema import Schema
 from deformer_stream.runtime.metrics import Metrics
-from deformer_stream.runtime.pipeline import EventClock, Pipeline
+from deformer_stream.runtime.pipeline import Pipeline
+from deformer_stream.runtime.timing import EventClock
 from deformer_stream.testing import MemorySink, MemorySource
 from tests.beta_binomial import compute_beta_binomial_upper
 
@@ -37,13 +38,13 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("guarantee")
-    pq.write_table(simulate(4_000, seed=1).normals(), folder / "normal.parquet")
+    pq.write_table(simulate(4_000, seed=1).select_normal_records(), folder / "normal.parquet")
     command = [sys.executable, "-m", "trainer.cli", str(folder / "normal.parquet"), "--out", str(folder / "model")]
     subprocess.run([*command, "--preset", "tiny", "--epochs", "1", "--seed", "0"], check=True)
     return folder / "model"
 
 
-def in_arrival_order(fleet: Fleet, schema: Schema) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def in_arrival_order(fleet: SimulatedFleet, schema: Schema) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """(N, F) codes, −1 padding at the end, and normalised values of each record's readings in order of arrival."""
     raw = np.full((len(fleet.delays), len(schema)), np.nan)
     for f, feature in enumerate(schema.features):
@@ -67,8 +68,8 @@ def test_false_alarms_keep_to_alpha(model_dir: Path, law: Order) -> None:
     calibration = Calibration.from_statistics(compute_max_statistics(loaded.model, codes, np.nan_to_num(values)), law)
     engine = Engine(loaded.model, calibration, loaded.fingerprint, ALPHA, effort="off")
     sink = MemorySink()
-    source = MemorySource(simulate(HELD_OUT, seed=3, order=law).messages(), chunk=8_192)
-    totals = Pipeline(source, Codec(loaded.schema), engine, [sink], EventClock(), Metrics(), finite=True).run(
+    source = MemorySource(simulate(HELD_OUT, seed=3, order=law).iterate_messages(), chunk=8_192)
+    totals = Pipeline(source, Codec(loaded.schema), engine, [sink], EventClock(), Metrics(), is_finite=True).run(
         threading.Event()
     )
     bound = compute_beta_binomial_upper(CALIBRATION, HELD_OUT, ALPHA, 0.99)

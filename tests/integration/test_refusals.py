@@ -110,6 +110,6 @@ def test_each_refused_event_becomes_a_dead_letter_and_the_stream_goes_on(
 
 
 def test_the_list_is_whole() -> None:
-    from deformer_stream.engine.events import Reason
+    from deformer_stream.engine.events import RejectionReason
 
-    assert {reason for reason, *_ in REFUSED.values()} == {str(reason) for reason in Reason}
+    assert {reason for reason, *_ in REFUSED.values()} == {str(reason) for reason in RejectionReason}

@@ -13,13 +13,13 @@ import torch
 from connectors.kafka import produce
 from deformer_stream import model_store
 from deformer_stream.model.schema import Feature, Schema
-from deformer_stream.model.time_slots import repeated
+from deformer_stream.model.time_slots import expand_time_slots
 from deformer_stream.model.windows import Window
-from tests.engine.worlds import model_of
+from tests.engine.random_models import make_model
 from tests.integration.programs import Cluster, Consume
 from tests.model.test_time_slots import CONFIG
-from tests.models import TRAINING, calibration_of
-from tests.series import series
+from tests.models import TRAINING_SUMMARY, make_calibration
+from tests.series import draw_event_series
 
 pytestmark = pytest.mark.kafka
 
@@ -28,16 +28,16 @@ SENSORS = (
     Feature("pressure", "continuous"),
     Feature("site", "discrete", labels=("a", "b")),
 )
-SERIES = repeated(Schema(SENSORS), Window(60_000_000, 6), ["site"])
+SERIES = expand_time_slots(Schema(SENSORS), Window(60_000_000, 6), ["site"])
 
 
 def test_series_of_devices(
     cluster: Cluster, topic: Callable[..., str], cli: Callable[..., SimpleNamespace], tmp_path: Path
 ) -> None:
-    model = model_of(SERIES, CONFIG, 5, torch.float32)
-    model_store.write(tmp_path / "model", model, calibration_of(model), TRAINING, "<p>")
+    model = make_model(SERIES, CONFIG, 5, torch.float32)
+    model_store.write(tmp_path / "model", model, make_calibration(model), TRAINING_SUMMARY, "<p>")
     name, alerts = topic(4), topic(1, "alerts")
-    events = series(100, seed=6)
+    events = draw_event_series(100, seed=6)
     sent = [(event["device"].encode(), json.dumps(event).encode(), None) for event in events]
     produce(cluster.bootstrap, name, sent, partitions=4)
     options = ("--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap, "--alerts-topic", alerts)

@@ -30,7 +30,7 @@ def test_waiting_readings_survive_a_restart_and_alert(
         consumer.wait_for(cluster.all_consumed(name, name), "the readings")
         assert consumer.stop()["alerts"] == 0
     with Consume(tmp_path / "second.log", *options, "200ms") as consumer:
-        consumer.wait_for(lambda: bool(consumer.events("alert")), "the clock")
+        consumer.wait_for(lambda: bool(consumer.events("alert_raised")), "the clock")
         assert consumer.stop()["alerts"] == 1
         assert consumer.events("ready")[0]["model"]
     (message,) = cluster.read(f"{name}-alerts")

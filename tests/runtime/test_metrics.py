@@ -17,11 +17,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from deformer_stream import model_store
 from deformer_stream.codec import Codec
 from deformer_stream.engine.engine import Engine
-from deformer_stream.engine.events import Alert, CloseReason, Effects, EventBatch, RejectionReason, Rejection, ScoredReadings
+from deformer_stream.engine.events import (
+    Alert,
+    CloseReason,
+    Effects,
+    EventBatch,
+    Rejection,
+    RejectionReason,
+    ScoredReadings,
+)
 from deformer_stream.engine.events import ClosedRecords as ClosedRecords
 from deformer_stream.errors import ConfigError
-from deformer_stream.runtime import metrics
-from deformer_stream.runtime.pipeline import Pipeline, WallClock
+from deformer_stream.runtime import http_server, metrics
+from deformer_stream.runtime.pipeline import Pipeline
+from deformer_stream.runtime.timing import WallClock
 from deformer_stream.testing import MemorySink, MemorySource
 from tests.conftest import free_port
 
@@ -73,7 +82,7 @@ def get(port: int, path: str) -> tuple[int, str]:
 
 @contextmanager
 def served(port: int, measures: metrics.Metrics) -> Iterator[None]:
-    stop = metrics.serve(f":{port}", measures)
+    stop = http_server.start_http_server(f":{port}", measures)
     try:
         yield
     finally:
@@ -91,16 +100,20 @@ def effects() -> Effects:
     batch = EventBatch(["r"], ints, one, np.zeros(1, np.int64), ints, ints)
     alert = Alert("id", "r", 1, 1, 6, 1_000_000, 0.001, 0.01, 9.0, -3.0, "m", 0, ())
     closed = ClosedRecords(["r"], [CloseReason.TIMEOUT], ints, ints, np.ones(1, bool), one, one, one, ints, one, one)
-    refused = [Rejection(0, RejectionReason.LATE, "late"), Rejection(0, RejectionReason.LATE, "late"), Rejection(0, RejectionReason.NOT_JSON, "no")]
+    refused = [
+        Rejection(0, RejectionReason.LATE, "late"),
+        Rejection(0, RejectionReason.LATE, "late"),
+        Rejection(0, RejectionReason.NOT_JSON, "no"),
+    ]
     return Effects(batch, scored, [alert], refused, closed)
 
 
 def test_names_are_those_of_the_contract(port: int) -> None:
     measures = metrics.Metrics()
-    measures.lags({("t", 0): 1})
-    measures.saved(0, 100)
+    measures.set_lag({("t", 0): 1})
+    measures.set_snapshot(0, 100)
     measures.model.labels("abc").set(1)
-    measures.drifting({0: -0.5})
+    measures.set_drift({0: -0.5})
     with served(port, measures):
         status, text = get(port, "/metrics")
     assert status == 200
@@ -117,9 +130,9 @@ def test_names_are_those_of_the_contract(port: int) -> None:
 
 def test_evidence_of_partitions_that_went_disappears() -> None:
     measures = metrics.Metrics()
-    measures.drifting({0: -0.5, 3: 4.25})
+    measures.set_drift({0: -0.5, 3: 4.25})
     assert value(measures, "drift_martingale", partition="3") == 4.25
-    measures.drifting({0: 1.0})
+    measures.set_drift({0: 1.0})
     assert value(measures, "drift_martingale", partition="0") == 1.0
     assert value(measures, "drift_martingale", partition="3") is None
 
@@ -128,8 +141,8 @@ def test_observations() -> None:
     measures = metrics.Metrics()
     assert {value(measures, "events_rejected_total", reason=r.value) for r in RejectionReason} == {0.0}
     assert {value(measures, "records_closed_total", reason=c.value) for c in CloseReason} == {0.0}
-    measures.observe(effects(), 0.25)
-    measures.written(effects())
+    measures.observe_batch(effects(), 0.25)
+    measures.observe_alert_delays(effects())
     assert value(measures, "events_total") == 1
     assert value(measures, "events_rejected_total", reason="late") == 2
     assert value(measures, "events_rejected_total", reason="not_json") == 1
@@ -143,19 +156,19 @@ def test_observations() -> None:
 def test_an_idle_turn_is_no_batch() -> None:
     measures = metrics.Metrics()
     nothing = Effects(EventBatch.empty(), ScoredReadings.empty(), [], [], ClosedRecords.concatenate([]))
-    measures.observe(nothing, 0.1)
+    measures.observe_batch(nothing, 0.1)
     assert value(measures, "batch_events_count") == value(measures, "scoring_seconds_count") == 0
 
 
 def test_lag_of_revoked_partitions_disappears() -> None:
     measures = metrics.Metrics()
-    measures.lags({("t", 0): 5, ("t", 1): 7})
+    measures.set_lag({("t", 0): 5, ("t", 1): 7})
     assert value(measures, "consumer_lag", topic="t", partition="1") == 7
-    measures.lags({("t", 0): 4, ("u", 1): 1})
+    measures.set_lag({("t", 0): 4, ("u", 1): 1})
     assert value(measures, "consumer_lag", topic="t", partition="0") == 4
     assert value(measures, "consumer_lag", topic="t", partition="1") is None
     assert value(measures, "consumer_lag", topic="u", partition="1") == 1
-    measures.lags({})
+    measures.set_lag({})
     assert value(measures, "consumer_lag", topic="t", partition="0") is None
 
 
@@ -186,7 +199,7 @@ def test_ready_after_the_first_turn_and_unhealthy_after_a_stall(model_dir: Path,
         clock[0] = metrics.STALL_SECONDS
         assert get(port, "/healthz") == (503, "not yet\n")
         assert get(port, "/readyz")[0] == 503
-        measures.observe(effects(), 0.0)
+        measures.observe_batch(effects(), 0.0)
         assert get(port, "/healthz")[0] == 200
         assert get(port, "/readyz")[0] == 200
 
@@ -194,15 +207,15 @@ def test_ready_after_the_first_turn_and_unhealthy_after_a_stall(model_dir: Path,
 class SharedSource(MemorySource):
     """Has these partitions from the beginning, and nothing is kept of them."""
 
-    collect_state, model = None, ""
+    collect_state, model_fingerprint = None, ""
 
     def __init__(self, assigned: frozenset[int]) -> None:
         super().__init__([b"{}"])
-        self.assigned = assigned
+        self.assigned_partitions = assigned
 
     def commit(self, saved: object = ()) -> None: ...
 
-    def lag(self) -> dict[tuple[str, int], int]:
+    def get_lag(self) -> dict[tuple[str, int], int]:
         return {}
 
 
@@ -213,7 +226,7 @@ def test_ready_means_that_partitions_are_assigned(model_dir: Path, assigned: fro
     measures = metrics.Metrics()
     road = Pipeline(SharedSource(assigned), Codec(loaded.schema), engine, [], WallClock(), measures, False)
     road.run(threading.Event())
-    assert measures.ready == bool(assigned)
+    assert measures.is_ready == bool(assigned)
 
 
 def test_other_paths(port: int) -> None:
@@ -242,7 +255,7 @@ def test_port_is_free_again(port: int) -> None:
 @pytest.mark.parametrize("address", ["", ":", "here", ":http", ":99999", ":-1", ":1.5", "9464x", ":٣"])
 def test_bad_addresses(address: str) -> None:
     with pytest.raises(ConfigError, match="--http"):
-        metrics.serve(address, metrics.Metrics())
+        http_server.start_http_server(address, metrics.Metrics())
 
 
 def test_taken_port(port: int) -> None:
@@ -250,9 +263,9 @@ def test_taken_port(port: int) -> None:
         served(port, metrics.Metrics()),
         pytest.raises(ConfigError, match="cannot listen"),
     ):
-        metrics.serve(f"127.0.0.1:{port}", metrics.Metrics())
+        http_server.start_http_server(f"127.0.0.1:{port}", metrics.Metrics())
 
 
 def test_unknown_host() -> None:
     with pytest.raises(ConfigError, match="cannot listen"):
-        metrics.serve("no.such.host.invalid:9464", metrics.Metrics())
+        http_server.start_http_server("no.such.host.invalid:9464", metrics.Metrics())

@@ -20,8 +20,9 @@ from deformer_stream.model.schema import Schema
 from deformer_stream.model.windows import Window
 from deformer_stream.model_store import Artifact
 from deformer_stream.runtime.metrics import Metrics
-from deformer_stream.runtime.pipeline import EventClock, CommitSchedule, Pipeline, WallClock
-from deformer_stream.runtime.ports import NO_STATE, CollectState, PollResult, PartitionState
+from deformer_stream.runtime.pipeline import Pipeline
+from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult
+from deformer_stream.runtime.timing import CommitSchedule, EventClock, WallClock
 from deformer_stream.testing import ManualClock, MemorySink, MemorySource
 from tests.models import TRAINING_SUMMARY, draw_rows
 
@@ -143,7 +144,7 @@ def test_refusals_are_in_the_order_of_the_messages(loaded: Artifact) -> None:
     )
     assert [r.message_index for r in sink.rejected] == [1, 2, 3]
     assert totals.rejected == {"not_json": 1, "duplicate": 1, "missing_field": 1}
-    assert totals.shown()["rejected"] == dict(totals.rejected)
+    assert totals.to_log_fields()["rejected"] == dict(totals.rejected)
 
 
 def test_progress_and_metrics(loaded: Artifact) -> None:
@@ -158,7 +159,7 @@ def test_progress_and_metrics(loaded: Artifact) -> None:
         WallClock(),
         metrics,
         True,
-        progress=seen.append,
+        report_progress=seen.append,
     ).run(threading.Event())
     assert sum(seen) == len(whole_records(loaded))
     count = metrics.registry.get_sample_value
@@ -189,8 +190,8 @@ def test_a_model_whose_windows_are_others_is_not_taken(loaded: Artifact, tmp_pat
         WallClock(),
         Metrics(),
         True,
-        models=lambda: found.pop() if found else None,
-        codec_of=codec_of,
+        take_new_model=lambda: found.pop() if found else None,
+        make_codec=codec_of,
     ).run(threading.Event())
     assert not found
     assert engine.fingerprint == loaded.fingerprint
@@ -199,7 +200,7 @@ def test_a_model_whose_windows_are_others_is_not_taken(loaded: Artifact, tmp_pat
 
 def test_wall_clock_never_runs_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([5_000, 9_000, 2_000, 10_000])
-    monkeypatch.setattr("deformer_stream.runtime.pipeline.time.time_ns", lambda: next(times))
+    monkeypatch.setattr("deformer_stream.runtime.timing.time.time_ns", lambda: next(times))
     clock = WallClock()
     assert [clock.at(np.empty(0, np.int64)) for _ in range(4)] == [5, 9, 9, 10]
 
@@ -213,25 +214,25 @@ def test_event_clock_follows_the_latest_event() -> None:
 def test_an_alert_is_committed_at_once_unless_the_stream_lags() -> None:
     now = [0.0]
     pace = CommitSchedule(1.0, lambda: now[0])
-    with pace.timed():
+    with pace.time_commit():
         now[0] += 0.02
-    assert not pace.due(False, lambda: False)
-    assert pace.due(True, lambda: False)
-    assert not pace.due(True, lambda: True)
+    assert not pace.is_due(False, lambda: False)
+    assert pace.is_due(True, lambda: False)
+    assert not pace.is_due(True, lambda: True)
     now[0] += 0.09
-    assert pace.due(False, lambda: True), "the alert still waits, and committing would take less than a fifth"
-    with pace.timed():
+    assert pace.is_due(False, lambda: True), "the alert still waits, and committing would take less than a fifth"
+    with pace.time_commit():
         pass
-    assert not pace.due(False, lambda: False)
+    assert not pace.is_due(False, lambda: False)
     now[0] += 1.0
-    assert pace.due(False, lambda: True)
+    assert pace.is_due(False, lambda: True)
 
 
 class Unhurried(MemorySource):
     """Of its commits it says which were waited for. unread: messages that it has not brought yet."""
 
-    model = ""
-    assigned = frozenset({0})
+    model_fingerprint = ""
+    assigned_partitions = frozenset({0})
     unread = 0
 
     def __init__(self, messages: list[bytes]) -> None:
@@ -239,7 +240,7 @@ class Unhurried(MemorySource):
         self.collect_state: CollectState = lambda partitions: {}
         self.waited: list[bool] = []
 
-    def lag(self) -> dict[tuple[str, int], int]:
+    def get_lag(self) -> dict[tuple[str, int], int]:
         return {("memory", 0): self.unread}
 
     def prefetch(self) -> None: ...

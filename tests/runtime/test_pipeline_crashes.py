@@ -60,7 +60,7 @@ class BrokerSource:
         self.next = broker.committed
 
     @property
-    def exhausted(self) -> bool:
+    def is_exhausted(self) -> bool:
         return self.next >= len(self.broker.messages)
 
     def poll(self, timeout: float) -> PollResult:

@@ -24,7 +24,7 @@ from deformer_stream.model_store import Artifact
 from deformer_stream.runtime import process
 from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
-from deformer_stream.runtime.ports import NO_STATE, CollectState, PollResult, RestoredPartition, PartitionState
+from deformer_stream.runtime.ports import NO_STATE, CollectState, PartitionState, PollResult, RestoredPartition
 from deformer_stream.runtime.recovery import Recovery
 from deformer_stream.testing import ManualClock
 from tests.models import draw_rows
@@ -74,7 +74,7 @@ class Member:
     def __init__(self, world: World, assigned: set[int], seed: int, crash: float, move: float) -> None:
         self.world, self.rng, self.crash, self.move = world, np.random.default_rng(seed), crash, move
         self.collect_state: CollectState = lambda partitions: NO_STATE
-        self.model = ""
+        self.model_fingerprint = ""
         self._new = sorted(assigned)
         self._assigned = set(assigned)
         self._recovering: dict[int, int] = {}
@@ -86,14 +86,14 @@ class Member:
         return bool(self.rng.random() < (share / 10 if self._recovering else share))
 
     @property
-    def exhausted(self) -> bool:
+    def is_exhausted(self) -> bool:
         return not self._new and all(self._next[p] == len(self.world.events[p]) for p in self._assigned)
 
     @property
-    def assigned(self) -> frozenset[int]:
+    def assigned_partitions(self) -> frozenset[int]:
         return frozenset(self._assigned)
 
-    def lag(self) -> dict[tuple[str, int], int]:
+    def get_lag(self) -> dict[tuple[str, int], int]:
         return {}
 
     def poll(self, timeout: float) -> PollResult:
@@ -245,7 +245,7 @@ def live(
         [member],
         ManualClock(),
         Metrics(),
-        finite=False,
+        is_finite=False,
         commit_interval=float(np.random.default_rng(seed).choice([0.0, 0.02])),
         snapshot_interval=every,
     )
@@ -300,12 +300,12 @@ def test_metrics_of_snapshots_come_and_go_with_their_partition(loaded: Artifact)
     metrics = Metrics()
     member = Member(world, {0, 1}, 0, 0.0, 0.0)
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
-    road = Pipeline(member, Codec(loaded.schema), engine, [member], ManualClock(), metrics, finite=False)
+    road = Pipeline(member, Codec(loaded.schema), engine, [member], ManualClock(), metrics, is_finite=False)
     road.run(threading.Event())
     size: Any = metrics.registry.get_sample_value
     assert size("deformer_snapshot_bytes", {"partition": "0"}) > 100
     assert 0 <= size("deformer_snapshot_age_seconds", {"partition": "1"}) < 60
-    road.recovery.forget([0])
+    road.recovery.drop_partitions([0])
     assert size("deformer_snapshot_bytes", {"partition": "0"}) is None
     assert size("deformer_snapshot_bytes", {"partition": "1"}) > 100
 
@@ -315,7 +315,7 @@ def test_wrongly_keyed_input_is_reported_once(loaded: Artifact, capsys: pytest.C
     metrics = Metrics()
     member = Member(world_of(loaded, 1), {0, 1, 2}, 0, 0.0, 0.0)
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
-    Pipeline(member, Codec(loaded.schema), engine, [member], ManualClock(), metrics, finite=False).run(
+    Pipeline(member, Codec(loaded.schema), engine, [member], ManualClock(), metrics, is_finite=False).run(
         threading.Event()
     )
     assert metrics.registry.get_sample_value("deformer_records_misrouted_total") == engine.records.num_misrouted > 1
@@ -329,19 +329,19 @@ def test_decisions_follow_a_snapshot_that_was_committed(loaded: Artifact, monkey
     lines = world_of(loaded, 1).events[0]
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
     recovery = Recovery(engine, Metrics(), interval=100.0)
-    recovery.restore(RestoredPartition(0, 0), 0)
-    recovery.go_live(0)
+    recovery.start_restore(RestoredPartition(0, 0), 0)
+    recovery.finish_restore(0)
 
     def handle(some: list[bytes]) -> None:
         n = len(some)
         data = Messages("t", [None] * n, list(some), np.full(n, NO_TIME), np.zeros(n, np.int32), np.arange(n))
-        recovery.note(engine.handle(Codec(loaded.schema).decode(data)[0], 0))
+        recovery.record_effects(engine.handle(Codec(loaded.schema).decode(data)[0], 0))
 
     handle(lines[: len(lines) // 2])
-    assert recovery.saved(0)[0].snapshot is not None
-    saved = recovery.saved(0)
+    assert recovery.collect_state(0)[0].snapshot is not None
+    saved = recovery.collect_state(0)
     assert saved[0].snapshot is not None, "decisions would follow nothing"
-    recovery.keep(saved)
+    recovery.mark_committed(saved)
     handle(lines[len(lines) // 2 :])
-    assert recovery.saved(0)[0].decisions is not None
+    assert recovery.collect_state(0)[0].decisions is not None
     assert len(given_back) == 2

@@ -1,0 +1,106 @@
+"""The HTTP server of `consume --http`, with the paths `/metrics`, `/healthz` and `/readyz`.
+
+`prometheus_client` can start a server by itself, but it serves the metrics only. This server adds the two health checks
+to its WSGI application.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import make_wsgi_app
+
+from deformer_stream.errors import ConfigError
+from deformer_stream.runtime.metrics import Metrics
+
+CLIENT_TIMEOUT_SECONDS = 10.0
+
+
+class _ThreadingServer(ThreadingMixIn, WSGIServer):
+    """A server with one thread per request, so that a client that sends nothing cannot delay a health check."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Ignore errors of a connection, which are clients that disconnect or time out."""
+
+
+class _IPv6Server(_ThreadingServer):
+    """A `_ThreadingServer` that listens on an IPv6 address."""
+
+    address_family = socket.AF_INET6
+
+
+class _RequestHandler(WSGIRequestHandler):
+    """A request handler with a time-out and without access logs."""
+
+    timeout = CLIENT_TIMEOUT_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Suppress the access log, which would get a line for every scrape."""
+
+
+def start_http_server(address: str, metrics: Metrics) -> Callable[[], None]:
+    """Start to serve HTTP in a background thread.
+
+    Args:
+        address: `[HOST]:PORT`; without a host the server listens on the loopback interface only.
+        metrics: The metrics for `/metrics`, and the health and readiness for `/healthz` and `/readyz`.
+
+    Returns:
+        A function that stops the server and waits for its thread.
+
+    Raises:
+        ConfigError: If the address is malformed, or if the server cannot listen on it.
+    """
+    host, _, port = address.rpartition(":")
+    if not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise ConfigError(f"--http {address!r} is not an address: use [HOST]:PORT, for example :9464")
+    host = host.strip("[]") or "127.0.0.1"
+    server_class = _IPv6Server if ":" in host else _ThreadingServer
+    try:
+        server = make_server(host, int(port), _make_app(metrics), server_class, _RequestHandler)
+    except OSError as error:
+        raise ConfigError(
+            f"--http {address}: cannot listen on this address ({error.strerror}): choose another address"
+        ) from None
+    thread = threading.Thread(target=server.serve_forever, name="http", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return stop
+
+
+def _make_app(metrics: Metrics) -> Callable[..., Iterable[bytes]]:
+    """Return the WSGI application that serves the metrics and the health checks."""
+    metrics_app = make_wsgi_app(metrics.registry)
+    check_by_path: dict[str, Callable[[], bool]] = {
+        "/healthz": metrics.is_healthy,
+        "/readyz": lambda: metrics.is_ready and metrics.is_healthy(),
+    }
+
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO", "")
+        if path == "/metrics":
+            page: Iterable[bytes] = metrics_app(environ, start_response)
+            return page
+        check = check_by_path.get(path)
+        if check is None:
+            status, text = "404 Not Found", b"not found\n"
+        elif check():
+            status, text = "200 OK", b"ok\n"
+        else:
+            status, text = "503 Service Unavailable", b"not yet\n"
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))])
+        return [text]
+
+    return app
