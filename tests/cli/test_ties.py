@@ -40,35 +40,37 @@ from trainer.sampling import Noise, create_generator, draw_samples, order_readin
 Run = Callable[..., SimpleNamespace]
 
 
-def events_of(count: int, seed: int, instants: int = 3) -> list[dict[str, Any]]:
+def generate_events(num_records: int, seed: int, num_times: int = 3) -> list[dict[str, Any]]:
     """Return the readings of records in order of time; each has one of a few event times."""
     rng = np.random.default_rng(seed)
     return sorted(
         (
-            {"record": f"r{i}", "feature": name, "value": value, "time": float(rng.integers(0, instants))}
-            for i, row in enumerate(draw_rows(SCHEMA, count, seed))
+            {"record": f"r{i}", "feature": name, "value": value, "time": float(rng.integers(0, num_times))}
+            for i, row in enumerate(draw_rows(SCHEMA, num_records, seed))
             for name, value in row.items()
         ),
         key=lambda event: event["time"],
     )
 
 
-def written(path: Path, events: list[dict[str, Any]]) -> Path:
+def write_json_lines(path: Path, events: list[dict[str, Any]]) -> Path:
+    """Write events to a file, one per line, and return its path."""
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     return path
 
 
-def shuffled(events: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
+def shuffle_within_times(events: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
     """Return events in another order, in which readings of the same time are permuted, as brokers may deliver them."""
     rng = np.random.default_rng(seed)
     return sorted(rng.permutation(np.array(events)).tolist(), key=lambda event: event["time"])
 
 
-def judged(path: Path) -> dict[str, list[tuple[Any, ...]]]:
-    found: dict[str, list[tuple[Any, ...]]] = {}
+def read_scores(path: Path) -> dict[str, list[tuple[Any, ...]]]:
+    """Return the rows of a scores file by record, in order."""
+    rows_by_record: dict[str, list[tuple[Any, ...]]] = {}
     for row in pq.read_table(path).to_pylist():
-        found.setdefault(row.pop("record"), []).append(tuple(row.values()))
-    return found
+        rows_by_record.setdefault(row.pop("record"), []).append(tuple(row.values()))
+    return rows_by_record
 
 
 def test_commands_use_the_tie_policy_of_the_calibration(cli: Run, model_dir: Path, tmp_path: Path) -> None:
@@ -76,35 +78,36 @@ def test_commands_use_the_tie_policy_of_the_calibration(cli: Run, model_dir: Pat
 
     A tie policy that differs from the calibration causes a warning.
     """
-    held = tmp_path / "held"
-    ended = cli(
+    model_with_ties = tmp_path / "held"
+    result = cli(
         "calibrate",
-        written(tmp_path / "new.jsonl", events_of(120, 1)),
+        write_json_lines(tmp_path / "new.jsonl", generate_events(120, 1)),
         "--model",
         model_dir,
         "--out",
-        held,
+        model_with_ties,
         "--ties",
         "hold",
     )
-    assert (ended.code, "ties held" in ended.err) == (0, True), ended.err
-    assert model_store.read(held).calibration.tie_policy == "hold"
-    assert model_store.read(held).manifest["format_version"] == 3
-    assert "Ties are held" in cli("inspect", held).out
+    assert (result.code, "ties held" in result.err) == (0, True), result.err
+    assert model_store.read(model_with_ties).calibration.tie_policy == "hold"
+    assert model_store.read(model_with_ties).manifest["format_version"] == 3
+    assert "Ties are held" in cli("inspect", model_with_ties).out
     scores = []
     for seed in (1, 2):
-        log, out = written(tmp_path / "log.jsonl", shuffled(events_of(40, 2), seed)), tmp_path / f"{seed}.parquet"
-        ended = cli("replay", log, "--model", held, "--output", out, "--alpha", "0.1")
-        assert (ended.code, "calibrated with" in ended.err) == (0, False), ended.err
-        scores.append(judged(out))
+        events = shuffle_within_times(generate_events(40, 2), seed)
+        log, out = write_json_lines(tmp_path / "log.jsonl", events), tmp_path / f"{seed}.parquet"
+        result = cli("replay", log, "--model", model_with_ties, "--output", out, "--alpha", "0.1")
+        assert (result.code, "calibrated with" in result.err) == (0, False), result.err
+        scores.append(read_scores(out))
     assert scores[0].keys() == scores[1].keys()
     for record, rows in scores[0].items():
         for left, right in zip(rows, scores[1][record], strict=True):
             assert left[:5] == right[:5]
-            numbers = (np.array(row[5:], float) for row in (left, right))  # no ln p of context
+            numbers = (np.array(row[5:], float) for row in (left, right))  # None becomes NaN
             np.testing.assert_allclose(*numbers, rtol=1e-4, atol=1e-5)
-    told = cli("replay", tmp_path / "log.jsonl", "--model", held, "--ties", "arrival")
-    assert (told.code, "calibrated with hold" in told.out + told.err) == (0, True)
+    result = cli("replay", tmp_path / "log.jsonl", "--model", model_with_ties, "--ties", "arrival")
+    assert (result.code, "calibrated with hold" in result.out + result.err) == (0, True)
 
 
 def test_training_calibrates_with_the_statistics_of_a_stream(cli: Run, tmp_path: Path) -> None:
@@ -112,7 +115,7 @@ def test_training_calibrates_with_the_statistics_of_a_stream(cli: Run, tmp_path:
 
     Record ids are row numbers, because the order inside large tie groups is drawn from the id.
     """
-    events, rows = events_of(60, 3), dict[str, int]()
+    events, rows = generate_events(60, 3), dict[str, int]()
     columns: dict[str, Any] = {name: [event[name] for event in events] for name in ("feature", "time")}
     columns["record"] = [str(rows.setdefault(event["record"], len(rows))) for event in events]
     columns["value"] = [str(event["value"]) for event in events]
@@ -121,7 +124,7 @@ def test_training_calibrates_with_the_statistics_of_a_stream(cli: Run, tmp_path:
     (tmp_path / "work").mkdir()
     data = prepare_table([log], DataOptions(ties="hold", context=("load",)), tmp_path / "work")
     assert data.arrival_ranks is not None
-    assert int(data.arrival_ranks.max()) == 2, "a place for each time"
+    assert int(data.arrival_ranks.max()) == 2, "there is one rank per event time"
     with pytest.raises(ConfigError, match="--order random"):
         choose_order("random", data)
     model = make_model(data.schema, CONFIG, 0, torch.float32)
@@ -129,14 +132,14 @@ def test_training_calibrates_with_the_statistics_of_a_stream(cli: Run, tmp_path:
     assert calibration.tie_policy == "hold"
     model_store.write(model_dir, model, calibration, {}, "")
     assert cli("replay", log, "--model", model_dir, "--output", scores).code == 0
-    largest = [max(row[-3] for row in rows) for rows in judged(scores).values()]
+    largest = [max(row[-3] for row in rows) for rows in read_scores(scores).values()]
     np.testing.assert_allclose(np.sort(largest), calibration.scores, rtol=1e-3)
     samples = [
         draw_samples(data, np.arange(60), Noise.from_schema(data.schema), 1.0, create_generator(seed))
         for seed in (0, 1)
     ]
     first, second = (order_readings(sample.values, sample.keys)[0] for sample in samples)
-    assert not torch.equal(first, second), "trained on any order of a block"
+    assert not torch.equal(first, second), "training draws the order within a tie group"
     for keys in (samples[0].keys, samples[1].keys):
         assert np.array_equal(
             np.floor(keys.numpy())[data.arrival_ranks >= 0], data.arrival_ranks[data.arrival_ranks >= 0]
@@ -154,10 +157,10 @@ def test_wide_row_with_a_time_is_one_tie_group(cli: Run, model_dir: Path, tmp_pa
     for names in (table.column_names, table.column_names[::-1]):
         pq.write_table(table.select(names), tmp_path / "wide.parquet")
         outputs = ("--records", tmp_path / "r.parquet", "--alerts", tmp_path / "a.jsonl")
-        ended = cli(
+        result = cli(
             "replay", tmp_path / "wide.parquet", "--model", model_dir, "--ties", "hold", "--alpha", "0.5", *outputs
         )
-        assert ended.code == 0, ended.err
+        assert result.code == 0, result.err
         records = {row["record"]: row for row in pq.read_table(tmp_path / "r.parquet").to_pylist()}
         likelihood.append([records[r]["log_likelihood"] for r in sorted(records)])
         alerts = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
@@ -184,7 +187,7 @@ def test_library_returns_waiting_readings(model_dir: Path) -> None:
     later = scorer.update("r", "pressure", 1.0, time=2.0)
     assert (later.waits, later.alert is not None and later.alert.raised_at) == (True, 2)
     single = scorer.update("s", "pressure", 1.0)
-    assert (single.waits, np.isnan(single.p_value)) == (False, False), "without a time nothing is tied"
+    assert (single.waits, np.isnan(single.p_value)) == (False, False), "a reading without event time does not wait"
     assert not scorer.update("s", "unheard of", 1.0).is_waiting
     assert scorer.update("t", "temperature", 900.0, time=1.0).is_waiting
     assert [alert.record for alert in scorer.finish()] == ["t"]
@@ -198,16 +201,16 @@ def test_interrupted_runs_commit_the_effects_of_one_run(model_dir: Path) -> None
     loaded = replace(
         loaded, calibration=Calibration.from_statistics(loaded.calibration.scores, "arrival", tie_policy="hold")
     )
-    lines = [[json.dumps(event).encode() for event in events_of(30, p)] for p in range(PARTITIONS)]
+    lines = [[json.dumps(event).encode() for event in generate_events(30, p)] for p in range(PARTITIONS)]
     whole, cut = (World(lines, {p: Kept() for p in range(PARTITIONS)}) for _ in range(2))
     live(whole, loaded, set(range(PARTITIONS)), 0, 0.0, 0.0, 100.0)
-    lives = 0
+    num_runs = 0
     while not cut.done:
         rest = {p for p, kept in cut.kept.items() if kept.position < len(lines[p])}
-        live(cut, loaded, rest, lives, 0.04, 0.03, 0.03)
-        lives += 1
-        assert lives < 500
-    assert lives > 3
+        live(cut, loaded, rest, num_runs, 0.04, 0.03, 0.03)
+        num_runs += 1
+        assert num_runs < 500
+    assert num_runs > 3
     assert len(whole.alerts) > 5
     assert Counter(cut.alerts) == Counter(whole.alerts)
 
@@ -222,55 +225,57 @@ def test_timeouts_of_ties_are_restored_before_the_history(model_dir: Path) -> No
     )
     codec = Codec(loaded.schema)
 
-    def life() -> tuple[Engine, Recovery]:
+    def start_run() -> tuple[Engine, Recovery]:
         engine = Engine(loaded.model, loaded.calibration, "m", 0.1, Limits(tie_wait=10), ties="hold")
         return engine, Recovery(engine, Metrics(), interval=100.0)
 
-    first, kept = life()
-    kept.start_restore(RestoredPartition(0, 0), 0)
-    kept.finish_restore(0)
-    begun = kept.collect_state(0)
-    kept.mark_committed(begun)
-    for at, rows in ((1, [0, 1]), (11, []), (12, [2, 3])):
-        kept.record_effects(first.handle(codec.decode(data.take(np.array(rows, np.int64)))[0], at))
-    decided = kept.collect_state(12)[0].decisions
-    assert decided is not None
-    second, again = life()
-    again.start_restore(RestoredPartition(0, 4, begun[0].snapshot, (decided,)), 12)
-    assert again.replay_history(data, codec, 12) is None
-    again.finish_restore(0)
-    assert_same_snapshot(second.snapshot(0, 12), first.snapshot(0, 12), 1e-4)
-    ties = first.snapshot(0, 12).ties
+    first_engine, first_recovery = start_run()
+    first_recovery.start_restore(RestoredPartition(0, 0), 0)
+    first_recovery.finish_restore(0)
+    initial_state = first_recovery.collect_state(0)
+    first_recovery.mark_committed(initial_state)
+    for now, rows in ((1, [0, 1]), (11, []), (12, [2, 3])):
+        batch = codec.decode(data.take(np.array(rows, np.int64)))[0]
+        first_recovery.record_effects(first_engine.handle(batch, now))
+    decisions = first_recovery.collect_state(12)[0].decisions
+    assert decisions is not None
+    second_engine, second_recovery = start_run()
+    second_recovery.start_restore(RestoredPartition(0, 4, initial_state[0].snapshot, (decisions,)), 12)
+    assert second_recovery.replay_history(data, codec, 12) is None
+    second_recovery.finish_restore(0)
+    assert_same_snapshot(second_engine.snapshot(0, 12), first_engine.snapshot(0, 12), 1e-4)
+    ties = first_engine.snapshot(0, 12).ties
     assert ties is not None
     assert ties.is_tied.tolist() == [False, True, False, False]
 
 
 def test_false_alarm_rate_stays_within_alpha(tmp_path: Path) -> None:
     """The guarantee holds with ties held, even for an untrained model."""
-    model, calibrated, others, alpha = make_small_model(), 1_000, 1_500, 0.05
+    model, num_calibration, num_records, alpha = make_small_model(), 1_000, 1_500, 0.05
     readings = [
         (str(i), SCHEMA.code_by_name[name], value, int(time))
-        for i, row in enumerate(draw_rows(SCHEMA, calibrated + others, 4))
+        for i, row in enumerate(draw_rows(SCHEMA, num_calibration + num_records, 4))
         for (name, value), time in zip(row.items(), np.random.default_rng(i).integers(0, 3, len(row)), strict=True)
     ]
     rng = np.random.default_rng(5)
     order = np.lexsort((rng.random(len(readings)), [time for *_, time in readings]))
     labels = SCHEMA.code_by_label
 
-    def run(engine: Engine, mine: Callable[[int], bool]) -> Any:
-        some = [readings[i] for i in order if mine(int(readings[i][0]))]
-        values = [labels[f].get(v, len(labels[f])) if isinstance(v, str) else v for _, f, v, _ in some]
-        codes, none = np.array([f for _, f, _, _ in some], np.int32), np.zeros(len(some), np.int32)
-        times = np.array([time for *_, time in some])
-        first = engine.handle(EventBatch([r for r, *_ in some], codes, np.array(values, float), times, none, none), 0)
-        return first, engine.finish()
+    def run(engine: Engine, is_selected: Callable[[int], bool]) -> Any:
+        """Return the effects of handling all readings of the selected records in one batch, and of the end."""
+        selected = [readings[i] for i in order if is_selected(int(readings[i][0]))]
+        values = [labels[f].get(v, len(labels[f])) if isinstance(v, str) else v for _, f, v, _ in selected]
+        codes, zeros = np.array([f for _, f, _, _ in selected], np.int32), np.zeros(len(selected), np.int32)
+        times = np.array([time for *_, time in selected])
+        batch = EventBatch([r for r, *_ in selected], codes, np.array(values, float), times, zeros, zeros)
+        return engine.handle(batch, 0), engine.finish()
 
-    nothing = Calibration.from_statistics(np.empty(0), "arrival", tie_policy="hold")
-    found = run(Engine(model, nothing, "m", (), effort="off"), lambda i: i < calibrated)
-    scores = np.concatenate([effects.closed.score for effects in found])
-    assert len(scores) == calibrated
+    no_calibration = Calibration.from_statistics(np.empty(0), "arrival", tie_policy="hold")
+    calibration_effects = run(Engine(model, no_calibration, "m", (), effort="off"), lambda i: i < num_calibration)
+    scores = np.concatenate([effects.closed.score for effects in calibration_effects])
+    assert len(scores) == num_calibration
     engine = Engine(
         model, Calibration.from_statistics(scores, "arrival", tie_policy="hold"), "m", alpha, Limits(), effort="off"
     )
-    alerts = sum(len(effects.alerts) for effects in run(engine, lambda i: i >= calibrated))
-    assert 0 < alerts <= compute_beta_binomial_upper(calibrated, others, alpha, 0.999)
+    num_alerts = sum(len(effects.alerts) for effects in run(engine, lambda i: i >= num_calibration))
+    assert 0 < num_alerts <= compute_beta_binomial_upper(num_calibration, num_records, alpha, 0.999)

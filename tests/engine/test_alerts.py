@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from deformer_stream.engine.engine import Engine
 from deformer_stream.engine.events import Alert, Contribution
-from tests.engine.lives import ALPHA, SCHEMA, Event, batch_of, judge
+from tests.engine.restarts import ALPHA, SCHEMA, Event, make_batch, make_calibrated_model
 
 Level = tuple[str, float]
 """Record id and alpha, of which there is at most one alert."""
@@ -30,11 +30,11 @@ def collect_alerts(
     effort: Literal["full", "fast"],
 ) -> dict[Level, Alert]:
     """Return the alerts of a stream that is handled in batches of the given sizes, and then finished."""
-    engine = Engine(*judge(), "model-0", ALPHA, effort=effort, ties=ties)
+    engine = Engine(*make_calibrated_model(), "model-0", ALPHA, effort=effort, ties=ties)
     alerts: list[Alert] = []
     start = 0
     for size in batch_sizes:
-        alerts += engine.handle(batch_of(events[start : start + size]), 0).alerts
+        alerts += engine.handle(make_batch(events[start : start + size]), 0).alerts
         start += size
     alerts += engine.finish().alerts
     return {(alert.record, alert.alpha): alert for alert in alerts}
@@ -132,7 +132,7 @@ def test_alerts_of_random_streams_do_not_depend_on_batch_boundaries(
 ) -> None:
     """Duplicates are among the events, so that some batches are entered event by event."""
     times = np.sort(np.random.default_rng(len(events)).integers(0, 4, len(events))).tolist()
-    timed = [reading(e.owner, e.feature, e.value, time) for e, time in zip(events, times, strict=True)]  # type: ignore[arg-type]
+    timed = [reading(e.name, e.feature, e.value, time) for e, time in zip(events, times, strict=True)]  # type: ignore[arg-type]
     whole = collect_alerts(timed, [len(timed)], ties, effort)
     is_boundary = data.draw(st.lists(st.booleans(), min_size=len(timed) - 1, max_size=len(timed) - 1))
     boundaries = [0, *(i + 1 for i, cut in enumerate(is_boundary) if cut), len(timed)]

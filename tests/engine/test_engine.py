@@ -22,7 +22,7 @@ from deformer_stream.engine.events import NO_TIME, Alert, CloseReason, Decisions
 from deformer_stream.errors import InvariantViolated
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Feature, Schema
-from tests.engine.worlds import model_of, normalised, records_of
+from tests.engine.random_models import draw_records, make_model, normalise_values
 
 SCHEMA = Schema(
     (
@@ -39,10 +39,10 @@ CONFIG = ModelConfig(d_model=32, layers=2, heads=4, feedforward=48, mixtures=3, 
 
 def build_model(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float64) -> tuple[DEformer, Calibration]:
     """Return a model with random weights and its calibration on random records."""
-    model = model_of(SCHEMA, config, dtype=dtype)
-    codes, raw = records_of(SCHEMA, 200, seed=99)
+    model = make_model(SCHEMA, config, dtype=dtype)
+    codes, raw = draw_records(SCHEMA, 200, seed=99)
     return model, Calibration.from_statistics(
-        compute_max_statistics(model, codes, normalised(SCHEMA, codes, raw)), "random"
+        compute_max_statistics(model, codes, normalise_values(SCHEMA, codes, raw)), "random"
     )
 
 
@@ -138,9 +138,9 @@ def run_stream(
 def test_stream_scores_equal_log_prob(change: dict[str, Any], cache_bytes: int, max_batch: int) -> None:
     """Scores are those of `DEformer.log_prob`, however the events interleave and whatever the cache evicts."""
     model, calibration = build_model(replace(CONFIG, **change))
-    codes, raw = records_of(SCHEMA, NUM_RECORDS, seed=1, missing=0.2)
+    codes, raw = draw_records(SCHEMA, NUM_RECORDS, seed=1, missing_share=0.2)
     raw[::6] = np.where(SCHEMA.is_discrete[codes[::6]], raw[::6], 30 * raw[::6])
-    values = normalised(SCHEMA, codes, raw)
+    values = normalise_values(SCHEMA, codes, raw)
     expected = model.log_prob(torch.from_numpy(codes), torch.from_numpy(values)).detach().numpy()
     max_statistics = compute_max_statistics(model, codes, values)
     with torch.no_grad():
@@ -179,7 +179,7 @@ def test_stream_scores_equal_log_prob(change: dict[str, Any], cache_bytes: int, 
 def test_scores_do_not_depend_on_other_records_in_a_batch() -> None:
     """A record has the same scores alone and among others."""
     model, calibration = build_model()
-    codes, raw = records_of(SCHEMA, NUM_RECORDS, seed=3)
+    codes, raw = draw_records(SCHEMA, NUM_RECORDS, seed=3)
     among_others = run_stream(codes, raw, Engine(model, calibration, "fp", 0.05), 1, 500)
     alone = run_stream(codes, raw, Engine(model, calibration, "fp", 0.05), 2, 3, only={7})
     np.testing.assert_allclose(among_others.readings["7"], alone.readings["7"], atol=1e-9, equal_nan=True)
@@ -289,7 +289,7 @@ def test_alert_holds_readings_and_expected_ranges() -> None:
 def test_several_alphas_alert_like_separate_engines(max_batch: int) -> None:
     """Only the severity differs, which is counted from the largest alpha."""
     model, calibration = build_model()
-    codes, raw = records_of(SCHEMA, NUM_RECORDS, seed=1, missing=0.2)
+    codes, raw = draw_records(SCHEMA, NUM_RECORDS, seed=1, missing_share=0.2)
     raw[::6] = np.where(SCHEMA.is_discrete[codes[::6]], raw[::6], 3 * raw[::6])
     alphas = (0.01, 0.2, 0.05)
     together = run_stream(codes, raw, Engine(model, calibration, "fp", alphas), seed=2, max_batch=max_batch)

@@ -23,8 +23,19 @@ from deformer_stream.engine.events import Alert, CloseReason, Effects, EventBatc
 from deformer_stream.model.deformer import DEformer
 from deformer_stream.model.schema import Feature, Schema
 from tests.beta_binomial import compute_beta_binomial_upper
-from tests.engine.lives import ALPHA, CONFIG, SCHEMA, Event, Step, batch_of, engine_of, judge, same_snapshot, streams
-from tests.engine.worlds import model_of, normalised, records_of
+from tests.engine.random_models import draw_records, make_model, normalise_values
+from tests.engine.restarts import (
+    ALPHA,
+    CONFIG,
+    SCHEMA,
+    Event,
+    Poll,
+    assert_same_snapshot,
+    make_batch,
+    make_calibrated_model,
+    make_engine,
+    streams,
+)
 
 RecordKey = tuple[int, str]
 """Partition and record id."""
@@ -82,7 +93,7 @@ def score_whole_records(
         np.arange(n, dtype=np.int32),
         np.array([partition for (partition, _), _, _ in rows], np.int32),
     )
-    history = RunHistory(engine_of(seed=seed))
+    history = RunHistory(make_engine(seed=seed))
     history.add(history.engine.handle(batch, 0))
     history.add(history.engine.finish())
     return history.closed, {key: alert.raised_at - 1 for key, alert in history.alerts.items()}
@@ -96,18 +107,18 @@ def score_whole_records(
     is_cache_small=st.booleans(),
 )
 def test_each_record_is_scored_by_one_model(
-    steps: list[Step], change_step: int, policy: OpenRecordPolicy, is_cache_small: bool
+    steps: list[Poll], change_step: int, policy: OpenRecordPolicy, is_cache_small: bool
 ) -> None:
     """Its scores and alerts are those of a run with this model alone, except that no alert is raised twice."""
     change_step %= len(steps)
-    history = RunHistory(engine_of(Limits(cache_bytes=0 if is_cache_small else 2**20)))
+    history = RunHistory(make_engine(Limits(cache_bytes=0 if is_cache_small else 2**20)))
     engine = history.engine
     for step in steps[:change_step]:
         history.add(engine.handle(step.batch(), step.now))
     open_at_change = history.open_records()
     num_readings_at_change = {key: len(log) for key, log in history.readings.items()}
     alerts_before, closed_before = dict(history.alerts), set(history.closed)
-    assert engine.change_model(*judge(1), "model-1", policy) == policy
+    assert engine.change_model(*make_calibrated_model(1), "model-1", policy) == policy
     assert engine.fingerprint == "model-1"
     for step in steps[change_step:]:
         history.add(engine.handle(step.batch(), step.now))
@@ -138,24 +149,24 @@ def reading(record: str, feature: int, value: float = 1.0, partition: int = 0) -
 
 
 def test_readings_of_one_batch_are_scored_by_two_models() -> None:
-    engine = engine_of()
-    engine.handle(batch_of([reading("old", 3)]), 0)
-    engine.change_model(*judge(1), "model-1", "finish")
+    engine = make_engine()
+    engine.handle(make_batch([reading("old", 3)]), 0)
+    engine.change_model(*make_calibrated_model(1), "model-1", "finish")
     outliers = [reading(name, f, 1e9) for f in (0, 2) for name in ("new", "old")]
-    alerts = engine.handle(batch_of(outliers), 1).alerts
+    alerts = engine.handle(make_batch(outliers), 1).alerts
     assert {alert.record: alert.model for alert in alerts} == {"old": "model-0", "new": "model-1"}
     assert len({alert.id for alert in alerts}) == 2 * len(ALPHA)
 
 
 def test_timeouts_and_order_of_records_survive_a_model_change() -> None:
     for policy in ("finish", "rescore"):
-        engine = engine_of(Limits(record_timeout=100))
-        engine.handle(batch_of([reading("r", 0), reading("w", 0)]), 0)
-        engine.handle(batch_of([reading("q", 0), reading("w", 1)]), 50)
-        engine.change_model(*judge(1), "model-1", policy)  # type: ignore[arg-type]
+        engine = make_engine(Limits(record_timeout=100))
+        engine.handle(make_batch([reading("r", 0), reading("w", 0)]), 0)
+        engine.handle(make_batch([reading("q", 0), reading("w", 1)]), 50)
+        engine.change_model(*make_calibrated_model(1), "model-1", policy)  # type: ignore[arg-type]
         assert engine.handle(EventBatch.empty(), 99).closed.record_ids == []
         assert engine.handle(EventBatch.empty(), 100).closed.record_ids == ["r"]
-        effects = engine.handle(batch_of([reading("r", 1)]), 150)
+        effects = engine.handle(make_batch([reading("r", 1)]), 150)
         assert (len(effects.rejections), effects.closed.record_ids) == (1, ["w", "q"])
 
 
@@ -164,32 +175,32 @@ OTHER_SCHEMA = Schema((Feature("flow", "continuous"), Feature("mode", "discrete"
 
 @pytest.mark.parametrize("policy", ["finish", "rescore"])
 def test_new_vocabulary_rescores_open_records(policy: OpenRecordPolicy) -> None:
-    engine = engine_of()
+    engine = make_engine()
     rows = [("whole", 0), ("whole", 1), ("part", 2), ("part", 1), ("gone", 3), ("closed", 0)]
-    engine.handle(batch_of([reading(name, f) for name, f in rows]), 0)
-    engine.handle(batch_of([reading("closed", f) for f in (1, 2, 3)]), 0)
-    assert engine.change_model(*judge(2, schema=OTHER_SCHEMA), "other", policy) == "rescore"
+    engine.handle(make_batch([reading(name, f) for name, f in rows]), 0)
+    engine.handle(make_batch([reading("closed", f) for f in (1, 2, 3)]), 0)
+    assert engine.change_model(*make_calibrated_model(2, schema=OTHER_SCHEMA), "other", policy) == "rescore"
     assert engine.num_dropped_readings == 2
     assert engine.schema == OTHER_SCHEMA
     effects = engine.handle(EventBatch.empty(), 1)
     assert (effects.closed.record_ids, effects.closed.reasons) == (["whole"], [CloseReason.COMPLETE])
     assert effects.closed.num_readings.tolist() == [2]
     late = [reading("part", 0), reading("closed", 0), reading("gone", 0)]
-    effects = engine.handle(batch_of(late, OTHER_SCHEMA), 2)
+    effects = engine.handle(make_batch(late, OTHER_SCHEMA), 2)
     assert effects.scored.seq.tolist() == [1, 0]
     assert [r.message_index for r in effects.rejections] == [1]
     assert effects.closed.record_ids == ["part"]
-    fresh = Engine(*judge(2, schema=OTHER_SCHEMA), "other", ALPHA)
+    fresh = Engine(*make_calibrated_model(2, schema=OTHER_SCHEMA), "other", ALPHA)
     label = OTHER_SCHEMA.code_by_label[1]["run"]
-    expected = fresh.handle(batch_of([reading("part", 1, label), reading("part", 0)], OTHER_SCHEMA), 0).closed
+    expected = fresh.handle(make_batch([reading("part", 1, label), reading("part", 0)], OTHER_SCHEMA), 0).closed
     assert effects.closed.log_likelihood[0] == pytest.approx(expected.log_likelihood[0], abs=1e-9)
 
 
 def test_records_completed_by_a_new_vocabulary_are_closed_after_the_replay() -> None:
     """The first `handle` after the replay closes a record that has a value for every feature of the new model."""
-    engine = engine_of()
-    engine.handle(batch_of([reading("whole", 0), reading("whole", 1)]), 0)
-    second = Engine(*judge(2, schema=OTHER_SCHEMA), "other", ALPHA)
+    engine = make_engine()
+    engine.handle(make_batch([reading("whole", 0), reading("whole", 1)]), 0)
+    second = Engine(*make_calibrated_model(2, schema=OTHER_SCHEMA), "other", ALPHA)
     second.restore(0, engine.snapshot(0, 0), 0)
     second.replay(EventBatch.empty(), 0)
     assert second.handle(EventBatch.empty(), 0, restoring={0}).closed.record_ids == []
@@ -199,19 +210,19 @@ def test_records_completed_by_a_new_vocabulary_are_closed_after_the_replay() -> 
 
 def readings_of(names: Sequence[str], features: Sequence[int]) -> EventBatch:
     """Return a batch with a reading of each feature for each record."""
-    return batch_of([reading(name, feature) for name in names for feature in features])
+    return make_batch([reading(name, feature) for name in names for feature in features])
 
 
 @pytest.mark.parametrize("width", [16, 32])
 def test_models_share_the_cache_memory(width: int) -> None:
     """Models of one shape share one cache. Caches of two shapes get half of the memory each while both are in use."""
     cache_bytes = 60_000
-    engine = engine_of(Limits(cache_bytes=cache_bytes))
+    engine = make_engine(Limits(cache_bytes=cache_bytes))
     names = [f"r{i}" for i in range(200)]
     engine.handle(readings_of(names, [0, 1]), 0)
     assert cache_bytes / 2 < engine.cache_bytes <= cache_bytes
-    other = model_of(SCHEMA, replace(CONFIG, d_model=width), 1)
-    engine.change_model(other, judge()[1], "other", "finish")
+    other = make_model(SCHEMA, replace(CONFIG, d_model=width), 1)
+    engine.change_model(other, make_calibrated_model()[1], "other", "finish")
     fresh = [f"s{i}" for i in range(200)]
     engine.handle(readings_of(fresh, [0, 1]), 1)
     engine.handle(readings_of(names, [2]), 2)
@@ -225,7 +236,7 @@ def test_models_share_the_cache_memory(width: int) -> None:
 
 @pytest.mark.parametrize("end", ["complete", "revoked", "timeout", "history"])
 def test_model_is_dropped_with_its_last_record(end: str) -> None:
-    model, calibration = judge()
+    model, calibration = make_calibrated_model()
     old_model = DEformer(SCHEMA, CONFIG).to(model.dtype)
     old_model_reference = weakref.ref(old_model)
     engine = Engine(old_model, calibration, "old", ALPHA, Limits(record_timeout=100))
@@ -234,8 +245,8 @@ def test_model_is_dropped_with_its_last_record(end: str) -> None:
         engine.replay(readings_of(["r"], [0]), 0)
     else:
         engine.handle(readings_of(["r"], [0]), 0)
-    engine.change_model(*judge(1), "model-1", "finish")
-    engine.handle(batch_of([reading("s", 0, partition=1)]), 0, restoring={0} if end == "history" else ())
+    engine.change_model(*make_calibrated_model(1), "model-1", "finish")
+    engine.handle(make_batch([reading("s", 0, partition=1)]), 0, restoring={0} if end == "history" else ())
     gc.collect()
     assert old_model_reference() is not None
     match end:
@@ -253,9 +264,9 @@ def test_model_is_dropped_with_its_last_record(end: str) -> None:
 
 
 def test_snapshot_names_the_model_of_each_record() -> None:
-    engine = engine_of()
+    engine = make_engine()
     engine.handle(readings_of(["a", "b"], [0, 2]), 0)
-    engine.change_model(*judge(1), "model-1", "finish")
+    engine.change_model(*make_calibrated_model(1), "model-1", "finish")
     engine.handle(readings_of(["c"], [0, 2]), 0)
     snapshot = engine.snapshot(0, 0)
     assert [snapshot.models[i] for i in snapshot.model] == ["model-0", "model-0", "model-1"]
@@ -264,44 +275,44 @@ def test_snapshot_names_the_model_of_each_record() -> None:
     engine.restore(0, snapshot, 0)
     restored = engine.snapshot(0, 0)
     assert restored.models == ("model-1",)
-    fresh = engine_of(seed=1)
+    fresh = make_engine(seed=1)
     fresh.handle(readings_of(["a", "b", "c"], [0, 2]), 0)
-    same_snapshot(
+    assert_same_snapshot(
         restored, replace(fresh.snapshot(0, 0), alert_seq=restored.alert_seq, alert_alpha=restored.alert_alpha), 1e-9
     )
 
 
 def test_restored_records_keep_a_model_that_is_still_used() -> None:
-    engine = engine_of()
-    engine.handle(batch_of([reading("a", 0), reading("b", 0, partition=1)]), 0)
-    engine.change_model(*judge(1), "model-1", "finish")
+    engine = make_engine()
+    engine.handle(make_batch([reading("a", 0), reading("b", 0, partition=1)]), 0)
+    engine.change_model(*make_calibrated_model(1), "model-1", "finish")
     snapshot = engine.snapshot(0, 0)
     engine.revoke([0])
     engine.restore(0, snapshot, 0)
-    same_snapshot(engine.snapshot(0, 0), snapshot)
+    assert_same_snapshot(engine.snapshot(0, 0), snapshot)
 
 
 def test_number_of_misrouted_records_survives_a_model_change() -> None:
-    engine = engine_of()
+    engine = make_engine()
     for partition in range(3):
-        engine.handle(batch_of([reading(f"r{i}", 0, partition=partition) for i in range(20)]), 0)
+        engine.handle(make_batch([reading(f"r{i}", 0, partition=partition) for i in range(20)]), 0)
     num_misrouted = engine.records.num_misrouted
     assert num_misrouted > 0
-    engine.change_model(*judge(1), "model-1", "rescore")
+    engine.change_model(*make_calibrated_model(1), "model-1", "rescore")
     assert engine.records.num_misrouted >= num_misrouted
 
 
 def calibrated_model(seed: int, num_records: int) -> tuple[DEformer, Calibration]:
     """Return a model with random weights, calibrated on random records of the same distribution as `normal_events`."""
-    model = model_of(SCHEMA, CONFIG, seed)
-    codes, raw_values = records_of(SCHEMA, num_records, seed=100 + seed)
-    statistics = compute_max_statistics(model, codes, normalised(SCHEMA, codes, raw_values))
+    model = make_model(SCHEMA, CONFIG, seed)
+    codes, raw_values = draw_records(SCHEMA, num_records, seed=100 + seed)
+    statistics = compute_max_statistics(model, codes, normalise_values(SCHEMA, codes, raw_values))
     return model, Calibration.from_statistics(statistics, "random")
 
 
 def normal_batches(num_records: int) -> list[EventBatch]:
     """Return one batch for each place in the record: the k-th batch has the k-th reading of every record."""
-    codes, raw_values = records_of(SCHEMA, num_records, seed=7)
+    codes, raw_values = draw_records(SCHEMA, num_records, seed=7)
     record_ids, zeros = [f"r{i}" for i in range(num_records)], np.zeros(num_records, np.int32)
     return [
         EventBatch(

@@ -1,7 +1,7 @@
-"""Law 6 on a simulated fleet: of 10,000 held-out normal records, no more alert than alpha and chance allow.
+"""The false-alarm rate on a simulated fleet: at most alpha of normal records alert, up to random variation.
 
-One model, trained for half a minute; per arrival law a calibration of its own and 10,000 fresh normal records, streamed
-event by event, interleaved as they arrive.
+One model is trained for half a minute. For each arrival-order distribution it is calibrated on 5,000 normal records,
+and 10,000 other normal records are streamed event by event, interleaved as they arrive.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from deformer_stream.testing import MemorySink, MemorySource
 from tests.beta_binomial import compute_beta_binomial_upper
 
 ALPHA = 0.01
-CALIBRATION, HELD_OUT = 5_000, 10_000
+NUM_CALIBRATION, NUM_HELD_OUT = 5_000, 10_000
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a model that is trained on simulated normal records."""
     folder = tmp_path_factory.mktemp("guarantee")
     pq.write_table(simulate(4_000, seed=1).select_normal_records(), folder / "normal.parquet")
     command = [sys.executable, "-m", "trainer.cli", str(folder / "normal.parquet"), "--out", str(folder / "model")]
@@ -44,8 +45,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
-def in_arrival_order(fleet: SimulatedFleet, schema: Schema) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """(N, F) codes, −1 padding at the end, and normalised values of each record's readings in order of arrival."""
+def arrange_by_arrival(fleet: SimulatedFleet, schema: Schema) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return the readings of N records in order of arrival: (N, F) codes, −1 for padding, and normalised values."""
     raw = np.full((len(fleet.delays), len(schema)), np.nan)
     for f, feature in enumerate(schema.features):
         column = fleet.table.column(feature.name)
@@ -61,19 +62,19 @@ def in_arrival_order(fleet: SimulatedFleet, schema: Schema) -> tuple[NDArray[np.
     return codes, schema.normalise(order, values)
 
 
-@pytest.mark.parametrize("law", ["random", "fixed", "bursty"])
-def test_false_alarms_keep_to_alpha(model_dir: Path, law: Order) -> None:
+@pytest.mark.parametrize("order", ["random", "fixed", "bursty"])
+def test_false_alarm_rate_is_at_most_alpha(model_dir: Path, order: Order) -> None:
     loaded = model_store.read(model_dir)
-    codes, values = in_arrival_order(simulate(CALIBRATION, seed=2, order=law), loaded.schema)
-    calibration = Calibration.from_statistics(compute_max_statistics(loaded.model, codes, np.nan_to_num(values)), law)
+    codes, values = arrange_by_arrival(simulate(NUM_CALIBRATION, seed=2, order=order), loaded.schema)
+    calibration = Calibration.from_statistics(compute_max_statistics(loaded.model, codes, np.nan_to_num(values)), order)
     engine = Engine(loaded.model, calibration, loaded.fingerprint, ALPHA, effort="off")
     sink = MemorySink()
-    source = MemorySource(simulate(HELD_OUT, seed=3, order=law).iterate_messages(), chunk=8_192)
+    source = MemorySource(simulate(NUM_HELD_OUT, seed=3, order=order).iterate_messages(), chunk=8_192)
     totals = Pipeline(source, Codec(loaded.schema), engine, [sink], EventClock(), Metrics(), is_finite=True).run(
         threading.Event()
     )
-    bound = compute_beta_binomial_upper(CALIBRATION, HELD_OUT, ALPHA, 0.99)
-    print(f"{law}: {totals.alerts} of {totals.closed} normal records alerted at alpha {ALPHA}, bound {bound}")
-    assert totals.closed == HELD_OUT
+    bound = compute_beta_binomial_upper(NUM_CALIBRATION, NUM_HELD_OUT, ALPHA, 0.99)
+    print(f"{order}: {totals.alerts} of {totals.closed} normal records alerted at alpha {ALPHA}, bound {bound}")
+    assert totals.closed == NUM_HELD_OUT
     assert not totals.rejected
     assert 0 < totals.alerts <= bound

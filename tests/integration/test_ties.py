@@ -1,4 +1,7 @@
-"""Readings that wait for others of their time, against a real Kafka: through a restart, until the clock decides."""
+"""Tie groups with a real Kafka broker: waiting readings survive a restart and are scored after the timeout.
+
+A tie group is the readings of one record with the same event time; they wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ pytestmark = pytest.mark.kafka
 def test_waiting_readings_survive_a_restart_and_alert(
     cluster: Cluster, topic: Callable[..., str], model_dir: Path, tmp_path: Path
 ) -> None:
-    """The first life never stops waiting; the second one does after a while, though nothing more comes."""
+    """The first run waits for an hour; the second one waits for 200 ms and alerts, although nothing else comes."""
     name = topic(1)
     options = ["--topic", name, "--group", name, "--bootstrap-servers", cluster.bootstrap, "--model", model_dir]
     options += ["--ties", "hold", "--alpha", "0.3", "--tie-wait"]
@@ -27,10 +30,10 @@ def test_waiting_readings_survive_a_restart_and_alert(
     with Consume(tmp_path / "first.log", *options, "1h") as consumer:
         consumer.wait_until_ready()
         produce(cluster.bootstrap, name, [(b"r", json.dumps(reading).encode(), None) for reading in readings], None)
-        consumer.wait_for(cluster.all_consumed(name, name), "the readings")
+        consumer.wait_for(cluster.all_consumed(name, name), "the readings to be consumed")
         assert consumer.stop()["alerts"] == 0
     with Consume(tmp_path / "second.log", *options, "200ms") as consumer:
-        consumer.wait_for(lambda: bool(consumer.events("alert_raised")), "the clock")
+        consumer.wait_for(lambda: bool(consumer.events("alert_raised")), "the alert after the timeout")
         assert consumer.stop()["alerts"] == 1
         assert consumer.events("ready")[0]["model"]
     (message,) = cluster.read(f"{name}-alerts")
