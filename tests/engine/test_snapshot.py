@@ -196,7 +196,7 @@ def test_records_above_the_memory_limit_are_evicted_the_longest_idle_first() -> 
         assert not engine.handle(make_batch([reading(f"e{i}", 0)]), i).closed.record_ids
     effects = engine.handle(make_batch([reading("e0", 2), reading("e3", 0), reading("e4", 0, partition=1)]), 3)
     assert (effects.closed.record_ids, effects.closed.reasons) == (["e1", "e2"], [CloseReason.EVICTED] * 2)
-    assert effects.decisions() == {0: Decisions(("e1", "e2"))}
+    assert effects.decisions()[0].closed_ids == ("e1", "e2")
     assert engine.records.num_bytes <= num_bytes
     restarted = make_engine(Limits(max_record_bytes=num_bytes))
     restarted.restore(0, encode_and_decode(engine.snapshot(0, 3)), 3)
