@@ -1,159 +1,140 @@
-"""What every command line of ours shares: errors become one line and an exit code, commands are built when asked for.
+"""What all commands share: a group that builds its commands when they are used, signals, errors and exit codes.
 
-Imports nothing heavy: `--help` answers before torch, pydantic or Kafka are touched.
+Nothing heavy is imported, so `--help` answers before torch, pydantic or Kafka are loaded.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
 
 from deformer_stream.errors import DeformerError
+from deformer_stream.runtime.process import limit_thread_spinning
 
 HELP = {"help_option_names": ["-h", "--help"]}
-Builder = Callable[[], click.Command]
+"""Context settings of every click command."""
+
+BUG_EXIT_CODE, USAGE_EXIT_CODE, INTERRUPTED_EXIT_CODE = 1, 2, 130
+
+CommandBuilder = Callable[[], click.Command]
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are built on first use; `summaries` holds their one-line help, so that listing is free."""
+    """A group of commands, each of which is built when it is first used, so that listing the commands is fast.
 
-    def __init__(self, builders: Mapping[str, Builder], summaries: Mapping[str, str], **rest: Any) -> None:
-        super().__init__(**rest)
-        self.builders, self.summaries = builders, summaries
+    Attributes:
+        builder_by_name: Returns the command, by its name.
+        summary_by_name: The line of help of each command, by its name.
+    """
+
+    def __init__(
+        self, builder_by_name: Mapping[str, CommandBuilder], summary_by_name: Mapping[str, str], **others: Any
+    ) -> None:
+        super().__init__(**others)
+        self.builder_by_name, self.summary_by_name = builder_by_name, summary_by_name
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.builders)
+        """Return the names of the commands in the order of the help."""
+        return list(self.builder_by_name)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        builder = self.builders.get(cmd_name)
+        """Build and return a command; None if there is no command of this name."""
+        builder = self.builder_by_name.get(cmd_name)
         return builder() if builder else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands into the help without building the commands."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, self.summaries[name]) for name in self.builders])
+            formatter.write_dl([(name, self.summary_by_name[name]) for name in self.builder_by_name])
 
 
 def add_debug_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`--debug` for every command; `run` reads it."""
+    """Add the option `--debug` to a command. `is_debugging` reads it."""
     return click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks and debug logs.")(function)
 
 
 def is_debugging() -> bool:
-    """Whether `--debug` was given."""
+    """Return whether `--debug` was given. It is read from the arguments, since errors occur before they are parsed."""
     return "--debug" in sys.argv[1:]
 
 
 def stop_on_signals() -> threading.Event:
-    """SIGINT and SIGTERM ask for a graceful end; a second one ends at once."""
+    """Return an event that the first SIGINT or SIGTERM sets; the second one ends the process at once."""
     stop = threading.Event()
 
-    def ask(number: int, frame: object) -> None:
+    def request_stop(number: int, frame: object) -> None:
         stop.set()
         signal.signal(number, signal.SIG_DFL)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, ask)
+        signal.signal(number, request_stop)
     return stop
 
 
 def interrupt_on_termination() -> None:
-    """SIGTERM ends the command as Ctrl-C does: what it has begun to write is taken away."""
+    """Let SIGTERM raise `KeyboardInterrupt` like Ctrl-C does, so that the command removes its incomplete output."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def reload_on_hangup() -> threading.Event:
-    """SIGHUP asks for the model to be read again."""
-    asked = threading.Event()
-    signal.signal(signal.SIGHUP, lambda number, frame: asked.set())
-    return asked
-
-
-def limit_thread_spinning() -> None:
-    """Let idle threads of torch sleep instead of spin; takes effect before torch is first imported.
-
-    Threads that spin while they wait take the cores from whoever else is at work, up to forty times slower on a busy
-    machine; waiting briefly costs nothing measurable on an idle one.
-    """
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-
-
-def reserve_core() -> None:
-    """Score with a thread less than there are cores; takes effect before torch is first imported.
-
-    The client's own thread wants one, and so does, on a small machine, the broker. A pass over the readings of a poll
-    is a hundred short pieces of work, and where another process has the last core, each of them waits for it.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores - 1)))
-
-
-def shorten_switch_interval() -> None:
-    """Let a thread that waits for the interpreter have it within half a millisecond, not five.
-
-    The client's threads need it a dozen times for a commit, a few microseconds each, while readings are scored.
-    """
-    sys.setswitchinterval(0.0005)
-
-
-@contextmanager
-def frozen_gc() -> Iterator[None]:
-    """Let the garbage collector pass over all that is there now: a look at the modules and the model alone would hold
-    up an alert for 0.14 s, again and again."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+    """Return an event that SIGHUP sets, which requests that the model is read again."""
+    reload_requested = threading.Event()
+    signal.signal(signal.SIGHUP, lambda number, frame: reload_requested.set())
+    return reload_requested
 
 
 def run(command: click.Command, name: str) -> None:
-    """Run a command with the process's arguments and end the process with the exit code of what happened.
+    """Run a command with the arguments of the process, then end the process.
 
-    0 done · 1 a bug · 2 usage or configuration · 3 input data or model directory · 4 a service cannot be reached.
-    A command may return a code of its own; an interrupted one ends with 130.
+    The exit code is 0 for success, 1 for a bug, 2 for a wrong usage or configuration, 3 for invalid input data or an
+    invalid model directory, 4 for a service that cannot be reached, and 130 for an interruption. A command may return
+    another exit code. An error is one line on standard error, with a traceback only if `--debug` was given.
+
+    Args:
+        command: The command.
+        name: Name of the program, which begins the error message.
     """
     limit_thread_spinning()
     try:
         with command.make_context(name, sys.argv[1:]) as context:
             result = command.invoke(context)
         sys.stdout.flush()
-        code = result if isinstance(result, int) else 0
+        exit_code = result if isinstance(result, int) else 0
     except click.exceptions.Exit as end:
-        code = end.exit_code
+        exit_code = end.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
-        code = 2
+        exit_code = USAGE_EXIT_CODE
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else name
-        code = _fail(name, f"{error.format_message()} (see {path} --help)", 2)
+        exit_code = _print_error(name, f"{error.format_message()} (see {path} --help)", USAGE_EXIT_CODE)
     except click.ClickException as error:
-        code = _fail(name, error.format_message(), 2)
+        exit_code = _print_error(name, error.format_message(), USAGE_EXIT_CODE)
     except DeformerError as error:
-        code = _fail(name, str(error), error.exit_code)
+        exit_code = _print_error(name, str(error), error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        code = _fail(name, "interrupted", 130)
+        exit_code = _print_error(name, "interrupted", INTERRUPTED_EXIT_CODE)
     except BrokenPipeError:
-        # The reader of our output went away; Python would complain again when it closes standard output.
+        # The program that reads the output has ended. Python would report that again when it closes standard output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    except Exception as error:  # the outermost edge: anything else is a bug, and must still be one line
-        what = f"unexpected {type(error).__name__}: {error}"
-        code = _fail(name, f"{what}; this is a bug, please report it with what --debug prints", 1)
-    sys.exit(code)
+        exit_code = 0
+    except Exception as error:  # any other error is a bug, and must be reported in one line, too
+        message = f"unexpected {type(error).__name__}: {error}"
+        remedy = "this is a bug, please report it with the output of --debug"
+        exit_code = _print_error(name, f"{message}; {remedy}", BUG_EXIT_CODE)
+    sys.exit(exit_code)
 
 
-def _fail(name: str, message: str, code: int) -> int:
+def _print_error(name: str, message: str, exit_code: int) -> int:
+    """Print an error as one line, after its traceback if `--debug` was given, and return the exit code."""
     if is_debugging():
         traceback.print_exc()
     click.echo(f"{name}: {' '.join(message.split())}", err=True)
-    return code
+    return exit_code

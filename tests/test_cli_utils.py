@@ -1,4 +1,4 @@
-"""The edge of every command: light help, one line for an error, exit codes, tracebacks only when asked for."""
+"""All commands: fast help, one line for an error, exit codes, and tracebacks only with `--debug`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,29 @@ import click
 import pytest
 
 from deformer_stream import cli_utils, errors
+from deformer_stream.runtime import process
 
-HEAVY = ("torch", "numpy", "pyarrow", "kafka", "safetensors", "rich", "structlog", "prometheus_client", "orjson")
-MAINS = {
+HEAVY_PACKAGES = (
+    "torch",
+    "numpy",
+    "pyarrow",
+    "kafka",
+    "safetensors",
+    "rich",
+    "structlog",
+    "prometheus_client",
+    "orjson",
+)
+ENTRY_POINT_BY_PROGRAM = {
     "deformer-stream": ("deformer_stream.cli.main", "main"),
     "deformer-replay": ("deformer_stream.cli.main", "replay_main"),
     "deformer-train": ("trainer.cli", "main"),
 }
 
 
-def child(program: str, words: list[str], unwanted: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """The program in a fresh Python; fails if one of the unwanted packages was imported by the end."""
-    module, main = MAINS[program]
+def run_program(program: str, words: list[str], unwanted: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Run a program in a new Python process, which fails if it imports one of the unwanted packages."""
+    module, main = ENTRY_POINT_BY_PROGRAM[program]
     code = f"""
 import sys
 sys.argv = {[program, *words]!r}
@@ -38,42 +49,42 @@ finally:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.parametrize("program", MAINS)
+@pytest.mark.parametrize("program", ENTRY_POINT_BY_PROGRAM)
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_is_light(program: str, flag: str) -> None:
-    ended = child(program, [flag], HEAVY)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert "Usage:" in ended.stdout
-    assert program in ended.stdout
+def test_help_imports_no_heavy_package(program: str, flag: str) -> None:
+    result = run_program(program, [flag], HEAVY_PACKAGES)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "Usage:" in result.stdout
+    assert program in result.stdout
 
 
 @pytest.mark.parametrize(
     "words", [["--help"], ["--version"], [], ["nonsense"], ["config", "--help"], ["inspect", "--help"]]
 )
-def test_listing_commands_is_lighter_still(words: list[str]) -> None:
-    """Without a command's own options not even the settings are built."""
-    ended = child("deformer-stream", words, (*HEAVY, "pydantic", "pydantic_settings"))
-    assert ended.returncode in (0, 2)
+def test_listing_commands_does_not_import_settings(words: list[str]) -> None:
+    """The settings are only imported if the options of a command are needed."""
+    result = run_program("deformer-stream", words, (*HEAVY_PACKAGES, "pydantic", "pydantic_settings"))
+    assert result.returncode in (0, 2)
 
 
 @pytest.mark.parametrize("name", ["consume", "replay", "produce", "impute", "sample", "inspect", "config", "demo"])
 def test_every_command_has_help(name: str, cli: Callable[..., SimpleNamespace]) -> None:
     assert name in cli("--help").out
-    ended = cli(name, "--help")
-    assert (ended.code, ended.err) == (0, "")
-    assert f"deformer-stream {name}" in ended.out
-    assert "--debug" in ended.out
+    result = cli(name, "--help")
+    assert (result.code, result.err) == (0, "")
+    assert f"deformer-stream {name}" in result.out
+    assert "--debug" in result.out
 
 
-def test_no_command_shows_help(cli: Callable[..., SimpleNamespace]) -> None:
-    ended = cli()
-    assert (ended.code, ended.err) == (2, "")
-    assert "consume" in ended.out
+def test_program_without_command_shows_help(cli: Callable[..., SimpleNamespace]) -> None:
+    result = cli()
+    assert (result.code, result.err) == (2, "")
+    assert "consume" in result.out
 
 
-def test_version(cli: Callable[..., SimpleNamespace]) -> None:
-    ended = cli("--version")
-    assert (ended.code, ended.out.split()[:1]) == (0, ["deformer-stream,"])
+def test_version_is_shown(cli: Callable[..., SimpleNamespace]) -> None:
+    result = cli("--version")
+    assert (result.code, result.out.split()[:1]) == (0, ["deformer-stream,"])
 
 
 @pytest.mark.parametrize(
@@ -88,14 +99,16 @@ def test_version(cli: Callable[..., SimpleNamespace]) -> None:
         (["consume", "--alpha"], "--alpha"),
     ],
 )
-def test_usage_errors(words: list[str], hint: str, cli: Callable[..., SimpleNamespace]) -> None:
-    ended = cli(*words)
-    assert (ended.code, ended.out, len(ended.lines)) == (2, "", 1)
-    assert ended.lines[0].startswith("deformer-stream: ")
-    assert hint in ended.lines[0]
+def test_usage_error_is_one_line_with_exit_code_2(
+    words: list[str], hint: str, cli: Callable[..., SimpleNamespace]
+) -> None:
+    result = cli(*words)
+    assert (result.code, result.out, len(result.lines)) == (2, "", 1)
+    assert result.lines[0].startswith("deformer-stream: ")
+    assert hint in result.lines[0]
 
 
-def ran(failing: Callable[[], object], monkeypatch: pytest.MonkeyPatch, *words: str) -> object:
+def run_failing_command(failing: Callable[[], object], monkeypatch: pytest.MonkeyPatch, *words: str) -> object:
     @click.command()
     @cli_utils.add_debug_option
     def run() -> object:
@@ -107,7 +120,7 @@ def ran(failing: Callable[[], object], monkeypatch: pytest.MonkeyPatch, *words: 
     return end.value.code
 
 
-def raising(error: BaseException) -> Callable[[], object]:
+def make_raising_function(error: BaseException) -> Callable[[], object]:
     def fail() -> object:
         raise error
 
@@ -132,10 +145,10 @@ def raising(error: BaseException) -> Callable[[], object]:
     ],
 )
 @pytest.mark.parametrize("debug", [False, True])
-def test_exit_codes(
+def test_errors_have_exit_codes_and_one_line(
     error: BaseException, code: int, debug: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert ran(raising(error), monkeypatch, *["--debug"] * debug) == code
+    assert run_failing_command(make_raising_function(error), monkeypatch, *["--debug"] * debug) == code
     out, err = capsys.readouterr()
     assert out == ""
     if isinstance(error, click.exceptions.Exit):
@@ -150,12 +163,12 @@ def test_exit_codes(
 
 
 @pytest.mark.parametrize(("result", "code"), [(None, 0), (0, 0), (130, 130), ("text", 0)])
-def test_a_command_may_choose_its_code(result: object, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ran(lambda: result, monkeypatch) == code
+def test_command_can_return_an_exit_code(result: object, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_failing_command(lambda: result, monkeypatch) == code
 
 
-def test_reader_that_goes_away(model_dir: Path) -> None:
-    """`deformer-stream … | head`: no traceback, no complaint."""
+def test_closed_output_pipe_is_no_error(model_dir: Path) -> None:
+    """`deformer-stream … | head` ends without a traceback or an error message."""
     code = "from deformer_stream.cli.main import main; main()"
     words = [sys.executable, "-c", code, "inspect", str(model_dir), "--json"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -166,15 +179,15 @@ def test_reader_that_goes_away(model_dir: Path) -> None:
         assert process.wait(timeout=60) == 0
 
 
-def test_a_core_is_left_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_core_is_reserved_unless_the_user_sets_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    cli_utils.reserve_core()
-    assert os.environ["OMP_NUM_THREADS"] == "7", "who has said so gets it"
+    process.reserve_core()
+    assert os.environ["OMP_NUM_THREADS"] == "7", "the value of the user must be kept"
     monkeypatch.delenv("OMP_NUM_THREADS")
-    cli_utils.reserve_core()
+    process.reserve_core()
     assert os.environ["OMP_NUM_THREADS"] == "3"
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    cli_utils.reserve_core()
+    process.reserve_core()
     assert os.environ["OMP_NUM_THREADS"] == "1"

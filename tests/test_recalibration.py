@@ -114,7 +114,7 @@ def test_new_calibration_replaces_the_model_and_is_reloaded(cli: Run, tmp_path: 
     after = model_store.read(model)
     assert len(after.calibration.scores) == 60 != len(before.calibration.scores)
     reload_requested.set()  # like SIGHUP
-    while (found := reloader.take()) is None:
+    while (found := reloader.take_new_model()) is None:
         time.sleep(0.01)
     assert found.fingerprint == after.fingerprint
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "new.jsonl"]

@@ -1,4 +1,4 @@
-"""Flag before environment before file before default, for every option of every command; and secrets stay secret."""
+"""Precedence (flag, environment, file, default) of every option of every command, error messages, and secrets."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from deformer_stream.settings import (
     ReplaySettings,
     SampleSettings,
     Settings,
-    to_flag,
-    load_settings,
     add_options,
+    load_settings,
+    to_flag,
     to_variable,
 )
 
@@ -40,12 +40,12 @@ REQUIRED: dict[str, dict[str, str]] = {
     "demo": {},
 }
 LOGIN = {"security_protocol": "SASL_SSL", "sasl_mechanism": "PLAIN", "sasl_username": "me"}
-NEEDED = ("source", "output", "topic", *LOGIN, "sasl_password", "sasl_password_file")
-EVERY = [(command, field) for command, cls in SETTINGS_BY_COMMAND.items() for field in cls.model_fields]
+FIELDS_WITH_CONDITIONS = ("source", "output", "topic", *LOGIN, "sasl_password", "sasl_password_file")
+ALL_OPTIONS = [(command, field) for command, cls in SETTINGS_BY_COMMAND.items() for field in cls.model_fields]
 
 
-def choices(cls: type[Settings], field: str) -> list[Any]:
-    """Three different values of an option, as texts; of a choice of two, the first comes back."""
+def get_example_values(cls: type[Settings], field: str) -> list[Any]:
+    """Return three values of an option as texts; they differ unless the option has fewer get_example_values."""
     annotation = cls.model_fields[field].annotation
     for kind in (annotation, *get_args(annotation)):
         if get_origin(kind) is Literal:
@@ -61,8 +61,8 @@ def choices(cls: type[Settings], field: str) -> list[Any]:
 
 
 @pytest.fixture
-def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """An environment without any of our variables."""
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Remove all `DEFORMER_` variables from the environment."""
     import os
 
     for name in [name for name in os.environ if name.startswith("DEFORMER_")]:
@@ -70,9 +70,11 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize(("command", "field"), EVERY)
+@pytest.mark.parametrize(("command", "field"), ALL_OPTIONS)
 @pytest.mark.parametrize("table", [False, True])
-def test_precedence(command: str, field: str, table: bool, bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_flag_precedes_environment_precedes_file_precedes_default(
+    command: str, field: str, table: bool, clean_environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     cls = SETTINGS_BY_COMMAND[command]
     others: dict[str, Any] = dict(REQUIRED[command])
     others |= LOGIN if field.startswith(("sasl", "ssl", "security")) else {}
@@ -81,7 +83,7 @@ def test_precedence(command: str, field: str, table: bool, bare: pytest.MonkeyPa
     others.pop(field, None)
     if field in ("source", "output") and command in ("consume", "produce"):
         others.pop("topic")
-    flag, variable, file = choices(cls, field)
+    flag, variable, file = get_example_values(cls, field)
     config = tmp_path / "config.toml"
     header = f"[{command}]\n" if table else ""
     number = cls.model_fields[field].annotation in (int, float) and file.replace(".", "").isdigit()
@@ -96,13 +98,15 @@ def test_precedence(command: str, field: str, table: bool, bare: pytest.MonkeyPa
         return parsed.get_secret_value() if field == "sasl_password" else parsed
 
     assert value() == expected(file)
-    bare.setenv(to_variable(field), variable)
+    clean_environment.setenv(to_variable(field), variable)
     assert value() == expected(variable)
     assert value(**{field: flag}) == expected(flag)
-    bare.delenv(to_variable(field))
+    clean_environment.delenv(to_variable(field))
     info = cls.model_fields[field]
-    if not info.is_required() and field not in others and field not in NEEDED:
-        assert getattr(load_settings(cls, others, None, command), field) == expected_default(cls, others, command, field)
+    if not info.is_required() and field not in others and field not in FIELDS_WITH_CONDITIONS:
+        assert getattr(load_settings(cls, others, None, command), field) == expected_default(
+            cls, others, command, field
+        )
 
 
 def expected_default(cls: type[Settings], others: dict[str, Any], command: str, field: str) -> Any:
@@ -113,7 +117,7 @@ def expected_default(cls: type[Settings], others: dict[str, Any], command: str, 
 
 
 @pytest.mark.parametrize("command", SETTINGS_BY_COMMAND)
-def test_every_option_is_a_flag(command: str) -> None:
+def test_every_field_is_a_flag(command: str) -> None:
     seen: dict[str, Any] = {}
 
     @click.command()
@@ -122,15 +126,21 @@ def test_every_option_is_a_flag(command: str) -> None:
         seen.update(given)
 
     fields = SETTINGS_BY_COMMAND[command].model_fields
-    words = [word for field in fields for word in (to_flag(field), choices(SETTINGS_BY_COMMAND[command], field)[0])]
+    words = [
+        word
+        for field in fields
+        for word in (to_flag(field), get_example_values(SETTINGS_BY_COMMAND[command], field)[0])
+    ]
     assert CliRunner().invoke(run, words).exit_code == 0
-    assert seen == {field: choices(SETTINGS_BY_COMMAND[command], field)[0] for field in fields} | {"config": None}
+    assert seen == {field: get_example_values(SETTINGS_BY_COMMAND[command], field)[0] for field in fields} | {
+        "config": None
+    }
     text = CliRunner().invoke(run, ["--help"]).output
     assert all(to_flag(field) in text for field in fields)
     assert CliRunner().invoke(run, []).exit_code == 0
 
 
-def test_help_says_what_a_value_is() -> None:
+def test_help_shows_placeholders_of_values() -> None:
     @click.command()
     @add_options(ConsumeSettings)
     def run(**given: Any) -> None: ...
@@ -143,7 +153,7 @@ def test_help_says_what_a_value_is() -> None:
         assert words in text
 
 
-def test_defaults_are_those_of_the_contract(bare: pytest.MonkeyPatch) -> None:
+def test_defaults_are_stable(clean_environment: pytest.MonkeyPatch) -> None:
     consume = load_settings(ConsumeSettings, REQUIRED["consume"], None, "consume")
     assert (consume.bootstrap_servers, consume.alpha, consume.from_) == ("localhost:9092", (0.01,), "earliest")
     assert (consume.record_timeout, consume.alerts, consume.http) == (30.0, "-", None)
@@ -157,7 +167,7 @@ def test_defaults_are_those_of_the_contract(bare: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "seconds"), [("250ms", 0.25), ("30s", 30.0), ("10m", 600.0), ("2h", 7200.0), ("1d", 86400.0), ("1.5", 1.5)]
 )
-def test_durations(bare: pytest.MonkeyPatch, text: str, seconds: float) -> None:
+def test_durations_are_parsed(clean_environment: pytest.MonkeyPatch, text: str, seconds: float) -> None:
     assert load_settings(ConsumeSettings, {**REQUIRED["consume"], "record_timeout": text}).record_timeout == seconds
 
 
@@ -165,18 +175,18 @@ def test_durations(bare: pytest.MonkeyPatch, text: str, seconds: float) -> None:
     "text",
     ["", "s", "-1s", "1w", "30 seconds", "1e3s", "nan", "inf", "9" * 400, "9" * 400 + "d", "0", "0s", "1s1s", "٣s"],
 )
-def test_bad_durations(bare: pytest.MonkeyPatch, text: str) -> None:
-    one_line(ConsumeSettings, {"record_timeout": text}, "--record-timeout", "DEFORMER_RECORD_TIMEOUT")
+def test_invalid_durations_are_rejected(clean_environment: pytest.MonkeyPatch, text: str) -> None:
+    assert_one_line_error(ConsumeSettings, {"record_timeout": text}, "--record-timeout", "DEFORMER_RECORD_TIMEOUT")
 
 
 @pytest.mark.parametrize(("text", "size"), [("512MiB", 2**29), ("1gb", 10**9), ("7", 7), ("1.5KiB", 1536), ("8 b", 8)])
-def test_sizes(bare: pytest.MonkeyPatch, text: str, size: int) -> None:
+def test_sizes_are_parsed(clean_environment: pytest.MonkeyPatch, text: str, size: int) -> None:
     assert load_settings(ConsumeSettings, {**REQUIRED["consume"], "cache_memory": text}).cache_memory == size
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1", "1XiB", "1e9", "nan", "inf", "9" * 400, "9" * 18 + "GiB", "1 2"])
-def test_bad_sizes(bare: pytest.MonkeyPatch, text: str) -> None:
-    one_line(ConsumeSettings, {"cache_memory": text}, "--cache-memory")
+def test_invalid_sizes_are_rejected(clean_environment: pytest.MonkeyPatch, text: str) -> None:
+    assert_one_line_error(ConsumeSettings, {"cache_memory": text}, "--cache-memory")
 
 
 @pytest.mark.parametrize(
@@ -217,11 +227,13 @@ def test_bad_sizes(bare: pytest.MonkeyPatch, text: str) -> None:
         ({"group": ""}, "--group ("),
     ],
 )
-def test_impossible_options(bare: pytest.MonkeyPatch, flags: dict[str, Any], word: str) -> None:
-    one_line(ConsumeSettings, flags, word)
+def test_impossible_options_are_rejected_in_one_line(
+    clean_environment: pytest.MonkeyPatch, flags: dict[str, Any], word: str
+) -> None:
+    assert_one_line_error(ConsumeSettings, flags, word)
 
 
-def one_line(cls: type[Settings], flags: dict[str, Any], *words: str) -> None:
+def assert_one_line_error(cls: type[Settings], flags: dict[str, Any], *words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_settings(cls, {**REQUIRED["consume"], **flags}, None, "consume")
     line = str(caught.value)
@@ -232,7 +244,7 @@ def one_line(cls: type[Settings], flags: dict[str, Any], *words: str) -> None:
 
 
 @pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf", "fast"])
-def test_impossible_rates(bare: pytest.MonkeyPatch, rate: str) -> None:
+def test_invalid_rates_are_rejected(clean_environment: pytest.MonkeyPatch, rate: str) -> None:
     with pytest.raises(ConfigError, match="--rate"):
         load_settings(ProduceSettings, {"topic": "t", "rate": rate}, None, "produce")
 
@@ -254,7 +266,9 @@ def test_impossible_rates(bare: pytest.MonkeyPatch, rate: str) -> None:
         ("sasl-password = 12345678", ["--sasl-password"]),
     ],
 )
-def test_bad_files(bare: pytest.MonkeyPatch, tmp_path: Path, text: str, words: list[str]) -> None:
+def test_invalid_configuration_files_are_rejected(
+    clean_environment: pytest.MonkeyPatch, tmp_path: Path, text: str, words: list[str]
+) -> None:
     config = tmp_path / "config.toml"
     config.write_text(text)
     flags = {k: v for k, v in REQUIRED["consume"].items() if not text.startswith(k)}
@@ -267,7 +281,7 @@ def test_bad_files(bare: pytest.MonkeyPatch, tmp_path: Path, text: str, words: l
         assert word in line
 
 
-def test_file_that_is_not_there(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unreadable_configuration_file_is_reported(clean_environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for path in (tmp_path / "none.toml", tmp_path):
         with pytest.raises(ConfigError, match="cannot be read"):
             load_settings(ConsumeSettings, REQUIRED["consume"], path, "consume")
@@ -276,7 +290,7 @@ def test_file_that_is_not_there(bare: pytest.MonkeyPatch, tmp_path: Path) -> Non
         load_settings(ConsumeSettings, REQUIRED["consume"], tmp_path / "latin.toml", "consume")
 
 
-def test_one_file_for_all_commands(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_one_file_configures_all_commands(clean_environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text('model = "m"\nalpha = 0.2\nrate = 5\n[consume]\nalpha = 0.3\ntopic = "t"\n[train]\nepochs = 3\n')
     assert load_settings(ConsumeSettings, {}, config, "consume").alpha == (0.3,)
@@ -287,7 +301,9 @@ def test_one_file_for_all_commands(bare: pytest.MonkeyPatch, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("field", "argument"), [("sasl_password_file", "sasl_plain_password"), ("ssl_password_file", "ssl_password")]
 )
-def test_secrets_from_files(field: str, argument: str, bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_passwords_are_read_from_files(
+    field: str, argument: str, clean_environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     path = tmp_path / "password"
     certificate = {"security_protocol": "SSL", "ssl_certfile": "c"}
     flags = {**REQUIRED["consume"], **(LOGIN if field.startswith("sasl") else certificate), field: str(path)}
@@ -312,7 +328,7 @@ def test_secrets_from_files(field: str, argument: str, bare: pytest.MonkeyPatch,
         load_settings(ConsumeSettings, flags).make_security_arguments()
 
 
-def test_what_the_client_is_given(bare: pytest.MonkeyPatch) -> None:
+def test_security_arguments_of_the_client(clean_environment: pytest.MonkeyPatch) -> None:
     files = {"ssl_cafile": "ca", "ssl_certfile": "cert", "ssl_keyfile": "key"}
     flags = {**REQUIRED["consume"], **LOGIN, "sasl_password": SECRET, **files}
     assert load_settings(ConsumeSettings, flags).make_security_arguments() == {
@@ -322,63 +338,66 @@ def test_what_the_client_is_given(bare: pytest.MonkeyPatch) -> None:
         "sasl_plain_password": SECRET,
         **files,
     }
-    assert load_settings(ConsumeSettings, REQUIRED["consume"]).make_security_arguments() == {"security_protocol": "PLAINTEXT"}
+    assert load_settings(ConsumeSettings, REQUIRED["consume"]).make_security_arguments() == {
+        "security_protocol": "PLAINTEXT"
+    }
 
 
-def test_settings_never_show_the_password(bare: pytest.MonkeyPatch) -> None:
+def test_settings_never_show_the_password(clean_environment: pytest.MonkeyPatch) -> None:
     settings = load_settings(ConsumeSettings, {**REQUIRED["consume"], **LOGIN, "sasl_password": SECRET})
     assert SECRET not in repr(settings) + str(settings) + settings.model_dump_json()
     assert settings.make_security_arguments()["sasl_plain_password"] == SECRET
 
 
-def test_config_prints_what_is_in_force(
-    bare: pytest.MonkeyPatch, tmp_path: Path, cli: Callable[..., SimpleNamespace]
+def test_config_prints_options_in_force(
+    clean_environment: pytest.MonkeyPatch, tmp_path: Path, cli: Callable[..., SimpleNamespace]
 ) -> None:
     path = tmp_path / "config.toml"
     path.write_text(f'alpha = 0.2\ngroup = "plant 7"\nsasl-password = "{SECRET}"\n[consume]\nrecord-timeout = "5m"\n')
-    bare.setenv("DEFORMER_GROUP", "plant é")
-    bare.setenv("DEFORMER_SOURCE", f"kafka://me:{SECRET}@host/t")
-    ended = cli("config", "--config", path)
-    assert ended.code == 0
-    assert ended.err == ""
-    assert SECRET not in ended.out
-    printed = tomllib.loads(ended.out)
+    clean_environment.setenv("DEFORMER_GROUP", "plant é")
+    clean_environment.setenv("DEFORMER_SOURCE", f"kafka://me:{SECRET}@host/t")
+    result = cli("config", "--config", path)
+    assert result.code == 0
+    assert result.err == ""
+    assert SECRET not in result.out
+    printed = tomllib.loads(result.out)
     assert printed.keys() == SETTINGS_BY_COMMAND.keys()
     assert printed["consume"]["group"] == "plant é"
     assert printed["consume"]["alpha"] == printed["replay"]["alpha"] == 0.2
     assert printed["consume"]["record-timeout"] == "5m"
     assert "record-timeout" not in printed["replay"]
-    assert 'group = "plant é"   # from DEFORMER_GROUP' in ended.out
-    assert f'# sasl-password = "**********"   (from {path})' in ended.out
-    assert "# model =   (required)" in ended.out
-    bare.setenv("DEFORMER_SASL_PASSWORD", SECRET)
-    ended = cli("config", "consume", "--config", path)
-    assert ended.out.startswith("[consume]\n")
-    assert "(from DEFORMER_SASL_PASSWORD)" in ended.out
-    assert "[replay]" not in ended.out
-    assert SECRET not in ended.out
-    bare.setenv("DEFORMER_ALPHA", SECRET)
-    ended = cli("config", "consume")
-    assert (ended.code, ended.out, len(ended.lines)) == (2, "", 1)
-    assert "--alpha" in ended.lines[0]
+    assert 'group = "plant é"   # from DEFORMER_GROUP' in result.out
+    assert f'# sasl-password = "**********"   (from {path})' in result.out
+    assert "# model =   (required)" in result.out
+    clean_environment.setenv("DEFORMER_SASL_PASSWORD", SECRET)
+    result = cli("config", "consume", "--config", path)
+    assert result.out.startswith("[consume]\n")
+    assert "(from DEFORMER_SASL_PASSWORD)" in result.out
+    assert "[replay]" not in result.out
+    assert SECRET not in result.out
+    clean_environment.setenv("DEFORMER_ALPHA", SECRET)
+    result = cli("config", "consume")
+    assert (result.code, result.out, len(result.lines)) == (2, "", 1)
+    assert "--alpha" in result.lines[0]
 
 
-def test_printed_configuration_can_be_used_again(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_printed_configuration_can_be_loaded(clean_environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     for command, cls in SETTINGS_BY_COMMAND.items():
         config.write_text(f"[{command}]\n" + "\n".join(format_options_in_force(cls, None, command)))
-        assert load_settings(cls, REQUIRED[command], config, command) == load_settings(cls, REQUIRED[command], None, command)
+        assert load_settings(cls, REQUIRED[command], config, command) == load_settings(
+            cls, REQUIRED[command], None, command
+        )
 
 
-def test_table_of_all_options(cli: Callable[..., SimpleNamespace]) -> None:
-    ended = cli("config", "--markdown")
-    assert (ended.code, ended.err) == (0, "")
-    lines = ended.out.splitlines()
+def test_option_table_has_every_option(cli: Callable[..., SimpleNamespace]) -> None:
+    result = cli("config", "--markdown")
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
     assert all(line.count("|") == 5 for line in lines)
-    for command, field in EVERY:
+    for command, field in ALL_OPTIONS:
         assert any(line.startswith(f"| `{to_flag(field)}` |") and command in line.split("|")[4] for line in lines)
     assert (
-        "| `--alpha` | `0.01` | Largest share of normal records that may ever raise an alert; or several, "
-        "comma-separated, each with alerts of its own: the stricter the more severe. | consume, replay, calibrate |"
-        in lines
+        "| `--alpha` | `0.01` | Largest share of normal records that raise an alert. Several shares, comma-separated, "
+        "raise alerts of their own; a smaller share means a more severe alert. | consume, replay, calibrate |" in lines
     )

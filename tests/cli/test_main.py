@@ -1,4 +1,4 @@
-"""The commands from end to end on files, and what each of them says when it cannot."""
+"""The commands from end to end on files, with their outputs and their errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 
 from deformer_stream import model_store
 from deformer_stream.model.schema import Schema
-from tests.commands import RunCommand, read_json_lines, list_events, assert_command_failed
+from tests.commands import RunCommand, assert_command_failed, list_events, read_json_lines
 from tests.models import SCHEMA, draw_rows, write_model
 
 SECRET = "hunter2-äöü"
@@ -30,7 +30,7 @@ SECRET = "hunter2-äöü"
 # replay
 
 
-def test_replay_writes_scores_records_alerts_and_refusals(
+def test_replay_writes_scores_records_alerts_and_rejected_events(
     cli: RunCommand, model_dir: Path, lines: Path, table: pa.Table, tmp_path: Path
 ) -> None:
     extra = [
@@ -52,9 +52,9 @@ def test_replay_writes_scores_records_alerts_and_refusals(
     for program in ("deformer-stream", "deformer-replay"):
         for path in out.values():
             path.unlink(missing_ok=True)
-        words = [*(["replay"] if program == "deformer-stream" else []), lines, "--model", model_dir, *options]
-        ended = cli(*words, "--alpha", "0.3", program=program)
-        assert (ended.code, ended.out) == (0, "")
+        arguments = [*(["replay"] if program == "deformer-stream" else []), lines, "--model", model_dir, *options]
+        result = cli(*arguments, "--alpha", "0.3", program=program)
+        assert (result.code, result.out) == (0, "")
     scores, records, alerts, rejected, reasons = (
         pq.read_table(path).to_pylist() if path.suffix == ".parquet" else read_json_lines(path) for path in out.values()
     )
@@ -69,14 +69,14 @@ def test_replay_writes_scores_records_alerts_and_refusals(
         (a["record"], k, c["feature"], c["surprise"]) for a in alerts for k, c in enumerate(a["contributions"])
     ]
     assert Counter(r["reason"] for r in rejected) == {"not_json": 1, "unknown_feature": 1, "late": 1}
-    assert ended.lines == [
+    assert result.lines == [
         f"{len(events)} events accepted, 3 refused (1 not_json, 1 unknown_feature, 1 late), "
         f"{len(records)} records, {len(alerts)} alerts at alpha 0.3"
     ]
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([lines.name, *out])
 
 
-def test_replay_of_wide_and_long_tables_and_lines_is_the_same(
+def test_replay_gives_same_scores_for_wide_tables_long_tables_and_lines(
     cli: RunCommand, model_dir: Path, wide: Path, lines: Path, table: pa.Table, tmp_path: Path
 ) -> None:
     long = [{**e, "value": str(e["value"])} for e in list_events(table)]
@@ -86,8 +86,8 @@ def test_replay_of_wide_and_long_tables_and_lines_is_the_same(
     for source in (wide, lines, tmp_path / "long.parquet", tmp_path / "long.csv"):
         for order in ("schema", "random"):
             out = tmp_path / "scores.parquet"
-            words = ["--order", order, "--seed", "3", "--alpha", "0.3", "--output", out]
-            assert cli("replay", source, "--model", model_dir, *words).code == 0
+            arguments = ["--order", order, "--seed", "3", "--alpha", "0.3", "--output", out]
+            assert cli("replay", source, "--model", model_dir, *arguments).code == 0
             rows = sorted(pq.read_table(out).to_pylist(), key=lambda r: (r["record"], r["seq"]))
             found.append([(r["record"], r["feature"], r["seq"], r["value"], r["label"]) for r in rows])
     assert found[0] == found[2] == found[4] == found[6]
@@ -95,7 +95,7 @@ def test_replay_of_wide_and_long_tables_and_lines_is_the_same(
     assert found[0] != found[1]
 
 
-def test_wide_tables_are_replayed_in_the_calibrated_order(cli: RunCommand, wide: Path, tmp_path: Path) -> None:
+def test_wide_tables_are_replayed_in_calibrated_order(cli: RunCommand, wide: Path, tmp_path: Path) -> None:
     orders = {}
     for order in ("random", "schema", "arrival"):
         model = write_model(tmp_path / order, arrival_order=order)
@@ -105,87 +105,98 @@ def test_wide_tables_are_replayed_in_the_calibrated_order(cli: RunCommand, wide:
     assert orders["schema"] == orders["arrival"] != orders["random"]
 
 
-def test_alerts_to_standard_output(cli: RunCommand, model_dir: Path, lines: Path) -> None:
-    ended = cli("replay", lines, "--model", model_dir, "--alpha", "0.3", "--alerts", "-")
-    assert ended.code == 0
-    assert all(json.loads(line)["alpha"] == 0.3 for line in ended.out.splitlines())
-    assert len(ended.out.splitlines()) == int(ended.lines[0].split(" alerts")[0].split()[-1]) > 0
+def test_replay_writes_alerts_to_standard_output(cli: RunCommand, model_dir: Path, lines: Path) -> None:
+    result = cli("replay", lines, "--model", model_dir, "--alpha", "0.3", "--alerts", "-")
+    assert result.code == 0
+    assert all(json.loads(line)["alpha"] == 0.3 for line in result.out.splitlines())
+    assert len(result.out.splitlines()) == int(result.lines[0].split(" alerts")[0].split()[-1]) > 0
 
 
-def test_drift_is_told_where_it_is_asked_for(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
-    """From the 100th record on the vibration is another; alerts are the same with and without."""
+def test_replay_reports_drift_if_requested(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
+    """The vibration changes at the 100th record; drift detection does not change the alerts."""
     rows = draw_rows(SCHEMA, 160, 31, missing_share=0.0)
     for row in rows[100:]:
         row["vibration"] = 40.0
     events = [{"record": f"r{i}", "values": row} for i, row in enumerate(rows)]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    words = ["replay", tmp_path / "events.jsonl", "--model", model_dir, "--alerts", tmp_path / "alerts.jsonl"]
-    assert cli(*words).code == 0
+    arguments = ["replay", tmp_path / "events.jsonl", "--model", model_dir, "--alerts", tmp_path / "alerts.jsonl"]
+    assert cli(*arguments).code == 0
     alerts = read_json_lines(tmp_path / "alerts.jsonl")
-    assert cli(*words, "--drift", "1000").code == 0
-    told = read_json_lines(tmp_path / "alerts.jsonl")
-    (notice,) = [document for document in told if document.get("kind") == "drift"]
-    assert [document for document in told if document != notice] == alerts
+    assert cli(*arguments, "--drift", "1000").code == 0
+    alerts_by_effort = read_json_lines(tmp_path / "alerts.jsonl")
+    (notice,) = [document for document in alerts_by_effort if document.get("kind") == "drift"]
+    assert [document for document in alerts_by_effort if document != notice] == alerts
     assert 100 <= int(notice["record"][1:]) < 140
     assert notice["features"][0]["feature"] == "vibration"
     assert notice["log10_martingale"] >= 3
     assert len(notice["id"]) == 32
 
 
-def test_alpha_out_of_reach_is_said(cli: RunCommand, model_dir: Path, lines: Path) -> None:
-    ended = cli("replay", lines, "--model", model_dir, "--alpha", "0.004")
-    assert ended.code == 0
-    assert "out of reach" in ended.lines[0]
-    assert "at least 249 records" in ended.lines[0]
-    assert "0 alerts" in ended.lines[-1]
+def test_unreachable_alpha_is_reported(cli: RunCommand, model_dir: Path, lines: Path) -> None:
+    result = cli("replay", lines, "--model", model_dir, "--alpha", "0.004")
+    assert result.code == 0
+    assert "out of reach" in result.lines[0]
+    assert "at least 249 records" in result.lines[0]
+    assert "0 alerts" in result.lines[-1]
 
 
-def test_columns_that_are_no_features_are_said(cli: RunCommand, model_dir: Path, wide: Path) -> None:
-    ended = cli("replay", wide, "--model", model_dir)
-    assert json.loads(ended.lines[0])["columns"] == ["note"]
+def test_ignored_columns_are_reported(cli: RunCommand, model_dir: Path, wide: Path) -> None:
+    result = cli("replay", wide, "--model", model_dir)
+    assert json.loads(result.lines[0])["columns"] == ["note"]
 
 
-def test_explanations_cost_what_one_wants(cli: RunCommand, model_dir: Path, lines: Path, tmp_path: Path) -> None:
-    words = ["replay", lines, "--model", model_dir, "--alpha", "0.3", "--alerts", tmp_path / "a.jsonl"]
-    told = {}
+def test_explanations_option_chooses_content_of_alerts(
+    cli: RunCommand, model_dir: Path, lines: Path, tmp_path: Path
+) -> None:
+    arguments = ["replay", lines, "--model", model_dir, "--alpha", "0.3", "--alerts", tmp_path / "a.jsonl"]
+    alerts_by_effort = {}
     for effort in ("full", "fast", "off"):
-        assert cli(*words, "--explanations", effort).code == 0
-        told[effort] = {a["record"]: a["contributions"] for a in read_json_lines(tmp_path / "a.jsonl")}
-    assert told["full"].keys() == told["fast"].keys() == told["off"].keys()
-    assert not any(told["off"].values())
-    assert all(part["relief"] is None for parts in told["fast"].values() for part in parts)
-    assert all(part["relief"] is not None for parts in told["full"].values() for part in parts)
-    assert_command_failed(cli(*words, "--explanations", "off", "--explain", tmp_path / "w.parquet"), 2, "--explain")
+        assert cli(*arguments, "--explanations", effort).code == 0
+        alerts_by_effort[effort] = {a["record"]: a["contributions"] for a in read_json_lines(tmp_path / "a.jsonl")}
+    assert alerts_by_effort["full"].keys() == alerts_by_effort["fast"].keys() == alerts_by_effort["off"].keys()
+    assert not any(alerts_by_effort["off"].values())
+    assert all(part["relief"] is None for parts in alerts_by_effort["fast"].values() for part in parts)
+    assert all(part["relief"] is not None for parts in alerts_by_effort["full"].values() for part in parts)
+    assert_command_failed(cli(*arguments, "--explanations", "off", "--explain", tmp_path / "w.parquet"), 2, "--explain")
 
 
-def test_a_failed_replay_leaves_no_half_results(cli: RunCommand, model_dir: Path, tmp_path: Path, wide: Path) -> None:
+def test_failed_replay_leaves_no_incomplete_files(cli: RunCommand, model_dir: Path, tmp_path: Path, wide: Path) -> None:
     pq.write_table(pa.table({"pressure": ["high"]}), tmp_path / "bad.parquet")
     (tmp_path / "scores.parquet").write_text("of yesterday")
-    words = ["--model", model_dir, "--output", tmp_path / "scores.parquet", "--records", tmp_path / "records.parquet"]
-    assert_command_failed(cli("replay", tmp_path / "bad.parquet", *words), 3, "bad.parquet", "pressure")
+    arguments = [
+        "--model",
+        model_dir,
+        "--output",
+        tmp_path / "scores.parquet",
+        "--records",
+        tmp_path / "records.parquet",
+    ]
+    assert_command_failed(cli("replay", tmp_path / "bad.parquet", *arguments), 3, "bad.parquet", "pressure")
     assert (tmp_path / "scores.parquet").read_text() == "of yesterday"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.parquet", "scores.parquet", "wide.parquet"]
-    assert_command_failed(cli("replay", wide, *words[:3], tmp_path / "s.parquet", "--records", tmp_path / "no" / "r.parquet"), 2, "no")
+    assert_command_failed(
+        cli("replay", wide, *arguments[:3], tmp_path / "s.parquet", "--records", tmp_path / "no" / "r.parquet"), 2, "no"
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.parquet", "scores.parquet", "wide.parquet"]
 
 
-def test_no_command_overwrites_what_it_reads(
+def test_no_command_overwrites_its_input(
     cli: RunCommand, model_dir: Path, tmp_path: Path, wide: Path, lines: Path
 ) -> None:
     table, log = wide.read_bytes(), lines.read_bytes()
-    for words in (
+    for arguments in (
         ["replay", wide, "--output", wide, "--model", model_dir],
         ["replay", lines, "--alerts", lines, "--model", model_dir],
         ["replay", wide, "--output", tmp_path / "s", "--records", tmp_path / "s", "--model", model_dir],
         ["consume", "--source", lines, "--alerts", lines, "--model", model_dir],
         ["produce", lines, "--output", lines],
     ):
-        assert_command_failed(cli(*words), 2, "choose another path")
+        assert_command_failed(cli(*arguments), 2, "choose another path")
     assert (wide.read_bytes(), lines.read_bytes()) == (table, log)
 
 
-def test_standard_input(model_dir: Path, lines: Path) -> None:
-    words = [
+def test_replay_reads_standard_input(model_dir: Path, lines: Path) -> None:
+    arguments = [
         sys.executable,
         "-m",
         "deformer_stream.cli.main",
@@ -197,35 +208,37 @@ def test_standard_input(model_dir: Path, lines: Path) -> None:
         "0.3",
     ]
     with lines.open() as file:
-        ended = subprocess.run(words, stdin=file, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0
-    assert f"{len(lines.read_text().splitlines())} events accepted, 0 refused" in ended.stderr
+        result = subprocess.run(arguments, stdin=file, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0
+    assert f"{len(lines.read_text().splitlines())} events accepted, 0 refused" in result.stderr
 
 
 # consume
 
 
-def test_consume_from_a_file_prints_alerts(cli: RunCommand, model_dir: Path, lines: Path, tmp_path: Path) -> None:
-    words = ["consume", "--source", lines, "--model", model_dir, "--alpha", "0.3"]
-    printed = cli(*words)
+def test_consume_prints_alerts_of_a_file(cli: RunCommand, model_dir: Path, lines: Path, tmp_path: Path) -> None:
+    arguments = ["consume", "--source", lines, "--model", model_dir, "--alpha", "0.3"]
+    printed = cli(*arguments)
     assert printed.code == 0
     alerts = [json.loads(line) for line in printed.out.splitlines()]
     assert len(alerts) >= 5
     assert {alert["source"]["topic"] for alert in alerts} == {str(lines)}
-    silent = cli(*words, "--alerts", "")
-    assert (silent.code, silent.out) == (0, "")
+    quiet = cli(*arguments, "--alerts", "")
+    assert (quiet.code, quiet.out) == (0, "")
     path = tmp_path / "alerts.jsonl"
-    for times in (1, 2):  # a consumer that was started again must not wipe out what it raised before
-        assert cli(*words, "--alerts", path).out == ""
+    for times in (1, 2):  # a consumer that is started again must keep its earlier alerts
+        assert cli(*arguments, "--alerts", path).out == ""
         assert [a["id"] for a in read_json_lines(path)] == [a["id"] for a in alerts] * times
     replayed = tmp_path / "replayed.jsonl"
     assert cli("replay", lines, "--model", model_dir, "--alpha", "0.3", "--alerts", replayed).code == 0
     assert {a["id"] for a in read_json_lines(replayed)} == {a["id"] for a in alerts}
-    stopped = json.loads(silent.lines[-1])
+    stopped = json.loads(quiet.lines[-1])
     assert (stopped["event"], stopped["alerts"], stopped["rejected"]) == ("stopped", len(alerts), {})
 
 
-def test_consume_goes_on_behind_a_torn_line(cli: RunCommand, model_dir: Path, lines: Path, tmp_path: Path) -> None:
+def test_consume_appends_alerts_after_an_incomplete_line(
+    cli: RunCommand, model_dir: Path, lines: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "alerts.jsonl"
     path.write_text('{"id": "tor')
     assert cli("consume", "--source", lines, "--model", model_dir, "--alpha", "0.3", "--alerts", path).code == 0
@@ -236,8 +249,8 @@ def test_consume_goes_on_behind_a_torn_line(cli: RunCommand, model_dir: Path, li
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_consume_ends_gracefully(model_dir: Path, lines: Path, number: int) -> None:
-    """Alerts fall while the input is open; a signal ends it with 0."""
-    words = [
+    """Alerts are printed while the input is still open, and a signal ends the command with exit code 0."""
+    arguments = [
         sys.executable,
         "-u",
         "-m",
@@ -249,7 +262,7 @@ def test_consume_ends_gracefully(model_dir: Path, lines: Path, number: int) -> N
         str(model_dir),
     ]
     with subprocess.Popen(
-        [*words, "--alpha", "0.3"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*arguments, "--alpha", "0.3"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -266,10 +279,19 @@ def test_consume_ends_gracefully(model_dir: Path, lines: Path, number: int) -> N
     assert "Traceback" not in err
 
 
-def test_consume_ends_gracefully_while_it_starts(model_dir: Path) -> None:
-    """Whoever stops it in the seconds in which libraries and the model are loaded gets 0, too."""
-    words = [sys.executable, "-m", "deformer_stream.cli.main", "consume", "--source", "-", "--model", str(model_dir)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+def test_consume_ends_gracefully_during_startup(model_dir: Path) -> None:
+    """A signal while libraries and the model are loaded also ends the command with exit code 0."""
+    arguments = [
+        sys.executable,
+        "-m",
+        "deformer_stream.cli.main",
+        "consume",
+        "--source",
+        "-",
+        "--model",
+        str(model_dir),
+    ]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         status, deadline = Path(f"/proc/{process.pid}/status"), time.monotonic() + 60
         while not int(re.findall(r"SigCgt:\s*(\w+)", status.read_text())[0], 16) >> (signal.SIGTERM - 1) & 1:
@@ -281,17 +303,17 @@ def test_consume_ends_gracefully_while_it_starts(model_dir: Path) -> None:
     assert (stopped["event"], stopped["events"]) == ("stopped", 0)
 
 
-def test_unreachable_broker(cli: RunCommand, model_dir: Path) -> None:
-    with closing(socket.socket()) as silent:
-        silent.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-    words = ["--model", model_dir, "--alerts", ""]
-    assert_command_failed(cli("consume", "--topic", "t", "--bootstrap-servers", address, *words), 4, address)
-    assert_command_failed(cli("consume", "--source", f"kafka://{address}/t", *words), 4, address)
+def test_unreachable_broker_is_reported(cli: RunCommand, model_dir: Path) -> None:
+    with closing(socket.socket()) as quiet:
+        quiet.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{quiet.getsockname()[1]}"
+    arguments = ["--model", model_dir, "--alerts", ""]
+    assert_command_failed(cli("consume", "--topic", "t", "--bootstrap-servers", address, *arguments), 4, address)
+    assert_command_failed(cli("consume", "--source", f"kafka://{address}/t", *arguments), 4, address)
 
 
 @pytest.mark.parametrize(
-    ("words", "hint"),
+    ("arguments", "hint"),
     [
         (["--source", "kafka://host:9092"], "kafka://HOST:PORT/TOPIC"),
         (["--source", "kafka:///topic"], "kafka://HOST:PORT/TOPIC"),
@@ -303,27 +325,27 @@ def test_unreachable_broker(cli: RunCommand, model_dir: Path) -> None:
         (["--source", "-", "--alerts", "/no/such/folder/alerts"], "/no/such/folder/alerts"),
     ],
 )
-def test_consume_refuses(
-    cli: RunCommand, model_dir: Path, words: list[str], hint: str, monkeypatch: pytest.MonkeyPatch
+def test_consume_rejects_impossible_options(
+    cli: RunCommand, model_dir: Path, arguments: list[str], hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open(os.devnull) as nothing:  # pytest's own stand-in has no descriptor
+    with open(os.devnull) as nothing:  # the replacement that pytest sets has no file descriptor
         monkeypatch.setattr("sys.stdin", nothing)
-        assert_command_failed(cli("consume", "--model", model_dir, *words), 2, hint)
+        assert_command_failed(cli("consume", "--model", model_dir, *arguments), 2, hint)
 
 
-def test_source_that_is_missing(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
+def test_missing_source_or_model_is_reported(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
     assert_command_failed(cli("consume", "--source", tmp_path / "none.jsonl", "--model", model_dir), 3, "none.jsonl")
     assert_command_failed(cli("replay", tmp_path / "none.jsonl", "--model", model_dir), 3, "none.jsonl")
     assert_command_failed(cli("consume", "--source", "-", "--model", tmp_path), 3, "manifest.json is missing")
 
 
-def test_secrets_are_never_said(cli: RunCommand, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_never_contains_a_secret(cli: RunCommand, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEFORMER_SASL_PASSWORD", SECRET)
-    with closing(socket.socket()) as silent:
-        silent.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
+    with closing(socket.socket()) as quiet:
+        quiet.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{quiet.getsockname()[1]}"
     login = ["--security-protocol", "SASL_PLAINTEXT", "--sasl-mechanism", "PLAIN", "--sasl-username", "me"]
-    for words in (
+    for arguments in (
         ["config"],
         ["consume", "--topic", "t", "--model", model_dir, "--bootstrap-servers", address, *login, "--debug"],
         ["consume", "--topic", "t", "--model", model_dir, "--debug"],
@@ -331,47 +353,47 @@ def test_secrets_are_never_said(cli: RunCommand, model_dir: Path, monkeypatch: p
         ["consume", "--source", f"kafka://me:{SECRET}@{address}/t", "--model", model_dir],
         ["produce", "x.parquet", "--topic", "t", "--bootstrap-servers", address, *login, "--debug"],
     ):
-        ended = cli(*words)
-        assert SECRET not in ended.out + ended.err
-        assert "hunter2" not in ended.out + ended.err
+        result = cli(*arguments)
+        assert SECRET not in result.out + result.err
+        assert "hunter2" not in result.out + result.err
 
 
 # produce
 
 
-def test_produce_to_a_file(cli: RunCommand, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path) -> None:
+def test_produce_writes_a_file(cli: RunCommand, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path) -> None:
     out = tmp_path / "stream.jsonl"
-    words = ["produce", wide, "--output", out, "--shuffle-within", "20s", "--record-prefix", "pump-", "--seed", "4"]
-    ended = cli(*words, "--model", model_dir)
+    arguments = ["produce", wide, "--output", out, "--shuffle-within", "20s", "--record-prefix", "pump-", "--seed", "4"]
+    result = cli(*arguments, "--model", model_dir)
     sent = read_json_lines(out)
     expected = list_events(table)
-    assert (ended.code, ended.lines) == (0, [f"{len(expected)} events sent to {out}"])
+    assert (result.code, result.lines) == (0, [f"{len(expected)} events sent to {out}"])
     key = lambda e: (e["record"], e["feature"])  # noqa: E731
     assert sorted(map(key, sent)) == sorted(("pump-" + e["record"], e["feature"]) for e in expected)
     assert [e["time"] for e in sent] == sorted(e["time"] for e in sent)
     assert [e["record"] for e in sent] != sorted((e["record"] for e in sent), key=[e["record"] for e in sent].index)
-    again = cli(*words[:-1], "5", "--exclude", "note,state")
+    again = cli(*arguments[:-1], "5", "--exclude", "note,state")
     assert again.code == 0
     assert {e["feature"] for e in read_json_lines(out)} == set(SCHEMA.names) - {"state"}
     printed = cli("produce", wide, "--output", "-", "--rate", "1e6")
     assert {json.loads(line)["feature"] for line in printed.out.splitlines()} == {*SCHEMA.names, "note"}
 
 
-def test_what_is_produced_can_be_consumed(cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path) -> None:
+def test_produced_events_can_be_consumed(cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path) -> None:
     out = tmp_path / "stream.jsonl"
     assert cli("produce", wide, "--output", out, "--model", model_dir, "--shuffle-within", "10s").code == 0
-    ended = cli("consume", "--source", out, "--model", model_dir, "--alpha", "0.3", "--alerts", "")
-    stopped = json.loads(ended.lines[-1])
+    result = cli("consume", "--source", out, "--model", model_dir, "--alpha", "0.3", "--alerts", "")
+    stopped = json.loads(result.lines[-1])
     assert (stopped["events"], stopped["rejected"]) == (len(read_json_lines(out)), {})
 
 
-def test_produce_refuses(cli: RunCommand, wide: Path, tmp_path: Path) -> None:
+def test_produce_rejects_impossible_options(cli: RunCommand, wide: Path, tmp_path: Path) -> None:
     assert_command_failed(cli("produce", wide), 2, "--topic or --output")
     assert_command_failed(cli("produce", wide, "--output", tmp_path / "no" / "x"), 2, "no/x")
     assert_command_failed(cli("produce", tmp_path / "none.parquet", "--output", tmp_path / "x"), 3, "none.parquet")
     assert_command_failed(cli("produce", wide, "--output", tmp_path / "x", "--model", tmp_path), 3, "manifest.json")
 
 
-def test_every_schema_of_the_model_directory_is_the_one_that_scores(model_dir: Path) -> None:
+def test_manifest_has_the_schema_of_the_model(model_dir: Path) -> None:
     manifest = model_store.read_manifest(model_dir)
     assert Schema.from_json(manifest["features"]) == SCHEMA

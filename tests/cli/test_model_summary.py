@@ -1,4 +1,4 @@
-"""What `deformer-stream inspect` shows, also of names that would like to be markup or move the cursor."""
+"""The output of `deformer-stream inspect`, also for names that contain markup or control sequences."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from deformer_stream.model.schema import Feature, Schema
 from tests.models import CONFIG, SCHEMA
 
 
-def shown(directory: Path) -> str:
+def render(directory: Path) -> str:
     out = io.StringIO()
     print_model(model_store.read(directory), Console(file=out, width=200, force_terminal=True, color_system=None))
     return out.getvalue()
 
 
-def test_shows_features_calibration_and_training(model_dir: Path) -> None:
-    text = shown(model_dir)
+def test_inspect_shows_features_calibration_and_training(model_dir: Path) -> None:
+    text = render(model_dir)
     loaded = model_store.read(model_dir)
     assert str(model_dir) in text
     assert loaded.fingerprint in text
@@ -43,7 +43,7 @@ def test_shows_features_calibration_and_training(model_dir: Path) -> None:
     assert "curve" not in text
 
 
-def test_hostile_names(tmp_path: Path) -> None:
+def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     names = [
         "[/bold]",
         "[link=http://x]y",
@@ -57,7 +57,7 @@ def test_hostile_names(tmp_path: Path) -> None:
     model = DEformer(Schema(tuple(features)), CONFIG)
     directory = tmp_path / "[red]model"
     model_store.write(directory, model, Calibration.from_statistics(np.ones(3), "random"), {"[/x]": "[/y]"}, "")
-    text = shown(directory)
+    text = render(directory)
     assert "[/bold]" in text
     assert "[link=http://x]y" in text
     assert "[red]model" in text
@@ -71,18 +71,20 @@ def test_hostile_names(tmp_path: Path) -> None:
     assert "\x1b]0" not in text
 
 
-def test_command(model_dir: Path, cli: Callable[..., SimpleNamespace]) -> None:
-    ended = cli("inspect", model_dir)
-    assert (ended.code, ended.err) == (0, "")
-    assert "temperature" in ended.out
-    ended = cli("inspect", model_dir, "--json")
-    assert (ended.code, ended.err) == (0, "")
-    assert json.loads(ended.out) == model_store.read(model_dir).manifest
+def test_command_prints_summary_or_manifest(model_dir: Path, cli: Callable[..., SimpleNamespace]) -> None:
+    result = cli("inspect", model_dir)
+    assert (result.code, result.err) == (0, "")
+    assert "temperature" in result.out
+    result = cli("inspect", model_dir, "--json")
+    assert (result.code, result.err) == (0, "")
+    assert json.loads(result.out) == model_store.read(model_dir).manifest
 
 
-def test_summary_in_words(tmp_path: Path) -> None:
+def test_training_summary_is_shown_in_words(tmp_path: Path) -> None:
     training = {"fingerprint": "0123", "stopped_early": False}
-    model_store.write(tmp_path / "model", DEformer(SCHEMA, CONFIG), Calibration.from_statistics(np.ones(3), "random"), training, "")
-    rows = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in shown(tmp_path / "model").splitlines()]
+    model_store.write(
+        tmp_path / "model", DEformer(SCHEMA, CONFIG), Calibration.from_statistics(np.ones(3), "random"), training, ""
+    )
+    rows = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in render(tmp_path / "model").splitlines()]
     assert ["data fingerprint", "0123"] in rows
     assert ["stopped early", "no"] in rows

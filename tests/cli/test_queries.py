@@ -1,4 +1,4 @@
-"""`impute` and `sample`: tables in, tables out."""
+"""The commands `impute` and `sample`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from tests.commands import NUM_RECORDS, RunCommand, assert_command_failed
 from tests.models import SCHEMA
 
 
-def test_impute(cli: RunCommand, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path) -> None:
+def test_impute_fills_nulls_with_intervals(
+    cli: RunCommand, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path
+) -> None:
     out = tmp_path / "filled.parquet"
     ended = cli("impute", wide, "--model", model_dir, "--output", out, "--interval", "0.8")
     assert (ended.code, ended.out) == (0, "")
@@ -52,7 +54,7 @@ def test_impute(cli: RunCommand, model_dir: Path, wide: Path, table: pa.Table, t
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_takes_away_what_was_begun(
+def test_signal_removes_incomplete_output(
     cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     seen = list[Path]()
@@ -71,7 +73,7 @@ def test_a_signal_takes_away_what_was_begun(
         seen.clear()
 
 
-def test_impute_says_which_features_have_no_column(
+def test_impute_reports_features_without_column(
     cli: RunCommand, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path
 ) -> None:
     pq.write_table(table.drop_columns(["pressure", "valve", "load"]), wide)
@@ -81,7 +83,7 @@ def test_impute_says_which_features_have_no_column(
     assert "add it, with nulls" in told["event"]
 
 
-def test_impute_answers_as_the_library_does(
+def test_impute_gives_the_results_of_the_library(
     cli: RunCommand, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path
 ) -> None:
     import deformer_stream
@@ -99,7 +101,7 @@ def test_impute_answers_as_the_library_does(
                 assert after[f"{name}__high"] == pytest.approx(imputed.high, rel=1e-3, abs=1e-3)
 
 
-def test_impute_with_draws(cli: RunCommand, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path) -> None:
+def test_impute_writes_draws(cli: RunCommand, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path) -> None:
     found = []
     for seed in ("5", "5", "6"):
         out = tmp_path / "drawn.parquet"
@@ -117,12 +119,14 @@ def test_impute_with_draws(cli: RunCommand, model_dir: Path, wide: Path, table: 
         there = before.is_valid()
         assert after.filter(there).equals(before.filter(there))
         assert after.null_count == (before.null_count if name == "load" else 0)
-    pressure = drawn.column("pressure").to_numpy().reshape(NUM_RECORDS, 3)[table.column("pressure").is_null().to_numpy()]
+    pressure = (
+        drawn.column("pressure").to_numpy().reshape(NUM_RECORDS, 3)[table.column("pressure").is_null().to_numpy()]
+    )
     assert len(pressure) > 3
     assert (pressure.std(1) > 0).any()
 
 
-def test_impute_with_quantiles_and_estimates(
+def test_impute_writes_quantiles_and_estimates(
     cli: RunCommand, model_dir: Path, wide: Path, table: pa.Table, tmp_path: Path
 ) -> None:
     def column(name: str, *options: str) -> np.ndarray:
@@ -156,7 +160,9 @@ def test_impute_with_quantiles_and_estimates(
     ],
     ids=str,
 )
-def test_impute_keeps_types(cli: RunCommand, model_dir: Path, tmp_path: Path, column: str, values: pa.Array) -> None:
+def test_impute_keeps_column_types(
+    cli: RunCommand, model_dir: Path, tmp_path: Path, column: str, values: pa.Array
+) -> None:
     pq.write_table(pa.table({column: values, "pressure": [1.0, 1.1, None]}), tmp_path / "t.parquet")
     ended = cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "f.parquet")
     assert ended.code == 0, ended.err
@@ -171,7 +177,7 @@ def test_impute_keeps_types(cli: RunCommand, model_dir: Path, tmp_path: Path, co
         assert old is None or old != old or old == new
 
 
-def test_impute_of_csv(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
+def test_impute_reads_csv(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("temperature,state,note\n21.5,,a\n,run,b\n20,stop,\n")
     assert cli("impute", tmp_path / "t.csv", "--model", model_dir, "--output", tmp_path / "f.parquet").code == 0
     filled = pq.read_table(tmp_path / "f.parquet")
@@ -179,8 +185,8 @@ def test_impute_of_csv(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None
     assert filled.column("note").to_pylist()[:2] == ["a", "b"]
 
 
-def test_impute_leaves_infinite_readings(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
-    """Such a reading is neither there (nothing is concluded from it) nor missing."""
+def test_impute_keeps_infinite_readings(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
+    """An infinite reading is not used for predictions, and is not replaced either."""
     pq.write_table(pa.table({"temperature": [float("inf"), None], "pressure": [None, 1.0]}), tmp_path / "t.parquet")
     assert cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "f.parquet").code == 0
     filled = pq.read_table(tmp_path / "f.parquet").to_pylist()
@@ -189,7 +195,7 @@ def test_impute_leaves_infinite_readings(cli: RunCommand, model_dir: Path, tmp_p
     assert np.isfinite(filled[0]["pressure"])
 
 
-def test_impute_in_blocks_is_the_same(
+def test_impute_result_does_not_depend_on_block_size(
     cli: RunCommand, model_dir: Path, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
@@ -206,10 +212,12 @@ def test_impute_in_blocks_is_the_same(
             assert one.equals(other)
 
 
-def test_impute_refuses(cli: RunCommand, model_dir: Path, lines: Path, tmp_path: Path) -> None:
+def test_impute_rejects_impossible_options(cli: RunCommand, model_dir: Path, lines: Path, tmp_path: Path) -> None:
     def refused(table: pa.Table, *words: str) -> None:
         pq.write_table(table, tmp_path / "t.parquet")
-        assert_command_failed(cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "f"), 3, *words)
+        assert_command_failed(
+            cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "f"), 3, *words
+        )
         assert not (tmp_path / "f").exists()
         assert not list(tmp_path.glob("*.part"))
 
@@ -222,14 +230,18 @@ def test_impute_refuses(cli: RunCommand, model_dir: Path, lines: Path, tmp_path:
     assert_command_failed(cli("impute", tmp_path / "none.parquet", *words), 3, "none.parquet")
     assert_command_failed(cli("impute", tmp_path / "t.parquet", "--model", model_dir), 2, "--output")
     assert_command_failed(cli("impute", tmp_path / "t.parquet", *words, "--interval", "1"), 2, "--interval")
-    assert_command_failed(cli("impute", tmp_path / "t.parquet", *words, "--draws", "2", "--quantiles", "0.1"), 2, "--draws")
+    assert_command_failed(
+        cli("impute", tmp_path / "t.parquet", *words, "--draws", "2", "--quantiles", "0.1"), 2, "--draws"
+    )
     assert_command_failed(cli("impute", tmp_path / "t.parquet", *words, "--draws", "0"), 2, "--draws")
     pq.write_table(pa.table({"pressure": [1.0], "draw": [1]}), tmp_path / "t.parquet")
     assert_command_failed(cli("impute", tmp_path / "t.parquet", *words, "--draws", "2"), 3, "'draw'", "rename")
-    assert_command_failed(cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "no" / "f"), 2, "no/f")
+    assert_command_failed(
+        cli("impute", tmp_path / "t.parquet", "--model", model_dir, "--output", tmp_path / "no" / "f"), 2, "no/f"
+    )
 
 
-def test_impute_may_replace_its_input(cli: RunCommand, model_dir: Path, wide: Path) -> None:
+def test_impute_can_replace_its_input(cli: RunCommand, model_dir: Path, wide: Path) -> None:
     assert cli("impute", wide, "--model", model_dir, "--output", wide).code == 0
     assert pq.read_table(wide).column("pressure").null_count == 0
 
@@ -237,7 +249,7 @@ def test_impute_may_replace_its_input(cli: RunCommand, model_dir: Path, wide: Pa
 # sample
 
 
-def test_sample(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
+def test_sample_writes_records(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
     found = []
     for seed in ("1", "1", "2"):
         out = tmp_path / "samples.parquet"
@@ -261,14 +273,16 @@ def test_sample(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
     assert all(float(f"{t:.1f}") == t for t in temperatures)
 
 
-def test_sample_refuses(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
+def test_sample_rejects_impossible_options(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
     assert_command_failed(cli("sample", "--model", model_dir, "--count", "0", "--output", tmp_path / "s"), 2, "--count")
     assert_command_failed(cli("sample", "--model", model_dir), 2, "--output")
     assert_command_failed(cli("sample", "--model", tmp_path, "--output", tmp_path / "s"), 3, "manifest.json")
 
 
-def test_a_folder_is_refused_before_anything_is_drawn(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
+def test_output_folder_is_rejected_before_drawing(cli: RunCommand, model_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    assert_command_failed(cli("sample", "--model", model_dir, "--output", folder), 2, "Is a directory", "choose another path")
+    assert_command_failed(
+        cli("sample", "--model", model_dir, "--output", folder), 2, "Is a directory", "choose another path"
+    )
     assert list(tmp_path.iterdir()) == [folder]

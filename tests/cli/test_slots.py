@@ -1,4 +1,4 @@
-"""`--window --slots` from end to end: irregular series, an anomaly that is one of time only, live as in a replay."""
+"""`--window --slots` from end to end: irregular series, anomalies of time only, and live scores equal to a replay."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Run = Callable[..., SimpleNamespace]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of normal series, trained for a few steps: its Gaussians know what comes when."""
+    """Train a model on normal series for a few steps; its Gaussian prior has learned the values of each time slot."""
     folder = tmp_path_factory.mktemp("slots")
     pq.write_table(make_long_table(draw_event_series(500, seed=0)), folder / "train.parquet")
     options: dict[str, Any] = {"window": 60.0, "slots": 6, "once": "site", "preset": "tiny", "epochs": 2}
@@ -41,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Series whose pressure follows one slot too late, as JSON lines. Each value by itself is as ever."""
+    """Write series as JSON lines whose pressure follows one time slot too late; each single value is normal."""
     path = tmp_path_factory.mktemp("odd") / "events.jsonl"
     path.write_text("".join(json.dumps(event) + "\n" for event in draw_event_series(100, seed=1, lag=2)))
     return path
@@ -53,7 +53,7 @@ def alerts_of(cli: Run, path: Path, *words: object) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_an_anomaly_of_time_only_is_found_and_named(cli: Run, trained: Path, odd: Path, tmp_path: Path) -> None:
+def test_anomaly_of_time_only_is_detected_and_explained(cli: Run, trained: Path, odd: Path, tmp_path: Path) -> None:
     alerts = alerts_of(cli, tmp_path / "odd.jsonl", "replay", odd, "--model", trained)
     assert len(alerts) > 80
     contributions = [part for alert in alerts for part in alert["contributions"]]
@@ -66,8 +66,8 @@ def test_an_anomaly_of_time_only_is_found_and_named(cli: Run, trained: Path, odd
     assert len(calm) < 20
 
 
-def test_live_is_as_in_a_replay(cli: Run, trained: Path, odd: Path, tmp_path: Path) -> None:
-    """consume takes what it has to know from the model; polls of a few events each change nothing."""
+def test_live_scores_equal_those_of_a_replay(cli: Run, trained: Path, odd: Path, tmp_path: Path) -> None:
+    """`consume` reads the window from the model, and small polls do not change the result."""
     words = ("--model", trained, "--explanations", "off")
     live = alerts_of(cli, tmp_path / "live.jsonl", "consume", "--source", odd, "--max-poll-records", "7", *words)
     replayed = alerts_of(cli, tmp_path / "replay.jsonl", "replay", odd, *words, "--window", "60s")
@@ -76,9 +76,9 @@ def test_live_is_as_in_a_replay(cli: Run, trained: Path, odd: Path, tmp_path: Pa
     assert [[a[k] for k in kept] for a in live] == [[a[k] for k in kept] for a in replayed]
 
 
-def test_what_contradicts_the_model_is_refused(cli: Run, trained: Path, odd: Path) -> None:
+def test_options_that_contradict_the_model_are_rejected(cli: Run, trained: Path, odd: Path) -> None:
     for words, said in (
-        (("--window", "30s"), "the model's records are windows of 1m"),
+        (("--window", "30s"), "the model was trained on windows of 1m"),
         (("--device-field", "record"), "--device-field and --record-field must differ"),
     ):
         ended = cli("replay", odd, "--model", trained, *words)
@@ -87,8 +87,8 @@ def test_what_contradicts_the_model_is_refused(cli: Run, trained: Path, odd: Pat
     assert cli("replay", odd, "--model", trained, "--grace", "2s", "--explanations", "off").code == 0
 
 
-def test_beside_the_stream(cli: Run, trained: Path, odd: Path, tmp_path: Path) -> None:
-    """Records that are drawn have a column for each slot, and what is missing is filled by its neighbours in time."""
+def test_sample_and_impute_use_time_slots(cli: Run, trained: Path, odd: Path, tmp_path: Path) -> None:
+    """Drawn records have a column for each time slot, and missing values are filled from their neighbours in time."""
     names = list(deformer_stream.load(trained).schema.names)
     drawn = tmp_path / "drawn.parquet"
     assert cli("sample", "--model", trained, "--output", drawn, "--count", "300").code == 0
@@ -106,13 +106,15 @@ def test_beside_the_stream(cli: Run, trained: Path, odd: Path, tmp_path: Path) -
     sent = tmp_path / "sent.jsonl"
     pq.write_table(make_long_table(draw_event_series(20, seed=3)), tmp_path / "long.parquet")
     assert cli("produce", tmp_path / "long.parquet", "--model", trained, "--output", sent).code == 0
-    assert [json.loads(line)["device"] for line in sent.read_text().splitlines()] == ["p0"] * len(draw_event_series(20, seed=3))
+    assert [json.loads(line)["device"] for line in sent.read_text().splitlines()] == ["p0"] * len(
+        draw_event_series(20, seed=3)
+    )
     again = ("calibrate", odd, "--model", trained, "--out", tmp_path / "again", "--grace", "1s")
     assert "100 records in arrival order" in cli(*again).err
 
 
-def test_a_program_may_score_devices(trained: Path, loaded: deformer_stream.Detector) -> None:
-    """What it is told of each reading is what a replay says, and a reading past the grace is refused."""
+def test_library_scores_devices(trained: Path, loaded: deformer_stream.Detector) -> None:
+    """The library returns the scores of a replay, and rejects a reading after the grace period."""
     batch, _ = loaded.codec.decode(messages(*(json.dumps(event).encode() for event in WINDOW)))
     expected = loaded.engine(0.05).handle(batch, 0).scored
     scorer = loaded.scorer(0.05, grace=2.0)
@@ -124,7 +126,7 @@ def test_a_program_may_score_devices(trained: Path, loaded: deformer_stream.Dete
     assert reasons == [None, "duplicate", "duplicate", "late"]
     refused = scorer.update("r", "flow", 0.0).rejected
     assert refused is not None
-    assert "name it 'flow+0s'" in refused.detail
+    assert "name the time slot, for example 'flow+0s'" in refused.detail
     assert scorer.update("r", "flow+0s", 0.0).rejected is None
 
 
@@ -138,9 +140,11 @@ WINDOW = [event for event in draw_event_series(20, seed=4) if event["time"] < 60
 
 @settings(max_examples=20)
 @given(order=st.permutations(range(len(WINDOW))))
-def test_readings_of_a_window_may_come_in_any_order(order: list[int], loaded: deformer_stream.Detector) -> None:
-    """Within the grace, which is what a window waits for: each is in its slot, and what the engine says of them in turn
-    adds up to what the model says of them at once, in that order."""
+def test_readings_of_a_window_can_arrive_in_any_order(order: list[int], loaded: deformer_stream.Detector) -> None:
+    """Within the grace period each reading is in its time slot, whatever the order of arrival.
+
+    The engine's step scores sum up to the model's score of the complete window in that order.
+    """
     codec = Codec(loaded.schema, window_assigner=WindowAssigner.from_options(loaded.schema, None, 10**9))
     engine: Engine = loaded.engine(0.05)
     batch, rejected = codec.decode(messages(*(json.dumps(WINDOW[i]).encode() for i in order)))
@@ -159,8 +163,8 @@ def test_readings_of_a_window_may_come_in_any_order(order: list[int], loaded: de
     assert [(r.reason.value, "already" in r.detail) for r in refused] == [("duplicate", True)]
 
 
-def test_sensors_that_report_together_are_ties(cli: Run, trained: Path, tmp_path: Path) -> None:
-    """With --ties hold it does not matter which of two sensors of a device comes first at an instant."""
+def test_simultaneous_readings_of_sensors_are_ties(cli: Run, trained: Path, tmp_path: Path) -> None:
+    """With --ties hold the order of two sensors of a device with the same time has no effect."""
     events = [event | {"time": event["time"] // 10 * 10.0} for event in draw_event_series(100, seed=4)]
     scores = []
     for seed in (0, 1):

@@ -1,4 +1,4 @@
-"""`--window` from end to end: readings that name a device, out of order within the grace and beyond it."""
+"""`--window` from end to end: events with a device, out of order within and after the grace period."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def lines(tmp_path: Path) -> Path:
 def replayed(
     cli: Run, model_dir: Path, tmp_path: Path
 ) -> Callable[..., tuple[list[dict[str, Any]], list[tuple[str, int]], list[tuple[int, str]]]]:
-    """Scores, records with their numbers of events, refusals by line."""
+    """Return a function that replays lines, and returns scores, numbers of events by record, and rejections by line."""
 
     def run(source: Path, *words: str) -> tuple[Any, Any, Any]:
         scores, records, rejected = (tmp_path / name for name in ("s.parquet", "r.parquet", "rejected.jsonl"))
@@ -77,7 +77,7 @@ def replayed(
     return run
 
 
-def test_replay_with_windows(replayed: Callable[..., Any], lines: Path, tmp_path: Path) -> None:
+def test_replay_assigns_events_to_windows(replayed: Callable[..., Any], lines: Path, tmp_path: Path) -> None:
     scores, records, rejected = replayed(lines, *WINDOW)
     assert [(s["record"], s["seq"], s["feature"]) for s in scores] == ACCEPTED
     assert records == CLOSED, "the first to be over is the first to be told of"
@@ -89,17 +89,17 @@ def test_replay_with_windows(replayed: Callable[..., Any], lines: Path, tmp_path
         assert replayed(table, *WINDOW) == (scores, records, rejected)
 
 
-def test_the_grace_decides_what_is_late(replayed: Callable[..., Any], lines: Path) -> None:
+def test_grace_period_decides_which_events_are_late(replayed: Callable[..., Any], lines: Path) -> None:
     assert replayed(lines, "--window", "10s")[2] == [(3, "late"), (5, "late"), (7, "duplicate")]
     assert replayed(lines, "--window", "10s", "--grace", "2500ms")[2] == [(7, "duplicate")]
     assert replayed(lines, "--window", "1m")[2] == [(3, "duplicate"), (5, "duplicate"), (7, "duplicate")]
 
 
-def test_without_a_window_a_device_is_refused(replayed: Callable[..., Any], lines: Path) -> None:
+def test_event_with_a_device_is_rejected_without_window(replayed: Callable[..., Any], lines: Path) -> None:
     assert replayed(lines) == ([], [], [(i, "missing_field") for i in range(len(READINGS))])
 
 
-def test_other_names_and_records_of_their_own(replayed: Callable[..., Any], tmp_path: Path) -> None:
+def test_field_names_can_change_and_record_ids_have_precedence(replayed: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     mine = {"asset": "a", "record": "mine", "feature": "pressure", "value": 1.0}
     rows = [{"asset": "a", "feature": "pressure", "value": 1.0, "time": 2.75}, mine, {**mine, "record": None}]
@@ -109,8 +109,8 @@ def test_other_names_and_records_of_their_own(replayed: Callable[..., Any], tmp_
     assert rejected == [(2, "missing_field")], "no time, no window"
 
 
-def test_consume_with_windows(cli: Run, model_dir: Path, lines: Path, tmp_path: Path) -> None:
-    """A file as a live source; polls of two events each change nothing against the replay."""
+def test_consume_assigns_events_to_windows(cli: Run, model_dir: Path, lines: Path, tmp_path: Path) -> None:
+    """A file is the live source; polls of two events give the same result as the replay."""
     found = []
     for command in (
         ("consume", "--source", lines, "--max-poll-records", "2", "--alerts"),
@@ -132,7 +132,7 @@ def test_consume_with_windows(cli: Run, model_dir: Path, lines: Path, tmp_path: 
         (("--window", "10s", "--device-field", "record"), "--device-field and --record-field must differ"),
     ],
 )
-def test_options_without_an_effect_are_refused(
+def test_options_without_effect_are_rejected(
     cli: Run, model_dir: Path, lines: Path, words: tuple[str, ...], said: str
 ) -> None:
     ended = cli("replay", lines, "--model", model_dir, *words)
@@ -140,7 +140,7 @@ def test_options_without_an_effect_are_refused(
     assert said in ended.lines[0]
 
 
-def test_an_order_that_needs_whole_records_is_refused(cli: Run, model_dir: Path, lines: Path) -> None:
+def test_order_that_requires_complete_records_is_rejected(cli: Run, model_dir: Path, lines: Path) -> None:
     ended = cli("replay", lines, "--model", model_dir, *WINDOW, "--order", "random")
     assert (ended.code, len(ended.lines)) == (2, 1)
     assert "use arrival" in ended.lines[0]

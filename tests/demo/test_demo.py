@@ -1,4 +1,4 @@
-"""The demo: its figures on hand-made outcomes, its words, its page, and the whole thing in small."""
+"""The demo: its figures for constructed outcomes, its texts, its report, and a complete small run."""
 
 import io
 import math
@@ -38,7 +38,8 @@ from deformer_stream.model_store import Artifact
 def alert(record: str, raised_at: int = 3, parts: tuple[Contribution, ...] = ()) -> Alert:
     return Alert(
         id="0" * 32, record=record, raised_at=raised_at, features_seen=raised_at, features_expected=14, time=1_000_000,
-        p_value=0.0008, alpha=0.01, score=9.3, running_log_likelihood=-21.7, model="m", message_index=0, contributions=parts,
+        p_value=0.0008, alpha=0.01, score=9.3, running_log_likelihood=-21.7, model="m", message_index=0,
+        contributions=parts,
     )  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def outcomes() -> list[Outcome]:
     ]
 
 
-def test_summary_counts_what_the_alerts_were_worth() -> None:
+def test_summary_counts_alerts_and_detections() -> None:
     summary = report.summarize(outcomes(), alpha=0.01, num_calibration_records=999)
     assert (summary.num_normal, summary.num_false_alarms) == (4, 1)
     assert (summary.num_faulty, summary.num_detected, summary.num_early) == (5, 3, 2)
@@ -73,7 +74,7 @@ def test_summary_counts_what_the_alerts_were_worth() -> None:
     assert summary.max_false_alarms == report.bound_false_alarms(0.01, 999, 4)
 
 
-def test_detection_against_the_share_observed_never_falls_and_ends_at_the_detections() -> None:
+def test_share_of_alerted_records_grows_with_the_share_seen() -> None:
     faulty = [o for o in outcomes() if o.fault]
     found = report.compute_alerted_shares(faulty, np.array([0.0, 0.19, 0.2, 0.6, 0.99, 1.0]))
     assert found.tolist() == pytest.approx([0, 0, 0.2, 0.4, 0.4, 0.6])
@@ -81,8 +82,8 @@ def test_detection_against_the_share_observed_never_falls_and_ends_at_the_detect
 
 
 @pytest.mark.parametrize(("alpha", "calibrated", "records"), [(0.01, 2400, 1500), (0.01, 300, 10_000), (0.05, 99, 50)])
-def test_the_bound_is_the_quantile_of_the_beta_binomial_law(alpha: float, calibrated: int, records: int) -> None:
-    """Against its definition: exchangeable continuous scores, ranked among fresh calibration scores each time."""
+def test_bound_is_a_quantile_of_the_beta_binomial_distribution(alpha: float, calibrated: int, records: int) -> None:
+    """Compared with a simulation of its definition: scores ranked among newly drawn calibration scores."""
     bound = report.bound_false_alarms(alpha, calibrated, records)
     rng = np.random.default_rng(0)
     k = math.floor(alpha * (calibrated + 1) + 1e-9)
@@ -93,13 +94,13 @@ def test_the_bound_is_the_quantile_of_the_beta_binomial_law(alpha: float, calibr
     assert np.mean(counts <= bound - 1) <= 0.9925
 
 
-def test_the_bound_is_zero_where_alpha_is_out_of_reach() -> None:
+def test_bound_is_zero_if_alpha_is_out_of_reach() -> None:
     assert report.bound_false_alarms(0.01, 50, 1000) == 0
     assert report.bound_false_alarms(0.5, 99, 0) == 0
     assert report.bound_false_alarms(0.01, 100_000, 1500) == pytest.approx(25, abs=1)  # nearly binomial(1500, 0.01)
 
 
-def test_an_alert_in_words() -> None:
+def test_alert_is_formatted_in_words() -> None:
     assert report.format_contribution(FLOW) == "flow: expected 75.1 … 81.9, came 61.2 m³/h"
     assert report.format_contribution(MODE) == "mode: expected boost, came idle"
     assert (
@@ -120,19 +121,19 @@ def test_an_alert_in_words() -> None:
     assert "false alarm" in demo.format_alert(alert("pump-03/000000"), "").plain
 
 
-def test_the_median_detection_is_told() -> None:
-    told = report.choose_example(outcomes())
-    assert told is not None
-    assert told.record == "pump-04/000001"
+def test_example_is_the_median_detection() -> None:
+    example = report.choose_example(outcomes())
+    assert example is not None
+    assert example.record == "pump-04/000001"
     assert report.choose_example([o for o in outcomes() if not o.fault]) is None
     with pytest.raises(ValueError, match="no alert"):
         report.render_example(outcomes()[0], [], 5.0)
 
 
-def test_an_alert_says_why() -> None:
+def test_report_explains_an_alert() -> None:
     blamed = replace(FLOW, attribution=3.5, leave_one_out=9.0, relief=8.5, suspect=True)
-    told = replace(alert("pump-03/000000", parts=(blamed, MODE)), silenced_by=("flow",))
-    text = "".join(report.render_explanation(told))
+    example = replace(alert("pump-03/000000", parts=(blamed, MODE)), silenced_by=("flow",))
+    text = "".join(report.render_explanation(example))
     assert "With the expected value of flow there would have been no alert." in text
     assert text.index("61.2 m³/h") < text.index("75.1 … 81.9") < text.index("8.5") < text.index("3.5")
     assert text.count("suspect") == 1
@@ -141,10 +142,10 @@ def test_an_alert_says_why() -> None:
     )
 
 
-def test_the_sink_remembers_readings_and_prints_alerts() -> None:
+def test_sink_keeps_readings_and_prints_alerts() -> None:
     schema = Schema((Feature("flow", "continuous"), Feature("mode", "discrete", labels=("idle", "boost"))))
     out = io.StringIO()
-    watch = demo.AlertPrinter(
+    printer = demo.AlertPrinter(
         Console(file=out, width=200), schema, {"pump-01/000000": "cavitation", "pump-02/000000": ""}
     )
     ints = np.zeros(3, np.int32)
@@ -161,24 +162,26 @@ def test_the_sink_remembers_readings_and_prints_alerts() -> None:
     raised = np.array([0, 1, 0], bool)
     seq = np.array([0, 1, 0], np.int32)
     scored = ScoredReadings(np.arange(3), seq, values, values, values, values / 10, raised)
-    watch.write(Effects(batch, scored, [alert("pump-01/000000", 2, (FLOW,))], [], ClosedRecords.concatenate([])), None)
-    watch.flush()
-    watch.close()
-    assert watch.readings_by_record["pump-01/000000"] == [
+    printer.write(
+        Effects(batch, scored, [alert("pump-01/000000", 2, (FLOW,))], [], ClosedRecords.concatenate([])), None
+    )
+    printer.flush()
+    printer.close()
+    assert printer.readings_by_record["pump-01/000000"] == [
         Reading("flow", 61.0, 1.0, 0.1),
         Reading("mode", "boost", 9.3, 0.93),
     ]
-    assert watch.readings_by_record["pump-02/000000"][0].value == "turbo"
-    assert [(o.record, o.num_readings, o.alert is not None) for o in watch.get_outcomes()] == [
+    assert printer.readings_by_record["pump-02/000000"][0].value == "turbo"
+    assert [(o.record, o.num_readings, o.alert is not None) for o in printer.get_outcomes()] == [
         ("pump-01/000000", 2, True),
         ("pump-02/000000", 1, False),
     ]
-    assert watch.get_outcomes()[0].share_seen == 1.0
+    assert printer.get_outcomes()[0].share_seen == 1.0
     assert out.getvalue().count("pump-01") == 1
 
 
-def untrained() -> Artifact:
-    """A detector with a model that has learnt nothing: enough to drive down the road."""
+def make_untrained_detector() -> Artifact:
+    """Return a detector with an make_untrained_detector model, which is sufficient to run the pipeline."""
     torch.manual_seed(0)
     table = simulate(300, seed=5).select_normal_records()
     features = []
@@ -194,18 +197,18 @@ def untrained() -> Artifact:
     )
 
 
-def test_every_reading_goes_down_the_road() -> None:
+def test_pipeline_scores_every_reading() -> None:
     fleet = simulate(60, seed=4, fault_share=0.2)
     out = io.StringIO()
-    watch, totals = demo.stream_readings(Console(file=out, width=200), untrained(), fleet)
-    results = watch.get_outcomes()
+    printer, totals = demo.stream_readings(Console(file=out, width=200), make_untrained_detector(), fleet)
+    results = printer.get_outcomes()
     assert not totals.rejected
     assert totals.events == len(fleet.to_long_table()) == sum(o.num_readings for o in results)
     assert totals.closed == 60
     assert [o.record for o in results] == fleet.table.column("record").to_pylist()
     assert [o.fault for o in results] == fleet.table.column("fault").to_pylist()
     for o in results:
-        p = [reading.p_value for reading in watch.readings_by_record[o.record]]
+        p = [reading.p_value for reading in printer.readings_by_record[o.record]]
         assert p == sorted(p, reverse=True)
         if o.alert:
             assert p[o.alert.raised_at - 1] <= demo.ALPHA
@@ -215,15 +218,15 @@ def test_every_reading_goes_down_the_road() -> None:
     assert len(out.getvalue().splitlines()) == sum(o.alert is not None for o in results)
 
 
-def page() -> str:
+def render_example_report() -> str:
     results = outcomes()
     trace = [Reading("flow", 61.0 + k, k * 1.5, 1 / (k + 1)) for k in range(10)]
     summary = report.summarize(results, 0.01, 999)
     return report.render_report(summary, results, {o.record: trace for o in results}, threshold=6.0)
 
 
-def test_the_report_says_what_the_summary_says() -> None:
-    document = page()
+def test_report_shows_the_summary() -> None:
+    document = render_example_report()
     for words in (
         "1 of 4 (25.0%)",
         "3 of 5 (60%)",
@@ -234,14 +237,14 @@ def test_the_report_says_what_the_summary_says() -> None:
         "a false alarm",
     ):
         assert words in document
-    assert document.count("<svg xmlns") == 2
+    assert document.count("<svg xmlns") == 4  # two charts, each for wide and for narrow screens
     for svg in re.findall(r"<svg xmlns.*?</svg>", document, re.S):
         ElementTree.fromstring(svg)  # noqa: S314 - ours
     assert "threshold" in document
     assert "<script" not in document
 
 
-def test_a_report_without_detections_and_with_nothing_at_all() -> None:
+def test_report_without_detections_and_without_records() -> None:
     quiet = [o for o in outcomes() if not o.alert]
     assert "All alerts" in report.render_report(report.summarize(quiet, 0.01, 999), quiet, {}, 6.0)
     nothing = report.summarize([], 0.01, 999)
@@ -252,7 +255,7 @@ def test_a_report_without_detections_and_with_nothing_at_all() -> None:
     assert "0 of 0" in out.getvalue()
 
 
-def test_a_trainer_that_fails_ends_the_demo_with_its_status(
+def test_failing_trainer_ends_the_demo_with_its_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "NUM_TRAINING_RECORDS", 50)
@@ -261,23 +264,23 @@ def test_a_trainer_that_fails_ends_the_demo_with_its_status(
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_folder_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "NUM_TRAINING_RECORDS", 50)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--output .*file/demo cannot be written"):
         demo.run_demo(tmp_path / "file" / "demo", seed=0)
 
 
-def test_its_options_come_from_flags_environment_and_file(
+def test_options_come_from_flags_environment_and_file(
     cli: Callable[..., SimpleNamespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[Path, int, str]] = []
-    monkeypatch.setattr(demo, "run_demo", lambda *words: asked.append(words) or 0)
+    calls: list[tuple[Path, int, str]] = []
+    monkeypatch.setattr(demo, "run_demo", lambda *words: calls.append(words) or 0)
     file = tmp_path / "demo.toml"
     file.write_text('[demo]\noutput = "of-the-file"\ntrain-time = "3m"\nseed = 3\n')
     monkeypatch.setenv("DEFORMER_TRAIN_TIME", "1500000s")
     assert [cli("demo", *words).code for words in ((), ("--config", file, "--seed", "7"))] == [0, 0]
-    assert asked == [(Path("demo-output"), 0, "1500000s"), (Path("of-the-file"), 7, "1500000s")]
+    assert calls == [(Path("demo-output"), 0, "1500000s"), (Path("of-the-file"), 7, "1500000s")]
     monkeypatch.setenv("DEFORMER_TRAIN_TIME", "soon")
     ended = cli("demo")
     assert (ended.code, len(ended.lines)) == (2, 1)
@@ -285,7 +288,7 @@ def test_its_options_come_from_flags_environment_and_file(
 
 
 @pytest.mark.slow
-def test_the_whole_demo_in_small(
+def test_complete_small_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "NUM_TRAINING_RECORDS", 1_500)
@@ -295,7 +298,7 @@ def test_the_whole_demo_in_small(
     monkeypatch.setattr(demo.webbrowser, "open", opened.append)
     assert demo.run_demo(tmp_path, seed=0, train_time="8s", open_report=True) == 0
     printed = capfd.readouterr().out
-    for words in ("Simulate", "deformer-train", "What the alerts were worth", "of 100", "of 24", "report.html"):
+    for words in ("Simulate", "deformer-train", "Results", "of 100", "of 24", "report.html"):
         assert words in printed
     assert opened == [(tmp_path / "report.html").resolve().as_uri()]
     assert pq.read_table(tmp_path / "pumps.parquet").column_names == ["record", "time", *FEATURES]

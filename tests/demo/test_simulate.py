@@ -1,4 +1,4 @@
-"""The simulated fleet keeps its laws: normals obey physics, each fault breaks its coupling, arrivals follow theirs."""
+"""The simulated pumps: normal records obey physics, each fault breaks a coupling, and readings arrive as specified."""
 
 import itertools
 from typing import get_args
@@ -29,23 +29,25 @@ NUMERIC = tuple(name for name in FEATURES if name != "mode")
 
 
 def columns(table: pa.Table) -> dict[str, NDArray[np.float64]]:
-    """Numeric columns, NaN where missing."""
+    """Return the numeric columns, with NaN for missing readings."""
     return {name: table.column(name).cast(pa.float64()).to_numpy() for name in NUMERIC}
 
 
 @pytest.fixture(scope="module")
-def normals() -> pa.Table:
+def normal_records() -> pa.Table:
     return simulate(20_000, seed=1).select_normal_records()
 
 
 @pytest.fixture(scope="module")
-def faulty() -> SimulatedFleet:
+def faulty_fleet() -> SimulatedFleet:
     return simulate(8_000, seed=2, fault_share=1.0)
 
 
-def explained(target: str, by: list[str], train: pa.Table, test: pa.Table) -> NDArray[np.float64]:
-    """Residuals of `target` in `test`, in robust standard deviations of those in `train`: least squares on second-order
-    terms of the other readings, so that this test knows no equation of the simulator."""
+def compute_residuals(target: str, by: list[str], train: pa.Table, test: pa.Table) -> NDArray[np.float64]:
+    """Return the residuals of `target` in `test`, in robust standard deviations of the residuals in `train`.
+
+    The fit is least squares on second-order terms of the readings `by`, so it does not use the simulator's equations.
+    """
 
     def design(table: pa.Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         c = columns(table)
@@ -65,7 +67,7 @@ def explained(target: str, by: list[str], train: pa.Table, test: pa.Table) -> ND
     return (b[use] - a[use] @ weights) / spread
 
 
-def test_the_same_seed_gives_the_same_fleet_and_the_order_changes_only_delays() -> None:
+def test_equal_seeds_give_equal_records_and_order_changes_only_delays() -> None:
     one, two = simulate(500, seed=3, fault_share=0.1), simulate(500, seed=3, fault_share=0.1)
     assert one.table.equals(two.table)
     assert (one.delays == two.delays).all()
@@ -73,25 +75,25 @@ def test_the_same_seed_gives_the_same_fleet_and_the_order_changes_only_delays() 
     assert not simulate(500, seed=4, fault_share=0.1).table.equals(one.table)
 
 
-def test_readings_missing_at_random(normals: pa.Table) -> None:
-    lost = {name: normals.column(name).null_count / len(normals) for name in FEATURES}
+def test_readings_are_missing_at_random(normal_records: pa.Table) -> None:
+    lost = {name: normal_records.column(name).null_count / len(normal_records) for name in FEATURES}
     assert all(0.02 <= sensor.missing_share <= 0.05 for sensor in SENSORS.values())
     assert lost == pytest.approx({name: sensor.missing_share for name, sensor in SENSORS.items()}, abs=0.006)
-    gone = np.stack([normals.column(name).is_null().to_numpy() for name in FEATURES], 1)
+    gone = np.stack([normal_records.column(name).is_null().to_numpy() for name in FEATURES], 1)
     together = np.corrcoef(gone.T) - np.eye(len(FEATURES))
     assert np.abs(together).max() < 0.04  # 5 standard errors of independent losses
 
 
-def test_sensors_have_their_resolution(normals: pa.Table) -> None:
-    for name, values in columns(normals).items():
+def test_sensors_have_their_resolution(normal_records: pa.Table) -> None:
+    for name, values in columns(normal_records).items():
         steps = values[np.isfinite(values)] / SENSORS[name].resolution
         assert np.abs(steps - np.round(steps)).max() < 1e-6, name
         assert len(np.unique(np.round(steps))) >= 8, name
-    assert set(normals.column("mode").to_pylist()) == {None, *MODES}
-    assert set(normals.column("valve").to_pylist()) == {None, *VALVE_POSITIONS.tolist()}
+    assert set(normal_records.column("mode").to_pylist()) == {None, *MODES}
+    assert set(normal_records.column("valve").to_pylist()) == {None, *VALVE_POSITIONS.tolist()}
 
 
-def test_ids_are_unique_and_times_rise() -> None:
+def test_ids_are_unique_and_times_increase() -> None:
     table = simulate(3_000, seed=5, num_pumps=7).table
     ids = table.column("record").to_pylist()
     assert len(set(ids)) == 3_000
@@ -101,8 +103,8 @@ def test_ids_are_unique_and_times_rise() -> None:
     assert (np.diff(table.column("time").cast(pa.int64()).to_numpy()) > 0).all()
 
 
-def test_normals_obey_the_affinity_laws_and_the_energy_balance(normals: pa.Table) -> None:
-    c = columns(normals)
+def test_normal_records_obey_affinity_laws_and_energy_balance(normal_records: pa.Table) -> None:
+    c = columns(normal_records)
     head = (c["discharge_pressure"] - c["suction_pressure"]) * BAR / (DENSITY * GRAVITY)
     r = c["speed"] / RATED_SPEED
     # H / r² is a function of Q / r alone, up to the pumps' own wear and calibration.
@@ -136,12 +138,12 @@ def test_normals_obey_the_affinity_laws_and_the_energy_balance(normals: pa.Table
         ("vibration", ["speed", "flow", "power"]),
     ],
 )
-def test_normals_are_coupled(normals: pa.Table, target: str, by: list[str]) -> None:
-    """The other readings explain most of a reading, for records that the fit has not seen, too."""
-    half = len(normals) // 2
-    residuals = explained(target, by, normals.slice(0, half), normals.slice(half))
+def test_readings_of_normal_records_are_coupled(normal_records: pa.Table, target: str, by: list[str]) -> None:
+    """The other readings explain most of a reading, also for records that were not fitted."""
+    half = len(normal_records) // 2
+    residuals = compute_residuals(target, by, normal_records.slice(0, half), normal_records.slice(half))
     assert np.mean(np.abs(residuals) > 5) < 0.01
-    values, fitted = _fitted(target, by, normals)
+    values, fitted = _fitted(target, by, normal_records)
     assert np.corrcoef(values, fitted)[0, 1] ** 2 > 0.75
 
 
@@ -156,7 +158,7 @@ def _fitted(target: str, by: list[str], table: pa.Table) -> tuple[NDArray[np.flo
 
 
 @pytest.mark.parametrize(
-    ("fault", "target", "by", "least"),
+    ("fault", "target", "by", "min_share"),
     [
         ("cavitation", "vibration", ["speed", "flow", "power"], 0.9),
         ("worn impeller", "discharge_pressure", ["speed", "flow", "suction_pressure"], 0.9),
@@ -169,30 +171,32 @@ def _fitted(target: str, by: list[str], table: pa.Table) -> tuple[NDArray[np.flo
         ("swapped sensors", "bearing_temperature", ["power", "ambient_temperature", "speed"], 0.4),
     ],
 )
-def test_a_fault_breaks_its_coupling(
-    normals: pa.Table, faulty: SimulatedFleet, fault: str, target: str, by: list[str], least: float
+def test_fault_breaks_its_coupling(
+    normal_records: pa.Table, faulty_fleet: SimulatedFleet, fault: str, target: str, by: list[str], min_share: float
 ) -> None:
-    """At least a share `least` of the fault's records lies more than 4 robust standard deviations off; of the
-    transmitter faults only some strike this reading."""
-    of_kind = faulty.table.filter(pa.compute.equal(faulty.table.column("fault"), fault))
-    assert np.mean(np.abs(explained(target, by, normals, of_kind)) > 4) > least
-    assert np.mean(np.abs(explained(target, by, normals, normals)) > 4) < 0.02
+    """At least a share `min_share` of the faulty records deviates by more than 4 robust standard deviations.
+
+    Only some of the transmitter faults affect this reading.
+    """
+    of_kind = faulty_fleet.table.filter(pa.compute.equal(faulty_fleet.table.column("fault"), fault))
+    assert np.mean(np.abs(compute_residuals(target, by, normal_records, of_kind)) > 4) > min_share
+    assert np.mean(np.abs(compute_residuals(target, by, normal_records, normal_records)) > 4) < 0.02
 
 
-def test_most_faulty_readings_stay_in_the_range_of_normal_ones(normals: pa.Table, faulty: SimulatedFleet) -> None:
-    """What makes the problem worth a density model: limits on single sensors see little of it."""
-    usual, strange = columns(normals), columns(faulty.table)
-    outside = np.zeros(len(faulty.table), bool)
+def test_most_faulty_readings_are_in_the_normal_range(normal_records: pa.Table, faulty_fleet: SimulatedFleet) -> None:
+    """Limits on single sensors detect few faults, so a density model is needed."""
+    usual, strange = columns(normal_records), columns(faulty_fleet.table)
+    outside = np.zeros(len(faulty_fleet.table), bool)
     for name in NUMERIC:
         low, high = np.nanquantile(usual[name], [0.0005, 0.9995])
         outside |= (strange[name] < low) | (strange[name] > high)
-    faults = np.array(faulty.table.column("fault").to_pylist())
+    faults = np.array(faulty_fleet.table.column("fault").to_pylist())
     assert outside.mean() < 0.5
     for fault in ("stuck sensor", "sensor drift", "worn impeller", "phase imbalance"):
         assert outside[faults == fault].mean() < 0.45, fault
 
 
-def test_faults_come_in_the_share_asked_for_and_evenly() -> None:
+def test_faults_have_the_requested_share_and_equal_frequencies() -> None:
     fleet = simulate(1_650, seed=6, fault_share=150 / 1_650)
     faults = fleet.table.column("fault").to_pylist()
     counts = {kind: faults.count(kind) for kind in MEANING_BY_FAULT}
@@ -202,8 +206,8 @@ def test_faults_come_in_the_share_asked_for_and_evenly() -> None:
     assert "fault" not in fleet.select_normal_records().column_names
 
 
-def test_normals_of_two_seeds_and_of_two_halves_have_one_law(normals: pa.Table) -> None:
-    other, mine = columns(simulate(20_000, seed=9).table), columns(normals)
+def test_normal_records_have_the_same_distribution_for_all_seeds(normal_records: pa.Table) -> None:
+    other, mine = columns(simulate(20_000, seed=9).table), columns(normal_records)
     for name in NUMERIC:
         pairs = [(mine[name], other[name]), (mine[name][:10_000], mine[name][10_000:])]
         for a, b in pairs:
@@ -216,14 +220,14 @@ def test_normals_of_two_seeds_and_of_two_halves_have_one_law(normals: pa.Table) 
 
 
 @pytest.mark.parametrize("order", get_args(Order))
-def test_delays_lie_within_the_spread(order: Order) -> None:
+def test_delays_are_within_the_maximum(order: Order) -> None:
     delays = simulate(300, seed=1, order=order).delays
     assert delays.shape == (300, len(FEATURES))
     assert delays.min() >= 0
     assert delays.max() <= MAX_DELAY
 
 
-def test_random_arrival_makes_every_place_equally_likely_for_every_sensor() -> None:
+def test_random_order_makes_every_position_equally_likely() -> None:
     ranks = simulate(8_000, seed=1).delays.argsort(1).argsort(1)
     counts = np.stack([np.bincount(ranks[:, i], minlength=len(FEATURES)) for i in range(len(FEATURES))])
     expected = 8_000 / len(FEATURES)
@@ -233,11 +237,11 @@ def test_random_arrival_makes_every_place_equally_likely_for_every_sensor() -> N
     assert abs(np.corrcoef(ranks.T)[0, 1] + 1 / (len(FEATURES) - 1)) < 0.06
 
 
-def test_fixed_arrival_is_always_the_same_order() -> None:
+def test_fixed_order_is_always_the_same() -> None:
     assert (simulate(50, seed=1, order="fixed").delays.argsort(1) == np.arange(len(FEATURES))).all()
 
 
-def test_bursty_arrival_keeps_a_device_together_in_random_order() -> None:
+def test_bursty_order_keeps_the_readings_of_a_device_together() -> None:
     sequences = simulate(400, seed=1, order="bursty").delays.argsort(1)
     groups = np.array([sensor.device for sensor in SENSORS.values()])
     orders = set()
@@ -255,7 +259,7 @@ def as_text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def test_events_are_the_readings_in_order_of_arrival_and_records_overlap() -> None:
+def test_long_table_is_in_order_of_arrival_and_records_overlap() -> None:
     fleet = simulate(200, seed=8, fault_share=0.1)
     events = fleet.to_long_table()
     assert events.column_names == ["record", "feature", "value", "time"]
@@ -275,7 +279,7 @@ def test_events_are_the_readings_in_order_of_arrival_and_records_overlap() -> No
     assert sum(first[r] <= middle <= last[r] for r in first) > 10
 
 
-def test_messages_say_what_the_events_say() -> None:
+def test_messages_contain_the_events() -> None:
     fleet = simulate(20, seed=8)
     messages = [orjson.loads(message) for message in fleet.iterate_messages()]
     events = fleet.to_long_table().to_pylist()
@@ -287,7 +291,7 @@ def test_messages_say_what_the_events_say() -> None:
     assert isinstance(next(m["value"] for m in messages if m["feature"] == "flow"), float)
 
 
-def test_small_and_impossible_fleets() -> None:
+def test_small_fleets_and_invalid_arguments() -> None:
     empty = simulate(0, seed=0)
     assert len(empty.table) == 0
     assert len(empty.select_normal_records()) == 0

@@ -1,4 +1,4 @@
-"""Joint draws are draws from the density that scores."""
+"""Joint draws have the distribution with which the model scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Feature, Schema
 from experiments.completion import fill_missing
 from tests.engine.random_models import make_model
-from tests.models import train_linear_model, draw_linear_records, make_small_model
+from tests.models import draw_linear_records, make_small_model, train_linear_model
 from trainer.fit import Interrupted
 
 
@@ -23,7 +23,7 @@ def binary_model(memory: str) -> DEformer:
 
 
 def probabilities(model: DEformer, given: dict[int, int]) -> dict[tuple[int, ...], float]:
-    """p(whole record | given), the mean over the orders that `complete` draws in."""
+    """Return the probability of each record given some values, averaged over the orders that `fill_missing` uses."""
     known = list(given)
     rest = [i for i in range(3) if i not in given]
     result = {}
@@ -43,7 +43,7 @@ def probabilities(model: DEformer, given: dict[int, int]) -> dict[tuple[int, ...
 
 @pytest.mark.parametrize("memory", ["all", "values"])
 @pytest.mark.parametrize("given", [{}, {1: 1}, {0: 1, 2: 0}])
-def test_frequencies_are_the_probabilities(memory: str, given: dict[int, int]) -> None:
+def test_frequencies_of_draws_equal_probabilities(memory: str, given: dict[int, int]) -> None:
     model, n = binary_model(memory), 6000
     values = np.full((n, 3), np.nan)
     for code, value in given.items():
@@ -56,7 +56,7 @@ def test_frequencies_are_the_probabilities(memory: str, given: dict[int, int]) -
         assert abs(share - p) < 4.5 * np.sqrt(p * (1 - p) / n) + 1e-3
 
 
-def test_what_is_known_stays_and_the_rest_fits_it() -> None:
+def test_known_readings_stay_and_drawn_ones_fit_them() -> None:
     model = train_linear_model()
     truth = draw_linear_records(200, 7)
     values = truth.copy()
@@ -68,17 +68,17 @@ def test_what_is_known_stays_and_the_rest_fits_it() -> None:
     assert ((drawn[:, 2] > 0) == (truth[:, 0] > 0))[np.abs(truth[:, 0]) > 0.5].mean() > 0.9
 
 
-def test_equal_seeds_draw_equally_and_nothing_missing_changes_nothing() -> None:
+def test_equal_seeds_give_equal_draws_and_complete_records_do_not_change() -> None:
     model = make_small_model()
     values = np.full((5, len(model.schema)), np.nan)
     np.testing.assert_array_equal(fill_missing(model, values, 3), fill_missing(model, values, 3))
     assert not np.array_equal(fill_missing(model, values, 3), fill_missing(model, values, 4))
-    whole = fill_missing(model, values, 3)
-    np.testing.assert_array_equal(fill_missing(model, whole, 9), whole)
+    complete_records = fill_missing(model, values, 3)
+    np.testing.assert_array_equal(fill_missing(model, complete_records, 9), complete_records)
     assert fill_missing(model, values[:0], 0).shape == (0, len(model.schema))
 
 
-def test_unequal_gaps_and_stops() -> None:
+def test_unequal_numbers_of_missing_readings_and_stops() -> None:
     model = make_small_model()
     values = np.full((2, len(model.schema)), np.nan)
     values[0, 0] = 1.0

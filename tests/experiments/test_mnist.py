@@ -1,4 +1,4 @@
-"""The experiment on images from end to end, on one shape in place of ten digits."""
+"""The experiment on images from end to end, with one shape instead of ten digits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return runner.run_experiment(EXPERIMENT, settings(folder / "out", data, **given))
 
 
-def test_the_nll_falls_below_that_of_independent_pixels(outcome: Outcome) -> None:
+def test_nll_is_below_that_of_independent_pixels(outcome: Outcome) -> None:
     known = np.concatenate([corner(500, 0), corner(60, 1)])
     p = np.clip(known.mean(0), 1e-3, 1 - 1e-3)
     independent = -(p * np.log(p) + (1 - p) * np.log(1 - p)).sum()
@@ -35,7 +35,7 @@ def test_the_nll_falls_below_that_of_independent_pixels(outcome: Outcome) -> Non
     assert outcome.results["test"]["nll"] < 0.95 * independent
 
 
-def test_what_is_none_of_them_is_less_likely(outcome: Outcome) -> None:
+def test_altered_images_are_less_likely(outcome: Outcome) -> None:
     separated = outcome.results["out_of_distribution"]
     assert separated["images"] == 30
     for name in ("rotated by 90°", "inverted", "permuted"):
@@ -43,8 +43,8 @@ def test_what_is_none_of_them_is_less_likely(outcome: Outcome) -> None:
         assert separated[name]["nll"] > 1.5 * outcome.results["test"]["nll"]
 
 
-def test_what_is_missing_is_filled_in(outcome: Outcome) -> None:
-    """The stroke's inside comes back where the rest of it says so, and paper stays paper."""
+def test_missing_pixels_are_filled(outcome: Outcome) -> None:
+    """Missing pixels inside the stroke are black, and missing pixels of the background are white."""
     model = deformer_stream.load(outcome.directory / "model").artifact.model
     image = np.zeros((1, SIDE, SIDE))
     image[:, 4:20, 4:8] = image[:, 4:8, 4:16] = 1.0
@@ -56,16 +56,16 @@ def test_what_is_missing_is_filled_in(outcome: Outcome) -> None:
     assert drawn[:, paper].mean() < 0.2
 
 
-def test_the_report_has_the_papers_figures(outcome: Outcome) -> None:
-    page = (outcome.directory / "model" / "report.html").read_text()
-    titles = re.findall("<figcaption>(.*?)</figcaption>", page)
+def test_report_has_the_figures_of_the_paper(outcome: Outcome) -> None:
+    report = (outcome.directory / "model" / "report.html").read_text()
+    titles = re.findall("<figcaption>(.*?)</figcaption>", report)
     assert titles == [
         "NLL while learning",
         "50 samples, the likeliest first",
         "30 test images, from the likeliest to the least likely",
         "Missing pixels, filled in",
-        "NLL of digits and of what is none",
+        "NLL of digits and of images that are not digits",
     ]
-    assert page.count("<g transform") == 50 + 30 + 5 * 9
-    assert "30 of 40" in page
-    assert "cannot be compared" in page
+    assert report.count("<g transform") == 50 + 30 + 5 * 9
+    assert "30 of 40" in report
+    assert "cannot be compared" in report

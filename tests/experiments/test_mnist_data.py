@@ -1,4 +1,4 @@
-"""Images, the names and places of pixels, and what is done to digits."""
+"""Reading images, the features of pixels, and altered images."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARTS = (Split.TRAIN, Split.VALIDATION, Split.CALIBRATION, Split.TEST)
 
 
 @pytest.mark.data
-def test_the_real_images_are_split_as_in_the_paper(data_dir: Path) -> None:
+def test_images_are_split_as_in_the_paper(data_dir: Path) -> None:
     data = load_images(data_dir, PRESETS["paper"], 0).prepared
     assert [len(data.select_rows(part)) for part in PARTS] == [58_800, 600, 600, 10_000]
     assert data.select_rows(Split.TEST)[0] == 60_000
@@ -40,7 +40,7 @@ def test_the_real_images_are_split_as_in_the_paper(data_dir: Path) -> None:
     assert again.fingerprint == data.fingerprint != other.fingerprint
 
 
-def test_a_folder_or_the_one_above_it(tmp_path: Path) -> None:
+def test_path_can_be_the_folder_or_its_parent(tmp_path: Path) -> None:
     inner = write_images(tmp_path / "binarized_mnist", 60, 40, 10)
     assert (
         load_images(tmp_path, PRESETS["small"], 3).prepared.fingerprint
@@ -48,7 +48,7 @@ def test_a_folder_or_the_one_above_it(tmp_path: Path) -> None:
     )
 
 
-def test_files_that_are_something_else_are_named(tmp_path: Path) -> None:
+def test_invalid_files_are_reported_by_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"a\.npz is missing: --data"):
         read_images(tmp_path / "a.npz")
     (tmp_path / "b.npz").write_bytes(b"PK\x03\x04 no archive")
@@ -62,7 +62,7 @@ def test_files_that_are_something_else_are_named(tmp_path: Path) -> None:
         read_images(tmp_path / "e.npz")
 
 
-def test_pixels_are_told_apart_by_place_and_close_ones_are_alike() -> None:
+def test_coordinates_are_unique_and_similar_for_close_pixels() -> None:
     plain, waves = make_pixel_schema(), make_pixel_schema((0.5, 1.0, 2.0))
     assert plain.names[29] == "r01c01"
     assert plain.features[29].coordinates == (1.0, 1.0)
@@ -75,7 +75,7 @@ def test_pixels_are_told_apart_by_place_and_close_ones_are_alike() -> None:
     assert likeness[14, 14] > likeness[14, 15] > likeness[14, 17] > likeness[14, 20]
 
 
-def test_what_is_no_digit() -> None:
+def test_altered_images() -> None:
     image = np.zeros((1, PIXELS), np.float32)
     image[0, 2 * SIDE + 5] = 1
     others = make_shifted_images(np.repeat(image, 2, 0), 0)
@@ -88,7 +88,7 @@ def test_what_is_no_digit() -> None:
     assert others["permuted"][0].argmax() == others["permuted"][1].argmax() != image.argmax()
 
 
-def test_each_gap_has_a_hundred_pixels() -> None:
+def test_missing_patterns_have_a_hundred_pixels() -> None:
     patterns = make_missing_patterns(0)
     assert len(patterns) >= 4
     assert all(mask.sum() == 100 for mask in patterns.values())

@@ -1,4 +1,4 @@
-"""What is drawn is what was given."""
+"""Images and histograms are drawn as they were given."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from experiments.pictures import compute_outlines, render_gallery, to_path
 from experiments.score import compute_auroc
 
 
-def filled(path: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The pixels that the path covers."""
+def rasterize(path: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the pixels that a path covers."""
     image = np.zeros(shape, bool)
     for x, y, width, back in re.findall(r"M(\d+) (\d+)h(\d+)v1h(-\d+)z", path):
         assert int(back) == -int(width)
@@ -25,13 +25,13 @@ def filled(path: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 @given(arrays(np.bool_, array_shapes(min_dims=2, max_dims=2, max_side=12)))
-def test_the_path_covers_the_ink_and_nothing_else(image: np.ndarray) -> None:
+def test_path_covers_exactly_the_black_pixels(image: np.ndarray) -> None:
     path = to_path(image)
-    np.testing.assert_array_equal(filled(path, image.shape), image)
+    np.testing.assert_array_equal(rasterize(path, image.shape), image)
     assert path.count("M") == sum(len(re.findall("1+", "".join("01"[int(v)] for v in row))) for row in image)
 
 
-def test_gallery() -> None:
+def test_gallery_shows_images_and_missing_pixels() -> None:
     images = np.random.default_rng(0).random((7, 5, 4)) < 0.5
     hidden = np.zeros_like(images)
     hidden[2, 1, 1:3] = True
@@ -49,12 +49,12 @@ def test_gallery() -> None:
         assert y + 5 * scale <= height + 0.5
     paths = [[p.get("d", "") for p in group.findall("{http://www.w3.org/2000/svg}path")] for group in groups]
     assert [len(p) for p in paths] == [1, 1, 2, 1, 1, 1, 1]
-    np.testing.assert_array_equal(filled(paths[2][0], (5, 4)), images[2] & ~hidden[2])
-    np.testing.assert_array_equal(filled(paths[2][1], (5, 4)), hidden[2])
+    np.testing.assert_array_equal(rasterize(paths[2][0], (5, 4)), images[2] & ~hidden[2])
+    np.testing.assert_array_equal(rasterize(paths[2][1], (5, 4)), hidden[2])
 
 
 @given(st.lists(st.lists(st.floats(1.0, 1e4), min_size=1, max_size=30), min_size=1, max_size=3))
-def test_outlines_are_shares(groups: list[list[float]]) -> None:
+def test_outlines_are_shares_that_sum_to_one(groups: list[list[float]]) -> None:
     series = compute_outlines({str(i): np.array(values) for i, values in enumerate(groups)})
     for xs, ys in series.values():
         assert len(xs) == len(ys)
@@ -63,7 +63,7 @@ def test_outlines_are_shares(groups: list[list[float]]) -> None:
         assert (np.diff(xs) >= 0).all()
 
 
-def test_auroc() -> None:
+def test_auroc_of_small_examples() -> None:
     assert compute_auroc(np.array([1.0, 2.0]), np.array([3.0, 4.0])) == 1
     assert compute_auroc(np.array([1.0, 2.0]), np.array([2.0])) == 0.75
     assert compute_auroc(np.array([5.0]), np.array([1.0, 9.0])) == 0.5

@@ -1,4 +1,4 @@
-"""The household power table is read and prepared as the published figures want it."""
+"""The household power table is read and prepared as for the published results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = [
 ]
 
 
-def test_reading(tmp_path: Path) -> None:
+def test_complete_rows_are_read(tmp_path: Path) -> None:
     path = tmp_path / "household_power_consumption.txt"
     path.write_text("\n".join([HEADER, *ROWS]) + "\n")
     rows = read_table(find_table(tmp_path))
@@ -33,7 +33,7 @@ def test_reading(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_table(tmp_path / "power.zip"), expected)
 
 
-def test_files_that_are_something_else_are_named(tmp_path: Path) -> None:
+def test_invalid_files_are_reported_by_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no household_power_consumption"):
         find_table(tmp_path)
     for name, content in [("a.txt", b"x;y\n1;2\n"), ("b.txt", b""), ("c.zip", b"no zip"), ("d.txt", b"\xff\xfe\x00")]:
@@ -47,8 +47,8 @@ def test_files_that_are_something_else_are_named(tmp_path: Path) -> None:
         read_table(tmp_path / "e.zip")
 
 
-def test_preparation_is_that_of_the_authors() -> None:
-    """Their script, line by line (`uci_dataset.py` and `maf/datasets/power.py`), on a table of random numbers."""
+def test_preparation_equals_that_of_the_authors() -> None:
+    """Compared with the lines of their script (`uci_dataset.py`, `maf/datasets/power.py`) on random numbers."""
     raw = np.random.default_rng(1).normal(size=(203, 8))
     rng = np.random.RandomState(42)
     data = raw.copy()
@@ -68,7 +68,7 @@ def test_preparation_is_that_of_the_authors() -> None:
     assert (len(train), len(validation), len(test)) == (165, 18, 20)
 
 
-def test_standardised_with_training_and_validation(tmp_path: Path) -> None:
+def test_readings_are_standardised_with_training_and_validation_rows(tmp_path: Path) -> None:
     data = load_table(write_power(tmp_path / "household_power_consumption.txt", 1000), PRESETS["small"], 0)
     schema, split = data.prepared.schema, data.prepared.split
     assert schema.names == FEATURES
@@ -86,7 +86,7 @@ def test_standardised_with_training_and_validation(tmp_path: Path) -> None:
 
 
 def test_correction_is_the_change_of_variables(tmp_path: Path) -> None:
-    """−ln p of standardised readings is −ln p of normalised ones − ln |dn/dz|, by differences far out and near."""
+    """−ln p of standardised readings is −ln p of normalised ones − ln |dn/dz|, checked by finite differences."""
     schema = load_table(
         write_power(tmp_path / "household_power_consumption.txt", 500), PRESETS["small"], 0
     ).prepared.schema
@@ -103,8 +103,8 @@ def test_correction_is_the_change_of_variables(tmp_path: Path) -> None:
 
 
 @pytest.mark.data
-def test_the_sample(data_dir: Path) -> None:
-    """2,880 rows of two days; the first minute of the file is where the shuffle put it, noise aside."""
+def test_sample_of_the_data_set(data_dir: Path) -> None:
+    """The sample has 2,880 rows of two days, which are shuffled and differ from the file by the noise only."""
     rows = read_table(find_table(data_dir))
     assert rows.shape == (2880, 8)
     np.testing.assert_array_equal(rows[0], [0.326, 0.128, 243.15, 1.4, 0.0, 0.0, 0.0, 0.0])

@@ -1,4 +1,4 @@
-"""A run, whole and in pieces, on a synthetic power table: what it writes, and that cuts change nothing."""
+"""A run on a synthetic power table: its output, and that interruptions do not change its results."""
 
 from __future__ import annotations
 
@@ -45,28 +45,28 @@ def run(table: Path, out: Path, epochs: int = 3, **given: Any) -> Outcome:
     return runner.run_experiment(EXPERIMENT, settings(out, table, **options), **rest)
 
 
-def timeless(results: dict[str, Any]) -> dict[str, Any]:
-    """Results without clock times."""
+def remove_durations(results: dict[str, Any]) -> dict[str, Any]:
+    """Return results without durations."""
     history = [{k: v for k, v in row.items() if k not in TIMES} for row in results["history"]]
     return {k: v for k, v in results.items() if k not in TIMES} | {"history": history}
 
 
 @pytest.fixture(scope="module")
-def whole(table: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return run(table, tmp_path_factory.mktemp("whole"))
+def uninterrupted_run(table: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run(table, tmp_path_factory.mktemp("uninterrupted_run"))
 
 
-def test_what_a_run_leaves(whole: Outcome, table: Path) -> None:
-    results = json.loads((whole.directory / "results.json").read_text())
-    assert results == whole.results
+def test_run_writes_results_model_and_report(uninterrupted_run: Outcome, table: Path) -> None:
+    results = json.loads((uninterrupted_run.directory / "results.json").read_text())
+    assert results == uninterrupted_run.results
     assert (results["test"]["records"], results["test"]["of"], results["test"]["orders"]) == (68, 68, 3)
     np.testing.assert_allclose(np.mean(results["test"]["by_order"]), results["test"]["nll"])
     assert results["history"][-1]["validation"] < results["history"][0]["validation"] - 1
-    detector = deformer_stream.load(whole.directory / "model")
-    page = (whole.directory / "model" / "report.html").read_text()
+    detector = deformer_stream.load(uninterrupted_run.directory / "model")
+    page = (uninterrupted_run.directory / "model" / "report.html").read_text()
     assert "cannot be compared" in page  # 686 rows are not the table
     assert not re.search(r"(?<!\d)0\.68(?!\d)", page)
-    # The model streams: reading by reading it gives what whole records give.
+    # Scoring reading by reading gives the log-likelihood of the complete record.
     data = EXPERIMENT.load_data(table, PRESETS["small"], 0)
     row = data.prepared.values[data.prepared.select_rows(Split.TEST)[0]].astype(float)
     raw = detector.schema.denormalise(np.arange(6), row)
@@ -79,33 +79,33 @@ def test_what_a_run_leaves(whole: Outcome, table: Path) -> None:
     assert abs(update.running_log_likelihood - expected) < 1e-3
 
 
-def test_the_figure_is_the_mean_over_orders_in_published_units(whole: Outcome, table: Path) -> None:
-    """Scored again, in other orders: the same within the spread over orders."""
-    detector = deformer_stream.load(whole.directory / "model")
+def test_result_is_the_mean_over_orders_in_published_units(uninterrupted_run: Outcome, table: Path) -> None:
+    """Scoring again in other orders gives the same result within the spread over orders."""
+    detector = deformer_stream.load(uninterrupted_run.directory / "model")
     data = EXPERIMENT.load_data(table, PRESETS["small"], 0)
     rows = data.prepared.select_rows(Split.TEST)
     again = (
         evaluate_held_out(detector.artifact.model, data.prepared, rows, 10, 99).mean_nll + data.correction[rows].mean()
     )
-    by_order = np.array(whole.results["test"]["by_order"])
+    by_order = np.array(uninterrupted_run.results["test"]["by_order"])
     assert abs(again - by_order.mean()) < 4 * by_order.std(ddof=1) + 1e-3
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw", "adam"])
-def test_a_run_in_pieces_ends_in_the_same_bits(
+def test_interrupted_run_gives_bitwise_equal_results(
     table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
-    """Cut in training twice, then in scoring after every second piece."""
+    """The run is interrupted twice in training, then in scoring after every second piece."""
     monkeypatch.setattr(score, "READINGS_PER_PIECE", 100)
     override = f"{SHORT},epochs=3,optimizer={optimizer},dropout=0.1"
-    uncut = run(table, tmp_path / "whole", override=override)
+    uncut = run(table, tmp_path / "uninterrupted_run", override=override)
     cuts = iter([7, 20])
     pieces = 0
     while not (tmp_path / "parts" / "results.json").exists():
         pieces += 1
         assert pieces < 20
         until = next(cuts, None)
-        seen = [0, 0]  # the step, and how often was asked since
+        seen = [0, 0]  # the step, and the number of calls of `stop` since then
 
         def observe(status: TrainingStatus, seen: list[int] = seen) -> None:
             seen[:] = [status.step, 0]
@@ -114,27 +114,29 @@ def test_a_run_in_pieces_ends_in_the_same_bits(
             seen[1] += 1
             return seen[0] >= until if until else seen[1] > 2
 
-        torch.rand(3)  # whatever else drew random numbers in between
+        torch.rand(3)  # other code may draw random numbers between two parts
         try:
             run(table, tmp_path / "parts", override=override, resume=pieces > 1, should_stop=stop, observe_step=observe)
         except Interrupted:
             continue
     assert pieces > 4
     parts = json.loads((tmp_path / "parts" / "results.json").read_text())
-    assert timeless(parts) == timeless(uncut.results)
-    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert remove_durations(parts) == remove_durations(uncut.results)
+    weights = [
+        (tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("uninterrupted_run", "parts")
+    ]
     assert weights[0] == weights[1]
 
 
-def test_another_run_is_not_overwritten(whole: Outcome, table: Path) -> None:
+def test_existing_run_is_not_overwritten(uninterrupted_run: Outcome, table: Path) -> None:
     with pytest.raises(ConfigError, match="add --resume"):
-        run(table, whole.directory)
+        run(table, uninterrupted_run.directory)
     with pytest.raises(ConfigError, match="epochs was 3, now it is 4"):
-        run(table, whole.directory, epochs=4, resume=True)
+        run(table, uninterrupted_run.directory, epochs=4, resume=True)
 
 
-def test_pauses_until_it_is_done(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--pause-after` and `--resume` until results are there, as a shell would: every life gets a step further."""
+def test_paused_run_continues_until_complete(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--pause-after` and `--resume` are repeated until there are results, and each part makes progress."""
     out = tmp_path / "out"
     given = {
         "preset": "small",
@@ -142,14 +144,14 @@ def test_pauses_until_it_is_done(table: Path, tmp_path: Path, capsys: pytest.Cap
         "orders": 2,
         "pause_after": 1e-3,
     }
-    lives = 0
+    num_parts = 0
     while not (out / "results.json").exists():
-        assert run_command(lambda: EXPERIMENT, settings(out, table, **given, resume=lives > 0)) == 0
+        assert run_command(lambda: EXPERIMENT, settings(out, table, **given, resume=num_parts > 0)) == 0
         shown = capsys.readouterr()
         assert ("add --resume to continue" in shown.err) != (out / "results.json").exists()
-        lives += 1
-        assert lives < 20
-    assert lives > 4
+        num_parts += 1
+        assert num_parts < 20
+    assert num_parts > 4
     assert "test NLL" in shown.out
 
 
@@ -159,7 +161,7 @@ def module(name: str, *words: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", ["binarized_mnist", "power"])
-def test_command_lines(name: str, tmp_path: Path) -> None:
+def test_command_line_options_and_errors(name: str, tmp_path: Path) -> None:
     shown = module(name, "--help")
     assert shown.returncode == 0
     for word in ("--data", "--out", "--preset", "--max-time", "--pause-after", "--resume", "--orders", "arXiv"):
@@ -170,7 +172,7 @@ def test_command_lines(name: str, tmp_path: Path) -> None:
     assert module(name, "--data", tmp_path, "--out", tmp_path / "out", "--preset", "huge").returncode == 2
 
 
-def test_overrides() -> None:
+def test_overrides_change_the_preset() -> None:
     preset = apply_overrides(PRESETS["small"], "d_model=32, hidden=64+128,batch=7,optimizer=adam,waves=,norm=post")
     assert (preset.model.d_model, preset.model.hidden, preset.model.norm) == (32, (64, 128), "post")
     assert (preset.recipe.batch, preset.recipe.optimizer, preset.waves) == (7, "adam", ())
@@ -185,20 +187,20 @@ def test_overrides() -> None:
             apply_overrides(PRESETS["small"], text)
 
 
-def test_a_subset_of_test_records_is_said(table: Path, tmp_path: Path) -> None:
+def test_report_shows_a_subset_of_test_records(table: Path, tmp_path: Path) -> None:
     outcome = run(table, tmp_path, epochs=1, test_records=10, orders=1)
     assert (outcome.results["test"]["records"], outcome.results["test"]["of"]) == (10, 68)
     assert "10 of 68" in (tmp_path / "model" / "report.html").read_text()
 
 
-def test_the_time_limit_is_for_training(table: Path, tmp_path: Path) -> None:
+def test_time_limit_applies_to_training(table: Path, tmp_path: Path) -> None:
     outcome = run(table, tmp_path, epochs=100_000, max_time="3s", orders=1)
     assert outcome.results["seconds"] > 2.9
     assert outcome.results["epochs"] < 100_000
 
 
-def test_the_papers_settings() -> None:
-    """About 19 million parameters, one image a step, Adam at a constant rate, the last weights."""
+def test_paper_presets_have_the_published_settings() -> None:
+    """About 19 million parameters, one image per step, Adam with a constant learning rate, the last weights."""
     images, power = IMAGE_PRESETS["paper"], PRESETS["paper"]
     assert 18.5e6 < runner.count_parameters(DEformer(make_pixel_schema(images.waves), images.model)) < 19.5e6
     assert (images.recipe.batch, images.recipe.learning_rate, images.waves) == (1, 1e-5, ())
@@ -207,7 +209,7 @@ def test_the_papers_settings() -> None:
     assert images.model.memory == power.model.memory == "all"
 
 
-def test_the_papers_optimiser_keeps_its_rate_and_the_last_weights(table: Path, tmp_path: Path) -> None:
+def test_paper_preset_keeps_the_learning_rate_and_the_last_weights(table: Path, tmp_path: Path) -> None:
     data = EXPERIMENT.load_data(table, PRESETS["paper"], 0).prepared
     preset = apply_overrides(PRESETS["paper"], f"{SHORT},epochs=2,learning_rate=0.001")
     fit = runner.create_training_run(data, preset, settings(tmp_path, table), torch.device("cpu"))
@@ -220,8 +222,8 @@ def test_the_papers_optimiser_keeps_its_rate_and_the_last_weights(table: Path, t
     )
 
 
-def test_bfloat16_gives_nearly_the_same(table: Path) -> None:
-    """The path a GPU takes: the same loss within its precision, and gradients that point the same way."""
+def test_bfloat16_gives_nearly_the_same_loss_and_gradients(table: Path) -> None:
+    """A GPU trains in bfloat16: the loss is equal within its precision, and the gradients have the same direction."""
     data = EXPERIMENT.load_data(table, PRESETS["small"], 0).prepared
     torch.manual_seed(0)
     model = DEformer(data.schema, PRESETS["small"].model)
@@ -242,8 +244,8 @@ def test_bfloat16_gives_nearly_the_same(table: Path) -> None:
 
 @pytest.mark.data
 @pytest.mark.slow
-def test_the_sample_of_the_real_table(data_dir: Path, tmp_path: Path) -> None:
-    """To its end, with an NLL that falls: a Gaussian's is 8.5 nats, independent histograms reach 3 or so."""
+def test_sample_of_the_data_set_is_learned(data_dir: Path, tmp_path: Path) -> None:
+    """The NLL decreases. For comparison, a Gaussian has 8.5 nats and independent histograms have about 3."""
     outcome = run(data_dir, tmp_path, override=f"{SHORT},epochs=12,batch=64", orders=2)
     assert np.isfinite(outcome.results["test"]["nll"])
     first, last = outcome.results["history"][0], outcome.results["history"][-1]
@@ -251,11 +253,11 @@ def test_the_sample_of_the_real_table(data_dir: Path, tmp_path: Path) -> None:
     assert outcome.results["test"]["nll"] < 6
 
 
-def test_a_table_that_is_too_small(tmp_path: Path) -> None:
+def test_too_small_table_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="too few to be split"):
         EXPERIMENT.load_data(write_power(tmp_path / "household_power_consumption.txt", 15), PRESETS["small"], 0)
 
 
-def test_validations_never_stop_a_run_early() -> None:
-    """The presets leave that to the schedule: a curve over time is wanted whole."""
+def test_presets_never_stop_a_run_early() -> None:
+    """The learning curve must be complete, so the presets run their whole schedule."""
     assert all(p.recipe.patience >= EVALUATIONS for p in [*PRESETS.values(), *IMAGE_PRESETS.values()])

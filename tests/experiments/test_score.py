@@ -1,4 +1,4 @@
-"""Scoring in orders can be cut, and knows what it was begun with."""
+"""Scoring in random orders can be interrupted, and saved progress of another model is not used."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def data(monkeypatch: pytest.MonkeyPatch) -> PreparedTable:
     return make_prepared_table(SCHEMA, values, np.full(10, Split.TEST, np.uint8))
 
 
-def test_in_pieces_as_in_one(data: PreparedTable, tmp_path: Path) -> None:
+def test_interrupted_scoring_gives_equal_results(data: PreparedTable, tmp_path: Path) -> None:
     model, rows = model_of(0), data.select_rows(Split.TEST)
-    whole = score_in_orders(model, data, rows, 3, 5)
+    uninterrupted = score_in_orders(model, data, rows, 3, 5)
     cuts = 0
     while True:
         try:
-            parts = score_in_orders(model, data, rows, 3, 5, tmp_path / "kept", should_stop=lambda: True)
+            parts = score_in_orders(model, data, rows, 3, 5, tmp_path / "with_old_progress", should_stop=lambda: True)
             break
         except Interrupted:
             cuts += 1
     assert cuts == 9  # pieces of 4, 4 and 2 records in three orders
-    np.testing.assert_array_equal(parts.nll, whole.nll)
-    np.testing.assert_array_equal(parts.per_feature, whole.per_feature)
-    assert np.isfinite(whole.nll).all()
-    np.testing.assert_allclose(whole.per_feature.sum(1), whole.nll.mean(1), rtol=1e-6)
-    assert (np.diff(whole.nll, axis=0) != 0).any(axis=1).all(), "other orders, other figures"
+    np.testing.assert_array_equal(parts.nll, uninterrupted.nll)
+    np.testing.assert_array_equal(parts.per_feature, uninterrupted.per_feature)
+    assert np.isfinite(uninterrupted.nll).all()
+    np.testing.assert_allclose(uninterrupted.per_feature.sum(1), uninterrupted.nll.mean(1), rtol=1e-6)
+    assert (np.diff(uninterrupted.nll, axis=0) != 0).any(axis=1).all(), "different orders must give different results"
 
 
-def test_what_was_kept_of_another_model_or_other_rows_is_not_used(data: PreparedTable, tmp_path: Path) -> None:
+def test_progress_of_another_model_or_other_rows_is_not_used(data: PreparedTable, tmp_path: Path) -> None:
     rows = data.select_rows(Split.TEST)
     score_in_orders(model_of(0), data, rows, 2, 5, tmp_path)
     for model, some, orders, seed in [
@@ -57,11 +57,11 @@ def test_what_was_kept_of_another_model_or_other_rows_is_not_used(data: Prepared
         (model_of(0), rows[::-1], 2, 5),
         (model_of(0), rows, 2, 6),
     ]:
-        kept = score_in_orders(model, data, some, orders, seed, tmp_path)
-        np.testing.assert_array_equal(kept.nll, score_in_orders(model, data, some, orders, seed).nll)
+        with_old_progress = score_in_orders(model, data, some, orders, seed, tmp_path)
+        np.testing.assert_array_equal(with_old_progress.nll, score_in_orders(model, data, some, orders, seed).nll)
 
 
-def test_fewer_orders_are_the_first_of_more(data: PreparedTable) -> None:
+def test_fewer_orders_are_the_first_ones_of_more(data: PreparedTable) -> None:
     model, rows = model_of(0), data.select_rows(Split.TEST)
     np.testing.assert_array_equal(
         score_in_orders(model, data, rows, 2, 5).nll, score_in_orders(model, data, rows, 4, 5).nll[:2]

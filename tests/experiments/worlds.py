@@ -1,4 +1,4 @@
-"""Small data sets in the formats of the real ones."""
+"""Small data sets in the formats of the experiments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def settings(out: Path, data: Path, **given: Any) -> ExperimentSettings:
 
 
 def corner(n: int, seed: int) -> NDArray[np.uint8]:
-    """(n, 784) images of one shape in the upper left, moved by up to two pixels, with 2% of pixels flipped."""
+    """Return (n, 784) images of one shape in the upper left, shifted by up to two pixels, 2% of pixels inverted."""
     rng = np.random.default_rng(seed)
     images = np.zeros((n, 28, 28), np.uint8)
     for image, (r, c) in zip(images, rng.integers(3, 6, (n, 2)), strict=True):
@@ -41,7 +41,7 @@ def write_images(folder: Path, train: int, valid: int, test: int) -> Path:
 
 
 def power_lines(n: int, seed: int) -> list[str]:
-    """Rows in which the sub-meters follow the power, one in fifty without readings."""
+    """Return rows in which the sub-meters depend on the power; one row in fifty has no readings."""
     rng = np.random.default_rng(seed)
     lines = [HEADER]
     for i in range(n):
