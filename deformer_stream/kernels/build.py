@@ -1,8 +1,9 @@
 """Compiled code that is built on the user's machine when it is first needed.
 
 The C compiler (`cc`, or the command in the environment variable CC) makes a shared library for the processor of this
-machine. The library is kept in the user's cache directory, named after a digest of its sources, compiler and flags. If
-there is no compiler or the build fails, the reason is logged and NumPy and PyTorch do the work, several times slower.
+machine. The library is kept in the user's cache directory. Its name holds a digest of its sources, compiler and flags,
+and a digest of its own content, by which a damaged file is recognised and built again. If there is no compiler or the
+build fails, the reason is logged and NumPy and PyTorch do the work, several times slower.
 """
 
 from __future__ import annotations
@@ -83,8 +84,7 @@ def build_library(sources: Path, consequence: str, *flags: str) -> ctypes.CDLL |
         return None
     all_flags = (*FLAGS, *flags)
     try:
-        path = _cache_directory() / f"{_digest(compiler, all_flags, sources)}.so"
-        return _load_or_build(compiler, all_flags, sources, path)
+        return _load_or_build(compiler, all_flags, sources, _cache_directory())
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.warning("compiled_code_unavailable", consequence=consequence, reason=_reason(error))
         return None
@@ -100,21 +100,33 @@ def find_compiler() -> list[str] | None:
     return None if program is None else [program, *words[1:]]
 
 
-def _load_or_build(compiler: Sequence[str], flags: Sequence[str], sources: Path, path: Path) -> ctypes.CDLL:
-    """Load a library, and build it first if it is missing, damaged, or another user's.
+def _load_or_build(compiler: Sequence[str], flags: Sequence[str], sources: Path, directory: Path) -> ctypes.CDLL:
+    """Load a library from the cache directory, and build it first if it is missing, damaged, or another user's.
 
     Raises:
         OSError: The library that was just built cannot be loaded, or the cache directory cannot be written.
         subprocess.SubprocessError: The compiler failed.
     """
-    if path.exists() and _is_private(path):
+    digest = _digest_of_inputs(compiler, flags, sources)
+    for path in sorted(directory.glob(f"{digest}-*.so")):
         try:
+            _check_cached(path, digest)
             return ctypes.CDLL(str(path))
-        except OSError as error:  # for example cut short by a full disk
-            log.get_logger("kernels").warning("cached_library_damaged", path=str(path), reason=str(error))
-    path.unlink(missing_ok=True)
-    _compile(compiler, flags, sources, path)
-    return ctypes.CDLL(str(path))
+        except OSError as error:
+            log.get_logger("kernels").warning("cached_library_rebuilt", path=str(path), reason=str(error))
+            path.unlink(missing_ok=True)
+    return ctypes.CDLL(str(_compile(compiler, flags, sources, directory, digest)))
+
+
+def _check_cached(path: Path, digest: str) -> None:
+    """Raise OSError if a library in the cache is not what `_compile` has written there.
+
+    The content is compared before the library is loaded, because loading one that was cut short can end the process.
+    """
+    if not _is_private(path):
+        raise PermissionError("another user owns the library or can write to it")
+    if path.stem != f"{digest}-{_digest_of_content(path)}":
+        raise OSError("the library is damaged: its content does not match its name")
 
 
 def _reason(error: Exception) -> str:
@@ -153,14 +165,19 @@ def _cache_directory() -> Path:
     return directory
 
 
-def _digest(compiler: Sequence[str], flags: Sequence[str], sources: Path) -> str:
-    """Return a name for the library: a digest of the sources, the compiler, its flags and the processor."""
+def _digest_of_inputs(compiler: Sequence[str], flags: Sequence[str], sources: Path) -> str:
+    """Return a digest of all that a library is built from: sources, compiler, flags and processor."""
     version = _run([*compiler, "--version"])
     machine = platform.machine(), _processor_features()
     digest = hashlib.sha256(repr((version, tuple(compiler), tuple(flags), *machine)).encode())
     for source in sorted(sources.glob("*.[ch]")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:32]
+
+
+def _digest_of_content(path: Path) -> str:
+    """Return a digest of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
 
 
 def _run(command: Sequence[str]) -> str:
@@ -188,24 +205,27 @@ def _processor_features() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
-def _compile(compiler: Sequence[str], flags: Sequence[str], sources: Path, path: Path) -> None:
-    """Compile a library under a temporary name, write it to disk, and rename it.
+def _compile(compiler: Sequence[str], flags: Sequence[str], sources: Path, directory: Path, digest: str) -> Path:
+    """Compile a library under a temporary name, write it to disk, rename it, and return its path.
 
     Two processes that build the same library at once thus do not disturb each other, and a power failure leaves either
     a complete library or none.
     """
-    handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    handle, name = tempfile.mkstemp(suffix=".tmp", dir=directory)
     os.close(handle)
+    temporary = Path(name)
     try:
         c_files = [str(source) for source in sorted(sources.glob("*.c"))]
-        _run([*compiler, *flags, "-o", temporary, *c_files, "-lm"])
-        os.chmod(temporary, stat.S_IRWXU)
-        _sync_to_disk(Path(temporary))
-        os.replace(temporary, path)
+        _run([*compiler, *flags, "-o", name, *c_files, "-lm"])
+        temporary.chmod(stat.S_IRWXU)
+        _sync_to_disk(temporary)
+        path = directory / f"{digest}-{_digest_of_content(temporary)}.so"
+        temporary.replace(path)
         with contextlib.suppress(OSError):  # some file systems cannot synchronise a folder
-            _sync_to_disk(path.parent)
+            _sync_to_disk(directory)
+        return path
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _sync_to_disk(path: Path) -> None:

@@ -14,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from deformer_stream.calibration.conformal import P_VALUE_EXPONENT, Calibration, PrefixState, advance_prefix_state, compute_running_sums
+from deformer_stream.calibration.conformal import (
+    P_VALUE_EXPONENT,
+    Calibration,
+    PrefixState,
+    advance_prefix_state,
+    compute_running_sums,
+)
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import Contribution
 from deformer_stream.engine.explain import explain_records
@@ -26,8 +32,8 @@ from deformer_stream.kernels.kv_cache import CpuKVCache
 from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
 from deformer_stream.model.distributions import Conditional
 from deformer_stream.model.schema import Feature, Schema
+from tests.engine.random_models import draw_records, make_model, normalise_values, schemas
 from tests.engine.test_engine import ENOUGH_CACHE_BYTES, Collected, batch_of, run_stream
-from tests.engine.random_models import make_model, normalise_values, draw_records, schemas
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -67,7 +73,9 @@ def compiled(model: DEformer) -> DEformer:
     return model
 
 
-def scored(model: DEformer, codes: Ints, raw: Floats, seed: int, most: int = 40, cache: int = ENOUGH_CACHE_BYTES) -> Collected:
+def scored(
+    model: DEformer, codes: Ints, raw: Floats, seed: int, most: int = 40, cache: int = ENOUGH_CACHE_BYTES
+) -> Collected:
     """The records' readings, interleaved and cut at random, through an engine."""
     calibration = Calibration.from_statistics(np.arange(100.0), "random")
     return run_stream(codes, raw, Engine(model, calibration, "fp", 0.05, Limits(cache_bytes=cache)), seed, most)
@@ -123,7 +131,9 @@ def test_rounded_factors_say_the_same_in_pairs_and_singly(memory: Literal["all",
     codes, raw = draw_records(schema, 60, 1, missing_share=0.2)
     found, pages = [], []
     for singly in (False, True):
-        model.kernel_library = build.build_library(build.SOURCES, "", build.BFLOAT16_FLAG, *[build.NO_BFLOAT16_DOT_FLAG] * singly)
+        model.kernel_library = build.build_library(
+            build.SOURCES, "", build.BFLOAT16_FLAG, *[build.NO_BFLOAT16_DOT_FLAG] * singly
+        )
         assert model.kernel_library is not None, "the tests of compiled code need a C compiler"
         pages.append(CpuKernels(model, model.kernel_library).bytes_per_record)
         found.append(numbers(scored(model, codes, raw, 2), 60))
@@ -185,7 +195,9 @@ def test_statistics_go_on_as_the_rule_says(seed: int, most: int, masked: bool) -
                 continue
             on = np.ones(surprises.shape[1], bool) if scored is None else scored
             said = np.where(on, surprises, 0.0)[:, None, at]
-            score, state = advance_prefix_state(state, said[1], on[None, at], None if decided is None else decided[None, at])
+            score, state = advance_prefix_state(
+                state, said[1], on[None, at], None if decided is None else decided[None, at]
+            )
             log_likelihood = compute_running_sums(sums[0], said[0])
             sums = np.stack([log_likelihood[:, -1], compute_running_sums(sums[1], said[2])[:, -1]])
             np.testing.assert_array_equal(columns[0, at], np.where(on, surprises[0], np.nan)[at])
@@ -216,14 +228,18 @@ def test_readings_are_judged_as_the_plain_network_judges_them(
     model = compiled(make_model(schema, replace(shape, hidden=hidden, identity=identity), seed, torch.float32))
     codes, raw = draw_records(schema, 4, seed)
     if wild:
-        raw = np.where(schema.is_linear[codes], raw * 10.0 ** np.random.default_rng(seed).integers(-2, 9, raw.shape), raw)
+        raw = np.where(
+            schema.is_linear[codes], raw * 10.0 ** np.random.default_rng(seed).integers(-2, 9, raw.shape), raw
+        )
     features, values = torch.from_numpy(codes), torch.from_numpy(normalise_values(schema, codes, raw)).float()
     assert model.kernel_library is not None
     code, L = CpuKernels(model, model.kernel_library), len(schema)
     cache = code.create_cache(1 << 24)
     cache.ensure_capacity(4)
     cache.allocate(np.arange(4), np.full(4, L))
-    ragged = RaggedBatch(codes.ravel(), values.numpy().ravel(), L * np.arange(5), np.zeros(4, np.int64), cache.page_table)
+    ragged = RaggedBatch(
+        codes.ravel(), values.numpy().ravel(), L * np.arange(5), np.zeros(4, np.int64), cache.page_table
+    )
     with torch.inference_mode():
         plain, other = model.conditionals(features, values), code.conditionals(cache, ragged)
         expected = plain.compute_score_terms(values, plain.compute_surprisal(values))
@@ -240,7 +256,9 @@ def test_rounding_moves_scores_by_little_and_does_something() -> None:
     codes, raw = draw_records(schema, 50, 3)
     features, values = torch.from_numpy(codes), torch.from_numpy(normalise_values(schema, codes, raw)).float()
     exact, near = (
-        make_model(schema, replace(PRESETS["tiny"], precision=precision), dtype=torch.float32).log_prob(features, values)
+        make_model(schema, replace(PRESETS["tiny"], precision=precision), dtype=torch.float32).log_prob(
+            features, values
+        )
         for precision in PRECISIONS
     )
     assert 0 < float((exact - near).abs().max().detach()) < 2e-2
@@ -303,7 +321,9 @@ def test_trees_of_orders_say_what_the_network_says_of_them(
     orders = build_order_tree(given_, W - given_ - asked, asked, mirrored)
     at = values[:, orders.reading_index]
     with torch.inference_mode():
-        found = compute_tree_conditionals(model, orders, features, values, CpuKernels(model, model.kernel_library)).log_prob(at)
+        found = compute_tree_conditionals(
+            model, orders, features, values, CpuKernels(model, model.kernel_library)
+        ).log_prob(at)
         expected = compute_tree_conditionals(model, orders, features, values).log_prob(at)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 

@@ -23,9 +23,9 @@ from deformer_stream.engine.explain import explain_records
 from deformer_stream.kernels import cuda_graphs
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from tests.commands import RunCommand
-from tests.engine.devices import needs_gpu
+from tests.engine.fake_gpu import needs_gpu
+from tests.engine.random_models import draw_records, make_model, normalise_values
 from tests.engine.test_engine import SCHEMA, Collected, run_stream
-from tests.engine.worlds import model_of, normalised, records_of
 from tests.models import write_model
 from tests.trainer.tables import mixed, write
 
@@ -50,7 +50,7 @@ RECORDS = 60
 
 def models(change: dict[str, Any]) -> tuple[DEformer, DEformer]:
     """The same on the CPU and on the GPU."""
-    model = model_of(SCHEMA, replace(CONFIG, **change), dtype=torch.float32)
+    model = make_model(SCHEMA, replace(CONFIG, **change), dtype=torch.float32)
     return model, copy.deepcopy(model).to(GPU)
 
 
@@ -61,12 +61,12 @@ def tolerance(change: dict[str, Any]) -> float:
 def followed(model: DEformer, calibration: Calibration, most: int = 40, **limits: Any) -> tuple[Collected, Engine]:
     """What a stream of records leads to, in polls of up to so many readings."""
     engine = Engine(model, calibration, "fp", (0.05, 0.2), Limits(**limits))
-    return run_stream(*records_of(SCHEMA, RECORDS, 1, missing=0.2), engine, 2, most), engine
+    return run_stream(*draw_records(SCHEMA, RECORDS, 1, missing_share=0.2), engine, 2, most), engine
 
 
 def calibrated(model: DEformer, ties: TiePolicy = "arrival") -> Calibration:
-    codes, raw = records_of(SCHEMA, 200, seed=99)
-    statistics = compute_max_statistics(model, codes, normalised(SCHEMA, codes, raw))
+    codes, raw = draw_records(SCHEMA, 200, seed=99)
+    statistics = compute_max_statistics(model, codes, normalise_values(SCHEMA, codes, raw))
     return Calibration.from_statistics(statistics, "random", tie_policy=ties)
 
 
@@ -79,8 +79,8 @@ def same_readings(a: Collected, b: Collected, near: float) -> None:
 @pytest.mark.parametrize("change", KINDS)
 def test_whole_records_have_the_scores_that_they_have_on_a_cpu(change: dict[str, Any]) -> None:
     here, there = models(change)
-    codes, raw = records_of(SCHEMA, RECORDS, 1, missing=0.2)
-    features, values = torch.from_numpy(codes), torch.from_numpy(normalised(SCHEMA, codes, raw)).float()
+    codes, raw = draw_records(SCHEMA, RECORDS, 1, missing_share=0.2)
+    features, values = torch.from_numpy(codes), torch.from_numpy(normalise_values(SCHEMA, codes, raw)).float()
     with torch.inference_mode():
         expected = here.log_prob(features, values)
         found = there.log_prob(features.to(GPU), values.to(GPU)).cpu()
@@ -95,7 +95,7 @@ def test_a_stream_has_the_scores_and_alerts_that_it_has_on_a_cpu(change: dict[st
     plain, _ = followed(here, calibration, most, cache_bytes=cache)
     quick, engine = followed(there, calibration, most, cache_bytes=cache)
     assert engine.current_version._graph_runner is not None
-    assert engine.current_version._graph_runner.recorded or most > RECORDS, "a graph could not be recorded"
+    assert engine.current_version._graph_runner.graph_by_shape or most > RECORDS, "a graph could not be recorded"
     same_readings(plain, quick, tolerance(change))
     if (
         "precision" not in change
@@ -113,14 +113,14 @@ def test_what_is_recorded_says_what_operators_say_one_by_one(change: dict[str, A
         plain, _ = followed(there, calibration)
     quick, engine = followed(there, calibration)
     assert engine.current_version._graph_runner is not None
-    assert len(engine.current_version._graph_runner.recorded) > 1
+    assert len(engine.current_version._graph_runner.graph_by_shape) > 1
     same_readings(plain, quick, tolerance(change))
 
 
 def test_blocks_of_ties_have_the_scores_that_they_have_on_a_cpu() -> None:
     here, there = models({"gaussians": 4})
     calibration = calibrated(here, "hold")
-    codes, raw = records_of(SCHEMA, 20, 3)
+    codes, raw = draw_records(SCHEMA, 20, 3)
     n = len(codes)
     ids, place = [f"{row}" for row in range(n)] * codes.shape[1], np.tile(np.arange(n, dtype=np.int32), codes.shape[1])
     times = np.repeat(np.arange(codes.shape[1]) // 3, n).astype(np.int64)
@@ -135,7 +135,7 @@ def test_blocks_of_ties_have_the_scores_that_they_have_on_a_cpu() -> None:
 
 def test_alerts_are_explained_as_on_a_cpu() -> None:
     here, there = models({"gaussians": 4})
-    codes, raw = records_of(SCHEMA, 5, 4)
+    codes, raw = draw_records(SCHEMA, 5, 4)
     told = []
     for model in (here, there):
         told.append(explain_records(model, codes, raw, [{}] * 5, "abcde", lambda scores, names: scores > 1.0))

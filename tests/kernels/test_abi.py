@@ -1,0 +1,129 @@
+"""Python and C describe the same structures, and arrays are checked before compiled code reads them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deformer_stream.errors import InvariantViolated
+from deformer_stream.kernels import abi, build
+from deformer_stream.kernels.cpu import CpuKernels, RaggedBatch
+from deformer_stream.kernels.kv_cache import CpuKVCache, PagePool
+from deformer_stream.model.deformer import ModelConfig
+from deformer_stream.model.layers import ACTIVATIONS
+from deformer_stream.model.schema import Feature, Schema
+from tests.engine.random_models import make_model
+
+CONFIG = ModelConfig(d_model=64, layers=1, heads=4, feedforward=32, mixtures=2, embedding=4, hidden=(8,), gaussians=2)
+SCHEMA = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(3)))
+
+
+def load_library() -> Any:
+    library = build.load_kernels(False)
+    assert library is not None, "the tests of compiled code need a C compiler"
+    return library
+
+
+def read_c_fields(name: str) -> list[str]:
+    """Return the names of a structure's fields in csrc/abi.h, in their order."""
+    header = re.sub(r"/\*.*?\*/", "", (build.SOURCES / "abi.h").read_text(), flags=re.DOTALL)
+    structs = re.findall(r"typedef struct \{([^}]*)\} (\w+);", header)
+    (body,) = (body for body, struct_name in structs if struct_name == name)
+    fields = []
+    for declaration in body.split(";"):
+        pointer_to_function = re.search(r"\(\*(\w+)\)", declaration)
+        if pointer_to_function:
+            fields.append(pointer_to_function[1])
+        else:
+            fields += [re.findall(r"\w+", part)[-1] for part in declaration.split(",") if part.strip()]
+    return fields
+
+
+@pytest.mark.parametrize("struct", abi.STRUCTS)
+def test_structures_have_the_fields_of_the_header_in_their_order(struct: type[abi.KernelStruct]) -> None:
+    assert list(struct.kinds) == read_c_fields(struct.__name__)
+
+
+def test_library_matches_this_module() -> None:
+    assert abi.find_differences(load_library()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "difference"),
+    [
+        ("ABI_VERSION", 999, "ABI version 1 in the library, 999 in Python"),
+        ("RUNNING_STATE_BYTES", 48, "structure RunningState has 56 bytes in the library, 48 in Python"),
+        ("CONSTANTS", {"LINEAR_LIMIT": 9.0}, "constant LINEAR_LIMIT is 8.0 in the library, 9.0 in Python"),
+        ("CONSTANTS", {"NO_SUCH": 1.0}, "constant NO_SUCH is nan in the library, 1.0 in Python"),
+    ],
+)
+def test_tampered_description_is_reported(
+    name: str, value: Any, difference: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(abi, name, value)
+    assert abi.find_differences(load_library()) == [difference]
+
+
+def test_library_without_a_description_is_reported() -> None:
+    (difference,) = abi.find_differences(build.ctypes.CDLL(None))
+    assert "abi_version" in difference
+
+
+def test_every_activation_of_the_model_is_known_to_the_kernels() -> None:
+    for name, activation in ACTIVATIONS.items():
+        assert load_library().constant_value(f"ACTIVATION_{name.upper()}".encode()) == activation.kernel_code
+
+
+def small_batch(kernels: CpuKernels) -> tuple[CpuKVCache, RaggedBatch]:
+    cache = kernels.create_cache(1 << 20)
+    cache.ensure_capacity(1)
+    cache.allocate_all(np.array([0]), np.array([3]))
+    arrays = np.arange(3), np.zeros(3, np.float32), np.array([0, 3]), np.array([0])
+    return cache, RaggedBatch(*arrays, page_table=cache.page_table)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("features", np.arange(3, dtype=np.int32), "Batch.features has dtype int32, the compiled kernels need int64"),
+        ("values", np.zeros(3), "Batch.values has dtype float64, the compiled kernels need float32"),
+        ("values", np.zeros(6, np.float32)[::2], "Batch.values is not contiguous"),
+        ("depths", [0, 1, 2], "Batch.depths is a list, the compiled kernels need an array or a tensor"),
+        ("page_table", np.zeros((1, 9), np.int64)[:, ::3], "Batch.page_table is not contiguous"),
+        ("values", torch.zeros(3, dtype=torch.float64), "Batch.values has dtype torch.float64"),
+        ("values", torch.zeros(6)[::2], "Batch.values is not contiguous"),
+        ("values", torch.zeros(3, device="meta"), "Batch.values is on meta"),
+    ],
+)
+def test_array_that_does_not_fit_is_refused_by_name(name: str, wrong: Any, message: str) -> None:
+    kernels = CpuKernels(make_model(SCHEMA, CONFIG, 0, torch.float32), load_library())
+    cache, batch = small_batch(kernels)
+    assert np.isfinite(kernels.score(cache, batch)).all()
+    fields = {field: getattr(batch, field) for field in RaggedBatch.__slots__}
+    with pytest.raises(TypeError, match=message):
+        kernels.score(cache, RaggedBatch(**(fields | {name: wrong})))
+
+
+def test_running_statistics_of_another_size_are_refused() -> None:
+    with pytest.raises(TypeError, match="running has 64 bytes per record, the compiled kernels need 56"):
+        abi.running_address(np.zeros(2, np.dtype([("x", np.float64, 8)])))
+    with pytest.raises(TypeError, match="running is not contiguous"):
+        abi.running_address(np.zeros(4, np.dtype([("x", np.float64, 7)]))[::2])
+
+
+def test_structure_needs_exactly_its_fields() -> None:
+    with pytest.raises(TypeError, match="missing or unknown: bias, offset"):
+        abi.LinearMap(inputs=1, columns=32, weights=None, offset=None)
+
+
+def test_batch_for_which_there_are_no_pages_is_refused() -> None:
+    """The kernels would write to pages of other records."""
+    pool = PagePool(4, (lambda num_readings: num_readings,), 64, 4 * 64)
+    pool.ensure_capacity(2)
+    pool.mark_in_use(np.array([0, 1]))
+    with pytest.raises(InvariantViolated, match="no pages for 1 of 2 records"):
+        pool.allocate_all(np.array([0, 1]), np.array([3, 3]))
