@@ -50,7 +50,9 @@ def test_manifest_that_is_too_large_is_refused_when_read_and_when_written(
         file.truncate(2**40)  # a sparse file, which occupies no space on the disk
     assert_read_fails(directory, model_store.MANIFEST, "altered")
     with pytest.raises(ArtifactError, match="can be read again"):
-        model_store.write(directory, make_small_model(), make_calibration(make_small_model(), 500), TRAINING_SUMMARY, "")
+        model_store.write(
+            directory, make_small_model(), make_calibration(make_small_model(), 500), TRAINING_SUMMARY, ""
+        )
 
 
 def test_weights_that_are_longer_than_the_manifest_says_are_refused(directory: Path) -> None:

@@ -38,6 +38,9 @@ def attend(
 ) -> Tensor:
     """Return the attention output of the tokens of complete records.
 
+    A reading has a query token and an observation token, or a single token. N is the number of records, L the number of
+    readings of each record, H the number of attention heads, d_head the width of a head.
+
     Args:
         queries: The queries, already divided by √d_head: (N, H, 2L, d_head) for all tokens of pairs, (N, H, L, d_head)
             for the query tokens of pairs only (as in the last layer) or for single tokens.
@@ -88,7 +91,8 @@ def _build_mask(
         earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
 
     Returns:
-        (num_kinds · L, 2L) bool for pairs, (L, L) bool for single tokens.
+        (num_kinds · L, 2L) bool for pairs, with columns for the query tokens and then for the observation tokens;
+        (L, L) bool for single tokens.
     """
     up_to = _build_up_to_mask(num_readings, device, earlier_mask)
     itself = torch.eye(num_readings, dtype=torch.bool, device=device)
@@ -101,7 +105,16 @@ def _build_mask(
 
 
 def _build_up_to_mask(num_readings: int, device: torch.device, earlier_mask: Tensor | None) -> Tensor:
-    """Return an (L, L) bool mask, true at [k, j] if reading j is reading k or counts as earlier than it."""
+    """Return a mask over the L readings of a record, true at [k, j] if reading j is reading k or is earlier.
+
+    Args:
+        num_readings: The number L of readings.
+        device: The device of the mask.
+        earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
+
+    Returns:
+        (L, L) bool.
+    """
     itself = torch.eye(num_readings, dtype=torch.bool, device=device)
     return torch.ones_like(itself).tril() if earlier_mask is None else earlier_mask | itself
 
@@ -117,7 +130,9 @@ class _ObservationAttention(torch.autograd.Function):
     A query token z_k attends to u_1 … u_{k-1} and to itself. It must not attend to u_k, which would reveal the value
     that it predicts. So in the (L, L) scores of the query tokens, the diagonal entry (z_k, u_k) is free: it holds the
     score of z_k with its own key. This halves the scores in comparison with a mask over 2L keys; the result is equal.
-    Shapes: M = N · H, `rows` is L or 2L as in `attend`.
+
+    In the shapes, L is the number of readings of a record, M the number of records times that of attention heads, and
+    `rows` is 2L if the observation tokens have queries, too, else L.
     """
 
     @staticmethod
@@ -142,8 +157,8 @@ class _ObservationAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Return the gradients of queries, keys and values; `earlier_mask` has none.
 
-        Entries on the diagonal of the query tokens are corrected in place, to pass over the (M, rows, L) tensors as few
-        times as possible.
+        The entries that belong to a query token and its own key are corrected in place on the diagonal. This needs
+        fewer passes over the large (M, rows, L) tensors than a second set of scores would.
         """
         q, k, v, own_keys, own_values, weights = ctx.saved_tensors
         num_records, num_readings = len(gradient), k.shape[1]
@@ -171,9 +186,10 @@ def _diagonal(scores: Tensor) -> Tensor:
     """Return a view of the entries where the query token and the observation token of one reading meet.
 
     Args:
-        scores: (M, rows, L), the first L rows for query tokens and the columns for observation tokens.
+        scores: (M, rows, L) for M pairs of a record and an attention head. The first L rows are those of the query
+            tokens of L readings, the columns those of the observation tokens.
 
     Returns:
-        (M, L), a view.
+        (M, L), a view, so that writing to it changes `scores`.
     """
     return scores.diagonal(dim1=1, dim2=2)

@@ -56,11 +56,11 @@ __all__ = ["PRESETS", "DEformer", "KVCacheView", "ModelConfig", "StepOutput"]
 
 @dataclass(frozen=True, slots=True)
 class KVCacheView:
-    """The cached keys and values of N records, padded to P tokens.
+    """The attention keys and values of the earlier tokens of N records, padded to P tokens per record.
 
     Attributes:
-        keys: One tensor per layer, (N, H, P, d_head).
-        values: One tensor per layer, (N, H, P, d_head).
+        keys: One tensor per Transformer layer, (N, H, P, d_head), for H attention heads of width d_head.
+        values: One tensor per Transformer layer, (N, H, P, d_head).
         lengths: (N,) the number of cached tokens of each record.
         readings: (N, P, 2) the feature code and the normalised value of the reading that each token belongs to; None if
             the model does not need them (`DEformer.has_cached_readings`).
@@ -76,12 +76,14 @@ class KVCacheView:
 class StepOutput:
     """The conditionals of new readings, and what the caller must append to the cache.
 
-    The number of tokens to append per record is M = L · `DEformer.cached_tokens_per_reading`.
+    There are L new readings for each of N records. They add M = L · `DEformer.cached_tokens_per_reading` tokens to the
+    cache of each record.
 
     Attributes:
         conditional: The conditional distributions of the new readings, of shape (N, L).
-        keys: The keys of the new tokens, one tensor per layer, (N, H, M, d_head).
-        values: The attention values of the new tokens, one tensor per layer, (N, H, M, d_head).
+        keys: The attention keys of the new tokens, one tensor per Transformer layer, (N, H, M, d_head), for H attention
+            heads of width d_head.
+        values: The attention values of the new tokens, one tensor per Transformer layer, (N, H, M, d_head).
         readings: (N, M, 2) the feature code and the normalised value of the reading that each token belongs to; None if
             the model does not need them.
     """
@@ -182,10 +184,11 @@ class DEformer(nn.Module):
         self.register_buffer("label_counts", counts, persistent=False)
 
     def _init_cycles(self) -> None:
-        """Create the table (F, 2) that maps normalised values of cyclic features to angles, None if there are none.
+        """Create the table that maps normalised values of cyclic features (such as times of day) to angles.
 
-        Column 0 is the angle of the normalised value 0, column 1 the angle that a difference of one scale adds, both in
-        radians. Both are 0 for features that are not cyclic.
+        The table is None if no feature is cyclic, else it has a row for each feature. Column 0 is the angle of the
+        normalised value 0, and column 1 the angle that a difference of one scale adds, both in radians. Both are 0 for
+        features that are not cyclic.
         """
         table = None
         if self.schema.is_cyclic.any():
@@ -197,10 +200,11 @@ class DEformer(nn.Module):
         self.register_buffer("cycle_angles", table, persistent=False)
 
     def _init_encoders(self) -> None:
-        """Create the encoders g_z and g_u of the paper, or the one encoder of single tokens.
+        """Create the encoders that make tokens: g_z and g_u of the paper, or the one encoder of single tokens.
 
-        A single token holds the inputs of both: the identity of its reading, and the identity and value of the previous
-        reading. `start` is the learned input in place of the previous reading for the first reading of a record.
+        g_z makes query tokens from the identities of features, and g_u makes observation tokens from identities and
+        values. A single token is made from the identity of its reading, and the identity and value of the previous
+        reading. The first reading of a record has no previous one, so the learned vector `start` replaces it.
         """
         hidden, d_model = self.config.hidden, self.config.d_model
         identity_width = _compute_identity_width(self.schema, self.config)
@@ -255,7 +259,8 @@ class DEformer(nn.Module):
         """Return the distribution of each reading given the earlier readings, for complete records.
 
         Args:
-            features: (N, L) feature codes in arrival order, −1 for padding at the end.
+            features: (N, L), for each of N records the feature codes of L readings in arrival order; −1 for padding at
+                the end.
             values: (N, L) normalised values or label codes.
             prior: The conditionals of a Gaussian prior for the same readings, in place of those of the model's own
                 prior. Training passes those of a prior that was fitted without the records of the batch.
@@ -264,7 +269,7 @@ class DEformer(nn.Module):
                 prior then needs the argument `prior`, too.
 
         Returns:
-            Conditionals of shape (N, L); those of padding are meaningless.
+            Distributions of shape (N, L); those of padding are meaningless.
         """
         codes = features.clamp(min=0)
         if prior is None and self.gaussians is not None:
@@ -287,9 +292,11 @@ class DEformer(nn.Module):
         """Return ln p of each reading given the earlier readings, for complete records.
 
         Args:
-            features: (N, L) feature codes in arrival order, −1 for padding at the end.
+            features: (N, L), for each of N records the feature codes of L readings in arrival order; −1 for padding at
+                the end.
             values: (N, L) normalised values or label codes.
-            prior: The conditionals of a Gaussian prior, in place of those of the model's own prior.
+            prior: The conditionals of a Gaussian prior for the same readings, in place of those of the model's own
+                prior.
 
         Returns:
             (N, L) natural logarithms, larger is more probable; 0 for padding and for context features.
@@ -298,10 +305,11 @@ class DEformer(nn.Module):
         return log_prob.masked_fill((features < 0) | self.is_context[features.clamp(min=0)], 0.0)
 
     def prefill(self, features: Tensor, values: Tensor) -> StepOutput:
-        """Return the conditionals and the cache entries of the first readings of records.
+        """Return the conditional distributions and the KV cache entries of the first readings of records.
 
         Args:
-            features: (N, L) feature codes in arrival order, −1 for padding at the end.
+            features: (N, L), for each of N records the feature codes of L readings in arrival order; −1 for padding at
+                the end.
             values: (N, L) normalised values or label codes.
         """
         N, d_head = len(features), self.config.d_model // self.config.heads
@@ -311,21 +319,22 @@ class DEformer(nn.Module):
     def forward_cached(
         self, features: Tensor, values: Tensor, cache: KVCacheView, prior: PriorConditional | None = None
     ) -> StepOutput:
-        """Return the conditionals and the cache entries of new readings of records whose earlier readings are cached.
+        """Return the conditional distributions and the KV cache entries of new readings, given cached earlier ones.
 
         A CUDA graph can capture this method if `prior` is passed in: the operations then do not depend on the contents
         of tensors and create no tensor on the CPU. `compute_prior` cannot be captured, because a Cholesky factorisation
         checks its result.
 
         Args:
-            features: (N, L) feature codes in arrival order, −1 for padding at the end.
+            features: (N, L), for each of N records the feature codes of L new readings in arrival order; −1 for padding
+                at the end.
             values: (N, L) normalised values or label codes.
-            cache: The cached tokens of the earlier readings.
+            cache: The cached tokens of the records' earlier readings.
             prior: The result of `compute_prior` for the same arguments; computed here by default.
 
         Returns:
-            The conditionals and cache entries. The entries of padding are returned, too: the caller stores the first
-            n · `cached_tokens_per_reading` entries of a record with n new readings.
+            The conditionals and the cache entries. Entries of padding are included: of a record with n new readings,
+            the caller stores the first n · `cached_tokens_per_reading` entries.
 
         Raises:
             ValueError: The model needs the cached readings, but the cache does not hold them.
@@ -374,15 +383,18 @@ class DEformer(nn.Module):
         return StepOutput(self.head(self.norm(x), codes, prior), stored_keys, stored_values, readings)
 
     def compute_prior(self, features: Tensor, values: Tensor, cache: KVCacheView) -> PriorConditional | None:
-        """Return the conditionals of the Gaussian prior for new readings, given the cached and the earlier new ones.
+        """Return the distributions of new readings under the Gaussian prior, given the earlier readings.
+
+        The Gaussian prior is a mixture that was fitted before training; its exact conditionals are inputs of the
+        network. The earlier readings of a record are the cached ones and the new ones before the reading.
 
         Args:
-            features: (N, L) feature codes of the new readings, −1 for padding at the end.
+            features: (N, L), for each of N records the feature codes of L new readings; −1 for padding at the end.
             values: (N, L) normalised values or label codes.
             cache: The cache; only its `readings` and `lengths` are used.
 
         Returns:
-            Conditionals of shape (N, L), or None if the model has no prior.
+            Distributions of shape (N, L), or None if the model has no prior.
         """
         if self.gaussians is None or cache.readings is None:
             return None
@@ -397,14 +409,16 @@ class DEformer(nn.Module):
         return prior[:, cached_codes.shape[1] :]
 
     def embed_query_tokens(self, features: Tensor, prior: PriorConditional | None) -> Tensor:
-        """Return the query tokens z of features, for a model with pairs of tokens.
+        """Return the query tokens: the inputs of the Transformer that say which feature's value to predict.
+
+        The model must have pairs of tokens, not single tokens.
 
         Args:
-            features: Feature codes of any shape S.
-            prior: The conditionals of the Gaussian prior, of shape S; None to leave them out.
+            features: Feature codes in a batch of any shape S.
+            prior: The conditionals of the Gaussian prior for the same readings; None to leave them out.
 
         Returns:
-            (*S, d).
+            (*S, d), tokens of width d.
         """
         encoder = cast(Encoder, self.identity_encoder)
         token_by_feature = encoder(self.embed_identities())  # (F, d)
@@ -412,20 +426,26 @@ class DEformer(nn.Module):
         return self._add_prior(nn.functional.embedding(features, token_by_feature), prior)
 
     def embed_observation_tokens(self, features: Tensor, values: Tensor) -> Tensor:
-        """Return the observation tokens u of readings, for a model with pairs of tokens.
+        """Return the observation tokens: the inputs of the Transformer that hold observed features and their values.
+
+        The model must have pairs of tokens, not single tokens.
 
         Args:
-            features: Feature codes of any shape S.
+            features: Feature codes in a batch of any shape S.
             values: Normalised values or label codes of shape S.
 
         Returns:
-            (*S, d).
+            (*S, d), tokens of width d.
         """
         tokens: Tensor = self.value_encoder(self._build_reading_inputs(self.embed_identities(), features, values))
         return tokens
 
     def embed_identities(self) -> Tensor:
-        """Return the vector that identifies each feature, (F, identity width): embedding, coordinates or both."""
+        """Return the vector that identifies each of the F features: its embedding, its coordinates or both.
+
+        Returns:
+            (F, identity width), in the order of the feature codes.
+        """
         parts = []
         if self.embedding is not None:
             weight = self.embedding.weight
@@ -442,17 +462,17 @@ class DEformer(nn.Module):
         cache: KVCacheView | None = None,
         earlier_mask: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return the tokens of readings: the query tokens and the observation tokens, or the single tokens.
+        """Return the input tokens of readings: query tokens and observation tokens, or single tokens.
 
         Args:
-            features: (N, L) valid feature codes; at padding any code.
+            features: (N, L), for each of N records the feature codes of L readings; at padding any valid code.
             values: (N, L) normalised values or label codes.
             prior: The conditionals of the Gaussian prior, of shape (N, L); None without a prior.
             cache: The cache that holds the reading before the first one, which a single token needs.
             earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
 
         Returns:
-            Two tensors (N, L, d) for pairs, one for single tokens.
+            Two tensors (N, L, d) of tokens of width d for pairs, the query tokens first; one for single tokens.
         """
         if self.identity_encoder is not None:
             return [self.embed_query_tokens(features, prior), self.embed_observation_tokens(features, values)]
@@ -463,9 +483,13 @@ class DEformer(nn.Module):
         return [self._add_prior(self.value_encoder(torch.cat([own_identities, previous], -1)), prior)]
 
     def _add_prior(self, tokens: Tensor, prior: PriorConditional | None) -> Tensor:
-        """Return tokens (*S, d) plus a linear map of the prior's conditionals, scaled by √d as the encoders are.
+        """Return tokens plus a linear map of the Gaussian prior's conditionals, so that the network can use them.
 
-        Without a prior, the tokens are returned unchanged.
+        The map is multiplied by √d, as the encoders' outputs are. Without a prior, the tokens are returned unchanged.
+
+        Args:
+            tokens: (*S, d), tokens of width d in a batch of any shape S.
+            prior: The conditionals of the same readings, of shape S, or None.
         """
         if prior is None or self.guidance is None:
             return tokens
@@ -473,14 +497,14 @@ class DEformer(nn.Module):
         return tokens + addend
 
     def _build_reading_inputs(self, identities: Tensor, features: Tensor, values: Tensor) -> Tensor:
-        """Return the inputs of the encoder that represent readings.
+        """Return vectors that represent readings, as inputs of the encoder that makes tokens.
 
-        They are the feature's identity, the number, the sine and cosine of the angle (if the schema has cyclic
+        Their parts are the feature's identity, the number, the sine and cosine of the angle (if the schema has cyclic
         features) and the embedding of the label (if it has discrete ones). Parts that do not apply to a feature are 0.
 
         Args:
-            identities: (F, identity width), the result of `embed_identities`.
-            features: Feature codes of any shape S.
+            identities: (F, identity width), the vectors that identify the F features (`embed_identities`).
+            features: Feature codes in a batch of any shape S.
             values: Normalised values or label codes of shape S.
 
         Returns:
@@ -512,8 +536,9 @@ class DEformer(nn.Module):
         The first new reading of a record follows its last cached reading. If there is none, `start` is returned.
 
         Args:
-            identities: (F, identity width), the result of `embed_identities`.
-            reading_inputs: (N, L, reading width), the result of `_build_reading_inputs`.
+            identities: (F, identity width), the vectors that identify the F features (`embed_identities`).
+            reading_inputs: (N, L, reading width), for each of N records the encoder inputs of L readings
+                (`_build_reading_inputs`).
             cache: The cache of the earlier readings; None if the records are complete.
             earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
 
@@ -535,7 +560,14 @@ class DEformer(nn.Module):
         return torch.cat([first, reading_inputs], 1)[:, previous_index]
 
     def _build_token_mask(self, num_tokens: int) -> Tensor:
-        """Return a (T, T) bool mask over a record's interleaved tokens, true where a row attends to a column."""
+        """Return the attention mask among the new tokens of a record, in the order z_1, u_1, z_2, u_2, ….
+
+        Args:
+            num_tokens: The number T of new tokens.
+
+        Returns:
+            (T, T) bool, true where the token of the row attends to the token of the column.
+        """
         index = torch.arange(num_tokens, device=self.device)
         mask = index[:, None] >= index[None, :]
         if self.attention_context == "values":

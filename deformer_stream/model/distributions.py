@@ -53,9 +53,10 @@ _NUM_MEAN_SHIFT_STEPS = 30
 
 @dataclass(frozen=True, slots=True)
 class Surprisal:
-    """The surprisal −ln p(v) of values, and moments of the surprisal −ln p(V) when V is drawn from the distribution.
+    """The surprisal −ln p(v) of observed values, and statistics of −ln p(V) for a random V with the density p.
 
-    All four tensors have the shape S of the values and are in nats. Only continuous features have meaningful entries.
+    All four tensors have the shape of the batch of readings and are in nats. Only entries of continuous features are
+    meaningful.
 
     Attributes:
         value: −ln p(v) of the observed values.
@@ -74,7 +75,7 @@ class Surprisal:
 class ScoreTerms:
     """The quantities of each reading from which the scores of a record are computed.
 
-    All three tensors have the shape S of the readings and are in nats.
+    The tensors have the shape of the batch of readings and are in nats. The value of a reading is called v.
 
     Attributes:
         log_prob: ln p(v); larger is more probable.
@@ -90,10 +91,12 @@ class ScoreTerms:
 
 @dataclass(frozen=True, slots=True)
 class Conditional:
-    """A batch of conditional distributions, one for each reading of leading shape S.
+    """A batch of distributions p(value of a reading | earlier readings of its record), one for each reading.
 
-    The values that the methods accept and return have the shape S. They are normalised values of continuous features
-    and label codes of discrete ones. J is 0 if no feature is continuous, and K is 0 if no feature is discrete.
+    S is the shape of the batch, often (N, L) for N records of L readings. The values that the methods accept and return
+    have this shape. They are normalised values of continuous features and label codes of discrete ones. A continuous
+    reading has a mixture of J Gaussians. A discrete reading has probabilities of its labels, K at most. J is 0 if the
+    schema has no continuous feature, and K is 0 if it has no discrete one.
 
     Attributes:
         discrete: S bool, true if the reading's feature is discrete.
@@ -126,19 +129,19 @@ class Conditional:
 
     @property
     def _has_continuous(self) -> bool:
-        """Whether some feature of the schema is continuous."""
+        """Whether the distributions have Gaussian components, which is so if the schema has a continuous feature."""
         return self.means.shape[-1] > 0
 
     @property
     def _has_discrete(self) -> bool:
-        """Whether some feature of the schema is discrete."""
+        """Whether the distributions have label probabilities, which is so if the schema has a discrete feature."""
         return self.log_mass.shape[-1] > 1
 
     def _compute_log_density(self, x: Tensor) -> Tensor:
-        """Return the natural logarithm of each mixture's density at M points.
+        """Return the natural logarithm of the density of each reading's Gaussian mixture at M points.
 
         Args:
-            x: (*S, M) points in normalised units.
+            x: (*S, M), M points in normalised units for each reading of the batch, whose shape is S.
 
         Returns:
             (*S, M).
@@ -153,20 +156,22 @@ class Conditional:
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def _compute_label_log_mass(self, codes: Tensor) -> Tensor:
-        """Return the natural logarithm of the probability of label codes, S → S.
+        """Return the natural logarithm of the probability of each discrete reading's label.
 
-        A code beyond the feature's labels gets the probability of all labels that did not occur in training.
+        Args:
+            codes: The label codes, in the shape of the batch. A code beyond the feature's labels stands for all labels
+                that did not occur in training.
         """
         unseen_code = self.log_mass.isfinite().sum(-1) - 1
         code = torch.minimum(codes.long().clamp(min=0), unseen_code.clamp(min=0))
         return self.log_mass.gather(-1, code.unsqueeze(-1)).squeeze(-1)
 
     def _merge_kinds(self, continuous: Tensor | None, discrete: Tensor | None) -> Tensor:
-        """Return the result for each reading's kind of feature.
+        """Return, for each reading, the result that applies to the kind of its feature.
 
         Args:
-            continuous: The results if all features were continuous; None if none is.
-            discrete: The results if all features were discrete; None if none is.
+            continuous: The results computed as for continuous readings; None if the schema has no continuous feature.
+            discrete: The results computed as for discrete readings; None if the schema has no discrete feature.
         """
         if continuous is None or discrete is None:
             merged = discrete if continuous is None else continuous
@@ -175,12 +180,20 @@ class Conditional:
         return torch.where(self.discrete, discrete, continuous)
 
     def log_prob(self, values: Tensor) -> Tensor:
-        """Return ln p(v): the log-density of continuous values, the log-probability of labels. S → S."""
+        """Return ln p(v) of each reading: the log-density of a number or the log-probability of a label.
+
+        Args:
+            values: Normalised values or label codes, in the shape of the batch, as is the result.
+        """
         density = self._compute_log_density(values.unsqueeze(-1)).squeeze(-1) if self._has_continuous else None
         return self._merge_kinds(density, self._compute_label_log_mass(values) if self._has_discrete else None)
 
     def cdf(self, values: Tensor) -> Tensor:
-        """Return P(V ≤ v), S → S. Labels are ordered by their codes."""
+        """Return the cumulative probability P(V ≤ v) of each reading. Labels are ordered by their codes.
+
+        Args:
+            values: Normalised values or label codes, in the shape of the batch, as is the result.
+        """
         continuous = discrete = None
         if self._has_continuous:
             z = (values.unsqueeze(-1) - self.means) / self.scales
@@ -191,9 +204,9 @@ class Conditional:
         return self._merge_kinds(continuous, discrete)
 
     def quantile(self, q: float) -> Tensor:
-        """Return the smallest value v with P(V ≤ v) ≥ q for each reading, in the shape S.
+        """Return the quantile of each reading's distribution, the smallest value v with P(V ≤ v) ≥ q.
 
-        For a discrete feature, v is a label code.
+        For a discrete feature, v is a label code. The result has the shape of the batch.
         """
         return self.quantiles((q,))[0]
 
@@ -202,11 +215,12 @@ class Conditional:
 
         Args:
             qs: Q probabilities between 0 and 1.
-            continuous: (Q, *S) the quantiles of the continuous readings, if the caller has computed them already. By
-                default they are found by bisection to about the resolution of the dtype.
+            continuous: (Q, *S) the quantiles of the continuous readings, where S is the shape of the batch, if the
+                caller has computed them already. By default they are found by bisection to about the resolution of
+                the dtype.
 
         Returns:
-            (Q, *S), values of continuous readings and label codes of discrete ones.
+            (Q, *S), normalised values of continuous readings and label codes of discrete ones.
         """
         discrete = None
         dtype = self.means.dtype if self._has_continuous else self.log_mass.dtype
@@ -222,10 +236,10 @@ class Conditional:
         """Return quantiles of the mixtures by bisection of their cumulative distribution functions.
 
         Args:
-            q: (Q, 1, …, 1) probabilities, with a dimension for each one of S.
+            q: (Q, 1, …, 1), Q probabilities with as many dimensions of size 1 as the shape S of the batch has.
 
         Returns:
-            (Q, *S).
+            (Q, *S) normalised values.
         """
         reach = 12.0 * self.scales
         low, high = (self.means - reach).amin(-1), (self.means + reach).amax(-1)
@@ -239,15 +253,18 @@ class Conditional:
         return 0.5 * (low + high)
 
     def mean(self) -> Tensor:
-        """Return the mean of each continuous reading and the most probable label code of each discrete one, S."""
+        """Return the mean of each continuous reading's distribution, and the most probable label of each discrete one.
+
+        The result has the shape of the batch; labels are given as codes.
+        """
         continuous = (self.log_weights.exp() * self.means).sum(-1) if self._has_continuous else None
         return self._merge_kinds(continuous, self.most_likely_label() if self._has_discrete else None)
 
     def mode(self) -> Tensor:
-        """Return a mode of each continuous reading and the most probable label code of each discrete one, S.
+        """Return a mode of each continuous reading's distribution, and the most probable label of each discrete one.
 
-        The mode is found by mean shift, a fixed-point iteration that never decreases the density (Carreira-Perpiñán,
-        IEEE TPAMI 22, 2000). It starts at the component mean with the largest density, so it can miss the global mode.
+        The result has the shape of the batch; labels are given as codes. The mode is found by mean shift, a fixed-point
+        iteration that never decreases the density (Carreira-Perpiñán, IEEE TPAMI 22, 2000). It starts at the component mean with the largest density, so it can miss the global mode.
         """
         continuous = None
         if self._has_continuous:
@@ -261,11 +278,17 @@ class Conditional:
         return self._merge_kinds(continuous, self.most_likely_label() if self._has_discrete else None)
 
     def most_likely_label(self) -> Tensor:
-        """Return the code of the most probable label, S. It is meaningful for discrete readings only."""
+        """Return the code of each reading's most probable label; it is meaningful for discrete readings only."""
         return self.log_mass.argmax(-1).to(self.log_mass.dtype)
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
-        """Return one random value of each reading, S. A label that did not occur in training is never drawn."""
+        """Return one random value from each reading's distribution, in the shape of the batch.
+
+        Continuous values are normalised, labels are codes. A label that did not occur in training is never drawn.
+
+        Args:
+            generator: The source of randomness; by default the global generator of torch.
+        """
         continuous = discrete = None
         if self._has_continuous:
             component = _sample_indexes(self.log_weights, generator).unsqueeze(-1)
@@ -286,7 +309,7 @@ class Conditional:
         is exact if f is a polynomial of degree 5 or less.
 
         Returns:
-            The points and the weights, (*S, 3J) each.
+            The points and the weights, (*S, 3J) each, where S is the shape of the batch and J the number of components.
         """
         weights = self.log_weights.exp()
         x = torch.stack([self.means + node * self.scales for node in _QUADRATURE_NODES], -1)
@@ -299,7 +322,7 @@ class Conditional:
         smallest surprisal at the quadrature points, which include the mean of each component.
 
         Returns:
-            Three tensors of shape S, in nats.
+            Three tensors in the shape of the batch, in nats.
         """
         x, w = self.quadrature_points()
         surprisal = -self._compute_log_density(x)
@@ -311,7 +334,7 @@ class Conditional:
         """Return the surprisal of values, with its moments under the mixtures.
 
         Args:
-            values: The observed values, of shape S.
+            values: The observed normalised values, in the shape of the batch.
 
         Returns:
             The surprisal, or None if no feature is continuous.
@@ -340,11 +363,11 @@ class Conditional:
         An error of the approximation does not invalidate alerts, because their threshold is calibrated on records.
 
         Args:
-            values: The observed values, of shape S.
-            surprisal: What `compute_surprisal` returned for the same values. Compiled code can compute it, too.
+            values: The observed normalised values or label codes, in the shape of the batch.
+            surprisal: The result of `compute_surprisal` for the same values, or the same result from compiled code.
 
         Returns:
-            Score terms of shape S.
+            The three terms, each in the shape of the batch.
         """
         log_prob = log_p = centered_nll = log_mass = log_p_label = centered_nll_label = None
         if surprisal is not None:
@@ -372,20 +395,25 @@ class Conditional:
     def score(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the natural logarithm of the highest-density p-value, and the centered NLL −ln p(v) − entropy.
 
+        The highest-density p-value is the probability of a value that is at most as probable as the observed one.
+
         Args:
-            values: The observed values, of shape S.
+            values: The observed normalised values or label codes, in the shape of the batch.
 
         Returns:
-            Two tensors of shape S, in nats. The first lies in (−∞, 0] and is smaller for more anomalous values; the
-            second is larger for more anomalous values.
+            Two tensors in the shape of the batch, in nats. The first lies in (−∞, 0] and is smaller for more anomalous
+            values; the second is larger for more anomalous values.
         """
         terms = self.compute_score_terms(values, self.compute_surprisal(values))
         return terms.log_p_value, terms.centered_nll
 
     def log_p_value(self, values: Tensor) -> Tensor:
-        """Return the natural logarithm of the highest-density p-value of values, S → S.
+        """Return the natural logarithm of the highest-density p-value of each reading.
 
         The p-value is the probability of a value that is at most as probable as the observed one.
+
+        Args:
+            values: The observed normalised values or label codes, in the shape of the batch, as is the result.
         """
         return self.score(values)[0]
 
@@ -399,12 +427,12 @@ class _LogMixtureDensity(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, heights: Tensor, means: Tensor, scales: Tensor) -> Tensor:
-        """Return the log-density at M points.
+        """Return the log-density of each mixture at M points. The shape S is that of the batch of mixtures.
 
         Args:
-            ctx: The context of the autograd function.
+            ctx: The context in which PyTorch keeps tensors for the backward pass.
             x: (*S, M, 1) points.
-            heights: (*S, 1, J), the heights h of the components.
+            heights: (*S, 1, J), the heights h of the J components.
             means: (*S, 1, J), the means μ.
             scales: (*S, 1, J), the standard deviations σ.
 
@@ -420,7 +448,7 @@ class _LogMixtureDensity(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of the points, heights, means and scales."""
+        """Return the gradients of the points, heights, means and scales, given that of the log-density, (*S, M)."""
         z, scales, share = ctx.saved_tensors
         grad_heights = gradient.unsqueeze(-1) * share
         grad_means = grad_heights * z / scales
@@ -460,14 +488,14 @@ def _log_gammaincc(shape: Tensor, x: Tensor) -> Tensor:
 
 
 def _sample_indexes(log_weights: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return random indexes with the given log-probabilities, by inversion of the cumulative probabilities.
+    """Return one random index for each categorical distribution, by inversion of its cumulative probabilities.
 
     Args:
-        log_weights: (*S, n) natural logarithms of probabilities.
+        log_weights: (*S, n), the natural logarithms of the probabilities of n indexes, for a batch of shape S.
         generator: The source of randomness; by default the global generator of torch.
 
     Returns:
-        S indexes from 0 to n − 1.
+        Indexes from 0 to n − 1, of shape S.
     """
     cumulative = log_weights.exp().cumsum(-1)
     u = torch.rand(cumulative.shape[:-1], generator=generator, dtype=cumulative.dtype, device=cumulative.device)
@@ -532,12 +560,12 @@ class Head(nn.Module):
         """Return the conditional distributions of readings.
 
         Args:
-            hidden: (*S, d_model) hidden states of query tokens.
-            features: S feature codes; at padding any valid code.
+            hidden: (*S, d_model) the Transformer's outputs at the query tokens of readings of any shape S.
+            features: The feature codes of the readings, in the shape S; at padding any valid code.
             prior: The conditionals of the Gaussian prior for the same readings, None for a model without one.
 
         Returns:
-            Conditionals of shape S. They are float64 if the hidden states are, else float32.
+            One distribution for each reading, in the shape S; float64 if the hidden states are, else float32.
         """
         out = self.project(hidden)
         out = out if out.dtype == torch.float64 else out.float()
@@ -569,8 +597,9 @@ class Head(nn.Module):
         code has the probability `unseen` that the schema reserves for all other labels. Later codes have −∞.
 
         Args:
-            label_logits: (*S, K) logits, of which each feature uses as many as it has labels.
-            features: S feature codes.
+            label_logits: (*S, K) logits of readings of any shape S. K is the largest number of labels; each feature
+                uses as many logits as it has labels.
+            features: The feature codes of the readings, in the shape S.
 
         Returns:
             (*S, K + 1) natural logarithms of probabilities; meaningless for continuous features.

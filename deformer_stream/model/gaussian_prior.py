@@ -36,9 +36,10 @@ uses its unclipped value.
 
 @dataclass(frozen=True, slots=True)
 class PriorConditional:
-    """The conditional distributions of readings under the Gaussian prior: one mixture of K Gaussians per reading.
+    """The distributions of readings given the earlier readings of their records, under the Gaussian prior.
 
-    The shape S is that of the readings, usually (N, L).
+    The prior is a mixture of K multivariate Gaussians, so each distribution is a mixture of K Gaussians. S is the shape
+    of the batch of readings, usually (N, L) for N records of L readings.
 
     Attributes:
         log_weights: (*S, K), the natural logarithm of the probability of each component given the earlier readings.
@@ -62,9 +63,11 @@ class PriorConditional:
         return PriorConditional(*(tensor[index] for tensor in self.tensors))
 
     def to_network_input(self) -> Tensor:
-        """Return the conditionals as numbers of moderate size, (*S, 3K), which the network gets as input.
+        """Return the parameters of the distributions as numbers of moderate size, for use as inputs of the network.
 
-        The numbers are zero where there is no prior.
+        Returns:
+            (*S, 3K), where S is the shape of the batch and K the number of components; zeros for readings without a
+            prior.
         """
         clipped_means = self.means.clamp(-8.0, 8.0)
         parts = [0.25 * self.log_weights.clamp(min=-8.0), 0.5 * clipped_means, 0.5 * self.scales.log()]
@@ -72,7 +75,7 @@ class PriorConditional:
 
 
 class GaussianPrior(nn.Module):
-    """A mixture of K Gaussians over D features, in one or more variants.
+    """A mixture of K Gaussians over the D features whose values are numbers on a line, in one or more variants.
 
     A model that scores has one variant. Training has several, each fitted without a part of the records: a record gets
     the variant that was fitted without it, so that the prior is as good in training as it will be on new records.
@@ -122,12 +125,13 @@ class GaussianPrior(nn.Module):
         """Return the conditional distribution of each reading given the earlier readings of its record.
 
         Args:
-            features: (N, L) feature codes in arrival order, −1 for padding, which may stand anywhere.
-            values: (N, L) in normalised units.
+            features: (N, L), for each of N records the codes of the features of L readings in arrival order; −1 for
+                padding, which may stand anywhere.
+            values: (N, L) the values in normalised units.
             variant: (N,) the index of the variant to use for each record; by default the first variant.
 
         Returns:
-            Conditionals of shape (N, L).
+            Distributions of shape (N, L).
         """
         columns = self.column_by_code[features]
         has_prior = columns >= 0
@@ -152,12 +156,14 @@ class GaussianPrior(nn.Module):
         change their conditionals.
 
         Args:
-            columns: (N, L) the column of each reading's feature among the D features.
+            columns: (N, L), for each of N records the index of each reading's feature among the D features of the
+                mixture.
             has_prior: (N, L) bool, false where `columns` is meaningless.
             variant: (N,) the index of the variant to use for each record; by default the first variant.
 
         Returns:
-            The log weights (N, K), the means (N, K, L) and the Cholesky factors of the covariances (N, K, L, L).
+            The log weights (N, K) of the K components, their means (N, K, L) and the Cholesky factors of their
+            covariances (N, K, L, L).
         """
         variant = torch.zeros(len(columns), dtype=torch.long, device=columns.device) if variant is None else variant
         column = columns.clamp(min=0)
@@ -174,7 +180,8 @@ class GaussianPrior(nn.Module):
         """Replace missing values by draws from their joint distribution given the observed values of their record.
 
         Args:
-            values: (N, D) the values of the features that take part, in the order of the schema; NaN if missing.
+            values: (N, D), for each of N records the normalised values of the D features of the mixture, in the order
+                of the schema; NaN if missing.
             generator: The source of randomness.
 
         Returns:

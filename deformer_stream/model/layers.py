@@ -72,7 +72,14 @@ class Encoder(nn.Module):
         self.maps = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the tokens of the inputs: (..., num_inputs) → (..., num_outputs)."""
+        """Return one token for each input vector.
+
+        Args:
+            x: (*S, num_inputs), input vectors in a batch of any shape S.
+
+        Returns:
+            (*S, num_outputs).
+        """
         *hidden_maps, last_map = cast(list[nn.Linear], list(self.maps))
         for linear in hidden_maps:
             x = nn.functional.relu(linear(x))
@@ -82,7 +89,8 @@ class Encoder(nn.Module):
 class TransformerLayer(nn.Module):
     """One Transformer layer without its attention, which callers compute between the two methods.
 
-    Callers use a layer like this:
+    Attention is left to the callers, because some compute it over complete records and some over a KV cache. They use a
+    layer like this:
 
         queries, keys, values = layer.project_qkv(x)
         attended = attention(queries, keys, values)
@@ -106,10 +114,11 @@ class TransformerLayer(nn.Module):
         """Return the queries, keys and values of tokens.
 
         Args:
-            x: (N, T, d) tokens.
+            x: (N, T, d), for each of N records T tokens of width d.
 
         Returns:
-            Queries, keys and values, (N, H, T, d_head) each. The queries are already divided by √d_head.
+            Queries, keys and values, (N, H, T, d_head) each, for H attention heads of width d_head = d / H. The queries
+            are already divided by √d_head.
         """
         qkv = self._apply_linear(self.qkv, self.norm1(x) if self.is_pre_norm else x)  # (N, T, 3d)
         qkv = torch.unflatten(qkv, -1, (3, self.heads, -1)).transpose(1, 3)  # (N, H, 3, T, d_head)
@@ -120,8 +129,8 @@ class TransformerLayer(nn.Module):
         """Return the output of the layer, given the output of its attention.
 
         Args:
-            x: (N, T, d) the tokens that entered the layer.
-            attended: (N, T, d) the weighted values of attention, the heads side by side.
+            x: (N, T, d), for each of N records the T tokens of width d that entered the layer.
+            attended: (N, T, d) the weighted sums of values from attention, with the heads concatenated.
 
         Returns:
             (N, T, d) the tokens after the attention branch and the feed-forward branch.

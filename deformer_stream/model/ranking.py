@@ -83,7 +83,8 @@ class Ranking(nn.Module):
         labels have their code. A label that did not occur in training lies beyond all others.
 
         Args:
-            values: (R, F) normalised values or label codes; any value for a missing reading.
+            values: (R, F), for each of R records the normalised values or label codes of the F features; any value for
+                a missing reading.
 
         Returns:
             (R, F) float32.
@@ -102,13 +103,13 @@ class Ranking(nn.Module):
         """Return the mean distance of each record to its nearest exemplars.
 
         Args:
-            positions: (R, F) positions in units of `deviations`.
+            positions: (R, F), for each of R records the positions of the F features in units of `deviations`.
             known: (R, F) bool, false where the record has no reading of the feature.
             own_exemplar: (R,) the index of an exemplar to leave out for each record. Training passes the record's own
                 exemplar, whose distance would be zero.
 
         Returns:
-            (R,).
+            (R,) distances.
         """
         num_records, num_features = positions.shape
         distances = torch.empty(num_records, device=positions.device)
@@ -129,11 +130,11 @@ class Ranking(nn.Module):
         have the difference 1. The sum over the features that both records have is scaled up to all F features.
 
         Args:
-            positions: (R, F) positions in units of `deviations`.
+            positions: (R, F), for each of R records the positions of the F features in units of `deviations`.
             known: (R, F) bool, false where the record has no reading of the feature.
 
         Returns:
-            (R, M).
+            (R, M), the distance of each record to each of the M exemplars.
         """
         is_plain = not self.is_text_label.any() and self.cycle_lengths is None
         if is_plain and bool(known.all()) and bool(self.known.all()):
@@ -154,12 +155,12 @@ class Ranking(nn.Module):
         median of normal records and 1 at their 90% quantile (before weighting).
 
         Args:
-            codes: (R, L) the feature codes of each record's readings in any order, −1 for padding.
+            codes: (R, L), for each of R records the feature codes of L readings in any order, −1 for padding.
             values: (R, L) normalised values or label codes.
             centered_nll: (R,) the sum over the record's readings of −ln p minus its expectation.
 
         Returns:
-            (R,).
+            (R,) scores.
         """
         num_features = len(self.schema)
         column = np.where(codes < 0, num_features, codes)  # padding goes to an extra column
