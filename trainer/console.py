@@ -114,6 +114,8 @@ def _describe_model(result: TrainingOutput) -> str:
 def format_summary(result: TrainingOutput) -> str:
     """Return the last lines of the output: the quality of the model, its directory, and the next command."""
     rows, calibration, held_out = result.summary["rows"], result.calibration, result.held_out
+    num_used = result.summary["records_used"]["calibration"]
+    calibration_text = f"{num_used}" if num_used >= rows["calibration"] else f"{num_used} of {rows['calibration']}"
     num_scored_features = int((~result.data.schema.is_context).sum())
     unreachable = [f"{alpha:.3g}" for alpha in calibration.find_unreachable_alphas(DEFAULT_ALPHAS)]
     reachability = (
@@ -124,9 +126,10 @@ def format_summary(result: TrainingOutput) -> str:
     return "\n".join(
         [
             f"records      {rows['train']} trained on, {rows['validation']} for validation, "
-            f"{rows['calibration']} for calibration ({calibration.arrival_order} order)",
+            f"{calibration_text} for calibration ({calibration.arrival_order} order)",
             f"model        {_describe_model(result)}",
-            f"held out     {held_out.mean_nll:.3f} nats a record, {held_out.mean_nll / num_scored_features:.3f} a feature "
+            f"held out     {held_out.mean_nll:.3f} nats a record, "
+            f"{held_out.mean_nll / num_scored_features:.3f} a feature, from {len(held_out.nll_by_record)} records "
             f"({result.training_result.steps} steps, {result.summary['seconds']:.0f} s)",
             f"p-values     smallest {calibration.min_p_value:.2g}: {reachability}",
             f"written      {result.directory} ({result.fingerprint}), report {result.directory / 'report.html'}",

@@ -18,6 +18,9 @@ from trainer.fit import TrainingResult
 MAX_LISTED_LABELS = 6
 """Largest number of labels of a feature that are shown."""
 
+MAX_BARS = 60
+"""Features in the chart of held-out likelihoods. Thousands of bars are unreadable and take a minute to draw."""
+
 
 def render(
     data: PreparedTable,
@@ -89,15 +92,19 @@ def _render_feature_likelihoods(data: PreparedTable, held_out: HeldOutLikelihood
     """Return the section that shows how well each feature is predicted, the worst first."""
     nll = held_out.nll_by_feature
     worst_first = np.argsort(-np.nan_to_num(nll, nan=-np.inf))
-    codes = [code for code in worst_first if np.isfinite(nll[code])]
+    scored_codes = [code for code in worst_first if np.isfinite(nll[code])]
+    codes = scored_codes[:MAX_BARS]
+    selection = (
+        f" The {MAX_BARS} worst of {len(scored_codes):,} features are shown." if len(scored_codes) > MAX_BARS else ""
+    )
     return [
         pages.render_heading("What is predictable"),
         pages.render_paragraph(
             "Mean −ln p of each feature given the readings before it, over "
             f"{len(held_out.nll_by_record):,} held-out records in {held_out.num_orders} random orders each. For "
-            "numbers p is a density in units of the feature's own spread: 1.42 is a normal distribution without any help from "
-            "the other features, smaller is better, and negative values are sharp predictions. For labels p is a "
-            "probability, and 0 is certainty."
+            "numbers p is a density in units of the feature's own spread: 1.42 is a normal distribution without any "
+            "help from the other features, smaller is better, and negative values are sharp predictions. For labels p is a "
+            f"probability, and 0 is certainty.{selection}"
         ),
         charts.draw_bars(
             [data.schema.names[code] for code in codes],

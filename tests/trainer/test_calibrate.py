@@ -115,7 +115,9 @@ def test_held_out_likelihood_adds_up(wide: PreparedTable) -> None:
     np.testing.assert_array_equal(result.nll_by_record, again.nll_by_record)
 
 
-def streamed_statistics(model: DEformer, data: PreparedTable, rows: NDArray[np.int64], polls: int) -> NDArray[np.float64]:
+def streamed_statistics(
+    model: DEformer, data: PreparedTable, rows: NDArray[np.int64], polls: int
+) -> NDArray[np.float64]:
     """Return the largest prefix statistic of each row, from an engine that gets the readings in several batches."""
     engine = Engine(model, Calibration(np.empty(0), "schema"), "", (), effort="off")
     values = np.asarray(data.values[rows], np.float64)

@@ -223,6 +223,7 @@ def test_options_come_from_flags_environment_and_file_in_that_order(
         (["TEXT", "--out", "OUT"], 3, "not a readable Parquet file"),
         (["TABLE", "--out", "OUT", "--layout", "long"], 3, "'record' is missing"),
         (["TWICE", "--out", "OUT"], 3, "two columns are called 'a'"),
+        (["ZONELESS", "--out", "OUT"], 3, "column 'time', row 0: "),
     ],
 )
 def test_errors_are_one_line_with_an_exit_code(
@@ -233,7 +234,10 @@ def test_errors_are_one_line_with_an_exit_code(
     (tmp_path / "odd.toml").write_text("d_model = 10\nheads = 3\n")
     names = {"TABLE": table, "OUT": tmp_path / "model", "MISSING": tmp_path / "missing.parquet"}
     pq.write_table(pa.table([[1.0] * 30, [2.0] * 30], names=["a", "a"]), tmp_path / "twice.parquet")
+    zoneless = {"record": ["r"] * 30, "feature": ["a"] * 30, "value": [1.0] * 30, "time": ["2020-03-09 10:34"] * 30}
+    pq.write_table(pa.table(zoneless), tmp_path / "zoneless.parquet")
     names |= {
+        "ZONELESS": tmp_path / "zoneless.parquet",
         "TWICE": tmp_path / "twice.parquet",
         "TEXT": tmp_path / "text.parquet",
         "BAD": tmp_path / "bad.toml",

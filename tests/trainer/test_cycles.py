@@ -39,12 +39,20 @@ def test_what_is_a_cycle_and_why(tmp_path: Path, rng: np.random.Generator) -> No
     moments = pa.array(np.arange(300), pa.timestamp("s"))
     data = prepared(tmp_path, columns | {"at": moments, "on": moments}, cycle=(("heading", 360.0), ("hour", 24.0)))
     found = {f.name: (f.kind, f.period, f.context, f.reason) for f in data.schema.features}
-    assert found["clock"] == ("continuous", SECONDS_PER_DAY, True, "time of day, a cycle of 24 h: context for the other features")
+    assert found["clock"] == (
+        "continuous",
+        SECONDS_PER_DAY,
+        True,
+        "time of day, a cycle of 24 h: context for the other features",
+    )
     assert found["heading"] == ("continuous", 360.0, False, "chosen by an option")
     assert found["hour"][:3] == ("continuous", 24.0, False)
     assert found["y"][:3] == ("continuous", None, False)
     assert data.time_column == "at", "a time of day is no moment"
-    assert {e.name: e.reason for e in data.excluded_columns} == {"at": "the record's time", "on": "times are no features"}
+    assert {e.name: e.reason for e in data.excluded_columns} == {
+        "at": "the record's time",
+        "on": "times are no features",
+    }
     raw = data.schema.denormalise(np.zeros(300, int), data.values[:, 0].astype(float))
     np.testing.assert_allclose(
         raw, [3600 * t.hour + 60 * t.minute + t.second for t in columns["clock"].to_pylist()], atol=0.1

@@ -73,7 +73,9 @@ def test_no_exemplars_when_none_are_wanted(tmp_path: Path) -> None:
 def test_a_written_model_ranks_as_the_one_in_memory(tmp_path: Path) -> None:
     data = prepared(tmp_path, mixed(np.random.default_rng(4), 200))
     model = add_ranking(model_of(data), data, 50, 0)
-    model_store.write(tmp_path / "model", model, Calibration.from_statistics(np.arange(50.0), "random"), {}, "<p>report</p>")
+    model_store.write(
+        tmp_path / "model", model, Calibration.from_statistics(np.arange(50.0), "random"), {}, "<p>report</p>"
+    )
     detector = load(tmp_path / "model")
     rows = pa.table({"a": [0.0, 9.0], "b": [0.1, -9.0], "state": ["middle", "high"]}).to_pylist()
     near, far = detector.score(rows).anomaly_score.tolist()

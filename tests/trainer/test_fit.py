@@ -20,6 +20,7 @@ from trainer.data import PreparedTable, Split
 from trainer.evaluate import evaluate_held_out
 from trainer.fit import Interrupted, Recipe, TrainingResult, TrainingRun, low_precision
 from trainer.sampling import Noise, create_generator, draw_random_keys, gather_values, order_readings
+from trainer.settings import Optimizer
 
 SMALL = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=4, hidden=(16,), dropout=0.1)
 WIDE = ModelConfig(d_model=64, layers=2, heads=2, feedforward=96, mixtures=4, hidden=(16,))
@@ -52,16 +53,20 @@ def stopping_at(fit: TrainingRun, step: int) -> Callable[[], bool]:
     return lambda: fit.step >= step
 
 
-@pytest.mark.parametrize(("at", "config"), [(1, SMALL), (7, SMALL), (13, SMALL), (5, WIDE)])
+@pytest.mark.parametrize(
+    ("at", "config", "optimizer"),
+    [(1, SMALL, "muon"), (7, SMALL, "muon"), (13, SMALL, "muon"), (5, WIDE, "muon"), (7, SMALL, "adamw")],
+)
 def test_interrupted_and_resumed_equals_uninterrupted(
-    data: PreparedTable, tmp_path: Path, at: int, config: ModelConfig
+    data: PreparedTable, tmp_path: Path, at: int, config: ModelConfig, optimizer: Optimizer
 ) -> None:
-    whole = start(data, tmp_path / "whole", config=config).run()
-    first = start(data, tmp_path / "parts", config=config)
+    recipe = replace(RECIPE, optimizer=optimizer)
+    whole = start(data, tmp_path / "whole", recipe, config=config).run()
+    first = start(data, tmp_path / "parts", recipe, config=config)
     with pytest.raises(Interrupted):
         first.run(stopping_at(first, at))
     torch.rand(3)  # whatever else drew random numbers in between
-    second = start(data, tmp_path / "parts", config=config)
+    second = start(data, tmp_path / "parts", recipe, config=config)
     state = checkpoint.load_state(tmp_path / "parts")
     assert state is not None
     second.restore(state)
@@ -111,6 +116,16 @@ def test_automatic_precision_is_bfloat16_only_on_cpus_with_amx(
     assert low_precision("auto", torch.device("cuda"))
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "adamw", "adam"])
+def test_each_optimizer_reduces_the_validation_loss(data: PreparedTable, tmp_path: Path, optimizer: Optimizer) -> None:
+    run = start(data, tmp_path, replace(RECIPE, optimizer=optimizer, epochs=20))
+    history = run.run().history
+    assert history[-1]["validation"] < history[0]["validation"] - 0.3
+    assert [parameter.requires_grad for parameter in run.parameters]
+    num_updated = sum(len(group["params"]) for optimizer in run.optimizers for group in optimizer.param_groups)
+    assert num_updated == len(run.parameters)
+
+
 def test_resume_refuses_other_data_or_options(data: PreparedTable, tmp_path: Path) -> None:
     first = start(data, tmp_path, learning_rate=1e-3)
     with pytest.raises(Interrupted):
@@ -148,7 +163,9 @@ def test_training_ends_within_its_time(data: PreparedTable, tmp_path: Path) -> N
     assert 20 <= len(fitted.history) <= 32
 
 
-def test_when_the_time_is_gone_before_the_first_step_there_is_one_all_the_same(data: PreparedTable, tmp_path: Path) -> None:
+def test_when_the_time_is_gone_before_the_first_step_there_is_one_all_the_same(
+    data: PreparedTable, tmp_path: Path
+) -> None:
     fitted = start(data, tmp_path, budget=TimeBudget(limit=5.0, spent=7.0)).run()
     assert fitted.steps == 1
     assert len(fitted.history) == 1

@@ -9,8 +9,8 @@ import pytest
 
 from deformer_stream import model_store
 from tests.trainer.tables import mixed, write
-from trainer.data import DataOptions, Split, prepare_table
 from trainer.calibrate import split_folds
+from trainer.data import DataOptions, Split, prepare_table
 from trainer.job import train
 from trainer.settings import TrainConfig
 

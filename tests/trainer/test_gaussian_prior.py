@@ -131,7 +131,10 @@ def test_a_guided_network_knows_a_gaussian_before_training(tmp_path: Path) -> No
     truth = entropy(covariance, np.array([f.scale for f in data.schema.features]))
     nll = evaluate_held_out(untrained(data, guides), data, data.select_rows(Split.CALIBRATION), 2, 0).mean_nll
     assert nll < truth + 0.9
-    assert evaluate_held_out(DEformer(data.schema, CONFIG), data, data.select_rows(Split.CALIBRATION), 2, 0).mean_nll > truth + 2.0
+    assert (
+        evaluate_held_out(DEformer(data.schema, CONFIG), data, data.select_rows(Split.CALIBRATION), 2, 0).mean_nll
+        > truth + 2.0
+    )
 
 
 def test_guided_training_resumes_to_the_bit_and_learns(tmp_path: Path) -> None:

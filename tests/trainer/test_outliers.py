@@ -9,8 +9,8 @@ import pytest
 
 from deformer_stream import model_store
 from tests.trainer.tables import mixed, prepared, write
-from trainer.data import PreparedTable, Split
 from trainer.calibrate import split_folds
+from trainer.data import PreparedTable, Split
 from trainer.job import train
 from trainer.outliers import compute_median_distances, drop_outliers
 from trainer.settings import TrainConfig
