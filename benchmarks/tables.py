@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from benchmarks.command import build_parser, describe_machine, format_today, publish_results, run_benchmark
 from deformer_stream import Detector, load
-from deformer_stream.demo.report import false_alarm_bound
+from deformer_stream.demo.report import bound_false_alarms
 from deformer_stream.errors import ConfigError, InputError
 from trainer.job import TrainingOutput, train
 from trainer.settings import Preset, TrainConfig
@@ -139,7 +139,7 @@ def summarise_alerts(
     return AlertSummary(
         alarms=int((has_alert & ~is_anomaly).sum()),
         normals=num_normals,
-        bound=false_alarm_bound(alpha, num_calibration, num_normals),
+        bound=bound_false_alarms(alpha, num_calibration, num_normals),
         detected=len(detected_seq) / max(int(is_anomaly.sum()), 1),
         seen=float((detected_seq + 1).mean() / num_features) if len(detected_seq) else None,
     )

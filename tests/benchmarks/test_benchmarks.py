@@ -1,4 +1,4 @@
-"""The benchmark of tables splits as its protocol says and counts what it says it counts."""
+"""The benchmark of tables, the storage of results, and the benchmarks of speed and training."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,102 +15,110 @@ import torch
 
 from benchmarks import command, speed, tables, training
 from benchmarks.feed import schema_of
-from deformer_stream.demo.report import false_alarm_bound
+from deformer_stream.demo.report import bound_false_alarms
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.deformer import PRESETS, DEformer
 
 LABELS = np.array([0] * 21 + [1] * 5)
 
 
-def test_half_of_the_normals_train_and_all_else_tests() -> None:
-    parts = tables.split(LABELS, seed=3)
+def test_half_of_the_normal_rows_train_and_all_others_test() -> None:
+    parts = tables.split_table(LABELS, seed=3)
     assert len(parts.train) == 10
     assert not LABELS[parts.train].any()
     assert sorted([*parts.train, *parts.test]) == list(range(26))
-    assert (LABELS[parts.test] == parts.anomaly).all()
+    assert (LABELS[parts.test] == parts.is_anomaly).all()
 
 
-def test_what_was_measured_is_kept_with_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
-    line = {"table": "one", "seeds": "0", "nats": [1.5]}
-    assert command.Kept("b", {"seeds": "0"}).add({"table": "one", "nats": [1.5]}) == line
-    kept = command.Kept("b", {"seeds": "0"})
-    kept.add({"table": "two"})
-    assert (kept.find(table="one"), kept.find(table="one", nats=2), kept.find(table="three")) == (line, None, None)
-    assert [one["table"] for one in command.Kept("b", {"seeds": "0"}).lines] == ["one", "two"]
-    assert command.Kept("b", {"seeds": "1"}).lines == command.Kept("b", {"seeds": "0"}, again=True).lines == []
-
-
-def test_a_seed_is_a_shuffle_of_its_own() -> None:
-    first, again, other = (tables.split(LABELS, seed) for seed in (0, 0, 1))
-    assert (first.train == again.train).all()
+def test_each_seed_gives_another_split() -> None:
+    first, repeated, other = (tables.split_table(LABELS, seed) for seed in (0, 0, 1))
+    assert (first.train == repeated.train).all()
     assert set(first.train.tolist()) != set(other.train.tolist())
     assert first.train.tolist() != sorted(first.train.tolist())
 
 
-def test_alerts_are_counted_on_their_own_side() -> None:
-    anomaly = np.array([False] * 4 + [True] * 4)
-    worth = tables.early(np.array([-1, -1, 7, -1, 0, 1, -1, 3]), anomaly, features=8, calibrated=400, alpha=0.01)
-    assert (worth.alarms, worth.normals, worth.detected) == (1, 4, 0.75)
-    assert worth.seen == pytest.approx((1 + 2 + 4) / 3 / 8)
-    assert worth.bound == false_alarm_bound(0.01, 400, 4)
-    nothing = tables.early(np.full(8, -1), anomaly, features=8, calibrated=400, alpha=0.01)
-    assert (nothing.alarms, nothing.detected, nothing.seen) == (0, 0.0, None)
+def test_results_are_stored_with_their_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
+    line = {"table": "one", "seeds": "0", "nats": [1.5]}
+    assert command.ResultStore("b", {"seeds": "0"}).add({"table": "one", "nats": [1.5]}) == line
+    store = command.ResultStore("b", {"seeds": "0"})
+    store.add({"table": "two"})
+    assert (store.find(table="one"), store.find(table="one", nats=2), store.find(table="three")) == (line, None, None)
+    assert [stored["table"] for stored in command.ResultStore("b", {"seeds": "0"}).lines] == ["one", "two"]
+    assert command.ResultStore("b", {"seeds": "1"}).lines == []
+    assert command.ResultStore("b", {"seeds": "0"}, again=True).lines == []
 
 
-def test_larger_scores_rank_as_more_anomalous() -> None:
-    anomaly = np.array([False, False, False, True])
-    assert tables.ranking(np.array([0.1, 0.2, 0.3, 0.9]), anomaly) == {"auroc": 1.0, "aupr": 1.0}
-    worse = tables.ranking(np.array([0.1, 0.2, 0.9, 0.3]), anomaly)
+def test_alerts_on_normal_records_and_on_anomalies_are_counted_separately() -> None:
+    is_anomaly = np.array([False] * 4 + [True] * 4)
+    alert_seq = np.array([-1, -1, 7, -1, 0, 1, -1, 3])
+    alerts = tables.summarise_alerts(alert_seq, is_anomaly, num_features=8, num_calibration=400, alpha=0.01)
+    assert (alerts.alarms, alerts.normals, alerts.detected) == (1, 4, 0.75)
+    assert alerts.seen == pytest.approx((1 + 2 + 4) / 3 / 8)
+    assert alerts.bound == bound_false_alarms(0.01, 400, 4)
+    none = tables.summarise_alerts(np.full(8, -1), is_anomaly, num_features=8, num_calibration=400, alpha=0.01)
+    assert (none.alarms, none.detected, none.seen) == (0, 0.0, None)
+
+
+def test_ranking_metrics_treat_larger_scores_as_more_anomalous() -> None:
+    is_anomaly = np.array([False, False, False, True])
+    perfect = tables.compute_ranking_metrics(np.array([0.1, 0.2, 0.3, 0.9]), is_anomaly)
+    assert perfect == {"auroc": 1.0, "aupr": 1.0}
+    worse = tables.compute_ranking_metrics(np.array([0.1, 0.2, 0.9, 0.3]), is_anomaly)
     assert worse == {"auroc": pytest.approx(2 / 3), "aupr": 0.5}
+
+
+def test_other_detectors_give_anomalies_larger_scores() -> None:
     rng = np.random.default_rng(0)
-    normal, wild = rng.normal(size=(40, 3)), rng.normal(size=(5, 3)) + 9
-    scores = tables.peers(normal * 100, np.concatenate([normal[:5], wild]) * 100, seed=0)
-    assert set(scores) | {"ours"} == set(tables.METHODS)
-    for score in scores.values():
-        assert score[:5].max() < score[5:].min()
+    normals, anomalies = rng.normal(size=(40, 3)), rng.normal(size=(5, 3)) + 9
+    test_rows = np.concatenate([normals[:5], anomalies])
+    scores = tables.score_by_peers(normals * 100, test_rows * 100, seed=0)
+    assert set(scores) | {"ours"} == set(tables.NAME_BY_METHOD)
+    for method_scores in scores.values():
+        assert method_scores[:5].max() < method_scores[5:].min()
 
 
-def test_ecod_counts_tails_on_the_side_that_matters() -> None:
-    """Nine even values and one far above: skewed to the right, so a low value counts only in the left tails."""
+def test_ecod_uses_the_tail_on_the_side_of_the_skew() -> None:
+    """The training values are skewed to the right, so a low value only counts in the sum over left tails."""
     train = np.array([0.0, 1, 2, 3, 4, 5, 6, 7, 8, 100])[:, None]
-    low, middle, high = tables.ecod(train, np.array([[-5.0], [4.5], [200.0]]))
+    low, middle, high = tables.compute_ecod_scores(train, np.array([[-5.0], [4.5], [200.0]]))
     assert low == pytest.approx(-np.log(1 / 11))
     assert high == pytest.approx(-np.log(1 / 11))
     assert middle == pytest.approx(-np.log(6 / 11))
 
 
-def test_a_mixture_of_gaussians_ranks_the_gap_between_clusters_as_strange() -> None:
+def test_gaussian_mixture_gives_a_point_between_clusters_a_large_score() -> None:
     rng = np.random.default_rng(0)
     train = np.concatenate([rng.normal(-5, 0.5, (100, 2)), rng.normal(5, 0.5, (100, 2))])
-    inside, gap = tables.gaussian_mixture(train, np.array([[5.0, 5.0], [0.0, 0.0]]), 0)
-    assert gap > inside + 10
+    inside, between = tables.score_by_gaussian_mixture(train, np.array([[5.0, 5.0], [0.0, 0.0]]), 0)
+    assert between > inside + 10
 
 
-def test_means_over_seeds_and_tables() -> None:
-    def run(seed: int, auroc: float, early: dict[str, object] | None) -> dict[str, object]:
-        ranked = {m: {"auroc": auroc, "aupr": auroc / 2} for m in tables.METHODS}
-        return {"seed": seed, "preset": "tiny", "calibrated": 99 + seed, "early": early, **ranked}
+def test_report_has_means_over_seeds_and_tables() -> None:
+    def make_run(seed: int, auroc: float, alerts: dict[str, Any] | None) -> dict[str, Any]:
+        metrics = {method: {"auroc": auroc, "aupr": auroc / 2} for method in tables.NAME_BY_METHOD}
+        return {"seed": seed, "preset": "tiny", "calibrated": 99 + seed, "early": alerts, **metrics}
 
     table = pa.table({"a": [1.0, 2.0], "label": [0, 1]})
-    worth = {"alarms": 1, "normals": 50, "bound": 3, "detected": 0.5, "seen": 0.25}
-    line = tables.summary("made_up", table, [run(0, 0.8, worth), run(1, 0.9, None)])
+    alerts = {"alarms": 1, "normals": 50, "bound": 3, "detected": 0.5, "seen": 0.25}
+    line = tables.summarise_table("made_up", table, [make_run(0, 0.8, alerts), make_run(1, 0.9, None)])
     assert (line["records"], line["features"], line["anomalies"]) == (2, 1, 1)
     assert line["ours"] == {"auroc": 0.85, "aupr": 0.425}
     assert json.loads(json.dumps(line, allow_nan=False)) == line
-    better = tables.summary("better", table, [run(0, 0.95, {**worth, "seen": None})])
-    means = " | ".join(["0.900"] * len(tables.METHODS) + ["0.450"])
-    assert f"| **mean** |  |  | {means} |" in tables.ranking_table([line, better])
-    rows = tables.early_table([line, better]).splitlines()
+    better = tables.summarise_table("better", table, [make_run(0, 0.95, {**alerts, "seen": None})])
+    num_methods = len(tables.NAME_BY_METHOD)
+    means = " | ".join(["0.900"] * num_methods + ["0.450"])
+    assert f"| **mean** |  |  | {means} |" in tables.format_ranking_table([line, better])
+    rows = tables.format_alert_table([line, better]).splitlines()
     assert rows[2] == "| made_up | 0 | 99 | 1 of 50 (2.0%) | 3 | 50% | 25% |"
-    assert rows[3] == "| made_up | 1 | 100 | out of reach |  |  |  |"
+    assert rows[3] == "| made_up | 1 | 100 | too few calibration records |  |  |  |"
     assert len(rows) == 5
 
 
-def test_errors_name_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_error_messages_name_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ConfigError, match="make bench-quality"):
-        tables.need_peers()
+        tables.require_scikit_learn()
     monkeypatch.setenv("DEFORMER_DATA", str(tmp_path))
     with pytest.raises(InputError, match="DEFORMER_DATA"):
         tables.find_tables("")

@@ -1,4 +1,4 @@
-"""The benchmark of contamination puts in what it says, and judges who was not put in."""
+"""The contamination benchmark: replaced training records, counted alerts, and the report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import contamination
-from benchmarks.tables import split
+from benchmarks.tables import split_table
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.errors import ConfigError
 
@@ -16,52 +16,54 @@ LABELS = np.array([0] * 200 + [1] * 30)
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.01, 1), (0.1, 10), (0.3, 15)])
-def test_anomalies_take_the_place_of_normals(share: float, count: int) -> None:
-    """At most half of all anomalies, so that enough are left to be found."""
-    clean = split(LABELS, seed=1)
-    dirty = contamination.contaminated(clean, share, seed=1)
-    assert len(dirty.train) == len(clean.train) == 100
-    assert LABELS[dirty.train].sum() == count
-    assert (LABELS[dirty.test] == dirty.anomaly).all()
-    assert len(dirty.test) == len(clean.test) - count
-    assert not set(dirty.train.tolist()) & set(dirty.test.tolist())
+def test_anomalies_replace_training_normals(share: float, count: int) -> None:
+    """At most half of all anomalies are used, so that the others can be tested."""
+    clean = split_table(LABELS, seed=1)
+    contaminated = contamination.contaminate(clean, share, seed=1)
+    assert len(contaminated.train) == len(clean.train) == 100
+    assert LABELS[contaminated.train].sum() == count
+    assert (LABELS[contaminated.test] == contaminated.is_anomaly).all()
+    assert len(contaminated.test) == len(clean.test) - count
+    assert not set(contaminated.train.tolist()) & set(contaminated.test.tolist())
 
 
-def test_alerts_are_judged_at_each_alpha() -> None:
+def test_alerts_are_counted_at_each_alpha() -> None:
     calibration = Calibration.from_statistics(np.arange(99.0), "random")
     statistics = np.array([0.0, 96.5, 98.5, 50.0, 98.5])
-    found = contamination.judged(calibration, statistics, np.array([False, False, False, True, True]))
-    assert found == {
+    is_anomaly = np.array([False, False, False, True, True])
+    assert contamination.measure_alerts(calibration, statistics, is_anomaly) == {
         "0.05": {"false alarms": 0.6667, "detected": 0.5},
         "0.01": {"false alarms": 0.3333, "detected": 0.5},
     }
 
 
 @pytest.mark.parametrize("shares", ["much", "0.5", "-0.1", ""])
-def test_shares_that_are_none(shares: str) -> None:
+def test_invalid_shares_are_rejected(shares: str) -> None:
     with pytest.raises(ConfigError, match="--shares"):
-        contamination.shares_of(shares)
+        contamination.parse_shares(shares)
 
 
-def test_the_report_has_a_row_for_each_way_and_peer() -> None:
-    ranks, alerts = {"auroc": 0.9, "aupr": 0.8}, {"false alarms": 0.01, "detected": 0.5}
-    both = ranks | {"0.05": alerts, "0.01": alerts}
-    clean = {"table": "t", "contaminated": 0.0, "seed": 0, "as is": both, "forest": ranks, "neighbours": ranks}
-    dirty = clean | {"contaminated": 0.05, "trimmed": both, "told": both}
-    lines = contamination.report([clean, dirty]).splitlines()
-    assert len(lines) == 2 + 3 + 5
-    assert len({line.count("|") for line in lines}) == 1
-    assert "| t | 5.0% | 0 | told | 0.900 | 0.800 | 1.0% | 50.0% | 1.0% | 50.0% |" in lines
+def test_report_has_a_row_for_each_treatment_and_other_method() -> None:
+    metrics, alerts = {"auroc": 0.9, "aupr": 0.8}, {"false alarms": 0.01, "detected": 0.5}
+    own = metrics | {"0.05": alerts, "0.01": alerts}
+    clean = {"table": "t", "contaminated": 0.0, "seed": 0, "as is": own, "forest": metrics, "neighbours": metrics}
+    contaminated = clean | {"contaminated": 0.05, "trimmed": own, "told": own}
+    rows = contamination.format_results([clean, contaminated]).splitlines()
+    assert len(rows) == 2 + 3 + 5
+    assert len({row.count("|") for row in rows}) == 1
+    assert "| t | 5.0% | 0 | told | 0.900 | 0.800 | 1.0% | 50.0% | 1.0% | 50.0% |" in rows
 
 
-def test_means_are_over_the_tables_of_a_share() -> None:
-    def line(table: str, share: float, auroc: float) -> dict[str, Any]:
-        ranks = {"auroc": auroc, "aupr": 0.5}
-        own = {"as is": ranks | {"0.05": {"false alarms": auroc / 10, "detected": 0.5}}, "forest": ranks}
-        return {"table": table, "share": share, "contaminated": share / 2, "seed": 0, "neighbours": ranks} | own
+def test_means_are_over_the_tables_with_the_same_share() -> None:
+    def make_line(table: str, share: float, auroc: float) -> dict[str, Any]:
+        metrics = {"auroc": auroc, "aupr": 0.5}
+        own = metrics | {"0.05": {"false alarms": auroc / 10, "detected": 0.5}}
+        line = {"table": table, "share": share, "contaminated": share / 2, "seed": 0}
+        return line | {"neighbours": metrics, "as is": own, "forest": metrics}
 
-    found = contamination.means([line("a", 0.1, 0.6), line("b", 0.1, 0.8), line("a", 0.0, 0.9)])
-    assert [one["contaminated"] for one in found] == [0.1, 0.0]
-    assert found[0]["as is"]["auroc"] == pytest.approx(0.7)
-    assert found[0]["as is"]["0.05"]["false alarms"] == pytest.approx(0.07)
-    assert found[1]["forest"] == {"auroc": 0.9, "aupr": 0.5}
+    lines = [make_line("a", 0.1, 0.6), make_line("b", 0.1, 0.8), make_line("a", 0.0, 0.9)]
+    means = contamination.average_by_share(lines)
+    assert [mean["contaminated"] for mean in means] == [0.1, 0.0]
+    assert means[0]["as is"]["auroc"] == pytest.approx(0.7)
+    assert means[0]["as is"]["0.05"]["false alarms"] == pytest.approx(0.07)
+    assert means[1]["forest"] == {"auroc": 0.9, "aupr": 0.5}

@@ -14,7 +14,7 @@ from kafka.record.default_records import DefaultRecordBatch
 from benchmarks import stream
 from benchmarks.feed import WILD, Events, calm_calibration, model_of, records_of, schema_of
 from benchmarks.stream_kafka import LINGER, shares
-from connectors.kafka.runs import runs_of
+from connectors.kafka.record_columns import read_batch
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.engine import Engine
@@ -28,14 +28,14 @@ def test_every_reading_is_accepted_once(payload: str) -> None:
     events = Events(FEATURES, open=10)
     feed = {"singles": events.singles(), "many": events.many(2), "arrow": events.arrow(40)}[payload]
     sent = list(islice(feed, {"singles": 120, "many": 60, "arrow": 3}[payload]))
-    (run,) = runs_of(DefaultRecordBatch(batch(records_of(sent), len(sent))))
+    (run,) = read_batch(DefaultRecordBatch(batch(records_of(sent), len(sent))))
     n = len(run)
     data = Messages("t", run.keys, run.values, run.times * 1000, np.zeros(n, np.int32), run.offsets)
     decoded, rejected = Codec(schema_of(FEATURES)).decode(data)
     assert (len(decoded), rejected) == (120, [])
     engine = Engine(model_of("tiny", FEATURES, 0), calm_calibration(), "benchmark", 0.01)
     effects = engine.handle(decoded, 0)
-    assert (len(effects.scored), effects.rejected, effects.alerts) == (120, [], [])
+    assert (len(effects.scored), effects.rejections, effects.alerts) == (120, [], [])
     assert len(effects.closed) == 30
 
 
