@@ -613,10 +613,10 @@ def _allocate_label_rows(schema: Schema, is_shared: bool) -> tuple[int, Tensor]:
 def count_state_values(schema: Schema, config: ModelConfig) -> int:
     """Return the number of values in the state dict of a model, without building the model.
 
-    `model_store` compares it with the size of a weights file before it allocates memory, so that a forged manifest
-    cannot make it allocate more than the weights file justifies.
+    `model_store` compares it with the size of a weights file before it allocates memory. A forged manifest can thus not
+    make it allocate much more memory than the weights file needs.
     """
-    d, feedforward = config.d_model, config.feedforward
+    d, num_prior_components = config.d_model, config.gaussians
     identity_width = _compute_identity_width(schema, config)
     num_label_rows, _ = _allocate_label_rows(schema, is_shared=config.identity == "coordinates")
     label_width = config.embedding if num_label_rows > 1 else 0
@@ -628,31 +628,30 @@ def count_state_values(schema: Schema, config: ModelConfig) -> int:
     def count_encoder(num_inputs: int) -> int:
         return sum(count_linear(before, after) for before, after in pairwise((num_inputs, *config.hidden, d)))
 
-    embeddings = num_label_rows * label_width
+    def count_layer_norm() -> int:
+        return 2 * d
+
+    count = num_label_rows * label_width
     if config.identity != "coordinates":
-        embeddings += len(schema.sensor_names) * config.embedding
+        count += len(schema.sensor_names) * config.embedding
     if config.tokens == "single":
-        encoders = count_encoder(identity_width + reading_width) + reading_width
+        count += count_encoder(identity_width + reading_width) + reading_width
     else:
-        encoders = count_encoder(identity_width) + count_encoder(reading_width)
-    norms = 2 * 2 * d
-    layer = (
-        norms
-        + count_linear(d, 3 * d)
-        + count_linear(d, d)
-        + count_linear(d, feedforward)
-        + count_linear(feedforward, d)
-    )
-    final_norm = 2 * d if config.norm == "pre" else 0
+        count += count_encoder(identity_width) + count_encoder(reading_width)
+    attention = count_linear(d, 3 * d) + count_linear(d, d)
+    feedforward = count_linear(d, config.feedforward) + count_linear(config.feedforward, d)
+    count += config.layers * (attention + feedforward + 2 * count_layer_norm())
+    if config.norm == "pre":
+        count += count_layer_norm()
     num_components = 0 if schema.is_discrete.all() else config.mixtures
-    head = count_linear(d, 3 * num_components + int(schema.label_counts.max()))
-    prior, D, K = 0, int(schema.is_linear.sum()), config.gaussians
-    if K and D:
-        prior = K * (1 + D + D * D) + count_linear(3 * K, d) + count_linear(d, 3 * K)
-    ranking, F, M = 0, len(schema), config.exemplars
-    if M:
-        ranking = 2 * M * F + F + 4
-    return embeddings + encoders + config.layers * layer + final_norm + head + prior + ranking
+    count += count_linear(d, 3 * num_components + int(schema.label_counts.max()))
+    num_linear = int(schema.is_linear.sum())
+    if num_prior_components and num_linear:
+        count += num_prior_components * (1 + num_linear + num_linear**2)
+        count += count_linear(3 * num_prior_components, d) + count_linear(d, 3 * num_prior_components)
+    if config.exemplars:
+        count += (2 * config.exemplars + 1) * len(schema) + 4
+    return count
 
 
 def to_tensor(array: NDArray[np.generic], model: DEformer) -> Tensor:

@@ -264,7 +264,8 @@ class Conditional:
         """Return a mode of each continuous reading's distribution, and the most probable label of each discrete one.
 
         The result has the shape of the batch; labels are given as codes. The mode is found by mean shift, a fixed-point
-        iteration that never decreases the density (Carreira-Perpiñán, IEEE TPAMI 22, 2000). It starts at the component mean with the largest density, so it can miss the global mode.
+        iteration that never decreases the density (Carreira-Perpiñán, IEEE TPAMI 22, 2000). It starts at the component
+        mean with the largest density, so it can miss the global mode.
         """
         continuous = None
         if self._has_continuous:

@@ -93,13 +93,13 @@ class GaussianPrior(nn.Module):
         linear_codes = np.flatnonzero(schema.is_linear)
         column_by_code = np.full(len(schema) + 1, -1)
         column_by_code[linear_codes] = np.arange(len(linear_codes))
-        shape, D = (num_variants, num_components), len(linear_codes)
+        shape, num_linear = (num_variants, num_components), len(linear_codes)
         uniform_log_weight = -float(np.log(num_components))
         self.register_buffer("column_by_code", torch.from_numpy(column_by_code), persistent=False)
         # The names of these three buffers are part of the keys in model.safetensors.
         self.register_buffer("log_weights", torch.full(shape, uniform_log_weight, dtype=torch.float64))
-        self.register_buffer("means", torch.zeros(*shape, D, dtype=torch.float64))
-        self.register_buffer("covariances", torch.eye(D, dtype=torch.float64).repeat(*shape, 1, 1))
+        self.register_buffer("means", torch.zeros(*shape, num_linear, dtype=torch.float64))
+        self.register_buffer("covariances", torch.eye(num_linear, dtype=torch.float64).repeat(*shape, 1, 1))
         self.column_by_code: Tensor
         self.log_weights: Tensor
         self.means: Tensor
