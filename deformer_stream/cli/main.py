@@ -57,7 +57,7 @@ BUILDER_BY_COMMAND = {
 }
 
 
-def _build_group() -> click.Group:
+def build_group() -> click.Group:
     """Return the command `deformer-stream` with all its commands."""
     from deformer_stream import __version__
 
@@ -69,7 +69,7 @@ def _build_group() -> click.Group:
 
 def main() -> None:
     """Run `deformer-stream`."""
-    run(_build_group(), "deformer-stream")
+    run(build_group(), "deformer-stream")
 
 
 def replay_main() -> None:

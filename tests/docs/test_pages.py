@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from deformer_stream.demo.simulate import simulate
-from deformer_stream.engine.events import Reason
+from deformer_stream.engine.events import RejectionReason
 from deformer_stream.runtime.metrics import Metrics
 from tests.conftest import ROOT
 from tests.series import draw_event_series, make_long_table
@@ -103,7 +103,7 @@ def test_make_targets_exist() -> None:
 
 def test_reasons_are_explained() -> None:
     for page in (DOCS / "reference" / "formats.md", DOCS / "how-to" / "troubleshoot.md"):
-        for reason in Reason:
+        for reason in RejectionReason:
             assert f"`{reason.value}`" in page.read_text()
 
 
@@ -125,7 +125,7 @@ def test_examples_of_formats_are_json() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the files that the commands of the documentation name."""
     folder = tmp_path_factory.mktemp("pages")
-    pq.write_table(simulate(600, seed=1).normals(), folder / "normal.parquet")
+    pq.write_table(simulate(600, seed=1).select_normal_records(), folder / "normal.parquet")
     pq.write_table(simulate(60, seed=2, fault_share=0.3).table, folder / "pumps.parquet")
     pq.write_table(make_long_table(draw_event_series(100, seed=3)), folder / "events.parquet")
     return folder
