@@ -1,4 +1,4 @@
-"""Shared by the trainer's tests."""
+"""Fixtures that the trainer's tests share."""
 
 from __future__ import annotations
 

@@ -20,20 +20,20 @@ def write(path: Path, columns: dict[str, Any]) -> Path:
 
 
 def correlated(rng: np.random.Generator, n: int, features: int = 4) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """n draws of a Gaussian whose neighbours depend on each other strongly, and its covariance."""
+    """Return n samples of a Gaussian with strongly correlated neighbouring features, and its covariance."""
     place = np.arange(features)
     covariance = 0.9 ** np.abs(place[:, None] - place)
     return rng.multivariate_normal(np.zeros(features), covariance, n), covariance
 
 
 def entropy(covariance: NDArray[np.float64], scales: NDArray[np.float64]) -> float:
-    """Nats of a Gaussian in units of the scales."""
+    """Return the entropy of a Gaussian in nats, in units of the given scales."""
     k = len(covariance)
     return 0.5 * (k * math.log(2 * math.pi * math.e) + np.linalg.slogdet(covariance)[1]) - float(np.log(scales).sum())
 
 
 def mixed(rng: np.random.Generator, n: int) -> dict[str, Any]:
-    """Numbers, a coarse sensor, labels that depend on the numbers, and gaps."""
+    """Return a table with numbers, a coarse sensor, labels that depend on a number, and missing readings."""
     x, _ = correlated(rng, n)
     state = np.where(x[:, 0] > 0.5, "high", np.where(x[:, 0] < -0.5, "low", "middle"))
     return {

@@ -1,4 +1,4 @@
-"""Calibration follows the arrival law it is told, on records that training never saw."""
+"""Calibration uses the chosen arrival orders and records that training has not seen."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def wide(tmp_path: Path, rng: np.random.Generator) -> PreparedTable:
 
 @pytest.fixture
 def long(tmp_path: Path, rng: np.random.Generator) -> PreparedTable:
-    """Readings arrive as b, a in every record."""
+    """Return a table in which b arrives before a in every record."""
     n = 100
     x = rng.normal(size=(n, 2))
     events = {
@@ -56,7 +56,7 @@ def model_of(data: PreparedTable) -> DEformer:
     return model
 
 
-def test_order_is_that_of_the_table_unless_told(wide: PreparedTable, long: PreparedTable) -> None:
+def test_order_follows_the_table_unless_an_option_sets_it(wide: PreparedTable, long: PreparedTable) -> None:
     assert choose_order(None, wide) == "random"
     assert choose_order(None, long) == "arrival"
     assert choose_order("schema", long) == "schema"
@@ -64,7 +64,7 @@ def test_order_is_that_of_the_table_unless_told(wide: PreparedTable, long: Prepa
         choose_order("arrival", wide)
 
 
-def test_statistics_are_taken_in_the_order_of_arrival(long: PreparedTable) -> None:
+def test_statistics_are_computed_in_arrival_order(long: PreparedTable) -> None:
     model, rows = model_of(long), np.arange(40)
     b, a = long.schema.code_by_name["b"], long.schema.code_by_name["a"]
     for order, columns in (("arrival", [b, a]), ("schema", [0, 1])):
@@ -83,7 +83,7 @@ def test_random_orders_follow_the_seed(wide: PreparedTable) -> None:
     assert not np.allclose(first, compute_statistics(model, wide, rows, "random", 1))
 
 
-def test_calibration_uses_the_rows_given(wide: PreparedTable) -> None:
+def test_calibration_has_one_score_for_each_row(wide: PreparedTable) -> None:
     calibration = calibrate(model_of(wide), wide, wide.select_rows(Split.CALIBRATION), "random", 0)
     assert len(calibration.scores) == round(0.2 * 400)
     assert calibration.arrival_order == "random"
@@ -91,7 +91,7 @@ def test_calibration_uses_the_rows_given(wide: PreparedTable) -> None:
     assert (calibration.scores > 0).all()
 
 
-def test_a_share_of_the_largest_is_left_out(wide: PreparedTable) -> None:
+def test_trim_removes_the_largest_statistics(wide: PreparedTable) -> None:
     model, rows = model_of(wide), wide.select_rows(Split.CALIBRATION)
     whole, part = (calibrate(model, wide, rows, "random", 0, trim) for trim in (0.0, 0.1))
     np.testing.assert_array_equal(part.scores, whole.scores[: len(rows) - round(0.1 * len(rows))])
@@ -99,7 +99,7 @@ def test_a_share_of_the_largest_is_left_out(wide: PreparedTable) -> None:
     assert whole.mean_neg_log_p_by_feature.keys() == set(wide.schema.names)
 
 
-def test_many_rows_are_thinned_at_random() -> None:
+def test_too_many_rows_are_sampled_at_random() -> None:
     rows = sample_rows(np.arange(5000), 3, max_rows=100)
     assert len(np.unique(rows)) == 100
     assert rows.max() > 4000
@@ -107,7 +107,7 @@ def test_many_rows_are_thinned_at_random() -> None:
     assert len(sample_rows(np.arange(50), 3, max_rows=100)) == 50
 
 
-def test_held_out_likelihood_adds_up(wide: PreparedTable) -> None:
+def test_held_out_nll_is_the_sum_over_features(wide: PreparedTable) -> None:
     result = evaluate_held_out(model_of(wide), wide, np.arange(100), 3, 0)
     counts = np.isfinite(np.asarray(wide.values[:100])).sum(0)
     assert result.nll_by_record.sum() == pytest.approx(float((result.nll_by_feature * counts).sum()), rel=1e-5)

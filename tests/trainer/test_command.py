@@ -1,4 +1,4 @@
-"""The command as an operator meets it: from a table to a model directory, errors in one line, exit codes."""
+"""Tests of the command `deformer-train`: model directory, options, signals, error messages and exit codes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Run = Callable[..., SimpleNamespace]
 
 
 def train(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, as an operator would; most tests spare it (`here`)."""
+    """Run the command in a new process. Most tests use the faster fixture `here`."""
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command(*arguments), check=False, capture_output=True, text=True, env=env, timeout=300)
 
@@ -43,7 +43,7 @@ def command(*arguments: object) -> list[str]:
 
 @pytest.fixture
 def here(cli: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The command in this process."""
+    """Return a function that runs the command in this process."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return lambda *arguments: cli(*arguments, program="deformer-train")
 
@@ -62,7 +62,7 @@ def config(tmp_path: Path) -> Path:
 
 
 class Reader(HTMLParser):
-    """Checks that tags are closed in order and keeps the text."""
+    """An HTML parser that checks that tags are closed in order and collects the text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Reader(HTMLParser):
         self.words += data
 
 
-def test_from_table_to_model_directory(tmp_path: Path, table: Path, config: Path) -> None:
+def test_command_writes_model_directory_and_report(tmp_path: Path, table: Path, config: Path) -> None:
     out = tmp_path / "model"
     done = train(table, "--out", out, "--config", config, "--label", "quality", "--normal", 0, "--epochs", 3)
     assert done.returncode == 0, done.stderr
@@ -112,8 +112,10 @@ def test_from_table_to_model_directory(tmp_path: Path, table: Path, config: Path
         assert words in reader.words
 
 
-def test_single_tokens_from_table_to_scores(tmp_path: Path, table: Path, config: Path, here: Run, cli: Run) -> None:
-    """A setting like any other: it learns, and what the stream says of a record is what the whole record says."""
+def test_model_with_single_tokens_trains_and_streams_the_same_scores(
+    tmp_path: Path, table: Path, config: Path, here: Run, cli: Run
+) -> None:
+    """The scores of a replayed record equal those of one pass over the complete record."""
     config.write_text(TINY + '\ntokens = "single"\ngaussians = 0\nlearning_rate = 0.01\nexclude = ["quality"]\n')
     out, scores = tmp_path / "model", tmp_path / "scores.parquet"
     trained = here(table, "--out", out, "--config", config, "--epochs", 3)
@@ -135,9 +137,7 @@ def test_single_tokens_from_table_to_scores(tmp_path: Path, table: Path, config:
         assert [row["log_likelihood"] for row in record] == pytest.approx(whole, abs=1e-4)
 
 
-def test_an_existing_model_is_replaced_and_other_folders_are_not(
-    tmp_path: Path, table: Path, config: Path, here: Run
-) -> None:
+def test_existing_model_is_replaced_but_no_other_folder(tmp_path: Path, table: Path, config: Path, here: Run) -> None:
     out = tmp_path / "model"
     prints = []
     for seed in (0, 1):
@@ -155,7 +155,7 @@ def test_an_existing_model_is_replaced_and_other_folders_are_not(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_keeps_progress_and_resume_continues(
+def test_signal_saves_progress_and_resume_continues(
     tmp_path: Path, table: Path, config: Path, number: signal.Signals, code: int, here: Run
 ) -> None:
     out = tmp_path / "model"
@@ -189,7 +189,7 @@ def test_a_signal_keeps_progress_and_resume_continues(
     assert not folder.exists()
 
 
-def test_options_come_from_flags_environment_and_file_in_that_order(
+def test_flags_override_environment_which_overrides_file(
     tmp_path: Path, table: Path, config: Path, here: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DEFORMER_SEED", "2")
@@ -226,7 +226,7 @@ def test_options_come_from_flags_environment_and_file_in_that_order(
         (["ZONELESS", "--out", "OUT"], 3, "column 'time', row 0: "),
     ],
 )
-def test_errors_are_one_line_with_an_exit_code(
+def test_error_is_one_line_with_an_exit_code(
     tmp_path: Path, table: Path, arguments: list[str], code: int, words: str, here: Run
 ) -> None:
     (tmp_path / "text.parquet").write_text("hello")
@@ -251,13 +251,13 @@ def test_errors_are_one_line_with_an_exit_code(
     assert not (tmp_path / "model.training").exists()  # there is nothing to resume
 
 
-def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+def test_debug_option_shows_the_traceback(tmp_path: Path) -> None:
     done = train(tmp_path / "missing.parquet", "--out", tmp_path / "model", "--debug")
     assert done.returncode == 3
     assert "Traceback" in done.stderr
 
 
-def test_help_needs_nothing_heavy() -> None:
+def test_help_imports_no_heavy_module() -> None:
     code = "import sys; import trainer.cli; print(sorted({'torch', 'pyarrow', 'rich'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
     done = train("--help")

@@ -1,4 +1,4 @@
-"""Columns whose values are places on a cycle: found or asked for, trained on, and followed from table to alert."""
+"""Tests of columns whose values are positions on a cycle, from the table to the alert."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def clock_of(seconds: np.ndarray[Any, Any]) -> pa.Array:
 
 
 def daily(rng: np.random.Generator, n: int) -> dict[str, Any]:
-    """y has its highest value at midnight, its lowest at noon."""
+    """Return a table in which y is highest at midnight and lowest at noon."""
     seconds = rng.integers(0, 86_400, n)
     return {"clock": clock_of(seconds), "y": np.cos(2 * np.pi * seconds / SECONDS_PER_DAY) + 0.05 * rng.normal(size=n)}
 
 
-def test_what_is_a_cycle_and_why(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_cyclic_columns_are_inferred_or_chosen_with_a_reason(tmp_path: Path, rng: np.random.Generator) -> None:
     columns = daily(rng, 300) | {"heading": rng.uniform(0, 360, 300), "hour": rng.integers(0, 24, 300)}
     moments = pa.array(np.arange(300), pa.timestamp("s"))
     data = prepared(tmp_path, columns | {"at": moments, "on": moments}, cycle=(("heading", 360.0), ("hour", 24.0)))
@@ -59,7 +59,7 @@ def test_what_is_a_cycle_and_why(tmp_path: Path, rng: np.random.Generator) -> No
     )
 
 
-def test_a_time_of_day_may_be_scored_or_be_a_plain_number(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_time_of_day_can_be_scored_or_treated_as_a_number(tmp_path: Path, rng: np.random.Generator) -> None:
     columns = daily(rng, 60)
     (asked, _) = prepared(tmp_path, columns, cycle=(("clock", SECONDS_PER_DAY),)).schema.features
     (plain, _) = prepared(tmp_path, columns, continuous=("clock",)).schema.features
@@ -67,7 +67,7 @@ def test_a_time_of_day_may_be_scored_or_be_a_plain_number(tmp_path: Path, rng: n
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"cycle": (("nope", 24.0),)}, "--cycle nope: .* no such column"),
         ({"cycle": (("word", 24.0),)}, "--cycle word=24: its values are no numbers"),
@@ -76,23 +76,27 @@ def test_a_time_of_day_may_be_scored_or_be_a_plain_number(tmp_path: Path, rng: n
         ({"discrete": ("clock",)}, "--discrete clock: times of day are no labels"),
     ],
 )
-def test_what_cannot_be_a_cycle(tmp_path: Path, rng: np.random.Generator, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_columns_that_cannot_be_cyclic_are_rejected(
+    tmp_path: Path, rng: np.random.Generator, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         prepared(tmp_path, daily(rng, 60) | {"word": ["a", "b"] * 30}, **options)
 
 
 @pytest.mark.parametrize(
     "text", ["heading", "heading=", "=360", "heading=0", "heading=-1", "heading=nan", "h=inf", "h=a"]
 )
-def test_periods_are_positive_numbers(text: str) -> None:
+def test_periods_must_be_positive_numbers(text: str) -> None:
     with pytest.raises(ValueError, match="no column with a positive period"):
         parse_periods(f"hour=24,{text}")
     assert parse_periods("a=b=24, heading=3.6e2") == (("a=b", 24.0), ("heading", 360.0))
 
 
-def test_midnight_is_not_an_edge(tmp_path: Path, rng: np.random.Generator, cli: RunCommand) -> None:
-    """A model of what depends on the time of day says the same shortly before and after midnight; and all of it holds
-    from the table of training to what replay, produce and inspect say."""
+def test_scores_are_continuous_at_midnight(tmp_path: Path, rng: np.random.Generator, cli: RunCommand) -> None:
+    """A model of values that depend on the time of day gives nearly the same scores before and after midnight.
+
+    The period also holds in replay, produce and inspect.
+    """
     table = write(tmp_path / "t.parquet", daily(rng, 1500))
     out = tmp_path / "model"
     model = train([table], TrainConfig(out=out, epochs=15, batch=64, exemplars=0, gaussians=2, **SMALL)).model.eval()
@@ -123,7 +127,7 @@ def test_midnight_is_not_an_edge(tmp_path: Path, rng: np.random.Generator, cli: 
     assert "cycle of 86400" in " ".join(shown.out.split())
 
 
-def test_what_lies_on_both_sides_of_north_is_together(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_angles_on_both_sides_of_north_are_close(tmp_path: Path, rng: np.random.Generator) -> None:
     heading = rng.normal(0, 20, 200) % 360
     heading[7], heading[9] = 180.0, np.nan
     far = compute_median_distances(prepared(tmp_path, {"heading": heading}, cycle=(("heading", 360.0),)), 0)

@@ -1,4 +1,4 @@
-"""Tables become the same matrix whatever their layout; kinds, splits and refusals are as documented."""
+"""Tests of table preparation: both layouts give the same matrix, and kinds, splits and errors are as documented."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def prepare_in(folder: Path, *tables: Path, **options: Any) -> PreparedTable:
     return prepare_table(tables, DataOptions(**options), work)
 
 
-def nasty(rng: np.random.Generator, n: int = N) -> dict[str, Any]:
+def create_table_of_all_types(rng: np.random.Generator, n: int = N) -> dict[str, Any]:
     number = rng.normal(5.0, 2.0, n)
     number[3], number[7], number[11] = np.nan, np.inf, -np.inf
     start = dt.datetime(2026, 1, 1)
@@ -52,10 +52,10 @@ def nasty(rng: np.random.Generator, n: int = N) -> dict[str, Any]:
     }
 
 
-def test_kinds_of_a_nasty_table(tmp_path: Path, rng: np.random.Generator) -> None:
-    table = write(tmp_path / "t.parquet", nasty(rng))
-    got = prepare_in(tmp_path, table, label="label", normal="1", context=("text",))
-    kinds = {f.name: f.kind for f in got.schema.features}
+def test_kinds_of_a_table_with_every_type_of_column(tmp_path: Path, rng: np.random.Generator) -> None:
+    table = write(tmp_path / "t.parquet", create_table_of_all_types(rng))
+    data = prepare_in(tmp_path, table, label="label", normal="1", context=("text",))
+    kinds = {f.name: f.kind for f in data.schema.features}
     assert kinds == {
         "number": "continuous",
         "grid": "continuous",
@@ -68,7 +68,7 @@ def test_kinds_of_a_nasty_table(tmp_path: Path, rng: np.random.Generator) -> Non
         "constant": "discrete",
         "decimal": "continuous",
     }
-    feature = {f.name: f for f in got.schema.features}
+    feature = {f.name: f for f in data.schema.features}
     assert feature["number"].quantum is None
     assert feature["grid"].quantum == pytest.approx(0.05)
     assert feature["coarse"].quantum == pytest.approx(0.327926, rel=1e-4)
@@ -78,59 +78,59 @@ def test_kinds_of_a_nasty_table(tmp_path: Path, rng: np.random.Generator) -> Non
     assert feature["flag"].labels == ("false", "true")
     assert feature["constant"].labels == ("2.5",)
     assert feature["text"].context
-    assert all(f.reason for f in got.schema.features)
-    reasons = {e.name: e.reason for e in got.excluded_columns}
+    assert all(f.reason for f in data.schema.features)
+    reasons = {e.name: e.reason for e in data.excluded_columns}
     assert set(reasons) == {"when", "later", "record", "empty", "nothing", "serial", "list", "label"}
     assert reasons["when"] == "the record's time"
-    assert got.time_column == "when"
-    assert got.skipped_by_reason == {"rows that are not normal": N - len(got.values)}
+    assert data.time_column == "when"
+    assert data.skipped_by_reason == {"rows that are not normal": N - len(data.values)}
 
 
 def test_missing_and_infinite_readings_are_not_observed(tmp_path: Path, rng: np.random.Generator) -> None:
-    got = prepare_in(tmp_path, write(tmp_path / "t.parquet", nasty(rng)))
-    code = got.schema.code_by_name["number"]
-    absent = np.flatnonzero(np.isnan(got.values[:, code]))
+    data = prepare_in(tmp_path, write(tmp_path / "t.parquet", create_table_of_all_types(rng)))
+    code = data.schema.code_by_name["number"]
+    absent = np.flatnonzero(np.isnan(data.values[:, code]))
     assert sorted(absent) == sorted({3, 7, 11, *range(0, N, 50)})
-    assert got.infinite_by_feature == {"number": 2}
-    assert got.missing_by_feature == {"number": 1 + N // 50}
-    others = np.delete(np.asarray(got.values), code, 1)
+    assert data.infinite_by_feature == {"number": 2}
+    assert data.missing_by_feature == {"number": 1 + N // 50}
+    others = np.delete(np.asarray(data.values), code, 1)
     assert np.isfinite(others).all()
 
 
 def test_values_are_normalised_by_training_rows_only(tmp_path: Path, rng: np.random.Generator) -> None:
     x = rng.normal(5.0, 2.0, N)
-    got = prepare_in(tmp_path, write(tmp_path / "t.parquet", {"x": x, "c": rng.choice(["a", "b"], N)}))
-    train = got.select_rows(Split.TRAIN)
-    feature = got.schema.features[0]
+    data = prepare_in(tmp_path, write(tmp_path / "t.parquet", {"x": x, "c": rng.choice(["a", "b"], N)}))
+    train = data.select_rows(Split.TRAIN)
+    feature = data.schema.features[0]
     ordered = np.sort(x[train])
     clipped = np.clip(ordered, ordered[1], ordered[-2])
     assert feature.location == pytest.approx(clipped.mean())
     assert feature.scale == pytest.approx(clipped.std())
-    raw = got.schema.denormalise(np.zeros(N, int), got.values[:, 0].astype(float))
+    raw = data.schema.denormalise(np.zeros(N, int), data.values[:, 0].astype(float))
     np.testing.assert_allclose(raw, x, rtol=1e-5)
     assert (feature.low, feature.high) == (x[train].min(), x[train].max())
 
 
-def test_far_outliers_do_not_flatten_the_rest(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_extreme_outliers_do_not_compress_other_values(tmp_path: Path, rng: np.random.Generator) -> None:
     x = rng.normal(0.0, 1.0, 5000)
     x[[5, 900]] = 1e12, -1e15
-    got = prepare_in(tmp_path, write(tmp_path / "t.parquet", {"x": x, "y": x}))
-    assert got.schema.features[0].scale == pytest.approx(1.0, rel=0.05)
-    assert np.isfinite(got.values).all()
+    data = prepare_in(tmp_path, write(tmp_path / "t.parquet", {"x": x, "y": x}))
+    assert data.schema.features[0].scale == pytest.approx(1.0, rel=0.05)
+    assert np.isfinite(data.values).all()
 
 
 def test_label_unseen_in_training_rows_gets_the_code_past_the_labels(tmp_path: Path, rng: np.random.Generator) -> None:
     text = rng.choice(["a", "b"], N).astype(object)
     held = np.flatnonzero(assign_split(N, 0.2, 0) == Split.CALIBRATION)[0]
     text[held] = "new"
-    got = prepare_in(tmp_path, write(tmp_path / "t.parquet", {"x": rng.normal(size=N), "t": pa.array(text.tolist())}))
-    assert got.schema.features[1].labels == ("a", "b")
-    assert got.values[held, 1] == 2.0
-    assert got.schema.features[1].unseen == pytest.approx(1 / (len(got.select_rows(Split.TRAIN)) + 2))
+    data = prepare_in(tmp_path, write(tmp_path / "t.parquet", {"x": rng.normal(size=N), "t": pa.array(text.tolist())}))
+    assert data.schema.features[1].labels == ("a", "b")
+    assert data.values[held, 1] == 2.0
+    assert data.schema.features[1].unseen == pytest.approx(1 / (len(data.select_rows(Split.TRAIN)) + 2))
 
 
 def long_of(columns: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    """The same readings as events, shuffled within each record of a few neighbours; values as text."""
+    """Return the readings of a wide table as a long one: in random order within nearby records, with values as text."""
     events = []
     for i in range(N):
         names = list(columns)
@@ -166,21 +166,21 @@ def test_wide_and_long_give_the_same_matrix(tmp_path: Path, rng: np.random.Gener
     np.testing.assert_array_equal(long.split, wide.split)
 
 
-def test_arrival_ranks_follow_time_then_place(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_arrival_ranks_follow_time_then_input_order(tmp_path: Path, rng: np.random.Generator) -> None:
     n = 30
     record = np.repeat([f"r{i}" for i in range(n)], 3)
     feature = np.tile(["a", "b", "c"], n)
     time = np.tile([5.0, 1.0, 5.0], n) + np.repeat(np.arange(n), 3)
     table = {"record": record, "feature": feature, "value": rng.normal(size=3 * n), "time": time}
-    got = prepare_in(tmp_path, write(tmp_path / "t.parquet", table))
-    assert got.arrival_ranks is not None
-    assert (got.arrival_ranks == [1, 0, 2]).all()
-    got = prepare_in(tmp_path, write(tmp_path / "u.parquet", {k: v for k, v in table.items() if k != "time"}))
-    assert got.arrival_ranks is not None
-    assert (got.arrival_ranks == [0, 1, 2]).all()
+    data = prepare_in(tmp_path, write(tmp_path / "t.parquet", table))
+    assert data.arrival_ranks is not None
+    assert (data.arrival_ranks == [1, 0, 2]).all()
+    data = prepare_in(tmp_path, write(tmp_path / "u.parquet", {k: v for k, v in table.items() if k != "time"}))
+    assert data.arrival_ranks is not None
+    assert (data.arrival_ranks == [0, 1, 2]).all()
 
 
-def test_first_of_repeated_events_counts(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_first_of_repeated_events_is_used(tmp_path: Path, rng: np.random.Generator) -> None:
     n = 40
     record = [f"r{i}" for i in range(n)] * 2 + ["r0", None]
     table = {
@@ -188,9 +188,9 @@ def test_first_of_repeated_events_counts(tmp_path: Path, rng: np.random.Generato
         "feature": ["a"] * n + ["b"] * n + ["a", "a"],
         "value": np.append(rng.normal(size=2 * n), [99.0, 1.0]),
     }
-    got = prepare_in(tmp_path, write(tmp_path / "t.parquet", table))
-    assert got.skipped_by_reason == {"repeated events (record and feature)": 1, "events without record or feature": 1}
-    first = got.schema.denormalise(np.zeros(1, int), got.values[:1, 0].astype(float))[0]
+    data = prepare_in(tmp_path, write(tmp_path / "t.parquet", table))
+    assert data.skipped_by_reason == {"repeated events (record and feature)": 1, "events without record or feature": 1}
+    first = data.schema.denormalise(np.zeros(1, int), data.values[:1, 0].astype(float))[0]
     assert first == pytest.approx(table["value"][0], abs=1e-5)
 
 
@@ -202,13 +202,13 @@ def test_long_records_are_normal_when_all_their_events_are(tmp_path: Path, rng: 
         "value": rng.normal(size=2 * n),
         "fault": [False] * (2 * n - 5) + [True] * 5,
     }
-    got = prepare_in(tmp_path, write(tmp_path / "t.parquet", table), label="fault", normal="false")
-    assert len(got.values) == n - 5
-    assert got.schema.names == ("a", "b")
-    assert got.skipped_by_reason == {"records that are not normal": 5}
+    data = prepare_in(tmp_path, write(tmp_path / "t.parquet", table), label="fault", normal="false")
+    assert len(data.values) == n - 5
+    assert data.schema.names == ("a", "b")
+    assert data.skipped_by_reason == {"records that are not normal": 5}
 
 
-def test_several_files_and_folders_read_as_one(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_several_files_and_folders_are_read_as_one_table(tmp_path: Path, rng: np.random.Generator) -> None:
     x, y = rng.normal(size=N), rng.normal(size=N)
     whole = np.array(prepare_in(tmp_path, write(tmp_path / "t.parquet", {"x": x, "y": y})).values)
     folder = tmp_path / "parts" / "deeper"
@@ -227,7 +227,7 @@ def test_several_files_and_folders_read_as_one(tmp_path: Path, rng: np.random.Ge
         ({"x": [1.0], "y": [1.0], "z": [1.0]}, "'z'"),
     ],
 )
-def test_files_that_differ_are_refused_by_name(tmp_path: Path, other: dict[str, Any], column: str) -> None:
+def test_files_with_different_columns_are_rejected_by_name(tmp_path: Path, other: dict[str, Any], column: str) -> None:
     first = write(tmp_path / "a.parquet", {"x": [1.0, 2.0], "y": [1, 2]})
     second = write(tmp_path / "b.parquet", other)
     with pytest.raises(InputError, match=column) as caught:
@@ -242,8 +242,8 @@ def test_label_filter_compares_as_text(tmp_path: Path, rng: np.random.Generator,
         if kind == pa.bool_():
             normal = "false"
         table = write(tmp_path / "t.parquet", {"x": np.arange(N) + 0.5, "y": pa.array(label).cast(kind)})
-        got = prepare_in(tmp_path, table, label="y", normal=normal)
-        raw = got.schema.denormalise(np.zeros(len(got.values), int), got.values[:, 0].astype(float))
+        data = prepare_in(tmp_path, table, label="y", normal=normal)
+        raw = data.schema.denormalise(np.zeros(len(data.values), int), data.values[:, 0].astype(float))
         np.testing.assert_allclose(raw, np.flatnonzero(label == 0) + 0.5, rtol=1e-5)
 
 
@@ -262,7 +262,7 @@ def test_label_filter_compares_as_text(tmp_path: Path, rng: np.random.Generator,
         ({"calibration_share": 0.95}, ConfigError, "calibration-share"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(
+def test_options_that_do_not_fit_the_table_are_rejected(
     tmp_path: Path, rng: np.random.Generator, options: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     columns: dict[str, Any] = {"x": rng.normal(size=60), "y": rng.integers(0, 2, 60)}
@@ -272,7 +272,7 @@ def test_options_that_do_not_fit_are_refused(
         prepare_in(tmp_path, write(tmp_path / "t.parquet", columns), **options)
 
 
-def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
+def test_unreadable_files_are_rejected_by_name(tmp_path: Path) -> None:
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"PAR1 this is not one")
     (tmp_path / "none").mkdir()
@@ -283,7 +283,7 @@ def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
         prepare_in(tmp_path, write(tmp_path / "few.parquet", {"x": [1.0, 2.0]}))
 
 
-def test_a_file_cut_short_is_refused_by_name(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_truncated_file_is_rejected_by_name(tmp_path: Path, rng: np.random.Generator) -> None:
     table = write(tmp_path / "t.parquet", {"x": rng.normal(size=N)})
     data = bytearray(table.read_bytes())
     data[4:300] = b"\xff" * 296
@@ -303,7 +303,7 @@ def test_split_is_disjoint_complete_and_stable(records: int) -> None:
     assert (split != assign_split(records, 0.2, 8)).any()
 
 
-def test_fingerprint_follows_the_data(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_fingerprint_changes_with_the_data(tmp_path: Path, rng: np.random.Generator) -> None:
     x = rng.normal(size=N)
     table = write(tmp_path / "t.parquet", {"x": x})
     first = prepare_in(tmp_path, table).fingerprint
@@ -322,7 +322,7 @@ def test_quantum_of_gridded_readings(rng: np.random.Generator, step: float, sing
     assert find_quantum(np.sort(x)) == pytest.approx(step, rel=1e-3)
 
 
-def test_no_quantum_where_readings_lie_on_no_grid(rng: np.random.Generator) -> None:
+def test_no_quantum_if_readings_lie_on_no_grid(rng: np.random.Generator) -> None:
     assert find_quantum(np.sort(rng.normal(size=5000))) is None
     stuck = rng.random(5000)
     stuck[:2000] = 0.0  # repeats, but between its saturations it is continuous
@@ -335,7 +335,7 @@ def test_quantum_of_sparse_integers(rng: np.random.Generator) -> None:
     assert find_quantum(np.sort(4.0 * rng.integers(0, 50, 500)), is_integer=True) == 4.0
 
 
-def test_times_in_every_spelling() -> None:
+def test_times_are_parsed_in_every_supported_format() -> None:
     expected = [1_583_750_073_000_000, int(np.iinfo(np.int64).min)]
     for values in (
         pa.array([1_583_750_073.0, None]),

@@ -1,4 +1,4 @@
-"""Several processes train as one would with the larger batch, and so does one that accumulates."""
+"""Several processes, or accumulated gradients, give the same steps as one process with a larger batch."""
 
 from __future__ import annotations
 
@@ -34,20 +34,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> PreparedTable:
 
 
 def trained(data: PreparedTable, folder: Path, recipe: Recipe) -> torch.Tensor:
-    """What the trained model thinks of some records. Adam makes noise of gradients that are zero by nature (those of
-    the keys' bias), so outputs are compared and not weights."""
+    """Train a model and return its log-likelihoods of some records.
+
+    Weights are not compared, because Adam amplifies rounding errors of gradients that are zero in theory.
+    """
     torch.manual_seed(0)
     fit = TrainingRun(data, DEformer(data.schema, SMALL), recipe, 0, folder, TimeBudget(), {})
-    return opinion(fit.run().model)
+    return score_records(fit.run().model)
 
 
 @torch.no_grad()
-def opinion(model: DEformer) -> torch.Tensor:
+def score_records(model: DEformer) -> torch.Tensor:
     values = torch.linspace(-1.5, 1.5, 40).view(10, 4)
     return model.log_prob(torch.arange(4).repeat(10, 1), values)
 
 
-def test_accumulation_takes_the_step_of_the_larger_batch(data: PreparedTable, tmp_path: Path) -> None:
+def test_accumulation_equals_a_larger_batch(data: PreparedTable, tmp_path: Path) -> None:
     whole = trained(data, tmp_path, RECIPE)
     pieces = trained(data, tmp_path, replace(RECIPE, batch=8, accumulate=4))
     other = trained(data, tmp_path, replace(RECIPE, batch=16))
@@ -55,7 +57,7 @@ def test_accumulation_takes_the_step_of_the_larger_batch(data: PreparedTable, tm
     assert not torch.allclose(other, whole, atol=1e-2, rtol=1e-2)
 
 
-def test_half_the_precision_learns_nearly_the_same(data: PreparedTable, tmp_path: Path) -> None:
+def test_bfloat16_training_gives_nearly_the_same_model(data: PreparedTable, tmp_path: Path) -> None:
     whole = trained(data, tmp_path, RECIPE)
     rough = trained(data, tmp_path, replace(RECIPE, training_precision="bfloat16"))
     assert not torch.equal(rough, whole)
@@ -63,13 +65,13 @@ def test_half_the_precision_learns_nearly_the_same(data: PreparedTable, tmp_path
 
 
 @pytest.mark.parametrize(("records", "size", "pieces"), [(128, 2, 1), (10, 3, 2), (3, 2, 4)])
-def test_parts_of_all_processes_are_the_whole_step_once(records: int, size: int, pieces: int) -> None:
+def test_slices_of_all_processes_cover_the_batch_once(records: int, size: int, pieces: int) -> None:
     parts = [part for rank in range(size) for part in Ranks(rank, size).select_slices(records, pieces)]
     assert [i for part in parts for i in range(records)[part]] == list(range(records))
 
 
 def run(table: Path, out: Path, *options: str, processes: int) -> torch.Tensor:
-    """What the model thinks after a run of the command by so many processes, started as torchrun would."""
+    """Run the command with several processes, as torchrun does, and return the model's log-likelihoods."""
     command = [sys.executable, "-m", "trainer.cli", str(table), "--out", str(out), *options]
     shared = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     shared |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -83,13 +85,13 @@ def run(table: Path, out: Path, *options: str, processes: int) -> torch.Tensor:
         _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
     assert sorted(p.name for p in out.parent.iterdir() if p.name.startswith(out.name)) == [out.name]
-    return opinion(model_store.read(out).model)
+    return score_records(model_store.read(out).model)
 
 
-def test_two_processes_end_where_one_does_with_the_doubled_batch(
+def test_two_processes_equal_one_with_a_doubled_batch(
     tmp_path: Path, cli: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one is this process."""
+    """The single process is this one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     table = write(tmp_path / "table.parquet", mixed(np.random.default_rng(4), 300))
     (tmp_path / "half.toml").write_text(CONFIG + "batch = 16\n")
@@ -99,4 +101,4 @@ def test_two_processes_end_where_one_does_with_the_doubled_batch(
     one = tmp_path / "one"
     done = cli(table, "--out", one, *options, tmp_path / "whole.toml", program="deformer-train")
     assert done.code == 0, done.err
-    torch.testing.assert_close(two, opinion(model_store.read(one).model), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(two, score_records(model_store.read(one).model), atol=1e-3, rtol=1e-3)

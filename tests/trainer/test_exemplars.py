@@ -1,4 +1,4 @@
-"""The exemplars that a trained model ranks whole records by."""
+"""Tests of the exemplars with which a trained model ranks complete records."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model_of(data: PreparedTable) -> DEformer:
     return DEformer(data.schema, CONFIG).eval()
 
 
-def test_every_feature_is_measured_by_its_own_spread(tmp_path: Path) -> None:
+def test_deviation_of_each_feature_is_its_own_spread(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     columns = {
         "x": rng.normal(3.0, 40.0, 500),
@@ -40,7 +40,7 @@ def test_every_feature_is_measured_by_its_own_spread(tmp_path: Path) -> None:
     assert float(model.ranking.positions[:, data.schema.code_by_name["x"]].std()) == pytest.approx(1.0, abs=0.01)
 
 
-def test_normal_records_score_about_nought_and_far_ones_more(tmp_path: Path) -> None:
+def test_distant_records_score_higher_than_normal_ones(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     data = prepared(tmp_path, {"x": rng.normal(size=600), "y": rng.normal(size=600)})
     ranking = add_ranking(model_of(data), data, 1000, 0).ranking
@@ -52,7 +52,7 @@ def test_normal_records_score_about_nought_and_far_ones_more(tmp_path: Path) -> 
     assert inside < 1.0 < outside < far
 
 
-def test_missing_readings_are_no_positions(tmp_path: Path) -> None:
+def test_missing_readings_have_no_position(tmp_path: Path) -> None:
     data = prepared(tmp_path, mixed(np.random.default_rng(2), 300))
     ranking = add_ranking(model_of(data), data, 100, 0).ranking
     assert ranking is not None
@@ -63,14 +63,14 @@ def test_missing_readings_are_no_positions(tmp_path: Path) -> None:
     assert torch.isfinite(ranking.typical).all()
 
 
-def test_no_exemplars_when_none_are_wanted(tmp_path: Path) -> None:
+def test_zero_exemplars_mean_no_ranking(tmp_path: Path) -> None:
     data = prepared(tmp_path, mixed(np.random.default_rng(3), 100))
     model = add_ranking(model_of(data), data, 0, 0)
     assert model.ranking is None
     assert model.config.exemplars == 0
 
 
-def test_a_written_model_ranks_as_the_one_in_memory(tmp_path: Path) -> None:
+def test_loaded_model_ranks_like_the_model_in_memory(tmp_path: Path) -> None:
     data = prepared(tmp_path, mixed(np.random.default_rng(4), 200))
     model = add_ranking(model_of(data), data, 50, 0)
     model_store.write(

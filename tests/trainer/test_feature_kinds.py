@@ -1,4 +1,4 @@
-"""Tables as they really are, from the column to a model that says something sensible."""
+"""Tests of feature kinds on tables as they occur in practice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.settings import TrainConfig
 SMALL: dict[str, Any] = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 4, "hidden": (16,)}
 
 
-def test_what_is_unusual_about_numbers_is_said(tmp_path: Path) -> None:
+def test_reason_mentions_frequent_values_and_long_tails(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     dry = rng.random(900) < 0.6
     columns = {
@@ -31,7 +31,7 @@ def test_what_is_unusual_about_numbers_is_said(tmp_path: Path) -> None:
     assert reasons["calm"] == "numbers"
 
 
-def test_a_column_without_values_is_left_out_and_said(tmp_path: Path) -> None:
+def test_column_without_values_is_excluded_with_a_reason(tmp_path: Path) -> None:
     data = prepared(
         tmp_path, {"x": np.arange(50.0), "gone": pa.nulls(50), "empty": pa.array([None] * 50, pa.float64())}
     )
@@ -42,7 +42,7 @@ def test_a_column_without_values_is_left_out_and_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wild", [50.0, -1e4, 1e30])
-def test_far_outliers_of_a_single_feature_are_very_surprising_and_finite(tmp_path: Path, wild: float) -> None:
+def test_nll_of_extreme_outliers_is_large_and_finite(tmp_path: Path, wild: float) -> None:
     table = write(tmp_path / "t.parquet", {"x": np.random.default_rng(1).normal(size=200)})
     model = train([table], TrainConfig(out=tmp_path / "model", epochs=5, **SMALL)).model
     code = np.zeros(2, np.int64)
@@ -53,7 +53,7 @@ def test_far_outliers_of_a_single_feature_are_very_surprising_and_finite(tmp_pat
     assert 20.0 < odd < 1e6
 
 
-def test_five_hundred_features(tmp_path: Path) -> None:
+def test_table_with_five_hundred_features_can_be_trained(tmp_path: Path) -> None:
     x = np.random.default_rng(2).normal(size=(40, 500))
     table = write(tmp_path / "t.parquet", {f"x{i}": column for i, column in enumerate(x.T)})
     result = train([table], TrainConfig(out=tmp_path / "model", epochs=1, batch=8, exemplars=0, **SMALL))

@@ -1,4 +1,4 @@
-"""A fleet's model adapted to one plant: old knowledge kept, new features added, few records enough."""
+"""Tests of adapting a model of many machines (the fleet) to one machine (the plant) with few records."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HOUR = Feature("hour", "continuous", scale=0.5, period=4.0)
 
 @pytest.mark.parametrize("tokens", ["pair", "single"])
 @pytest.mark.parametrize("old", [NUMBERS, (*NUMBERS, STATE), (*NUMBERS, HOUR)])
-def test_an_extended_model_says_of_old_features_what_the_old_one_said(old: tuple[Feature, ...], tokens: str) -> None:
+def test_extended_model_keeps_the_likelihood_of_old_features(old: tuple[Feature, ...], tokens: str) -> None:
     torch.manual_seed(0)
     before = DEformer(Schema(old), ModelConfig(**SMALL | {"tokens": tokens})).eval()
     new = (Feature("mode", "discrete", labels=("1", "2", "3")), Feature("y", "continuous"), replace(HOUR, name="z"))
@@ -45,21 +45,21 @@ def test_an_extended_model_says_of_old_features_what_the_old_one_said(old: tuple
     assert after.log_prob(everything, torch.ones(everything.shape)).isfinite().all()
 
 
-def test_measurements_cannot_join_a_model_of_labels() -> None:
+def test_measurements_cannot_be_added_to_a_model_of_labels() -> None:
     model = DEformer(Schema((STATE,)), ModelConfig(**SMALL))
     with pytest.raises(ConfigError, match="train anew"):
         finetune.extend_model(model, Schema((STATE, *NUMBERS)))
 
 
 def machines(rng: np.random.Generator, n: int) -> NDArray[np.float64]:
-    """Relations that a few dozen records do not show: curves, and modes of operation."""
+    """Return readings with nonlinear relations and modes of operation, which few records do not show."""
     load, mode = rng.normal(size=n), rng.integers(0, 3, n)
     clean = np.stack([load, np.sin(2.0 * load), load**2 - 1.0, 2.0 * mode - 2.0, mode * np.sin(2.0 * load)], 1)
     return clean + 0.15 * rng.normal(size=clean.shape)
 
 
 def plant(rng: np.random.Generator, n: int) -> dict[str, NDArray[Any]]:
-    """Like the fleet, but warmer, and with one more sensor that follows two of the others."""
+    """Return readings like the fleet's with a shifted sensor and a new one that depends on two others."""
     x = machines(rng, n)
     x[:, 1] += 0.5
     columns = {f"x{i}": column for i, column in enumerate(x.T)}
@@ -75,8 +75,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
-def nats(result: TrainingOutput, folder: Path) -> float:
-    """Of other records of the plant, in the units of the fleet."""
+def compute_nll(result: TrainingOutput, folder: Path) -> float:
+    """Return the mean −ln p of new records of the plant, in the units of the fleet's model."""
     table = write(folder / "held.parquet", plant(np.random.default_rng(2), 500))
     source = open_tables([table], "wide", None, None)
     source.feature_columns = list(source.schema.names)
@@ -88,7 +88,7 @@ def nats(result: TrainingOutput, folder: Path) -> float:
     return evaluate_held_out(result.model, data, np.arange(len(values)), 2, 0).mean_nll + scales
 
 
-def test_few_records_adapt_a_model_better_than_they_train_one(tmp_path: Path, fleet: Path) -> None:
+def test_adapted_model_beats_a_model_trained_on_few_records(tmp_path: Path, fleet: Path) -> None:
     table = write(tmp_path / "plant.parquet", plant(np.random.default_rng(1), 40))
     adapted = train([table], TrainConfig(out=tmp_path / "adapted", init_from=fleet, epochs=30))
     anew = train([table], TrainConfig(out=tmp_path / "anew", epochs=30, **SMALL))
@@ -96,17 +96,17 @@ def test_few_records_adapt_a_model_better_than_they_train_one(tmp_path: Path, fl
     assert [f.name for f in old] == ["x0", "x1", "x2", "x3", "x4", "extra"]
     assert abs(old[1].location) < 0.2  # the fleet's, not the plant's
     assert adapted.model.config.exemplars > 2000
-    assert nats(adapted, tmp_path) < nats(anew, tmp_path) - 0.2
+    assert compute_nll(adapted, tmp_path) < compute_nll(anew, tmp_path) - 0.2
 
 
-def test_a_table_without_an_old_feature_does_not_lose_it(tmp_path: Path, fleet: Path) -> None:
+def test_missing_old_feature_stays_in_the_model(tmp_path: Path, fleet: Path) -> None:
     columns = plant(np.random.default_rng(3), 60)
     del columns["x2"]
     result = train([write(tmp_path / "t.parquet", columns)], TrainConfig(out=tmp_path / "m", init_from=fleet, epochs=2))
     assert "x2" in result.data.schema.code_by_name
 
 
-def test_what_cannot_be_adapted_is_refused_in_one_line(tmp_path: Path, fleet: Path) -> None:
+def test_incompatible_adaptation_is_rejected(tmp_path: Path, fleet: Path) -> None:
     columns = plant(np.random.default_rng(4), 60)
     words = write(tmp_path / "words.parquet", {**columns, "x1": ["warm"] * 60})
     with pytest.raises(ConfigError, match="x1 is a measurement in the old model and text here"):
@@ -116,8 +116,8 @@ def test_what_cannot_be_adapted_is_refused_in_one_line(tmp_path: Path, fleet: Pa
         train([table], TrainConfig(out=tmp_path / "b", init_from=fleet, d_model=32))
 
 
-def test_a_run_is_resumed_with_the_model_it_began_from(tmp_path: Path, fleet: Path) -> None:
-    """The directory may be another one; the model that is in it may not."""
+def test_adaptation_is_resumed_only_with_the_same_initial_model(tmp_path: Path, fleet: Path) -> None:
+    """The model directory may have moved, but its content must be the same."""
     table = write(tmp_path / "plant.parquet", plant(np.random.default_rng(5), 60))
 
     def run(model: Path, **options: Any) -> TrainingOutput:

@@ -1,4 +1,4 @@
-"""Training learns, keeps its time, and continues where it stopped to the bit."""
+"""Tests of the training loop: learning, time limits, and bit-exact continuation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def stopping_at(fit: TrainingRun, step: int) -> Callable[[], bool]:
     ("at", "config", "optimizer"),
     [(1, SMALL, "muon"), (7, SMALL, "muon"), (13, SMALL, "muon"), (5, WIDE, "muon"), (7, SMALL, "adamw")],
 )
-def test_interrupted_and_resumed_equals_uninterrupted(
+def test_resumed_run_equals_uninterrupted_run(
     data: PreparedTable, tmp_path: Path, at: int, config: ModelConfig, optimizer: Optimizer
 ) -> None:
     recipe = replace(RECIPE, optimizer=optimizer)
@@ -77,7 +77,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
         assert {k: v for k, v in a.items() if k != "seconds"} == {k: v for k, v in b.items() if k != "seconds"}
 
 
-def test_same_seed_same_weights_other_seed_others(data: PreparedTable, tmp_path: Path) -> None:
+def test_weights_depend_on_the_seed_alone(data: PreparedTable, tmp_path: Path) -> None:
     runs = [start(data, tmp_path).run() for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(weights(runs[0]), weights(runs[1]), strict=True))
     other = start(data, tmp_path)
@@ -126,7 +126,7 @@ def test_each_optimizer_reduces_the_validation_loss(data: PreparedTable, tmp_pat
     assert num_updated == len(run.parameters)
 
 
-def test_resume_refuses_other_data_or_options(data: PreparedTable, tmp_path: Path) -> None:
+def test_resume_rejects_other_data_or_options(data: PreparedTable, tmp_path: Path) -> None:
     first = start(data, tmp_path, learning_rate=1e-3)
     with pytest.raises(Interrupted):
         first.run(stopping_at(first, 2))
@@ -136,7 +136,7 @@ def test_resume_refuses_other_data_or_options(data: PreparedTable, tmp_path: Pat
         start(data, tmp_path, learning_rate=1e-2).restore(state)
 
 
-def test_a_damaged_checkpoint_is_refused_by_name(data: PreparedTable, tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_rejected_by_name(data: PreparedTable, tmp_path: Path) -> None:
     first = start(data, tmp_path)
     with pytest.raises(Interrupted):
         first.run(stopping_at(first, 1))
@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(data: PreparedTable, tmp_path: 
         checkpoint.load_state(tmp_path)
 
 
-def test_training_ends_within_its_time(data: PreparedTable, tmp_path: Path) -> None:
+def test_training_ends_within_its_time_limit(data: PreparedTable, tmp_path: Path) -> None:
     now = 0.0
 
     def clock() -> float:
@@ -156,16 +156,14 @@ def test_training_ends_within_its_time(data: PreparedTable, tmp_path: Path) -> N
 
     budget = TimeBudget(limit=20.0, clock=clock)
     fitted = start(data, tmp_path, replace(RECIPE, epochs=10_000, patience=10_000), budget).run(
-        costs=lambda model: Costs(after=5.0, record=1e-4)
+        measure_costs=lambda model: Costs(after=5.0, record=1e-4)
     )
     assert 14.5 < now < 15.5
     assert not fitted.stopped_early
     assert 20 <= len(fitted.history) <= 32
 
 
-def test_when_the_time_is_gone_before_the_first_step_there_is_one_all_the_same(
-    data: PreparedTable, tmp_path: Path
-) -> None:
+def test_training_without_time_does_one_step(data: PreparedTable, tmp_path: Path) -> None:
     fitted = start(data, tmp_path, budget=TimeBudget(limit=5.0, spent=7.0)).run()
     assert fitted.steps == 1
     assert len(fitted.history) == 1
@@ -178,7 +176,7 @@ def test_training_stops_when_validation_no_longer_improves(data: PreparedTable, 
     assert validation.index(min(validation)) == len(validation) - 4
 
 
-def test_diverging_training_says_so(data: PreparedTable, tmp_path: Path) -> None:
+def test_diverging_training_is_reported(data: PreparedTable, tmp_path: Path) -> None:
     fit = start(data, tmp_path)
     with torch.no_grad():
         next(fit.model.parameters()).fill_(torch.nan)
@@ -187,7 +185,7 @@ def test_diverging_training_says_so(data: PreparedTable, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_held_out_likelihood_nears_the_entropy_of_a_gaussian(tmp_path: Path) -> None:
+def test_held_out_nll_approaches_the_entropy_of_a_gaussian(tmp_path: Path) -> None:
     x, covariance = correlated(np.random.default_rng(5), 8000)
     data = prepared(tmp_path, {f"x{i}": column for i, column in enumerate(x.T)})
     config = ModelConfig(d_model=32, layers=2, heads=2, feedforward=64, mixtures=4, hidden=(32,))
@@ -200,7 +198,7 @@ def test_held_out_likelihood_nears_the_entropy_of_a_gaussian(tmp_path: Path) -> 
     assert truth - 0.06 < nll < truth + 0.12 < untrained - 1.0
 
 
-def test_orders_are_fresh_complete_and_uniform() -> None:
+def test_random_orders_are_complete_and_uniform() -> None:
     generator = create_generator(1, 2)
     values = torch.arange(4.0).repeat(6000, 1)
     features, order = order_readings(values, draw_random_keys(values.shape, generator))
@@ -211,7 +209,7 @@ def test_orders_are_fresh_complete_and_uniform() -> None:
     assert torch.equal(gather_values(values, order), features.double().float())
 
 
-def test_missing_readings_are_left_out() -> None:
+def test_missing_readings_are_removed_from_orders() -> None:
     nan = torch.nan
     values = torch.tensor([[1.0, nan, 3.0, nan], [nan, nan, nan, 7.0]])
     features, order = order_readings(values, torch.tensor([[9.0, 1.0, 2.0, 3.0]] * 2))
@@ -221,7 +219,7 @@ def test_missing_readings_are_left_out() -> None:
     assert empty.tolist() == [[-1], [-1]]
 
 
-def test_noise_spreads_gridded_readings_over_one_quantum(data: PreparedTable) -> None:
+def test_noise_covers_one_quantum_of_gridded_readings(data: PreparedTable) -> None:
     noise = Noise.from_schema(data.schema, forget=0.2)
     values = torch.zeros(20_000, 4)
     values[0] = torch.nan

@@ -1,4 +1,4 @@
-"""Cross-conformal folds: every record calibrates once, under a model that has not seen it."""
+"""Cross-conformal calibration scores each record once, by a model that was trained without it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 
 
 
 @pytest.mark.parametrize("folds", [2, 5])
-def test_each_record_is_held_out_once(tmp_path: Path, rng: np.random.Generator, folds: int) -> None:
+def test_each_record_is_held_out_by_one_fold(tmp_path: Path, rng: np.random.Generator, folds: int) -> None:
     table = write(tmp_path / "table.parquet", mixed(rng, 101))
     (tmp_path / "work").mkdir()
     data = prepare_table([table], DataOptions(calibration_share=1 / folds), tmp_path / "work")
@@ -32,15 +32,15 @@ def test_each_record_is_held_out_once(tmp_path: Path, rng: np.random.Generator, 
         assert (part.split == Split.TRAIN).sum() >= (data.split == Split.TRAIN).sum() - 1
 
 
-def test_all_records_calibrate(tmp_path: Path, rng: np.random.Generator) -> None:
-    """The model itself is the one that is trained without folds on such a share."""
+def test_folds_calibrate_on_all_records(tmp_path: Path, rng: np.random.Generator) -> None:
+    """The model equals that of a training without folds with the same calibration share."""
     table = write(tmp_path / "table.parquet", mixed(rng, 90))
-    told: list[str] = []
+    messages: list[str] = []
     options = {**SMALL, "epochs": 1, "device": "cpu", "preset": "tiny"}
-    train([table], TrainConfig(out=tmp_path / "folds", folds=3, **options), on_message=told.append)
+    train([table], TrainConfig(out=tmp_path / "folds", folds=3, **options), on_message=messages.append)
     train([table], TrainConfig(out=tmp_path / "split", calibration_share=1 / 3, **options))
     many, few = (model_store.read(tmp_path / name) for name in ("folds", "split"))
-    assert [line for line in told if "fold" in line] == ["fold 2 of 3", "fold 3 of 3"]
+    assert [line for line in messages if "fold" in line] == ["fold 2 of 3", "fold 3 of 3"]
     assert (len(many.calibration.scores), len(few.calibration.scores)) == (90, 30)
     assert np.isin(few.calibration.scores, many.calibration.scores).all()
     for name, tensor in few.model.state_dict().items():

@@ -1,4 +1,4 @@
-"""The Gaussians that guide training: as many as the data deserve, and none that has seen the record it speaks about."""
+"""Tests of the Gaussian prior: number of components, cross-fitting, missing readings and use in training."""
 
 from __future__ import annotations
 
@@ -24,52 +24,51 @@ def numbers(folder: Path, x: np.ndarray, **columns: Any) -> PreparedTable:  # ty
     return prepared(folder, {f"x{i}": column for i, column in enumerate(x.T)} | columns)
 
 
-def untrained(data: PreparedTable, guides: gaussian_prior.CrossFittedPriors) -> DEformer:
+def untrained(data: PreparedTable, priors: gaussian_prior.CrossFittedPriors) -> DEformer:
     torch.manual_seed(0)
-    model = DEformer(data.schema, ModelConfig(**{**CONFIG.to_json(), "gaussians": guides.num_components}))
-    model.gaussians = guides.full
+    model = DEformer(data.schema, ModelConfig(**{**CONFIG.to_json(), "gaussians": priors.num_components}))
+    model.gaussians = priors.full
     return model.eval()
 
 
-def test_one_gaussian_for_a_gaussian_and_its_covariance(tmp_path: Path) -> None:
+def test_gaussian_data_get_one_component_with_their_covariance(tmp_path: Path) -> None:
     x, covariance = correlated(np.random.default_rng(0), 4000)
     data = numbers(tmp_path, x)
-    guides = gaussian_prior.fit_priors(data, max_components=8, seed=0)
-    assert guides is not None
+    priors = gaussian_prior.fit_priors(data, max_components=8, seed=0)
+    assert priors is not None
     scales = np.array([f.scale for f in data.schema.features])
-    assert guides.num_components == 1
-    np.testing.assert_allclose(guides.full.covariances[0, 0], covariance / np.outer(scales, scales), atol=0.08)
-    assert guides.nll == pytest.approx(entropy(covariance, scales), abs=0.1)
+    assert priors.num_components == 1
+    np.testing.assert_allclose(priors.full.covariances[0, 0], covariance / np.outer(scales, scales), atol=0.08)
+    assert priors.nll == pytest.approx(entropy(covariance, scales), abs=0.1)
 
 
-def test_clusters_get_components_of_their_own(tmp_path: Path) -> None:
+def test_each_cluster_gets_a_component(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     centres = np.array([[-6.0, 0.0], [6.0, 0.0], [0.0, 9.0]])
     x = centres[rng.integers(0, 3, 1500)] + rng.normal(size=(1500, 2))
-    guides = gaussian_prior.fit_priors(numbers(tmp_path, x), max_components=8, seed=0)
-    assert guides is not None
-    assert guides.num_components == 3
+    priors = gaussian_prior.fit_priors(numbers(tmp_path, x), max_components=8, seed=0)
+    assert priors is not None
+    assert priors.num_components == 3
     assert gaussian_prior.fit_priors(numbers(tmp_path, x), max_components=2, seed=0).num_components == 2  # type: ignore[union-attr]
 
 
-def test_a_value_that_keeps_coming_back_has_its_mass(tmp_path: Path) -> None:
-    """A flow that rests in three records of ten, in the midst of what it is otherwise: its mass stands beside the
-    density of the rest, and the reason for the kind says so."""
+def test_repeated_value_gets_a_narrow_component_with_its_probability(tmp_path: Path) -> None:
+    """A flow meter reports the same value in 30% of the records, and a narrow component gets this probability."""
     rng = np.random.default_rng(8)
     flow = np.where(rng.random(1500) < 0.3, 0.2, rng.normal(size=1500))
     x = np.stack([flow, rng.normal(size=1500), rng.normal(size=1500)], 1)
     data = numbers(tmp_path, x)
     assert "of them 0.2" in data.schema.features[0].reason
-    guides = gaussian_prior.fit_priors(data, max_components=8, seed=0)
-    assert guides is not None
-    weights = guides.full.log_weights[0].exp()
-    narrow = guides.full.covariances[0, :, 0, 0].sqrt() < 0.02
+    priors = gaussian_prior.fit_priors(data, max_components=8, seed=0)
+    assert priors is not None
+    weights = priors.full.log_weights[0].exp()
+    narrow = priors.full.covariances[0, :, 0, 0].sqrt() < 0.02
     assert float(weights[narrow].sum()) == pytest.approx(0.3, abs=0.04)
     place = data.schema.normalise(np.array([0]), np.array([0.2]))[0]
-    assert guides.full.means[0, narrow, 0].numpy() == pytest.approx(place, abs=0.02)
+    assert priors.full.means[0, narrow, 0].numpy() == pytest.approx(place, abs=0.02)
 
 
-def test_no_guide_where_there_is_nothing_to_guide(tmp_path: Path) -> None:
+def test_no_prior_without_continuous_features(tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     for name, data in (
         ("labels", prepared(tmp_path, {"a": rng.choice(["x", "y"], 100).tolist()})),
@@ -79,40 +78,40 @@ def test_no_guide_where_there_is_nothing_to_guide(tmp_path: Path) -> None:
     assert gaussian_prior.fit_priors(numbers(tmp_path, rng.normal(size=(100, 2))), max_components=0, seed=0) is None
 
 
-def test_a_variant_has_not_seen_the_records_of_its_fold(tmp_path: Path) -> None:
-    """With few records in many dimensions the whole fit flatters its own records; the variants do not."""
+def test_variant_does_not_overfit_the_records_of_its_fold(tmp_path: Path) -> None:
+    """With few records in many dimensions, the full prior overfits its own records, while the variants do not."""
     data = numbers(tmp_path, np.random.default_rng(3).normal(size=(90, 20)))
-    guides = gaussian_prior.fit_priors(data, max_components=1, seed=0)
-    assert guides is not None
+    priors = gaussian_prior.fit_priors(data, max_components=1, seed=0)
+    assert priors is not None
     rows = data.select_rows(Split.TRAIN)
     values = torch.from_numpy(np.asarray(data.values[rows])).double()
     features = torch.arange(20).repeat(len(rows), 1)
 
-    def nats(guide: Any) -> float:
-        z = (values.unsqueeze(-1) - guide.means) / guide.scales
-        return float((0.5 * z * z + guide.scales.log()).sum((1, 2)).mean())
+    def compute_nll(conditional: Any) -> float:
+        z = (values.unsqueeze(-1) - conditional.means) / conditional.scales
+        return float((0.5 * z * z + conditional.scales.log()).sum((1, 2)).mean())
 
-    flattered = nats(guides.full(features, values))
-    honest = nats(guides.compute_conditionals(features, values, rows))
+    overfitted_nll = compute_nll(priors.full(features, values))
+    cross_fitted_nll = compute_nll(priors.compute_conditionals(features, values, rows))
     held = data.select_rows(Split.CALIBRATION)
     values = torch.from_numpy(np.asarray(data.values[held])).double()
-    fresh = nats(guides.full(torch.arange(20).repeat(len(held), 1), values))
-    assert flattered < honest - 2.0
-    assert abs(honest - fresh) < 0.6 * (fresh - flattered)
+    held_out_nll = compute_nll(priors.full(torch.arange(20).repeat(len(held), 1), values))
+    assert overfitted_nll < cross_fitted_nll - 2.0
+    assert abs(cross_fitted_nll - held_out_nll) < 0.6 * (held_out_nll - overfitted_nll)
 
 
-def test_missing_readings_do_not_flatten_the_covariance(tmp_path: Path) -> None:
+def test_missing_readings_do_not_reduce_the_correlation(tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
     x = rng.multivariate_normal([0, 0], [[1, 0.9], [0.9, 1]], 3000)
     x[rng.random(x.shape) < 0.4] = np.nan
-    guides = gaussian_prior.fit_priors(numbers(tmp_path, x), max_components=1, seed=0)
-    assert guides is not None
-    covariance = guides.full.covariances[0, 0]
+    priors = gaussian_prior.fit_priors(numbers(tmp_path, x), max_components=1, seed=0)
+    assert priors is not None
+    covariance = priors.full.covariances[0, 0]
     correlation = float(covariance[0, 1] / (covariance[0, 0] * covariance[1, 1]).sqrt())
     assert correlation == pytest.approx(0.9, abs=0.05)
 
 
-def test_equal_seeds_give_equal_guides(tmp_path: Path) -> None:
+def test_equal_seeds_give_equal_priors(tmp_path: Path) -> None:
     data = prepared(tmp_path, mixed(np.random.default_rng(5), 300))
     first, again, other = (gaussian_prior.fit_priors(data, 4, seed) for seed in (0, 0, 1))
     assert first is not None
@@ -123,13 +122,13 @@ def test_equal_seeds_give_equal_guides(tmp_path: Path) -> None:
     assert not np.array_equal(first.fold_by_row, other.fold_by_row)
 
 
-def test_a_guided_network_knows_a_gaussian_before_training(tmp_path: Path) -> None:
+def test_untrained_network_with_prior_has_its_likelihood(tmp_path: Path) -> None:
     x, covariance = correlated(np.random.default_rng(6), 3000)
     data = numbers(tmp_path, x)
-    guides = gaussian_prior.fit_priors(data, 4, seed=0)
-    assert guides is not None
+    priors = gaussian_prior.fit_priors(data, 4, seed=0)
+    assert priors is not None
     truth = entropy(covariance, np.array([f.scale for f in data.schema.features]))
-    nll = evaluate_held_out(untrained(data, guides), data, data.select_rows(Split.CALIBRATION), 2, 0).mean_nll
+    nll = evaluate_held_out(untrained(data, priors), data, data.select_rows(Split.CALIBRATION), 2, 0).mean_nll
     assert nll < truth + 0.9
     assert (
         evaluate_held_out(DEformer(data.schema, CONFIG), data, data.select_rows(Split.CALIBRATION), 2, 0).mean_nll
@@ -137,17 +136,17 @@ def test_a_guided_network_knows_a_gaussian_before_training(tmp_path: Path) -> No
     )
 
 
-def test_guided_training_resumes_to_the_bit_and_learns(tmp_path: Path) -> None:
+def test_training_with_prior_resumes_to_the_bit_and_learns(tmp_path: Path) -> None:
     data = prepared(tmp_path, mixed(np.random.default_rng(7), 300))
-    guides = gaussian_prior.fit_priors(data, 4, seed=0)
-    assert guides is not None
+    priors = gaussian_prior.fit_priors(data, 4, seed=0)
+    assert priors is not None
     recipe = Recipe(batch=32, learning_rate=3e-3, epochs=4)
 
     def start(name: str) -> TrainingRun:
         (tmp_path / name).mkdir(exist_ok=True)
-        return TrainingRun(data, untrained(data, guides), recipe, 0, tmp_path / name, TimeBudget(), {}, guides)
+        return TrainingRun(data, untrained(data, priors), recipe, 0, tmp_path / name, TimeBudget(), {}, priors)
 
-    before = evaluate_held_out(untrained(data, guides), data, data.select_rows(Split.CALIBRATION), 4, 0).mean_nll
+    before = evaluate_held_out(untrained(data, priors), data, data.select_rows(Split.CALIBRATION), 4, 0).mean_nll
     whole = start("whole").run()
     assert evaluate_held_out(whole.model, data, data.select_rows(Split.CALIBRATION), 4, 0).mean_nll < before
     first = start("parts")
@@ -162,45 +161,45 @@ def test_guided_training_resumes_to_the_bit_and_learns(tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
-def test_a_narrow_cluster_stays_narrow(tmp_path: Path) -> None:
-    """What is common to all components must not blur one that is a hundred times as narrow."""
+def test_narrow_cluster_stays_narrow(tmp_path: Path) -> None:
+    """The common covariance must not widen a component that is a hundred times narrower than others."""
     rng = np.random.default_rng(8)
     wide, narrow = rng.normal(size=(1000, 2)), np.array([3.0, 3.0]) + 0.01 * rng.normal(size=(500, 2))
     data = numbers(tmp_path, np.concatenate([wide, narrow])[rng.permutation(1500)])
-    guides = gaussian_prior.fit_priors(data, max_components=8, seed=0)
-    assert guides is not None
+    priors = gaussian_prior.fit_priors(data, max_components=8, seed=0)
+    assert priors is not None
     scales = np.array([f.scale for f in data.schema.features])
-    spreads = guides.full.covariances[0].diagonal(dim1=1, dim2=2).sqrt().numpy() * scales
+    spreads = priors.full.covariances[0].diagonal(dim1=1, dim2=2).sqrt().numpy() * scales
     assert spreads.max(1).min() < 0.02
 
 
-def test_in_a_hurry_one_gaussian_has_to_do(tmp_path: Path) -> None:
+def test_short_time_limits_the_number_of_gaussians(tmp_path: Path) -> None:
     x = np.random.default_rng(9).normal(size=(600, 2)) + 9.0 * (np.arange(600) % 3)[:, None]
     data = numbers(tmp_path, x)
-    asked = []
+    calls = []
 
-    def hurry() -> bool:
-        asked.append(True)
-        return len(asked) > 1
+    def is_time_short() -> bool:
+        calls.append(True)
+        return len(calls) > 1
 
     assert gaussian_prior.fit_priors(data, 8, 0, lambda: True).num_components == 1  # type: ignore[union-attr]
-    assert gaussian_prior.fit_priors(data, 8, 0, hurry).num_components == 2  # type: ignore[union-attr]
+    assert gaussian_prior.fit_priors(data, 8, 0, is_time_short).num_components == 2  # type: ignore[union-attr]
     assert gaussian_prior.fit_priors(data, 8, 0).num_components >= 3  # type: ignore[union-attr]
 
     x[::7, 0] = np.nan  # gaps are filled anew from the mixture: what was found for it stays
-    asked.clear()
-    assert gaussian_prior.fit_priors(numbers(tmp_path, x), 8, 0, hurry).num_components == 2  # type: ignore[union-attr]
+    calls.clear()
+    assert gaussian_prior.fit_priors(numbers(tmp_path, x), 8, 0, is_time_short).num_components == 2  # type: ignore[union-attr]
 
 
-def test_no_run_ends_worse_than_its_guide(tmp_path: Path) -> None:
+def test_trained_model_is_not_worse_than_its_prior(tmp_path: Path) -> None:
     x, _ = correlated(np.random.default_rng(10), 600)
     data = numbers(tmp_path, x)
-    guides = gaussian_prior.fit_priors(data, 4, seed=0)
-    assert guides is not None
+    priors = gaussian_prior.fit_priors(data, 4, seed=0)
+    assert priors is not None
     recipe = Recipe(batch=32, learning_rate=1.0, epochs=2, clip=1e6)  # far too much
-    model = untrained(data, guides)
+    model = untrained(data, priors)
     rows = data.select_rows(Split.VALIDATION)
     before = evaluate_held_out(model, data, rows, 4, 0).mean_nll
-    assert before == pytest.approx(guides.nll, abs=0.25)
-    fitted = TrainingRun(data, model, recipe, 0, tmp_path, TimeBudget(), {}, guides).run()
+    assert before == pytest.approx(priors.nll, abs=0.25)
+    fitted = TrainingRun(data, model, recipe, 0, tmp_path, TimeBudget(), {}, priors).run()
     assert evaluate_held_out(fitted.model, data, rows, 4, 0).mean_nll <= before + 1e-6

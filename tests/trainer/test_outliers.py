@@ -1,4 +1,4 @@
-"""Anomalies among the training records are found without a model, also where they are alike."""
+"""Anomalies among the training records are detected without a model, even if they are similar to each other."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ SMALL = {"d_model": 16, "layers": 1, "heads": 2, "feedforward": 32, "mixtures": 
 
 
 @pytest.fixture
-def dirty(tmp_path: Path, rng: np.random.Generator) -> PreparedTable:
-    """Forty of four hundred records are like each other and unlike the rest: their neighbours vouch for them."""
+def contaminated(tmp_path: Path, rng: np.random.Generator) -> PreparedTable:
+    """Return 400 records of which the first 40 are anomalies that are close to each other."""
     columns = mixed(rng, 400)
     columns["b"][:40] = 4.0 + 0.05 * rng.normal(size=40)
     columns["c"][:40] = -4.0
     return prepared(tmp_path, columns)
 
 
-def test_a_cluster_of_anomalies_is_far_from_the_others(dirty: PreparedTable) -> None:
-    far = compute_median_distances(dirty, 0)
+def test_cluster_of_similar_anomalies_is_distant(contaminated: PreparedTable) -> None:
+    far = compute_median_distances(contaminated, 0)
     assert np.isfinite(far).all()
     assert (far[:40].min() > np.sort(far[40:])[: int(0.95 * 360)]).all()
 
 
-def test_they_are_left_out_of_training_alone(dirty: PreparedTable) -> None:
-    clean = drop_outliers(dirty, 0.1, 0)
+def test_suspected_anomalies_are_removed_from_training_only(contaminated: PreparedTable) -> None:
+    clean = drop_outliers(contaminated, 0.1, 0)
     out = clean.split == Split.LEFT_OUT
-    assert out[:40].sum() + (dirty.split[:40] == Split.CALIBRATION).sum() >= 36
+    assert out[:40].sum() + (contaminated.split[:40] == Split.CALIBRATION).sum() >= 36
     assert out.sum() <= 40
-    assert ((clean.split == Split.CALIBRATION) == (dirty.split == Split.CALIBRATION)).all()
+    assert ((clean.split == Split.CALIBRATION) == (contaminated.split == Split.CALIBRATION)).all()
     assert clean.summarize()["rows"]["left_out"] == out.sum()
-    assert drop_outliers(dirty, 0.0, 0) is dirty
+    assert drop_outliers(contaminated, 0.0, 0) is contaminated
     for fold in split_folds(clean, 3, 0):
         assert ((fold.split == Split.LEFT_OUT) == out).all()
 
 
-def test_what_is_left_out_leaves_no_trace(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_suspected_anomalies_are_neither_trained_on_nor_exemplars(tmp_path: Path, rng: np.random.Generator) -> None:
     columns = mixed(rng, 200)
     columns["b"][:20] = 50.0
     table = write(tmp_path / "table.parquet", columns)
-    told = TrainConfig(out=tmp_path / "m", contamination=0.1, epochs=1, device="cpu", preset="tiny", **SMALL)
-    train([table], told)
+    settings = TrainConfig(out=tmp_path / "m", contamination=0.1, epochs=1, device="cpu", preset="tiny", **SMALL)
+    train([table], settings)
     loaded = model_store.read(tmp_path / "m")
     rows = loaded.manifest["training"]["rows"]
     assert rows["left_out"] > 10

@@ -1,4 +1,4 @@
-"""Training on windows of devices' readings: which records there are, what is in their slots, and what is refused."""
+"""Tests of records that are windows of a device's time: time slots, repeated readings and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def prepared(folder: Path, events: list[dict[str, Any]], **options: Any) -> Prep
     return prepare_table([folder / "events.parquet"], DataOptions(**options), folder / "work")
 
 
-def test_a_record_is_a_window_and_a_column_a_slot(tmp_path: Path) -> None:
+def test_record_is_a_window_and_each_time_slot_a_feature(tmp_path: Path) -> None:
     events = draw_event_series(40, seed=0)
     data = prepared(tmp_path, events)
     assert data.values.shape == (40, 13)
@@ -49,22 +49,22 @@ def test_a_record_is_a_window_and_a_column_a_slot(tmp_path: Path) -> None:
     assert (np.diff(flow[flow >= 0]) > 0).all(), "slots of a sensor come in the order of time"
 
 
-def test_what_a_sensor_is_shows_in_all_of_its_slots(tmp_path: Path) -> None:
-    """Nine of ten slots of `rare` are empty, and the one that is not is another one in each window."""
+def test_all_time_slots_of_a_sensor_have_the_same_kind(tmp_path: Path) -> None:
+    """The sensor `rare` reports in a different time slot of each window."""
     rare = [{"device": "d", "feature": "rare", "value": 0.5 * (w % 7), "time": w * 60 + w % 6 * 10} for w in range(60)]
     data = prepared(tmp_path, rare, once=())
     assert {(f.kind, f.quantum, f.low, f.high) for f in data.schema.features} == {("continuous", 0.5, 0.0, 3.0)}
     assert np.isfinite(data.values).sum(0).tolist() == [10] * 6
 
 
-def test_a_window_without_slots_keeps_names(tmp_path: Path) -> None:
+def test_window_without_time_slots_keeps_feature_names(tmp_path: Path) -> None:
     data = prepared(tmp_path, draw_event_series(40, seed=0), window=Window(60 * SECOND), once=())
     assert set(data.schema.names) == {"flow", "pressure", "site"}
     assert data.schema.window == Window(60 * SECOND)
     assert data.skipped_by_reason["repeated events (record and feature)"] > 300, "the first of a window counts"
 
 
-def test_a_second_reading_of_a_slot_and_what_is_in_no_window(tmp_path: Path) -> None:
+def test_repeated_and_unassignable_readings_are_counted(tmp_path: Path) -> None:
     events = [*draw_event_series(40, seed=0), {"device": "p0", "feature": "flow", "value": 9, "time": 3000.0}]
     more = [{**events[0], "value": 7, "time": events[0]["time"] + 1e-3}, {**events[0], "device": None}]
     data = prepared(tmp_path, [*events, *more, {**events[0], "time": None}])
@@ -85,14 +85,14 @@ def test_a_second_reading_of_a_slot_and_what_is_in_no_window(tmp_path: Path) -> 
         ({}, {"once": ("nope",)}, "no feature is called nope"),
     ],
 )
-def test_what_makes_no_windows_is_refused(
+def test_tables_that_cannot_be_cut_into_windows_are_rejected(
     tmp_path: Path, columns: dict[str, str], options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         prepared(tmp_path, [event | columns for event in draw_event_series(40, seed=0)], **options)
 
 
-def test_a_wide_table_has_no_windows(tmp_path: Path) -> None:
+def test_wide_table_cannot_be_cut_into_windows(tmp_path: Path) -> None:
     rows = [{"device": "d", "time": float(i), "flow": 1.0} for i in range(30)]
     with pytest.raises(ConfigError, match=r"columns device, feature, value, time, and .* has rows that are records"):
         prepared(tmp_path, rows)
@@ -100,7 +100,7 @@ def test_a_wide_table_has_no_windows(tmp_path: Path) -> None:
         prepared(tmp_path, [{"device": "d", "feature": "flow", "value": 1.0}] * 30, layout="long")
 
 
-def test_a_model_is_adapted_to_its_own_windows_only(tmp_path: Path) -> None:
+def test_adaptation_requires_the_windows_of_the_old_model(tmp_path: Path) -> None:
     old = prepared(tmp_path, draw_event_series(40, seed=0)).schema
     events = [
         *draw_event_series(40, seed=1),
