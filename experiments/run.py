@@ -74,7 +74,7 @@ def run_experiment(
         DeformerError: An option, a file or the folder of the run cannot be used.
         Interrupted: `should_stop` returned true. The run can be continued.
     """
-    device = model_store.device_named(settings.device)
+    device = model_store.resolve_device(settings.device)
     preset = apply_overrides(experiment.presets[settings.preset], settings.override)
     with _lock_folder(settings.out):
         state = _load_previous_run(settings)

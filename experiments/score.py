@@ -91,7 +91,7 @@ def score_in_orders(
             nll[order, start : start + piece_size] = scores.nll_by_record
             per_feature[order, start // piece_size] = scores.nll_by_feature
             num_done += 1
-            progress.reach(num_done * piece_size)
+            progress.set_done(num_done * piece_size)
             if should_stop():
                 save()
                 raise Interrupted

@@ -163,7 +163,7 @@ def draw_lines(
                 clip_on=False,
                 gid=f"curve-{i}",
             )
-            if show_points:
+            if show_points or visible[i].sum() == 1:  # a curve through one point would be invisible
                 axes.plot(xs, ys, "o", color=_color(i), markersize=5, gid=f"points-{i}", clip_on=False)
         _draw_levels(axes, levels, layout)
         description = f"{title}: {y_label} against {x_label} for {', '.join(curves)}"

@@ -122,12 +122,12 @@ def test_library_scores_devices(trained: Path, loaded: deformer_stream.Detector)
     np.testing.assert_allclose([u.log_likelihood for u in updates], expected.log_likelihood, atol=2e-3)
     again = next(event["time"] for event in WINDOW if event["feature"] == "flow")
     late = (scorer.update_device("p0", "flow", 0.0, time) for time in (61.9, again, 62.0, again))
-    reasons = [update.rejected and update.rejected.reason.value for update in late]
+    reasons = [update.rejection and update.rejection.reason.value for update in late]
     assert reasons == [None, "duplicate", "duplicate", "late"]
-    refused = scorer.update("r", "flow", 0.0).rejected
+    refused = scorer.update("r", "flow", 0.0).rejection
     assert refused is not None
     assert "name the time slot, for example 'flow+0s'" in refused.detail
-    assert scorer.update("r", "flow+0s", 0.0).rejected is None
+    assert scorer.update("r", "flow+0s", 0.0).rejection is None
 
 
 @pytest.fixture(scope="module")

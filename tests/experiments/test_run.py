@@ -172,6 +172,12 @@ def test_command_line_options_and_errors(name: str, tmp_path: Path) -> None:
     assert module(name, "--data", tmp_path, "--out", tmp_path / "out", "--preset", "huge").returncode == 2
 
 
+def test_parts_of_the_split_have_different_codes() -> None:
+    """Test records must not be taken for records that are left out."""
+    assert len({int(part) for part in Split.__members__.values()}) == len(Split.__members__)
+    assert Split.TEST != Split.LEFT_OUT
+
+
 def test_overrides_change_the_preset() -> None:
     preset = apply_overrides(PRESETS["small"], "d_model=32, hidden=64+128,batch=7,optimizer=adam,waves=,norm=post")
     assert (preset.model.d_model, preset.model.hidden, preset.model.norm) == (32, (64, 128), "post")
@@ -216,7 +222,8 @@ def test_paper_preset_keeps_the_learning_rate_and_the_last_weights(table: Path, 
     last = []
     fitted = fit.run(on_status=lambda status: last.append([p.detach().clone() for p in fit.model.parameters()]))
     assert {row["learning_rate"] for row in fitted.history} == {0.001}
-    assert isinstance(fit.optimizer, torch.optim.Adam)
+    (optimizer,) = fit.optimizers
+    assert isinstance(optimizer, torch.optim.Adam)
     assert any(
         all(torch.allclose(a, b) for a, b in zip(weights, fitted.model.parameters(), strict=True)) for weights in last
     )

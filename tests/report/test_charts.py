@@ -78,6 +78,11 @@ def test_logarithmic_axis_spaces_decades_evenly_and_omits_values_without_logarit
     assert "no</text>" not in chart
 
 
+def test_curve_of_one_point_is_visible() -> None:
+    for drawing in parse_drawings(charts.draw_lines({"a": ([1], [2])}, "x", "y", "t")):
+        assert [group for group in drawing.iter(f"{SVG}g") if group.get("class") == "points"]
+
+
 def test_missing_value_interrupts_the_curve() -> None:
     chart = charts.draw_lines({"a": ([1, 2, 3, 4, 5], [1, 2, math.inf, 4, 5])}, "x", "y", "t")
     assert re.search(r'd="M[^M"]*M[^M"]*"', chart)
