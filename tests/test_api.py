@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from datetime import UTC, datetime
+from enum import IntEnum, StrEnum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +14,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import deformer_stream
 from deformer_stream import model_store
-from deformer_stream.api import Detector
+from deformer_stream.api import _NOT_CONVERTED, Detector, _encode_json, _make_messages
 from deformer_stream.calibration.conformal import Calibration
-from deformer_stream.engine.engine import compute_alert_id
+from deformer_stream.engine.engine import Engine, compute_alert_id
+from deformer_stream.engine.events import Effects, EventBatch, Rejection
 from deformer_stream.errors import ArtifactError, InputError
 from deformer_stream.model.schema import Feature, Schema
-from tests.models import SCHEMA, train_linear_model, draw_linear_records, draw_rows, write_model
+from tests.models import SCHEMA, draw_linear_records, draw_rows, train_linear_model, write_model
 
 ALPHA = 0.3
 RANKS = 1e-12
@@ -74,7 +78,7 @@ def test_update_equals_score_equals_replay(
     for i, row in enumerate(rows):
         updates = [update for record, _, _, update in streamed if record == i]
         assert len(updates) == len(row)
-        assert all(update.rejected is None for update in updates)
+        assert all(update.rejection is None for update in updates)
         assert updates[-1].running_log_likelihood == pytest.approx(scores.log_likelihood[i], abs=1e-4)
         assert updates[-1].p_value == pytest.approx(scores.p_value[i], abs=RANKS)
         raised = [update.alert for update in updates if update.alert]
@@ -125,9 +129,9 @@ def test_update_equals_score_equals_replay(
 def test_refused_readings_change_nothing(detector: Detector, feature: str, value: Any, reason: str) -> None:
     scorer = detector.scorer()
     update = scorer.update("r", feature, value)
-    assert update.rejected is not None
-    assert update.rejected.reason.value == reason
-    assert feature in update.rejected.detail
+    assert update.rejection is not None
+    assert update.rejection.reason.value == reason
+    assert feature in update.rejection.detail
     assert math.isnan(update.log_likelihood)
     assert math.isnan(update.running_log_likelihood)
     assert math.isnan(update.score)
@@ -140,36 +144,36 @@ def test_refused_readings_change_nothing(detector: Detector, feature: str, value
 def test_duplicates_and_late_readings(detector: Detector) -> None:
     scorer = detector.scorer()
     for name in SCHEMA.names:
-        assert scorer.update("r", name, 1 if name != "state" else "run").rejected is None
+        assert scorer.update("r", name, 1 if name != "state" else "run").rejection is None
         again = scorer.update("r", name, 2.0)
-        assert again.rejected is not None
-        assert again.rejected.reason.value == ("late" if name == SCHEMA.names[-1] else "duplicate")
-    assert scorer.update("s", "pressure", 1.0).rejected is None
+        assert again.rejection is not None
+        assert again.rejection.reason.value == ("late" if name == SCHEMA.names[-1] else "duplicate")
+    assert scorer.update("s", "pressure", 1.0).rejection is None
     scorer.finish()
     late = scorer.update("s", "temperature", 1.0)
-    assert late.rejected is not None
-    assert late.rejected.reason.value == "late"
+    assert late.rejection is not None
+    assert late.rejection.reason.value == "late"
 
 
 def test_what_will_not_be_observed(detector: Detector) -> None:
     scorer = detector.scorer()
     update = scorer.update("r", "temperature", None)
-    assert update.rejected is None
+    assert update.rejection is None
     assert math.isnan(update.p_value)
     again = scorer.update("r", "temperature", 1.0)
-    assert again.rejected is not None
-    assert again.rejected.reason.value == "duplicate"
+    assert again.rejection is not None
+    assert again.rejection.reason.value == "duplicate"
 
 
 @pytest.mark.parametrize("record", ["", "x" * 5000])
 def test_bad_record_ids(detector: Detector, record: str) -> None:
-    assert detector.scorer().update(record, "pressure", 1.0).rejected is not None
+    assert detector.scorer().update(record, "pressure", 1.0).rejection is not None
 
 
 def test_unicode_that_is_none_is_refused(detector: Detector) -> None:
-    assert detector.scorer().update("\ud800", "pressure", 1.0).rejected is not None
-    assert detector.scorer().update("r", "\ud800", 1.0).rejected is not None
-    assert detector.scorer().update("π 泵", "pressure", 1.0).rejected is None
+    assert detector.scorer().update("\ud800", "pressure", 1.0).rejection is not None
+    assert detector.scorer().update("r", "\ud800", 1.0).rejection is not None
+    assert detector.scorer().update("π 泵", "pressure", 1.0).rejection is None
 
 
 @pytest.mark.parametrize(
@@ -187,8 +191,87 @@ def test_booleans(detector: Detector, value: Any) -> None:
     assert detector.explain({"valve": value})[0].value == "true"
 
 
+class Colour(StrEnum):
+    RED = "run"
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.floats(),
+    st.integers(-(2**70), 2**70),
+    st.sampled_from(["run", "idle", "true", "12:30", "", "\ud800", "x" * 1025, "π", 10**400, Colour.RED, Level.LOW]),
+    st.text(max_size=5),
+    st.floats(width=32).map(np.float32),
+    st.integers(-128, 127).map(np.int8),
+    st.integers(0, 2**64 - 1).map(np.uint64),
+    st.booleans().map(np.bool_),
+    st.text(max_size=5).map(np.str_),
+    st.lists(st.floats(), max_size=2),
+    st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
+)
+moments = st.one_of(
+    scalars,
+    st.floats(0, 2e9),
+    st.datetimes(timezones=st.none() | st.just(UTC)),
+    st.sampled_from(["2020-03-09T10:34:33Z", "2020-03-09T10:34:33", np.datetime64("2020-03-09T10:34:33")]),
+)
+
+
+def describe(result: tuple[EventBatch, list[Rejection]]) -> tuple[Any, ...]:
+    """Return everything that a decoded event and its rejections say. Values are text, as NaN equals nothing."""
+    batch, rejections = result
+    events = (batch.record_ids, batch.features.tolist(), str(batch.values.tolist()), batch.times.tolist())
+    return events, batch.unseen_labels, rejections
+
+
+@settings(max_examples=400)
+@given(
+    record=scalars,
+    feature=st.sampled_from([*SCHEMA.names, "unknown"]) | scalars,
+    value=scalars,
+    time=moments,
+    owner=st.sampled_from(["record", "device"]),
+)
+def test_decoding_python_values_equals_decoding_their_json(
+    detector: Detector, record: Any, feature: Any, value: Any, time: Any, owner: str
+) -> None:
+    event = {owner: record, "feature": feature, "value": value, "time": time}
+    scorer = detector.scorer()
+    direct = describe(scorer._decode(event))
+    assert direct == describe(scorer._codec.decode(_make_messages([_encode_json(event)])))
+
+
+def test_update_by_way_of_json_gives_the_same_result(detector: Detector, monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = [
+        (f"r{i % 3}", name, value) for i, row in enumerate(draw_rows(SCHEMA, 12, 3)) for name, value in row.items()
+    ]
+    scorer = detector.scorer(ALPHA)
+    direct = [scorer.update(*reading) for reading in readings]
+    monkeypatch.setattr("deformer_stream.api._to_json_type", lambda value: _NOT_CONVERTED)
+    scorer = detector.scorer(ALPHA)
+    assert repr([scorer.update(*reading) for reading in readings]) == repr(direct)
+
+
+def test_an_update_calls_the_engine_once(detector: Detector, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    handle = Engine.handle
+
+    def count(engine: Engine, batch: EventBatch, now: int) -> Effects:
+        calls.append(len(batch))
+        return handle(engine, batch, now)
+
+    monkeypatch.setattr(Engine, "handle", count)
+    detector.scorer().update("r", "pressure", 1.0)
+    assert calls == [1]
+
+
 def test_values_that_are_none(detector: Detector) -> None:
-    with pytest.raises(InputError, match="type object is no reading"):
+    with pytest.raises(InputError, match="type object cannot be a reading"):
         detector.scorer().update("r", "pressure", object())  # type: ignore[arg-type]
     with pytest.raises(InputError, match="complex"):
         detector.score([{"pressure": 1j}])  # type: ignore[dict-item]
@@ -198,7 +281,7 @@ def test_values_that_are_none(detector: Detector) -> None:
     "time", [1.5, 1, np.float64(1.5), np.int64(1), datetime(2026, 1, 2, 3, tzinfo=UTC)], ids=lambda t: type(t).__name__
 )
 def test_times(detector: Detector, time: Any) -> None:
-    assert detector.scorer().update("r", "pressure", 1.0, time).rejected is None
+    assert detector.scorer().update("r", "pressure", 1.0, time).rejection is None
     alerted = next(
         a for v in np.linspace(2, 90, 200) if (a := detector.scorer(0.9).update("r", "vibration", v, time).alert)
     )
@@ -207,7 +290,7 @@ def test_times(detector: Detector, time: Any) -> None:
 
 @pytest.mark.parametrize("time", [datetime(2026, 1, 2), "yesterday", float("nan"), 1e18], ids=str)
 def test_bad_times(detector: Detector, time: Any) -> None:
-    assert detector.scorer().update("r", "pressure", 1.0, time).rejected is not None
+    assert detector.scorer().update("r", "pressure", 1.0, time).rejection is not None
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, -1.0, float("nan")])
@@ -231,8 +314,8 @@ def test_time_out(detector: Detector, monkeypatch: pytest.MonkeyPatch) -> None:
     scorer.update("r", "pressure", 1.0)
     now[0] = 11 * 10**9
     late = scorer.update("r", "temperature", 1.0)
-    assert late.rejected is not None
-    assert late.rejected.reason.value == "late"
+    assert late.rejection is not None
+    assert late.rejection.reason.value == "late"
 
 
 def test_score_takes_gaps_and_empty_records(detector: Detector) -> None:
