@@ -133,7 +133,7 @@ def add_lagged_orders(data: PreparedTable, seed: int) -> PreparedTable:
     rng = np.random.default_rng([seed, 0x1A65])
     delays = np.random.default_rng([seed, 0x1A66]).random(len(data.schema)) * len(data.schema)
     arrivals = delays + 2.0 * rng.standard_normal(data.values.shape)
-    return replace(data, ranks=arrivals.argsort(1).argsort(1).astype(np.int16))
+    return replace(data, arrival_ranks=arrivals.argsort(1).argsort(1).astype(np.int16))
 
 
 def measure_variant(case: TableCase, variant: str, num_readings: int) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def encode_held_out(data: PreparedTable, table: Path, folder: Path) -> PreparedT
     source.feature_columns = [name for name in source.schema.names if name in data.schema.code_by_name]
     index_records(source)
     values, _ = encode_table(source, data.schema, folder)
-    return replace(data, values=values, ranks=None, split=np.full(len(values), Split.CALIBRATION, np.uint8))
+    return replace(data, values=values, arrival_ranks=None, split=np.full(len(values), Split.CALIBRATION, np.uint8))
 
 
 def encode_training_rows(data: PreparedTable, table: Path, folder: Path) -> PreparedTable:

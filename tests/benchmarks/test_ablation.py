@@ -43,7 +43,7 @@ def test_variants_start_from_the_same_weights_and_lagged_orders_differ_by_featur
         assert p.equal(q)
     line = ablation.measure_variant(case, "lags: logged only", 3000)
     assert {"random", "logged", "steps"} <= line.keys()
-    ranks = ablation.add_lagged_orders(case.data, 0).ranks
+    ranks = ablation.add_lagged_orders(case.data, 0).arrival_ranks
     assert ranks is not None
     assert (np.sort(ranks, 1) == np.arange(3)).all()
     assert np.ptp(ranks.mean(0)) > 0.2  # features differ in their mean rank; by chance it would be about 0.1
