@@ -273,8 +273,8 @@ def _mark_ties(
 ) -> _RecordRuns:
     """Mark which accepted readings join the tie group of the reading before them, and update the pending readings.
 
-    The function also counts groups whose event time was decided already (`RecordTable.pop_late_tie_groups`), except in a
-    replay, because the previous run has counted them.
+    The function also counts groups whose event time was decided already, except in a replay, because the previous run
+    has counted them.
 
     Args:
         records: The table of open records. Its tie columns are updated.
