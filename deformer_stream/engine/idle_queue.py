@@ -90,7 +90,8 @@ class IdleQueue:
             times: When the last event was accepted, microseconds: one time for all records or (E,) in any order.
         """
         if isinstance(times, int):
-            times = np.broadcast_to(np.int64(times), len(record_indices))
+            # A single number with stride 0 stands for all entries: no memory, and faster than `np.broadcast_to`.
+            times = np.ndarray(len(record_indices), np.int64, np.array([times]), strides=(0,))
         else:
             order = times.argsort(kind="stable")
             record_indices, times = record_indices[order], times[order]
@@ -152,20 +153,22 @@ class IdleQueue:
 
     def _first_time_besides(self, selected: Ints) -> int | None:
         """Return the first time in this queue, without the excluded partitions, of a record not in `selected`."""
-        passed: list[_Chunk] = []
-        earliest = None
-        while self._chunks and earliest is None:
-            chunk = self._pop_chunk()
-            while len(chunk) and earliest is None:
-                head, rest = chunk.split(SLICE_SIZE)
+        examined: list[_Chunk] = []
+        earliest: int | None = None
+        # The first entries of a chunk may be outdated, so the next chunk may have an earlier one that is not.
+        while self._chunks and (earliest is None or self._chunks[0][0] < earliest):
+            rest, time = self._pop_chunk(), None
+            while len(rest) and time is None:
+                head, rest = rest.split(SLICE_SIZE)
                 head = self._drop_outdated(head)
+                examined.append(head)
                 is_other = ~np.isin(head.record_indices, selected)
                 if is_other.any():
-                    earliest = int(head.times[is_other.argmax()])
-                passed.append(head)
-                chunk = rest
-            passed.append(chunk)
-        for chunk in passed:
+                    time = int(head.times[is_other.argmax()])
+            examined.append(rest)
+            if time is not None and (earliest is None or time < earliest):
+                earliest = time
+        for chunk in examined:
             self._push_chunk(chunk)
         return earliest
 

@@ -69,7 +69,6 @@ class ReadingLog:
         while sizes[-1] < num_features:
             sizes.append(min(num_features, max(MIN_EXTENT_SIZE, 2 * sizes[-1])))
         self._extent_sizes = np.array(sizes, np.int64)
-        self._size_class_by_length = np.searchsorted(self._extent_sizes, np.arange(num_features + 1)).astype(np.int8)
         self._free_extents = [_IndexStack() for _ in sizes]
         self._has_ties = has_ties
         self.num_places = 0
@@ -78,7 +77,7 @@ class ReadingLog:
         self._values = np.empty(INITIAL_NUM_PLACES, np.float64)
         self._is_tied = np.empty(INITIAL_NUM_PLACES if has_ties else 0, np.bool_)
         self._extent_start = np.zeros(0, np.int64)
-        self._size_class = np.zeros(0, np.int8)
+        self._extent_size = np.zeros(0, np.int32)
 
     @property
     def bytes_per_place(self) -> int:
@@ -93,18 +92,17 @@ class ReadingLog:
     @property
     def row_bytes(self) -> int:
         """Bytes that the log keeps per row of the record table, besides the extent."""
-        return self._extent_start.itemsize + self._size_class.itemsize
+        return self._extent_start.itemsize + self._extent_size.itemsize
 
     def extent_bytes(self, record_indices: Ints) -> Ints:
         """Return the bytes of the extents of the given records, (R,)."""
-        sizes: Ints = self._extent_sizes[self._size_class[record_indices]]
-        return sizes * self.bytes_per_place
+        return self._extent_size[record_indices].astype(np.int64) * self.bytes_per_place
 
     def resize(self, num_records: int) -> None:
         """Make room for records with an index below `num_records`; new ones have no extent."""
-        added = num_records - len(self._size_class)
-        self._extent_start = np.append(self._extent_start, np.zeros(added, np.int64))
-        self._size_class = np.append(self._size_class, np.zeros(added, np.int8))
+        num_new = num_records - len(self._extent_start)
+        self._extent_start = np.append(self._extent_start, np.zeros(num_new, np.int64))
+        self._extent_size = np.append(self._extent_size, np.zeros(num_new, np.int32))
 
     def reserve(self, record_indices: Ints, num_stored: Ints, num_readings: Ints) -> None:
         """Make the extents of R distinct records large enough.
@@ -114,21 +112,21 @@ class ReadingLog:
             num_stored: (R,) readings that each record has now; they are kept.
             num_readings: (R,) readings that each record must be able to hold.
         """
-        wanted_class = self._size_class_by_length[num_readings]
-        is_small = wanted_class > self._size_class[record_indices]
-        if not is_small.any():
+        too_small = (num_readings > self._extent_size[record_indices]).nonzero()[0]
+        if not len(too_small):
             return
-        growing, num_stored, wanted_class = record_indices[is_small], num_stored[is_small], wanted_class[is_small]
-        record, place = ragged_indices(num_stored)
-        old_places = self._extent_start[growing][record] + place
+        growing = record_indices[too_small]
+        size_classes = np.searchsorted(self._extent_sizes, num_readings[too_small])
+        record, place = ragged_indices(num_stored[too_small])
+        old_places = self._extent_start[growing[record]] + place
         features, values = self._features[old_places], self._values[old_places]
         is_tied = self._is_tied[old_places] if self._has_ties else None
         self.free(growing)
-        for size_class in np.unique(wanted_class).tolist():
-            members = growing[wanted_class == size_class]
+        for size_class in np.bincount(size_classes).nonzero()[0].tolist():
+            members = growing[size_classes == size_class]
             self._extent_start[members] = self._allocate(size_class, len(members))
-            self._size_class[members] = size_class
-        new_places = self._extent_start[growing][record] + place
+            self._extent_size[members] = self._extent_sizes[size_class]
+        new_places = self._extent_start[growing[record]] + place
         self._features[new_places], self._values[new_places] = features, values
         if is_tied is not None:
             self._is_tied[new_places] = is_tied
@@ -155,13 +153,13 @@ class ReadingLog:
 
     def free(self, record_indices: Ints) -> None:
         """Give back the extents of R distinct records, whose readings are lost."""
-        size_classes = self._size_class[record_indices]
-        for size_class in np.unique(size_classes).tolist():
-            if size_class:
+        size_classes = np.searchsorted(self._extent_sizes, self._extent_size[record_indices])
+        for size_class in np.bincount(size_classes).nonzero()[0].tolist():
+            if size_class > 0:
                 members = record_indices[size_classes == size_class]
                 self._free_extents[size_class].push(self._extent_start[members])
                 self.num_places -= int(self._extent_sizes[size_class]) * len(members)
-        self._size_class[record_indices] = 0
+        self._extent_size[record_indices] = 0
 
     def write(self, record_indices: Ints, places: Ints, features: NDArray[np.integer], values: Floats) -> None:
         """Store M readings at places that `reserve` has provided. All arguments are (M,)."""
