@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from numpy.typing import NDArray
@@ -295,6 +295,39 @@ def test_record_with_one_of_1000_features_takes_few_bytes() -> None:
     arrays = [array for owner in (records, records.log) for array in vars(owner).values()]
     allocated = sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
     assert allocated / num_records < 500, "arrays that have just been doubled included"
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 2), record_ids, st.integers(0, 3), st.booleans(), st.integers(0, 2)), max_size=40
+    )
+)
+def test_pending_records_are_selected_by_the_time_of_their_last_event(
+    steps: list[tuple[int, str, int, bool, int]],
+) -> None:
+    """Each step is an event; then the record gets a waiting reading or none. A missing value keeps what waits."""
+    records = RecordTable(SCHEMA, holds_ties=True)
+    pending: dict[RecordKey, int] = {}
+    for now, (partition, record_id, feature, is_pending, age) in enumerate(steps):
+        value = float("nan") if feature == 3 else 0.0
+        accepted, rejections = records.ingest(make_batch([(partition, record_id, feature, value)]), now)
+        key = partition, record_id
+        if not rejections and len(accepted.record_indices):
+            tie_time = np.array([now])
+            records.set_pending(accepted.record_indices, np.array([int(is_pending)]), tie_time)
+            pending.pop(key, None)
+            if is_pending:
+                pending[key] = now
+        elif not rejections and key in pending:
+            pending[key] = now
+        record_indices, earliest = records.select_idle(now - age, excluded_partitions={2}, pending_only=True)
+        if accepted.close_reasons:
+            pending.pop(key, None)
+            records.release(list(accepted.close_reasons))
+        keys = [(int(records.partition_ids[index]), records.record_ids[index]) for index in record_indices]
+        expected = sorted((k for k, at in pending.items() if at <= now - age and k[0] != 2), key=pending.__getitem__)
+        assert keys == expected
+        assert earliest == min((at for k, at in pending.items() if k not in expected), default=None)
 
 
 def array_attributes() -> set[str]:
