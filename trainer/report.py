@@ -103,8 +103,8 @@ def _render_feature_likelihoods(data: PreparedTable, held_out: HeldOutLikelihood
             "Mean −ln p of each feature given the readings before it, over "
             f"{len(held_out.nll_by_record):,} held-out records in {held_out.num_orders} random orders each. For "
             "numbers p is a density in units of the feature's own spread: 1.42 is a normal distribution without any "
-            "help from the other features, smaller is better, and negative values are sharp predictions. For labels p is a "
-            f"probability, and 0 is certainty.{selection}"
+            "help from the other features, smaller is better, and negative values are sharp predictions. For labels p "
+            f"is a probability, and 0 is certainty.{selection}"
         ),
         charts.draw_bars(
             [data.schema.names[code] for code in codes],

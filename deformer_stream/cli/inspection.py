@@ -46,7 +46,7 @@ def build_config() -> click.Command:
     @click.option("--markdown", is_flag=True, help="Print a Markdown table of all options instead.")
     @add_debug_option
     def command(name: str | None, path: Path | None, markdown: bool) -> None:
-        """Print the options in force and the place that each value comes from. Secrets are masked.
+        """Print the options in force and the origin of each value. Secrets are masked.
 
         COMMAND is the command whose options are printed; by default all commands.
         """

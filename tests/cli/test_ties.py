@@ -181,15 +181,15 @@ def test_library_returns_waiting_readings(model_dir: Path) -> None:
     detector = deformer_stream.load(model_dir)
     scorer = detector.scorer(alpha=0.5, ties="hold")
     first = scorer.update("r", "temperature", 900.0, time=1.0)
-    assert first.waits
+    assert first.is_waiting
     assert np.isnan(first.p_value)
-    assert scorer.update("r", "vibration", -900.0, time=1.0).waits
+    assert scorer.update("r", "vibration", -900.0, time=1.0).is_waiting
     later = scorer.update("r", "pressure", 1.0, time=2.0)
-    assert (later.waits, later.alert is not None and later.alert.raised_at) == (True, 2)
+    assert (later.is_waiting, later.alert is not None and later.alert.raised_at) == (True, 2)
     single = scorer.update("s", "pressure", 1.0)
-    assert (single.waits, np.isnan(single.p_value)) == (False, False), "a reading without event time does not wait"
+    assert (single.is_waiting, np.isnan(single.p_value)) == (False, False), "a reading without event time does not wait"
     assert not scorer.update("s", "unheard of", 1.0).is_waiting
-    assert scorer.update("t", "temperature", 900.0, time=1.0).waits
+    assert scorer.update("t", "temperature", 900.0, time=1.0).is_waiting
     assert [alert.record for alert in scorer.finish()] == ["t"]
     with pytest.raises(ValueError, match="tie_wait"):
         detector.scorer(tie_wait=0)
