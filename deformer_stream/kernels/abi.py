@@ -65,6 +65,7 @@ _TORCH_DTYPES: dict[Kind, tuple[torch.dtype, ...]] = {
     _FLOAT64: (torch.float64,),
     _FACTORS: (torch.float32, torch.bfloat16),
 }
+_C_OBJECTS = (ctypes.Structure, ctypes.Array, ctypes.c_int64)
 _C_TYPES: dict[Kind, Any] = {INTEGER: ctypes.c_int64, REAL: ctypes.c_double}
 
 
@@ -113,19 +114,30 @@ class KernelStruct(ctypes.Structure):
     """
 
     kinds: ClassVar[dict[str, Kind]]
+    _steps: ClassVar[list[tuple[str, Kind, bool, str]]]  # field, kind, whether it is an array, name for messages
+
+    def __init_subclass__(cls) -> None:
+        cls._steps = [
+            (name, kind, isinstance(kind, np.dtype) or kind == _FACTORS, f"{cls.__name__}.{name}")
+            for name, kind in cls.kinds.items()
+        ]
 
     def __init__(self, **values: Any) -> None:
         if values.keys() != self.kinds.keys():
             wrong = ", ".join(sorted(values.keys() ^ self.kinds.keys()))
             raise TypeError(f"{type(self).__name__} needs exactly its own fields; missing or unknown: {wrong}")
-        super().__init__(*(self._to_c(values[name], kind, name) for name, kind in self.kinds.items()))
+        super().__init__(
+            *[
+                address_of(values[name], kind, label) if is_array else _to_number(values[name])
+                for name, kind, is_array, label in self._steps
+            ]
+        )
         self.referenced = values
 
-    def _to_c(self, value: Any, kind: Kind, name: str) -> Any:
-        if isinstance(kind, np.dtype) or kind == _FACTORS:
-            return address_of(value, kind, f"{type(self).__name__}.{name}")
-        is_c_object = isinstance(value, ctypes.Structure | ctypes.Array | ctypes.c_int64)
-        return ctypes.addressof(value) if is_c_object else value
+
+def _to_number(value: Any) -> Any:
+    """Return a number as it is, and the address of an object of ctypes."""
+    return ctypes.addressof(value) if isinstance(value, _C_OBJECTS) else value
 
 
 def pack_array(struct_type: type[KernelStruct], structs: Sequence[KernelStruct]) -> Any:
