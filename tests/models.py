@@ -17,7 +17,7 @@ from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import Feature, Schema
-from tests.engine.worlds import model_of, normalised, records_of
+from tests.engine.random_models import draw_records, make_model, normalise_values
 
 SCHEMA = Schema(
     (
@@ -35,7 +35,7 @@ TRAINING_SUMMARY = {"epochs": 3, "held_out_log_likelihood": -4.25, "data_fingerp
 
 def make_small_model(seed: int = 0) -> DEformer:
     """Return a model of `SCHEMA` with random weights, whose conditionals depend strongly on the earlier readings."""
-    return model_of(SCHEMA, CONFIG, seed, torch.float32)
+    return make_model(SCHEMA, CONFIG, seed, torch.float32)
 
 
 def make_calibration(
@@ -49,8 +49,8 @@ def make_calibration(
         seed: Seed of the records.
         arrival_order: The name of the arrival order that the calibration states.
     """
-    codes, raw_values = records_of(model.schema, num_records, seed, missing=0.1)
-    statistics = compute_max_statistics(model, codes, normalised(model.schema, codes, raw_values))
+    codes, raw_values = draw_records(model.schema, num_records, seed, missing_share=0.1)
+    statistics = compute_max_statistics(model, codes, normalise_values(model.schema, codes, raw_values))
     return Calibration.from_statistics(statistics, arrival_order)
 
 
@@ -105,7 +105,7 @@ def draw_rows(schema: Schema, num_records: int, seed: int, missing_share: float 
         seed: Seed of the records.
         missing_share: Probability that a reading is missing.
     """
-    codes, raw_values = records_of(schema, num_records, seed, missing_share)
+    codes, raw_values = draw_records(schema, num_records, seed, missing_share)
     rows = []
     for record_codes, record_values in zip(codes.tolist(), raw_values.tolist(), strict=True):
         row: dict[str, float | str] = {}

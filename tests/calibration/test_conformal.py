@@ -23,8 +23,8 @@ from deformer_stream.calibration.conformal import (
 from deformer_stream.calibration.torch_scoring import compute_centered_nll
 from deformer_stream.model.deformer import ModelConfig
 from deformer_stream.model.schema import Feature, Schema
-from tests.engine.worlds import model_of, normalised, records_of
 from tests.beta_binomial import compute_beta_binomial_upper
+from tests.engine.random_models import draw_records, make_model, normalise_values
 
 Floats = NDArray[np.float64]
 
@@ -244,9 +244,9 @@ def test_false_alarms_of_a_wrong_model_stay_within_alpha() -> None:
 
 def test_centered_nll_of_a_record_is_the_sum_over_its_scored_readings() -> None:
     config = ModelConfig(d_model=16, layers=1, heads=2, feedforward=32, mixtures=3, hidden=(16,))
-    model = model_of(SCHEMA_WITH_CONTEXT, config)
-    codes, raw_values = records_of(SCHEMA_WITH_CONTEXT, 5, 3, missing=0.3)
-    values = normalised(SCHEMA_WITH_CONTEXT, codes, raw_values)
+    model = make_model(SCHEMA_WITH_CONTEXT, config)
+    codes, raw_values = draw_records(SCHEMA_WITH_CONTEXT, 5, 3, missing_share=0.3)
+    values = normalise_values(SCHEMA_WITH_CONTEXT, codes, raw_values)
     by_record = compute_centered_nll(model, codes, values, batch_size=2)
     x = torch.from_numpy(values)
     with torch.inference_mode():

@@ -24,7 +24,7 @@ from deformer_stream.calibration.drift import (
 from deformer_stream.calibration.drift_state import FeatureShift
 from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import CloseReason, Decisions
-from tests.engine.lives import Event, batch_of, judge
+from tests.engine.restarts import Event, make_batch, make_calibrated_model
 
 Floats = NDArray[np.float64]
 Draw = Callable[[np.random.Generator, int], Floats]
@@ -197,12 +197,12 @@ def test_bins_cover_all_ranks() -> None:
 def test_shifted_features_are_sorted_by_increase() -> None:
     shifts = find_shifted_features({"a": 3.0, "b": 1.5, "c": 9.0, "d": 0.5}, {"a": 1.0, "b": 1.4, "c": 8.5})
     assert shifts == (FeatureShift("a", 3.0, 1.0), FeatureShift("c", 9.0, 8.5), FeatureShift("b", 1.5, 1.4))
-    assert average_neg_log_p_by_feature(judge()[0], []) == {}
+    assert average_neg_log_p_by_feature(make_calibrated_model()[0], []) == {}
 
 
 def make_engine(level: float | None, limits: Limits | None = None) -> Engine:
     """Return an engine that monitors drift with this alarm level."""
-    return Engine(*judge(), "model-0", 0.3, limits, level)
+    return Engine(*make_calibrated_model(), "model-0", 0.3, limits, level)
 
 
 def make_record(record_id: str, value: float, partition: int = 0, is_complete: bool = True) -> list[Event]:
@@ -219,7 +219,7 @@ def test_notice_names_the_shifted_feature() -> None:
     engine = make_engine(50.0)
     notices = []
     for i in range(60):
-        effects = engine.handle(batch_of(make_record(f"r{i}", 1e3)), 1000 + i)
+        effects = engine.handle(make_batch(make_record(f"r{i}", 1e3)), 1000 + i)
         notices += effects.drift_notices
         assert effects.drift_states.keys() == {0}
     (notice,) = notices
@@ -235,13 +235,13 @@ def test_notice_names_the_shifted_feature() -> None:
 def test_evicted_records_do_not_count() -> None:
     """Complete and timed-out records count; an evicted record was cut short and its statistic is too small."""
     engine = make_engine(50.0, Limits(record_timeout=10, max_open_records=3))
-    engine.handle(batch_of(make_record("complete", 1.0) + make_record("silent", 1.0, is_complete=False)), 0)
+    engine.handle(make_batch(make_record("complete", 1.0) + make_record("silent", 1.0, is_complete=False)), 0)
     assert engine.snapshot(0, 0).drift.num_records == 1  # type: ignore[union-attr]
-    (reason,) = engine.handle(batch_of([]), 10).closed.reasons
+    (reason,) = engine.handle(make_batch([]), 10).closed.reasons
     assert reason is CloseReason.TIMEOUT
     assert engine.snapshot(0, 0).drift.num_records == 2  # type: ignore[union-attr]
     for i in range(5):
-        engine.handle(batch_of(make_record(f"r{i}", 1.0, is_complete=False)), 11)
+        engine.handle(make_batch(make_record(f"r{i}", 1.0, is_complete=False)), 11)
     assert engine.snapshot(0, 0).drift.num_records == 2, "evicted records were counted"  # type: ignore[union-attr]
     engine.finish()
     assert engine.measure_drift().keys() == {0}
@@ -254,7 +254,7 @@ def test_infinite_level_measures_without_notices() -> None:
     unmonitored, monitored = make_engine(None), make_engine(math.inf)
     for engine in (unmonitored, monitored):
         for i in range(30):
-            effects = engine.handle(batch_of(make_record(f"r{i}", 1e3)), i)
+            effects = engine.handle(make_batch(make_record(f"r{i}", 1e3)), i)
             assert (effects.drift_notices, effects.drift_states, effects.decisions()) == ([], {}, {})
     assert unmonitored.measure_drift() == {}
     assert unmonitored.snapshot(0, 0).drift is None
@@ -267,7 +267,7 @@ def test_notice_is_not_repeated_after_a_restart() -> None:
     first = make_engine(50.0)
     snapshot, decisions_by_step = first.snapshot(0, 0), []
     for i in range(60):
-        effects = first.handle(batch_of(make_record(f"r{i}", 1e3)), i)
+        effects = first.handle(make_batch(make_record(f"r{i}", 1e3)), i)
         decisions_by_step.append(effects.decisions().get(0, Decisions()))
         if effects.drift_notices:
             break
@@ -276,12 +276,12 @@ def test_notice_is_not_repeated_after_a_restart() -> None:
         second = make_engine(50.0)
         second.restore(0, snapshot, 0)
         for i in range(restart):
-            second.replay(batch_of(make_record(f"r{i}", 1e3)), i)
+            second.replay(make_batch(make_record(f"r{i}", 1e3)), i)
         for decisions in decisions_by_step[:restart]:
             second.apply_decisions(0, decisions)
         notices = []
         for i in range(restart, 60):
-            notices += second.handle(batch_of(make_record(f"r{i}", 1e3)), i).drift_notices
+            notices += second.handle(make_batch(make_record(f"r{i}", 1e3)), i).drift_notices
         expected = [notice.id for notice in effects.drift_notices] if restart < num_steps else []
         assert [notice.id for notice in notices] == expected
 
@@ -289,13 +289,13 @@ def test_notice_is_not_repeated_after_a_restart() -> None:
 def test_model_change_resets_the_evidence() -> None:
     engine = make_engine(50.0)
     for i in range(60):
-        engine.handle(batch_of(make_record(f"r{i}", 1e3)), i)
-    engine.handle(batch_of(make_record("open", 1e3, is_complete=False)), 60)
-    engine.change_model(*judge(1), "model-1", "finish")
+        engine.handle(make_batch(make_record(f"r{i}", 1e3)), i)
+    engine.handle(make_batch(make_record("open", 1e3, is_complete=False)), 60)
+    engine.change_model(*make_calibrated_model(1), "model-1", "finish")
     assert engine.measure_drift() == {}
-    engine.handle(batch_of(make_record("open", 1e3)[-1:]), 61)
+    engine.handle(make_batch(make_record("open", 1e3)[-1:]), 61)
     assert engine.measure_drift() == {}, "a record scored by the previous model was counted"
-    engine.handle(batch_of(make_record("new", 1e3)), 62)
+    engine.handle(make_batch(make_record("new", 1e3)), 62)
     state = engine.snapshot(0, 0).drift
     assert state is not None
     assert (state.model, state.num_records) == ("model-1", 1)

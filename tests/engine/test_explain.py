@@ -21,7 +21,7 @@ from deformer_stream.engine.imputation import impute
 from deformer_stream.engine.order_trees import build_order_tree, compute_tree_conditionals
 from deformer_stream.model.deformer import DEformer, ModelConfig, to_tensor
 from deformer_stream.model.schema import Feature, Schema
-from tests.engine.worlds import configs, model_of, normalised, records_of, schemas
+from tests.engine.random_models import configs, draw_records, make_model, normalise_values, schemas
 from tests.models import draw_linear_records, train_linear_model
 
 Floats = NDArray[np.float64]
@@ -104,13 +104,13 @@ def test_tree_nodes_are_in_depth_first_order(num_given: int, num_items: int, num
 
 
 @settings(max_examples=20, deadline=None)
-@given(schemas(most=7), configs, st.integers(0, 99), st.booleans())
+@given(schemas(max_features=7), configs, st.integers(0, 99), st.booleans())
 def test_tree_conditionals_equal_those_of_single_orders(
     schema: Schema, config: ModelConfig, seed: int, is_mirrored: bool
 ) -> None:
-    model, num_features = model_of(schema, config, seed), len(schema)
-    codes, raw_values = records_of(schema, 3, seed)
-    features, values = torch.from_numpy(codes), to_tensor(normalised(schema, codes, raw_values), model)
+    model, num_features = make_model(schema, config, seed), len(schema)
+    codes, raw_values = draw_records(schema, 3, seed)
+    features, values = torch.from_numpy(codes), to_tensor(normalise_values(schema, codes, raw_values), model)
     num_given, num_extra = num_features // 3, num_features // 4
     tree = build_order_tree(num_given, num_features - num_given - num_extra, num_extra, is_mirrored)
     with torch.inference_mode():
@@ -123,12 +123,12 @@ def test_tree_conditionals_equal_those_of_single_orders(
 
 
 @settings(max_examples=15, deadline=None)
-@given(schemas(most=8, context=True), configs, st.integers(0, 99), st.sampled_from([never_alert, always_alert]))
+@given(schemas(max_features=8, context=True), configs, st.integers(0, 99), st.sampled_from([never_alert, always_alert]))
 def test_explanations_are_complete_and_independent_of_the_batch(
     schema: Schema, config: ModelConfig, seed: int, alert_rule: AlertRule
 ) -> None:
-    model = model_of(schema, config, seed)
-    codes, raw_values = records_of(schema, 4, seed, missing=0.2)
+    model = make_model(schema, config, seed)
+    codes, raw_values = draw_records(schema, 4, seed, missing_share=0.2)
     record_ids = list("abcd")
     explanations = explain_records(model, codes, raw_values, [{}] * 4, record_ids, alert_rule)
     for row in range(4):
@@ -160,7 +160,7 @@ def test_explanations_are_complete_and_independent_of_the_batch(
 def test_attributions_approximate_shapley_values() -> None:
     """An untrained model's conditionals depend on the order, so the attributions are compared with all orders."""
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(5)))
-    model = model_of(schema, CONFIG, 3)
+    model = make_model(schema, CONFIG, 3)
     codes, raw_values = np.arange(5), np.array([0.3, -1.0, 2.0, 0.1, 5.0])
     parts = index_by_feature(explain_one(model, codes, raw_values, always_alert))
     orders = np.array(list(itertools.permutations(range(5))))
@@ -250,7 +250,7 @@ def test_expected_ranges_are_conditioned_on_trusted_readings_only(linear: DEform
 
 def test_orders_depend_on_the_record_id_only() -> None:
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(6)))
-    model = model_of(schema, CONFIG, 1)
+    model = make_model(schema, CONFIG, 1)
     record_ids = ["pump-1", "pump-2", "pump-1"]
     codes, raw_values = np.tile(np.arange(6), (3, 1)), np.tile(np.linspace(-1, 2, 6), (3, 1))
     explanations = explain_records(model, codes, raw_values, [{}] * 3, record_ids, always_alert)
@@ -270,7 +270,7 @@ def test_unseen_label_is_shown_as_text(linear: DEformer, alert_rule: AlertRule) 
 def test_most_surprising_readings_become_candidates() -> None:
     num_features = MAX_CANDIDATES + 6
     schema = Schema(tuple(Feature(f"f{i}", "continuous", context=i == 0) for i in range(num_features)))
-    model = model_of(schema, CONFIG, 1, torch.float32)
+    model = make_model(schema, CONFIG, 1, torch.float32)
     raw_values = np.random.default_rng(2).normal(size=num_features)
     raw_values[[5, 40]] = 300.0
     explanation = explain_one(model, np.arange(num_features), raw_values, always_alert)

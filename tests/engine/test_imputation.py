@@ -15,7 +15,7 @@ from deformer_stream.engine import imputation
 from deformer_stream.kernels.kv_cache import TorchKVCache
 from deformer_stream.model.deformer import DEformer, ModelConfig
 from deformer_stream.model.schema import LINEAR_LIMIT, Feature, Schema
-from tests.engine.worlds import configs, model_of, schemas
+from tests.engine.random_models import configs, make_model, schemas
 from tests.models import CONFIG, SCHEMA, draw_linear_records, make_small_model, train_linear_model
 
 Floats = NDArray[np.float64]
@@ -45,11 +45,11 @@ def draw_incomplete_records(schema: Schema, n: int, seed: int, missing_share: fl
 
 
 @settings(max_examples=25, deadline=None)
-@given(schemas(most=8, context=True), configs, st.sampled_from([0.0, 0.3, 0.7, 1.0]), st.integers(0, 99))
+@given(schemas(max_features=8, context=True), configs, st.sampled_from([0.0, 0.3, 0.7, 1.0]), st.integers(0, 99))
 def test_imputed_values_equal_those_of_the_uncached_path(
     schema: Schema, config: ModelConfig, missing_share: float, seed: int
 ) -> None:
-    model = model_of(schema, config, seed)
+    model = make_model(schema, config, seed)
     values = draw_incomplete_records(schema, 6, seed, missing_share)
     rng = np.random.default_rng(seed)
     is_requested = np.isnan(values) & (rng.random(values.shape) < 0.8)
@@ -171,11 +171,11 @@ def test_single_draw_follows_its_conditional_distribution(linear: DEformer) -> N
 
 
 @settings(max_examples=15, deadline=None)
-@given(schemas(most=8, context=True), configs, st.sampled_from([0.0, 0.4, 1.0]), st.integers(0, 99))
+@given(schemas(max_features=8, context=True), configs, st.sampled_from([0.0, 0.4, 1.0]), st.integers(0, 99))
 def test_completions_are_complete_and_within_bounds(
     schema: Schema, config: ModelConfig, missing_share: float, seed: int
 ) -> None:
-    model = model_of(schema, config, seed)
+    model = make_model(schema, config, seed)
     values = draw_incomplete_records(schema, 5, seed, missing_share)
     is_requested = np.isnan(values) & (np.random.default_rng(seed).random(values.shape) < 0.8)
     draws = imputation.sample_completions(model, values, is_requested, 3, seed, cache_bytes=1)
@@ -202,9 +202,9 @@ def test_sampled_records_follow_the_linear_relation(linear: DEformer) -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(schemas(most=8, context=True), configs, st.integers(0, 99))
+@given(schemas(max_features=8, context=True), configs, st.integers(0, 99))
 def test_sampled_records_are_complete_and_have_known_labels(schema: Schema, config: ModelConfig, seed: int) -> None:
-    model = model_of(schema, config, seed)
+    model = make_model(schema, config, seed)
     records = np.concatenate(list(imputation.sample_records(model, 9, seed)))
     assert np.array_equal(np.isnan(records), np.broadcast_to(schema.is_context, records.shape))
     for f, feature in enumerate(schema.features):
@@ -224,7 +224,7 @@ def test_cache_bytes_bound_the_batch_size() -> None:
 def test_first_sampled_readings_follow_their_conditional_distribution() -> None:
     schema = Schema((Feature("x", "continuous"), Feature("k", "discrete", labels=("a", "b", "c"))))
     config = ModelConfig(d_model=16, layers=1, heads=1, feedforward=16, mixtures=2, hidden=(8,))
-    model = model_of(schema, config, 3, torch.float32)
+    model = make_model(schema, config, 3, torch.float32)
     num_records = imputation.MAX_RECORDS_PER_BATCH
     records = np.concatenate(list(imputation.sample_records(model, num_records, 1)))
     with torch.inference_mode():
