@@ -279,7 +279,7 @@ def compute_p_values(calibration: Floats, test: Floats) -> PValues:
 def compute_false_alarm_bounds(alpha: float, num_calibration: int, num_records: int) -> tuple[int, int]:
     """Return the bounds between which the number of false alarms lies with probability `CONFIDENCE`.
 
-    The number is beta-binomial, as in `demo.report.bound_false_alarms`; each tail has half of the remaining probability.
+    The number is beta-binomial, as in `demo.report.bound_false_alarms`. Each tail has half of the rest.
     """
     from scipy.stats import betabinom
 

@@ -63,7 +63,7 @@ def write_model(directory: Path, seed: int = 0, arrival_order: str = "random") -
 
 
 def draw_linear_records(n: int, seed: int) -> NDArray[np.float64]:
-    """Draw n records, (n, 3): x is standard normal, y = 2x + 1 plus a little noise, and the sign of x is a label code."""
+    """Draw n records, (n, 3): x is standard normal, y is 2x + 1 plus noise, and the sign of x is a label code."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=n)
     return np.stack([x, 2 * x + 1 + 0.1 * rng.normal(size=n), (x > 0).astype(float)], 1)
