@@ -23,8 +23,9 @@ def _make_config(size: dict[str, Any], **others: Any) -> ModelConfig:
 
 
 def _make_recipe(batch: int, learning_rate: float, epochs: int, **others: Any) -> Recipe:
-    """Return a recipe for labels: no pixel is hidden, none gets noise, and Muon is the default optimizer."""
-    return Recipe(batch, learning_rate, epochs, **{"forget": 0.0, "smoothing": 0.0, "optimizer": "muon", **others})
+    """Return a recipe that never hides a pixel from the network during training and adds no noise to it."""
+    settings: dict[str, Any] = {"optimizer": "muon", "forget": 0.0, "smoothing": 0.0} | others
+    return Recipe(batch, learning_rate, epochs, **settings)
 
 
 PRESETS = {

@@ -15,7 +15,18 @@ from trainer.fit import Recipe
 PRESETS = {
     "paper": Preset(
         MODELS["paper"],
-        Recipe(128, 1e-5, 300, optimizer="adam", weight_decay=0.0, warmup=1, clip=1e9, averaging=1e-9, smoothing=0.0),
+        Recipe(
+            128,
+            1e-5,
+            300,
+            optimizer="adam",
+            smoothing=0.0,
+            weight_decay=0.0,
+            warmup=1,
+            clip=1e9,
+            averaging=1e-9,
+            smoothing=0.0,
+        ),
     ),
     "default": Preset(
         ModelConfig(d_model=256, layers=6, heads=4, feedforward=1024, mixtures=64, hidden=(256,)),
