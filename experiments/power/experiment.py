@@ -25,7 +25,6 @@ PRESETS = {
             warmup=1,
             clip=1e9,
             averaging=1e-9,
-            smoothing=0.0,
         ),
     ),
     "default": Preset(
