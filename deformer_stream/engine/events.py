@@ -87,8 +87,8 @@ class EventBatch:
         partitions: (N,) int32 partition that the event was read from.
         unseen_labels: By index of the event: texts of labels that the model does not have.
         windows: Which events belong to windows; None if none does. Events of windows have a time.
-        row_boundaries: (R + 1,) where the events of each of R table rows begin, followed by N; None if the events do not
-            come from rows. All rows are of one partition. The events of a row are of one record and distinct features.
+        row_boundaries: (R + 1,) where the events of each of R table rows begin, followed by N. All rows are of one
+            partition. The events of a row are of one record and distinct features. None for other events.
     """
 
     record_ids: list[str]
