@@ -30,7 +30,7 @@ from deformer_stream.engine.events import AlertState, Decisions
 from deformer_stream.engine.id_set import StringColumn
 from deformer_stream.engine.snapshot import Snapshot, TieGroups, Vocabulary
 from deformer_stream.errors import StateError
-from tests.engine.lives import same_snapshot
+from tests.engine.restarts import assert_same_snapshot
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -145,7 +145,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
 @settings(max_examples=150, deadline=None)
 @given(snapshot=snapshots())
 def test_a_snapshot_comes_back_as_it_was(snapshot: Snapshot) -> None:
-    same_snapshot(decode_snapshot(encode_snapshot(snapshot)), snapshot)
+    assert_same_snapshot(decode_snapshot(encode_snapshot(snapshot)), snapshot)
 
 
 @settings(max_examples=100, deadline=None)
@@ -174,7 +174,7 @@ def test_what_is_much_is_compressed(records: int, smaller: bool) -> None:
 def test_format_version_2() -> None:
     """Bytes written by a release are read for ever, or FORMAT_VERSION counts up."""
     assert FORMAT_VERSION == 3
-    same_snapshot(decode_snapshot((GOLDEN / "snapshot.v2").read_bytes()), EXAMPLE)
+    assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v2").read_bytes()), EXAMPLE)
     assert decode_decisions((GOLDEN / "decisions.v2").read_bytes()) == DECIDED
     head = (GOLDEN / "snapshot.v2").read_bytes()[: HEADER.size]
     assert head[:11] == b"deformerS\x00\x02"
@@ -182,7 +182,7 @@ def test_format_version_2() -> None:
 
 def test_format_version_3_is_for_ties() -> None:
     """Without them what is written is version 2, which earlier releases read."""
-    same_snapshot(decode_snapshot((GOLDEN / "snapshot.v3").read_bytes()), TIED)
+    assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v3").read_bytes()), TIED)
     assert decode_decisions((GOLDEN / "decisions.v3").read_bytes()) == WAITED
     written = (encode_snapshot(EXAMPLE), encode_snapshot(TIED), encode_decisions(DECIDED), encode_decisions(WAITED))
     assert [data[10] for data in written] == [2, 3, 2, 3]
@@ -192,7 +192,7 @@ def test_format_version_1_knows_a_single_alpha() -> None:
     """Records that had alerted, at whatever alpha it was, alert no more."""
     assert (GOLDEN / "snapshot.v1").read_bytes()[9:11] == b"\x00\x01"
     old = replace(EXAMPLE, drift=None, alert_seq=ints(1, -1, -1), alert_alpha=np.array([0.0, 1.0, 1.0]))
-    same_snapshot(decode_snapshot((GOLDEN / "snapshot.v1").read_bytes()), old)
+    assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v1").read_bytes()), old)
     told = {"a": AlertState(3, 0.0), "": AlertState(0, 0.0)}
     assert decode_decisions((GOLDEN / "decisions.v1").read_bytes()) == Decisions(DECIDED.closed_ids, told)
 
@@ -268,7 +268,7 @@ def rewritten(change: Callable[[pa.Table], pa.Table]) -> bytes:
 
 
 def test_columns_and_rows_are_checked() -> None:
-    same_snapshot(decode_snapshot(rewritten(lambda table: table)), EXAMPLE)
+    assert_same_snapshot(decode_snapshot(rewritten(lambda table: table)), EXAMPLE)
     refused(decode_snapshot, rewritten(lambda table: table.drop_columns(["age"])), "columns")
     refused(decode_snapshot, rewritten(lambda table: pa.concat_tables([table, table])), "2 rows")
     refused(decode_snapshot, rewritten(lambda table: table.slice(0, 0)), "0 rows")

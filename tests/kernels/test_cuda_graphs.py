@@ -1,4 +1,4 @@
-"""What is recorded says what operators say one by one, whatever it is padded with; and it can be recorded."""
+"""Captured graphs give the scores of single operators, whatever the padding; and a forward pass can be captured."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from tests.engine.test_engine import CONFIG, ENOUGH_CACHE_BYTES, SCHEMA, Collect
 from tests.kernels.test_cpu import PRECISIONS, Precision
 
 
-def scored(
+def stream_records(
     model: DEformer,
-    record: Capture | None,
+    capture: Capture | None,
     seed: int = 0,
-    most: int = 40,
-    cache: int = ENOUGH_CACHE_BYTES,
-    records: int = 30,
+    max_batch: int = 40,
+    cache_bytes: int = ENOUGH_CACHE_BYTES,
+    num_records: int = 30,
 ) -> tuple[Collected, Engine]:
-    """The records' readings, interleaved and cut at random, through an engine that records so."""
-    codes, raw = draw_records(model.schema, records, seed, missing_share=0.2)
-    with patch.object(cuda_graphs, "recorder", lambda device: record):
+    """Run the records' readings, interleaved and cut at random, through an engine that captures in this way."""
+    codes, raw = draw_records(model.schema, num_records, seed, missing_share=0.2)
+    with patch.object(cuda_graphs, "create_capture", lambda device: capture):
         engine = Engine(
-            model, Calibration.from_statistics(np.arange(100.0), "random"), "fp", 0.05, Limits(cache_bytes=cache)
+            model, Calibration.from_statistics(np.arange(100.0), "random"), "fp", 0.05, Limits(cache_bytes=cache_bytes)
         )
-        return run_stream(codes, raw, engine, seed, most), engine
+        return run_stream(codes, raw, engine, seed, max_batch), engine
 
 
-def recorded(engine: Engine) -> dict[cuda_graphs.BatchShape, cuda_graphs.CapturedGraph]:
+def captured_graphs(engine: Engine) -> dict[cuda_graphs.BatchShape, cuda_graphs.CapturedGraph]:
     assert engine.current_version._graph_runner is not None
     return engine.current_version._graph_runner.graph_by_shape
 
 
-def same(a: Collected, b: Collected) -> None:
+def assert_same_results(a: Collected, b: Collected) -> None:
     assert a.readings.keys() == b.readings.keys()
     for record, rows in a.readings.items():
         np.testing.assert_allclose(b.readings[record], rows, atol=1e-9, equal_nan=True)
@@ -60,34 +60,34 @@ def same(a: Collected, b: Collected) -> None:
     schema=schemas(max_features=24, context=True),
     config=configs,
     seed=st.integers(0, 2**16),
-    most=st.integers(1, 60),
-    cache=st.sampled_from([ENOUGH_CACHE_BYTES, 100_000, 0]),
-    records=st.sampled_from([1, 9, 40]),
+    max_batch=st.integers(1, 60),
+    cache_bytes=st.sampled_from([ENOUGH_CACHE_BYTES, 100_000, 0]),
+    num_records=st.sampled_from([1, 9, 40]),
 )
-def test_what_is_recorded_says_what_operators_say_one_by_one(
-    schema: Schema, config: ModelConfig, seed: int, most: int, cache: int, records: int
+def test_graphs_give_the_scores_of_single_operators(
+    schema: Schema, config: ModelConfig, seed: int, max_batch: int, cache_bytes: int, num_records: int
 ) -> None:
-    """Records of mixed lengths, in pieces and evicted between them; with and without what is guided, and labels."""
+    """Records of mixed lengths, in pieces and evicted in between; with and without a Gaussian prior and labels."""
     model = make_model(schema, config, seed)
-    plain, _ = scored(model, None, seed, most, cache, records)
-    quick, engine = scored(model, capture_on_cpu, seed, most, cache, records)
-    assert recorded(engine) or most > cuda_graphs.MAX_READINGS
-    same(plain, quick)
+    plain, _ = stream_records(model, None, seed, max_batch, cache_bytes, num_records)
+    replayed, engine = stream_records(model, capture_on_cpu, seed, max_batch, cache_bytes, num_records)
+    assert captured_graphs(engine) or max_batch > cuda_graphs.MAX_READINGS
+    assert_same_results(plain, replayed)
 
 
-def test_only_shapes_used_last_stay_recorded() -> None:
+def test_only_the_most_recently_used_graphs_are_kept() -> None:
     model = make_model(SCHEMA, CONFIG)
-    plain, _ = scored(model, None)
-    with patch.object(cuda_graphs, "MOST_RECORDED", 2):
-        quick, engine = scored(model, capture_on_cpu)
-    assert len(recorded(engine)) == 2
-    same(plain, quick)
+    plain, _ = stream_records(model, None)
+    with patch.object(cuda_graphs, "MAX_GRAPHS", 2):
+        replayed, engine = stream_records(model, capture_on_cpu)
+    assert len(captured_graphs(engine)) == 2
+    assert_same_results(plain, replayed)
 
 
 def test_shapes_are_rounded_up() -> None:
-    def shape(records: int, readings: int, pages: int) -> cuda_graphs.BatchShape | None:
-        new, seen = np.zeros((records, readings), np.int64), np.zeros((records, pages), np.int64)
-        return round_up_shape(ForwardInputs(new, new.astype(float), seen, seen[:, :0], new))
+    def shape(num_records: int, num_readings: int, num_pages: int) -> cuda_graphs.BatchShape | None:
+        codes, pages = np.zeros((num_records, num_readings), np.int64), np.zeros((num_records, num_pages), np.int64)
+        return round_up_shape(ForwardInputs(codes, codes.astype(float), pages, pages[:, :0], codes))
 
     assert shape(1, 1, 0) == (16, 1, 1)
     assert shape(17, 3, 5) == (32, 4, 8)
@@ -95,45 +95,45 @@ def test_shapes_are_rounded_up() -> None:
     assert shape(1025, 1, 1) is shape(1, 5, 1) is None
 
 
-def test_where_nothing_can_be_recorded_operators_are_started_one_by_one() -> None:
-    def refused(work: ForwardPass) -> ForwardPass:
+def test_failed_capture_warns_once_and_falls_back_to_single_operators() -> None:
+    def fail(forward_pass: ForwardPass) -> ForwardPass:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     model = make_model(SCHEMA, CONFIG)
-    plain, _ = scored(model, None)
-    with pytest.warns(RuntimeWarning, match="not permitted") as warned:
-        quick, engine = scored(model, refused)
-    assert len(warned) == 1
-    assert not recorded(engine)
-    same(plain, quick)
+    plain, _ = stream_records(model, None)
+    with pytest.warns(RuntimeWarning, match="not permitted") as warnings:
+        fallen_back, engine = stream_records(model, fail)
+    assert len(warnings) == 1
+    assert not captured_graphs(engine)
+    assert_same_results(plain, fallen_back)
 
 
-def test_models_do_not_share_what_is_recorded() -> None:
-    """Records go on by the model that they began with, both over one cache."""
+def test_models_do_not_share_graphs() -> None:
+    """Each record is scored by the model with which it began, and both models use one cache."""
     first, second = make_model(SCHEMA, CONFIG, seed=1), make_model(SCHEMA, CONFIG, seed=2)
     calibration = Calibration.from_statistics(np.arange(100.0), "random")
-    said: list[list[np.ndarray]] = []
-    for record in (None, capture_on_cpu):
-        with patch.object(cuda_graphs, "recorder", lambda device, record=record: record):
+    scores: list[list[np.ndarray]] = []
+    for capture in (None, capture_on_cpu):
+        with patch.object(cuda_graphs, "create_capture", lambda device, capture=capture: capture):
             engine = Engine(first, calibration, "1", 0.05)
             rows = [engine.handle(batch_of([("a", 0, 1.0), ("b", 1, 0.5)]), 0)]
             assert engine.change_model(second, calibration, "2", "finish") == "finish"
             rows += [engine.handle(batch_of([("a", f, 1.0), ("c", f, 1.0)]), f) for f in (2, 3)]
-        said.append([effects.scored.log_likelihood for effects in rows])
-    for plain, quick in zip(*said, strict=True):
-        np.testing.assert_allclose(quick, plain, atol=1e-9)
-    assert said[0][1][0] != said[0][1][1]
+        scores.append([effects.scored.log_likelihood for effects in rows])
+    for plain, replayed in zip(*scores, strict=True):
+        np.testing.assert_allclose(replayed, plain, atol=1e-9)
+    assert scores[0][1][0] != scores[0][1][1]
 
 
-def test_a_cache_that_was_given_up_is_let_go() -> None:
-    """Before the next one takes its memory, although records go on by the model that used it."""
+def test_cache_of_the_previous_model_is_released() -> None:
+    """It must be released before the next cache is created, although open records still use the previous model."""
     first, second = make_model(SCHEMA, CONFIG), make_model(SCHEMA, replace(CONFIG, layers=1))
     calibration = Calibration.from_statistics(np.arange(100.0), "random")
     engine = Engine(first, calibration, "1", 0.05)
     engine.handle(batch_of([("a", 0, 1.0)]), 0)
-    given_up = weakref.ref(engine.cache)
+    previous_cache = weakref.ref(engine.cache)
     assert engine.change_model(second, calibration, "2", "finish") == "finish"
-    assert given_up() is None
+    assert previous_cache() is None
     assert len(engine.handle(batch_of([("a", 1, 1.0), ("b", 1, 1.0)]), 1).scored) == 2
 
 
@@ -141,22 +141,24 @@ def test_a_cache_that_was_given_up_is_let_go() -> None:
 @given(
     schema=schemas(max_features=12, context=True),
     config=configs,
-    readings=st.sampled_from([1, 4]),
+    num_readings=st.sampled_from([1, 4]),
     precision=st.sampled_from(PRECISIONS),
 )
-def test_a_pass_can_be_recorded(schema: Schema, config: ModelConfig, readings: int, precision: Precision) -> None:
-    """On a GPU that is not there: no operator is given tensors of two devices, nobody looks at what tensors hold, and,
-    but for what the Gaussians are asked beforehand, none is made on the CPU."""
+def test_forward_pass_can_be_captured(
+    schema: Schema, config: ModelConfig, num_readings: int, precision: Precision
+) -> None:
+    """Checked on a simulated GPU: no operator mixes devices, none depends on what tensors hold, and none creates a
+    tensor on the CPU, except for the Gaussian prior, which is computed before."""
     model = make_model(schema, replace(config, precision=precision), dtype=torch.float32)
-    with fake_gpu() as mode, patch.object(cuda_graphs, "recorder", lambda device: None):
+    with fake_gpu() as mode, patch.object(cuda_graphs, "create_capture", lambda device: None):
         cache = TorchKVCache(move_to_fake_gpu(model, mode), 0)
-        new = torch.zeros(16, readings, dtype=torch.long, device="cuda")
-        pages, places = new.expand(16, 4), new.repeat(1, model.cached_tokens_per_reading)
-        given = ForwardInputs(new, new.float(), pages, new[:, 0], places)
-        run = CudaGraphs(model, cache)
-        with torch.no_grad():  # in inference mode operators that are made of others are not seen through
-            guide = run.compute_prior(given)
+        codes = torch.zeros(16, num_readings, dtype=torch.long, device="cuda")
+        pages, places = codes.expand(16, 4), codes.repeat(1, model.cached_tokens_per_reading)
+        inputs = ForwardInputs(codes, codes.float(), pages, codes[:, 0], places)
+        graphs = CudaGraphs(model, cache)
+        with torch.no_grad():  # inference mode would hide the operators of which composite operators consist
+            prior = graphs.compute_prior(inputs)
             with CapturableOnly():
-                out = run.compute_score_terms(given, guide)
-    assert (guide is None) == (model.gaussians is None)
-    assert (out.shape, out.dtype, out.device.type) == ((3, 16, readings), torch.float64, "cuda")
+                terms = graphs.compute_score_terms(inputs, prior)
+    assert (prior is None) == (model.gaussians is None)
+    assert (terms.shape, terms.dtype, terms.device.type) == ((3, 16, num_readings), torch.float64, "cuda")
