@@ -11,8 +11,9 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf, isfinite, nan
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
+import msgspec
 import numpy as np
 import orjson
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ from deformer_stream.codec.validation import (
     encode_label,
     find_feature_code,
     find_time_slot,
+    is_utf8,
     not_finite_error,
     quote,
     unknown_feature_error,
@@ -287,6 +289,7 @@ class MessageDecoder:
         self._window_assigner = window_assigner
         self._future_time_limit = future_time_limit
         self._documents = DocumentReader(schema, field_names, max_readings, window_assigner, future_time_limit)
+        self._parse_event = _make_event_parser(field_names)
         self._code_by_continuous_feature = {
             feature.name: code for code, feature in enumerate(schema.features) if feature.kind == "continuous"
         }
@@ -295,7 +298,7 @@ class MessageDecoder:
         """Return the events of N messages in order, and the rejections. Takes about a microsecond per common message.
 
         The first part of the loop is the fast path for the common message: one number of a known feature, with a text
-        record id and a float time or none. Any other message, valid or not, goes through `_decode_other`.
+        record id, and with a numeric time or none. Any other message, valid or not, goes through `_decode_other`.
         """
         events = _EventColumns()
         rejections: list[Rejection] = []
@@ -303,34 +306,27 @@ class MessageDecoder:
         broker_time_array = drop_impossible_times(data.times)
         broker_times, max_seconds = broker_time_array.tolist(), self._list_max_seconds(broker_time_array)
         # Local names keep attribute look-ups out of the loop.
-        loads, code_by_feature, max_bytes = orjson.loads, self._code_by_continuous_feature, self._max_bytes
-        record_field, feature_field = self._field_names.record, self._field_names.feature
-        value_field, values_field, time_field = (
-            self._field_names.value, self._field_names.values, self._field_names.time,
-        )  # fmt: skip
+        parse_event, code_by_feature, max_bytes = self._parse_event, self._code_by_continuous_feature, self._max_bytes
         record_ids, features, values = events.record_ids, events.features, events.values
         times, message_indices = events.times, events.message_indices
         for i, payload in enumerate(data.payloads):
             try:
                 if len(payload) <= max_bytes:  # type: ignore[arg-type]  # a tombstone raises TypeError, handled below
-                    document = loads(payload)  # type: ignore[arg-type]
-                    record_id, value = document[record_field], document[value_field]
-                    time = document.get(time_field)
-                    code = code_by_feature[document[feature_field]]
+                    event = parse_event(payload)
+                    record_id, time, code = event.record, event.time, code_by_feature[event.feature]
                     if (
-                        type(record_id) is str
-                        and 0 < len(record_id) <= MAX_TEXT_CHARS
-                        and (type(value) is float or type(value) is int)
-                        and (time is None or (type(time) is float and MIN_SECOND <= time <= max_seconds[i]))
-                        and values_field not in document
+                        0 < len(record_id) <= MAX_TEXT_CHARS
+                        and (time is None or MIN_SECOND <= time <= max_seconds[i])
+                        and event.values is msgspec.UNSET
+                        and (payload.isascii() or is_utf8(payload))  # type: ignore[union-attr, arg-type]
                     ):
                         record_ids.append(record_id)
                         features.append(code)
-                        values.append(value)
+                        values.append(event.value)
                         times.append(broker_times[i] if time is None else round(time * 1e6))
                         message_indices.append(i)
                         continue
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 pass  # not a common message
             rejections += self._decode_other(i, payload, data.keys[i], broker_times[i], events)
         return events.to_batch(data, self._window_assigner), rejections
@@ -396,6 +392,30 @@ class MessageDecoder:
                 RejectionReason.NOT_JSON, f"{_name_json_type(document)} where a JSON object is expected"
             )
         return document
+
+
+def _make_event_parser(field_names: FieldNames) -> Callable[[Any], Any]:
+    """Return a function that parses a common message into an object with the fields of an event.
+
+    The function raises ValueError or RecursionError for any other message. It skips unknown fields without checking
+    that their text is valid UTF-8.
+    """
+    names = {name: getattr(field_names, name) for name in ("record", "feature", "value", "time", "values")}
+    if len(set(names.values())) < len(names):
+        return orjson.loads  # a struct needs distinct names; a dictionary lacks the attributes, so nothing is common
+    event_type = msgspec.defstruct(
+        "Event",
+        [
+            ("record", str),
+            ("feature", str),
+            ("value", float),
+            ("time", float | None, None),
+            ("values", msgspec.Raw | msgspec.UnsetType, msgspec.UNSET),
+        ],
+        rename=names,
+        gc=False,  # an event cannot be part of a reference cycle
+    )
+    return msgspec.json.Decoder(event_type).decode
 
 
 class _EventColumns:

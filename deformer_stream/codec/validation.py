@@ -81,6 +81,15 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+def is_utf8(data: bytes) -> bool:
+    """Return whether bytes are valid UTF-8."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def find_time_slot(schema: Schema, time: int) -> int:
     """Return the time slot (part of a window) that contains a time, in microseconds since 1970.
 

@@ -146,7 +146,21 @@ def test_other_field_names() -> None:
     assert [(r.message_index, r.reason) for r in rejected] == [(2, RejectionReason.MISSING_FIELD)]
 
 
-def test_numbers_at_the_edges_of_what_is_finite() -> None:
+def test_field_names_need_not_be_distinct() -> None:
+    codec = Codec(SCHEMA, FieldNames(value="v", values="v"))
+    batch, rejected = decode({"record": "a", "v": {"Pressure": 1.5}}, codec=codec)
+    assert readings(batch) == [("a", "Pressure", 1.5)]
+    assert rejected == []
+
+
+@pytest.mark.parametrize("unknown_field", [b'"x":"\xff"', b'"\xff":1', b'"x":"\xed\xa0\x80"', b'"x":"\\ud800"'])
+def test_invalid_text_in_an_unknown_field_is_rejected(unknown_field: bytes) -> None:
+    batch, rejected = decode(b'{"record":"r","feature":"Pressure","value":1.5,' + unknown_field + b"}")
+    assert len(batch) == 0
+    assert [r.reason for r in rejected] == [RejectionReason.NOT_JSON]
+
+
+def test_numbers_at_the_limits_of_float64() -> None:
     batch, rejected = decode(
         single(2**64 - 1), b'{"record":"r","feature":"Pressure","value":' + b"1" * 300 + b"}", single(-0.0)
     )
