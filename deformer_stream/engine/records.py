@@ -772,8 +772,8 @@ def _ingest_sequential(
     new_counts: dict[int, int] = {}  # readings of the records that have accepted events
     num_awaited: dict[int, int] = {}  # features of these records that are still to come
     opened_by_event: dict[int, int] = {}  # record index to event index
-    missing: list[int] = []  # record of each feature that was declared missing
-    missing_events: list[int] = []
+    missing_events: list[int] = []  # events that declare a feature as missing
+    missing_records: list[int] = []
     unseen_labels, windows, num_features = batch.unseen_labels, batch.windows, len(records.schema)
     features, is_missing = batch.features.tolist(), np.isnan(batch.values).tolist()
     mask, mask_width = records.observed_mask.reshape(-1).data, records.observed_mask.shape[1]
@@ -811,7 +811,7 @@ def _ingest_sequential(
             num_awaited[record_index] = num_features - place - int(records.num_declared_missing[record_index])
         num_awaited[record_index] -= 1
         if is_missing[i]:
-            missing.append(record_index)
+            missing_records.append(record_index)
             missing_events.append(i)
             new_counts[record_index] = place
         else:
@@ -833,22 +833,33 @@ def _ingest_sequential(
         np.array(seq, np.int64),
         close_reasons,
         np.array(missing_events, np.int64),
-        np.array(missing, np.int64),
+        np.array(missing_records, np.int64),
     )
+    _store_accepted(records, batch, accepted, new_counts, now)
+    return accepted, rejections
+
+
+def _store_accepted(
+    records: RecordTable, batch: EventBatch, accepted: AcceptedReadings, new_counts: dict[int, int], now: int
+) -> None:
+    """Store what `_ingest_sequential` has accepted in the arrays of the table.
+
+    Args:
+        records: The table, in which new records are initialized already.
+        batch: The batch of events.
+        accepted: The accepted readings, declared missing features and closed records of the batch.
+        new_counts: By record index, the number of readings of each record that has accepted events.
+        now: Time of arrival, microseconds.
+    """
     touched = np.array(list(new_counts), np.int64)
     counts = np.array(list(new_counts.values()), np.int64)
     records.log.reserve(touched, records.num_readings[touched], counts)
-    records.log.write(
-        accepted.record_indices,
-        accepted.seq,
-        batch.features[accepted.event_indices],
-        batch.values[accepted.event_indices],
-    )
-    np.add.at(records.num_declared_missing, missing, 1)
+    features, values = batch.features[accepted.event_indices], batch.values[accepted.event_indices]
+    records.log.write(accepted.record_indices, accepted.seq, features, values)
+    np.add.at(records.num_declared_missing, accepted.missing_record_indices, 1)
     records.num_readings[touched] = counts
     records.touch(touched, now)
-    records.is_open[list(close_reasons)] = False
-    return accepted, rejections
+    records.is_open[list(accepted.close_reasons)] = False
 
 
 def _reject(records: RecordTable, batch: EventBatch, event_index: int, reason: RejectionReason) -> Rejection:
