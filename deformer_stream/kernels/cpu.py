@@ -13,7 +13,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -392,8 +392,7 @@ class CpuKernels:
         if not num_components:
             return None
         surprisal, minimum, mean, variance = torch.empty(4, *values.shape)
-        make_task = partial(
-            abi.SurprisalTask,
+        task = abi.SurprisalTask(
             **_mixture_arrays(conditional),
             values=_float32(values),
             surprisal=surprisal,
@@ -402,9 +401,9 @@ class CpuKernels:
             variance=variance,
             num_readings=values.numel(),
             num_components=num_components,
+            next_reading=ctypes.c_int64(0),
         )
-        num_steps = -(-values.numel() // READINGS_PER_STEP)
-        _run_on_threads(self.library, "compute_surprisals", lambda counter: make_task(next_reading=counter), num_steps)
+        _run_on_threads(self.library, "compute_surprisals", task, -(-values.numel() // READINGS_PER_STEP))
         return Surprisal(surprisal, minimum, mean, variance)
 
     def quantiles(self, conditional: Conditional, probabilities: Sequence[float]) -> Tensor:
@@ -413,17 +412,16 @@ class CpuKernels:
         num_components, num_readings = conditional.means.shape[-1], conditional.discrete.numel()
         if not num_components or not continuous.numel():
             return conditional.quantiles(probabilities)
-        make_task = partial(
-            abi.QuantileTask,
+        task = abi.QuantileTask(
             **_mixture_arrays(conditional),
             levels=torch.tensor(probabilities, dtype=torch.float32),
             quantiles=continuous,
             num_readings=num_readings,
             num_components=num_components,
             num_levels=len(probabilities),
+            next_reading=ctypes.c_int64(0),
         )
-        num_steps = -(-num_readings // READINGS_PER_STEP)
-        _run_on_threads(self.library, "compute_quantiles", lambda counter: make_task(next_reading=counter), num_steps)
+        _run_on_threads(self.library, "compute_quantiles", task, -(-num_readings // READINGS_PER_STEP))
         return conditional.quantiles(probabilities, continuous)
 
     def _score_batch(
@@ -449,8 +447,7 @@ class CpuKernels:
         if prior is not None:
             prior_terms = torch.empty(3, int(query_offsets[-1]), round_up(prior.num_components, PRIOR_LANES))
         log_weights, means, scales = (None,) * 3 if prior_terms is None else prior_terms
-        make_batch = partial(
-            abi.Batch,
+        task = abi.Batch(
             network=self.network,
             features=batch.features,
             values=batch.values,
@@ -465,13 +462,14 @@ class CpuKernels:
             prior_scales=scales,
             hidden=hidden,
             score_terms=score_terms,
+            next_unit=ctypes.c_int64(0),
             num_records=len(batch.num_cached),
             page_table_columns=batch.page_table.shape[1],
             page_bytes=kv_cache.page_bytes,
             tokens_per_unit=TOKENS_PER_UNIT,
         )
         num_units = int(batch.offsets[-1] + query_offsets[-1]) // TOKENS_PER_UNIT + 1
-        _run_on_threads(self.library, "score_batch", lambda counter: make_batch(next_unit=counter), num_units)
+        _run_on_threads(self.library, "score_batch", task, num_units)
         if prior is None or prior_terms is None:
             return None
         has_prior = prior.column_by_code[torch.from_numpy(batch.features)] >= 0
@@ -499,25 +497,19 @@ def attached_kernels(model: DEformer) -> Iterator[CpuKernels | None]:
         model.kernel_library = before
 
 
-def _run_on_threads(
-    library: ctypes.CDLL,
-    function: str,
-    make_task: Callable[[ctypes.c_int64], abi.KernelStruct],
-    num_units: int,
-) -> None:
-    """Execute a function of the library on all threads, which take units of work from a shared counter.
+def _run_on_threads(library: ctypes.CDLL, function: str, task: abi.KernelStruct, num_units: int) -> None:
+    """Execute a function of the library on all threads, which take units of work from a counter of the task.
 
     Args:
         library: The compiled kernels.
         function: The name of a function that takes the address of a task and returns a negative number if memory is
             short.
-        make_task: Returns the task, given the shared counter.
+        task: The task, which has a counter that all threads share.
         num_units: The number of units of work; there is no use for more threads.
 
     Raises:
         MemoryError: A thread could not allocate its scratch memory.
     """
-    task = make_task(ctypes.c_int64(0))
     num_threads = torch.get_num_threads()
     team = abi.ThreadTeam(function=_function_address(library, function), task=task, calls_left=num_units, failed=0)
     run_parallel = _openmp_runner() if min(num_threads, num_units) > 1 else None

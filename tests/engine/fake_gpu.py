@@ -19,13 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deformer_stream.kernels.cuda_graphs import Work
+from deformer_stream.kernels.cuda_graphs import ForwardPass
 
 Module = TypeVar("Module", bound=nn.Module)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
 
 
-def capture_on_cpu(work: Work) -> Work:
+def capture_on_cpu(work: ForwardPass) -> ForwardPass:
     """Return a function that behaves on the CPU like a captured CUDA graph: each call writes into the same tensor."""
     out = work().clone()
 
