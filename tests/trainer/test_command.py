@@ -215,7 +215,7 @@ def test_flags_override_environment_which_overrides_file(
         (["TABLE", "--out", "OUT", "--max-time", "soon"], 2, "--max-time"),
         (["TABLE", "--out", "OUT", "--device", "cuda"], 2, "GPU"),
         (["TABLE", "--out", "OUT", "--config", "BAD"], 2, "'widgets'"),
-        (["TABLE", "--out", "OUT", "--config", "ODD"], 2, "not a multiple of heads"),
+        (["TABLE", "--out", "OUT", "--config", "ODD"], 2, "not a multiple of the number of heads"),
         (["TABLE", "--out", "OUT", "--label", "no", "--normal", "1"], 2, "no such column"),
         (["TABLE", "--out", "OUT", "--exclude", "no"], 2, "no such column"),
         (["TABLE", "--out", "OUT", "--label", "quality", "--normal", "9"], 3, "the column holds"),
@@ -234,7 +234,12 @@ def test_error_is_one_line_with_an_exit_code(
     (tmp_path / "odd.toml").write_text("d_model = 10\nheads = 3\n")
     names = {"TABLE": table, "OUT": tmp_path / "model", "MISSING": tmp_path / "missing.parquet"}
     pq.write_table(pa.table([[1.0] * 30, [2.0] * 30], names=["a", "a"]), tmp_path / "twice.parquet")
-    zoneless = {"record": ["r"] * 30, "feature": ["a"] * 30, "value": [1.0] * 30, "time": ["2020-03-09 10:34"] * 30}
+    zoneless = {
+        "record": [f"r{i}" for i in range(30)],
+        "feature": ["a"] * 30,
+        "value": [1.0] * 30,
+        "time": ["2020-03-09 10:34"] * 30,
+    }
     pq.write_table(pa.table(zoneless), tmp_path / "zoneless.parquet")
     names |= {
         "ZONELESS": tmp_path / "zoneless.parquet",

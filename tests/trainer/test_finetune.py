@@ -83,7 +83,7 @@ def compute_nll(result: TrainingOutput, folder: Path) -> float:
     index_records(source)
     (folder / "held").mkdir(exist_ok=True)
     values, _ = encode_table(source, result.data.schema, folder / "held")
-    data = replace(result.data, values=values, ranks=None, split=np.zeros(len(values), np.uint8))
+    data = replace(result.data, values=values, arrival_ranks=None, split=np.zeros(len(values), np.uint8))
     scales = float(sum(np.log(f.scale) for f in result.data.schema.features))
     return evaluate_held_out(result.model, data, np.arange(len(values)), 2, 0).mean_nll + scales
 
@@ -124,7 +124,7 @@ def test_adaptation_is_resumed_only_with_the_same_initial_model(tmp_path: Path, 
         return train([table], TrainConfig(out=tmp_path / "adapted", init_from=model, epochs=4), **options)
 
     with pytest.raises(Interrupted):
-        run(fleet, stop=lambda: True)
+        run(fleet, should_stop=lambda: True)
     moved, other = tmp_path / "moved", tmp_path / "other"
     shutil.copytree(fleet, moved)
     loaded = model_store.read(fleet)
