@@ -1,4 +1,7 @@
-"""The public formats, byte by byte and column by column: a change here is a change for everyone who reads them."""
+"""The public output formats, compared with files in this folder byte by byte and column by column.
+
+A change of a file here is a change for every reader of that format.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ GOLDEN = Path(__file__).parent
 
 
 def table_text(path: Path) -> str:
-    """A Parquet file's columns and rows as text."""
+    """Return the columns and rows of a Parquet file as text."""
     table = pq.read_table(path)
     columns = [f"{field.name}: {field.type}{'' if field.nullable else ' not null'}" for field in table.schema]
     rows = [json.dumps(row, default=str, ensure_ascii=False) for row in table.to_pylist()]
     return "\n".join([*columns, "", *rows]) + "\n"
 
 
-def test_alert(tmp_path: Path) -> None:
+def test_alert_lines(tmp_path: Path) -> None:
     effects, data = effects_of(1)
     sink = AlertLines(tmp_path / "alerts.jsonl")
     sink.write(effects, data)
@@ -32,13 +35,13 @@ def test_alert(tmp_path: Path) -> None:
     assert (tmp_path / "alerts.jsonl").read_text() == (GOLDEN / "alerts.jsonl").read_text()
 
 
-def test_an_alert_without_time_or_source_has_nulls() -> None:
+def test_alert_without_time_or_source_has_nulls() -> None:
     document = json.loads(encode_alert(alert_of("r", -1, NO_TIME), effects_of(1)[1]))
     assert (document["time"], document["source"]) == (None, None)
     assert json.loads(encode_alert(alert_of("r", 0), None))["source"] is None
 
 
-def test_a_notice_of_drift_follows_the_alerts(tmp_path: Path) -> None:
+def test_drift_notice_is_written_after_the_alerts(tmp_path: Path) -> None:
     effects, data = effects_of(1)
     sink = AlertLines(tmp_path / "alerts.jsonl")
     sink.write(replace(effects, drift_notices=[notice_of()]), data)
@@ -46,10 +49,10 @@ def test_a_notice_of_drift_follows_the_alerts(tmp_path: Path) -> None:
     lines = (tmp_path / "alerts.jsonl").read_text().splitlines(keepends=True)
     assert "".join(lines[:-1]) == (GOLDEN / "alerts.jsonl").read_text()
     assert lines[-1] == (GOLDEN / "drift.jsonl").read_text()
-    assert all("kind" not in json.loads(line) for line in lines[:-1]), "what tells them apart"
+    assert all("kind" not in json.loads(line) for line in lines[:-1]), "only drift notices have a kind"
 
 
-def test_rejected(tmp_path: Path) -> None:
+def test_rejection_lines(tmp_path: Path) -> None:
     effects, data = effects_of(1)
     sink = RejectedLines(tmp_path / "rejected.jsonl")
     sink.write(effects, data)
@@ -57,21 +60,21 @@ def test_rejected(tmp_path: Path) -> None:
     assert (tmp_path / "rejected.jsonl").read_text() == (GOLDEN / "rejected.jsonl").read_text()
 
 
-def test_scores(tmp_path: Path) -> None:
+def test_scores_table(tmp_path: Path) -> None:
     sink = ScoresParquet(tmp_path / "scores.parquet", SCHEMA)
     sink.write(*effects_of(1))
     sink.close()
     assert table_text(tmp_path / "scores.parquet") == (GOLDEN / "scores.txt").read_text()
 
 
-def test_records(tmp_path: Path) -> None:
+def test_records_table(tmp_path: Path) -> None:
     sink = RecordsParquet(tmp_path / "records.parquet")
     sink.write(*effects_of(1))
     sink.close()
     assert table_text(tmp_path / "records.parquet") == (GOLDEN / "records.txt").read_text()
 
 
-def test_explanations(tmp_path: Path) -> None:
+def test_explanations_table(tmp_path: Path) -> None:
     sink = ExplanationsParquet(tmp_path / "why.parquet")
     sink.write(*effects_of(1))
     sink.close()
