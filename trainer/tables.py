@@ -24,6 +24,7 @@ from deformer_stream.codec import columns
 from deformer_stream.codec.columns import convert_times_of_day, is_time_of_day
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.input_files import list_data_files
 from deformer_stream.model.schema import format_label
 from deformer_stream.model.windows import Window, floor_to_window
 
@@ -130,12 +131,13 @@ def find_files(tables: Sequence[Path]) -> list[Path]:
     Files and folders whose name begins with a dot or an underscore are ignored inside a folder.
 
     Raises:
-        InputError: A path does not exist, or a folder holds no Parquet file.
+        InputError: A path does not exist, a folder holds no Parquet file, or a folder is a Delta Lake or Iceberg table
+            that may hold outdated files.
     """
     files: list[Path] = []
     for path in tables:
         if path.is_dir():
-            in_folder = [file for file in sorted(path.rglob("*.parquet")) if not _is_hidden(file.relative_to(path))]
+            in_folder = list_data_files(path, (".parquet",))
             if not in_folder:
                 raise InputError(f"{path}: the folder holds no *.parquet file; give another folder or the files")
             files.extend(in_folder)
@@ -144,11 +146,6 @@ def find_files(tables: Sequence[Path]) -> list[Path]:
         else:
             raise InputError(f"{path}: no such file or folder; check the path")
     return files
-
-
-def _is_hidden(path: Path) -> bool:
-    """Return whether any part of a path begins with a dot or an underscore, which marks hidden and temporary files."""
-    return any(part.startswith((".", "_")) for part in path.parts)
 
 
 def open_tables(

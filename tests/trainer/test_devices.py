@@ -40,18 +40,19 @@ def test_training_step_runs_on_a_simulated_gpu(tmp_path: Path, optimizer: Optimi
     with fake_gpu() as mode:
         move_to_fake_gpu(model, mode)
         priors_in_training = (
-            replace(priors, folds=move_to_fake_gpu(priors.by_fold, mode)) if model.gaussians is not None else None
+            replace(priors, by_fold=move_to_fake_gpu(priors.by_fold, mode)) if model.gaussians is not None else None
         )
         run = TrainingRun(data, model, recipe, 0, tmp_path, TimeBudget(), {}, priors_in_training)
         assert run.is_low_precision
         run.model.train()
         places = [mode.from_tensor(tensor) for tensor in arranged]
         samples = Samples(*(mode.from_tensor(tensor) for tensor in (drawn.values, drawn.keys, drawn.is_hidden)))
-        with patch.object(training, "arrange", lambda values, keys: places), patch("torch.autograd.backward"):
+        with patch.object(training, "order_readings", lambda values, keys: places), patch("torch.autograd.backward"):
             loss = run._accumulate_gradients(samples, rows, len(rows))
         for weight in run.parameters:
             weight.grad = torch.zeros_like(weight)
-        run.optimizer.step()
+        for part in run.optimizers:
+            part.step()
         run.step += 1
         run._update_average()
     assert (loss.device.type, loss.dtype) == ("cuda", torch.float32)
