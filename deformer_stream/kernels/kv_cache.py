@@ -12,6 +12,7 @@ import contextlib
 import math
 import mmap
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -206,6 +207,15 @@ def allocate_zeroed(num_bytes: int) -> NDArray[np.uint8]:
     return np.frombuffer(area, np.uint8)
 
 
+def _num_token_pages(tokens_per_reading: int, page_tokens: int, num_readings: Ints) -> Ints:
+    """Return how many pages the tokens of records with these numbers of readings need, (R,) → (R,).
+
+    It is no method of the caches, because a pool that refers to itself is freed late, by the garbage collector, and two
+    caches would be in memory when the model changes.
+    """
+    return -(-num_readings * tokens_per_reading // page_tokens)
+
+
 CacheShape = tuple[object, ...]
 """The properties that two models must have in common to use one cache."""
 
@@ -238,14 +248,12 @@ class TorchKVCache(PagePool):
     """Tokens of a page: few enough that short records waste little, enough that gathering copies long stretches."""
 
     def __init__(self, model: DEformer, max_bytes: int) -> None:
-        config, tokens_per_reading = model.config, model.cached_tokens_per_reading
-        self.tokens_per_reading, self.heads, self.device = tokens_per_reading, config.heads, model.device
+        config = model.config
+        self.tokens_per_reading, self.heads = model.cached_tokens_per_reading, config.heads
+        self.device = model.device
         numbers_per_token = 2 * config.layers * config.d_model + 2 * model.has_cached_readings
         page_bytes = numbers_per_token * self.PAGE_TOKENS * model.dtype.itemsize
-
-        def num_pages(num_readings: Ints) -> Ints:
-            return -(-num_readings * tokens_per_reading // self.PAGE_TOKENS)
-
+        num_pages = partial(_num_token_pages, self.tokens_per_reading, self.PAGE_TOKENS)
         super().__init__(len(model.schema), (num_pages,), page_bytes, max_bytes)
         self.padding_page = self.num_pages
         # Heads before tokens, so that a record's pages of one head are gathered into one contiguous matrix.
@@ -376,13 +384,9 @@ class CpuKVCache(PagePool):
     """Tokens of a page: the scores of a page's tokens fill one vector of the processor."""
 
     def __init__(self, model: DEformer, item_bytes: int, max_bytes: int) -> None:
-        config, tokens_per_reading = model.config, model.cached_tokens_per_reading
-        max_readings = len(model.schema)
+        config, max_readings = model.config, len(model.schema)
         page_bytes = 2 * config.layers * config.d_model * self.PAGE_TOKENS * item_bytes
-
-        def num_token_pages(num_readings: Ints) -> Ints:
-            return -(-num_readings * tokens_per_reading // self.PAGE_TOKENS)
-
+        num_token_pages = partial(_num_token_pages, model.cached_tokens_per_reading, self.PAGE_TOKENS)
         num_pages_by_kind: list[Callable[[Ints], Ints]] = [num_token_pages]
         if model.gaussians is not None:
             vector_bytes = 4 * -(-model.gaussians.num_components // PRIOR_LANES) * PRIOR_LANES

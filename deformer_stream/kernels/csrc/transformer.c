@@ -84,19 +84,22 @@ typedef struct {
     const kv_t *const *pages; /* keys and values of the record in this layer */
     const size_t *num_seen;   /* (queries) how many tokens of the pages each query sees; never fewer for the second */
     int sees_itself;          /* whether the first query also sees its own token, which is in no page */
+    factor_t *query;          /* (2, d) scratch */
+    float *weights;           /* (2, heads, max_tokens) scratch */
+    size_t max_tokens;
 } Attention;
 
 /* Compute one head's scores of all tokens in the pages; return, lane by lane, the largest score of each query.
  *
- * `queries` is a constant, 1 or 2. Scores go to s->weights; those of tokens that a query does not see are -infinity. */
-INLINE void score_keys(int queries, const Attention *a, size_t head, size_t num_pages, Scratch *s, f32x16 largest[2]) {
+ * `queries` is a constant, 1 or 2. Scores go to a->weights; those of tokens that a query does not see are -infinity. */
+INLINE void score_keys(int queries, const Attention *a, size_t head, size_t num_pages, f32x16 largest[2]) {
     for (int q = 0; q < queries; q++) largest[q] = splat(-INFINITY);
     for (size_t p = 0; p < num_pages; p++) {
         f32x16 c[2][4]; /* four partial sums, so that additions do not wait for each other */
         for (int q = 0; q < queries; q++)
             for (int j = 0; j < 4; j++) c[q][j] = splat(0);
         const kv_t *keys = a->pages[p] + head * a->d_head * KV_PAGE_TOKENS;
-        const factor_t *query = s->query + head * a->d_head;
+        const factor_t *query = a->query + head * a->d_head;
         for (size_t i = 0; i < a->d_head; i += 4 * KV_WIDTH)
             for (int j = 0; j < 4; j++)
                 for (int q = 0; q < queries; q++)
@@ -107,18 +110,18 @@ INLINE void score_keys(int queries, const Attention *a, size_t head, size_t num_
             f32x16 position = lane_numbers() + (float)(p * KV_PAGE_TOKENS);
             score = select_lanes(position < (float)a->num_seen[q], score, splat(-INFINITY));
             largest[q] = vector_max(largest[q], score);
-            store(s->weights + (q * a->num_heads + head) * s->max_tokens + p * KV_PAGE_TOKENS, score);
+            store(a->weights + (q * a->num_heads + head) * a->max_tokens + p * KV_PAGE_TOKENS, score);
         }
     }
 }
 
 /* Return one head's score of the first query with its own key, rounded as the keys in pages are. */
-INLINE float score_own_key(const Attention *a, size_t head, const Scratch *s) {
+INLINE float score_own_key(const Attention *a, size_t head) {
     factor_t key[LANES];
     f32x16 product = splat(0);
     for (size_t i = head * a->d_head; i < (head + 1) * a->d_head; i += LANES) {
         store_factors(key, load(a->qkv[0] + a->d + i));
-        product += load_factors(s->query + i) * load_factors(key);
+        product += load_factors(a->query + i) * load_factors(key);
     }
     return reduce_sum(product);
 }
@@ -136,14 +139,14 @@ INLINE float exponentiate(float *scores, size_t num_pages, size_t num_seen, floa
     return reduce_sum(total);
 }
 
-/* Sum the values in the pages, weighted by s->weights: VALUE_VECTORS vectors of the output, from number `from` on. */
-INLINE void sum_values(int queries, const Attention *a, size_t from, const Scratch *s, f32x16 out[2][VALUE_VECTORS]) {
+/* Sum the values in the pages, weighted by a->weights: VALUE_VECTORS vectors of the output, from number `from` on. */
+INLINE void sum_values(int queries, const Attention *a, size_t from, f32x16 out[2][VALUE_VECTORS]) {
     const float *w[2][VALUE_VECTORS];
     f32x16 c[2][VALUE_VECTORS];
     for (int q = 0; q < queries; q++)
         for (int v = 0; v < VALUE_VECTORS; v++) {
             c[q][v] = splat(0);
-            w[q][v] = s->weights + (q * a->num_heads + (from + v * LANES) / a->d_head) * s->max_tokens;
+            w[q][v] = a->weights + (q * a->num_heads + (from + v * LANES) / a->d_head) * a->max_tokens;
         }
     for (size_t t = 0, num_tokens = a->num_seen[queries - 1]; t < num_tokens; t++) {
         const kv_t *values = a->pages[t / KV_PAGE_TOKENS] + KV_PAGE_TOKENS * a->d;
@@ -159,23 +162,23 @@ INLINE void sum_values(int queries, const Attention *a, size_t from, const Scrat
 }
 
 /* Compute the attention of one reading. `queries` is a constant, 1 or 2. out: (queries) rows of d factors. */
-INLINE void attend(int queries, const Attention *a, Scratch *s, factor_t *const *out) {
+INLINE void attend(int queries, const Attention *a, factor_t *const *out) {
     size_t d = a->d, num_pages = pages_of(a->num_seen[queries - 1]);
     float query_scale = 1.0f / sqrtf((float)a->d_head);
     float own_weight[MAX_HEADS] = {0}, norm[2][MAX_HEADS] = {{0}};
     for (int q = 0; q < queries; q++)
-        for (size_t i = 0; i < d; i += LANES) store_factors(s->query + q * d + i, load(a->qkv[q] + i) * query_scale);
+        for (size_t i = 0; i < d; i += LANES) store_factors(a->query + q * d + i, load(a->qkv[q] + i) * query_scale);
     for (size_t h = 0; h < a->num_heads; h++) {
         f32x16 largest[2];
-        score_keys(queries, a, h, num_pages, s, largest);
+        score_keys(queries, a, h, num_pages, largest);
         for (int q = 0; q < queries; q++) {
             float peak = reduce_max(largest[q]);
             if (a->sees_itself && q == 0) {
-                float own = score_own_key(a, h, s);
+                float own = score_own_key(a, h);
                 peak = own > peak ? own : peak;
                 own_weight[h] = own - peak;
             }
-            float *scores = s->weights + (q * a->num_heads + h) * s->max_tokens;
+            float *scores = a->weights + (q * a->num_heads + h) * a->max_tokens;
             norm[q][h] = exponentiate(scores, num_pages, a->num_seen[q], peak);
         }
     }
@@ -189,7 +192,7 @@ INLINE void attend(int queries, const Attention *a, Scratch *s, factor_t *const 
     }
     for (size_t from = 0; from < d; from += VALUE_VECTORS * LANES) {
         f32x16 c[2][VALUE_VECTORS];
-        sum_values(queries, a, from, s, c);
+        sum_values(queries, a, from, c);
         for (int v = 0; v < VALUE_VECTORS; v++) {
             size_t i = from + v * LANES, h = i / a->d_head;
             for (int q = 0; q < queries; q++) {
@@ -204,9 +207,10 @@ INLINE void attend(int queries, const Attention *a, Scratch *s, factor_t *const 
     }
 }
 
-/* `attend` for one query or two, compiled once each. */
-static void attend_one(const Attention *a, Scratch *s, factor_t *const *out) { attend(1, a, s, out); }
-static void attend_both(const Attention *a, Scratch *s, factor_t *const *out) { attend(2, a, s, out); }
+/* `attend` for one query or two, compiled once each. The structure is passed by value, so that its fields can stay in
+ * registers: the compiler must assume that a store through a pointer changes what other pointers refer to. */
+static void attend_one(Attention a, factor_t *const *out) { attend(1, &a, out); }
+static void attend_both(Attention a, factor_t *const *out) { attend(2, &a, out); }
 
 /* Return how many readings a record has in its pages after its new readings. */
 static size_t final_length(const Batch *batch, int64_t record) {
@@ -237,14 +241,18 @@ static void attend_record(const Network *net, const Batch *batch, int64_t record
             kv_t *page = (kv_t *)s->pages[t / KV_PAGE_TOKENS];
             write_key_value(t + 1 < num_seen[1] ? z : u, d, page, t % KV_PAGE_TOKENS);
         }
-        Attention a = {d, net->num_heads, d / net->num_heads, rows, s->pages, num_seen, !are_both_cached};
+        Attention a = {
+            .d = d, .num_heads = net->num_heads, .d_head = d / net->num_heads, .qkv = rows, .pages = s->pages,
+            .num_seen = num_seen, .sees_itself = !are_both_cached, .query = s->query, .weights = s->weights,
+            .max_tokens = s->max_tokens,
+        };
         if (r < num_unscored) {
             a.qkv = rows + 1, a.num_seen = num_seen + 1, a.sees_itself = 0;
-            if (!is_last) attend_one(&a, s, out + 1);
+            if (!is_last) attend_one(a, out + 1);
             continue;
         }
-        if (is_last) attend_one(&a, s, out);
-        else attend_both(&a, s, out);
+        if (is_last) attend_one(a, out);
+        else attend_both(a, out);
         z += 3 * d, attended_z += d;
     }
 }
