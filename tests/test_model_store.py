@@ -22,7 +22,7 @@ from deformer_stream import model_store
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.errors import ArtifactError, ConfigError, Unavailable
 from tests.engine.random_models import draw_records, make_model, normalise_values
-from tests.fuzz.forgery import signed
+from tests.fuzz.forgery import sign
 from tests.models import CONFIG, SCHEMA, TRAINING_SUMMARY, make_calibration, make_small_model, write_model
 
 Manifest = dict[str, Any]
@@ -52,7 +52,7 @@ def forge_manifest(directory: Path, change: Callable[[Manifest], object]) -> Non
     """Change the manifest and give it valid checksums, as an attacker would."""
     manifest = json.loads((directory / model_store.MANIFEST).read_bytes())
     change(manifest)
-    (directory / model_store.MANIFEST).write_bytes(signed(manifest))
+    (directory / model_store.MANIFEST).write_bytes(sign(manifest))
 
 
 def forge_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

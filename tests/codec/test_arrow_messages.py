@@ -1,8 +1,8 @@
-"""Messages that are Arrow streams: the same readings as in JSON, the same refusals, and nothing that bytes could do."""
+"""Tests of messages that are Arrow streams: they give the same readings and rejections as JSON, and never raise."""
 
 from __future__ import annotations
 
-import time
+import draw_broker_time
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,8 @@ SCHEMA = Schema(
 BROKER = 1_583_750_073_000_000
 
 
-def stream(columns: dict[str, Any], *more: dict[str, Any], **options: Any) -> bytes:
-    """One record batch for each mapping of names to arrays."""
+def make_stream(columns: dict[str, Any], *more: dict[str, Any], **options: Any) -> bytes:
+    """Return an Arrow stream with one record batch per mapping of column names to arrays."""
     batches = [pa.record_batch(list(part.values()), list(part)) for part in (columns, *more)]
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batches[0].schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
@@ -41,13 +41,15 @@ def stream(columns: dict[str, Any], *more: dict[str, Any], **options: Any) -> by
 def decode(
     *payloads: bytes, key: bytes | None = b"key", codec: Codec | None = None
 ) -> tuple[EventBatch, list[Rejection]]:
+    """Return the events and rejections of one message."""
     n = len(payloads)
     ints = np.arange(n)
     data = Messages("t", [key] * n, list(payloads), np.full(n, BROKER), ints.astype(np.int32) + 5, ints)
     return (codec or Codec(SCHEMA)).decode(data)
 
 
-def rows(batch: EventBatch) -> list[tuple[Any, ...]]:
+def list_readings(batch: EventBatch) -> list[tuple[Any, ...]]:
+    """Return the events as (record id, feature name, value or label) tuples."""
     names = [SCHEMA.names[code] for code in batch.features.tolist()]
     values = [None if value != value else value for value in batch.values.tolist()]
     unseen = [batch.unseen_labels.get(i) for i in range(len(batch))]
@@ -56,10 +58,11 @@ def rows(batch: EventBatch) -> list[tuple[Any, ...]]:
     )
 
 
-def refused(*payloads: bytes, **options: Any) -> Rejection:
-    batch, (rejected,) = decode(*payloads, **options)
+def decode_rejected(*payloads: bytes, **options: Any) -> Rejection:
+    """Return the only rejection of a message that gives no event."""
+    batch, (rejections,) = decode(*payloads, **options)
     assert len(batch) == 0
-    return rejected
+    return rejections
 
 
 reading = st.one_of(
@@ -70,7 +73,7 @@ event = st.tuples(st.sampled_from(["a", "b", "", None]), reading, st.one_of(st.n
 
 
 @given(st.lists(st.lists(event, min_size=1, max_size=6), min_size=1, max_size=4), st.booleans())
-def test_readings_in_rows_are_those_of_as_many_json_messages(messages: list[list[Any]], packed: bool) -> None:
+def test_long_stream_equals_json_messages(messages: list[list[Any]], packed: bool) -> None:
     tables, singles, origin = [], [], []
     for i, events in enumerate(messages):
         features = pa.array([feature for _, (feature, _), _ in events])
@@ -83,72 +86,72 @@ def test_readings_in_rows_are_those_of_as_many_json_messages(messages: list[list
             "label": pa.array(labels, pa.string()),
             "time": pa.array([at for _, _, at in events], pa.float64()),
         }
-        tables.append(stream(columns))
+        tables.append(make_stream(columns))
         for record, (feature, value), at in events:
             document = {"record": record, "feature": feature, "value": value, "time": at}
             singles.append(orjson.dumps(document))
             origin.append(i)
-    batch, rejected = decode(*tables)
+    batch, rejections = decode(*tables)
     alike, alone = decode(*singles)
-    moved = [(*row[:4], origin[row[4]], row[5]) for row in rows(alike)]
-    assert rows(batch) == moved
+    moved = [(*row[:4], origin[row[4]], row[5]) for row in list_readings(alike)]
+    assert list_readings(batch) == moved
     assert (batch.partitions == batch.message_indices + 5).all()
     merged = Rejection.merge_by_message(
         [Rejection(origin[r.message_index], r.reason, r.detail, r.num_readings) for r in alone]
     )
-    assert [(r.message_index, r.reason, r.num_readings) for r in rejected] == [
+    assert [(r.message_index, r.reason, r.num_readings) for r in rejections] == [
         (r.message_index, r.reason, r.num_readings) for r in merged
     ]
 
 
 @given(st.lists(st.lists(st.one_of(st.none(), st.floats(-1e9, 1e9)), min_size=2, max_size=2), min_size=1, max_size=5))
-def test_records_in_rows_are_those_of_as_many_json_objects(cells: list[list[float | None]]) -> None:
-    """What has no column is not spoken of; a null will not be observed."""
+def test_wide_stream_equals_json_objects(cells: list[list[float | None]]) -> None:
+    """A feature without a column is not mentioned; null declares that the feature will not be observed."""
     names = [f"r{i}" for i in range(len(cells))]
     columns = {"record": names, "Current": pa.array([c[0] for c in cells], pa.float64())}
     columns["Pressure"] = pa.array([c[1] for c in cells], pa.float64())
-    batch, rejected = decode(stream(columns))
+    batch, rejections = decode(make_stream(columns))
     documents = [{"record": n, "values": {"Current": a, "Pressure": b}} for n, (a, b) in zip(names, cells, strict=True)]
     alike, _ = decode(*map(orjson.dumps, documents))
-    assert [row[:4] for row in rows(batch)] == [row[:4] for row in rows(alike)]
-    assert rejected == []
+    assert [row[:4] for row in list_readings(batch)] == [row[:4] for row in list_readings(alike)]
+    assert rejections == []
 
 
-def test_streams_and_json_keep_their_order() -> None:
+def test_streams_and_json_messages_keep_their_order() -> None:
     single = b'{"record":"j","feature":"Current","value":1}'
-    table = stream({"feature": ["Pressure", "mode"], "value": pa.array(["2", "new"])})
-    batch, rejected = decode(single, table, single.replace(b"1", b"3"))
-    assert [(row[0], row[1], row[2], row[4]) for row in rows(batch)] == [
+    table = make_stream({"feature": ["Pressure", "mode"], "value": pa.array(["2", "new"])})
+    batch, rejections = decode(single, table, single.replace(b"1", b"3"))
+    assert [(row[0], row[1], row[2], row[4]) for row in list_readings(batch)] == [
         ("j", "Current", 1.0, 0),
         ("key", "Pressure", 2.0, 1),
         ("key", "mode", 2.0, 1),
         ("j", "Current", 3.0, 2),
     ]
     assert batch.unseen_labels == {2: "new"}
-    assert (rejected, batch.times.tolist()) == ([], [BROKER] * 4)
+    assert (rejections, batch.times.tolist()) == ([], [BROKER] * 4)
 
 
-def test_several_batches_in_a_stream() -> None:
+def test_stream_with_several_record_batches() -> None:
     part = {"record": ["a"], "feature": ["Pressure"], "value": [1.0]}
-    batch, _ = decode(stream(part, part, {**part, "record": ["b"]}))
+    batch, _ = decode(make_stream(part, part, {**part, "record": ["b"]}))
     assert batch.record_ids == ["a", "a", "b"]
 
 
-def test_a_bad_cell_is_refused_alone() -> None:
+def test_bad_cell_is_rejected_alone() -> None:
     columns = {
         "record": ["a", "b", "c"],
         "Pressure": pa.array([1.0, float("nan"), None]),
         "mode": ["idle", "x" * 2000, "new"],
         "speed": [1, 2, 3],
     }
-    batch, rejected = decode(stream(columns))
-    assert [row[:3] + row[5:] for row in rows(batch)] == [
+    batch, rejections = decode(make_stream(columns))
+    assert [row[:3] + row[5:] for row in list_readings(batch)] == [
         ("a", "Pressure", 1.0, None),
         ("a", "mode", 0.0, None),
         ("c", "Pressure", None, None),
         ("c", "mode", 2.0, "new"),
     ]
-    found = {r.reason: (r.num_readings, r.message_index) for r in rejected}
+    found = {r.reason: (r.num_readings, r.message_index) for r in rejections}
     assert found == {
         RejectionReason.NOT_FINITE: (1, 0),
         RejectionReason.TOO_LARGE: (1, 0),
@@ -156,18 +159,20 @@ def test_a_bad_cell_is_refused_alone() -> None:
     }
 
 
-def test_devices_and_windows() -> None:
+def test_rows_of_devices_are_assigned_to_windows() -> None:
     codec = Codec(SCHEMA, window_assigner=WindowAssigner(10_000_000), max_ahead_micros=3_600_000_000)
     at = BROKER / 1e6
-    long = stream({"device": ["p", None], "feature": ["Pressure"] * 2, "value": [1.0, 2.0], "time": [at + 10, None]})
-    wide = stream({"device": ["p"], "record": pa.array([None], pa.string()), "Current": [1.0]})
-    batch, rejected = decode(long, wide, codec=codec)
+    long = make_stream(
+        {"device": ["p", None], "feature": ["Pressure"] * 2, "value": [1.0, 2.0], "time": [at + 10, None]}
+    )
+    wide = make_stream({"device": ["p"], "record": pa.array([None], pa.string()), "Current": [1.0]})
+    batch, rejections = decode(long, wide, codec=codec)
     names = ["p@2020-03-09T10:34:40Z", "key@2020-03-09T10:34:30Z", "p@2020-03-09T10:34:30Z"]
-    assert (batch.record_ids, rejected) == (names, [])
+    assert (batch.record_ids, rejections) == (names, [])
     assert batch.windows is not None
     assert batch.windows.devices == ["p", "key", "p"]
-    early = stream({"record": ["r"], "feature": ["Pressure"], "value": [1.0], "time": [at + 7200]})
-    assert refused(early, codec=codec).reason is RejectionReason.FUTURE
+    early = make_stream({"record": ["r"], "feature": ["Pressure"], "value": [1.0], "time": [at + 7200]})
+    assert decode_rejected(early, codec=codec).reason is RejectionReason.FUTURE
 
 
 GOOD = {"record": ["a"], "feature": ["Pressure"], "value": [1.0]}
@@ -178,63 +183,69 @@ GOOD = {"record": ["a"], "feature": ["Pressure"], "value": [1.0]}
     [
         (b"\xff\xff\xff\xff", RejectionReason.NOT_JSON, "not a readable Arrow stream"),
         (b"\xff\xff\xff\xff\x10\0\0\0" + b"\0" * 64, RejectionReason.NOT_JSON, "not a readable Arrow stream"),
-        (stream(GOOD)[:-40], RejectionReason.NOT_JSON, "not a readable Arrow stream"),
-        (stream(GOOD, compression="zstd"), RejectionReason.TOO_LARGE, "use the compression of the Kafka producer"),
+        (make_stream(GOOD)[:-40], RejectionReason.NOT_JSON, "not a readable Arrow stream"),
+        (make_stream(GOOD, compression="zstd"), RejectionReason.TOO_LARGE, "use the compression of the Kafka producer"),
         (
-            stream({**GOOD, "feature": pa.array(["Pressure"]).dictionary_encode()}, compression="lz4"),
+            make_stream({**GOOD, "feature": pa.array(["Pressure"]).dictionary_encode()}, compression="lz4"),
             RejectionReason.TOO_LARGE,
             "",
         ),
-        (stream({**GOOD, "value": [[1.0]]}), RejectionReason.WRONG_TYPE, "column 'value' is 'list"),
-        (stream({**GOOD, "record": [1.5]}), RejectionReason.WRONG_TYPE, "record ids are text"),
-        (stream({**GOOD, "feature": [1]}), RejectionReason.WRONG_TYPE, "feature names must be text"),
-        (stream({**GOOD, "time": [True]}), RejectionReason.WRONG_TYPE, "a timestamp, epoch seconds"),
-        (stream({"record": ["a"], "feature": ["Pressure"]}), RejectionReason.UNKNOWN_FEATURE, "'feature' is unknown"),
-        (stream({"record": ["a"]}), RejectionReason.MISSING_FIELD, "there is no column of a feature"),
-        (stream({"Pressure": pa.array([], pa.float64())}), RejectionReason.MISSING_FIELD, "has no rows"),
-        (stream({"Pressure": pa.nulls(MAX_READINGS + 1)}), RejectionReason.TOO_LARGE, "more than 65536 readings"),
-        (stream({"Pressure": ["x"]}), RejectionReason.WRONG_TYPE, "where a number is expected"),
+        (make_stream({**GOOD, "value": [[1.0]]}), RejectionReason.WRONG_TYPE, "column 'value' is 'list"),
+        (make_stream({**GOOD, "record": [1.5]}), RejectionReason.WRONG_TYPE, "record ids are text"),
+        (make_stream({**GOOD, "feature": [1]}), RejectionReason.WRONG_TYPE, "feature names must be text"),
+        (make_stream({**GOOD, "time": [True]}), RejectionReason.WRONG_TYPE, "a timestamp, epoch seconds"),
         (
-            stream({"Pressure": pa.array([1], pa.timestamp("s"))}),
+            make_stream({"record": ["a"], "feature": ["Pressure"]}),
+            RejectionReason.UNKNOWN_FEATURE,
+            "'feature' is unknown",
+        ),
+        (make_stream({"record": ["a"]}), RejectionReason.MISSING_FIELD, "there is no column of a feature"),
+        (make_stream({"Pressure": pa.array([], pa.float64())}), RejectionReason.MISSING_FIELD, "has no rows"),
+        (make_stream({"Pressure": pa.nulls(MAX_READINGS + 1)}), RejectionReason.TOO_LARGE, "more than 65536 readings"),
+        (make_stream({"Pressure": ["x"]}), RejectionReason.WRONG_TYPE, "where a number is expected"),
+        (
+            make_stream({"Pressure": pa.array([1], pa.timestamp("s"))}),
             RejectionReason.WRONG_TYPE,
             "the column has the type 'timestamp",
         ),
-        (stream({**GOOD, "record": pa.array([b"\xff"]).view(pa.string())}), RejectionReason.NOT_JSON, "UTF"),
+        (make_stream({**GOOD, "record": pa.array([b"\xff"]).view(pa.string())}), RejectionReason.NOT_JSON, "UTF"),
         (
-            stream({**GOOD, "record": pa.array(["x"] * 200_000)[:1], "value": [1.0]}) + b"x" * 2**20,
+            make_stream({**GOOD, "record": pa.array(["x"] * 200_000)[:1], "value": [1.0]}) + b"x" * 2**20,
             RejectionReason.TOO_LARGE,
             "bytes",
         ),
     ],
 )
-def test_refusals(payload: bytes, reason: RejectionReason, said: str) -> None:
-    rejected = refused(payload)
-    assert rejected.reason is reason
-    assert said in rejected.detail
-    assert rejected.detail.isprintable()
+def test_rejections_of_streams(payload: bytes, reason: RejectionReason, said: str) -> None:
+    rejections = decode_rejected(payload)
+    assert rejections.reason is reason
+    assert said in rejections.detail
+    assert rejections.detail.isprintable()
 
 
-def test_without_a_record_and_a_key_there_is_no_owner() -> None:
-    table = stream({"feature": ["Pressure"] * 3, "value": [1.0, 2.0, 3.0]})
-    assert refused(table, key=None).num_readings == 3
-    assert refused(table, key=b"\xff").reason is RejectionReason.MISSING_FIELD
+def test_row_without_record_and_key_is_rejected() -> None:
+    table = make_stream({"feature": ["Pressure"] * 3, "value": [1.0, 2.0, 3.0]})
+    assert decode_rejected(table, key=None).num_readings == 3
+    assert decode_rejected(table, key=b"\xff").reason is RejectionReason.MISSING_FIELD
 
 
-def test_a_bomb_costs_nothing() -> None:
-    """A kilobyte that would inflate to a gigabyte."""
+def test_compression_bomb_is_rejected_without_expansion() -> None:
+    """A stream of a kilobyte would expand to a gigabyte."""
     big = {**GOOD, "record": pa.DictionaryArray.from_arrays(pa.array([0], pa.int8()), pa.array(["x" * 2**28]))}
-    bomb = stream(big, compression="zstd")
+    bomb = make_stream(big, compression="zstd")
     assert len(bomb) < 2**16
-    before, began = pa.total_allocated_bytes(), time.process_time()
-    assert refused(bomb).reason is RejectionReason.TOO_LARGE
+    before, began = pa.total_allocated_bytes(), draw_broker_time.process_time()
+    assert decode_rejected(bomb).reason is RejectionReason.TOO_LARGE
     assert pa.total_allocated_bytes() - before < 2**20
-    assert time.process_time() - began < 5
+    assert draw_broker_time.process_time() - began < 5
 
 
 SEEDS = [
-    stream({**GOOD, "time": [1.0]}),
-    stream({"record": pa.array(["a", "b"]).dictionary_encode(), "Pressure": [1.0, None], "mode": ["idle", "new"]}),
-    stream({**GOOD, "record": pa.array(["a"], pa.large_string()), "time": pa.array([1], pa.timestamp("us", "UTC"))}),
+    make_stream({**GOOD, "time": [1.0]}),
+    make_stream({"record": pa.array(["a", "b"]).dictionary_encode(), "Pressure": [1.0, None], "mode": ["idle", "new"]}),
+    make_stream(
+        {**GOOD, "record": pa.array(["a"], pa.large_string()), "time": pa.array([1], pa.timestamp("us", "UTC"))}
+    ),
 ]
 
 
@@ -247,7 +258,7 @@ def test_damaged_streams_never_raise(seed: bytes, data: st.DataObject) -> None:
             st.one_of(st.binary(min_size=1, max_size=8), st.sampled_from([b"\xff" * 8, b"\xff\xff\xff\x7f"]))
         )
         damaged[at : at + len(part)] = part
-    batch, rejected = decode(bytes(damaged))
-    assert len(batch) or rejected
+    batch, rejections = decode(bytes(damaged))
+    assert len(batch) or rejections
     assert all(record for record in batch.record_ids)
     assert not np.isinf(batch.values).any()

@@ -1,4 +1,4 @@
-"""Readings that were gathered into fewer messages are the same readings."""
+"""Tests that readings packed into fewer messages are the same readings."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ reading = st.fixed_dictionaries(
 odd = st.sampled_from([b"no JSON", b"[1]", b'{"record":"a","values":{"Current":1}}', b'{"record":7}'])
 
 
-def by_record(messages: list[tuple[bytes | None, bytes]]) -> tuple[dict[str, list[Any]], list[Any]]:
-    """Each record's readings in order, and what is refused with how often."""
+def group_by_record(messages: list[tuple[bytes | None, bytes]]) -> tuple[dict[str, list[Any]], list[Any]]:
+    """Return the readings of each record in order, and the number of rejections by reason."""
     n = len(messages)
     zeros = np.zeros(n, np.int64)
     keys, payloads = [key for key, _ in messages], [payload for _, payload in messages]
-    batch, rejected = Codec(SCHEMA).decode(Messages("t", keys, payloads, zeros, zeros.astype(np.int32), zeros))
+    batch, rejections = Codec(SCHEMA).decode(Messages("t", keys, payloads, zeros, zeros.astype(np.int32), zeros))
     found = defaultdict(list)
-    rows = zip(batch.record_ids, batch.features.tolist(), batch.values.tolist(), strict=True)
-    for i, (record, feature, number) in enumerate(rows):
+    list_readings = zip(batch.record_ids, batch.features.tolist(), batch.values.tolist(), strict=True)
+    for i, (record, feature, number) in enumerate(list_readings):
         found[record].append((feature, repr(number), batch.unseen_labels.get(i)))
     reasons: dict[str, int] = defaultdict(int)
-    for refusal in rejected:
-        reasons[refusal.reason] += refusal.num_readings
+    for rejection in rejections:
+        reasons[rejection.reason] += rejection.num_readings
     return dict(found), sorted(reasons.items())
 
 
 @pytest.mark.parametrize("packing", ["json", "json-many", "arrow"])
 @given(documents=st.lists(st.one_of(reading.map(orjson.dumps), odd), max_size=30), gathered=st.integers(1, 12))
-def test_nothing_is_lost_or_moved(packing: Packing, documents: list[bytes], gathered: int) -> None:
-    def place(key: bytes | None) -> int:
+def test_packing_keeps_readings_order_and_partitions(packing: Packing, documents: list[bytes], gathered: int) -> None:
+    def find_partition(key: bytes | None) -> int:
         return ord(key or b"a") % 2
 
     messages: list[tuple[bytes | None, bytes]] = []
     for document in documents:
         record = orjson.loads(document).get("record", "a") if document.startswith(b"{") else "a"
         messages.append((str(record).encode(), document))
-    sent = list(pack_readings(messages, packing, gathered, place))
+    sent = list(pack_readings(messages, packing, gathered, find_partition))
     assert sum(message.num_readings for message in sent) == len(documents)
     assert len(sent) <= len(documents)
-    assert by_record([(message.key, message.value) for message in sent]) == by_record(messages)
+    assert group_by_record([(message.key, message.value) for message in sent]) == group_by_record(messages)
     for message in sent:
         if message.partition is not None:
-            of_stream = by_record([(None, message.value)])[0]
-            assert {place(record.encode()) for record in of_stream} <= {message.partition}
+            of_stream = group_by_record([(None, message.value)])[0]
+            assert {find_partition(record.encode()) for record in of_stream} <= {message.partition}
 
 
 def test_many_readings_become_few_messages() -> None:
@@ -68,7 +68,7 @@ def test_many_readings_become_few_messages() -> None:
     ]
     messages = [(orjson.loads(line)["record"].encode(), line) for line in lines]
     assert len(list(pack_readings(messages, "json-many"))) == 100
-    (stream,) = pack_readings(messages, "arrow")
-    assert (stream.key, stream.partition, stream.num_readings) == (None, 0, 200)
+    (make_stream,) = pack_readings(messages, "arrow")
+    assert (make_stream.key, make_stream.partition, make_stream.num_readings) == (None, 0, 200)
     (first, *_) = pack_readings(messages, "json-many")
     assert orjson.loads(first.value) == {"record": "r0", "time": 0, "values": {"Pressure": 0.0, "Current": 0.0}}

@@ -1,10 +1,13 @@
-"""What senders do by mistake or by intent: depth, sizes, numbers and times beyond bounds, odd text, clocks ahead."""
+"""Tests of input that senders get wrong, by mistake or on purpose.
+
+The cases are deep nesting, sizes, numbers and times beyond all limits, unusual text, and clocks that are ahead.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import time
+import draw_broker_time
 from typing import Any
 
 import numpy as np
@@ -16,14 +19,23 @@ from deformer_stream.codec import MAX_TEXT_CHARS, Codec, WindowAssigner, encode_
 from deformer_stream.codec.encode_outputs import MAX_ALERT_BYTES
 from deformer_stream.codec.payloads import Messages, UnreadablePayload, WideRows
 from deformer_stream.engine.events import NO_TIME, Alert, Contribution, ExpectedRange, Rejection, RejectionReason
-from tests.codec.test_json_messages import BROKER_TIME, CODEC, SCHEMA, decode, messages, readings, single
-from tests.codec.test_tables import long
+from tests.codec.test_json_messages import (
+    BROKER_TIME,
+    CODEC,
+    SCHEMA,
+    decode,
+    list_readings,
+    make_messages,
+    make_reading,
+)
+from tests.codec.test_tables import decode_long
 
 GOOD = b'{"record":"r","feature":"Pressure","value":1'
 SECOND = 1_000_000
 
 
-def nested(depth: int, inside: bytes = b"") -> bytes:
+def make_nested(depth: int, inside: bytes = b"") -> bytes:
+    """Return a JSON document with lists nested to the given depth."""
     return b"[" * depth + inside + b"]" * depth
 
 
@@ -32,18 +44,18 @@ def nested(depth: int, inside: bytes = b"") -> bytes:
 
 @pytest.mark.parametrize("depth", [1100, 5000, 100_000])
 @pytest.mark.parametrize("end", [b"", b',"y":NaN'])
-def test_depth_is_refused_by_either_parser(depth: int, end: bytes) -> None:
-    """NaN sends a message to the less strict parser."""
-    batch, (rejected,) = decode(GOOD + b',"x":' + nested(depth) + end + b"}")
-    assert (len(batch), rejected.reason) == (0, RejectionReason.NOT_JSON)
+def test_deep_nesting_is_rejected_by_both_parsers(depth: int, end: bytes) -> None:
+    """NaN makes the lenient parser read the message."""
+    batch, (rejections,) = decode(GOOD + b',"x":' + make_nested(depth) + end + b"}")
+    assert (len(batch), rejections.reason) == (0, RejectionReason.NOT_JSON)
 
 
-def test_depth_that_the_parser_takes_does_no_harm() -> None:
-    batch, rejected = decode(GOOD + b',"x":' + nested(900) + b"}", single([[[1]]]))
-    assert readings(batch) == [("r", "Pressure", 1)]
-    assert [r.reason for r in rejected] == [RejectionReason.WRONG_TYPE]
-    _, (rejected,) = decode(GOOD + b',"x":' + nested(500) + b',"values":{"Pressure":NaN}}')
-    assert rejected.reason is RejectionReason.NOT_JSON
+def test_accepted_nesting_does_no_harm() -> None:
+    batch, rejections = decode(GOOD + b',"x":' + make_nested(900) + b"}", make_reading([[[1]]]))
+    assert list_readings(batch) == [("r", "Pressure", 1)]
+    assert [r.reason for r in rejections] == [RejectionReason.WRONG_TYPE]
+    _, (rejections,) = decode(GOOD + b',"x":' + make_nested(500) + b',"values":{"Pressure":NaN}}')
+    assert rejections.reason is RejectionReason.NOT_JSON
 
 
 @pytest.mark.parametrize(
@@ -59,45 +71,50 @@ def test_depth_that_the_parser_takes_does_no_harm() -> None:
         (b"-9223372036854775809", -(2.0**63)),
     ],
 )
-def test_numbers_of_any_length(value: bytes, said: float) -> None:
+def test_numbers_with_many_digits(value: bytes, said: float) -> None:
     document = b'{"record":"r","feature":"Pressure","value":' + value + b"}"
-    batch, rejected = decode(document, document[:-1] + b',"x":NaN}')
-    assert (batch.values.tolist(), rejected) == ([said, said], [])
+    batch, rejections = decode(document, document[:-1] + b',"x":NaN}')
+    assert (batch.values.tolist(), rejections) == ([said, said], [])
 
 
 @pytest.mark.parametrize("value", [b"9" * 1_000_000, b"-" + b"9" * 401, b"1e400", b"1e99999999999999999999"])
-def test_numbers_beyond_any_float(value: bytes) -> None:
-    batch, (rejected,) = decode(b'{"record":"r","feature":"Pressure","value":' + value + b"}")
-    assert (len(batch), rejected.reason) == (0, RejectionReason.NOT_FINITE)
+def test_numbers_beyond_float64_are_rejected(value: bytes) -> None:
+    batch, (rejections,) = decode(b'{"record":"r","feature":"Pressure","value":' + value + b"}")
+    assert (len(batch), rejections.reason) == (0, RejectionReason.NOT_FINITE)
 
 
-def test_of_a_key_that_comes_twice_the_last_counts() -> None:
-    batch, rejected = decode(
+def test_last_of_two_equal_keys_counts() -> None:
+    batch, rejections = decode(
         GOOD + b',"value":2}',
         b'{"record":"q","record":"r","feature":"Current","feature":"Pressure","value":NaN,"value":3}',
         b'{"record":"r","values":{"Pressure":4,"Pressure":5}}',
         b'{"record":"r","record":null,"feature":"Pressure","value":6}',
         keys=[None, None, None, b"k"],
     )
-    assert readings(batch) == [("r", "Pressure", 2), ("r", "Pressure", 3), ("r", "Pressure", 5), ("k", "Pressure", 6)]
-    assert rejected == []
+    assert list_readings(batch) == [
+        ("r", "Pressure", 2),
+        ("r", "Pressure", 3),
+        ("r", "Pressure", 5),
+        ("k", "Pressure", 6),
+    ]
+    assert rejections == []
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "utf-8-sig"])
-def test_other_encodings_are_no_json(encoding: str) -> None:
+def test_other_text_encodings_are_not_json(encoding: str) -> None:
     text = '{"record":"é","feature":"Pressure","value":1}'
-    batch, (rejected,) = decode(text.encode(encoding))
-    assert (len(batch), rejected.reason) == (0, RejectionReason.NOT_JSON)
+    batch, (rejections,) = decode(text.encode(encoding))
+    assert (len(batch), rejections.reason) == (0, RejectionReason.NOT_JSON)
 
 
-def test_whole_numbers_are_exact_ids_by_either_parser() -> None:
+def test_integer_ids_are_exact_in_both_parsers() -> None:
     for number in (2**63, 2**64 - 1, -(2**63)):
         document = b'{"record":%d,"values":{"Pressure":1,"Current":NaN}}' % number
-        batch, rejected = decode(document)
-        assert readings(batch) == [(str(number), "Pressure", 1)]
-        assert [r.reason for r in rejected] == [RejectionReason.NOT_FINITE]
-    _, (rejected,) = decode(b'{"record":%d,"feature":"Pressure","value":1}' % 2**64)
-    assert rejected.reason is RejectionReason.WRONG_TYPE
+        batch, rejections = decode(document)
+        assert list_readings(batch) == [(str(number), "Pressure", 1)]
+        assert [r.reason for r in rejections] == [RejectionReason.NOT_FINITE]
+    _, (rejections,) = decode(b'{"record":%d,"feature":"Pressure","value":1}' % 2**64)
+    assert rejections.reason is RejectionReason.WRONG_TYPE
 
 
 # --- text: ids and labels end in keys, headers, JSON lines and logs
@@ -117,11 +134,13 @@ ODD_TEXTS = [
 
 
 @pytest.mark.parametrize("text", ODD_TEXTS)
-def test_odd_text_stays_what_it_is_and_breaks_no_line(text: str) -> None:
-    batch, rejected = decode(single(1.0, record=text), single(text, "state"), single(1.0, text), single(text))
+def test_unusual_text_is_kept_and_written_on_one_line(text: str) -> None:
+    batch, rejections = decode(
+        make_reading(1.0, record=text), make_reading(text, "state"), make_reading(1.0, text), make_reading(text)
+    )
     assert batch.record_ids[0] == text
     assert batch.unseen_labels == {1: text}
-    assert [r.reason for r in rejected] == [RejectionReason.UNKNOWN_FEATURE, RejectionReason.WRONG_TYPE]
+    assert [r.reason for r in rejections] == [RejectionReason.UNKNOWN_FEATURE, RejectionReason.WRONG_TYPE]
     alert = Alert(
         "id",
         text,
@@ -140,12 +159,12 @@ def test_odd_text_stays_what_it_is_and_breaks_no_line(text: str) -> None:
     line = encode_alert(alert, None)
     assert b"\n" not in line
     assert json.loads(line)["record"] == json.loads(line)["contributions"][0]["value"] == text
-    for refusal in rejected:
-        assert refusal.detail.isprintable()
-        assert len(refusal.detail.encode()) < 800
+    for rejection in rejections:
+        assert rejection.detail.isprintable()
+        assert len(rejection.detail.encode()) < 800
 
 
-def test_an_alert_with_ever_so_many_long_labels_fits_its_topic() -> None:
+def test_alert_with_many_long_labels_fits_into_a_message() -> None:
     long_label = "\U0001f4a7" * MAX_TEXT_CHARS
     parts = tuple(
         Contribution(str(i), long_label, 300.0 - i, ExpectedRange(None, long_label, None)) for i in range(300)
@@ -167,10 +186,10 @@ def test_an_alert_with_ever_so_many_long_labels_fits_its_topic() -> None:
         ("é" * MAX_TEXT_CHARS, "é" * MAX_TEXT_CHARS),
     ],
 )
-def test_keys_that_stand_for_the_record(key: bytes | str, record: str) -> None:
+def test_message_key_replaces_a_missing_record_id(key: bytes | str, record: str) -> None:
     raw = key.encode() if isinstance(key, str) else key
-    batch, rejected = decode({"feature": "Pressure", "value": 1.0}, keys=[raw])
-    assert (batch.record_ids, rejected) == ([record], [])
+    batch, rejections = decode({"feature": "Pressure", "value": 1.0}, keys=[raw])
+    assert (batch.record_ids, rejections) == ([record], [])
 
 
 @pytest.mark.parametrize(
@@ -183,31 +202,31 @@ def test_keys_that_stand_for_the_record(key: bytes | str, record: str) -> None:
         (b"k" * 2**21, RejectionReason.TOO_LARGE),
     ],
 )
-def test_keys_that_cannot(key: bytes | None, reason: RejectionReason) -> None:
-    batch, (rejected,) = decode({"feature": "Pressure", "value": 1.0}, keys=[key])
-    assert (len(batch), rejected.reason) == (0, reason)
-    assert len(rejected.detail) < 250
+def test_message_keys_that_cannot_be_record_ids(key: bytes | None, reason: RejectionReason) -> None:
+    batch, (rejections,) = decode({"feature": "Pressure", "value": 1.0}, keys=[key])
+    assert (len(batch), rejections.reason) == (0, reason)
+    assert len(rejections.detail) < 250
 
 
 # --- a message has one refusal for each reason, however many readings it has
 
 
-def test_many_bad_readings_are_one_refusal_for_each_reason() -> None:
+def test_bad_readings_of_a_message_give_one_rejection_per_reason() -> None:
     values: dict[str, Any] = {f"unknown-{i}": i for i in range(4000)}
     values |= {"Pressure": "high", "Current": math.inf, "state": "on"}
-    batch, rejected = decode(single(1.0), {"record": "r", "values": values}, single(1.0, "nope"))
-    assert readings(batch) == [("r", "Pressure", 1), ("r", "state", 1)]
-    assert [(r.message_index, r.reason, r.num_readings) for r in rejected] == [
+    batch, rejections = decode(make_reading(1.0), {"record": "r", "values": values}, make_reading(1.0, "nope"))
+    assert list_readings(batch) == [("r", "Pressure", 1), ("r", "state", 1)]
+    assert [(r.message_index, r.reason, r.num_readings) for r in rejections] == [
         (1, RejectionReason.UNKNOWN_FEATURE, 4000),
         (1, RejectionReason.WRONG_TYPE, 1),
         (1, RejectionReason.NOT_FINITE, 1),
         (2, RejectionReason.UNKNOWN_FEATURE, 1),
     ]
-    assert rejected[0].detail == "feature 'unknown-0' is unknown to the model (and 3999 more of this message)"
-    assert "more of this" not in rejected[1].detail
+    assert rejections[0].detail == "feature 'unknown-0' is unknown to the model (and 3999 more of this message)"
+    assert "more of this" not in rejections[1].detail
 
 
-def test_merging_keeps_messages_in_order_and_counts_all() -> None:
+def test_merged_rejections_keep_message_order_and_counts() -> None:
     late, twice = RejectionReason.LATE, RejectionReason.DUPLICATE
     mixed = [Rejection(2, late, "a"), Rejection(0, late, "b"), Rejection(2, twice, "c"), Rejection(2, late, "d", 3)]
     assert Rejection.merge_by_message(mixed) == [
@@ -218,13 +237,15 @@ def test_merging_keeps_messages_in_order_and_counts_all() -> None:
     assert Rejection.merge_by_message([]) == []
 
 
-def test_what_the_connector_could_not_hand_over() -> None:
-    data = messages(GOOD + b"}", UnreadablePayload(RejectionReason.TOO_LARGE, "3 messages of 5 GB", 3), GOOD + b"}")
-    batch, rejected = CODEC.decode(data)
+def test_unreadable_payload_is_rejected_with_its_reason() -> None:
+    data = make_messages(
+        GOOD + b"}", UnreadablePayload(RejectionReason.TOO_LARGE, "3 messages of 5 GB", 3), GOOD + b"}"
+    )
+    batch, rejections = CODEC.decode(data)
     assert batch.message_indices.tolist() == [0, 2]
-    assert rejected == [Rejection(1, RejectionReason.TOO_LARGE, "3 messages of 5 GB", 3)]
+    assert rejections == [Rejection(1, RejectionReason.TOO_LARGE, "3 messages of 5 GB", 3)]
     assert get_message(data, 1) == (None, b"")
-    assert orjson.loads(encode_rejected(rejected[0], data))["payload"] == ""
+    assert orjson.loads(encode_rejected(rejections[0], data))["payload"] == ""
 
 
 # --- times
@@ -242,13 +263,13 @@ def test_what_the_connector_could_not_hand_over() -> None:
         (253402300799.0, 253_402_300_799_000_000),
     ],
 )
-def test_times_at_the_edges(when: Any, micros: int) -> None:
-    batch, rejected = decode(single(1.0, time=when))
-    assert (batch.times.tolist(), rejected) == ([micros], [])
+def test_first_and_last_possible_times(when: Any, micros: int) -> None:
+    batch, rejections = decode(make_reading(1.0, time=when))
+    assert (batch.times.tolist(), rejections) == ([micros], [])
 
 
 @pytest.mark.parametrize(
-    ("when", "says"),
+    ("when", "expected_text"),
     [
         (1583750073000, "these look like milliseconds"),
         (1583750073000000, "these look like microseconds"),
@@ -268,23 +289,23 @@ def test_times_at_the_edges(when: Any, micros: int) -> None:
         ("9999-12-31T23:59:59-01:00", "outside the years 1 to 9999"),
     ],
 )
-def test_times_that_are_none(when: Any, says: str) -> None:
-    batch, (rejected,) = decode(single(1.0, time=when))
-    assert (len(batch), rejected.reason) == (0, RejectionReason.WRONG_TYPE)
-    assert says in rejected.detail
-    assert len(rejected.detail) < 250
+def test_impossible_times_are_rejected(when: Any, expected_text: str) -> None:
+    batch, (rejections,) = decode(make_reading(1.0, time=when))
+    assert (len(batch), rejections.reason) == (0, RejectionReason.WRONG_TYPE)
+    assert expected_text in rejections.detail
+    assert len(rejections.detail) < 250
 
 
-def test_tables_say_it_in_the_same_words() -> None:
-    _, rejected = long(
+def test_tables_reject_times_with_the_same_messages() -> None:
+    _, rejections = decode_long(
         record=["r"] * 3, feature=["Pressure"] * 3, value=[1.0] * 3, time=[1583750073000.0, 1e300, math.inf]
     )
-    assert [r.reason for r in rejected] == [
+    assert [r.reason for r in rejections] == [
         RejectionReason.WRONG_TYPE,
         RejectionReason.WRONG_TYPE,
         RejectionReason.NOT_FINITE,
     ]
-    assert "these look like milliseconds" in rejected[0].detail
+    assert "these look like milliseconds" in rejections[0].detail
 
 
 # --- clocks that are ahead
@@ -294,51 +315,57 @@ NOW = BROKER_TIME // SECOND
 
 
 @pytest.mark.parametrize("event", [{"record": "r"}, {"device": "d"}])
-@pytest.mark.parametrize("form", [float, int, lambda s: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(s))])
-def test_a_time_too_far_ahead_of_the_brokers(event: dict[str, Any], form: Any) -> None:
-    documents = [single(1.0, **{"record": None, "time": form(NOW + s)} | event) for s in (-1e9, 0, 59, 60, 61, 1e9)]
-    batch, rejected = decode(*documents, codec=AHEAD)
+@pytest.mark.parametrize("form", [float, int, lambda s: draw_broker_time.strftime("%Y-%m-%dT%H:%M:%SZ", draw_broker_time.gmtime(s))])
+def test_event_time_too_far_after_broker_time_is_rejected(event: dict[str, Any], form: Any) -> None:
+    documents = [
+        make_reading(1.0, **{"record": None, "time": form(NOW + s)} | event) for s in (-1e9, 0, 59, 60, 61, 1e9)
+    ]
+    batch, rejections = decode(*documents, codec=AHEAD)
     assert batch.message_indices.tolist() == [0, 1, 2, 3]
-    assert [(r.message_index, r.reason) for r in rejected] == [(4, RejectionReason.FUTURE), (5, RejectionReason.FUTURE)]
-    assert rejected[0].detail == (
-        "time 2023-11-14T22:14:21Z lies more than 60 s after 2023-11-14T22:13:20Z, the time at which the message arrived"
+    assert [(r.message_index, r.reason) for r in rejections] == [
+        (4, RejectionReason.FUTURE),
+        (5, RejectionReason.FUTURE),
+    ]
+    assert rejections[0].detail == (
+        "time 2023-11-14T22:14:21Z lies more than 60 s after 2023-11-14T22:13:20Z, "
+        "the time at which the message arrived"
     )
     assert decode(*documents)[0].message_indices.tolist() == ([0, 1, 2, 3, 4, 5] if "record" in event else []), (
         "only when set"
     )
 
 
-def test_without_a_time_of_its_own_an_event_is_not_ahead() -> None:
-    data = messages(GOOD + b"}", GOOD + b',"time":null}')
-    data.times[:] = (time.time_ns() // 1000 + 10**12, BROKER_TIME)
+def test_event_without_own_time_is_never_ahead() -> None:
+    data = make_messages(GOOD + b"}", GOOD + b',"time":null}')
+    data.times[:] = (draw_broker_time.time_ns() // 1000 + 10**12, BROKER_TIME)
     assert AHEAD.decode(data)[1] == []
 
 
 @pytest.mark.parametrize("stamp", [NO_TIME, 2**62])
-def test_without_a_time_of_the_broker_the_wall_clock_counts(stamp: int) -> None:
-    now = time.time()
-    data = messages(*(GOOD + b',"time":%f}' % (now + s) for s in (-1e9, 0.0, 3600.0)))
+def test_wall_clock_is_used_without_broker_time(stamp: int) -> None:
+    now = draw_broker_time.time()
+    data = make_messages(*(GOOD + b',"time":%f}' % (now + s) for s in (-1e9, 0.0, 3600.0)))
     data.times[:] = stamp
-    batch, rejected = AHEAD.decode(data)
+    batch, rejections = AHEAD.decode(data)
     assert batch.message_indices.tolist() == [0, 1]
-    assert [(r.message_index, r.reason) for r in rejected] == [(2, RejectionReason.FUTURE)]
+    assert [(r.message_index, r.reason) for r in rejections] == [(2, RejectionReason.FUTURE)]
 
 
-def test_rows_of_tables_that_are_ahead() -> None:
-    now = time.time()
-    batch, rejected = long(
+def test_table_rows_ahead_of_the_wall_clock_are_rejected() -> None:
+    now = draw_broker_time.time()
+    batch, rejections = decode_long(
         AHEAD, record=["r"] * 3, feature=["Pressure"] * 3, value=[1.0] * 3, time=[now - 1e9, now + 3600, None]
     )
     assert batch.message_indices.tolist() == [0, 2]
-    assert [(r.message_index, r.reason) for r in rejected] == [(1, RejectionReason.FUTURE)]
+    assert [(r.message_index, r.reason) for r in rejections] == [(1, RejectionReason.FUTURE)]
     table = pa.RecordBatch.from_pydict({"Pressure": [1.0, 2.0], "at": [now + 3600, now - 3600]})
-    batch, rejected = AHEAD.decode(WideRows("f", table, ["a", "b"], 0, "at"))
+    batch, rejections = AHEAD.decode(WideRows("f", table, ["a", "b"], 0, "at"))
     assert set(batch.record_ids) == {"b"}
-    assert [(r.message_index, r.reason) for r in rejected] == [(0, RejectionReason.FUTURE)]
+    assert [(r.message_index, r.reason) for r in rejections] == [(0, RejectionReason.FUTURE)]
 
 
-def test_neighbours_of_refused_messages_keep_their_own_times() -> None:
-    data = messages(*[GOOD + b"}", b"junk"] * 3)
+def test_accepted_messages_keep_their_times_beside_rejected_ones() -> None:
+    data = make_messages(*[GOOD + b"}", b"junk"] * 3)
     times = np.arange(6) * SECOND + BROKER_TIME
     batch, _ = CODEC.decode(Messages("t", data.keys, data.payloads, times, data.partitions, data.offsets))
     assert batch.times.tolist() == times[::2].tolist()

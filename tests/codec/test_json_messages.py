@@ -1,4 +1,4 @@
-"""The public event format: what is accepted, what is refused and why, and that nothing ever raises."""
+"""Tests of the public event format: what is accepted, what is rejected and why, and that decoding never raises."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ CODEC = Codec(SCHEMA)
 BROKER_TIME = 1_700_000_000_000_000
 
 
-def messages(*payloads: bytes | None, keys: list[bytes | None] | None = None) -> Messages:
+def make_messages(*payloads: bytes | None, keys: list[bytes | None] | None = None) -> Messages:
+    """Return a poll of messages with these payloads."""
     n = len(payloads)
     offsets = np.arange(n, dtype=np.int64) + 100
     return Messages("t", keys or [None] * n, list(payloads), np.full(n, BROKER_TIME), np.full(n, 2, np.int32), offsets)
@@ -46,41 +47,50 @@ def messages(*payloads: bytes | None, keys: list[bytes | None] | None = None) ->
 def decode(
     *documents: Any, codec: Codec = CODEC, keys: list[bytes | None] | None = None
 ) -> tuple[EventBatch, list[Rejection]]:
-    """Documents: bytes and None as they are, anything else as JSON (with Python's NaN and Infinity)."""
+    """Return the events and rejections of documents. Bytes and None are used as they are; all others are encoded as
+    JSON.
+    """
     raw = [d if d is None or isinstance(d, bytes) else json.dumps(d).encode() for d in documents]
-    return codec.decode(messages(*raw, keys=keys))
+    return codec.decode(make_messages(*raw, keys=keys))
 
 
-def readings(batch: EventBatch) -> list[tuple[str, str, float | None]]:
+def list_readings(batch: EventBatch) -> list[tuple[str, str, float | None]]:
+    """Return the events as (record id, feature name, value) tuples, with None for NaN."""
     rows = zip(batch.record_ids, batch.features.tolist(), batch.values.tolist(), strict=True)
     return [(record, SCHEMA.names[code], None if math.isnan(value) else value) for record, code, value in rows]
 
 
-def single(value: Any, feature: Any = "Pressure", record: Any = "r", **more: Any) -> dict[str, Any]:
+def make_reading(value: Any, feature: Any = "Pressure", record: Any = "r", **more: Any) -> dict[str, Any]:
+    """Return an event with one reading."""
     return {"record": record, "feature": feature, "value": value, **more}
 
 
 # --- messages that are accepted
 
 
-def test_a_single_reading() -> None:
-    batch, rejected = decode(single(0.25, time=1583750073.25))
-    assert readings(batch) == [("r", "Pressure", 0.25)]
+def test_message_with_one_reading() -> None:
+    batch, rejections = decode(make_reading(0.25, time=1583750073.25))
+    assert list_readings(batch) == [("r", "Pressure", 0.25)]
     assert (batch.times.tolist(), batch.message_indices.tolist(), batch.partitions.tolist()) == (
         [1583750073250000],
         [0],
         [2],
     )
-    assert rejected == []
+    assert rejections == []
 
 
-def test_many_readings_in_one_message() -> None:
+def test_message_with_many_readings() -> None:
     values = {"Pressure": 1.5, "state": "on", "Current": None}
-    batch, rejected = decode(single(7), {"record": "q", "time": "2020-03-09T10:34:33Z", "values": values})
-    assert readings(batch) == [("r", "Pressure", 7), ("q", "Pressure", 1.5), ("q", "state", 1), ("q", "Current", None)]
+    batch, rejections = decode(make_reading(7), {"record": "q", "time": "2020-03-09T10:34:33Z", "values": values})
+    assert list_readings(batch) == [
+        ("r", "Pressure", 7),
+        ("q", "Pressure", 1.5),
+        ("q", "state", 1),
+        ("q", "Current", None),
+    ]
     assert batch.message_indices.tolist() == [0, 1, 1, 1]
     assert batch.times.tolist() == [BROKER_TIME] + [1583750073000000] * 3
-    assert rejected == []
+    assert rejections == []
 
 
 @pytest.mark.parametrize(
@@ -96,10 +106,10 @@ def test_many_readings_in_one_message() -> None:
         (None, BROKER_TIME),
     ],
 )
-def test_times(time: Any, micros: int) -> None:
-    batch, rejected = decode(single(1.0, time=time))
+def test_times_of_all_forms(time: Any, micros: int) -> None:
+    batch, rejections = decode(make_reading(1.0, time=time))
     assert batch.times.tolist() == [micros]
-    assert rejected == []
+    assert rejections == []
 
 
 @pytest.mark.parametrize(
@@ -116,60 +126,63 @@ def test_times(time: Any, micros: int) -> None:
         ("", 4, {0: ""}),
     ],
 )
-def test_labels_are_canonical_and_unseen_ones_are_kept(value: Any, code: int, unseen: dict[int, str]) -> None:
-    batch, rejected = decode(single(value, "state"))
-    assert (batch.values.tolist(), batch.unseen_labels, rejected) == ([code], unseen, [])
+def test_labels_are_canonical_and_unseen_labels_are_kept(value: Any, code: int, unseen: dict[int, str]) -> None:
+    batch, rejections = decode(make_reading(value, "state"))
+    assert (batch.values.tolist(), batch.unseen_labels, rejections) == ([code], unseen, [])
 
 
-def test_null_means_will_not_be_observed() -> None:
-    batch, rejected = decode(single(None), single(None, "state"))
-    assert readings(batch) == [("r", "Pressure", None), ("r", "state", None)]
-    assert rejected == []
+def test_null_declares_that_a_feature_will_not_be_observed() -> None:
+    batch, rejections = decode(make_reading(None), make_reading(None, "state"))
+    assert list_readings(batch) == [("r", "Pressure", None), ("r", "state", None)]
+    assert rejections == []
 
 
-def test_record_ids_are_text_whole_numbers_or_the_key() -> None:
+def test_record_ids_are_text_integers_or_the_message_key() -> None:
     absent = {"feature": "Pressure", "value": 1.0}
-    batch, rejected = decode(
-        single(1.0, record=17), absent, {**absent, "record": None}, keys=[b"k", "é".encode(), b"k2"]
+    batch, rejections = decode(
+        make_reading(1.0, record=17), absent, {**absent, "record": None}, keys=[b"k", "é".encode(), b"k2"]
     )
     assert batch.record_ids == ["17", "é", "k2"]
-    assert rejected == []
+    assert rejections == []
 
 
-def test_other_field_names() -> None:
+def test_field_names_are_configurable() -> None:
     fields = FieldNames(record="id", feature="sensor", value="v", values="all", time="at")
     codec = Codec(SCHEMA, fields)
-    batch, rejected = decode(
-        {"id": "a", "sensor": "Pressure", "v": 1, "at": 5}, {"id": "b", "all": {"Current": 2}}, single(1.0), codec=codec
+    batch, rejections = decode(
+        {"id": "a", "sensor": "Pressure", "v": 1, "at": 5},
+        {"id": "b", "all": {"Current": 2}},
+        make_reading(1.0),
+        codec=codec,
     )
-    assert readings(batch) == [("a", "Pressure", 1), ("b", "Current", 2)]
-    assert [(r.message_index, r.reason) for r in rejected] == [(2, RejectionReason.MISSING_FIELD)]
+    assert list_readings(batch) == [("a", "Pressure", 1), ("b", "Current", 2)]
+    assert [(r.message_index, r.reason) for r in rejections] == [(2, RejectionReason.MISSING_FIELD)]
 
 
 def test_field_names_need_not_be_distinct() -> None:
     codec = Codec(SCHEMA, FieldNames(value="v", values="v"))
-    batch, rejected = decode({"record": "a", "v": {"Pressure": 1.5}}, codec=codec)
-    assert readings(batch) == [("a", "Pressure", 1.5)]
-    assert rejected == []
+    batch, rejections = decode({"record": "a", "v": {"Pressure": 1.5}}, codec=codec)
+    assert list_readings(batch) == [("a", "Pressure", 1.5)]
+    assert rejections == []
 
 
 @pytest.mark.parametrize("unknown_field", [b'"x":"\xff"', b'"\xff":1', b'"x":"\xed\xa0\x80"', b'"x":"\\ud800"'])
 def test_invalid_text_in_an_unknown_field_is_rejected(unknown_field: bytes) -> None:
-    batch, rejected = decode(b'{"record":"r","feature":"Pressure","value":1.5,' + unknown_field + b"}")
+    batch, rejections = decode(b'{"record":"r","feature":"Pressure","value":1.5,' + unknown_field + b"}")
     assert len(batch) == 0
-    assert [r.reason for r in rejected] == [RejectionReason.NOT_JSON]
+    assert [r.reason for r in rejections] == [RejectionReason.NOT_JSON]
 
 
 def test_numbers_at_the_limits_of_float64() -> None:
-    batch, rejected = decode(
-        single(2**64 - 1), b'{"record":"r","feature":"Pressure","value":' + b"1" * 300 + b"}", single(-0.0)
+    batch, rejections = decode(
+        make_reading(2**64 - 1), b'{"record":"r","feature":"Pressure","value":' + b"1" * 300 + b"}", make_reading(-0.0)
     )
     assert batch.values.tolist() == [float(2**64 - 1), float("1" * 300), 0.0]
-    assert rejected == []
+    assert rejections == []
 
 
-def test_times_of_the_broker_that_no_calendar_has_are_no_times() -> None:
-    data = messages(b'{"record":"r","feature":"Pressure","value":1}')
+def test_impossible_broker_times_are_ignored() -> None:
+    data = make_messages(b'{"record":"r","feature":"Pressure","value":1}')
     for time in (NO_TIME, -(2**62), 2**62):
         data.times[0] = time
         assert CODEC.decode(data)[0].times.tolist() == [NO_TIME]
@@ -178,7 +191,7 @@ def test_times_of_the_broker_that_no_calendar_has_are_no_times() -> None:
 # --- messages that are refused: every reason, with what it says
 
 SURROGATE = b'{"record":"\\ud800","feature":"state","value":"on"}'
-REFUSED: list[tuple[Any, RejectionReason, str]] = [
+REJECTED: list[tuple[Any, RejectionReason, str]] = [
     (None, RejectionReason.NOT_JSON, "tombstone"),
     (b"", RejectionReason.NOT_JSON, "zero-length"),
     (b"pressure=3", RejectionReason.NOT_JSON, "unexpected"),
@@ -194,65 +207,69 @@ REFUSED: list[tuple[Any, RejectionReason, str]] = [
     (SURROGATE, RejectionReason.NOT_JSON, "surrogate"),
     (SURROGATE.replace(b"on", b"\\udfff"), RejectionReason.NOT_JSON, "surrogate"),
     ({}, RejectionReason.MISSING_FIELD, "'record' is missing"),
-    (single(1.0, record=""), RejectionReason.MISSING_FIELD, "'record' is empty"),
+    (make_reading(1.0, record=""), RejectionReason.MISSING_FIELD, "'record' is empty"),
     ({"record": "r", "value": 1.0}, RejectionReason.MISSING_FIELD, "'feature' and 'values' are both missing"),
     ({"record": "r", "feature": "Pressure"}, RejectionReason.MISSING_FIELD, "'value' is missing"),
     ({"record": "r", "values": {}}, RejectionReason.MISSING_FIELD, "'values' is empty"),
-    (single(1.0, "Presure"), RejectionReason.UNKNOWN_FEATURE, "feature 'Presure' is unknown to the model"),
-    (single(1.0, "x\ny" + "z" * 5000), RejectionReason.UNKNOWN_FEATURE, "feature 'x\\ny"),
-    (single(1.0, record=1.5), RejectionReason.WRONG_TYPE, "'record' is a number"),
-    (single(1.0, record=True), RejectionReason.WRONG_TYPE, "'record' is a boolean"),
-    (single(1.0, record=["r"]), RejectionReason.WRONG_TYPE, "'record' is a list"),
-    (single(1.0, 5), RejectionReason.WRONG_TYPE, "'feature' is a number"),
-    (single(1.0, ["Pressure"]), RejectionReason.WRONG_TYPE, "'feature' is a list"),
-    (single("0.5"), RejectionReason.WRONG_TYPE, "feature 'Pressure': text where a number is expected"),
-    (single(True), RejectionReason.WRONG_TYPE, "feature 'Pressure': a boolean where a number"),
-    (single([1.0]), RejectionReason.WRONG_TYPE, "feature 'Pressure': a list where a number"),
-    (single({"a": 1}, "state"), RejectionReason.WRONG_TYPE, "feature 'state': an object where a label"),
+    (make_reading(1.0, "Presure"), RejectionReason.UNKNOWN_FEATURE, "feature 'Presure' is unknown to the model"),
+    (make_reading(1.0, "x\ny" + "z" * 5000), RejectionReason.UNKNOWN_FEATURE, "feature 'x\\ny"),
+    (make_reading(1.0, record=1.5), RejectionReason.WRONG_TYPE, "'record' is a number"),
+    (make_reading(1.0, record=True), RejectionReason.WRONG_TYPE, "'record' is a boolean"),
+    (make_reading(1.0, record=["r"]), RejectionReason.WRONG_TYPE, "'record' is a list"),
+    (make_reading(1.0, 5), RejectionReason.WRONG_TYPE, "'feature' is a number"),
+    (make_reading(1.0, ["Pressure"]), RejectionReason.WRONG_TYPE, "'feature' is a list"),
+    (make_reading("0.5"), RejectionReason.WRONG_TYPE, "feature 'Pressure': text where a number is expected"),
+    (make_reading(True), RejectionReason.WRONG_TYPE, "feature 'Pressure': a boolean where a number"),
+    (make_reading([1.0]), RejectionReason.WRONG_TYPE, "feature 'Pressure': a list where a number"),
+    (make_reading({"a": 1}, "state"), RejectionReason.WRONG_TYPE, "feature 'state': an object where a label"),
     ({"record": "r", "values": [1]}, RejectionReason.WRONG_TYPE, "'values' is a list"),
-    (single(1.0, values={"Pressure": 1}), RejectionReason.WRONG_TYPE, "both 'feature' and 'values'"),
-    (single(1.0, time=True), RejectionReason.WRONG_TYPE, "time is a boolean"),
-    (single(1.0, time=[1]), RejectionReason.WRONG_TYPE, "time is a list"),
-    (single(1.0, time="yesterday"), RejectionReason.WRONG_TYPE, "not RFC 3339"),
-    (single(1.0, time="2020-03-09T10:34:33"), RejectionReason.WRONG_TYPE, "no UTC offset"),
-    (single(1.0, time=1583750073000), RejectionReason.WRONG_TYPE, "send seconds since 1970"),
-    (single(1.0, time="0001-01-01T00:00:00+23:00"), RejectionReason.WRONG_TYPE, "years 1 to 9999"),
-    (single(1.0, time=math.nan), RejectionReason.NOT_FINITE, "time is not finite"),
-    (single(math.nan), RejectionReason.NOT_FINITE, "feature 'Pressure': nan is not a finite number"),
-    (single(-math.inf), RejectionReason.NOT_FINITE, "-inf"),
-    (single(math.inf, "state"), RejectionReason.NOT_FINITE, "feature 'state': inf"),
+    (make_reading(1.0, values={"Pressure": 1}), RejectionReason.WRONG_TYPE, "both 'feature' and 'values'"),
+    (make_reading(1.0, time=True), RejectionReason.WRONG_TYPE, "time is a boolean"),
+    (make_reading(1.0, time=[1]), RejectionReason.WRONG_TYPE, "time is a list"),
+    (make_reading(1.0, time="yesterday"), RejectionReason.WRONG_TYPE, "not RFC 3339"),
+    (make_reading(1.0, time="2020-03-09T10:34:33"), RejectionReason.WRONG_TYPE, "no UTC offset"),
+    (make_reading(1.0, time=1583750073000), RejectionReason.WRONG_TYPE, "send seconds since 1970"),
+    (make_reading(1.0, time="0001-01-01T00:00:00+23:00"), RejectionReason.WRONG_TYPE, "years 1 to 9999"),
+    (make_reading(1.0, time=math.nan), RejectionReason.NOT_FINITE, "time is not finite"),
+    (make_reading(math.nan), RejectionReason.NOT_FINITE, "feature 'Pressure': nan is not a finite number"),
+    (make_reading(-math.inf), RejectionReason.NOT_FINITE, "-inf"),
+    (make_reading(math.inf, "state"), RejectionReason.NOT_FINITE, "feature 'state': inf"),
     (b'{"record":"r","feature":"Pressure","value":1e999}', RejectionReason.NOT_FINITE, "inf"),
     (b'{"record":"r","feature":"Pressure","value":-' + b"9" * 100_000 + b"}", RejectionReason.NOT_FINITE, "inf"),
-    (single(1.0, record="r" * (MAX_TEXT_CHARS + 1)), RejectionReason.TOO_LARGE, "1025 characters"),
-    (single("x" * (MAX_TEXT_CHARS + 1), "state"), RejectionReason.TOO_LARGE, "label has 1025 characters"),
-    (single(1.0, padding="x" * 2**20), RejectionReason.TOO_LARGE, "at most 1048576 are accepted"),
+    (make_reading(1.0, record="r" * (MAX_TEXT_CHARS + 1)), RejectionReason.TOO_LARGE, "1025 characters"),
+    (make_reading("x" * (MAX_TEXT_CHARS + 1), "state"), RejectionReason.TOO_LARGE, "label has 1025 characters"),
+    (make_reading(1.0, padding="x" * 2**20), RejectionReason.TOO_LARGE, "at most 1048576 are accepted"),
     ({"record": "r", "values": {f"f{i}": 1 for i in range(5000)}}, RejectionReason.TOO_LARGE, "5000 readings"),
 ]
 
 
-@pytest.mark.parametrize(("document", "reason", "says"), REFUSED)
-def test_refusals(document: Any, reason: RejectionReason, says: str) -> None:
-    good = single(1.0, record="good")
-    batch, rejected = decode(good, document, good)
-    assert [(r.message_index, r.reason) for r in rejected] == [(1, reason)]
-    assert says in rejected[0].detail
-    assert "\n" not in rejected[0].detail
-    assert len(rejected[0].detail) < 250
+@pytest.mark.parametrize(("document", "reason", "expected_text"), REJECTED)
+def test_rejections_state_reason_and_detail(document: Any, reason: RejectionReason, expected_text: str) -> None:
+    good = make_reading(1.0, record="good")
+    batch, rejections = decode(good, document, good)
+    assert [(r.message_index, r.reason) for r in rejections] == [(1, reason)]
+    assert expected_text in rejections[0].detail
+    assert "\n" not in rejections[0].detail
+    assert len(rejections[0].detail) < 250
     assert batch.message_indices.tolist() == [0, 2]  # its neighbours are unharmed
 
 
-def test_a_key_that_is_no_text_cannot_stand_for_the_record() -> None:
-    batch, rejected = decode({"feature": "Pressure", "value": 1.0}, keys=[b"\xff"])
-    assert (len(batch), rejected[0].reason, "UTF-8" in rejected[0].detail) == (0, RejectionReason.MISSING_FIELD, True)
+def test_binary_message_key_cannot_replace_the_record_id() -> None:
+    batch, rejections = decode({"feature": "Pressure", "value": 1.0}, keys=[b"\xff"])
+    assert (len(batch), rejections[0].reason, "UTF-8" in rejections[0].detail) == (
+        0,
+        RejectionReason.MISSING_FIELD,
+        True,
+    )
 
 
 @pytest.mark.parametrize("bad", ['"text"', "NaN", "1e999", "true", "[]"])
-def test_one_bad_reading_among_many_is_refused_alone(bad: str) -> None:
+def test_one_bad_reading_among_many_is_rejected_alone(bad: str) -> None:
     payload = f'{{"record":"r","values":{{"Pressure":{bad},"Current":2.5,"nope":1,"state":"on"}}}}'.encode()
-    batch, rejected = decode(payload)
-    assert readings(batch) == [("r", "Current", 2.5), ("r", "state", 1)]
-    assert "'Pressure'" in rejected[0].detail
-    assert rejected[1].reason is RejectionReason.UNKNOWN_FEATURE
+    batch, rejections = decode(payload)
+    assert list_readings(batch) == [("r", "Current", 2.5), ("r", "state", 1)]
+    assert "'Pressure'" in rejections[0].detail
+    assert rejections[1].reason is RejectionReason.UNKNOWN_FEATURE
 
 
 json_values = st.recursive(
@@ -275,19 +292,19 @@ mutated = st.builds(
     st.lists(st.none() | st.binary(max_size=40) | good_bytes | mutated, max_size=8), st.none() | st.binary(max_size=6)
 )
 def test_decoding_never_raises_and_accounts_for_every_message(payloads: list[bytes | None], key: bytes | None) -> None:
-    data = messages(*payloads, keys=[key] * len(payloads))
-    batch, rejected = CODEC.decode(data)
-    assert set(batch.message_indices.tolist()) | {r.message_index for r in rejected} == set(range(len(payloads)))
+    data = make_messages(*payloads, keys=[key] * len(payloads))
+    batch, rejections = CODEC.decode(data)
+    assert set(batch.message_indices.tolist()) | {r.message_index for r in rejections} == set(range(len(payloads)))
     assert np.isfinite(batch.values[~np.isnan(batch.values)]).all()
     assert len(batch) == len(batch.features) == len(batch.values) == len(batch.times) == len(batch.partitions)
     assert batch.message_indices.tolist() == sorted(batch.message_indices.tolist())
-    for text in [*batch.record_ids, *batch.unseen_labels.values(), *(r.detail for r in rejected)]:
+    for text in [*batch.record_ids, *batch.unseen_labels.values(), *(r.detail for r in rejections)]:
         assert len(text.encode()) > 0 or text in batch.unseen_labels.values()
-    for refusal in rejected:
-        assert json.loads(encode_rejected(refusal, data))["source"] == {
+    for rejection in rejections:
+        assert json.loads(encode_rejected(rejection, data))["source"] == {
             "topic": "t",
             "partition": 2,
-            "offset": 100 + refusal.message_index,
+            "offset": 100 + rejection.message_index,
         }
 
 
@@ -295,16 +312,16 @@ def test_decoding_never_raises_and_accounts_for_every_message(payloads: list[byt
     st.text(min_size=1, max_size=20).filter(lambda t: not any("\ud800" <= c <= "\udfff" for c in t)),
     st.floats(allow_nan=False, allow_infinity=False),
 )
-def test_what_is_finite_arrives_unchanged(record: str, value: float) -> None:
-    batch, rejected = decode(single(value, record=record), {"record": record, "values": {"Current": value}})
-    assert (batch.record_ids, batch.values.tolist(), rejected) == ([record] * 2, [value] * 2, [])
+def test_finite_values_are_decoded_exactly(record: str, value: float) -> None:
+    batch, rejections = decode(make_reading(value, record=record), {"record": record, "values": {"Current": value}})
+    assert (batch.record_ids, batch.values.tolist(), rejections) == ([record] * 2, [value] * 2, [])
 
 
 # --- outward
 
 
-def test_where_things_came_from() -> None:
-    data = messages(b"a", None, keys=[b"k", None])
+def test_position_and_content_of_messages_and_rows() -> None:
+    data = make_messages(b"a", None, keys=[b"k", None])
     assert [get_position(data, i) for i in range(2)] == [("t", 2, 100), ("t", 2, 101)]
     assert [get_message(data, i) for i in range(2)] == [(b"k", b"a"), (None, b"")]
     table = pa.RecordBatch.from_pydict(
@@ -317,16 +334,16 @@ def test_where_things_came_from() -> None:
     assert orjson.loads(row) == {"Pressure": None, "when": "1970-01-01T00:00:01.500000", "raw": "b''"}
 
 
-def test_rfc3339() -> None:
+def test_format_rfc3339() -> None:
     assert format_rfc3339(1583750073000000) == "2020-03-09T10:34:33Z"
     assert format_rfc3339(1583750073000001) == "2020-03-09T10:34:33.000001Z"
     assert format_rfc3339(-62135596800000000) == "0001-01-01T00:00:00Z"
     assert format_rfc3339(NO_TIME) is None
 
 
-def test_a_dead_letter_that_is_no_text_is_base64() -> None:
+def test_binary_dead_letter_is_base64() -> None:
     letter = orjson.loads(
-        encode_rejected(Rejection(0, RejectionReason.NOT_JSON, "why"), messages(b"\xff\x00", keys=[b"\xfe"]))
+        encode_rejected(Rejection(0, RejectionReason.NOT_JSON, "why"), make_messages(b"\xff\x00", keys=[b"\xfe"]))
     )
     assert letter == {
         "reason": "not_json",

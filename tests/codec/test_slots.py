@@ -1,4 +1,4 @@
-"""Readings of sensors that report several times: which slot is theirs, in messages and tables of every form."""
+"""Tests of sensors that report several times per record: the time slot of a reading, in messages and in all tables."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.model.schema import Feature, Schema
 from deformer_stream.model.time_slots import expand_time_slots
 from deformer_stream.model.windows import Window
-from tests.codec.test_arrow_messages import stream
-from tests.codec.test_json_messages import messages
-from tests.codec.test_tables import long
+from tests.codec.test_arrow_messages import make_stream
+from tests.codec.test_json_messages import make_messages
+from tests.codec.test_tables import decode_long
 
 SECOND = 1_000_000
 PLAIN = Schema(
@@ -35,15 +35,18 @@ Reading = tuple[str, str, float | str | None]
 
 
 def decode(*documents: Any, codec: Codec = CODEC) -> tuple[EventBatch, list[Rejection]]:
-    return codec.decode(messages(*(json.dumps(document).encode() for document in documents)))
+    """Return the events and rejections of JSON documents."""
+    return codec.decode(make_messages(*(json.dumps(document).encode() for document in documents)))
 
 
-def readings(batch: EventBatch) -> list[Reading]:
+def list_readings(batch: EventBatch) -> list[Reading]:
+    """Return the events as (record id, feature name, value) tuples."""
     values = [batch.unseen_labels.get(i, None if math.isnan(v) else v) for i, v in enumerate(batch.values.tolist())]
     return list(zip(batch.record_ids, (SCHEMA.names[code] for code in batch.features.tolist()), values, strict=True))
 
 
-def of(time: float, feature: str = "temp", value: Any = 1.0, **more: Any) -> dict[str, Any]:
+def make_event(time: float, feature: str = "temp", value: Any = 1.0, **more: Any) -> dict[str, Any]:
+    """Return an event of a device."""
     return {"device": "p", "feature": feature, "value": value, "time": time, **more}
 
 
@@ -60,11 +63,13 @@ def of(time: float, feature: str = "temp", value: Any = 1.0, **more: Any) -> dic
         ("2020-03-09T10:34:33Z", "2020-03-09T10:34:00Z", "30s"),
     ],
 )
-def test_a_readings_time_is_in_its_features_name(time: Any, start: str, slot: str) -> None:
-    batch, rejected = decode(of(time), of(time, "mode", "run"), of(time, "site", "b"), of(time, value=None))
+def test_time_slot_selects_the_feature(time: Any, start: str, slot: str) -> None:
+    batch, rejections = decode(
+        make_event(time), make_event(time, "mode", "run"), make_event(time, "site", "b"), make_event(time, value=None)
+    )
     device = f"p@{start}"
-    assert rejected == []
-    assert readings(batch) == [
+    assert rejections == []
+    assert list_readings(batch) == [
         (device, f"temp+{slot}", 1.0),
         (device, f"mode+{slot}", 1.0),
         (device, "site", 1.0),
@@ -72,7 +77,7 @@ def test_a_readings_time_is_in_its_features_name(time: Any, start: str, slot: st
     ]
 
 
-def test_the_windows_are_those_of_the_model() -> None:
+def test_windows_of_the_model_take_precedence() -> None:
     assert (
         WindowAssigner.from_options(SCHEMA, 60 * SECOND, 0)
         == WindowAssigner.from_options(SCHEMA, None, 0)
@@ -86,26 +91,29 @@ def test_the_windows_are_those_of_the_model() -> None:
         WindowAssigner.from_options(PLAIN, None, 2 * SECOND)
 
 
-def test_an_event_that_names_its_record_names_the_slot() -> None:
+def test_event_with_record_id_must_name_the_time_slot() -> None:
     mine = {"record": "mine", "time": 20.0}
-    batch, rejected = decode(
+    batch, rejections = decode(
         {**mine, "feature": "temp+45s", "value": 2.0},
         {**mine, "values": {"temp+0s": 1.0, "mode+15s": "odd", "site": "a"}},
         {**mine, "feature": "temp", "value": 2.0},
-        of(20.0, "temp+15s"),
-        of(20.0, "nope"),
+        make_event(20.0, "temp+15s"),
+        make_event(20.0, "nope"),
     )
-    assert readings(batch) == [
+    assert list_readings(batch) == [
         ("mine", "temp+45s", 2.0),
         ("mine", "temp+0s", 1.0),
         ("mine", "mode+15s", "odd"),
         ("mine", "site", 0.0),
     ]
-    assert [(r.message_index, r.reason) for r in rejected] == [(i, RejectionReason.UNKNOWN_FEATURE) for i in (2, 3, 4)]
+    assert [(r.message_index, r.reason) for r in rejections] == [
+        (i, RejectionReason.UNKNOWN_FEATURE) for i in (2, 3, 4)
+    ]
     assert (
-        "send device and time instead of the record, or name the time slot, for example 'temp+0s'" in rejected[0].detail
+        "send device and time instead of the record, or name the time slot, for example 'temp+0s'"
+        in rejections[0].detail
     )
-    assert "'temp+15s' is unknown to the model" in rejected[1].detail
+    assert "'temp+15s' is unknown to the model" in rejections[1].detail
 
 
 TIMES = st.integers(-120 * SECOND, 120 * SECOND)
@@ -115,12 +123,12 @@ CELLS = st.one_of(st.none(), st.floats(-9, 9).map(lambda x: round(x, 3)))
 @given(
     st.lists(st.tuples(st.sampled_from([None, "r"]), st.sampled_from(["temp", "temp+15s"]), CELLS, TIMES), max_size=8)
 )
-def test_rows_of_tables_are_read_as_messages_are(rows: list[tuple[str | None, str, float | None, int]]) -> None:
+def test_long_tables_equal_messages(rows: list[tuple[str | None, str, float | None, int]]) -> None:
     documents = [
         {"record": record, "device": "p", "feature": name, "value": value, "time": time / 1e6}
         for record, name, value, time in rows
     ]
-    batch, rejected = decode(*documents)
+    batch, rejections = decode(*documents)
     if not rows:
         return
     records, names, values, times = zip(*rows, strict=True)
@@ -131,18 +139,18 @@ def test_rows_of_tables_are_read_as_messages_are(rows: list[tuple[str | None, st
         "value": pa.array(values, pa.float64()),
         "time": pa.array([time / 1e6 for time in times]),
     }
-    table, bad_rows = long(CODEC, **columns)
-    arrow, bad_cells = CODEC.decode(messages(stream(columns)))
-    assert readings(batch) == readings(table) == readings(arrow)
+    table, bad_rows = decode_long(CODEC, **columns)
+    arrow, bad_cells = CODEC.decode(make_messages(make_stream(columns)))
+    assert list_readings(batch) == list_readings(table) == list_readings(arrow)
     assert batch.times.tolist() == table.times.tolist() == arrow.times.tolist()
-    assert [(r.message_index, r.detail) for r in rejected] == [(r.message_index, r.detail) for r in bad_rows]
-    assert sum(r.num_readings for r in bad_cells) == len(rejected)
+    assert [(r.message_index, r.detail) for r in rejections] == [(r.message_index, r.detail) for r in bad_rows]
+    assert sum(r.num_readings for r in bad_cells) == len(rejections)
     for found in (batch, table, arrow):
         devices = [""] * len(batch) if found.windows is None else found.windows.devices
         assert devices == ["" if name == "r" else "p" for name in batch.record_ids]
 
 
-def test_rows_of_many_readings() -> None:
+def test_wide_arrow_rows_equal_messages() -> None:
     columns = {
         "device": pa.array(["p", "p", "q"]),
         "record": pa.array([None, None, "r"]),
@@ -152,9 +160,9 @@ def test_rows_of_many_readings() -> None:
         "site": pa.array(["a", None, "b"]),
         "temp+45s": pa.array([None, None, 4.0]),
     }
-    batch, rejected = CODEC.decode(messages(stream(columns)))
+    batch, rejections = CODEC.decode(make_messages(make_stream(columns)))
     window = "p@1970-01-01T00:00:00Z"
-    assert readings(batch) == [
+    assert list_readings(batch) == [
         (window, "temp+0s", 1.0),
         (window, "mode+0s", 1.0),
         (window, "site", 0.0),
@@ -164,15 +172,15 @@ def test_rows_of_many_readings() -> None:
         ("r", "site", 1.0),
         ("r", "temp+45s", 4.0),
     ]
-    assert [(r.reason, r.num_readings) for r in rejected] == [(RejectionReason.UNKNOWN_FEATURE, 4)], (
+    assert [(r.reason, r.num_readings) for r in rejections] == [(RejectionReason.UNKNOWN_FEATURE, 4)], (
         "names of the other form"
     )
 
 
-def test_a_window_of_one_slot_leaves_names_alone() -> None:
+def test_window_with_one_time_slot_keeps_feature_names() -> None:
     schema = expand_time_slots(PLAIN, Window(60 * SECOND))
     codec = Codec(schema, window_assigner=WindowAssigner.from_options(schema, None, 0))
-    batch, rejected = decode(of(59.0), {"record": "r", "feature": "temp", "value": 2.0}, codec=codec)
-    assert rejected == []
+    batch, rejections = decode(make_event(59.0), {"record": "r", "feature": "temp", "value": 2.0}, codec=codec)
+    assert rejections == []
     assert [schema.names[code] for code in batch.features] == ["temp", "temp"]
     assert batch.record_ids == ["p@1970-01-01T00:00:00Z", "r"]

@@ -1,4 +1,4 @@
-"""PartitionState state as bytes: what goes in comes out, and whatever is not exactly that is refused with one line."""
+"""Tests of saved state: encoding and decoding is lossless, and any other bytes raise `StateError` with one line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ VOCABULARY = Vocabulary(
 )
 
 
-def ints(*numbers: int) -> np.ndarray:
+def make_ints(*numbers: int) -> np.ndarray:
+    """Return an int32 array."""
     return np.array(numbers, np.int32)
 
 
@@ -47,26 +48,26 @@ EXAMPLE = Snapshot(
     vocabulary=VOCABULARY,
     models=("0123456789abcdef", "fedcba9876543210"),
     ids=["pump-7/10:34:33", "pump-8@2020-03-09T10:34:30Z", "ümlaut \0 \U0001f4a7"],
-    model=ints(1, 0, 1),
+    model=make_ints(1, 0, 1),
     age=np.array([0, 1_500_000, -3]),
-    counts=ints(2, 0, 1),
+    counts=make_ints(2, 0, 1),
     features=np.array([1, 0, 1], np.int16),
     values=np.array([3.0, -0.054711, 2.0]),
-    absent_counts=ints(0, 1, 2),
+    absent_counts=make_ints(0, 1, 2),
     absent=np.array([2, 0, 2], np.int16),
     log_likelihood=np.array([-1.25, 0.0, 1e-300]),
-    scored=ints(2, 0, 1),
+    scored=make_ints(2, 0, 1),
     total=np.array([3.5, 0.0, 0.1]),
     least=np.array([-2.5, 0.0, -0.1]),
     peak=np.array([2.0, 0.0, 0.25]),
     excess=np.array([1.0, 0.0, -0.5]),
     p_value=np.array([0.005, 1.0, 0.75]),
-    alert_seq=ints(1, -1, 0),
+    alert_seq=make_ints(1, -1, 0),
     alert_alpha=np.array([0.01, 1.0, 0.0]),
-    unseen_record=ints(0),
-    unseen_place=ints(0),
+    unseen_record=make_ints(0),
+    unseen_place=make_ints(0),
     unseen_text=["broken"],
-    window_record=ints(1),
+    window_record=make_ints(1),
     window_device=["pump-8"],
     window_deadline=np.array([1_583_750_080_000_000]),
     closed=StringColumn.from_strings(["b", "a", ""]),
@@ -76,7 +77,7 @@ EXAMPLE = Snapshot(
 )
 DECIDED = Decisions(("b", "ümlaut\0"), {"a": AlertState(3, 0.001), "": AlertState(0, 0.05)}, EXAMPLE.drift)
 
-TIED = replace(EXAMPLE, ties=TieGroups(np.array([False, True, False]), ints(2, 0, 0), np.array([5, -(2**63), 7])))
+TIED = replace(EXAMPLE, ties=TieGroups(np.array([False, True, False]), make_ints(2, 0, 0), np.array([5, -(2**63), 7])))
 WAITED = replace(DECIDED, tie_timeouts={"a": (2, 3), "ümlaut\0": (1,)})
 """With readings of one time that wait for each other."""
 
@@ -95,7 +96,8 @@ drifts = st.none() | st.builds(
 
 
 @st.composite
-def snapshots(draw: st.DrawFn) -> Snapshot:
+def draw_snapshots(draw: st.DrawFn) -> Snapshot:
+    """Draw consistent snapshots."""
     ids = draw(st.lists(texts, unique=True, max_size=8))
     R, F = len(ids), len(VOCABULARY)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -127,8 +129,8 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         scored=counts,
         alert_seq=seq,
         alert_alpha=np.where(seq < 0, 1.0, rng.uniform(0, 0.5, R)),
-        unseen_record=ints(*(i for i, _ in new)),
-        unseen_place=ints(*(k for _, k in new)),
+        unseen_record=make_ints(*(i for i, _ in new)),
+        unseen_place=make_ints(*(k for _, k in new)),
         unseen_text=[draw(texts) for _ in new],
         window_record=windowed,
         window_device=[draw(texts) for _ in windowed],
@@ -143,8 +145,8 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
 
 
 @settings(max_examples=150, deadline=None)
-@given(snapshot=snapshots())
-def test_a_snapshot_comes_back_as_it_was(snapshot: Snapshot) -> None:
+@given(snapshot=draw_snapshots())
+def test_decoded_snapshot_equals_encoded_snapshot(snapshot: Snapshot) -> None:
     assert_same_snapshot(decode_snapshot(encode_snapshot(snapshot)), snapshot)
 
 
@@ -154,7 +156,7 @@ def test_a_snapshot_comes_back_as_it_was(snapshot: Snapshot) -> None:
     alerted=st.dictionaries(texts, st.builds(AlertState, st.integers(0, 2**31 - 1), st.floats(0, 0.999))),
     drift=drifts,
 )
-def test_decisions_come_back_as_they_were(
+def test_decoded_decisions_equal_encoded_decisions(
     closed: list[str], alerted: dict[str, AlertState], drift: DriftState | None
 ) -> None:
     decisions = Decisions(tuple(closed), alerted, drift)
@@ -164,15 +166,15 @@ def test_decisions_come_back_as_they_were(
 
 
 @pytest.mark.parametrize(("records", "smaller"), [(10, False), (10_000, True)])
-def test_what_is_much_is_compressed(records: int, smaller: bool) -> None:
+def test_large_state_is_compressed(records: int, smaller: bool) -> None:
     decisions = Decisions(tuple(f"record-{i}" for i in range(records)))
     data = encode_decisions(decisions)
     assert (len(data) < sum(map(len, decisions.closed_ids))) == smaller
     assert decode_decisions(data) == decisions
 
 
-def test_format_version_2() -> None:
-    """Bytes written by a release are read for ever, or FORMAT_VERSION counts up."""
+def test_format_version_2_is_read() -> None:
+    """Bytes written by a release must stay readable; a change of the format increases FORMAT_VERSION."""
     assert FORMAT_VERSION == 3
     assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v2").read_bytes()), EXAMPLE)
     assert decode_decisions((GOLDEN / "decisions.v2").read_bytes()) == DECIDED
@@ -180,24 +182,25 @@ def test_format_version_2() -> None:
     assert head[:11] == b"deformerS\x00\x02"
 
 
-def test_format_version_3_is_for_ties() -> None:
-    """Without them what is written is version 2, which earlier releases read."""
+def test_format_version_3_is_written_only_for_ties() -> None:
+    """Without tie groups version 2 is written, which earlier releases can read."""
     assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v3").read_bytes()), TIED)
     assert decode_decisions((GOLDEN / "decisions.v3").read_bytes()) == WAITED
     written = (encode_snapshot(EXAMPLE), encode_snapshot(TIED), encode_decisions(DECIDED), encode_decisions(WAITED))
     assert [data[10] for data in written] == [2, 3, 2, 3]
 
 
-def test_format_version_1_knows_a_single_alpha() -> None:
-    """Records that had alerted, at whatever alpha it was, alert no more."""
+def test_format_version_1_suppresses_further_alerts() -> None:
+    """Version 1 does not state the alpha of an alert, so records with an alert do not alert again."""
     assert (GOLDEN / "snapshot.v1").read_bytes()[9:11] == b"\x00\x01"
-    old = replace(EXAMPLE, drift=None, alert_seq=ints(1, -1, -1), alert_alpha=np.array([0.0, 1.0, 1.0]))
+    old = replace(EXAMPLE, drift=None, alert_seq=make_ints(1, -1, -1), alert_alpha=np.array([0.0, 1.0, 1.0]))
     assert_same_snapshot(decode_snapshot((GOLDEN / "snapshot.v1").read_bytes()), old)
     told = {"a": AlertState(3, 0.0), "": AlertState(0, 0.0)}
     assert decode_decisions((GOLDEN / "decisions.v1").read_bytes()) == Decisions(DECIDED.closed_ids, told)
 
 
-def refused(decode: Callable[[bytes, str], object], data: bytes, what: str) -> None:
+def assert_rejected(decode: Callable[[bytes, str], object], data: bytes, what: str) -> None:
+    """Assert that decoding raises a `StateError` of one line with the description, the problem and the remedy."""
     with pytest.raises(StateError) as caught:
         decode(data, "partition 3")
     message = str(caught.value)
@@ -215,80 +218,83 @@ KINDS: dict[str, tuple[Callable[[bytes, str], object], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_cut_short_is_refused(kind: str) -> None:
+def test_truncated_state_is_rejected(kind: str) -> None:
     decode, data = KINDS[kind]
     for size in {*range(60), *range(60, len(data), 97), len(data) - 1}:
-        refused(decode, data[:size], "cut short")
+        assert_rejected(decode, data[:size], "cut short")
 
 
 @settings(max_examples=200, deadline=None)
 @given(kind=st.sampled_from(sorted(KINDS)), place=st.integers(0, 10**6), flip=st.integers(1, 255))
-def test_what_is_altered_is_refused(kind: str, place: int, flip: int) -> None:
+def test_altered_state_is_rejected(kind: str, place: int, flip: int) -> None:
     decode, data = KINDS[kind]
     place %= len(data)
-    refused(decode, data[:place] + bytes([data[place] ^ flip]) + data[place + 1 :], "")
+    assert_rejected(decode, data[:place] + bytes([data[place] ^ flip]) + data[place + 1 :], "")
 
 
 @settings(max_examples=100, deadline=None)
 @given(kind=st.sampled_from(sorted(KINDS)), data=st.binary(max_size=300))
-def test_nonsense_is_refused(kind: str, data: bytes) -> None:
+def test_random_bytes_are_rejected(kind: str, data: bytes) -> None:
     decode = KINDS[kind][0]
-    refused(decode, data, "")
-    refused(decode, sealed(data, DECISIONS if kind == "decisions" else SNAPSHOT), "not readable")
+    assert_rejected(decode, data, "")
+    assert_rejected(decode, add_header(data, DECISIONS if kind == "decisions" else SNAPSHOT), "not readable")
 
 
 @pytest.mark.parametrize("version", [0, 4, 65535])
-def test_another_format_version_is_named(version: int) -> None:
+def test_unsupported_format_version_is_named(version: int) -> None:
     data = encode_snapshot(EXAMPLE)
     head = HEADER.pack(MAGIC, SNAPSHOT, version, data[11 : HEADER.size])
-    refused(
+    assert_rejected(
         decode_snapshot,
         head + data[HEADER.size :],
         f"version is {version}, and this release reads versions 1 to {FORMAT_VERSION}",
     )
 
 
-def test_one_kind_is_not_the_other() -> None:
-    refused(decode_snapshot, encode_decisions(DECIDED), "of another kind")
-    refused(decode_decisions, encode_snapshot(EXAMPLE), "of another kind")
-    refused(decode_snapshot, b"PAR1" + bytes(100), "another program")
+def test_snapshot_and_decisions_are_not_interchangeable() -> None:
+    assert_rejected(decode_snapshot, encode_decisions(DECIDED), "of another kind")
+    assert_rejected(decode_decisions, encode_snapshot(EXAMPLE), "of another kind")
+    assert_rejected(decode_snapshot, b"PAR1" + bytes(100), "another program")
 
 
-def sealed(body: bytes, kind: bytes = SNAPSHOT) -> bytes:
+def add_header(body: bytes, kind: bytes = SNAPSHOT) -> bytes:
+    """Return a body with a valid header."""
     return HEADER.pack(MAGIC, kind, 2, hashlib.sha256(body).digest()) + body
 
 
-def rewritten(change: Callable[[pa.Table], pa.Table]) -> bytes:
-    """The example with its table changed, under a checksum that is right."""
+def encode_changed_table(change: Callable[[pa.Table], pa.Table]) -> bytes:
+    """Return the example with its table changed by a function, under a valid checksum."""
     table = change(pa.ipc.open_stream(encode_snapshot(EXAMPLE)[HEADER.size :]).read_all())
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-    return sealed(sink.getvalue().to_pybytes())
+    return add_header(sink.getvalue().to_pybytes())
 
 
 def test_columns_and_rows_are_checked() -> None:
-    assert_same_snapshot(decode_snapshot(rewritten(lambda table: table)), EXAMPLE)
-    refused(decode_snapshot, rewritten(lambda table: table.drop_columns(["age"])), "columns")
-    refused(decode_snapshot, rewritten(lambda table: pa.concat_tables([table, table])), "2 rows")
-    refused(decode_snapshot, rewritten(lambda table: table.slice(0, 0)), "0 rows")
+    assert_same_snapshot(decode_snapshot(encode_changed_table(lambda table: table)), EXAMPLE)
+    assert_rejected(decode_snapshot, encode_changed_table(lambda table: table.drop_columns(["age"])), "columns")
+    assert_rejected(decode_snapshot, encode_changed_table(lambda table: pa.concat_tables([table, table])), "2 rows")
+    assert_rejected(decode_snapshot, encode_changed_table(lambda table: table.slice(0, 0)), "0 rows")
     null = pa.array([["a", None]], pa.large_list(pa.large_string()))
     at = list(pa.ipc.open_stream(encode_snapshot(EXAMPLE)[HEADER.size :]).schema.names).index("closed")
-    refused(decode_snapshot, rewritten(lambda table: table.set_column(at, "closed", null)), "missing")
+    assert_rejected(
+        decode_snapshot, encode_changed_table(lambda table: table.set_column(at, "closed", null)), "missing"
+    )
 
 
-def test_what_the_records_rely_on_is_checked() -> None:
+def test_inconsistent_snapshots_are_rejected() -> None:
     faults: list[dict[str, Any]] = [
         {"ids": ["a", "b", "a"]},
         {"ids": ["a", "b"]},
         {"age": EXAMPLE.age[:2]},
         {"age": np.array([0, 2**62, 0])},
         {"excess": EXAMPLE.excess[:2]},
-        {"model": ints(2, 0, 0)},
-        {"model": ints(-1, 0, 0)},
-        {"counts": ints(4, 0, 1)},
-        {"counts": ints(2, 1, 1)},
-        {"counts": ints(3, -1, 1)},
+        {"model": make_ints(2, 0, 0)},
+        {"model": make_ints(-1, 0, 0)},
+        {"counts": make_ints(4, 0, 1)},
+        {"counts": make_ints(2, 1, 1)},
+        {"counts": make_ints(3, -1, 1)},
         {"absent": np.array([2, 0], np.int16)},
         {"absent": np.array([2, 0, 1], np.int16)},
         {"features": np.array([1, 1, 1], np.int16)},
@@ -300,17 +306,17 @@ def test_what_the_records_rely_on_is_checked() -> None:
         {"values": np.array([-1.0, 0.0, 2.0])},
         {"values": np.array([1e300, 0.0, 2.0])},
         {"peak": np.array([np.inf, 0.0, 0.0])},
-        {"scored": ints(-1, 0, 0)},
-        {"alert_seq": ints(-2, 0, 0)},
-        {"alert_seq": ints(-1, -1, 0)},
+        {"scored": make_ints(-1, 0, 0)},
+        {"alert_seq": make_ints(-2, 0, 0)},
+        {"alert_seq": make_ints(-1, -1, 0)},
         {"alert_alpha": np.array([0.01, 0.01, 0.01])},
         {"alert_alpha": np.array([-0.01, 1.0, 0.01])},
         {"alert_alpha": np.array([np.nan, 1.0, 0.01])},
         {"alert_alpha": EXAMPLE.alert_alpha[:2]},
-        {"unseen_record": ints(3)},
-        {"unseen_place": ints(2)},
+        {"unseen_record": make_ints(3)},
+        {"unseen_place": make_ints(2)},
         {"unseen_text": []},
-        {"window_record": ints(3)},
+        {"window_record": make_ints(3)},
         {"window_device": []},
         {"devices": ["a", "a"]},
         {"drift": replace(EXAMPLE.drift, num_records=8)},
@@ -324,26 +330,30 @@ def test_what_the_records_rely_on_is_checked() -> None:
         {"vocabulary": replace(VOCABULARY, kinds=("continuous", "discrete", "vague"))},
     ]
     for fault in faults:
-        refused(decode_snapshot, encode_snapshot(replace(EXAMPLE, **fault)), "")
+        assert_rejected(decode_snapshot, encode_snapshot(replace(EXAMPLE, **fault)), "")
 
 
-def test_ties_are_checked() -> None:
+def test_inconsistent_ties_are_rejected() -> None:
     good = TIED.ties
     assert good is not None
     faults: list[dict[str, Any]] = [
         {"is_tied": np.array([False, True])},
         {"is_tied": np.array([True, False, False])},
-        {"num_pending": ints(2, 0)},
-        {"num_pending": ints(3, 0, 0)},
-        {"num_pending": ints(-1, 0, 0)},
-        {"num_pending": ints(1, 0, 0)},
+        {"num_pending": make_ints(2, 0)},
+        {"num_pending": make_ints(3, 0, 0)},
+        {"num_pending": make_ints(-1, 0, 0)},
+        {"num_pending": make_ints(1, 0, 0)},
         {"tie_time": np.array([5, 5])},
     ]
     for fault in faults:
-        refused(decode_snapshot, encode_snapshot(replace(TIED, ties=replace(good, **fault))), "")
-    refused(decode_decisions, encode_decisions(Decisions(tie_timeouts={"a": (0,)})), "before the first reading")
+        assert_rejected(decode_snapshot, encode_snapshot(replace(TIED, ties=replace(good, **fault))), "")
+    assert_rejected(decode_decisions, encode_decisions(Decisions(tie_timeouts={"a": (0,)})), "before the first reading")
 
 
-def test_decisions_are_checked() -> None:
-    refused(decode_decisions, encode_decisions(Decisions((), {"a": AlertState(-1)})), "before the first reading")
-    refused(decode_decisions, encode_decisions(Decisions((), {"a": AlertState(1, 1.0)})), "is not between 0 and 1")
+def test_inconsistent_decisions_are_rejected() -> None:
+    assert_rejected(
+        decode_decisions, encode_decisions(Decisions((), {"a": AlertState(-1)})), "before the first reading"
+    )
+    assert_rejected(
+        decode_decisions, encode_decisions(Decisions((), {"a": AlertState(1, 1.0)})), "is not between 0 and 1"
+    )

@@ -1,4 +1,4 @@
-"""Long and wide tables as events: types, orders, and the same refusals as for messages."""
+"""Tests of long and wide tables: types, orders of readings, and the same rejections as for messages."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from deformer_stream.codec.payloads import LongRows, WideRows
 from deformer_stream.engine.events import NO_TIME, EventBatch, Rejection, RejectionReason
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.schema import Feature, Schema
-from tests.codec.test_json_messages import CODEC, SCHEMA, readings
+from tests.codec.test_json_messages import CODEC, SCHEMA, list_readings
 
 # --- long tables
 
 
-def long(codec: Codec = CODEC, first: int = 0, **columns: Any) -> tuple[EventBatch, list[Rejection]]:
+def decode_long(codec: Codec = CODEC, first: int = 0, **columns: Any) -> tuple[EventBatch, list[Rejection]]:
+    """Return the events and rejections of a table in long layout, given by its columns."""
     arrays = {name: c if isinstance(c, pa.Array) else pa.array(c) for name, c in columns.items()}
     return codec.decode(LongRows("log.parquet", pa.RecordBatch.from_pydict(arrays), first))
 
 
-def test_long_rows_refuse_what_messages_refuse() -> None:
-    batch, rejected = long(
+def test_long_rows_are_rejected_like_messages() -> None:
+    batch, rejections = decode_long(
         record=["a", "a", None, "", "b", "b", "b", "x" * 1025, "b"],
         feature=["Pressure", "state", "Pressure", "Current", None, "nope", "Current", "Current", "Pressure"],
         value=[1.5, 3.0, 1.0, 1.0, 1.0, 1.0, math.nan, 1.0, None],
         time=pa.array([1, 2, 3, None, 5, 6, 7, 8, None], pa.timestamp("s")),
     )
-    assert readings(batch) == [("a", "Pressure", 1.5), ("a", "state", 2), ("b", "Pressure", None)]
+    assert list_readings(batch) == [("a", "Pressure", 1.5), ("a", "state", 2), ("b", "Pressure", None)]
     assert batch.times.tolist() == [1_000_000, 2_000_000, NO_TIME]
     assert batch.message_indices.tolist() == [0, 1, 8]
-    assert [(r.message_index, r.reason) for r in rejected] == [
+    assert [(r.message_index, r.reason) for r in rejections] == [
         (2, RejectionReason.MISSING_FIELD),
         (3, RejectionReason.MISSING_FIELD),
         (4, RejectionReason.MISSING_FIELD),
@@ -50,8 +51,8 @@ def test_long_values_as_text() -> None:
     features = ["Pressure", "state", "state", "state", "Current", "Current", "Current", "state", "Pressure"]
     for kind in (pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())):
         values = pa.array(["0.5", "on", "3.0", "True", "wet", "inf", "1_0", "odd", None]).cast(kind)
-        batch, rejected = long(record=["r"] * 9, feature=features, value=values)
-        assert readings(batch) == [
+        batch, rejections = decode_long(record=["r"] * 9, feature=features, value=values)
+        assert list_readings(batch) == [
             ("r", "Pressure", 0.5),
             ("r", "state", 1),
             ("r", "state", 2),
@@ -60,7 +61,7 @@ def test_long_values_as_text() -> None:
             ("r", "Pressure", None),
         ]
         assert batch.unseen_labels == {4: "odd"}
-        assert [(r.message_index, r.reason) for r in rejected] == [
+        assert [(r.message_index, r.reason) for r in rejections] == [
             (4, RejectionReason.WRONG_TYPE),
             (5, RejectionReason.NOT_FINITE),
             (6, RejectionReason.WRONG_TYPE),
@@ -68,20 +69,25 @@ def test_long_values_as_text() -> None:
 
 
 def test_long_values_as_numbers_with_a_column_of_labels() -> None:
-    batch, rejected = long(
+    batch, rejections = decode_long(
         record=["r"] * 5,
         feature=["Pressure", "state", "state", "state", "state"],
         value=pa.array([1.0, None, 3.0, None, math.nan]),
         label=[None, "off", None, None, None],
     )
-    assert readings(batch)[:4] == [("r", "Pressure", 1), ("r", "state", 0), ("r", "state", 2), ("r", "state", None)]
-    assert rejected == []
+    assert list_readings(batch)[:4] == [
+        ("r", "Pressure", 1),
+        ("r", "state", 0),
+        ("r", "state", 2),
+        ("r", "state", None),
+    ]
+    assert rejections == []
 
 
-def test_long_booleans() -> None:
-    batch, rejected = long(record=[1, 2], feature=["state", "Pressure"], value=[True, True])
-    assert readings(batch) == [("1", "state", 3)]
-    assert [(r.message_index, r.reason) for r in rejected] == [(1, RejectionReason.WRONG_TYPE)]
+def test_long_boolean_values() -> None:
+    batch, rejections = decode_long(record=[1, 2], feature=["state", "Pressure"], value=[True, True])
+    assert list_readings(batch) == [("1", "state", 3)]
+    assert [(r.message_index, r.reason) for r in rejections] == [(1, RejectionReason.WRONG_TYPE)]
 
 
 @pytest.mark.parametrize(
@@ -105,14 +111,14 @@ def test_long_booleans() -> None:
         (pa.array([2**61, 0, 0, 0], pa.timestamp("us")), [0, 0, 0], {0: RejectionReason.WRONG_TYPE}),
     ],
 )
-def test_times_of_tables(time: pa.Array, micros: list[int], refused: dict[int, RejectionReason]) -> None:
-    batch, rejected = long(record=list("abcd"), feature=["Pressure"] * 4, value=[1.0] * 4, time=time)
+def test_times_of_all_column_types(time: pa.Array, micros: list[int], refused: dict[int, RejectionReason]) -> None:
+    batch, rejections = decode_long(record=list("abcd"), feature=["Pressure"] * 4, value=[1.0] * 4, time=time)
     assert batch.times.tolist() == micros
-    assert {r.message_index: r.reason for r in rejected} == refused
+    assert {r.message_index: r.reason for r in rejections} == refused
 
 
 @pytest.mark.parametrize(
-    ("columns", "says"),
+    ("columns", "expected_text"),
     [
         ({"record": ["a"], "feature": ["Pressure"]}, "column 'value' is missing"),
         ({"record": [1.5], "feature": ["Pressure"], "value": [1.0]}, "'record' is double"),
@@ -121,10 +127,10 @@ def test_times_of_tables(time: pa.Array, micros: list[int], refused: dict[int, R
         ({"record": ["a"], "feature": ["Pressure"], "value": [1.0], "time": [[1]]}, "'time' is list"),
     ],
 )
-def test_long_tables_of_the_wrong_shape(columns: dict[str, Any], says: str) -> None:
+def test_long_tables_with_missing_or_wrong_columns(columns: dict[str, Any], expected_text: str) -> None:
     with pytest.raises(InputError, match=r"log\.parquet") as caught:
-        long(**columns)
-    assert says in str(caught.value)
+        decode_long(**columns)
+    assert expected_text in str(caught.value)
 
 
 @given(
@@ -137,27 +143,28 @@ def test_long_tables_of_the_wrong_shape(columns: dict[str, Any], says: str) -> N
         max_size=12,
     )
 )
-def test_every_long_row_is_accounted_for(rows: list[tuple[str | None, str | None, str | None]]) -> None:
+def test_every_long_row_gives_an_event_or_a_rejection(rows: list[tuple[str | None, str | None, str | None]]) -> None:
     columns = [pa.array([row[k] for row in rows], pa.string()) for k in range(3)]
-    batch, rejected = long(**dict(zip(("record", "feature", "value"), columns, strict=True)))
-    assert sorted([*batch.message_indices.tolist(), *(r.message_index for r in rejected)]) == list(range(len(rows)))
+    batch, rejections = decode_long(**dict(zip(("record", "feature", "value"), columns, strict=True)))
+    assert sorted([*batch.message_indices.tolist(), *(r.message_index for r in rejections)]) == list(range(len(rows)))
 
 
-def test_dictionary_columns_with_more_values_than_their_index_type_has_room_for_a_null() -> None:
+def test_full_dictionary_index_type_with_null() -> None:
     ids = (
         pa.array([str(i) for i in range(127)] + [None]).dictionary_encode().cast(pa.dictionary(pa.int8(), pa.string()))
     )
-    batch, rejected = long(record=ids, feature=["Pressure"] * 128, value=[1.0] * 128)
+    batch, rejections = decode_long(record=ids, feature=["Pressure"] * 128, value=[1.0] * 128)
     assert batch.record_ids == [str(i) for i in range(127)]
-    assert [r.message_index for r in rejected] == [127]
+    assert [r.message_index for r in rejections] == [127]
 
 
 # --- wide tables
 
 
-def wide(
+def decode_wide(
     codec: Codec = CODEC, ids: list[str] | None = None, first: int = 0, time: str | None = None, **columns: Any
 ) -> tuple[EventBatch, list[Rejection]]:
+    """Return the events and rejections of a table in wide layout, given by its columns."""
     table = pa.RecordBatch.from_pydict(
         {name: c if isinstance(c, pa.Array) else pa.array(c) for name, c in columns.items()}
     )
@@ -165,15 +172,15 @@ def wide(
     return codec.decode(WideRows("pumps.parquet", table, ids, first, time))
 
 
-def test_a_wide_row_is_a_whole_record_whose_gaps_come_first() -> None:
-    batch, rejected = wide(
+def test_missing_features_of_a_wide_row_come_first() -> None:
+    batch, rejections = decode_wide(
         state=["on", None, "odd"],
         comment=["x", "y", "z"],
         Pressure=[1.0, math.nan, 3.0],
         when=pa.array([1, None, 3], pa.timestamp("s")),
         time="when",
     )
-    assert readings(batch) == [
+    assert list_readings(batch) == [
         ("0", "Current", None),  # a feature without a column
         ("0", "state", 1),
         ("0", "Pressure", 1),
@@ -189,16 +196,16 @@ def test_a_wide_row_is_a_whole_record_whose_gaps_come_first() -> None:
     assert batch.row_boundaries is not None
     assert batch.row_boundaries.tolist() == [0, 3, 6, 9]
     assert batch.times.tolist() == [1_000_000] * 3 + [NO_TIME] * 3 + [3_000_000] * 3
-    assert rejected == []
+    assert rejections == []
 
 
-def test_wide_orders() -> None:
+def test_orders_of_wide_readings() -> None:
     columns: dict[str, Any] = {"state": ["on"] * 50, "Current": [2.0] * 50, "Pressure": [1.0] * 50}
-    arrival, _ = wide(Codec(SCHEMA, order="arrival"), **columns)
-    schema, _ = wide(Codec(SCHEMA, order="schema"), **columns)
-    random, _ = wide(Codec(SCHEMA, order="random", seed=4), **columns)
-    again, _ = wide(Codec(SCHEMA, order="random", seed=4), **columns)
-    other, _ = wide(Codec(SCHEMA, order="random", seed=5), **columns)
+    arrival, _ = decode_wide(Codec(SCHEMA, order="arrival"), **columns)
+    schema, _ = decode_wide(Codec(SCHEMA, order="schema"), **columns)
+    random, _ = decode_wide(Codec(SCHEMA, order="random", seed=4), **columns)
+    again, _ = decode_wide(Codec(SCHEMA, order="random", seed=4), **columns)
+    other, _ = decode_wide(Codec(SCHEMA, order="random", seed=5), **columns)
     assert arrival.features.tolist() == [2, 1, 0] * 50
     assert schema.features.tolist() == [0, 1, 2] * 50
     assert random.features.tolist() == again.features.tolist() != other.features.tolist()
@@ -208,7 +215,7 @@ def test_wide_orders() -> None:
         Codec(SCHEMA, order="sideways")  # type: ignore[arg-type]
 
 
-def test_random_orders_are_uniform_and_independent_of_chunking_and_of_other_records() -> None:
+def test_random_orders_are_uniform_and_independent_of_chunking() -> None:
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(5)))
     codec = Codec(schema, order="random", seed=11)
     n = 20_000
@@ -229,18 +236,18 @@ def test_random_orders_are_uniform_and_independent_of_chunking_and_of_other_reco
     assert np.abs(pairs - 0.05).max() < 5 * math.sqrt(0.05 * 0.95 / n)
 
 
-def test_wide_refusals() -> None:
-    batch, rejected = wide(
+def test_rejections_of_wide_tables() -> None:
+    batch, rejections = decode_wide(
         ids=["a", "", "c", "x" * 1025], Pressure=[1.0, 2.0, math.inf, 4.0], Current=[1, 2, 3, 4], state=[True] * 4
     )
-    assert [(r.message_index, r.reason) for r in rejected] == [
+    assert [(r.message_index, r.reason) for r in rejections] == [
         (1, RejectionReason.MISSING_FIELD),
         (2, RejectionReason.NOT_FINITE),
         (3, RejectionReason.TOO_LARGE),
     ]
-    assert "'Pressure'" in rejected[1].detail
+    assert "'Pressure'" in rejections[1].detail
     assert [list(part) for part in batch.records_of_rows()] == [["a", "c"], [0, 0, 0, 1, 1]]
-    assert sorted(readings(batch)) == [
+    assert sorted(list_readings(batch)) == [
         ("a", "Current", 1), ("a", "Pressure", 1), ("a", "state", 3), ("c", "Current", 3), ("c", "state", 3),
     ]  # fmt: skip
 
@@ -258,23 +265,23 @@ def test_wide_refusals() -> None:
     ],
 )
 def test_wide_labels_of_any_type(column: pa.Array) -> None:
-    batch, rejected = wide(Codec(SCHEMA, order="schema"), state=column)
+    batch, rejections = decode_wide(Codec(SCHEMA, order="schema"), state=column)
     assert batch.values.tolist()[2] == 2
     assert np.isnan(np.delete(batch.values, 2)).all()
-    assert rejected == []
+    assert rejections == []
 
 
-def test_wide_labels_that_are_refused() -> None:
-    batch, rejected = wide(Codec(SCHEMA, order="schema"), state=[math.inf, 3.0], Pressure=[1.0, 1.0])
-    assert [(r.message_index, r.reason) for r in rejected] == [(0, RejectionReason.NOT_FINITE)]
-    assert "'state'" in rejected[0].detail
+def test_rejected_labels_of_wide_tables() -> None:
+    batch, rejections = decode_wide(Codec(SCHEMA, order="schema"), state=[math.inf, 3.0], Pressure=[1.0, 1.0])
+    assert [(r.message_index, r.reason) for r in rejections] == [(0, RejectionReason.NOT_FINITE)]
+    assert "'state'" in rejections[0].detail
     assert len(batch) == 5
-    _, rejected = wide(state=["x" * 1025])
-    assert [(r.message_index, r.reason) for r in rejected] == [(0, RejectionReason.TOO_LARGE)]
+    _, rejections = decode_wide(state=["x" * 1025])
+    assert [(r.message_index, r.reason) for r in rejections] == [(0, RejectionReason.TOO_LARGE)]
 
 
 @pytest.mark.parametrize(
-    ("columns", "says"),
+    ("columns", "expected_text"),
     [
         ({"Pressure": ["high"]}, "column 'Pressure' is string, but the model expects numbers"),
         ({"Pressure": [True]}, "column 'Pressure' is bool"),
@@ -282,11 +289,11 @@ def test_wide_labels_that_are_refused() -> None:
         ({"Pressure": [1.0], "when": ["noon"], "time": "when"}, "row 7: column 'when'"),
     ],
 )
-def test_wide_columns_of_the_wrong_type(columns: dict[str, Any], says: str) -> None:
+def test_wide_column_of_wrong_type_raises_input_error(columns: dict[str, Any], expected_text: str) -> None:
     with pytest.raises(InputError, match=r"pumps\.parquet") as caught:
-        wide(first=7, **columns)
-    assert says in str(caught.value)
+        decode_wide(first=7, **columns)
+    assert expected_text in str(caught.value)
 
 
 def test_an_empty_wide_table_has_no_events() -> None:
-    assert len(wide(Pressure=pa.array([], pa.float64()))[0]) == 0
+    assert len(decode_wide(Pressure=pa.array([], pa.float64()))[0]) == 0

@@ -1,4 +1,4 @@
-"""Events that name a device: which window is theirs, in messages and in long tables, and what is refused."""
+"""Tests of events that name a device: the window that they belong to, in messages and tables, and their rejections."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ from deformer_stream.codec import MAX_TEXT_CHARS, Codec, FieldNames, WindowAssig
 from deformer_stream.codec.payloads import LongRows, Messages
 from deformer_stream.engine.events import NO_TIME, EventBatch, Rejection, RejectionReason
 from deformer_stream.errors import ConfigError, InputError
-from tests.codec.test_json_messages import BROKER_TIME, CODEC, SCHEMA, decode, messages, readings, single
-from tests.codec.test_tables import long
+from tests.codec.test_json_messages import (
+    BROKER_TIME,
+    CODEC,
+    SCHEMA,
+    decode,
+    list_readings,
+    make_messages,
+    make_reading,
+)
+from tests.codec.test_tables import decode_long
 
 SECOND = 1_000_000
 WINDOWS = WindowAssigner(10 * SECOND, 2 * SECOND)
@@ -22,35 +30,36 @@ TIME = 1583750073.0  # 2020-03-09T10:34:33Z
 START = "2020-03-09T10:34:30Z"
 
 
-def of_device(device: Any = "pump-7", time: Any = TIME, **more: Any) -> dict[str, Any]:
+def make_event(device: Any = "pump-7", time: Any = TIME, **more: Any) -> dict[str, Any]:
+    """Return an event of a device."""
     event = {"device": device, "feature": "Pressure", "value": 0.5, "time": time, **more}
     return {name: value for name, value in event.items() if value is not ...}
 
 
-def windows_of(batch: EventBatch) -> list[tuple[str, int | None]]:
-    """Device and deadline of each event, ("", None) where it is in no window."""
+def list_windows(batch: EventBatch) -> list[tuple[str, int | None]]:
+    """Return device and deadline of each event, ("", None) if it is in no window."""
     if batch.windows is None:
         return [("", None)] * len(batch)
     pairs = zip(batch.windows.devices, batch.windows.deadlines.tolist(), strict=True)
     return [(device, deadline if device else None) for device, deadline in pairs]
 
 
-def test_the_record_is_the_devices_window() -> None:
-    batch, rejected = decode(of_device(), single(1.0), of_device(7, "2020-03-09T10:34:40Z"), codec=WINDOWED)
-    assert rejected == []
+def test_record_id_is_device_and_window_start() -> None:
+    batch, rejections = decode(make_event(), make_reading(1.0), make_event(7, "2020-03-09T10:34:40Z"), codec=WINDOWED)
+    assert rejections == []
     assert batch.record_ids == [f"pump-7@{START}", "r", "7@2020-03-09T10:34:40Z"]
     end = 1583750080 * SECOND
-    assert windows_of(batch) == [("pump-7", end + 2 * SECOND), ("", None), ("7", end + 12 * SECOND)]
+    assert list_windows(batch) == [("pump-7", end + 2 * SECOND), ("", None), ("7", end + 12 * SECOND)]
     assert batch.times.tolist() == [1583750073 * SECOND, BROKER_TIME, end]
 
 
-def test_many_readings_share_a_window() -> None:
+def test_readings_of_a_message_share_a_window() -> None:
     event = {"device": "d", "time": TIME, "values": {"Pressure": 1.5, "state": "odd", "nope": 1}}
-    batch, rejected = decode(single(1.0), event, codec=WINDOWED)
-    assert readings(batch)[1:] == [(f"d@{START}", "Pressure", 1.5), (f"d@{START}", "state", 4)]
+    batch, rejections = decode(make_reading(1.0), event, codec=WINDOWED)
+    assert list_readings(batch)[1:] == [(f"d@{START}", "Pressure", 1.5), (f"d@{START}", "state", 4)]
     assert batch.unseen_labels == {2: "odd"}
-    assert [device for device, _ in windows_of(batch)] == ["", "d", "d"]
-    assert [r.reason for r in rejected] == [RejectionReason.UNKNOWN_FEATURE]
+    assert [device for device, _ in list_windows(batch)] == ["", "d", "d"]
+    assert [r.reason for r in rejections] == [RejectionReason.UNKNOWN_FEATURE]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +76,7 @@ def test_many_readings_share_a_window() -> None:
     ],
 )
 def test_windows_are_aligned_to_1970(width: int, time: Any, start: str) -> None:
-    batch, _ = decode(of_device(time=time), codec=Codec(SCHEMA, window_assigner=WindowAssigner(width)))
+    batch, _ = decode(make_event(time=time), codec=Codec(SCHEMA, window_assigner=WindowAssigner(width)))
     assert batch.record_ids == [f"pump-7@{start}"]
     assert batch.windows is not None
     begin = batch.windows.deadlines[0] - width
@@ -75,86 +84,89 @@ def test_windows_are_aligned_to_1970(width: int, time: Any, start: str) -> None:
     assert begin % width == 0
 
 
-def test_the_brokers_time_stands_in() -> None:
-    batch, rejected = decode(of_device(time=...), of_device(time=None), codec=WINDOWED)
-    assert (batch.record_ids, rejected) == (["pump-7@2023-11-14T22:13:20Z"] * 2, [])
+def test_broker_time_replaces_a_missing_time() -> None:
+    batch, rejections = decode(make_event(time=...), make_event(time=None), codec=WINDOWED)
+    assert (batch.record_ids, rejections) == (["pump-7@2023-11-14T22:13:20Z"] * 2, [])
 
 
-def test_a_record_of_its_own_is_kept() -> None:
-    events = [of_device(record="mine"), of_device(record=4), of_device(record=None)]
-    batch, rejected = decode(*events, codec=WINDOWED, keys=[b"k", b"k", b"k"])
-    assert (batch.record_ids, rejected) == (["mine", "4", f"pump-7@{START}"], [])
-    assert [device for device, _ in windows_of(batch)] == ["", "", "pump-7"]
-    batch, _ = decode(of_device(record=f"pump-7@{START}"), codec=WINDOWED)
+def test_explicit_record_id_takes_precedence() -> None:
+    events = [make_event(record="mine"), make_event(record=4), make_event(record=None)]
+    batch, rejections = decode(*events, codec=WINDOWED, keys=[b"k", b"k", b"k"])
+    assert (batch.record_ids, rejections) == (["mine", "4", f"pump-7@{START}"], [])
+    assert [device for device, _ in list_windows(batch)] == ["", "", "pump-7"]
+    batch, _ = decode(make_event(record=f"pump-7@{START}"), codec=WINDOWED)
     assert (batch.record_ids, batch.windows) == ([f"pump-7@{START}"], None)
 
 
-def test_the_key_is_the_device_not_the_record() -> None:
-    events = [of_device(...), of_device(None), of_device(), single(1.0)]
-    batch, rejected = decode(*events, codec=WINDOWED, keys=[b"p", b"p", b"p", b"p"])
-    assert (batch.record_ids, rejected) == ([f"p@{START}", f"p@{START}", f"pump-7@{START}", "r"], [])
-    batch, rejected = decode(of_device(...), of_device(), keys=[b"p", b"p"])
-    assert (batch.record_ids, batch.windows, rejected) == (["p", "p"], None, []), "without windows it is the record"
+def test_message_key_replaces_the_device() -> None:
+    events = [make_event(...), make_event(None), make_event(), make_reading(1.0)]
+    batch, rejections = decode(*events, codec=WINDOWED, keys=[b"p", b"p", b"p", b"p"])
+    assert (batch.record_ids, rejections) == ([f"p@{START}", f"p@{START}", f"pump-7@{START}", "r"], [])
+    batch, rejections = decode(make_event(...), make_event(), keys=[b"p", b"p"])
+    assert (batch.record_ids, batch.windows, rejections) == (["p", "p"], None, []), "without windows it is the record"
 
 
-def refused(*documents: Any, codec: Codec = WINDOWED, keys: list[bytes | None] | None = None) -> list[Rejection]:
-    batch, rejected = decode(*documents, codec=codec, keys=keys)
+def decode_rejected(
+    *documents: Any, codec: Codec = WINDOWED, keys: list[bytes | None] | None = None
+) -> list[Rejection]:
+    """Return the rejections of documents that give no event."""
+    batch, rejections = decode(*documents, codec=codec, keys=keys)
     assert len(batch) == 0
-    assert [r.message_index for r in rejected] == list(range(len(documents)))
-    return rejected
+    assert [r.message_index for r in rejections] == list(range(len(documents)))
+    return rejections
 
 
 @pytest.mark.parametrize(
     ("event", "reason", "words"),
     [
-        (of_device(...), RejectionReason.MISSING_FIELD, "'device' is missing"),
-        (of_device(None), RejectionReason.MISSING_FIELD, "'device' is missing"),
-        (of_device(""), RejectionReason.MISSING_FIELD, "'device' is empty"),
-        (of_device(record=""), RejectionReason.MISSING_FIELD, "'record' is empty"),
-        (of_device(["p"]), RejectionReason.WRONG_TYPE, "'device' is a list"),
-        (of_device(True), RejectionReason.WRONG_TYPE, "'device' is a boolean"),
-        (of_device("x" * 1025), RejectionReason.TOO_LARGE, "'device' has 1025 characters"),
-        (of_device("x" * (MAX_TEXT_CHARS - len(START))), RejectionReason.TOO_LARGE, "a record id of 1025 characters"),
-        (of_device(time=True), RejectionReason.WRONG_TYPE, "time is a boolean"),
-        (of_device(time="noon"), RejectionReason.WRONG_TYPE, "not RFC 3339"),
-        (of_device(time=float("nan")), RejectionReason.NOT_FINITE, "time"),
-        (of_device(time=-62135596800), RejectionReason.WRONG_TYPE, "before the year 1"),
-        (of_device(feature="nope"), RejectionReason.UNKNOWN_FEATURE, "nope"),
+        (make_event(...), RejectionReason.MISSING_FIELD, "'device' is missing"),
+        (make_event(None), RejectionReason.MISSING_FIELD, "'device' is missing"),
+        (make_event(""), RejectionReason.MISSING_FIELD, "'device' is empty"),
+        (make_event(record=""), RejectionReason.MISSING_FIELD, "'record' is empty"),
+        (make_event(["p"]), RejectionReason.WRONG_TYPE, "'device' is a list"),
+        (make_event(True), RejectionReason.WRONG_TYPE, "'device' is a boolean"),
+        (make_event("x" * 1025), RejectionReason.TOO_LARGE, "'device' has 1025 characters"),
+        (make_event("x" * (MAX_TEXT_CHARS - len(START))), RejectionReason.TOO_LARGE, "a record id of 1025 characters"),
+        (make_event(time=True), RejectionReason.WRONG_TYPE, "time is a boolean"),
+        (make_event(time="noon"), RejectionReason.WRONG_TYPE, "not RFC 3339"),
+        (make_event(time=float("nan")), RejectionReason.NOT_FINITE, "time"),
+        (make_event(time=-62135596800), RejectionReason.WRONG_TYPE, "before the year 1"),
+        (make_event(feature="nope"), RejectionReason.UNKNOWN_FEATURE, "nope"),
     ],
 )
-def test_what_is_refused(event: dict[str, Any], reason: RejectionReason, words: str) -> None:
+def test_rejections_of_device_events(event: dict[str, Any], reason: RejectionReason, words: str) -> None:
     week = Codec(SCHEMA, window_assigner=WindowAssigner(7 * 86400 * SECOND)) if "year 1" in words else WINDOWED
-    (rejected,) = refused(event, codec=week)
-    assert rejected.reason is reason
-    assert words in rejected.detail
+    (rejections,) = decode_rejected(event, codec=week)
+    assert rejections.reason is reason
+    assert words in rejections.detail
 
 
-def test_no_time_at_all_is_a_missing_field() -> None:
-    data = messages(b'{"device": "p", "feature": "Pressure", "value": 1}')
+def test_missing_time_is_a_missing_field() -> None:
+    data = make_messages(b'{"device": "p", "feature": "Pressure", "value": 1}')
     data = Messages("t", data.keys, data.payloads, np.full(1, NO_TIME), data.partitions, data.offsets)
-    batch, (rejected,) = WINDOWED.decode(data)
-    assert (len(batch), rejected.reason) == (0, RejectionReason.MISSING_FIELD)
-    assert "'time' is missing" in rejected.detail
+    batch, (rejections,) = WINDOWED.decode(data)
+    assert (len(batch), rejections.reason) == (0, RejectionReason.MISSING_FIELD)
+    assert "'time' is missing" in rejections.detail
 
 
-def test_a_key_that_is_no_text() -> None:
-    (rejected,) = refused(of_device(...), keys=[b"\xff"])
-    assert rejected.reason is RejectionReason.MISSING_FIELD
-    assert "'device' is missing, and the message key" in rejected.detail
+def test_binary_message_key_is_a_missing_field() -> None:
+    (rejections,) = decode_rejected(make_event(...), keys=[b"\xff"])
+    assert rejections.reason is RejectionReason.MISSING_FIELD
+    assert "'device' is missing, and the message key" in rejections.detail
 
 
-def test_without_windows_a_device_is_no_record() -> None:
-    (rejected,) = refused(of_device(), codec=CODEC)
-    assert (rejected.reason, rejected.detail) == (RejectionReason.MISSING_FIELD, "'record' is missing")
+def test_device_without_windows_is_rejected() -> None:
+    (rejections,) = decode_rejected(make_event(), codec=CODEC)
+    assert (rejections.reason, rejections.detail) == (RejectionReason.MISSING_FIELD, "'record' is missing")
 
 
-def test_fields_by_other_names() -> None:
+def test_device_field_is_configurable() -> None:
     codec = Codec(SCHEMA, FieldNames(device="asset", time="at"), window_assigner=WINDOWS)
     batch, _ = decode({"asset": "p", "at": TIME, "feature": "Pressure", "value": 1}, codec=codec)
     assert batch.record_ids == [f"p@{START}"]
 
 
-def test_impossible_windows() -> None:
+def test_impossible_windows_raise_config_error() -> None:
     for width, grace in ((0, 0), (-1, 0), (1, -1)):
         with pytest.raises(ConfigError):
             WindowAssigner(width, grace)
@@ -164,8 +176,8 @@ def test_impossible_windows() -> None:
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())])
-def test_long_rows_of_devices(kind: pa.DataType) -> None:
-    batch, rejected = long(
+def test_long_rows_with_devices(kind: pa.DataType) -> None:
+    batch, rejections = decode_long(
         codec=WINDOWED,
         device=pa.array(["p", "q", None, "", "p", "x" * 1020, "p", None], pa.string()).cast(kind),
         feature=["Pressure"] * 6 + ["nope", "Pressure"],
@@ -173,8 +185,8 @@ def test_long_rows_of_devices(kind: pa.DataType) -> None:
         time=pa.array([33, 40, 33, 33, None, 33, 33, None], pa.timestamp("s")),
     )
     assert batch.record_ids == ["p@1970-01-01T00:00:30Z", "q@1970-01-01T00:00:40Z"]
-    assert windows_of(batch) == [("p", 42 * SECOND), ("q", 52 * SECOND)]
-    assert [(r.message_index, r.reason) for r in rejected] == [
+    assert list_windows(batch) == [("p", 42 * SECOND), ("q", 52 * SECOND)]
+    assert [(r.message_index, r.reason) for r in rejections] == [
         (2, RejectionReason.MISSING_FIELD),
         (3, RejectionReason.MISSING_FIELD),
         (4, RejectionReason.MISSING_FIELD),
@@ -182,8 +194,8 @@ def test_long_rows_of_devices(kind: pa.DataType) -> None:
         (6, RejectionReason.UNKNOWN_FEATURE),
         (7, RejectionReason.MISSING_FIELD),
     ]
-    assert ["device" in r.detail for r in rejected] == [True, True, False, True, False, True]
-    assert "'time' is missing" in rejected[2].detail
+    assert ["device" in r.detail for r in rejections] == [True, True, False, True, False, True]
+    assert "'time' is missing" in rejections[2].detail
 
 
 def test_long_rows_with_and_without_a_record() -> None:
@@ -194,42 +206,42 @@ def test_long_rows_with_and_without_a_record() -> None:
         "value": ["1", "odd", "1", "1", "1"],
         "time": ["1970-01-01T00:00:33Z"] * 4 + ["noon"],
     }
-    batch, rejected = long(codec=WINDOWED, **columns)
+    batch, rejections = decode_long(codec=WINDOWED, **columns)
     assert batch.record_ids == ["mine", "p@1970-01-01T00:00:30Z"]
-    assert windows_of(batch) == [("", None), ("p", 42 * SECOND)]
+    assert list_windows(batch) == [("", None), ("p", 42 * SECOND)]
     assert batch.unseen_labels == {1: "odd"}
-    assert [(r.message_index, r.reason) for r in rejected] == [
+    assert [(r.message_index, r.reason) for r in rejections] == [
         (2, RejectionReason.MISSING_FIELD),
         (3, RejectionReason.MISSING_FIELD),
         (4, RejectionReason.WRONG_TYPE),
     ]
     columns["time"][1] = "noon"
-    _, rejected = long(codec=WINDOWED, **columns)
-    assert (rejected[0].message_index, rejected[0].reason) == (1, RejectionReason.WRONG_TYPE)
-    batch, rejected = long(**columns)
+    _, rejections = decode_long(codec=WINDOWED, **columns)
+    assert (rejections[0].message_index, rejections[0].reason) == (1, RejectionReason.WRONG_TYPE)
+    batch, rejections = decode_long(**columns)
     assert batch.record_ids == ["mine"]
     assert batch.windows is None
-    assert [r.message_index for r in rejected] == [1, 2, 3, 4], "without windows a device is no record"
+    assert [r.message_index for r in rejections] == [1, 2, 3, 4], "without windows a device is no record"
 
 
-def test_long_tables_that_lack_columns() -> None:
+def test_long_tables_with_missing_columns() -> None:
     for missing in ("device", "time", "feature", "value"):
         columns: dict[str, Any] = {"device": ["p"], "feature": ["Pressure"], "value": [1.0], "time": [1.0]}
         del columns[missing]
         with pytest.raises(InputError, match=f"column '{missing}' is missing"):
-            long(codec=WINDOWED, **columns)
-    batch, _ = long(codec=WINDOWED, record=["r"], feature=["Pressure"], value=[1.0])
+            decode_long(codec=WINDOWED, **columns)
+    batch, _ = decode_long(codec=WINDOWED, record=["r"], feature=["Pressure"], value=[1.0])
     assert (batch.record_ids, batch.windows) == (["r"], None)
 
 
-def test_messages_and_rows_agree() -> None:
+def test_messages_and_long_rows_agree() -> None:
     times = [0.0, 33.25, -7.5, TIME]
     devices = ["a", "b", "a", "ü"]
     rows = pa.RecordBatch.from_pydict(
         {"device": devices, "feature": ["Pressure"] * 4, "value": [1.0] * 4, "time": times}
     )
     by_row, _ = WINDOWED.decode(LongRows("t", rows, 0))
-    by_message, _ = decode(*(of_device(d, t, value=1.0) for d, t in zip(devices, times, strict=True)), codec=WINDOWED)
+    by_message, _ = decode(*(make_event(d, t, value=1.0) for d, t in zip(devices, times, strict=True)), codec=WINDOWED)
     assert by_row.record_ids == by_message.record_ids
     assert by_row.times.tolist() == by_message.times.tolist()
-    assert windows_of(by_row) == windows_of(by_message)
+    assert list_windows(by_row) == list_windows(by_message)

@@ -1,7 +1,8 @@
 """Coverage-guided fuzzing, one target after the other: `python -m tests.fuzz --seconds 60 [TARGET …]`.
 
-Each runs in a process of its own, bounded in time and memory. Exit status 1 on a find; the input that led to it is kept
-in the folder named (`--folder`), for a regression test. `python -m tests.fuzz --again TARGET FILE` runs it once more.
+Each target runs in a process of its own with limits on time and memory. The exit status is 1 if an input breaks an
+invariant. That input is kept in the folder given by `--folder`, for a regression test. `python -m tests.fuzz --again
+TARGET FILE` runs it again.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ TARGETS = (
 MEMORY_MIB, SLOW_SECONDS = 3000, 120
 
 
-def fuzz(target: str, seconds: int, folder: Path) -> int:
-    """Fuzz one target in a child process; its exit status."""
+def run_fuzzer(target: str, seconds: int, folder: Path) -> int:
+    """Fuzz one target in a child process and return its exit status."""
     corpus, finds = folder / "corpus" / target, folder / "finds"
     for made in (corpus, finds):
         made.mkdir(parents=True, exist_ok=True)
@@ -36,12 +37,12 @@ def fuzz(target: str, seconds: int, folder: Path) -> int:
         "-max_len=1024",
         "-len_control=0",
     ]
-    words += [f"-artifact_prefix={finds}/{target}-", f"-dict={_dictionary(folder)}", "-print_final_stats=1"]
+    words += [f"-artifact_prefix={finds}/{target}-", f"-dict={_make_dictionary(folder)}", "-print_final_stats=1"]
     return subprocess.run(words, check=False).returncode
 
 
-def _dictionary(folder: Path) -> Path:
-    """The fragments of hostile messages in the fuzzer's form."""
+def _make_dictionary(folder: Path) -> Path:
+    """Return the fragments of hostile messages in the fuzzer's dictionary format."""
     lines = [line for name in ("values.txt", "times.txt") for line in (SEEDS.parent / name).read_bytes().splitlines()]
     path = folder / "fragments.dict"
     path.write_text("".join('"' + "".join(f"\\x{byte:02x}" for byte in line) + '"\n' for line in lines))
@@ -63,7 +64,7 @@ def main() -> int:
 
         targets.TARGETS[args.targets[0]](args.again.read_bytes())
         return 0
-    failed = [name for name in args.targets or TARGETS if fuzz(name, args.seconds, args.folder) != 0]
+    failed = [name for name in args.targets or TARGETS if run_fuzzer(name, args.seconds, args.folder) != 0]
     print(f"fuzz: {len(args.targets or TARGETS)} targets, {args.seconds} s each, finds in {failed or 'none'}")
     return 1 if failed else 0
 

@@ -1,4 +1,4 @@
-"""Model directories and saved states as someone would alter them who knows how they are signed."""
+"""Damaged model directories and saved states whose checksums are nevertheless valid."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pyarrow as pa
 
 from deformer_stream import model_store
 from deformer_stream.codec import state
-from tests.fuzz.hostile import Random, altered, column, mutated
+from tests.fuzz.hostile import Random, alter_document, draw_column, mutate
 
 Manifest = dict[str, Any]
 
 
-def signed(manifest: Manifest) -> bytes:
-    """The manifest as a file, with the fingerprints and the checksum that it should have."""
+def sign(manifest: Manifest) -> bytes:
+    """Return a manifest as a file, with the fingerprints and the checksum that its contents require."""
     with suppress(AttributeError, KeyError, TypeError, ValueError, ArithmeticError):  # then it is not the matter
         schema = model_store.Schema.from_json(manifest["features"], manifest.get("window"))
         manifest["schema_fingerprint"] = schema.fingerprint
@@ -29,52 +29,60 @@ def signed(manifest: Manifest) -> bytes:
     return model_store._render_manifest(manifest)
 
 
-def fitted(manifest: Manifest, weights: bytes) -> Manifest:
-    """The manifest with the size and the checksum of these weights."""
+def set_weights_entry(manifest: Manifest, weights: bytes) -> Manifest:
+    """Return the manifest with the size and the checksum of these weights."""
     entry = {"size": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}
     return manifest | {"files": {model_store.WEIGHTS: entry}}
 
 
-def spoil(r: Random, directory: Path, manifest: Manifest, weights: bytes) -> None:
-    """Write a model directory with something wrong in it. manifest, weights: of a good one, left as they are."""
+def write_damaged_model(r: Random, directory: Path, manifest: Manifest, weights: bytes) -> None:
+    """Write a damaged model directory.
+
+    Args:
+        r: Random numbers.
+        directory: The directory; existing files in it are removed.
+        manifest: The manifest of a valid model; it is not changed.
+        weights: The weights of a valid model.
+    """
     directory.mkdir(exist_ok=True)
-    _remove(directory)
-    raw = signed(dict(manifest))
+    _clear(directory)
+    raw = sign(dict(manifest))
     act = r.randrange(8)
     if act == 0:
-        raw = mutated(r, raw)
+        raw = mutate(r, raw)
     elif act == 1:
-        weights = mutated(r, weights)
+        weights = mutate(r, weights)
     elif act < 5:
-        changed = altered(r, manifest if r.random() < 0.8 else _with_a_cycle(r, manifest))
-        raw = signed(changed) if isinstance(changed, dict) else json.dumps(changed).encode()
+        changed = alter_document(r, manifest if r.random() < 0.8 else _add_period(r, manifest))
+        raw = sign(changed) if isinstance(changed, dict) else json.dumps(changed).encode()
     elif act < 7:
-        weights = _spoiled(r, weights)
-        raw = signed(fitted(dict(manifest), weights))
+        weights = _damage_weights(r, weights)
+        raw = sign(set_weights_entry(dict(manifest), weights))
     for name, data in ((model_store.MANIFEST, raw), (model_store.WEIGHTS, weights)):
         if act < 7 or r.random() < 0.5:
             (directory / name).write_bytes(data)
         else:
-            _strange(r, directory / name)
+            _make_special_file(r, directory / name)
 
 
-def _with_a_cycle(r: Random, manifest: Manifest) -> Manifest:
+def _add_period(r: Random, manifest: Manifest) -> Manifest:
+    """Return the manifest with a period, possibly an impossible one, for one of its features."""
     features = [dict(feature) for feature in manifest["features"]]
     r.choice(features)["period"] = r.choice([24.0, 24.0, 0, -1.0, 1e308, "24", [], None])
     return manifest | {"features": features}
 
 
-def _spoiled(r: Random, weights: bytes) -> bytes:
-    """safetensors: the length of a JSON header (8 bytes, little-endian), the header, the numbers."""
+def _damage_weights(r: Random, weights: bytes) -> bytes:
+    """Return a damaged safetensors file: header length (8 bytes, little-endian), JSON header, numbers."""
     length = int.from_bytes(weights[:8], "little")
     header, numbers = weights[8 : 8 + length], weights[8 + length :]
     act = r.randrange(4)
     if act == 0:
-        numbers = mutated(r, numbers)
+        numbers = mutate(r, numbers)
     elif act == 1:
-        header = mutated(r, header)
+        header = mutate(r, header)
     elif act == 2:
-        header = json.dumps(altered(r, json.loads(header))).encode()
+        header = json.dumps(alter_document(r, json.loads(header))).encode()
     else:
         kinds = [b"F16", b"BF16", b"F64", b"I64", b"U8", b"BOOL", b"F8_E4M3", b"X", b"C64", b"F4"]
         header = header.replace(b"F32", r.choice(kinds), r.randrange(1, 4))
@@ -82,8 +90,8 @@ def _spoiled(r: Random, weights: bytes) -> bytes:
     return size.to_bytes(8, "little") + header + numbers
 
 
-def _strange(r: Random, path: Path) -> None:
-    """What is no file, or nothing."""
+def _make_special_file(r: Random, path: Path) -> None:
+    """Create something that is not a regular file, or nothing."""
     act = r.randrange(5)
     if act == 0:
         path.mkdir()
@@ -95,7 +103,8 @@ def _strange(r: Random, path: Path) -> None:
         path.symlink_to("/dev/zero")
 
 
-def _remove(directory: Path) -> None:
+def _clear(directory: Path) -> None:
+    """Remove everything in a directory."""
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
             path.rmdir()
@@ -103,20 +112,21 @@ def _remove(directory: Path) -> None:
             path.unlink()
 
 
-def spoiled_state(r: Random, data: bytes) -> bytes:
-    """A saved state with something wrong in it; its checksum is right, mostly."""
+def damage_state(r: Random, data: bytes) -> bytes:
+    """Return a damaged saved state, in most cases with a valid checksum."""
     magic, kind, version, _ = state.HEADER.unpack_from(data)
     body = data[state.HEADER.size :]
     act = r.randrange(8)
     if act == 0:
-        return mutated(r, data)
-    body = mutated(r, body) if act < 3 else _other_columns(r, body)
+        return mutate(r, data)
+    body = mutate(r, body) if act < 3 else _change_columns(r, body)
     if r.random() < 0.1:
         kind, version = r.choice([b"S", b"D", b"X"]), r.choice([0, 1, 2, 65_535])
     return bytes(state.HEADER.pack(magic, kind, version, hashlib.sha256(body).digest()) + body)
 
 
-def _other_columns(r: Random, body: bytes) -> bytes:
+def _change_columns(r: Random, body: bytes) -> bytes:
+    """Return the body of a saved state with some columns changed, removed or exchanged."""
     batch = pa.ipc.open_stream(body).read_all().to_batches()[0]
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     for name in r.sample(sorted(columns), r.randrange(1, 4)):
@@ -126,9 +136,9 @@ def _other_columns(r: Random, body: bytes) -> bytes:
         elif act == 1:
             columns[name] = r.choice(list(columns.values()))
         elif act == 2:
-            columns[name] = column(r, 1)
+            columns[name] = draw_column(r, 1)
         else:
-            columns[name] = _other_cells(r, columns[name])
+            columns[name] = _change_cells(r, columns[name])
     made = pa.RecordBatch.from_arrays(list(columns.values()), list(columns))
     if r.random() < 0.05:
         made = made.slice(0, 0)
@@ -140,13 +150,15 @@ def _other_columns(r: Random, body: bytes) -> bytes:
     return bytes(sink.getvalue().to_pybytes())
 
 
-def _other_cells(r: Random, cells: pa.Array) -> pa.Array:
-    """A column of one list, of the same type, with other cells in it."""
+def _change_cells(r: Random, cells: pa.Array) -> pa.Array:
+    """Return a column that holds one list, with some cells of the list changed."""
     kind = cells.type.value_type
     inside = cells.flatten().to_pylist()
     for _ in range(r.randrange(1, 4)):
         at = r.randrange(len(inside) + 1)
-        cell = r.choice(["", "a", "x" * 2000, "continuous"]) if pa.types.is_large_string(kind) else _number(r, kind)
+        cell = (
+            r.choice(["", "a", "x" * 2000, "continuous"]) if pa.types.is_large_string(kind) else _draw_number(r, kind)
+        )
         act = r.randrange(4)
         if act == 0:
             inside.insert(at, None if r.random() < 0.1 else cell)
@@ -157,7 +169,8 @@ def _other_cells(r: Random, cells: pa.Array) -> pa.Array:
     return pa.array([inside], pa.large_list(kind))
 
 
-def _number(r: Random, kind: pa.DataType) -> float | int:
+def _draw_number(r: Random, kind: pa.DataType) -> float | int:
+    """Return a number that is unusual for the column type."""
     if pa.types.is_floating(kind):
         return r.choice([0.0, -1.0, 3.0, 0.5, 1e300, float("nan"), float("inf")])
     return r.choice([0, 1, -1, 2, 3, 2 ** (kind.bit_width - 1) - 1, -(2 ** (kind.bit_width - 1))])

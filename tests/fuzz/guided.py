@@ -1,4 +1,4 @@
-"""One target under the coverage-guided fuzzer; `python -m tests.fuzz` runs this in a process for each."""
+"""Runs one target under the coverage-guided fuzzer; `python -m tests.fuzz` starts a process of this for each target."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import atheris
 
 with atheris.instrument_imports(
-    include=["deformer_stream.codec", "deformer_stream.model_store", "deformer_stream.core"]
+    include=["deformer_stream.codec", "deformer_stream.model_store", "deformer_stream.engine", "deformer_stream.model"]
 ):
     from tests.fuzz.targets import TARGETS
 

@@ -1,7 +1,7 @@
-"""What a hostile sender might send: messages, tables and files, drawn from any source of random numbers.
+"""Generators of hostile messages, tables and files.
 
-Everything here takes a `random.Random`. Tests give it a seed; the coverage-guided fuzzer gives it `Fed`, whose numbers
-are the bytes that the fuzzer mutates, so that both run the same generators.
+Every generator takes a `random.Random`. Tests pass a seeded one. The coverage-guided fuzzer passes `FedRandom`, whose
+numbers are the bytes that the fuzzer mutates, so that both run the same generators.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ NOW, STAMP = 1_700_000_000_000_000, '"2023-11-14T22:13:20Z"'
 Random = random.Random
 
 
-class Fed(random.Random):
-    """Random numbers that are the bytes given; after the last of them, those of a fixed seed."""
+class FedRandom(random.Random):
+    """A random generator that returns given bytes, and after the last of them the numbers of a fixed seed."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(0)
@@ -65,66 +65,79 @@ KEYS = [
 FEATURES = [*SCHEMA.names, "humidity", "", "Temperature", "\\u0000", "state\\n", "x" * 80]
 
 
-def rarely(r: Random, small: list[int], large: list[int]) -> int:
-    """A large size once in sixteen times, so that what a million messages weigh stays bearable."""
+def draw_size(r: Random, small: list[int], large: list[int]) -> int:
+    """Return a size from `small`, or once in sixteen times from `large`, so that a million messages stay affordable."""
     return r.choice(small if r.randrange(16) else large)
 
 
-def literal(r: Random) -> str:
-    """A fragment of JSON, or of what is none."""
+def draw_literal(r: Random) -> str:
+    """Return a fragment that is a JSON literal or almost one."""
     kind = r.randrange(12)
     if kind < 6:
         return r.choice(VALUES)
     if kind == 6:
         return r.choice(TIMES)
     if kind == 7:
-        return "9" * rarely(r, [19, 20, 309], [400, 401, 4301, 20_000])
+        return "9" * draw_size(r, [19, 20, 309], [400, 401, 4301, 20_000])
     if kind == 8:
-        return "0." + "3" * rarely(r, [17, 40], [400, 20_000]) + r.choice(["", "e-400", "e400", "e-9999999999"])
+        return "0." + "3" * draw_size(r, [17, 40], [400, 20_000]) + r.choice(["", "e-400", "e400", "e-9999999999"])
     if kind == 9:
-        deep = rarely(r, [3, 20], [250, 300, 1000, 1100, 50_000])
+        deep = draw_size(r, [3, 20], [250, 300, 1000, 1100, 50_000])
         return r.choice(["[" * deep + "]" * deep, '{"a":' * deep + "1" + "}" * deep, "[" * deep])
     if kind == 10:
         return json.dumps(
             "".join(chr(r.choice([r.randrange(32), r.randrange(127, 160), r.randrange(0x3000)])) for _ in "abc")
         )
-    return json.dumps(r.choice("xé\0😀") * rarely(r, [1, 60], [1023, 1024, 1025, 5000]), ensure_ascii=r.random() < 0.5)
+    return json.dumps(
+        r.choice("xé\0😀") * draw_size(r, [1, 60], [1023, 1024, 1025, 5000]), ensure_ascii=r.random() < 0.5
+    )
 
 
-def number(r: Random) -> str:
+def draw_number(r: Random) -> str:
+    """Return a JSON number."""
     return repr(round(r.gauss(20, 10), 3))
 
 
-def value_of(r: Random, feature: str) -> str:
-    """A value that fits the feature, mostly."""
+def draw_value(r: Random, feature: str) -> str:
+    """Return a value that in most cases fits the feature."""
     labels = SCHEMA.features[SCHEMA.code_by_name[feature]].labels if feature in SCHEMA.code_by_name else ()
     if labels:
         return json.dumps(r.choice([*labels, "unheard of"]))
-    return "null" if r.random() < 0.03 else number(r)
+    return "null" if r.random() < 0.03 else draw_number(r)
 
 
-def owner(r: Random) -> str:
-    """Ids of few records, which get duplicates, late events and all their readings, and of many, which stay open."""
+def draw_record_id(r: Random) -> str:
+    """Return a record id.
+
+    Few ids are frequent, which gives duplicates, late events and complete records. Many ids are rare, which gives
+    records that stay open.
+    """
     return f"{r.choice('abcdefgh')}{r.randrange(200) if r.random() < 0.3 else r.getrandbits(16)}"
 
 
-def valid(r: Random) -> bytes:
-    """A message in one of the public forms."""
-    parts = [f'"{r.choice(["record", "record", "device"])}": "{owner(r)}"']
+def draw_valid_message(r: Random) -> bytes:
+    """Return a message in one of the public forms."""
+    parts = [f'"{r.choice(["record", "record", "device"])}": "{draw_record_id(r)}"']
     if r.random() < 0.5:
         feature = r.choice(SCHEMA.names)
-        parts += [f'"feature": "{feature}"', f'"value": {value_of(r, feature)}']
+        parts += [f'"feature": "{feature}"', f'"value": {draw_value(r, feature)}']
     else:
         features = r.sample(SCHEMA.names, r.randrange(1, len(SCHEMA) + 1))
-        parts.append('"values": {' + ", ".join(f'"{f}": {value_of(r, f)}' for f in features) + "}")
+        parts.append('"values": {' + ", ".join(f'"{f}": {draw_value(r, f)}' for f in features) + "}")
     if r.random() < 0.6:
         parts.append(f'"time": {r.choice(["1700000000.25", str(1_700_000_000 + r.randrange(600)), STAMP])}')
     return ("{" + ", ".join(parts) + "}").encode()
 
 
-def odd(r: Random) -> bytes:
-    """An object with the public keys and whatever for values: absent, twice, of other types, beyond all bounds."""
-    parts = [("record", f'"{owner(r)}"'), ("feature", json.dumps(r.choice(SCHEMA.names))), ("value", number(r))]
+def draw_unusual_message(r: Random) -> bytes:
+    """Return an object with the public keys and unusual values: missing, repeated, of other types, beyond all
+    limits.
+    """
+    parts = [
+        ("record", f'"{draw_record_id(r)}"'),
+        ("feature", json.dumps(r.choice(SCHEMA.names))),
+        ("value", draw_number(r)),
+    ]
     for _ in range(r.randrange(1, 4)):
         at = r.randrange(len(parts) + 1)
         act = r.randrange(6)
@@ -135,12 +148,12 @@ def odd(r: Random) -> bytes:
         elif act == 2:
             parts.insert(at, ("time", r.choice(TIMES)))
         elif act == 3:
-            inner = ", ".join(f'"{r.choice(FEATURES)}": {literal(r)}' for _ in range(r.randrange(5)))
+            inner = ", ".join(f'"{r.choice(FEATURES)}": {draw_literal(r)}' for _ in range(r.randrange(5)))
             parts = [part for part in parts if part[0] == "record"] + [("values", "{" + inner + "}")]
         elif act == 4:
-            parts.insert(at, (r.choice(KEYS), literal(r)))
+            parts.insert(at, (r.choice(KEYS), draw_literal(r)))
         elif parts:
-            parts[at % len(parts)] = (parts[at % len(parts)][0], literal(r))
+            parts[at % len(parts)] = (parts[at % len(parts)][0], draw_literal(r))
     text = "{" + ", ".join(f'"{key}": {fragment}' for key, fragment in parts) + "}"
     return text.encode("utf-8", "surrogatepass")
 
@@ -148,8 +161,8 @@ def odd(r: Random) -> bytes:
 TOKENS = [b"{", b"}", b"[", b"]", b'"', b":", b",", b"\\", b"\\u0000", b"null", b"NaN", b"1e999", b"\xff", b"\0", b"\n"]
 
 
-def mutated(r: Random, data: bytes) -> bytes:
-    """The bytes with a few of them changed, inserted, left out, repeated, or cut off."""
+def mutate(r: Random, data: bytes) -> bytes:
+    """Return the bytes with some of them changed, inserted, removed, repeated or cut off."""
     new = bytearray(data)
     for _ in range(r.randrange(1, 5)):
         at = r.randrange(len(new) + 1)
@@ -169,54 +182,55 @@ def mutated(r: Random, data: bytes) -> bytes:
     return bytes(new)
 
 
-def noise(r: Random) -> bytes | None:
-    """What never was an event."""
+def draw_noise(r: Random) -> bytes | None:
+    """Return a message that never was an event."""
     kind = r.randrange(8)
     if kind == 0:
         return r.choice([None, b"", b" ", b"\0", b"null", b"[]", b'"x"', b"17", b"NaN", b"{}", b"\xef\xbb\xbf{}"])
     if kind == 1:
-        return valid(r).decode().encode(r.choice(["utf-16", "utf-32", "utf-8-sig"]))
+        return draw_valid_message(r).decode().encode(r.choice(["utf-16", "utf-32", "utf-8-sig"]))
     if kind == 2:
-        return literal(r).encode("utf-8", "surrogatepass")
+        return draw_literal(r).encode("utf-8", "surrogatepass")
     if kind == 3:
-        return r.choice([b"[", b'{"a":', b"{", b'"', b"9", b"\\"]) * rarely(r, [10, 100], [2000, 60_000])
+        return r.choice([b"[", b'{"a":', b"{", b'"', b"9", b"\\"]) * draw_size(r, [10, 100], [2000, 60_000])
     return r.getrandbits(8 * 24).to_bytes(24, "little")[: r.randrange(25)]
 
 
-def payload(r: Random) -> bytes | None:
-    """Of three messages one is valid, one is or was nearly so, one is noise."""
+def draw_payload(r: Random) -> bytes | None:
+    """Return a message value: one in three is valid, one is almost valid, one is noise."""
     kind = r.randrange(6)
     if kind < 2:
-        return valid(r)
+        return draw_valid_message(r)
     if kind == 2:
-        return odd(r)
+        return draw_unusual_message(r)
     if kind == 3:
-        return mutated(r, valid(r) if r.random() < 0.7 else odd(r))
-    return noise(r)
+        return mutate(r, draw_valid_message(r) if r.random() < 0.7 else draw_unusual_message(r))
+    return draw_noise(r)
 
 
-def key(r: Random) -> bytes | None:
+def draw_key(r: Random) -> bytes | None:
+    """Return a message key."""
     kind = r.randrange(8)
     if kind < 4:
-        return owner(r).encode()
+        return draw_record_id(r).encode()
     return [
         None,
         b"",
         bytes([r.randrange(256), r.randrange(256)]),
-        r.choice([b"k", b"\0", b"\n"]) * rarely(r, [1], [1025]),
+        r.choice([b"k", b"\0", b"\n"]) * draw_size(r, [1], [1025]),
     ][kind - 4]
 
 
-def time(r: Random) -> int:
-    """The broker's time of a message, microseconds."""
+def draw_broker_time(r: Random) -> int:
+    """Return the broker timestamp of a message, in microseconds."""
     if r.random() < 0.8:
         return NOW + r.randrange(600_000_000)
     return r.choice([NO_TIME, 0, -1, NO_TIME + 1, 2**63 - 1, -(2**62), 2**62, 253_402_300_799_000_000])
 
 
-def messages(r: Random, n: int, draw: Callable[[Random], bytes | None] = payload) -> Messages:
-    """A poll of n messages."""
-    drawn = [(key(r), draw(r), time(r)) for _ in range(n)]
+def draw_messages(r: Random, n: int, draw: Callable[[Random], bytes | None] = draw_payload) -> Messages:
+    """Return a poll of n messages."""
+    drawn = [(draw_key(r), draw(r), draw_broker_time(r)) for _ in range(n)]
     return Messages(
         "hostile",
         [k for k, _, _ in drawn],
@@ -246,8 +260,8 @@ NUMBERS = [0.0, -0.0, 1.5, 3.0, 1e308, -1e300, 5e-324, float("nan"), float("inf"
 WHOLE = [0, 1, -1, 3, 1_700_000_000, 1_700_000_000_000, 2**53 + 1, 2**63 - 1, -(2**63)]
 
 
-def texts(r: Random, n: int) -> pa.Array:
-    """A column of text, some of which may be no UTF-8."""
+def draw_texts(r: Random, n: int) -> pa.Array:
+    """Return a column of text, some of which may not be valid UTF-8."""
     if n == 0:
         return pa.array([], pa.string())
     drawn: list[bytes | None] = []
@@ -259,18 +273,18 @@ def texts(r: Random, n: int) -> pa.Array:
     size = np.cumsum([0, *(len(raw or b"") for raw in drawn)])
     offsets = pa.array(size, pa.int64() if kind == pa.large_string() else pa.int32()).buffers()[1]
     there = pa.array([raw is not None for raw in drawn]).buffers()[1]
-    column = pa.Array.from_buffers(kind, n, [there, offsets, pa.py_buffer(b"".join(raw or b"" for raw in drawn))])
-    return column.dictionary_encode() if r.random() < 0.2 else column
+    draw_column = pa.Array.from_buffers(kind, n, [there, offsets, pa.py_buffer(b"".join(raw or b"" for raw in drawn))])
+    return draw_column.dictionary_encode() if r.random() < 0.2 else draw_column
 
 
-def column(r: Random, n: int) -> pa.Array:
-    """A column of any type that a file may have."""
+def draw_column(r: Random, n: int) -> pa.Array:
+    """Return a column of any type that a file may have."""
     whole: list[int | None] = [r.choice([*WHOLE, None]) for _ in range(n)]
     some: list[float | None] = [r.choice([*NUMBERS, None]) for _ in range(n)]
     small = [None if w is None else w % 100 for w in whole]
     kind = r.randrange(16)
     if kind < 4:
-        return texts(r, n)
+        return draw_texts(r, n)
     if kind < 6:
         made = pa.array(some, pa.float64())
         return made.cast(pa.float32()) if r.random() < 0.3 else made.dictionary_encode() if r.random() < 0.2 else made
@@ -302,37 +316,39 @@ def column(r: Random, n: int) -> pa.Array:
     return pa.array([np.float16(w or 0) for w in small], pa.float16())
 
 
-def table(r: Random, n: int, names: list[str]) -> pa.RecordBatch:
-    """Some of these columns and others, mostly of a type that makes sense."""
+def draw_table(r: Random, n: int, names: list[str]) -> pa.RecordBatch:
+    """Return a table with some of the named columns and others, in most cases of a plausible type."""
     columns: dict[str, pa.Array] = {}
     for name in names:
         kind = r.randrange(10)
         if kind == 0:
             continue
         if kind < 3:
-            columns[name] = column(r, n)
+            columns[name] = draw_column(r, n)
         elif name in ("record", "device", "label"):
-            columns[name] = texts(r, n)
+            columns[name] = draw_texts(r, n)
         elif name == "feature":
             columns[name] = pa.array([r.choice([*SCHEMA.names, "nope", None]) for _ in range(n)], pa.string())
         elif name == "time":
             columns[name] = pa.array([r.choice([1.7e9, 1.7e12, None, 4.1e9]) for _ in range(n)], pa.float64())
         else:
-            columns[name] = r.choice([lambda: pa.array([r.choice(NUMBERS) for _ in range(n)]), lambda: texts(r, n)])()
+            columns[name] = r.choice(
+                [lambda: pa.array([r.choice(NUMBERS) for _ in range(n)]), lambda: draw_texts(r, n)]
+            )()
     return pa.RecordBatch.from_arrays(list(columns.values()), list(columns))
 
 
-def arrow(r: Random) -> bytes:
-    """A table as an Arrow stream, one in two as its sender meant it."""
+def draw_arrow_stream(r: Random) -> bytes:
+    """Return a table as an Arrow stream; every second one is damaged or unusual."""
     names = r.choice([["record", "feature", "value", "time", "device", "label"], ["record", "time", *SCHEMA.names]])
-    batch = table(r, r.randrange(6), names)
+    batch = draw_table(r, r.randrange(6), names)
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression=r.choice([None, None, None, "zstd", "lz4"]))
     with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
         for _ in range(1 + r.randrange(2)):
             writer.write_batch(batch)
     stream: bytes = sink.getvalue().to_pybytes()
-    return stream if r.randrange(2) else stream[:4] + mutated(r, stream[4:])
+    return stream if r.randrange(2) else stream[:4] + mutate(r, stream[4:])
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -356,8 +372,8 @@ SCALARS += [
 ]
 
 
-def altered(r: Random, document: Any) -> Any:
-    """A JSON document with a few values exchanged, left out, repeated or put elsewhere."""
+def alter_document(r: Random, document: Any) -> Any:
+    """Return a JSON document with some values exchanged, removed, repeated or moved."""
     document = json.loads(json.dumps(document))
     for _ in range(r.randrange(1, 4)):
         place, parent = document, None

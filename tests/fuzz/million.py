@@ -1,10 +1,10 @@
-"""Hostile messages at full rate, and the books: every reading is accepted, declared as never coming, or refused.
+"""A load test with hostile messages: every reading must be accepted, declared as absent, or rejected.
 
     python -m tests.fuzz.million --messages 1000000             codec and engine in this process
-    python -m tests.fuzz.million --messages 1000000 --kafka     and once more through a real Kafka and `consume`
+    python -m tests.fuzz.million --messages 1000000 --kafka     and again through a Kafka broker and `consume`
 
-Of three messages one is valid, one is or was nearly so, one is noise; some come twice, and readings in any order. Both
-roads must keep the same books, and each refused message must be in the dead-letter topic, with its reason.
+Of three messages one is valid, one is almost valid, one is noise. Some are repeated, and readings come in any order.
+Both runs must give the same account, and each rejected message must be in the dead-letter topic with its reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from deformer_stream.codec import Codec, WindowAssigner
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.engine.engine import Engine
 from tests.fuzz import hostile
-from tests.fuzz.laws import SECOND, Handled, engine_holds
+from tests.fuzz.invariants import SECOND, HandledPoll, handle_checked
 from tests.models import SCHEMA, write_model
 
 POLL = 8192
@@ -43,14 +43,20 @@ OPTIONS = [
     "--max-poll-records",
     POLL,
 ]
-"""Of `consume`; `in_process` does the same."""
+"""Options of `consume`; `run_in_process` uses the same settings."""
 HOURS = 3600.0
 
 
 @dataclass
-class Books:
-    """accepted, absent: readings that were scored, and that were declared as never coming, which `consume` does not
-    count. refused: by reason. letters: (offset, reason) of what goes to the dead-letter topic."""
+class Account:
+    """What happened to the messages of a run.
+
+    Attributes:
+        accepted: Number of scored readings.
+        absent: Number of declarations that a feature will not be observed, which `consume` does not count.
+        refused: Number of rejected readings by reason.
+        letters: Offset and reason of each dead letter.
+    """
 
     messages: int = 0
     accepted: int = 0
@@ -59,7 +65,8 @@ class Books:
     letters: list[tuple[int, str]] = field(default_factory=list)
     seconds: float = 0.0
 
-    def shown(self) -> str:
+    def format(self) -> str:
+        """Return the account as a line of text."""
         rate = self.messages / max(self.seconds, 1e-9)
         refused = ", ".join(f"{n} {reason}" for reason, n in self.refused.most_common())
         absent = f"{self.absent} declared absent, " if self.absent else ""
@@ -69,15 +76,15 @@ class Books:
         )
 
 
-def polls(n: int, seed: int) -> Iterator[Messages]:
-    """n messages of one partition as polls. Equal seeds give equal messages."""
+def draw_polls(n: int, seed: int) -> Iterator[Messages]:
+    """Yield polls with n messages of one partition in all. Equal seeds give equal messages."""
     r = random.Random(seed)  # noqa: S311
     recent: deque[tuple[bytes | None, bytes | None]] = deque(maxlen=1000)
     for first in range(0, n, POLL):
         pairs = []
         for _ in range(min(POLL, n - first)):
             again = recent and r.random() < 0.02
-            pair = r.choice(recent) if again else (hostile.key(r), hostile.payload(r))
+            pair = r.choice(recent) if again else (hostile.draw_key(r), hostile.draw_payload(r))
             pairs.append((pair[0] or b"", None) if pair[1] is None else pair)  # the client sends no message of nothing
             recent.append(pairs[-1])
         offsets = np.arange(first, first + len(pairs), dtype=np.int64)
@@ -86,33 +93,36 @@ def polls(n: int, seed: int) -> Iterator[Messages]:
         yield Messages("hostile", keys, payloads, stamps, np.zeros(len(pairs), np.int32), offsets)
 
 
-def in_process(model: Path, batches: Iterable[Messages]) -> Books:
-    """Codec and engine, poll by poll. Raises AssertionError where a law does not hold."""
+def run_in_process(model: Path, batches: Iterable[Messages]) -> Account:
+    """Return the account of a run of codec and engine, and assert the invariants of every poll."""
     loaded = model_store.read(model)
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, 0.01)
     codec = Codec(SCHEMA, window_assigner=WindowAssigner(10 * SECOND, SECOND), max_ahead_micros=3600 * SECOND)
-    books = Books()
+    account = Account()
     for data in batches:
         started = time.perf_counter()
-        kept = engine_holds(engine, codec, data, hostile.NOW)
-        books.seconds += time.perf_counter() - started
-        enter(books, data, kept)
-    return books
+        handled = handle_checked(engine, codec, data, hostile.NOW)
+        account.seconds += time.perf_counter() - started
+        add_poll(account, data, handled)
+    return account
 
 
-def enter(books: Books, data: Messages, kept: Handled) -> None:
-    """Add a poll. Raises AssertionError where readings are missing."""
-    assert kept.accepted + kept.absent + sum(refusal.num_readings for refusal in kept.refused) == kept.readings
-    books.messages += len(data)
-    books.accepted += kept.accepted
-    books.absent += kept.absent
-    for refusal in kept.refused:
-        books.refused[refusal.reason.value] += refusal.num_readings
-        books.letters.append((int(data.offsets[refusal.message_index]), refusal.reason.value))
+def add_poll(account: Account, data: Messages, handled: HandledPoll) -> None:
+    """Add a poll to the account, and assert that all of its readings are accounted for."""
+    assert (
+        handled.accepted + handled.absent + sum(rejection.num_readings for rejection in handled.refused)
+        == handled.readings
+    )
+    account.messages += len(data)
+    account.accepted += handled.accepted
+    account.absent += handled.absent
+    for rejection in handled.refused:
+        account.refused[rejection.reason.value] += rejection.num_readings
+        account.letters.append((int(data.offsets[rejection.message_index]), rejection.reason.value))
 
 
-def through_kafka(bootstrap: str, model: Path, batches: Iterable[Messages], name: str) -> Books:
-    """The same through a topic of one partition, which must be there, and `consume` as a process of its own."""
+def run_through_kafka(bootstrap: str, model: Path, batches: Iterable[Messages], name: str) -> Account:
+    """Return the account of a run through an existing topic with one partition and `consume` in a child process."""
     from tests.integration.programs import Cluster, Consume
 
     rows = (
@@ -120,7 +130,7 @@ def through_kafka(bootstrap: str, model: Path, batches: Iterable[Messages], name
         for data in batches
         for key, payload, stamp in zip(data.keys, data.payloads, data.times.tolist(), strict=True)
     )
-    books = Books(messages=produce(bootstrap, name, rows, partitions=1))
+    account = Account(messages=produce(bootstrap, name, rows, partitions=1))
     cluster = Cluster(bootstrap)
     with tempfile.TemporaryDirectory() as folder:
         options = ["--topic", name, "--group", name, "--bootstrap-servers", bootstrap, "--model", model, *OPTIONS]
@@ -128,18 +138,18 @@ def through_kafka(bootstrap: str, model: Path, batches: Iterable[Messages], name
             consumer.wait_until_ready()
             started = time.perf_counter()
             consumer.wait_for(cluster.all_consumed(name, name), "all messages consumed", HOURS)
-            books.seconds = time.perf_counter() - started
+            account.seconds = time.perf_counter() - started
             totals = consumer.stop()
-    books.accepted, books.refused = totals["events"], Counter(totals["rejected"])
+    account.accepted, account.refused = totals["events"], Counter(totals["rejected"])
     for letter in cluster.read(f"{name}-dead-letter"):
         headers = {key: value.decode() for key, value in letter.headers}
-        books.letters.append((int(headers["offset"]), headers["reason"]))
+        account.letters.append((int(headers["offset"]), headers["reason"]))
     cluster.close()
-    return books
+    return account
 
 
-def agree(one: Books, other: Books) -> None:
-    """Both roads kept the same books. Raises AssertionError."""
+def assert_equal_accounts(one: Account, other: Account) -> None:
+    """Assert that both runs give the same account."""
     assert one.messages == other.messages
     assert one.accepted == other.accepted, (one.accepted, other.accepted)
     assert one.refused == other.refused, (one.refused, other.refused)
@@ -155,8 +165,8 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model")
-        books = in_process(model, polls(args.messages, args.seed))
-        print(f"in process: {books.shown()}", flush=True)
+        account = run_in_process(model, draw_polls(args.messages, args.seed))
+        print(f"in process: {account.format()}", flush=True)
         if args.kafka:
             from connectors.kafka import ensure_topics
             from tests.conftest import start_broker
@@ -164,9 +174,9 @@ def main() -> int:
             with start_broker() as broker:
                 forever = {"num_partitions": 1, "configs": {"retention.ms": "-1"}}
                 ensure_topics(broker.bootstrap, {"hostile": forever})
-                again = through_kafka(broker.bootstrap, model, polls(args.messages, args.seed), "hostile")
-            print(f"through Kafka: {again.shown()}", flush=True)
-            agree(books, again)
+                again = run_through_kafka(broker.bootstrap, model, draw_polls(args.messages, args.seed), "hostile")
+            print(f"through Kafka: {again.format()}", flush=True)
+            assert_equal_accounts(account, again)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What is fuzzed: each target takes bytes, makes an input of them, and holds the code to its laws."""
+"""Fuzz targets: each one makes an input of bytes and asserts the invariants of the code that reads it."""
 
 from __future__ import annotations
 
@@ -16,62 +16,64 @@ from deformer_stream import model_store
 from deformer_stream.codec import state
 from deformer_stream.codec.payloads import LongRows, Messages, WideRows
 from tests.codec.test_state import DECIDED, EXAMPLE
-from tests.fuzz import forgery, hostile, laws
+from tests.fuzz import forgery, hostile, invariants
 from tests.models import SCHEMA, write_model
 
 Target = Callable[[bytes], None]
 
 
 def one_message(data: bytes) -> None:
-    """The bytes are a message; its first byte says whether it has a key, and a time from the broker."""
+    """Use the bytes as a message; the first byte says whether it has a key and a broker timestamp."""
     first, payload = data[:1] or b"\0", data[1:]
     keyed, late = first[0] & 1, first[0] & 2
     poll = Messages(
         "fuzz",
         [payload[:8] if keyed else None],
         [payload],
-        np.array([hostile.time(hostile.Fed(first)) if late else hostile.NOW]),
+        np.array([hostile.draw_broker_time(hostile.FedRandom(first)) if late else hostile.NOW]),
         np.zeros(1, np.int32),
         np.zeros(1, np.int64),
     )
-    for codec in laws.CODECS:
-        laws.messages_hold(codec, poll)
+    for codec in invariants.CODECS:
+        invariants.assert_messages_independent(codec, poll)
 
 
 def messages(data: bytes) -> None:
-    """The bytes choose among what a hostile sender might send."""
-    r = hostile.Fed(data)
-    poll = hostile.messages(r, r.randrange(4))
-    for codec in laws.CODECS:
-        laws.messages_hold(codec, poll)
+    """Use the bytes as the random numbers that choose hostile messages."""
+    r = hostile.FedRandom(data)
+    poll = hostile.draw_messages(r, r.randrange(4))
+    for codec in invariants.CODECS:
+        invariants.assert_messages_independent(codec, poll)
 
 
 def long_tables(data: bytes) -> None:
-    r = hostile.Fed(data)
-    table = hostile.table(r, r.randrange(5), ["record", "device", "feature", "value", "time", "label"])
-    for codec in laws.CODECS:
-        laws.table_holds(codec, LongRows("fuzz.parquet", table, 3))
+    """Use the bytes as the random numbers that choose a table in long layout."""
+    r = hostile.FedRandom(data)
+    table = hostile.draw_table(r, r.randrange(5), ["record", "device", "feature", "value", "time", "label"])
+    for codec in invariants.CODECS:
+        invariants.assert_table_decodes(codec, LongRows("fuzz.parquet", table, 3))
 
 
 def wide_tables(data: bytes) -> None:
-    r = hostile.Fed(data)
-    table = hostile.table(r, r.randrange(5), [*SCHEMA.names, "time"])
+    """Use the bytes as the random numbers that choose a table in wide layout."""
+    r = hostile.FedRandom(data)
+    table = hostile.draw_table(r, r.randrange(5), [*SCHEMA.names, "time"])
     ids = [r.choice(["a", "b", "", "é", "x" * 1025, "\udcff"]) for _ in range(table.num_rows)]
     time = "time" if "time" in table.schema.names else None
-    for codec in laws.CODECS:
-        laws.table_holds(codec, WideRows("fuzz.parquet", table, ids, 3, time))
+    for codec in invariants.CODECS:
+        invariants.assert_table_decodes(codec, WideRows("fuzz.parquet", table, ids, 3, time))
 
 
 def arrow_messages(data: bytes) -> None:
-    """Tables as messages, readings in rows or in columns, some of them damaged or compressed."""
-    r = hostile.Fed(data)
-    codec = r.choice(laws.CODECS)
-    laws.decoded(codec, hostile.messages(r, 1 + r.randrange(3), hostile.arrow))
+    """Use the bytes as random numbers that choose an Arrow stream, long or wide, possibly damaged or compressed."""
+    r = hostile.FedRandom(data)
+    codec = r.choice(invariants.CODECS)
+    invariants.decode_checked(codec, hostile.draw_messages(r, 1 + r.randrange(3), hostile.draw_arrow_stream))
 
 
 @cache
-def _good_model() -> tuple[Path, forgery.Manifest, bytes]:
-    """A folder to work in, and the files of a good model."""
+def _load_valid_model() -> tuple[Path, forgery.Manifest, bytes]:
+    """Return a folder to work in, and the manifest and weights of a valid model."""
     folder = Path(tempfile.mkdtemp(prefix="deformer-fuzz-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     write_model(folder / "good")
@@ -80,15 +82,17 @@ def _good_model() -> tuple[Path, forgery.Manifest, bytes]:
 
 
 def model_directories(data: bytes) -> None:
-    folder, manifest, weights = _good_model()
-    forgery.spoil(hostile.Fed(data), folder / "spoiled", manifest, weights)
-    laws.directory_holds(folder / "spoiled")
+    """Use the bytes as the random numbers that choose a damaged model directory."""
+    folder, manifest, weights = _load_valid_model()
+    forgery.write_damaged_model(hostile.FedRandom(data), folder / "spoiled", manifest, weights)
+    invariants.check_directory(folder / "spoiled")
 
 
 def saved_states(data: bytes) -> None:
-    r = hostile.Fed(data)
+    """Use the bytes as the random numbers that choose a damaged saved state."""
+    r = hostile.FedRandom(data)
     good = r.choice([state.encode_snapshot(EXAMPLE), state.encode_decisions(DECIDED)])
-    laws.state_holds(forgery.spoiled_state(r, good))
+    invariants.check_saved_state(forgery.damage_state(r, good))
 
 
 TARGETS: dict[str, Target] = {

@@ -1,4 +1,4 @@
-"""A small million: hostile messages at full rate, in this process and through a real Kafka, with the same books."""
+"""The load test with fewer messages: in this process and through a Kafka broker, with equal accounts."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ from types import SimpleNamespace
 import pytest
 
 from deformer_stream.engine.events import RejectionReason
-from tests.fuzz.million import agree, in_process, polls, through_kafka
+from tests.fuzz.million import assert_equal_accounts, draw_polls, run_in_process, run_through_kafka
 
 MESSAGES = 20_000
 
 
-def test_accepted_and_refused_are_all_that_was_sent(model_dir: Path) -> None:
-    books = in_process(model_dir, polls(MESSAGES, 1))
-    assert books.messages == MESSAGES
-    assert set(books.refused) == {str(reason) for reason in RejectionReason}
-    assert min(books.accepted, books.absent, books.refused.total()) > 0
-    assert len(set(books.letters)) == len(books.letters)
+def test_every_message_is_accepted_or_rejected(model_dir: Path) -> None:
+    account = run_in_process(model_dir, draw_polls(MESSAGES, 1))
+    assert account.messages == MESSAGES
+    assert set(account.refused) == {str(reason) for reason in RejectionReason}
+    assert min(account.accepted, account.absent, account.refused.total()) > 0
+    assert len(set(account.letters)) == len(account.letters)
 
 
 @pytest.mark.kafka
 @pytest.mark.slow
-def test_through_kafka_the_books_are_the_same(
-    kafka: SimpleNamespace, topic: Callable[..., str], model_dir: Path
-) -> None:
+def test_kafka_run_gives_the_same_account(kafka: SimpleNamespace, topic: Callable[..., str], model_dir: Path) -> None:
     name = topic(1, **{"retention.ms": "-1"})
-    books = in_process(model_dir, polls(MESSAGES, 2))
-    agree(books, through_kafka(kafka.bootstrap, model_dir, polls(MESSAGES, 2), name))
+    account = run_in_process(model_dir, draw_polls(MESSAGES, 2))
+    assert_equal_accounts(account, run_through_kafka(kafka.bootstrap, model_dir, draw_polls(MESSAGES, 2), name))

@@ -1,5 +1,8 @@
-"""What holds whatever comes in. Each function raises AssertionError where a law is broken, and lets through what the
-code under test must not raise."""
+"""Invariants that hold for any input.
+
+Each function raises AssertionError if an invariant is violated. It does not catch exceptions that the tested code must
+not raise.
+"""
 
 from __future__ import annotations
 
@@ -33,25 +36,32 @@ from tests.models import SCHEMA
 SECOND = 1_000_000
 PLAIN = Codec(SCHEMA, max_message_bytes=16_384, max_readings=64)
 WINDOWED = Codec(
-    SCHEMA, window_assigner=WindowAssigner(10 * SECOND, SECOND), max_ahead_micros=3600 * SECOND, max_message_bytes=16_384, order="random"
+    SCHEMA,
+    window_assigner=WindowAssigner(10 * SECOND, SECOND),
+    max_ahead_micros=3600 * SECOND,
+    max_message_bytes=16_384,
+    order="random",
 )
 SERIES = expand_time_slots(SCHEMA, Window(10 * SECOND, 4), reported_once=["valve"])
 SLOTTED = Codec(SERIES, window_assigner=WindowAssigner(10 * SECOND, SECOND), max_message_bytes=16_384)
 CODECS = (PLAIN, WINDOWED, SLOTTED)
 
 
-def is_one_line(text: str, most: int) -> None:
-    """Fit for a log line and a header."""
+def assert_one_line(text: str, most: int) -> None:
+    """Assert that a text can be part of a log line or a message header."""
     assert text.splitlines() == [text], repr(text[:200])
     assert len(text) <= most, len(text)
     assert text.isprintable(), repr(text[:200])
     text.encode()
 
 
-def decoded(codec: Codec, data: Payload) -> tuple[EventBatch, list[Rejection]]:
-    """Decoding raises nothing (of a table: nothing but that it is the wrong one), accounts for every message, and lets
-    nothing pass that the engine, the sinks and the logs cannot take."""
-    batch, rejected = codec.decode(data)
+def decode_checked(codec: Codec, data: Payload) -> tuple[EventBatch, list[Rejection]]:
+    """Return the events and rejections of a poll, and assert the invariants of decoding.
+
+    Decoding raises nothing, except `InputError` for a table of the wrong form. It accounts for every message. Its
+    result contains nothing that the engine, the sinks or the logs cannot handle.
+    """
+    batch, rejections = codec.decode(data)
     n = len(batch)
     assert (
         n
@@ -61,26 +71,30 @@ def decoded(codec: Codec, data: Payload) -> tuple[EventBatch, list[Rejection]]:
         == len(batch.message_indices)
         == len(batch.partitions)
     )
-    assert set(batch.message_indices.tolist()) | {refusal.message_index for refusal in rejected} == set(range(len(data)))
+    assert set(batch.message_indices.tolist()) | {rejection.message_index for rejection in rejections} == set(
+        range(len(data))
+    )
     assert batch.message_indices.tolist() == sorted(batch.message_indices.tolist())
-    _events_are_sound(batch, codec.schema)
-    _windows_are_sound(batch)
-    assert len({(refusal.message_index, refusal.reason) for refusal in rejected}) == len(rejected)
-    for refusal in rejected:
-        is_one_line(refusal.detail, 300)
-        assert refusal.num_readings >= 1
-        letter = json.loads(encode_rejected(refusal, data), parse_constant=_none)
-        topic, partition, offset = get_position(data, refusal.message_index)
+    _assert_valid_events(batch, codec.schema)
+    _assert_valid_windows(batch)
+    assert len({(rejection.message_index, rejection.reason) for rejection in rejections}) == len(rejections)
+    for rejection in rejections:
+        assert_one_line(rejection.detail, 300)
+        assert rejection.num_readings >= 1
+        letter = json.loads(encode_rejected(rejection, data), parse_constant=_reject_constant)
+        topic, partition, offset = get_position(data, rejection.message_index)
         assert letter["source"] == {"topic": topic, "partition": partition, "offset": offset}
         assert letter["reason"] in set(RejectionReason)
-    return batch, rejected
+    return batch, rejections
 
 
-def _none(constant: str) -> None:
+def _reject_constant(constant: str) -> None:
+    """Fail for a constant such as NaN, which is not JSON."""
     raise AssertionError(f"{constant} is not JSON")
 
 
-def _events_are_sound(batch: EventBatch, schema: Schema) -> None:
+def _assert_valid_events(batch: EventBatch, schema: Schema) -> None:
+    """Assert that the codes and values of events fit the schema."""
     for record in batch.record_ids:
         assert 0 < len(record) <= MAX_TEXT_CHARS
         record.encode()
@@ -98,7 +112,8 @@ def _events_are_sound(batch: EventBatch, schema: Schema) -> None:
         text.encode()
 
 
-def _windows_are_sound(batch: EventBatch) -> None:
+def _assert_valid_windows(batch: EventBatch) -> None:
+    """Assert that the windows of events contain their times."""
     if batch.windows is None:
         return
     assert len(batch.windows.devices) == len(batch.windows.deadlines) == len(batch)
@@ -112,52 +127,69 @@ def _windows_are_sound(batch: EventBatch) -> None:
             assert time < deadline <= time + 11 * SECOND
 
 
-def messages_hold(codec: Codec, data: Messages) -> None:
-    """A message's fate is its own, and what is accepted is what the message says."""
-    batch, rejected = decoded(codec, data)
-    fates = [(m, f, repr(v)) for m, f, v in zip(batch.message_indices, batch.features, batch.values.tolist(), strict=True)]
-    alone: list[tuple[int, int, str]] = []
+def assert_messages_independent(codec: Codec, data: Messages) -> None:
+    """Assert that each message is decoded independently of the others, and that accepted values are those of the
+    message.
+    """
+    batch, rejections = decode_checked(codec, data)
+    events_together = [
+        (m, f, repr(v)) for m, f, v in zip(batch.message_indices, batch.features, batch.values.tolist(), strict=True)
+    ]
+    events_alone: list[tuple[int, int, str]] = []
     reasons: list[tuple[int, str]] = []
     for i in range(len(data)):
-        events, refusals = codec.decode(data.take(np.array([i])))
-        alone += [(i, f, repr(v)) for f, v in zip(events.features.tolist(), events.values.tolist(), strict=True)]
-        reasons += [(i, refusal.reason) for refusal in refusals]
-    assert fates == alone
-    assert [(refusal.message_index, refusal.reason) for refusal in rejected] == reasons
+        events, own_rejections = codec.decode(data.take(np.array([i])))
+        events_alone += [(i, f, repr(v)) for f, v in zip(events.features.tolist(), events.values.tolist(), strict=True)]
+        reasons += [(i, rejection.reason) for rejection in own_rejections]
+    assert events_together == events_alone
+    assert [(rejection.message_index, rejection.reason) for rejection in rejections] == reasons
     for message, code, value in zip(
         batch.message_indices.tolist(), batch.features.tolist(), batch.values.tolist(), strict=True
     ):
         feature = codec.schema.features[code]
         if feature.kind == "continuous":
-            document = _document(data.payloads[message] or b"")
-            _is_said(document, feature.name if document.get("record") is not None else feature.sensor_name, value)
+            document = _parse_document(data.payloads[message] or b"")
+            _assert_value_in_document(
+                document, feature.name if document.get("record") is not None else feature.sensor_name, value
+            )
 
 
-def _document(payload: bytes) -> dict[str, object]:
-    """Of what is accepted, the less strict parser reads the shallow and the strict one the deep."""
+def _parse_document(payload: bytes) -> dict[str, object]:
+    """Return an accepted message as a document. The strict parser is tried first, because the lenient one fails for
+    deep nesting.
+    """
     try:
         return orjson.loads(payload)
     except orjson.JSONDecodeError:
         return json.loads(payload, parse_int=float)
 
 
-def _is_said(document: dict[str, object], name: str, value: float) -> None:
+def _assert_value_in_document(document: dict[str, object], name: str, value: float) -> None:
+    """Assert that a decoded value is a value of the document."""
     many = document.get("values")
     said = document["value"] if many is None else many[name]  # type: ignore[index]  # accepted, so an object
     assert many is not None or document["feature"] == name
     assert (said is None and np.isnan(value)) or float(said) == value  # type: ignore[arg-type]
 
 
-def table_holds(codec: Codec, data: LongRows | WideRows) -> None:
+def assert_table_decodes(codec: Codec, data: LongRows | WideRows) -> None:
+    """Assert the invariants of decoding a table, unless it is rejected as a whole with one line."""
     try:
-        decoded(codec, data)
+        decode_checked(codec, data)
     except InputError as error:
-        is_one_line(str(error), 2000)
+        assert_one_line(str(error), 2000)
 
 
 @dataclass(frozen=True, slots=True)
-class Handled:
-    """How many readings a poll had, how many were accepted, declared as never coming, and what was refused."""
+class HandledPoll:
+    """The account of one poll.
+
+    Attributes:
+        readings: Number of readings in the poll.
+        accepted: Number of accepted readings.
+        absent: Number of declarations that a feature will not be observed.
+        refused: The rejections.
+    """
 
     readings: int
     accepted: int
@@ -165,48 +197,55 @@ class Handled:
     refused: list[Rejection]
 
 
-def engine_holds(engine: Engine, codec: Codec, data: Messages, now: int) -> Handled:
-    """Every message is accepted or refused, every reading accepted, declared as never coming, or refused; and what
-    leaves can be written."""
+def handle_checked(engine: Engine, codec: Codec, data: Messages, now: int) -> HandledPoll:
+    """Return the account of one poll, and assert the invariants of the engine.
+
+    Every message is accepted or rejected. Every reading is accepted, declared as absent, or rejected. All effects can
+    be written.
+    """
     batch, unread = codec.decode(data)
     effects = engine.handle(batch, now)
     refused = Rejection.merge_by_message([*unread, *effects.rejections])
-    assert set(batch.message_indices.tolist()) | {refusal.message_index for refusal in unread} == set(range(len(data)))
-    for refusal in refused:
-        is_one_line(refusal.detail, 1500)
-        encode_rejected(refusal, data)
+    assert set(batch.message_indices.tolist()) | {rejection.message_index for rejection in unread} == set(
+        range(len(data))
+    )
+    for rejection in refused:
+        assert_one_line(rejection.detail, 1500)
+        encode_rejected(rejection, data)
     for alert in effects.alerts:
-        assert json.loads(encode_alert(alert, data), parse_constant=_none)["record"] == alert.record
+        assert json.loads(encode_alert(alert, data), parse_constant=_reject_constant)["record"] == alert.record
     scored = effects.scored
     assert np.isfinite(scored.running_log_likelihood).all()
     assert np.isfinite(scored.score).all()
     assert ((scored.p_value > 0) & (scored.p_value <= 1)).all()
     again = {(int(batch.message_indices[i]), int(batch.features[i])) for i in scored.event_indices.tolist()}
     assert len(again) == len(scored), "a reading was scored twice"
-    readings = len(batch) + sum(refusal.num_readings for refusal in unread)
+    readings = len(batch) + sum(rejection.num_readings for rejection in unread)
     absent = len(batch) - len(effects.rejections) - len(scored)
     assert 0 <= absent <= int(np.isnan(batch.values).sum())
-    return Handled(readings, len(scored), absent, refused)
+    return HandledPoll(readings, len(scored), absent, refused)
 
 
-def directory_holds(directory: Path) -> bool:
-    """A model directory is read or refused by name, in one line. Whether it was read."""
+def check_directory(directory: Path) -> bool:
+    """Return whether a model directory can be read, and assert that otherwise the error is one line with the name."""
     try:
         loaded = model_store.read(directory)
     except ArtifactError as error:
-        is_one_line(str(error).removeprefix(str(directory)), 500)
+        assert_one_line(str(error).removeprefix(str(directory)), 500)
         return False
     return len(loaded.schema.names) > 0
 
 
-def state_holds(data: bytes) -> bool:
-    """Bytes of a saved state are decoded or refused in one line; what is decoded can be written again."""
+def check_saved_state(data: bytes) -> bool:
+    """Return whether saved state can be decoded, and assert that it can be encoded again or that the error is one
+    line.
+    """
     read = 0
     for decode, encode in ((decode_snapshot, encode_snapshot), (decode_decisions, encode_decisions)):
         try:
             kept = decode(data)
         except StateError as error:
-            is_one_line(str(error), 500)
+            assert_one_line(str(error), 500)
         else:
             decode(encode(kept))  # type: ignore[operator]
             read += 1
