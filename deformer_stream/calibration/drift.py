@@ -13,7 +13,8 @@ statistics divide the line into n + 1 intervals, and bins hold 1, 2, 4, … of t
 hypothesis, a record falls into a bin with a probability proportional to its intervals plus the earlier records in it
 (Pólya's urn), so p-values from bin counts are exactly uniform as well.
 
-Evidence is the wealth of a gambler who bets on small p-values. With a power martingale for a change before record s,
+Evidence is the wealth of a fictitious gambler who bets on small p-values. With a power martingale for a change before
+record s,
 
     M_s,t = mean over ε of Π_{i=s…t} ε p_i^(ε−1),
     M_t = Σ_{s≤t} w_s M_s,t + Σ_{s>t} w_s,
@@ -61,17 +62,21 @@ NUM_RECENT_RECORDS = 64
 each feature and small enough that most of these records lie after the change."""
 
 RecordReadings = tuple[Ints, Floats]
-"""The readings of one record with L readings in order of arrival: feature codes, (L,), and raw values, (L,)."""
+"""The L readings of one record in order of arrival: feature codes (indexes in the schema), (L,), and values in raw
+units or label codes, (L,)."""
 
 
 class RankBins:
-    """Bins of the possible ranks among n calibration statistics, with the largest statistics in bin 0.
+    """Bins of the possible ranks among the statistics of n calibration records.
 
-    The statistics divide the line into n + 1 intervals. Bin b holds 2^b of them, the last bin holds the rest.
+    The statistic of a record is its largest anomaly score over all prefixes of its readings. The n statistics divide
+    the real line into n + 1 intervals. From the top, bin 0 holds the first interval (the largest statistics), bin 1 the
+    next two, bin b the next 2^b; the last bin holds the rest. Drift detection only counts records per bin, so its
+    memory does not grow with the stream.
 
     Attributes:
         num_intervals: The number of intervals, n + 1.
-        num_intervals_above: For each bin, the number of intervals in the bins above it (with larger statistics).
+        num_intervals_above: For each bin, the number of intervals in the bins before it (with larger statistics).
         num_intervals_in_bin: For each bin, its number of intervals.
     """
 
@@ -79,97 +84,124 @@ class RankBins:
         """Create the bins.
 
         Args:
-            scores: (n,) the calibration statistics, larger is more anomalous.
+            scores: (n,) the statistics of the calibration records in any order, larger is more anomalous.
             seed: Seed of the random order of equal statistics.
         """
-        keys, tie_breakers = _round_to_tolerance(scores), np.random.default_rng(seed).random(len(scores))
-        ascending = np.lexsort((tie_breakers, keys))
+        keys = _round_to_tolerance(scores)
+        tie_breakers = np.random.default_rng(seed).random(len(scores))
+        ascending = np.lexsort((tie_breakers, keys))  # by key, and by tie-breaker if keys are equal
         self._keys, self._tie_breakers = keys[ascending], tie_breakers[ascending]
         self.num_intervals = len(scores) + 1
+        # The bins before bin b hold 1 + 2 + … + 2^(b−1) = 2^b − 1 intervals.
         self.num_intervals_above = [2**b - 1 for b in range(self.num_intervals.bit_length())]
         self.num_intervals_in_bin = [
             min(2**b, self.num_intervals - above) for b, above in enumerate(self.num_intervals_above)
         ]
 
     def find_bins(self, scores: Floats, tie_breakers: Sequence[float]) -> list[int]:
-        """Return the bin of each of R statistics.
+        """Return the index of the bin of each of R statistics; bin 0 holds the largest statistics.
 
         Args:
-            scores: (R,) statistics of closed records.
-            tie_breakers: R uniform random numbers that decide the order among equal statistics.
+            scores: (R,) statistics of closed records, larger is more anomalous.
+            tie_breakers: R random numbers, uniform in (0, 1], that decide the order among equal statistics.
         """
         keys = _round_to_tolerance(scores)
-        first, last = np.searchsorted(self._keys, keys, "left"), np.searchsorted(self._keys, keys, "right")
-        for i in (first < last).nonzero()[0].tolist():
-            first[i] += np.searchsorted(self._tie_breakers[first[i] : last[i]], tie_breakers[i])
-        num_larger = len(self._keys) - first
+        num_smaller = np.searchsorted(self._keys, keys, "left")
+        num_not_larger = np.searchsorted(self._keys, keys, "right")
+        for i in (num_smaller < num_not_larger).nonzero()[0].tolist():
+            # Some calibration statistics are equal to this one: those with a smaller tie-breaker count as smaller.
+            equal_tie_breakers = self._tie_breakers[num_smaller[i] : num_not_larger[i]]
+            num_smaller[i] += np.searchsorted(equal_tie_breakers, tie_breakers[i])
+        num_larger = len(self._keys) - num_smaller
+        # A statistic with r larger ones is in bin floor(log2(r + 1)), because 2^b − 1 intervals precede bin b.
         return [(larger + 1).bit_length() - 1 for larger in num_larger.tolist()]
 
 
 def _round_to_tolerance(scores: Floats) -> Ints:
-    """Return integers that are equal for statistics which differ only by rounding errors of float32 sums."""
+    """Return statistics as integers, so that rounding errors of float32 sums do not decide the order of two records.
+
+    An integer step is a relative difference of about `SCORE_TOLERANCE` in 1 + score, which is above these errors.
+    """
     return np.rint(np.log1p(scores) / SCORE_TOLERANCE).astype(np.int64)
 
 
-def _compute_later_prior(num_records: int) -> float:
-    """Return the prior probability that the change point, if any, comes after this many records."""
+def _compute_unstaked_wealth(num_records: int) -> float:
+    """Return the part of the initial wealth 1 that is reserved for bets after this many records.
+
+    It is the prior probability (n + 1)^−a that the change, if any, happens after n records, a = `CHANGE_PRIOR_DECAY`.
+    """
     return math.pow(num_records + 1, -CHANGE_PRIOR_DECAY)
 
 
 class PartitionEvidence:
-    """The evidence of drift in one partition, updated record by record.
+    """The evidence of drift in one partition of the input, updated with each closed record.
+
+    The evidence is the wealth of a fictitious gambler who bets that records are more anomalous than the calibration
+    records. It is 1 at the start, and it grows only if they are. Before each record, a part of the initial wealth is
+    staked; the part that is reserved for later records has not been staked yet.
 
     Attributes:
-        model: Fingerprint of the model whose calibration is tested.
+        model: Fingerprint (hash) of the model whose calibration is tested.
         num_records: The number of records so far.
         is_alarmed: Whether an alarm was raised and the wealth has not fallen below 1 since.
-        wealth_by_bet: The wealth of each bet of `BET_EXPONENTS`, without the prior of later change points.
-        bin_counts_by_group: For each calibration group, the number of records in each bin of ranks.
+        wealth_by_bet: The staked wealth of each betting strategy of `BET_EXPONENTS`, 0 at the start.
+        bin_counts_by_group: Key: calibration group (records with a calibration of their own, "" for all others). Value:
+            the number of records so far in each bin of ranks (`RankBins`).
     """
 
     def __init__(self, model: str, num_records: int = 0) -> None:
         self.model, self.num_records, self.is_alarmed = model, num_records, False
         self.wealth_by_bet = [0.0] * len(BET_EXPONENTS)
         self.bin_counts_by_group: dict[str, list[int]] = {}
-        self._later_prior = _compute_later_prior(num_records)
+        self._unstaked_wealth = _compute_unstaked_wealth(num_records)
 
     @staticmethod
     def from_state(state: DriftState) -> PartitionEvidence:
-        """Return the evidence that was exported by `to_state`."""
+        """Return the evidence that `to_state` has converted into an immutable value."""
         evidence = PartitionEvidence(state.model, state.num_records)
         evidence.is_alarmed, evidence.wealth_by_bet = state.is_alarmed, list(state.wealth_by_bet)
         evidence.bin_counts_by_group = {group: list(counts) for group, counts in state.bin_counts_by_group.items()}
         return evidence
 
     def to_state(self) -> DriftState:
-        """Return the evidence as an immutable value for snapshots."""
+        """Return the evidence as an immutable value, which snapshots store and `from_state` converts back."""
         counts = {group: tuple(counts) for group, counts in self.bin_counts_by_group.items()}
         return DriftState(self.model, self.num_records, tuple(self.wealth_by_bet), self.is_alarmed, counts)
 
     @property
     def wealth(self) -> float:
-        """The value M_t of the martingale: the mean wealth of the bets plus the prior of later change points."""
-        return sum(self.wealth_by_bet) / len(BET_EXPONENTS) + self._later_prior
+        """The evidence of drift: the mean of the staked wealth over the betting strategies, plus the unstaked wealth.
+
+        It is 1 at the start. It ever reaches c with probability at most 1/c if there is no drift.
+        """
+        return sum(self.wealth_by_bet) / len(BET_EXPONENTS) + self._unstaked_wealth
 
     def add_record(self, group: str, rank_bins: RankBins, bin_index: int, uniform: float) -> None:
-        """Add one closed record and update the wealth of each bet.
+        """Compute the p-value of a closed record among all earlier records, and update the wealth of each bet with it.
 
         Args:
-            group: The calibration group of the record, "" for the calibration of all groups.
-            rank_bins: The bins of that group.
-            bin_index: The bin of the record's statistic.
-            uniform: Uniform random number that breaks ties between the ranks of one bin.
+            group: The calibration group of the record (records with a calibration of their own); "" if the record is
+                compared with the calibration records of all groups.
+            rank_bins: The bins of possible ranks among the calibration records of that group.
+            bin_index: The bin of the record's statistic; bin 0 holds the largest statistics.
+            uniform: Random number, uniform in (0, 1], that places the record at random among the ranks of its bin.
         """
         counts = self.bin_counts_by_group.get(group)
         if counts is None:
             counts = self.bin_counts_by_group[group] = [0] * len(rank_bins.num_intervals_in_bin)
-        weight_above = rank_bins.num_intervals_above[bin_index] + sum(counts[:bin_index])
-        weight_in_bin = rank_bins.num_intervals_in_bin[bin_index] + counts[bin_index]
-        p = (weight_above + uniform * weight_in_bin) / (rank_bins.num_intervals + sum(counts))
+        # Without drift, the record is in a bin with probability proportional to the bin's weight: its intervals between
+        # calibration records plus its earlier records (Pólya's urn). So this p is uniform in (0, 1] without drift.
+        weight_of_larger = rank_bins.num_intervals_above[bin_index] + sum(counts[:bin_index])
+        weight_of_bin = rank_bins.num_intervals_in_bin[bin_index] + counts[bin_index]
+        total_weight = rank_bins.num_intervals + sum(counts)
+        p = (weight_of_larger + uniform * weight_of_bin) / total_weight
         counts[bin_index] += 1
         self.num_records += 1
-        previous_prior, self._later_prior = self._later_prior, _compute_later_prior(self.num_records)
-        stake = previous_prior - self._later_prior  # prior of a change just before this record
+        # A part of the reserved wealth is staked now: the prior probability of a change just before this record.
+        unstaked_before, self._unstaked_wealth = self._unstaked_wealth, _compute_unstaked_wealth(self.num_records)
+        stake = unstaked_before - self._unstaked_wealth
+        # A bet multiplies its wealth by ε p^(ε−1), which is large for small p. The mean of this factor over uniform p
+        # is 1, so wealth does not grow on average without drift.
         self.wealth_by_bet = [
             min((wealth + stake) * exponent * p ** (exponent - 1.0), MAX_WEALTH)
             for wealth, exponent in zip(self.wealth_by_bet, BET_EXPONENTS, strict=True)
@@ -177,12 +209,14 @@ class PartitionEvidence:
 
 
 class DriftAlarm(NamedTuple):
-    """The wealth of a partition has reached the alarm level.
+    """An alarm that the records of a partition no longer resemble the calibration records.
+
+    It is raised when the partition's wealth (the evidence of drift, 1 at the start) reaches the level of the monitor.
 
     Attributes:
-        record: Id of the closed record after which the level was reached.
+        record: Id of the closed record with which the wealth reached the level.
         partition: Number of the partition.
-        wealth: The value of the martingale after this record.
+        wealth: The wealth after this record.
         num_records: Number of the partition's records so far.
     """
 
@@ -193,16 +227,25 @@ class DriftAlarm(NamedTuple):
 
 
 class DriftMonitor:
-    """The drift tests of all partitions for one model.
+    """A detector of drift: it tests for each partition whether its records still resemble the calibration records.
+
+    The evidence of drift in a partition is called wealth. It is 1 at the start, and grows if closed records are more
+    anomalous than the calibration records.
 
     Attributes:
-        model: Fingerprint of the model.
-        level: Wealth at which an alarm is raised. A partition whose records are exchangeable with the calibration
-            records ever raises an alarm with probability at most 1/level. Infinity computes the wealth without alarms.
+        model: Fingerprint (hash) of the model whose calibration is tested.
+        level: Wealth at which an alarm is raised. In a partition without drift, the probability of ever raising an
+            alarm is at most 1/level. If the level is infinite, the wealth is computed but no alarm is raised.
     """
 
     def __init__(self, calibration: Calibration, model: str, level: float) -> None:
-        """Create a monitor without any records; the arguments are the model's calibration and the attributes."""
+        """Create a monitor that has not received any record.
+
+        Args:
+            calibration: The calibration of the model, with which records are compared.
+            model: Fingerprint (hash) of the model.
+            level: Wealth at which an alarm is raised, infinity for no alarms.
+        """
         self.model, self.level = model, level
         self._calibration_neg_log_p = calibration.mean_neg_log_p_by_feature
         self._separator = calibration.separator
@@ -223,20 +266,22 @@ class DriftMonitor:
         scores: Floats,
         get_readings: Callable[[int], RecordReadings] | None = None,
     ) -> None:
-        """Add R closed records to the evidence of their partitions, in the order in which they were closed.
+        """Add R closed records to the evidence of their partitions, and store an alarm where it reaches the level.
 
         Args:
-            partitions: The partition of each record.
+            partitions: The partition of each record, in the order in which the records were closed.
             record_ids: The id of each record.
-            scores: (R,) the largest prefix statistic of each record, larger is more anomalous.
-            get_readings: Returns the readings of the i-th record, from which notices find shifted features. It is only
-                called for recent records, and only if alarms are possible.
+            scores: (R,) the statistic of each record, its largest anomaly score over all prefixes of its readings.
+            get_readings: Returns the readings of the record with a given index, 0 … R − 1. Notices name the features
+                that have shifted in these readings. It is only called for the last `NUM_RECENT_RECORDS` records of each
+                partition, and only if alarms are possible.
         """
         self._changed_partitions.update(partitions)
         if get_readings is not None and math.isfinite(self.level):
             for partition, indexes in group_indexes_by_key(partitions).items():
                 recent = self._recent_readings.setdefault(partition, deque(maxlen=NUM_RECENT_RECORDS))
                 recent.extend(map(get_readings, indexes[-NUM_RECENT_RECORDS:]))
+        # Each record has two random numbers: one breaks ties between statistics, one places it within its bin.
         uniforms = [self._draw_uniforms(record) for record in record_ids]
         group_and_bin: list[tuple[str, int]] = [("", 0)] * len(record_ids)
         for group, indexes in group_indexes_by_key(map(self._find_group, record_ids)).items():
@@ -253,15 +298,16 @@ class DriftMonitor:
             evidence.add_record(group, self._rank_bins_by_group[group], bin_index, uniform)
             wealth = evidence.wealth
             if evidence.is_alarmed:
-                evidence.is_alarmed = wealth >= 1.0
+                evidence.is_alarmed = wealth >= 1.0  # one alarm per drift: the next one only after the evidence is gone
             elif wealth >= self.level:
                 evidence.is_alarmed = True
                 self._alarms.append(DriftAlarm(record, partition, wealth, evidence.num_records))
 
     def _draw_uniforms(self, record_id: str) -> tuple[float, float]:
-        """Return two numbers that are uniform in (0, 1] over records.
+        """Return two pseudo-random numbers for a record, both uniform in (0, 1].
 
-        They are a hash of the model and the record id, so replaying the log gives the same evidence.
+        They are computed from a hash of the model's fingerprint and the record id. If a restarted consumer adds the
+        record again, it therefore gets the same evidence.
         """
         record_hash = self._hash.copy()
         record_hash.update(record_id.encode("utf-8", "surrogatepass"))
@@ -269,29 +315,34 @@ class DriftMonitor:
         return (first + 1) * 2.0**-64, (second + 1) * 2.0**-64
 
     def _find_group(self, record_id: str) -> str:
-        """Return the calibration group of a record, "" if it is compared with the records of all groups."""
+        """Return the calibration group of a record (records with a calibration of their own, such as one device's).
+
+        "" means that the group has no calibration. The record is then compared with the calibration records of all
+        groups.
+        """
         name = extract_group(record_id, self._separator) if self._separator else ""
         return name if name in self._rank_bins_by_group else ""
 
     def pop_alarms(self) -> list[DriftAlarm]:
         """Return the alarms since the last call and clear them.
 
-        A partition raises one alarm when its wealth reaches the level, and the next one only after the wealth has
-        fallen below 1 in between.
+        A partition raises one alarm when its wealth (the evidence of drift) reaches the level. It raises the next one
+        only after the wealth has fallen below 1 in between.
         """
         alarms, self._alarms = self._alarms, []
         return alarms
 
     def collect_notices(self, model: DEformer, now: int) -> tuple[list[DriftNotice], dict[int, DriftState]]:
-        """Return the notices and the changed evidence since the last call.
+        """Return the notices of the alarms since the last call, and the evidence that has changed since then.
 
         Args:
-            model: The network, with which the recent records are scored again.
+            model: The network, with which recent records are scored again to find the features that have shifted.
             now: The current time in microseconds since 1970, UTC.
 
         Returns:
-            A notice for each alarm, and the evidence of each partition that had a closed record since the last call.
-            The evidence is empty if the level is infinite, because no decision depends on it then.
+            A notice for each alarm, and a mapping from partition to evidence. It holds the partitions that had a closed
+            record since the last call. It is empty if the level is infinite, because no decision depends on the
+            evidence then, so it need not be stored.
         """
         changed, self._changed_partitions = self._changed_partitions, set()
         states: dict[int, DriftState] = {}
@@ -300,7 +351,13 @@ class DriftMonitor:
         return [self._make_notice(alarm, model, now) for alarm in self.pop_alarms()], states
 
     def _make_notice(self, alarm: DriftAlarm, model: DEformer, now: int) -> DriftNotice:
-        """Return the notice of an alarm, with the features that have shifted in the partition's recent records."""
+        """Return the notice of an alarm, with the features that have shifted in the partition's recent records.
+
+        Args:
+            alarm: The alarm.
+            model: The network, with which the recent records are scored again.
+            now: The time of the notice in microseconds since 1970, UTC.
+        """
         recent = average_neg_log_p_by_feature(model, self._recent_readings[alarm.partition])
         return DriftNotice(
             id=make_notice_id(alarm, self.model),
@@ -315,20 +372,25 @@ class DriftMonitor:
         )
 
     def export_state(self, partition: int) -> DriftState | None:
-        """Return the evidence of a partition for a snapshot, None if none of its records has been closed."""
+        """Return the evidence of drift in a partition, which its snapshot stores; None if no record has been closed."""
         evidence = self._evidence_by_partition.get(partition)
         return None if evidence is None else evidence.to_state()
 
     def import_state(self, partition: int, state: DriftState | None) -> None:
-        """Continue with the evidence from a snapshot.
+        """Continue the test of a partition with evidence from a snapshot of the previous run.
 
-        Evidence about another model, or about a calibration with other bins, is ignored.
+        Evidence about another model, or about a calibration with other groups or numbers of bins, is ignored, so the
+        test starts anew. `state` is None if the snapshot holds no evidence.
         """
         if state is not None and state.model == self.model and self._has_matching_bins(state.bin_counts_by_group):
             self._evidence_by_partition[partition] = PartitionEvidence.from_state(state)
 
     def _has_matching_bins(self, bin_counts_by_group: Mapping[str, tuple[int, ...]]) -> bool:
-        """Return whether the groups and their numbers of bins are those of this calibration."""
+        """Return whether counts of records per bin fit this calibration: its groups, and the number of bins of each.
+
+        Args:
+            bin_counts_by_group: For each calibration group, the number of records in each bin of ranks.
+        """
         for name, counts in bin_counts_by_group.items():
             bins = self._rank_bins_by_group.get(name)
             if bins is None or len(counts) != len(bins.num_intervals_in_bin):
@@ -336,32 +398,38 @@ class DriftMonitor:
         return True
 
     def drop_partitions(self, partitions: Iterable[int]) -> None:
-        """Drop the evidence of partitions that were revoked from this consumer."""
+        """Drop the evidence and the recent records of partitions that were revoked from this consumer."""
         for partition in partitions:
             self._evidence_by_partition.pop(partition, None)
             self._recent_readings.pop(partition, None)
             self._changed_partitions.discard(partition)
 
     def compute_log10_wealth(self) -> dict[int, float]:
-        """Return the base-10 logarithm of the wealth of each partition; 0 is no evidence, larger is more."""
+        """Return log10 of each partition's wealth (the evidence of drift), by number of the partition.
+
+        0 is the value at the start; a larger value is stronger evidence.
+        """
         return {partition: math.log10(evidence.wealth) for partition, evidence in self._evidence_by_partition.items()}
 
 
 def make_notice_id(alarm: DriftAlarm, model: str) -> str:
     """Return the id of the notice of an alarm, 32 hexadecimal digits.
 
-    It is a hash of the partition, the record and the model's fingerprint, so a replayed alarm has the same id.
+    It is a hash of the alarm's partition and record and of the model's fingerprint. An alarm that is raised again after
+    a restart has the same id, so receivers can drop the duplicate.
     """
     text = f"drift\0{model}\0{alarm.partition}\0{alarm.record}"
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def average_neg_log_p_by_feature(model: DEformer, records: Collection[RecordReadings]) -> dict[str, float]:
-    """Return the mean of −ln p over the readings of each feature, in nats, where p is the highest-density p-value.
+    """Return the mean of −ln p over the readings of each feature, in nats, by the feature's name.
+
+    p is a reading's highest-density p-value: the probability of a value that is at most as likely as the observed one.
 
     Args:
         model: The network that computes the p-values.
-        records: The readings of each record, in raw units.
+        records: For each record its feature codes and its values in raw units, in order of arrival.
     """
     if not records:
         return {}
@@ -379,10 +447,13 @@ def find_shifted_features(
 ) -> tuple[FeatureShift, ...]:
     """Return the features whose readings have become less probable than in calibration, largest increase first.
 
+    The measure is the mean of −ln p over the readings of a feature, in nats. p is the highest-density p-value: the
+    probability of a value that is at most as likely as the observed one. An increase means less probable readings.
+
     Args:
-        recent: Mean of −ln p over recent readings of each feature, in nats.
-        expected: The same for the calibration records. A feature that is missing there counts as 1, the value under a
-            correct model.
+        recent: The mean by feature, over recent records.
+        expected: The mean by feature, over the calibration records. A feature that is missing there counts as 1, the
+            expected mean under a correct model.
         max_features: Largest number of features to return.
     """
     shifts = [FeatureShift(name, mean, expected.get(name, 1.0)) for name, mean in recent.items()]
