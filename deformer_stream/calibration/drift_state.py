@@ -1,6 +1,7 @@
-"""Values that drift detection exchanges with snapshots and with outputs.
+"""Results of drift detection that are stored in snapshots or sent to outputs.
 
-They are apart from `drift`, so that code that only stores or sends them does not import the network.
+These classes are apart from `calibration.drift`, so that code that only stores or sends them does not import the
+network.
 """
 
 from __future__ import annotations
@@ -11,17 +12,25 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class DriftState:
-    """The evidence that a partition's records differ from the calibration records, as an immutable value.
+    """The evidence of drift in one partition of the input: that its records differ from the calibration records.
 
-    It is the state of the test martingale in `calibration.drift` and a part of each snapshot.
+    The calibration records are the normal records with which a model's p-values are computed. The evidence is stored in
+    every snapshot of the partition, so that a new run continues with it.
+
+    The evidence is the wealth of a fictitious gambler who bets that new records are more anomalous than the calibration
+    records. It is 1 at the start, and it grows only if they are. A part of it is reserved for later bets, so that a
+    late change is detected too; the rest has been staked.
 
     Attributes:
-        model: Fingerprint of the model whose calibration is tested.
-        num_records: Number of the partition's records so far.
-        wealth_by_bet: The wealth of each bet, in the order of `drift.BET_EXPONENTS`.
-        is_alarmed: Whether an alarm was raised and the wealth has not fallen below 1 since.
-        bin_counts_by_group: For each calibration group, the number of records in each bin of ranks. Group "" holds the
-            records that are compared with the calibration records of all groups.
+        model: Fingerprint (hash) of the model whose calibration is tested.
+        num_records: Number of the partition's records in the evidence so far.
+        wealth_by_bet: The staked wealth of each betting strategy, 0 at the start, in the order of
+            `drift.BET_EXPONENTS`.
+        is_alarmed: Whether an alarm was raised and the gambler's wealth has not fallen below 1 since. Meanwhile no
+            further alarm is raised.
+        bin_counts_by_group: Key: the calibration group (records with a calibration of their own, such as those of one
+            device). Value: how many records so far had a rank in each bin of ranks, the most anomalous bin first.
+            Group "" counts the records that are compared with the calibration records of all groups.
     """
 
     model: str
@@ -33,12 +42,15 @@ class DriftState:
 
 @dataclass(frozen=True, slots=True)
 class FeatureShift:
-    """A feature whose readings have become less probable than they were in calibration.
+    """A feature whose readings have become less probable than they were in the calibration records.
+
+    The measure is the mean of −ln p over the readings of the feature, in nats. p is the highest-density p-value of a
+    reading: the probability of a value that is at most as likely as the observed one.
 
     Attributes:
         feature: Name of the feature.
-        recent_neg_log_p: Mean of −ln p over its readings in recent records, in nats, where p is a reading's p-value.
-        calibration_neg_log_p: The same mean over the calibration records.
+        recent_neg_log_p: The mean over the most recent records of the partition.
+        calibration_neg_log_p: The mean over the calibration records, which is about 1 if the model is correct.
     """
 
     feature: str
@@ -48,18 +60,21 @@ class FeatureShift:
 
 @dataclass(frozen=True, slots=True)
 class DriftNotice:
-    """A notice that the records of a partition are no longer like the calibration records.
+    """A notice to the user that the records of a partition no longer resemble the calibration records.
+
+    It is made when the evidence of drift (a number that is 1 at the start) reaches the level that the user has set.
 
     Attributes:
-        id: Identifier that depends only on the model, the partition and the record.
-        record: Id of the closed record after which the evidence reached the level.
+        id: Identifier, which depends only on the model, the partition and the record. A notice that is made again
+            after a restart therefore has the same id.
+        record: Id of the closed record with which the evidence reached the level.
         partition: Number of the partition.
-        model: Fingerprint of the model.
-        level: The level; without drift, a partition ever gets a notice with probability at most 1/level.
-        log10_wealth: Base-10 logarithm of the test martingale's value, which is the strength of the evidence.
+        model: Fingerprint (hash) of the model.
+        level: The level. In a partition without drift, the probability of ever getting a notice is at most 1/level.
+        log10_wealth: Base-10 logarithm of the evidence after this record; larger is stronger.
         num_records: Number of the partition's records since the model was loaded.
         time: When the notice was made, in microseconds since 1970, UTC.
-        shifted_features: The features that have become less probable, largest change first.
+        shifted_features: The features whose readings have become less probable, largest change first.
     """
 
     id: str
