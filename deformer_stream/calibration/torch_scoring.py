@@ -21,12 +21,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class RecordScores:
-    """Scores of N complete records, and sums by feature over all their readings.
+    """Scores of N complete records, and sums over all readings of each of the model's F features.
 
     Attributes:
-        statistics: (N,) the largest prefix statistic of each record, larger is more anomalous.
-        neg_log_p_sums: (F,) sum of −ln p over the readings of each of F features, in nats.
-        num_readings: (F,) number of scored readings of each feature.
+        statistics: (N,) for each record the largest anomaly score over all its prefixes (its first 1, 2, … readings);
+            larger is more anomalous.
+        neg_log_p_sums: (F,) for each feature the sum of −ln p over its readings, in nats. p is the highest-density
+            p-value of a reading: the probability of a value that is at most as likely as the observed one.
+        num_readings: (F,) for each feature the number of its scored readings.
     """
 
     statistics: Floats
@@ -34,6 +36,7 @@ class RecordScores:
     num_readings: NDArray[np.int64]
 
     def __add__(self, other: RecordScores) -> RecordScores:
+        """Return the scores of these records followed by other records of the same model."""
         return RecordScores(
             np.concatenate([self.statistics, other.statistics]),
             self.neg_log_p_sums + other.neg_log_p_sums,
@@ -41,14 +44,18 @@ class RecordScores:
         )
 
     def average_neg_log_p_by_feature(self, names: Sequence[str]) -> dict[str, float]:
-        """Return the mean of −ln p for each feature that has readings, in nats; 1 is expected of a correct model.
+        """Return the mean of −ln p over the readings of each feature, in nats, by the feature's name.
+
+        p is a reading's highest-density p-value. It is uniform under a correct model, so the expected mean is 1; a
+        larger one means that the readings are less probable than the model predicts. Features without readings are
+        left out.
 
         Args:
-            names: The names of the F features.
+            names: The names of the F features in the order of their codes.
         """
         return {
-            names[f]: float(self.neg_log_p_sums[f] / self.num_readings[f])
-            for f in np.flatnonzero(self.num_readings).tolist()
+            names[code]: float(self.neg_log_p_sums[code] / self.num_readings[code])
+            for code in np.flatnonzero(self.num_readings).tolist()
         }
 
 
@@ -57,19 +64,22 @@ def score_records(model: DEformer, features: NDArray[np.int64], values: Floats, 
 
     Args:
         model: The network, in evaluation mode.
-        features: (N, L) feature codes in order of arrival, −1 as padding at the end.
-        values: (N, L) values in normalised units.
+        features: (N, L) feature codes (indexes in the model's schema) in order of arrival, −1 as padding at the end.
+        values: (N, L) values in normalised units or label codes; those of padding are ignored.
         batch_size: Number of records in one forward pass.
+
+    Returns:
+        The scores of the records in the given order, and the sums over the readings of each feature.
     """
     num_features = len(model.schema)
     total = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
     batches = _iterate_score_terms(model, features, values, batch_size)
     for batch_index, (log_p, _, is_scored) in enumerate(batches):
         start = batch_index * batch_size
-        codes = features[start : start + batch_size][is_scored]
+        scored_codes = features[start : start + batch_size][is_scored]
         _, state = advance_prefix_state(PrefixState.initial(len(is_scored)), log_p, is_scored)
-        neg_log_p_sums = np.bincount(codes, -log_p[is_scored], num_features).astype(np.float64)
-        num_readings = np.bincount(codes, minlength=num_features)
+        neg_log_p_sums = np.bincount(scored_codes, -log_p[is_scored], num_features).astype(np.float64)
+        num_readings = np.bincount(scored_codes, minlength=num_features)
         total += RecordScores(state.max_statistic, neg_log_p_sums, num_readings)
     return total
 
@@ -77,12 +87,15 @@ def score_records(model: DEformer, features: NDArray[np.int64], values: Floats, 
 def compute_max_statistics(
     model: DEformer, features: NDArray[np.int64], values: Floats, batch_size: int = 256
 ) -> Floats:
-    """Return the largest prefix statistic of each of N complete records, (N,), larger is more anomalous.
+    """Return the largest prefix statistic of each of N complete records, (N,); larger is more anomalous.
+
+    A prefix statistic is the anomaly score of a record after its first k readings; the maximum is over all k.
 
     Args:
         model: The network, in evaluation mode.
-        features: (N, L) feature codes in order of arrival, −1 as padding at the end.
-        values: (N, L) values in normalised units.
+        features: (N, L) feature codes (indexes in the model's schema) of at most L readings per record in order of
+            arrival, −1 as padding at the end.
+        values: (N, L) values in normalised units or label codes; those of padding are ignored.
         batch_size: Number of records in one forward pass.
     """
     return score_records(model, features, values, batch_size).statistics
@@ -91,13 +104,15 @@ def compute_max_statistics(
 def compute_centered_nll(model: DEformer, features: NDArray[np.int64], values: Floats, batch_size: int = 256) -> Floats:
     """Return the centered NLL of each of N complete records, (N,), in nats; larger is more anomalous.
 
-    A reading's centered NLL is −ln p(v) minus its mean under the model, the entropy of its conditional distribution. A
-    record's is the sum over its scored readings.
+    The centered NLL of a reading is its negative log-likelihood −ln p(v) minus the entropy of its conditional
+    distribution. Its mean is therefore 0 under a correct model. The centered NLL of a record is the sum over its
+    readings, except those of context features, which are not scored.
 
     Args:
         model: The network, in evaluation mode.
-        features: (N, L) feature codes in order of arrival, −1 as padding at the end.
-        values: (N, L) values in normalised units.
+        features: (N, L) feature codes (indexes in the model's schema) of at most L readings per record in order of
+            arrival, −1 as padding at the end.
+        values: (N, L) values in normalised units or label codes; those of padding are ignored.
         batch_size: Number of records in one forward pass.
     """
     sums = [
@@ -110,17 +125,30 @@ def compute_centered_nll(model: DEformer, features: NDArray[np.int64], values: F
 def _iterate_score_terms(
     model: DEformer, features: NDArray[np.int64], values: Floats, batch_size: int
 ) -> Iterator[tuple[Floats, Floats, NDArray[np.bool_]]]:
-    """Yield the score terms of each batch of B records.
+    """Score N complete records and yield the scores of their readings, one batch of records after the other.
 
-    Each item holds ln of the highest-density p-values, the centered NLLs, and whether a place is a scored reading
-    rather than context or padding; all of shape (B, L).
+    Args:
+        model: The network, in evaluation mode.
+        features: (N, L) feature codes (indexes in the model's schema) of at most L readings per record in order of
+            arrival, −1 as padding at the end.
+        values: (N, L) values in normalised units or label codes; those of padding are ignored.
+        batch_size: Number of records in one batch.
+
+    Yields:
+        For each batch of B records three arrays of shape (B, L):
+        the natural logarithms of the highest-density p-values (probabilities of a value that is at most as likely as
+        the observed one);
+        the centered NLLs (negative log-likelihoods minus the entropies of the conditional distributions), in nats;
+        whether the reading is scored: false for context features and padding, whose other entries are meaningless.
     """
     for start in range(0, len(features), batch_size):
-        codes = np.ascontiguousarray(features[start : start + batch_size])
-        inputs = torch.from_numpy(codes).to(model.device)
+        batch_codes = np.ascontiguousarray(features[start : start + batch_size])
+        batch_values = np.ascontiguousarray(values[start : start + batch_size])
         with torch.inference_mode():
-            x = to_tensor(np.ascontiguousarray(values[start : start + batch_size]), model)
-            terms = model.conditionals(inputs, x).score(x)
-            log_p, centered_nll = (term.double().cpu().numpy() for term in terms)
-        is_context = model.schema.is_context[np.maximum(codes, 0)]
-        yield log_p, centered_nll, (codes >= 0) & ~is_context
+            codes_on_device = torch.from_numpy(batch_codes).to(model.device)
+            values_on_device = to_tensor(batch_values, model)
+            conditionals = model.conditionals(codes_on_device, values_on_device)
+            log_p, centered_nll = (term.double().cpu().numpy() for term in conditionals.score(values_on_device))
+        # Padding has no feature. Code 0 stands in for it, and `batch_codes >= 0` excludes it again.
+        is_context = model.schema.is_context[np.maximum(batch_codes, 0)]
+        yield log_p, centered_nll, (batch_codes >= 0) & ~is_context
