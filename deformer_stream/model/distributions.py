@@ -5,8 +5,8 @@ continuous feature is a mixture of Gaussians, that of a discrete feature is cate
 such distributions and computes log-probabilities, quantiles, samples and the terms from which scores are made. `Head`
 is the layer that maps hidden states to a `Conditional`. Continuous values are in the normalised units of the schema.
 
-Shapes: S is the leading shape of a batch of readings, often (N, L) for N records of L readings. J is the number of
-components of the mixtures, K the largest number of labels of any feature.
+Shapes: S is the shape of a batch of readings, often (N, L) for N records of L readings; (*S, J) has one dimension more.
+J is the number of components of the mixtures, K the largest number of labels of any feature.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ SCALE_FLOOR = 1e-3
 Without a floor, the density could grow without bound at a value that occurs repeatedly in training.
 """
 INITIAL_OWN_LOGIT = -5.0
-"""The logit, before training, of the network's own components relative to those of the Gaussian prior.
+"""The logit of the network's own mixture components before training, relative to those of the Gaussian prior.
 
-Training thus starts from a distribution that is almost entirely the prior's.
+The Gaussian prior is a mixture that was fitted before training. With this logit, training starts from a distribution
+that is almost entirely the prior's.
 """
 MAX_LOG_SCALE_CHANGE = 5.0
-"""The largest absolute logarithm of the factor by which the network may change the scale of a prior component."""
+"""The limit of |ln f|, where f is the factor by which the network changes the scale of a component of the prior."""
 MAX_COMPONENT_DENSITIES = 2**20
-"""The largest number of component densities that are computed at once.
+"""The largest number of component densities (densities of one Gaussian at one point) that are computed at once.
 
-The surprisal moments need 3J² of them per reading; a limit keeps the intermediate results in the processor's cache.
+The moments of the surprisal need 3J² of them for each reading with J components. The limit keeps the intermediate
+results in the processor's cache.
 """
 
 # Three-point Gauss–Hermite quadrature for a standard normal variable Z: E f(Z) ≈ Σ weight · f(node). It is exact for
@@ -47,16 +49,18 @@ _QUADRATURE_NODES = (-math.sqrt(3.0), 0.0, math.sqrt(3.0))
 _QUADRATURE_WEIGHTS = (1 / 6, 2 / 3, 1 / 6)
 
 _MAX_GAMMA_SHAPE = 50.0
+"""The largest shape parameter of the Gamma distributions that approximate the distribution of the surprisal."""
 _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 _NUM_MEAN_SHIFT_STEPS = 30
+"""The number of mean-shift iterations that `Conditional.mode` makes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surprisal:
-    """The surprisal −ln p(v) of observed values, and statistics of −ln p(V) for a random V with the density p.
+    """The surprisal −ln p(v) of observed values v, and statistics of −ln p(V) for a random V with the density p.
 
-    All four tensors have the shape of the batch of readings and are in nats. Only entries of continuous features are
-    meaningful.
+    The p-value of a value is computed by comparing its surprisal with these statistics. All four tensors have the shape
+    of the batch of readings and are in nats. Only the entries of continuous features are meaningful.
 
     Attributes:
         value: −ln p(v) of the observed values.
@@ -75,13 +79,15 @@ class Surprisal:
 class ScoreTerms:
     """The quantities of each reading from which the scores of a record are computed.
 
-    The tensors have the shape of the batch of readings and are in nats. The value of a reading is called v.
+    The three tensors have the shape of the batch of readings and are in nats. Here v is the observed value of a
+    reading, and p its distribution given the earlier readings of the record.
 
     Attributes:
         log_prob: ln p(v); larger is more probable.
         log_p_value: The natural logarithm of the highest-density p-value, the probability of a value that is at most as
             probable as v. It lies in (−∞, 0]; smaller is more anomalous.
-        centered_nll: −ln p(v) minus its expectation, the entropy of the distribution; larger is more anomalous.
+        centered_nll: The negative log-likelihood −ln p(v) minus its expectation, which is the entropy of p; larger is
+            more anomalous.
     """
 
     log_prob: Tensor
@@ -114,17 +120,25 @@ class Conditional:
     log_mass: Tensor
 
     def __getitem__(self, index: Any) -> Conditional:
-        """Return the distributions of the readings that an index of the shape S selects."""
+        """Return the distributions of some readings of the batch.
+
+        Args:
+            index: An index of the batch's dimensions, as for a tensor: an integer, a slice, a mask or a tuple of these.
+        """
         return Conditional(*(tensor[index] for tensor in self._tensors))
 
     def reshape(self, *shape: int) -> Conditional:
-        """Return the same distributions with another leading shape."""
-        num_leading = self.discrete.dim()
-        return Conditional(*(tensor.reshape(*shape, *tensor.shape[num_leading:]) for tensor in self._tensors))
+        """Return the same distributions as a batch of another shape.
+
+        Args:
+            shape: The new shape of the batch. It must hold as many readings as the old one.
+        """
+        num_batch_dimensions = self.discrete.dim()
+        return Conditional(*(tensor.reshape(*shape, *tensor.shape[num_batch_dimensions:]) for tensor in self._tensors))
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
-        """The five tensors in the order of the constructor's arguments."""
+        """The attributes `discrete`, `log_weights`, `means`, `scales` and `log_mass`, as the constructor takes them."""
         return self.discrete, self.log_weights, self.means, self.scales, self.log_mass
 
     @property
@@ -140,6 +154,8 @@ class Conditional:
     def _compute_log_density(self, x: Tensor) -> Tensor:
         """Return the natural logarithm of the density of each reading's Gaussian mixture at M points.
 
+        The points are processed in chunks, so that the intermediate results stay small.
+
         Args:
             x: (*S, M), M points in normalised units for each reading of the batch, whose shape is S.
 
@@ -147,13 +163,14 @@ class Conditional:
             (*S, M).
         """
         means, scales, log_weights = (t.unsqueeze(-2) for t in (self.means, self.scales, self.log_weights))
-        heights = log_weights - torch.log(scales) - _LOG_SQRT_2PI
+        # The logarithm of each weighted component at its mean: ln(w / (σ √(2π))).
+        log_peaks = log_weights - torch.log(scales) - _LOG_SQRT_2PI
         num_points_at_once = max(1, MAX_COMPONENT_DENSITIES // max(1, means.numel()))
-        parts = [
-            cast(Tensor, _LogMixtureDensity.apply(part.unsqueeze(-1), heights, means, scales))
-            for part in torch.split(x, num_points_at_once, -1)
+        log_densities = [
+            cast(Tensor, _LogMixtureDensity.apply(points.unsqueeze(-1), log_peaks, means, scales))
+            for points in torch.split(x, num_points_at_once, -1)
         ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return log_densities[0] if len(log_densities) == 1 else torch.cat(log_densities, -1)
 
     def _compute_label_log_mass(self, codes: Tensor) -> Tensor:
         """Return the natural logarithm of the probability of each discrete reading's label.
@@ -161,52 +178,72 @@ class Conditional:
         Args:
             codes: The label codes, in the shape of the batch. A code beyond the feature's labels stands for all labels
                 that did not occur in training.
-        """
-        unseen_code = self.log_mass.isfinite().sum(-1) - 1
-        code = torch.minimum(codes.long().clamp(min=0), unseen_code.clamp(min=0))
-        return self.log_mass.gather(-1, code.unsqueeze(-1)).squeeze(-1)
 
-    def _merge_kinds(self, continuous: Tensor | None, discrete: Tensor | None) -> Tensor:
-        """Return, for each reading, the result that applies to the kind of its feature.
+        Returns:
+            Log-probabilities in the shape of the batch; meaningless for continuous readings.
+        """
+        # A feature with n labels has n + 1 finite entries: codes 0 … n − 1, and code n for labels not in training.
+        unseen_code = self.log_mass.isfinite().sum(-1) - 1
+        valid_codes = torch.minimum(codes.long().clamp(min=0), unseen_code.clamp(min=0))
+        return self.log_mass.gather(-1, valid_codes.unsqueeze(-1)).squeeze(-1)
+
+    def _select_by_kind(self, continuous: Tensor | None, discrete: Tensor | None) -> Tensor:
+        """Return, for each reading, one of two results: `discrete` if its feature is discrete, else `continuous`.
 
         Args:
-            continuous: The results computed as for continuous readings; None if the schema has no continuous feature.
-            discrete: The results computed as for discrete readings; None if the schema has no discrete feature.
+            continuous: Results in the shape of the batch, meaningful for continuous readings; None if the schema has no
+                continuous feature.
+            discrete: Results in the shape of the batch, meaningful for discrete readings; None if the schema has no
+                discrete feature.
         """
         if continuous is None or discrete is None:
-            merged = discrete if continuous is None else continuous
-            assert merged is not None  # noqa: S101 - a schema has at least one feature, so one of the kinds exists
-            return merged
+            result = discrete if continuous is None else continuous
+            assert result is not None  # noqa: S101 - a schema has at least one feature, so one of the two exists
+            return result
         return torch.where(self.discrete, discrete, continuous)
 
     def log_prob(self, values: Tensor) -> Tensor:
-        """Return ln p(v) of each reading: the log-density of a number or the log-probability of a label.
+        """Return ln p(v) of each observed value v: the density of a number, or the probability of a label.
 
         Args:
-            values: Normalised values or label codes, in the shape of the batch, as is the result.
+            values: Normalised values of continuous readings and label codes of discrete ones, in the batch's shape.
+
+        Returns:
+            Natural logarithms in the shape of the batch; larger is more probable.
         """
-        density = self._compute_log_density(values.unsqueeze(-1)).squeeze(-1) if self._has_continuous else None
-        return self._merge_kinds(density, self._compute_label_log_mass(values) if self._has_discrete else None)
+        log_density = log_mass = None
+        if self._has_continuous:
+            log_density = self._compute_log_density(values.unsqueeze(-1)).squeeze(-1)
+        if self._has_discrete:
+            log_mass = self._compute_label_log_mass(values)
+        return self._select_by_kind(log_density, log_mass)
 
     def cdf(self, values: Tensor) -> Tensor:
-        """Return the cumulative probability P(V ≤ v) of each reading. Labels are ordered by their codes.
+        """Return the cumulative probability P(V ≤ v) of each observed value v. Labels are ordered by their codes.
 
         Args:
-            values: Normalised values or label codes, in the shape of the batch, as is the result.
+            values: Normalised values of continuous readings and label codes of discrete ones, in the batch's shape.
+
+        Returns:
+            Probabilities in the shape of the batch.
         """
         continuous = discrete = None
         if self._has_continuous:
             z = (values.unsqueeze(-1) - self.means) / self.scales
-            continuous = (self.log_weights.exp() * torch.special.ndtr(z)).sum(-1)
+            continuous = (self.log_weights.exp() * torch.special.ndtr(z)).sum(-1)  # ndtr: the standard normal CDF
         if self._has_discrete:
             codes = torch.arange(self.log_mass.shape[-1], device=values.device)
             discrete = (self.log_mass.exp() * (codes <= values.unsqueeze(-1))).sum(-1)
-        return self._merge_kinds(continuous, discrete)
+        return self._select_by_kind(continuous, discrete)
 
     def quantile(self, q: float) -> Tensor:
-        """Return the quantile of each reading's distribution, the smallest value v with P(V ≤ v) ≥ q.
+        """Return a quantile of each reading's distribution, the smallest value v with P(V ≤ v) ≥ q.
 
-        For a discrete feature, v is a label code. The result has the shape of the batch.
+        Args:
+            q: The probability, between 0 and 1.
+
+        Returns:
+            Normalised values of continuous readings and label codes of discrete ones, in the shape of the batch.
         """
         return self.quantiles((q,))[0]
 
@@ -216,7 +253,7 @@ class Conditional:
         Args:
             qs: Q probabilities between 0 and 1.
             continuous: (Q, *S) the quantiles of the continuous readings, where S is the shape of the batch, if the
-                caller has computed them already. By default they are found by bisection to about the resolution of
+                caller has computed them already. By default they are computed by bisection, to about the resolution of
                 the dtype.
 
         Returns:
@@ -224,71 +261,90 @@ class Conditional:
         """
         discrete = None
         dtype = self.means.dtype if self._has_continuous else self.log_mass.dtype
-        q = torch.tensor(qs, dtype=dtype, device=self.discrete.device).view(-1, *[1] * self.discrete.dim())
+        q = torch.tensor(qs, dtype=dtype, device=self.discrete.device)
+        q = q.view(-1, *[1] * self.discrete.dim())  # (Q, 1, …, 1), to broadcast against the batch
         if self._has_continuous and continuous is None:
             continuous = self._bisect_quantiles(q)
         if self._has_discrete:
             # The tolerance keeps rounding errors of the cumulative sum from selecting the next label.
             discrete = (self.log_mass.exp().cumsum(-1) < q.unsqueeze(-1) - 1e-6).sum(-1).to(dtype)
-        return self._merge_kinds(continuous, discrete)
+        return self._select_by_kind(continuous, discrete)
 
     def _bisect_quantiles(self, q: Tensor) -> Tensor:
-        """Return quantiles of the mixtures by bisection of their cumulative distribution functions.
+        """Return quantiles of the Gaussian mixtures by bisection of their cumulative distribution functions.
 
         Args:
             q: (Q, 1, …, 1), Q probabilities with as many dimensions of size 1 as the shape S of the batch has.
 
         Returns:
-            (Q, *S) normalised values.
+            (Q, *S) normalised values, where S is the shape of the batch; meaningless for discrete readings.
         """
-        reach = 12.0 * self.scales
-        low, high = (self.means - reach).amin(-1), (self.means + reach).amax(-1)
+        # A Gaussian has no probability that matters beyond 12 standard deviations, so all quantiles lie between these.
+        half_width = 12.0 * self.scales
+        low, high = (self.means - half_width).amin(-1), (self.means + half_width).amax(-1)
         weights = self.log_weights.exp()
         low, high = low.expand(len(q), *low.shape), high.expand(len(q), *high.shape)
+        # Each step halves the interval. The number of steps reaches about the resolution of the dtype.
         for _ in range(60 if q.dtype == torch.float64 else 30):
             middle = 0.5 * (low + high)
             z = (middle.unsqueeze(-1) - self.means) / self.scales
-            is_below = (weights * torch.special.ndtr(z)).sum(-1) < q
+            cumulative_probability = (weights * torch.special.ndtr(z)).sum(-1)
+            is_below = cumulative_probability < q
             low, high = torch.where(is_below, middle, low), torch.where(is_below, high, middle)
         return 0.5 * (low + high)
 
     def mean(self) -> Tensor:
         """Return the mean of each continuous reading's distribution, and the most probable label of each discrete one.
 
-        The result has the shape of the batch; labels are given as codes.
+        Returns:
+            Normalised values of continuous readings and label codes of discrete ones, in the shape of the batch.
         """
         continuous = (self.log_weights.exp() * self.means).sum(-1) if self._has_continuous else None
-        return self._merge_kinds(continuous, self.most_likely_label() if self._has_discrete else None)
+        discrete = self.most_likely_label() if self._has_discrete else None
+        return self._select_by_kind(continuous, discrete)
 
     def mode(self) -> Tensor:
         """Return a mode of each continuous reading's distribution, and the most probable label of each discrete one.
 
-        The result has the shape of the batch; labels are given as codes. The mode is found by mean shift, a fixed-point
-        iteration that never decreases the density (Carreira-Perpiñán, IEEE TPAMI 22, 2000). It starts at the component
-        mean with the largest density, so it can miss the global mode.
+        The mode is computed by mean shift, a fixed-point iteration that never decreases the density (Carreira-Perpiñán,
+        IEEE TPAMI 22, 2000). The iteration starts at the component mean with the largest density of the mixture. It can
+        end at a local mode that is not the global one.
+
+        Returns:
+            Normalised values of continuous readings and label codes of discrete ones, in the shape of the batch.
         """
         continuous = None
         if self._has_continuous:
-            x = self.means.gather(-1, self._compute_log_density(self.means).argmax(-1, keepdim=True))
+            start_component = self._compute_log_density(self.means).argmax(-1, keepdim=True)
+            x = self.means.gather(-1, start_component)
             for _ in range(_NUM_MEAN_SHIFT_STEPS):
+                # With r_j = P(component j | x), the gradient of ln p is 0 if x = Σ_j (r_j / σ_j²) μ_j / Σ_j r_j / σ_j².
                 z = (x - self.means) / self.scales
-                log_share = self.log_weights - self.scales.log() - 0.5 * z * z
-                pull = torch.softmax(log_share, -1) / self.scales.square()
-                x = (pull * self.means).sum(-1, keepdim=True) / pull.sum(-1, keepdim=True)
+                log_joint = self.log_weights - self.scales.log() - 0.5 * z * z
+                precision_weight = torch.softmax(log_joint, -1) / self.scales.square()
+                x = (precision_weight * self.means).sum(-1, keepdim=True) / precision_weight.sum(-1, keepdim=True)
             continuous = x.squeeze(-1)
-        return self._merge_kinds(continuous, self.most_likely_label() if self._has_discrete else None)
+        discrete = self.most_likely_label() if self._has_discrete else None
+        return self._select_by_kind(continuous, discrete)
 
     def most_likely_label(self) -> Tensor:
-        """Return the code of each reading's most probable label; it is meaningful for discrete readings only."""
+        """Return the code of each reading's most probable label.
+
+        Returns:
+            Codes as floating-point numbers, in the shape of the batch; meaningless for continuous readings.
+        """
         return self.log_mass.argmax(-1).to(self.log_mass.dtype)
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
-        """Return one random value from each reading's distribution, in the shape of the batch.
+        """Return one random value from each reading's distribution.
 
-        Continuous values are normalised, labels are codes. A label that did not occur in training is never drawn.
+        A label that did not occur in training is never drawn.
 
         Args:
             generator: The source of randomness; by default the global generator of torch.
+
+        Returns:
+            Normalised values of continuous readings and label codes of discrete ones, in the shape of the batch.
         """
         continuous = discrete = None
         if self._has_continuous:
@@ -296,34 +352,39 @@ class Conditional:
             noise = torch.randn(component.shape, generator=generator, dtype=self.means.dtype, device=self.means.device)
             continuous = (self.means.gather(-1, component) + self.scales.gather(-1, component) * noise).squeeze(-1)
         if self._has_discrete:
+            # A feature with n labels has n + 1 finite entries: codes 0 … n − 1, and code n for labels not in training.
             unseen_code = self.log_mass.isfinite().sum(-1, keepdim=True) - 1
             codes = torch.arange(self.log_mass.shape[-1], device=self.log_mass.device)
+            # A continuous reading has no labels; its entries stay as they are, since the result is not used.
             is_label = (codes < unseen_code) | (unseen_code < 1)
             label_log_mass = torch.where(is_label, self.log_mass, torch.full_like(self.log_mass, -math.inf))
             discrete = _sample_indexes(label_log_mass, generator).to(self.log_mass.dtype)
-        return self._merge_kinds(continuous, discrete)
+        return self._select_by_kind(continuous, discrete)
 
     def quadrature_points(self) -> tuple[Tensor, Tensor]:
-        """Return points x and weights w such that E f(V) ≈ Σ w f(x) for each continuous reading.
+        """Return points x and weights w to approximate expectations under each continuous reading's distribution.
 
-        Each component N(μ, σ²) contributes the points of a three-point Gauss–Hermite quadrature, μ + σ · node. The sum
-        is exact if f is a polynomial of degree 5 or less.
+        For a function f and a random value V of the reading, E f(V) ≈ Σ w f(x). Each component N(μ, σ²) contributes the
+        points of a three-point Gauss–Hermite quadrature, μ + σ · node. The sum is exact if f is a polynomial of degree
+        5 or less.
 
         Returns:
             The points and the weights, (*S, 3J) each, where S is the shape of the batch and J the number of components.
         """
         weights = self.log_weights.exp()
-        x = torch.stack([self.means + node * self.scales for node in _QUADRATURE_NODES], -1)
-        return x.flatten(-2), torch.stack([weight * weights for weight in _QUADRATURE_WEIGHTS], -1).flatten(-2)
+        x = torch.stack([self.means + node * self.scales for node in _QUADRATURE_NODES], -1)  # (*S, J, 3)
+        point_weights = torch.stack([weight * weights for weight in _QUADRATURE_WEIGHTS], -1)  # (*S, J, 3)
+        return x.flatten(-2), point_weights.flatten(-2)
 
     def compute_surprisal_moments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the approximate minimum, mean and variance of −ln p(V), where V is drawn from each mixture.
+        """Return the approximate minimum, mean and variance of the surprisal −ln p(V) for V drawn from each mixture.
 
         The mean and the variance are computed by quadrature; they are exact for a single Gaussian. The minimum is the
         smallest surprisal at the quadrature points, which include the mean of each component.
 
         Returns:
-            Three tensors in the shape of the batch, in nats.
+            The minimum, the mean and the variance, three tensors in the shape of the batch, in nats (the variance in
+            nats²). The entries of discrete readings are meaningless.
         """
         x, w = self.quadrature_points()
         surprisal = -self._compute_log_density(x)
@@ -332,13 +393,13 @@ class Conditional:
         return surprisal.amin(-1), mean, variance
 
     def compute_surprisal(self, values: Tensor) -> Surprisal | None:
-        """Return the surprisal of values, with its moments under the mixtures.
+        """Return the surprisal −ln p(v) of observed values v, with the moments of −ln p(V) for random values V.
 
         Args:
             values: The observed normalised values, in the shape of the batch.
 
         Returns:
-            The surprisal, or None if no feature is continuous.
+            The surprisal and its moments, meaningful for continuous readings; None if no feature is continuous.
         """
         if not self._has_continuous:
             return None
@@ -346,64 +407,64 @@ class Conditional:
         return Surprisal(surprisal, *self.compute_surprisal_moments())
 
     def compute_score_terms(self, values: Tensor, surprisal: Surprisal | None) -> ScoreTerms:
-        """Return the log-probability, the log p-value and the centered NLL of values.
+        """Return the log-probability, the log p-value and the centered NLL of observed values.
 
-        The p-value of v is the highest-density p-value P(−ln p(V) ≥ −ln p(v)), where V is drawn from the distribution:
-        the probability of a value that is at most as probable as v. Unlike a two-sided tail, it is small in a gap
-        between two modes, too.
-
-        For a discrete feature the p-value is exact, a sum of label probabilities.
-
-        For a continuous feature, let s₀ be the minimum of the surprisal −ln p. For a single Gaussian, −ln p(V) − s₀ is
-        half of a χ² variable with one degree of freedom, that is Gamma(shape 1/2, scale 1), and the p-value is exact.
-        For a mixture the distribution of the surprisal has no closed form. It is approximated by s₀ plus a Gamma
-        variable with the same mean and variance. The Gamma family is used because it contains the exact case, begins at
-        s₀, and has a smooth exponential tail: p-values keep falling however improbable the value is. It is practically
-        exact, too, for components of equal weight and scale that do not overlap.
-
-        An error of the approximation does not invalidate alerts, because their threshold is calibrated on records.
+        The p-value of a value v is the highest-density p-value, the probability of a value that is at most as probable
+        as v. The centered NLL is −ln p(v) minus its expectation, the entropy of the distribution.
 
         Args:
-            values: The observed normalised values or label codes, in the shape of the batch.
+            values: The observed normalised values of continuous readings and label codes of discrete ones, in the shape
+                of the batch.
             surprisal: The result of `compute_surprisal` for the same values, or the same result from compiled code.
+                None if no feature is continuous.
 
         Returns:
             The three terms, each in the shape of the batch.
         """
-        log_prob = log_p = centered_nll = log_mass = log_p_label = centered_nll_label = None
-        if surprisal is not None:
-            minimum, log_prob = torch.minimum(surprisal.minimum, surprisal.value), -surprisal.value
-            # Moments of a Gamma variable: mean = shape · scale, variance = shape · scale².
-            mean_above_minimum = (surprisal.mean - minimum).clamp(min=0.1)
-            # The surprisal of a Gaussian has scale 1, and far out every mixture falls like a Gaussian. A smaller scale
-            # would be ill-conditioned, and would exaggerate values just outside a flat top.
-            scale = (surprisal.variance / mean_above_minimum).clamp(1.0, 100.0)
-            shape = (mean_above_minimum / scale).clamp(0.01, _MAX_GAMMA_SHAPE)
-            log_p = log_gamma_sf(shape, (surprisal.value - minimum) / scale, _MAX_GAMMA_SHAPE)
-            centered_nll = surprisal.value - surprisal.mean
-        if self._has_discrete:
-            log_mass = self._compute_label_log_mass(values)
-            is_more_probable = self.log_mass > log_mass.unsqueeze(-1) + 1e-6
-            log_p_label = torch.logsumexp(self.log_mass.masked_fill(is_more_probable, -math.inf), -1).clamp(max=0.0)
-            entropy = -(self.log_mass.exp() * self.log_mass.masked_fill(self.log_mass.isinf(), 0.0)).sum(-1)
-            centered_nll_label = -log_mass - entropy
+        continuous = None if surprisal is None else _compute_continuous_score_terms(surprisal)
+        discrete = self._compute_discrete_score_terms(values) if self._has_discrete else None
+        if continuous is None or discrete is None:
+            terms = discrete if continuous is None else continuous
+            assert terms is not None  # noqa: S101 - a schema has at least one feature, so one of the two exists
+            return terms
         return ScoreTerms(
-            self._merge_kinds(log_prob, log_mass),
-            self._merge_kinds(log_p, log_p_label),
-            self._merge_kinds(centered_nll, centered_nll_label),
+            self._select_by_kind(continuous.log_prob, discrete.log_prob),
+            self._select_by_kind(continuous.log_p_value, discrete.log_p_value),
+            self._select_by_kind(continuous.centered_nll, discrete.centered_nll),
         )
 
-    def score(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the natural logarithm of the highest-density p-value, and the centered NLL −ln p(v) − entropy.
+    def _compute_discrete_score_terms(self, values: Tensor) -> ScoreTerms:
+        """Return the log-probability, the log p-value and the centered NLL of observed labels.
 
-        The highest-density p-value is the probability of a value that is at most as probable as the observed one.
+        The p-value of a label is exact: the sum of the probabilities of all labels that are at most as probable.
 
         Args:
-            values: The observed normalised values or label codes, in the shape of the batch.
+            values: The label codes, in the shape of the batch.
 
         Returns:
-            Two tensors in the shape of the batch, in nats. The first lies in (−∞, 0] and is smaller for more anomalous
-            values; the second is larger for more anomalous values.
+            The three terms, each in the shape of the batch; meaningless for continuous readings.
+        """
+        log_prob = self._compute_label_log_mass(values)
+        # The tolerance keeps rounding errors from separating labels of equal probability.
+        is_more_probable = self.log_mass > log_prob.unsqueeze(-1) + 1e-6
+        log_p_value = torch.logsumexp(self.log_mass.masked_fill(is_more_probable, -math.inf), -1).clamp(max=0.0)
+        finite_log_mass = self.log_mass.masked_fill(self.log_mass.isinf(), 0.0)  # 0 · ln 0 counts as 0
+        entropy = -(self.log_mass.exp() * finite_log_mass).sum(-1)
+        return ScoreTerms(log_prob, log_p_value, centered_nll=-log_prob - entropy)
+
+    def score(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logarithm of the highest-density p-value and the centered NLL of observed values v.
+
+        The highest-density p-value is the probability of a value that is at most as probable as v. The centered NLL is
+        −ln p(v) minus the entropy of the distribution.
+
+        Args:
+            values: The observed normalised values of continuous readings and label codes of discrete ones, in the shape
+                of the batch.
+
+        Returns:
+            Two tensors in the shape of the batch, in nats: the logarithms of the p-values, which lie in (−∞, 0] and are
+            smaller for more anomalous values, and the centered NLLs, which are larger for more anomalous values.
         """
         terms = self.compute_score_terms(values, self.compute_surprisal(values))
         return terms.log_p_value, terms.centered_nll
@@ -414,85 +475,145 @@ class Conditional:
         The p-value is the probability of a value that is at most as probable as the observed one.
 
         Args:
-            values: The observed normalised values or label codes, in the shape of the batch, as is the result.
+            values: The observed normalised values of continuous readings and label codes of discrete ones, in the shape
+                of the batch.
+
+        Returns:
+            Logarithms in (−∞, 0], in the shape of the batch; smaller is more anomalous.
         """
         return self.score(values)[0]
 
 
-class _LogMixtureDensity(torch.autograd.Function):
-    """The log-density of mixtures, ln Σ_j exp(h_j − z_j² / 2) with z_j = (x − μ_j) / σ_j.
+def _compute_continuous_score_terms(surprisal: Surprisal) -> ScoreTerms:
+    """Return the log-probability, the log p-value and the centered NLL of observed values of continuous features.
 
-    The height h_j = ln w_j − ln σ_j − ln √(2π) is an input. The gradient is written out because it needs only each
-    component's share of the density, which takes fewer passes over the tensors than automatic differentiation does.
+    The p-value of a value v is the highest-density p-value P(−ln p(V) ≥ −ln p(v)), where V is drawn from the
+    distribution p: the probability of a value that is at most as probable as v. Unlike a two-sided tail, it is also
+    small in a gap between two modes.
+
+    Let s₀ be the minimum of the surprisal −ln p. For a single Gaussian, −ln p(V) − s₀ is half of a χ² variable with one
+    degree of freedom, that is Gamma(shape 1/2, scale 1), and the p-value is exact. For a mixture, the distribution of
+    the surprisal has no closed form. It is approximated by s₀ plus a Gamma variable with the same mean and variance.
+    The Gamma family is used because it contains the exact case, begins at s₀, and has a smooth exponential tail:
+    p-values keep falling however improbable the value is. It is also practically exact for components of equal weight
+    and scale that do not overlap.
+
+    An error of the approximation does not invalidate alerts, because their threshold is calibrated on records.
+
+    Args:
+        surprisal: The surprisal of the observed values and its moments, in the shape of the batch.
+
+    Returns:
+        The three terms, each in the shape of the batch; meaningless for discrete readings.
+    """
+    minimum = torch.minimum(surprisal.minimum, surprisal.value)
+    # Moments of a Gamma variable: mean = shape · scale, variance = shape · scale².
+    mean_above_minimum = (surprisal.mean - minimum).clamp(min=0.1)
+    # The surprisal of a Gaussian has scale 1, and far out every mixture falls like a Gaussian. A smaller scale would be
+    # ill-conditioned, and would exaggerate values just outside a flat top.
+    scale = (surprisal.variance / mean_above_minimum).clamp(1.0, 100.0)
+    shape = (mean_above_minimum / scale).clamp(0.01, _MAX_GAMMA_SHAPE)
+    log_p_value = log_gamma_sf(shape, (surprisal.value - minimum) / scale, _MAX_GAMMA_SHAPE)
+    return ScoreTerms(-surprisal.value, log_p_value, centered_nll=surprisal.value - surprisal.mean)
+
+
+class _LogMixtureDensity(torch.autograd.Function):
+    """The log-density of Gaussian mixtures, ln Σ_j exp(h_j − z_j² / 2) with z_j = (x − μ_j) / σ_j.
+
+    Component j has the weight w_j, the mean μ_j and the standard deviation σ_j. The input h_j = ln(w_j / (σ_j √(2π)))
+    is the logarithm of the weighted component at its mean ("log peak"). The gradient is written out because it needs
+    only each component's share of the density. This takes fewer passes over the tensors than automatic differentiation.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, heights: Tensor, means: Tensor, scales: Tensor) -> Tensor:
-        """Return the log-density of each mixture at M points. The shape S is that of the batch of mixtures.
+    def forward(ctx: Any, x: Tensor, log_peaks: Tensor, means: Tensor, scales: Tensor) -> Tensor:
+        """Return the log-density ln Σ_j exp(h_j − ((x − μ_j) / σ_j)² / 2) of each Gaussian mixture at M points.
 
         Args:
             ctx: The context in which PyTorch keeps tensors for the backward pass.
-            x: (*S, M, 1) points.
-            heights: (*S, 1, J), the heights h of the J components.
+            x: (*S, M, 1), M points for each mixture of a batch of shape S.
+            log_peaks: (*S, 1, J), for each of J components with the weight w the logarithm of its weighted density at
+                its mean, h = ln(w / (σ √(2π))).
             means: (*S, 1, J), the means μ.
             scales: (*S, 1, J), the standard deviations σ.
 
         Returns:
-            (*S, M).
+            (*S, M) natural logarithms.
         """
         z = (x - means) / scales
-        log_parts = heights - 0.5 * z.square()
-        log_density = torch.logsumexp(log_parts, -1, keepdim=True)
+        log_component_densities = log_peaks - 0.5 * z.square()  # (*S, M, J)
+        log_density = torch.logsumexp(log_component_densities, -1, keepdim=True)
         if any(ctx.needs_input_grad):
-            ctx.save_for_backward(z, scales, (log_parts - log_density).exp())
+            share_of_density = (log_component_densities - log_density).exp()
+            ctx.save_for_backward(z, scales, share_of_density)
         return log_density.squeeze(-1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of the points, heights, means and scales, given that of the log-density, (*S, M)."""
-        z, scales, share = ctx.saved_tensors
-        grad_heights = gradient.unsqueeze(-1) * share
-        grad_means = grad_heights * z / scales
+        """Return the gradients of the arguments of `forward`: the points, log peaks, means and scales.
+
+        Args:
+            ctx: The context with the tensors that `forward` saved.
+            gradient: (*S, M), the gradient of the log-density of a batch of shape S at M points.
+
+        Returns:
+            Four tensors: the gradient of the points (*S, M, 1), and those of the log peaks, means and scales of the J
+            components, (*S, 1, J) each.
+        """
+        z, scales, share_of_density = ctx.saved_tensors
+        # With the share r_j of component j: ∂/∂h_j = r_j, ∂/∂μ_j = r_j z_j / σ_j, ∂/∂σ_j = r_j z_j² / σ_j.
+        grad_log_peaks = gradient.unsqueeze(-1) * share_of_density
+        grad_means = grad_log_peaks * z / scales
+        grad_scales = grad_means * z
         grad_x = -grad_means.sum(-1, keepdim=True)
-        return grad_x, *(t.sum_to_size(scales.shape) for t in (grad_heights, grad_means, grad_means * z))
+        return grad_x, *(t.sum_to_size(scales.shape) for t in (grad_log_peaks, grad_means, grad_scales))
 
 
 def log_gamma_sf(shape: Tensor, x: Tensor, max_shape: float) -> Tensor:
-    """Return ln P(X > x) for X ~ Gamma(shape, scale 1) without underflow, however large x is.
+    """Return ln P(X > x), the log survival function of Gamma(shape, scale 1), without underflow however large x is.
 
-    Where x is at most 20 + shape, the regularised incomplete gamma function is used. Beyond, the result is the leading
-    term x^a e^−x / Γ(a) divided by Legendre's continued fraction (DLMF 8.9.2). The fraction is evaluated from the
-    innermost level outwards; the number of levels depends on `max_shape` and gives about ten digits.
+    For x up to 20 + shape, the result is the logarithm of the regularised incomplete gamma function. For larger x, it
+    is ln(x^a e^−x / Γ(a)) − ln f with the shape a and Legendre's continued fraction f (DLMF 8.9.2). The fraction is
+    evaluated from its innermost term outwards. The number of terms depends on `max_shape` and gives about ten digits.
 
     Args:
         shape: The shape parameters a, positive.
-        x: The arguments, shaped as `shape`.
-        max_shape: An upper bound of `shape`.
+        x: The arguments, a tensor of the same size as `shape`.
+        max_shape: An upper bound of the shape parameters.
+
+    Returns:
+        Natural logarithms, a tensor of the same size as `shape`.
     """
     is_far = x > 20.0 + shape
-    # On a GPU the test would wait for the device, so both branches are always computed there.
+    # On a GPU, this test would block until the device has finished, so both formulas are always computed there.
     if is_far.device.type == "cpu" and not bool(is_far.any()):
         return _log_gammaincc(shape, x)
-    num_levels = 6 + int(1.5 * math.sqrt(max_shape))
-    beyond = x - shape
-    fraction = beyond + (2.0 * num_levels + 1.0)
-    for k in range(num_levels, 0, -1):
-        fraction = torch.addcdiv(beyond + (2.0 * k - 1.0), shape - k, fraction, value=k)
-    tail = shape * x.log() - x - torch.lgamma(shape) - fraction.log()
-    return torch.where(is_far, tail, _log_gammaincc(shape, torch.where(is_far, shape, x)))
+    # f = b_0 − c_1 / (b_1 − c_2 / (b_2 − …)) with b_k = x − a + 2k + 1 and c_k = k (k − a).
+    num_terms = 6 + int(1.5 * math.sqrt(max_shape))
+    x_minus_shape = x - shape
+    fraction = x_minus_shape + (2.0 * num_terms + 1.0)
+    for k in range(num_terms, 0, -1):
+        fraction = torch.addcdiv(x_minus_shape + (2.0 * k - 1.0), shape - k, fraction, value=k)
+    log_tail = shape * x.log() - x - torch.lgamma(shape) - fraction.log()
+    x_if_near = torch.where(is_far, shape, x)  # any value in the range of the other formula
+    return torch.where(is_far, log_tail, _log_gammaincc(shape, x_if_near))
 
 
 def _log_gammaincc(shape: Tensor, x: Tensor) -> Tensor:
-    """Return the logarithm of the regularised upper incomplete gamma function, which underflows for large x."""
+    """Return the logarithm of the regularised upper incomplete gamma function, ln P(X > x) for X ~ Gamma(shape, 1).
+
+    The function underflows for large x. The result is therefore at least ln(1e-38), about −87.
+    """
     log_probability: Tensor = torch.special.gammaincc(shape, x.clamp(min=0.0)).clamp(min=1e-38).log()
     return log_probability
 
 
 def _sample_indexes(log_weights: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return one random index for each categorical distribution, by inversion of its cumulative probabilities.
+    """Return one random index from each categorical distribution, by inversion of its cumulative probabilities.
 
     Args:
-        log_weights: (*S, n), the natural logarithms of the probabilities of n indexes, for a batch of shape S.
+        log_weights: (*S, n), the natural logarithms of the probabilities of n indexes, for a batch of shape S. They
+            need not be normalised.
         generator: The source of randomness; by default the global generator of torch.
 
     Returns:
@@ -500,26 +621,30 @@ def _sample_indexes(log_weights: Tensor, generator: torch.Generator | None) -> T
     """
     cumulative = log_weights.exp().cumsum(-1)
     u = torch.rand(cumulative.shape[:-1], generator=generator, dtype=cumulative.dtype, device=cumulative.device)
-    index = (cumulative < (u * cumulative[..., -1]).unsqueeze(-1)).sum(-1)
+    threshold = u * cumulative[..., -1]  # uniform from 0 to the sum of the weights
+    index = (cumulative < threshold.unsqueeze(-1)).sum(-1)
     return index.clamp(max=log_weights.shape[-1] - 1)
 
 
 class Head(nn.Module):
     """The output layer: a linear map from hidden states to the parameters of conditional distributions.
 
-    All features share the map, with 3J outputs for the mixture and K for the labels. It needs no parameters per
-    feature, because the hidden state of a query token already identifies the feature. Features differ only in the floor
-    of their scales (half of the sensor's resolution, if it is known) and in their number of labels.
+    A conditional is a mixture of J Gaussians for a continuous feature, and probabilities of up to K labels for a
+    discrete one. All features share one map, with 3J outputs for the mixture and K for the labels. The map needs no
+    parameters per feature, because the hidden state of a query token (the input that says which feature comes next)
+    already identifies the feature. Features differ only in the smallest scale that their mixture components may have
+    (half of the sensor's resolution, if it is known) and in their number of labels.
 
-    With a Gaussian prior of G components, a second linear map has 3G outputs. For each prior component they are a
-    correction of its logit, a shift of its mean in units of its standard deviation, and the logarithm of a factor
-    of its standard deviation. The adjusted prior components join the network's own components in one mixture.
+    The Gaussian prior is a mixture that was fitted before training and whose exact conditionals are inputs of the
+    network. If it has G components, a second linear map has 3G outputs. They are, for each component, a correction of
+    its logit, a shift of its mean in units of its standard deviation, and the logarithm of a factor of its standard
+    deviation. The adjusted components of the prior join the network's own components in one mixture.
 
     Args:
         schema: The features.
         d_model: The width of the hidden states.
-        num_components: The number of own Gaussian components, ignored if all features are discrete.
-        num_prior_components: The number G of components of the Gaussian prior, 0 without one.
+        num_components: The number J of the network's own Gaussian components, ignored if all features are discrete.
+        num_prior_components: The number G of components of the Gaussian prior, 0 for a model without one.
     """
 
     def __init__(self, schema: Schema, d_model: int, num_components: int, num_prior_components: int = 0) -> None:
@@ -529,6 +654,7 @@ class Head(nn.Module):
         # The names `project` and `adjust` are part of the keys in model.safetensors.
         self.project = nn.Linear(d_model, 3 * self.num_components + self.num_labels)
         self.adjust = nn.Linear(d_model, 3 * num_prior_components) if num_prior_components else None
+        # Half of the sensor's resolution, in normalised units.
         floors = [max(SCALE_FLOOR, (f.quantum or 0.0) / f.scale / 2) for f in schema.features]
         scale_floor = torch.tensor(np.minimum(floors, 1.0), dtype=torch.float64)
         unseen_mass = torch.tensor([f.unseen for f in schema.features], dtype=torch.float64)
@@ -544,13 +670,17 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def _init_outputs(self) -> None:
-        """Initialise the maps: own components with evenly spread means, prior components unchanged and dominant."""
+        """Initialise the linear maps that compute the parameters of the distributions.
+
+        The network's own components start with evenly spread means. The components of a Gaussian prior start unchanged
+        and with almost all of the probability.
+        """
         J = self.num_components
         self.project.weight.mul_(0.1)
         self.project.bias.zero_()
         if J:
-            # Evenly spaced from −1.5 to 1.5. On the meta device, torch.linspace would import another half second of
-            # torch modules.
+            # The outputs 2J to 3J are the means: evenly spaced from −1.5 to 1.5. On the meta device, torch.linspace
+            # would import more torch modules, which takes half a second.
             self.project.bias[2 * J : 3 * J] = 1.5 * (2.0 * torch.arange(J) - (J - 1)) / max(1, J - 1)
         if self.adjust is not None:
             self.project.bias[:J] = INITIAL_OWN_LOGIT - math.log(J)
@@ -561,7 +691,8 @@ class Head(nn.Module):
         """Return the conditional distributions of readings.
 
         Args:
-            hidden: (*S, d_model) the Transformer's outputs at the query tokens of readings of any shape S.
+            hidden: (*S, d_model) the Transformer's outputs of width d_model at the query tokens of the readings, in a
+                batch of any shape S.
             features: The feature codes of the readings, in the shape S; at padding any valid code.
             prior: The conditionals of the Gaussian prior for the same readings, None for a model without one.
 
@@ -569,7 +700,7 @@ class Head(nn.Module):
             One distribution for each reading, in the shape S; float64 if the hidden states are, else float32.
         """
         out = self.project(hidden)
-        out = out if out.dtype == torch.float64 else out.float()
+        out = out if out.dtype == torch.float64 else out.float()  # not less than float32, even under autocast
         J = self.num_components
         logits, raw_scales, means, label_logits = torch.split(out, [J, J, J, self.num_labels], -1)
         scale_floor = self.scale_floor.to(out.dtype)[features].unsqueeze(-1)
@@ -578,7 +709,7 @@ class Head(nn.Module):
         if self.adjust is not None and prior is not None:
             logit_change, shift, log_factor = self.adjust(hidden).to(out.dtype).chunk(3, -1)
             prior_scales = prior.scales * log_factor.clamp(-MAX_LOG_SCALE_CHANGE, MAX_LOG_SCALE_CHANGE).exp()
-            # A value that is uniform within ± the floor has the variance floor² / 3.
+            # Add the variance of the sensor's rounding: floor² / 3 for an error that is uniform within ± the floor.
             prior_scales = (prior_scales.square() + scale_floor.square() / 3.0).sqrt()
             logits = torch.cat([logits, prior.log_weights.to(out.dtype) + logit_change], -1)
             means = torch.cat([means, prior.means + prior.scales * shift], -1)
@@ -592,10 +723,11 @@ class Head(nn.Module):
         )
 
     def _compute_log_mass(self, label_logits: Tensor, features: Tensor) -> Tensor:
-        """Return the log-probability of each label code.
+        """Return the log-probability of each label code of discrete readings.
 
-        The labels that occurred in training share the probability 1 − `unseen` by a softmax of their logits. The next
-        code has the probability `unseen` that the schema reserves for all other labels. Later codes have −∞.
+        A feature with n labels has the codes 0 to n − 1 for them. These labels share the probability 1 − `unseen` by a
+        softmax of their logits. Code n has the probability `unseen`, which the schema reserves for all labels that did
+        not occur in training. Codes beyond n have −∞.
 
         Args:
             label_logits: (*S, K) logits of readings of any shape S. K is the largest number of labels; each feature
@@ -613,6 +745,8 @@ class Head(nn.Module):
         is_label = codes[:-1] < label_count
         # A continuous feature gets one label, whose probability is never used, to avoid a softmax of nothing but −∞.
         is_label = is_label | ((label_count == 0) & (codes[:-1] == 0))
-        seen = torch.log_softmax(label_logits.masked_fill(~is_label, -math.inf), -1) + torch.log1p(-unseen_mass)
-        seen = torch.cat([seen, torch.full_like(seen[..., :1], -math.inf)], -1)
-        return torch.where(codes == label_count, torch.log(unseen_mass), seen)
+        log_softmax = torch.log_softmax(label_logits.masked_fill(~is_label, -math.inf), -1)
+        label_log_mass = log_softmax + torch.log1p(-unseen_mass)
+        # One more column, so that the code after the last label of the feature with K labels exists.
+        label_log_mass = torch.cat([label_log_mass, torch.full_like(label_log_mass[..., :1], -math.inf)], -1)
+        return torch.where(codes == label_count, torch.log(unseen_mass), label_log_mass)
