@@ -1,7 +1,8 @@
 """The features of a record, and the transformation of their values to the units of the model.
 
-A feature is one measured quantity of a record, continuous or discrete. A reading is one value of one feature. The code
-of a feature is its index in the schema; arrays use codes in place of names.
+A feature is one measured quantity of a record. It is continuous (its values are numbers) or discrete (its values are
+labels). A reading is one value of one feature. The code of a feature is its index in the schema; arrays use codes in
+place of names.
 
 A feature's identity is what the network gets before it predicts the value: an embedding learned for each feature, the
 feature's coordinates (the row and column of a pixel, the position of a sensor), or both. If a sensor can report several
@@ -28,15 +29,16 @@ FeatureKind = Literal["continuous", "discrete"]
 LINEAR_LIMIT = 8.0
 """The absolute value up to which normalised values are linear in raw values; beyond it they are logarithmic.
 
-A wild reading is thus very improbable, but finite in float32: the log-density falls like the squared logarithm of the
-value. It also cannot dominate the readings that are conditioned on it.
+An extreme value is thus very improbable, but its log-density, which falls like the squared logarithm of the value,
+stays finite in float32. Such a value also cannot dominate the predictions of later readings.
 """
 SECONDS_PER_DAY = 86_400.0
-"""The period of times of day, which are given in seconds since midnight."""
+"""The `Feature.period` of a feature whose values are times of day in seconds since midnight."""
 MAX_PERIODS_PER_SCALE = 1e5
-"""The largest number of periods that the scale of a cyclic feature may span.
+"""The largest allowed quotient scale / period of a cyclic feature.
 
-Beyond it, single precision cannot distinguish positions on the cycle.
+The scale is the difference of raw values that is 1 in normalised units. If it spans more periods than this, single
+precision cannot distinguish positions on the cycle.
 """
 
 
@@ -49,21 +51,24 @@ class Feature:
     Attributes:
         name: The unique name.
         kind: "continuous" for numbers, "discrete" for labels.
-        context: Whether the feature only conditions the others and is never scored itself.
-        coordinates: Numbers that identify the feature, of equal length for all features; None if there are none.
+        context: Whether the feature is only an input to the predictions of other features and is never scored itself.
+        coordinates: Numbers that identify the feature, such as the row and column of a pixel. All features of a schema
+            have the same number of them. None if there are none.
         location: The raw value whose normalised value is 0.
         scale: The difference of raw values that corresponds to 1 in normalised units.
-        quantum: The resolution of the sensor in raw units, or None if the readings do not lie on a grid.
+        quantum: The resolution of the sensor in raw units: all readings are multiples of it plus a constant. None if
+            the readings do not lie on such a grid.
         low: The smallest raw value in training, None for discrete features.
         high: The largest raw value in training, None for discrete features.
         labels: The values of a discrete feature that occurred in training; the code of a label is its index.
         unseen: The probability that is reserved for all labels that did not occur in training.
-        reason: Why the kind was chosen, in words for a person.
-        sensor: The name of the sensor of which this feature is the reading in one time slot; None for a feature with
-            at most one reading per record.
-        period: The period in raw units, if the values are positions on a cycle, such as times of day or angles. Other
-            readings are conditioned on the position on the cycle. The density of the value itself is that of a number
-            on a line.
+        reason: Why `kind` was chosen, as text for people.
+        sensor: The name of the sensor, if a sensor can report several times in a record. It then has one feature for
+            each time slot (part of the record's window of time). None for a feature with at most one reading per
+            record.
+        period: The period in raw units, if the values are positions on a cycle, such as times of day or angles; else
+            None. As an input to the predictions of other readings, the value is mapped to an angle. The density of the
+            value itself is that of a number on a line.
 
     Raises:
         ValueError: The attributes contradict each other or are out of range.
@@ -87,32 +92,44 @@ class Feature:
     def __post_init__(self) -> None:
         is_continuous = self.kind == "continuous"
         if self.kind == "discrete" and not self.labels:
-            raise ValueError(f"feature {self.name!r} is discrete, but has no labels: a discrete feature needs one")
+            raise ValueError(
+                f"feature {self.name!r} is discrete, but has no labels: give it at least one, or make it continuous"
+            )
         has_valid_scale = self.scale > 0 and np.isfinite(self.scale) and np.isfinite(self.location)
         if is_continuous and not has_valid_scale:
-            raise ValueError(f"feature {self.name!r}: location must be finite and scale positive and finite")
+            raise ValueError(
+                f"feature {self.name!r} has location {self.location} and scale {self.scale}: the location must be "
+                "finite, and the scale must be positive and finite"
+            )
         if self.period is not None and not (is_continuous and 0 < self.period < np.inf):
             raise ValueError(
-                f"feature {self.name!r}: the period must be positive and finite, and only continuous features have one"
+                f"feature {self.name!r} is {self.kind} and has period {self.period}: the period must be positive and "
+                "finite, and only continuous features can have one"
             )
         if self.period is not None and not self.scale <= MAX_PERIODS_PER_SCALE * self.period:
             raise ValueError(
-                f"feature {self.name!r}: its values spread over more than {MAX_PERIODS_PER_SCALE:g} periods; "
-                "check the unit of the period"
+                f"the values of feature {self.name!r} spread over more than {MAX_PERIODS_PER_SCALE:g} periods: check "
+                "that the period has the unit of the values"
             )
         if not 0 < self.unseen < 1:
-            raise ValueError(f"feature {self.name!r}: the probability of unseen labels must lie between 0 and 1")
+            raise ValueError(
+                f"feature {self.name!r} has the probability {self.unseen} for labels that did not occur in training: "
+                "it must be greater than 0 and less than 1"
+            )
 
     @property
     def sensor_name(self) -> str:
-        """The name that events use for this feature's readings: the sensor's name, or the feature's own."""
+        """The name that input messages use for this feature's readings: the sensor's name, or else the feature's own.
+
+        The two names differ if a sensor has one feature for each time slot of a record's window.
+        """
         return self.name if self.sensor is None else self.sensor
 
     def to_json(self) -> dict[str, Any]:
-        """Return the feature as an object for the manifest of a model directory.
+        """Return the attributes by name as JSON values, for the manifest (manifest.json) of a model directory.
 
-        The keys `sensor` and `period` are left out if they are None. Models from before these keys existed thus keep
-        their fingerprints.
+        The keys `sensor` and `period` are left out if they are None, because models that were written before these keys
+        existed must keep their fingerprints.
         """
         optional_keys = ("sensor", "period")
         return {key: value for key, value in asdict(self).items() if key not in optional_keys or value is not None}
@@ -127,7 +144,7 @@ class Schema:
     Attributes:
         features: The features. If a sensor has a feature for each time slot of the window, these features stand next to
             each other in the order of the time slots.
-        window: The windows of event time that are the records; None if records have ids in the events.
+        window: The windows of event time that are the records; None if the input messages contain record ids.
 
     Raises:
         ValueError: The features contradict each other or the window.
@@ -138,31 +155,53 @@ class Schema:
 
     def __post_init__(self) -> None:
         if not self.features:
-            raise ValueError("the schema has no features: it needs at least one")
+            raise ValueError("the schema has no features: give it at least one")
         if len(self.code_by_name) != len(self.features):
-            raise ValueError("two features have the same name: feature names must be unique")
+            raise ValueError("two features of the schema have the same name: give each feature a unique name")
         if len({len(f.coordinates or ()) for f in self.features}) > 1:
             raise ValueError("the features have different numbers of coordinates: give all of them the same number")
         self._check_sensors()
 
     def _check_sensors(self) -> None:
-        """Raise ValueError if the features of a sensor do not match the time slots of the window."""
+        """Check that each sensor has a feature for each time slot of the window, or one feature if it reports once.
+
+        The features of a sensor must stand next to each other and differ only in name, coordinates and value range.
+
+        Raises:
+            ValueError: The features of a sensor do not match the window or each other. The message names the sensor.
+        """
         num_slots = 1 if self.window is None else self.window.slots
         if num_slots > 1 and all(f.sensor is None for f in self.features):
-            raise ValueError("the window has time slots, but no sensor reports in them")
-        num_expected = 0
+            raise ValueError(
+                f"the window has {num_slots} time slots, but no feature names a sensor that reports in them: use a "
+                "window without time slots, or expand the features with expand_time_slots"
+            )
+        num_checked_features = 0
         for name, (first_code, code_step) in self.slot_layout_by_sensor.items():
-            num_features = num_slots if code_step else 1
-            num_expected += num_features
+            has_time_slots = code_step == 1
+            num_features = num_slots if has_time_slots else 1
+            num_checked_features += num_features
             features = self.features[first_code : first_code + num_features]
-            if {f.sensor_name for f in features} != {name} or (code_step and len(features) != num_slots):
-                raise ValueError(f"sensor {name!r} does not have one feature for each time slot, next to each other")
-            if code_step and (self.window is None or features[0].coordinates is None):
-                raise ValueError(f"sensor {name!r} has time slots, which need a window and coordinates")
+            if {f.sensor_name for f in features} != {name} or (has_time_slots and len(features) != num_slots):
+                raise ValueError(
+                    f"sensor {name!r} does not have {num_slots} features next to each other, one for each time slot "
+                    "of the window: create the features with expand_time_slots"
+                )
+            if has_time_slots and (self.window is None or features[0].coordinates is None):
+                raise ValueError(
+                    f"sensor {name!r} has time slots, but the schema has no window or the features have no "
+                    "coordinates: create the features with expand_time_slots"
+                )
             if len({(f.sensor, f.kind, f.context, f.labels, f.period) for f in features}) > 1:
-                raise ValueError(f"sensor {name!r}: the features of its time slots are not of one kind")
-        if len(self.features) != num_expected:
-            raise ValueError("the features of a sensor's time slots do not stand next to each other in the schema")
+                raise ValueError(
+                    f"the features for the time slots of sensor {name!r} differ: give all of them the same sensor, "
+                    "kind (continuous or discrete), context, labels and period"
+                )
+        if len(self.features) != num_checked_features:
+            raise ValueError(
+                "the features for the time slots of a sensor do not stand next to each other in the schema: create "
+                "the features with expand_time_slots"
+            )
 
     def __len__(self) -> int:
         """Return the number F of features."""
@@ -180,18 +219,21 @@ class Schema:
 
     @cached_property
     def sensor_names(self) -> tuple[str, ...]:
-        """The names that events use for readings (`Feature.sensor_name`), in order of first appearance."""
+        """The names that input messages use for readings (`Feature.sensor_name`), in order of first appearance.
+
+        They are the names of sensors with a feature for each time slot, and the names of all other features.
+        """
         return tuple(dict.fromkeys(f.sensor_name for f in self.features))
 
     @cached_property
     def sensor_indexes(self) -> NDArray[np.int64]:
-        """(F,) the index in `sensor_names` of each feature's sensor."""
+        """(F,) for each of the F features, the index of its sensor in `sensor_names`."""
         index_by_name = {name: i for i, name in enumerate(self.sensor_names)}
         return np.array([index_by_name[f.sensor_name] for f in self.features], np.int64)
 
     @cached_property
     def first_codes(self) -> NDArray[np.int64]:
-        """The code of the first feature of each sensor, in the order of `sensor_names`."""
+        """The code of the first feature of each sensor, one for each entry of `sensor_names` and in its order."""
         return np.unique(self.sensor_indexes, return_index=True)[1]
 
     @cached_property
@@ -201,78 +243,87 @@ class Schema:
 
     @cached_property
     def slot_layout_by_sensor(self) -> dict[str, tuple[int, int]]:
-        """By sensor name: the code of the sensor's first feature, and the step of the code per time slot.
+        """For each sensor name, two integers from which the code of the sensor's feature in a time slot is computed.
 
-        The feature of time slot k has the code first + k · step. The step is 1 for a sensor that reports in each time
-        slot, and 0 for one that reports once in a record.
+        The integers are (first code, step); the feature of time slot k has the code `first code + k · step`. The step
+        is 1 if the sensor has a feature for each time slot of the record's window, and 0 if it has a single feature.
         """
         layout: dict[str, tuple[int, int]] = {}
         for code, f in enumerate(self.features):
-            layout.setdefault(f.sensor_name, (code, 0 if f.sensor is None else 1))
+            step = 0 if f.sensor is None else 1
+            layout.setdefault(f.sensor_name, (code, step))  # keeps the entry of the sensor's first feature
         return layout
 
     @cached_property
     def is_discrete(self) -> NDArray[np.bool_]:
-        """(F,) whether each feature is discrete."""
+        """(F,) bool, for each of the F features in the order of their codes, whether its values are labels."""
         return np.array([f.kind == "discrete" for f in self.features])
 
     @cached_property
     def is_cyclic(self) -> NDArray[np.bool_]:
-        """(F,) whether the values of each feature are positions on a cycle."""
+        """(F,) bool, for each of the F features, whether its values are positions on a cycle, such as times of day."""
         return np.array([f.period is not None for f in self.features])
 
     @cached_property
     def cycle_lengths(self) -> NDArray[np.float64]:
-        """(F,) the period of each feature in units of its scale, infinite for features that are not cyclic."""
+        """(F,) for each of the F features, its period in units of its scale; infinite if the feature is not cyclic."""
         return np.array([np.inf if f.period is None else f.period / f.scale for f in self.features])
 
     @cached_property
     def is_linear(self) -> NDArray[np.bool_]:
-        """(F,) whether the values of each feature are numbers on a line, neither labels nor positions on a cycle."""
+        """(F,) bool, for each of the F features, whether its values are numbers on a line (no labels, not cyclic)."""
         return ~(self.is_discrete | self.is_cyclic)
 
     @cached_property
     def is_context(self) -> NDArray[np.bool_]:
-        """(F,) whether each feature only conditions the others and is never scored itself."""
+        """(F,) bool, for each of the F features, whether it is a context feature.
+
+        A context feature is only an input to the predictions of other features and is never scored itself.
+        """
         return np.array([f.context for f in self.features])
 
     @cached_property
     def label_counts(self) -> NDArray[np.int64]:
-        """(F,) the number of labels of each feature, 0 for continuous features."""
+        """(F,) for each of the F features, the number of its labels; 0 for continuous features."""
         return np.array([len(f.labels) for f in self.features], np.int64)
 
     @cached_property
     def code_by_label(self) -> tuple[dict[str, int], ...]:
-        """The code of each label by its text, one mapping per feature."""
+        """For each feature in the order of the codes, a mapping from the text of each label to the label's code."""
         return tuple({label: code for code, label in enumerate(f.labels)} for f in self.features)
 
     @cached_property
     def _location_and_scale(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """(F,) the locations and (F,) the scales, 0 and 1 for discrete features."""
+        """The locations and the scales of the F features, two arrays (F,); discrete features have 0 and 1."""
         rows = [(0.0, 1.0) if f.kind == "discrete" else (f.location, f.scale) for f in self.features]
         table = np.array(rows, np.float64)
         return table[:, 0], table[:, 1]
 
     def normalise(self, codes: NDArray[Any], values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return values in the units of the model.
+        """Return values in the normalised units of the model.
 
-        A continuous value is mapped to z = (value − location) / scale. If |z| exceeds `LINEAR_LIMIT`, the excess is
-        replaced by its logarithm, ln(1 + excess). Label codes are unchanged.
+        A continuous value is mapped to z = (value − location) / scale. If |z| exceeds `LINEAR_LIMIT`, the excess
+        |z| − `LINEAR_LIMIT` is replaced by ln(1 + excess). Label codes are unchanged.
 
         Args:
             codes: The feature codes, of any shape.
             values: The raw values or label codes, of the same shape. NaN is allowed and stays NaN.
+
+        Returns:
+            The normalised values or label codes, of the same shape.
         """
         location, scale = self._location_and_scale
         with np.errstate(over="ignore"):
-            # Infinite quotients of large values and small scales become finite.
-            z: NDArray[np.float64] = np.maximum(np.minimum((values - location[codes]) / scale[codes], 1e300), -1e300)
-        size = np.abs(z)
-        if not (size > LINEAR_LIMIT).any():
+            quotient = (values - location[codes]) / scale[codes]
+        # A large value divided by a small scale can be infinite; the model needs finite numbers.
+        z: NDArray[np.float64] = np.maximum(np.minimum(quotient, 1e300), -1e300)
+        magnitude = np.abs(z)
+        if not (magnitude > LINEAR_LIMIT).any():
             return z
-        logarithmic = np.sign(z) * (LINEAR_LIMIT + np.log1p(np.maximum(size - LINEAR_LIMIT, 0.0)))
-        is_beyond = (size > LINEAR_LIMIT) & ~self.is_discrete[codes]
-        normalised: NDArray[np.float64] = np.where(is_beyond, logarithmic, z)
+        excess = np.maximum(magnitude - LINEAR_LIMIT, 0.0)
+        logarithmic = np.sign(z) * (LINEAR_LIMIT + np.log1p(excess))
+        is_beyond_limit = (magnitude > LINEAR_LIMIT) & ~self.is_discrete[codes]
+        normalised: NDArray[np.float64] = np.where(is_beyond_limit, logarithmic, z)
         return normalised
 
     def denormalise(self, codes: NDArray[Any], values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -281,27 +332,35 @@ class Schema:
         Args:
             codes: The feature codes, of any shape.
             values: The normalised values or label codes, of the same shape.
+
+        Returns:
+            The raw values or label codes, of the same shape; infinite if a value exceeds the range of float64.
         """
         location, scale = self._location_and_scale
-        size = np.abs(values)
+        magnitude = np.abs(values)
+        is_beyond_limit = (magnitude > LINEAR_LIMIT) & ~self.is_discrete[codes]
         with np.errstate(over="ignore"):
-            exponential = np.sign(values) * (LINEAR_LIMIT + np.expm1(np.maximum(size - LINEAR_LIMIT, 0.0)))
-            is_beyond = (size > LINEAR_LIMIT) & ~self.is_discrete[codes]
-            z = np.where(is_beyond, exponential, values)
+            # `normalise` replaced the excess over the limit by ln(1 + excess).
+            excess = np.expm1(np.maximum(magnitude - LINEAR_LIMIT, 0.0))
+            exponential = np.sign(values) * (LINEAR_LIMIT + excess)
+            z = np.where(is_beyond_limit, exponential, values)
             raw: NDArray[np.float64] = z * scale[codes] + location[codes]
         return raw
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the features as a list for the manifest of a model directory; the window is stored separately."""
+        """Return one JSON object for each feature, for the manifest (manifest.json) of a model directory.
+
+        The window is not included, because it has an entry of its own in the manifest.
+        """
         return [f.to_json() for f in self.features]
 
     @staticmethod
     def from_json(rows: Iterable[dict[str, Any]], window: dict[str, Any] | None = None) -> Schema:
-        """Return the schema that `to_json` and `Window.to_json` wrote.
+        """Return the schema from the JSON values that `to_json` and `Window.to_json` returned.
 
         Args:
-            rows: The features, one object for each.
-            window: The window, or None if records have ids in the events.
+            rows: The features, one JSON object for each.
+            window: The window, or None if the input messages contain record ids.
 
         Raises:
             ValueError: The features contradict each other or the window.
@@ -318,9 +377,9 @@ class Schema:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that identify everything that decides the meaning of a value.
+        """16 hexadecimal digits that identify the features and the window, to detect data made with another schema.
 
-        The explanations in `Feature.reason` are left out.
+        They are a hash of everything that decides the meaning of a value. The texts in `Feature.reason` do not.
         """
         rows: list[Any] = [{key: v for key, v in row.items() if key != "reason"} for row in self.to_json()]
         if self.window is not None:
