@@ -53,7 +53,8 @@ P_VALUE_EXPONENT = 0.8
 
 The surprisals of one record are positively dependent, so Σ ln p varies more than under independence, and more for long
 prefixes (Brown, 1975, corrects Fisher's combination for this). Without the exponent, long prefixes would determine the
-threshold of short ones. Chosen among several exponents because alerts occur earlier (docs/experiments.md, section 5).
+threshold of short ones. Chosen among several exponents because alerts occur earlier
+(docs/experiments/05-earlier-alerts.md).
 """
 
 SCORE_TOLERANCE = 1e-4

@@ -8,7 +8,8 @@ value given earlier readings, in nats; the surprisal of a record is the sum over
    surprisal. Its leave-one-out surprisal is −ln p(v_i | all other readings).
 2. Which reading is to blame? The relief of a reading is the surprisal of the record minus the surprisal of the record
    without it. In an exact density, relief and leave-one-out surprisal are equal. A network gives poor estimates for a
-   normal reading given a broken one, so the relief evaluates the others without the broken one (docs/experiments.md).
+   normal reading given a broken one, so the relief evaluates the others without the broken one
+   (docs/experiments/07-attribution-of-alerts.md).
 3. Which values would have avoided the alert? Suspects are the smallest set of readings, found by greedy search, whose
    replacement by expected values makes the record raise no alert. Each set is tested in the record's order of arrival.
 

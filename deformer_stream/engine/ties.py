@@ -36,7 +36,9 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 MAX_ORDERS = 4
-"""Orders of a tie group that are averaged. Eight gave the same result at twice the cost (docs/experiments.md)."""
+"""Orders of a tie group that are averaged. Eight gave the same result at twice the cost
+(docs/experiments/14-tie-groups.md).
+"""
 
 ScoreBranches = Callable[[Ints, Ints, Ints, Ints, Floats], Floats]
 """Returns the score terms of B branches, which are alternative continuations of open records.
