@@ -1,7 +1,15 @@
-"""Files and standard streams: Parquet, CSV and JSON lines in; scores, records, alerts and dead letters out.
+"""Connectors for files and standard streams.
 
-`tables` finds and reads files, `sources` serves them to the road, `sinks` writes what came of it, and `stream` turns a
-table into the asynchronous event stream that its readings would have been.
+Sources read events from Parquet, CSV and JSON lines. Sinks write scores, closed records and explanations as Parquet,
+and alerts and dead letters (rejected events) as JSON lines. The modules are:
+
+    tables        finding and opening input files, and reading them in batches
+    sources       event sources for the pipeline
+    reorder       another order for the readings of logs, for `--order random` and `--order schema`
+    sinks         output files of the pipeline
+    table_events  conversion of a table to an asynchronous event stream, for `deformer-stream produce`
+    imputation    tables with imputed or sampled values, for `deformer-stream impute` and `sample`
+    background    threads that read ahead and write behind
 """
 
 from connectors.files.sinks import (
@@ -13,7 +21,7 @@ from connectors.files.sinks import (
     ScoresParquet,
 )
 from connectors.files.sources import FileSource, StandardInput, open_source
-from connectors.files.table_events import events_of
+from connectors.files.table_events import iterate_events
 from connectors.files.tables import check_no_overwrite
 
 __all__ = [
@@ -26,6 +34,6 @@ __all__ = [
     "ScoresParquet",
     "StandardInput",
     "check_no_overwrite",
-    "events_of",
+    "iterate_events",
     "open_source",
 ]

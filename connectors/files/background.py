@@ -1,8 +1,7 @@
-"""Reading ahead of the road and writing behind it, each in a thread of its own.
+"""Read input ahead of the pipeline and write output behind it, each in a thread of its own.
 
-Arrow decodes and compresses without the interpreter's lock, and so does compiled scoring: tables are read and written
-while the road scores. What comes in which order, and what fails at which call, stays as it would be without threads,
-but for failed writing, which shows one call later.
+Arrow releases Python's global interpreter lock (GIL) while it decodes and compresses, and so do the compiled scoring
+kernels. Files are therefore read and written while the pipeline scores.
 """
 
 from __future__ import annotations
@@ -16,56 +15,70 @@ T = TypeVar("T")
 
 
 class Prefetcher(Generic[T]):
-    """An iterator that another is drawn from in time: `depth` items are ready or under way from the first call on."""
+    """An iterator that computes the items of another iterator in a background thread, before they are requested.
+
+    Order and errors are those of the other iterator: an error is raised at the item where it occurred. The thread
+    starts with the first call of `next`.
+
+    Args:
+        items: The iterator to read. Its items must not be None.
+        depth: Number of items that are computed ahead.
+    """
 
     def __init__(self, items: Iterator[T], depth: int = 2) -> None:
         self._items, self._depth = items, depth
-        self._drawn: deque[Future[T | None]] = deque()
-        self._thread: ThreadPoolExecutor | None = None
+        self._pending: deque[Future[T | None]] = deque()
+        self._executor: ThreadPoolExecutor | None = None
 
     def __iter__(self) -> Iterator[T]:
+        """Return the iterator itself."""
         return self
 
     def __next__(self) -> T:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "reading")
-            self._drawn.extend(self._draw(self._thread) for _ in range(self._depth))
-        item = self._drawn.popleft().result() if self._drawn else None
+        """Return the next item and request another one in the background."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "reading")
+            self._pending.extend(self._request_item(self._executor) for _ in range(self._depth))
+        item = self._pending.popleft().result() if self._pending else None
         if item is None:
             self.close()
             raise StopIteration
-        self._drawn.append(self._draw(self._thread))
+        self._pending.append(self._request_item(self._executor))
         return item
 
-    def _draw(self, thread: ThreadPoolExecutor) -> Future[T | None]:
-        return thread.submit(next, self._items, None)
+    def _request_item(self, executor: ThreadPoolExecutor) -> Future[T | None]:
+        """Compute the next item in the background; the future's result is None if there are no more items."""
+        return executor.submit(next, self._items, None)
 
     def close(self) -> None:
-        """Wait for what is under way and go no further."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
-        self._drawn.clear()
+        """Wait for the item that is being computed, then end the iteration and the thread."""
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+        self._pending.clear()
         self._items = iter(())
 
 
 class BackgroundWriter:
-    """Jobs that are done one after the other; at most one is under way."""
+    """A background thread that runs write jobs one after the other, with at most one job under way."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "writing")
-        self._last: Future[None] | None = None
+        self._executor = ThreadPoolExecutor(1, "writing")
+        self._last_job: Future[None] | None = None
 
-    def do(self, job: Callable[[], None]) -> None:
-        """Begin a job when the one before it is done; raises what that one raised."""
+    def submit(self, job: Callable[[], None]) -> None:
+        """Wait for the previous job, then start the given one in the background.
+
+        An error of the previous job is raised here, and the given job is then not started.
+        """
         self.wait()
-        self._last = self._thread.submit(job)
+        self._last_job = self._executor.submit(job)
 
     def wait(self) -> None:
-        """Until nothing is under way; raises what the last job raised."""
-        last, self._last = self._last, None
-        if last is not None:
-            last.result()
+        """Block until no job is running; raise the error of the last job if it failed."""
+        last_job, self._last_job = self._last_job, None
+        if last_job is not None:
+            last_job.result()
 
-    def end(self) -> None:
-        """Wait, and let go of the thread, whatever became of the last job."""
-        self._thread.shutdown()
+    def close(self) -> None:
+        """Block until no job is running, then end the thread. An error of the last job is ignored."""
+        self._executor.shutdown()

@@ -1,7 +1,10 @@
-"""What came of a run, as files: scores, records and explanations (Parquet), alerts and dead letters (JSON lines).
+"""Sinks that write the results of a run to files.
 
-The Parquet files appear under their names at `close`, whole; a run that failed calls `discard` in its place. `flush` is
-for lines: what was written before it is in the file.
+Scores, closed records and explanations are Parquet files. Alerts and dead letters (rejected events) are JSON lines, in
+a file or on standard output.
+
+A Parquet file gets its name in `close`, when it is complete; a run that failed calls `discard` instead, which leaves no
+file. Lines are in their file as soon as `flush` has returned.
 """
 
 from __future__ import annotations
@@ -20,17 +23,18 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from connectors.files.background import BackgroundWriter
-from connectors.files.tables import CSV, LINES, PARQUET
+from connectors.files.tables import CSV, JSON_LINES, PARQUET
 from deformer_stream.codec import encode_alert, encode_drift, encode_rejected
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import NO_TIME, Alert, ClosedRecords, Effects, EventBatch
 from deformer_stream.errors import ConfigError, map_write_errors
 from deformer_stream.model.schema import Schema
 
-ROW_GROUP = 131_072
-"""Rows that are gathered before they are written: large enough to compress and scan well, small enough for memory."""
+ROW_GROUP_SIZE = 131_072
+"""Number of rows that are collected before they are written. Large row groups compress well and are fast to read; small
+ones need less memory."""
 
-SCORES = pa.schema(
+SCORES_SCHEMA = pa.schema(
     [
         ("record", pa.string()),
         ("seq", pa.int32()),
@@ -45,9 +49,9 @@ SCORES = pa.schema(
         ("alert", pa.bool_()),
     ]
 )
-"""The columns of `replay --output`."""
+"""The columns of `replay --output`: one row per accepted event."""
 
-RECORDS = pa.schema(
+RECORDS_SCHEMA = pa.schema(
     [
         ("record", pa.string()),
         ("events", pa.int32()),
@@ -60,9 +64,9 @@ RECORDS = pa.schema(
         ("alert_alpha", pa.float64()),
     ]
 )
-"""The columns of `replay --records`."""
+"""The columns of `replay --records`: one row per closed record."""
 
-EXPLANATIONS = pa.schema(
+EXPLANATIONS_SCHEMA = pa.schema(
     [
         ("record", pa.string()),
         ("alpha", pa.float64()),
@@ -82,157 +86,189 @@ EXPLANATIONS = pa.schema(
         ("expected_label", pa.string()),
     ]
 )
-"""The columns of `replay --explain`."""
+"""The columns of `replay --explain`: one row per reading of a record that raised an alert."""
 
 
-class _ParquetSink:
-    """Gathers record batches into row groups of a file that takes its name only when it is complete. A row group is
-    written while the next one is gathered."""
+class ParquetSink:
+    """A Parquet file that is written in a background thread and gets its name only when it is complete.
+
+    Rows are collected into row groups; a row group is written while the rows of the next one are collected.
+
+    Args:
+        path: The file. Until `close`, the rows are in a file of this name with the ending ".part".
+        columns: Names and types of the columns.
+
+    Raises:
+        ConfigError: The file cannot be created, or its ending is that of another format.
+    """
 
     def __init__(self, path: str | Path, columns: pa.Schema) -> None:
         self._path = Path(path)
-        if self._path.suffix.lower() in CSV + LINES:
-            raise ConfigError(f"{path}: what is written is Parquet; let the name end in .parquet")
-        self._part = self._path.with_name(self._path.name + ".part")
+        if self._path.suffix.lower() in CSV + JSON_LINES:
+            raise ConfigError(f"{path}: the output is written as Parquet; choose a name that ends in .parquet")
+        self._partial_path = self._path.with_name(self._path.name + ".part")
         self._columns = columns
         self._pending: list[pa.RecordBatch] = []
-        self._rows = 0
-        self._open = True
-        self._behind = BackgroundWriter()
-        # Fractions hardly ever repeat: looking for those that do takes longer than all else, and makes files larger.
-        repeated = [field.name for field in columns if not pa.types.is_floating(field.type)]
-        with _opening(self._path):
-            if self._path.is_dir():  # or it would be found out when the rows are there
+        self._num_pending_rows = 0
+        self._is_open = True
+        self._background_writer = BackgroundWriter()
+        # Floating-point numbers rarely repeat, so a dictionary would slow down the writing and enlarge the file.
+        dictionary_columns = [field.name for field in columns if not pa.types.is_floating(field.type)]
+        with _map_open_errors(self._path):
+            if self._path.is_dir():  # the rename in `close` would fail, after all the work
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            self._writer = pq.ParquetWriter(self._part, columns, compression="zstd", use_dictionary=repeated)
+            self._writer = pq.ParquetWriter(
+                self._partial_path, columns, compression="zstd", use_dictionary=dictionary_columns
+            )
 
     def _add(self, batch: pa.RecordBatch) -> None:
+        """Append rows; start to write a row group if enough rows are collected."""
         if batch.num_rows:
             self._pending.append(batch)
-            self._rows += batch.num_rows
-        if self._rows >= ROW_GROUP:
-            self._write()
+            self._num_pending_rows += batch.num_rows
+        if self._num_pending_rows >= ROW_GROUP_SIZE:
+            self._write_pending()
 
-    def _write(self) -> None:
-        group = pa.Table.from_batches(self._pending, self._columns)
-        self._pending, self._rows = [], 0
-        self._behind.do(lambda: self._put(group))
+    def _write_pending(self) -> None:
+        """Start to write the collected rows as a row group in the background."""
+        row_group = pa.Table.from_batches(self._pending, self._columns)
+        self._pending, self._num_pending_rows = [], 0
+        self._background_writer.submit(lambda: self._write_row_group(row_group))
 
-    def _put(self, group: pa.Table) -> None:
+    def _write_row_group(self, row_group: pa.Table) -> None:
+        """Write rows to the file. Runs in the background thread."""
         with map_write_errors(self._path):
-            self._writer.write_table(group)
+            self._writer.write_table(row_group)
 
     def flush(self) -> None:
-        """Nothing: half a Parquet file cannot be read; it is safe when `close` has returned."""
+        """Do nothing: an incomplete Parquet file cannot be read, so rows are durable only after `close`."""
 
     def close(self) -> None:
-        """Write the rest, then give the file its name. A second call does nothing."""
-        if not self._open:
+        """Write the remaining rows and give the file its name. A second call does nothing.
+
+        Raises:
+            Unavailable: Writing failed, for example because the disk is full.
+        """
+        if not self._is_open:
             return
         if self._pending:
-            self._write()
-        self._behind.wait()
-        self._behind.end()
+            self._write_pending()
+        self._background_writer.wait()
+        self._background_writer.close()
         with map_write_errors(self._path):
             self._writer.close()
-            with self._part.open("rb") as file:
+            with self._partial_path.open("rb") as file:
                 os.fsync(file.fileno())
-            self._part.replace(self._path)
-        self._open = False
+            self._partial_path.replace(self._path)
+        self._is_open = False
 
     def discard(self) -> None:
-        """Drop everything; whatever had the name before keeps it. After `close` this does nothing."""
-        if self._open:
-            self._open = False
+        """Delete what was written and keep an older file of the same name. After `close` this does nothing."""
+        if self._is_open:
+            self._is_open = False
             self._pending = []
-            self._behind.end()
-            with suppress(OSError):  # a full disk has no room for the end of the file either
+            self._background_writer.close()
+            with suppress(OSError):  # on a full disk, the end of the file cannot be written either
                 self._writer.close()
-            self._part.unlink(missing_ok=True)
+            self._partial_path.unlink(missing_ok=True)
 
 
-class ScoresParquet(_ParquetSink):
-    """One row per accepted event, in order of acceptance, columns `SCORES`.
+class ScoresParquet(ParquetSink):
+    """A Parquet file with one row per accepted event, in order of acceptance; its columns are `SCORES_SCHEMA`.
 
-    value is null for a discrete feature, label for a continuous one, log_likelihood for context, which is not scored.
+    The value is null for a discrete feature, and the label for a continuous one. The log-likelihood is null for a
+    context feature, which is not scored.
+
+    Args:
+        path: The file.
+        schema: The features of the model.
     """
 
     def __init__(self, path: str | Path, schema: Schema) -> None:
-        super().__init__(path, SCORES)
-        self._discrete = schema.is_discrete
-        self._names = pa.array(schema.names, pa.string())
-        # All labels of all features in one list; those of feature f begin at _start[f].
+        super().__init__(path, SCORES_SCHEMA)
+        self._is_discrete = schema.is_discrete
+        self._feature_names = pa.array(schema.names, pa.string())
         self._labels = [label for feature in schema.features for label in feature.labels]
-        self._start = np.concatenate([[0], np.cumsum(schema.label_counts)[:-1]])
-        self._counts = schema.label_counts
+        self._first_label = np.concatenate([[0], np.cumsum(schema.label_counts)[:-1]])  # index into _labels, by feature
+        self._label_counts = schema.label_counts
 
     def write(self, effects: Effects, data: Payload | None) -> None:
+        """Append the scores of one batch."""
         scored, batch = effects.scored, effects.batch
         if not len(scored):
             return
         events = scored.event_indices
         codes, values, times = batch.features[events], batch.values[events], batch.times[events]
-        discrete = self._discrete[codes]
+        is_discrete = self._is_discrete[codes]
         columns = [
-            _records_of(batch, events),
+            _get_record_ids(batch, events),
             pa.array(scored.seq, pa.int32()),
-            self._names.take(pa.array(codes)),
-            _nullable(values, discrete | np.isnan(values)),
-            self._label_column(codes, values, discrete, _unseen_of(batch, events)),
+            self._feature_names.take(pa.array(codes)),
+            _make_nullable(values, is_discrete | np.isnan(values)),
+            self._make_label_column(codes, values, is_discrete, _find_unseen_labels(batch, events)),
             pa.array(times, pa.timestamp("us", "UTC"), mask=times == NO_TIME),
-            _nullable(scored.log_likelihood, np.isnan(scored.log_likelihood)),
+            _make_nullable(scored.log_likelihood, np.isnan(scored.log_likelihood)),
             pa.array(scored.running_log_likelihood),
             pa.array(scored.score),
             pa.array(scored.p_value),
             pa.array(scored.is_alert),
         ]
-        self._add(pa.RecordBatch.from_arrays(columns, schema=SCORES))
+        self._add(pa.RecordBatch.from_arrays(columns, schema=SCORES_SCHEMA))
 
-    def _label_column(
+    def _make_label_column(
         self,
         codes: NDArray[np.int32],
         values: NDArray[np.float64],
-        discrete: NDArray[np.bool_],
-        unseen: dict[int, str],
+        is_discrete: NDArray[np.bool_],
+        unseen_labels: dict[int, str],
     ) -> pa.Array:
-        """(M,) label texts; the code past a feature's last label stands for a text that training did not see, which is
-        in `unseen`."""
-        if not self._labels and not unseen:
+        """Return the labels of M readings as text, null for continuous features.
+
+        Args:
+            codes: (M,) feature codes.
+            values: (M,) values; the value of a discrete feature is the index of its label.
+            is_discrete: (M,) whether the feature is discrete.
+            unseen_labels: The label by reading, for labels that did not occur in training.
+        """
+        if not self._labels and not unseen_labels:
             return pa.nulls(len(codes), pa.string())
-        known = discrete & (values < self._counts[codes])
-        place = self._start[codes] + np.where(known, values, 0).astype(np.int64)
-        new = list(unseen)
-        place[new] = len(self._labels) + np.arange(len(new))
-        known[new] = True
-        texts = pa.array([*self._labels, *unseen.values()], pa.string())
-        return texts.take(pa.array(place, mask=~known))
+        has_label = is_discrete & (values < self._label_counts[codes])
+        label_indexes = self._first_label[codes] + np.where(has_label, values, 0).astype(np.int64)
+        unseen_readings = list(unseen_labels)
+        label_indexes[unseen_readings] = len(self._labels) + np.arange(len(unseen_readings))
+        has_label[unseen_readings] = True
+        labels = pa.array([*self._labels, *unseen_labels.values()], pa.string())
+        return labels.take(pa.array(label_indexes, mask=~has_label))
 
 
-def _records_of(batch: EventBatch, events: NDArray[np.int64]) -> pa.Array:
-    """Record ids of these events."""
+def _get_record_ids(batch: EventBatch, event_indexes: NDArray[np.int64]) -> pa.Array:
+    """Return the record ids of some events of a batch."""
     if batch.row_boundaries is None:
-        return pa.array([batch.record_ids[event] for event in events.tolist()], pa.string())
-    ids, row = batch.records_of_rows()
-    return pa.array(ids, pa.string()).take(pa.array(row[events]))
+        return pa.array([batch.record_ids[event] for event in event_indexes.tolist()], pa.string())
+    record_ids, row_by_event = batch.records_of_rows()
+    return pa.array(record_ids, pa.string()).take(pa.array(row_by_event[event_indexes]))
 
 
-def _unseen_of(batch: EventBatch, events: NDArray[np.int64]) -> dict[int, str]:
-    """Texts of unseen labels by their places among these events."""
-    unseen = batch.unseen_labels
-    return {i: unseen[event] for i, event in enumerate(events.tolist()) if event in unseen} if unseen else {}
+def _find_unseen_labels(batch: EventBatch, event_indexes: NDArray[np.int64]) -> dict[int, str]:
+    """Return the labels that did not occur in training, by their position among the given events of a batch."""
+    label_by_event = batch.unseen_labels
+    if not label_by_event:
+        return {}
+    return {i: label_by_event[event] for i, event in enumerate(event_indexes.tolist()) if event in label_by_event}
 
 
-class RecordsParquet(_ParquetSink):
-    """One row per record that ended, in the order in which they ended, columns `RECORDS`."""
+class RecordsParquet(ParquetSink):
+    """A Parquet file with one row per closed record, in the order of closing; its columns are `RECORDS_SCHEMA`."""
 
     def __init__(self, path: str | Path) -> None:
-        super().__init__(path, RECORDS)
+        super().__init__(path, RECORDS_SCHEMA)
 
     def write(self, effects: Effects, data: Payload | None) -> None:
+        """Append the records that one batch closed."""
         closed: ClosedRecords = effects.closed
         if not len(closed):
             return
-        alerted = closed.alert_seq >= 0
+        has_alerted = closed.alert_seq >= 0
         columns = [
             pa.array(closed.record_ids, pa.string()),
             pa.array(closed.num_readings, pa.int32()),
@@ -240,79 +276,101 @@ class RecordsParquet(_ParquetSink):
             pa.array(closed.log_likelihood),
             pa.array(closed.anomaly_score),
             pa.array(closed.p_value),
-            pa.array(alerted),
-            pa.array(closed.alert_seq, pa.int32(), mask=~alerted),
-            _nullable(closed.alert_alpha, ~alerted),
+            pa.array(has_alerted),
+            pa.array(closed.alert_seq, pa.int32(), mask=~has_alerted),
+            _make_nullable(closed.alert_alpha, ~has_alerted),
         ]
-        self._add(pa.RecordBatch.from_arrays(columns, schema=RECORDS))
+        self._add(pa.RecordBatch.from_arrays(columns, schema=RECORDS_SCHEMA))
 
 
-class ExplanationsParquet(_ParquetSink):
-    """One row per reading of each alert, in the order of the alerts, the most suspicious reading first (rank 0)."""
+class ExplanationsParquet(ParquetSink):
+    """A Parquet file that explains alerts; its columns are `EXPLANATIONS_SCHEMA`.
+
+    Each alert has one row per reading of its record. Alerts are in the order in which they were raised, and the rows of
+    an alert begin with the most suspicious reading, whose rank is 0.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        super().__init__(path, EXPLANATIONS)
+        super().__init__(path, EXPLANATIONS_SCHEMA)
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        rows = [_row(alert, rank) for alert in effects.alerts for rank in range(len(alert.contributions))]
+        """Append the explanations of the alerts of one batch."""
+        rows = [_make_explanation(alert, rank) for alert in effects.alerts for rank in range(len(alert.contributions))]
         if rows:
-            self._add(pa.RecordBatch.from_pylist(rows, schema=EXPLANATIONS))
+            self._add(pa.RecordBatch.from_pylist(rows, schema=EXPLANATIONS_SCHEMA))
 
 
-def _row(alert: Alert, rank: int) -> dict[str, Any]:
-    """A contribution as a row of `EXPLANATIONS`; what is absent is null."""
-    part = alert.contributions[rank]
-    expected = part.expected
-    value = "label" if isinstance(part.value, str) else "value"
-    median = "expected_label" if isinstance(expected.median, str) else "median"
+def _make_explanation(alert: Alert, rank: int) -> dict[str, Any]:
+    """Return one contribution to an alert as a row of `EXPLANATIONS_SCHEMA`; columns that are not set become null.
+
+    Args:
+        alert: The alert.
+        rank: The index of the contribution; 0 is the most suspicious reading.
+    """
+    contribution = alert.contributions[rank]
+    expected = contribution.expected
+    value_column = "label" if isinstance(contribution.value, str) else "value"
+    median_column = "expected_label" if isinstance(expected.median, str) else "median"
     return {
         "record": alert.record,
         "alpha": alert.alpha,
         "raised_at": alert.raised_at,
         "rank": rank,
-        "feature": part.feature,
-        value: part.value,
-        "suspect": part.suspect,
-        "relief": part.relief,
-        "surprise": part.surprise,
-        "leave_one_out": part.leave_one_out,
-        "attribution": part.attribution,
+        "feature": contribution.feature,
+        value_column: contribution.value,
+        "suspect": contribution.suspect,
+        "relief": contribution.relief,
+        "surprise": contribution.surprise,
+        "leave_one_out": contribution.leave_one_out,
+        "attribution": contribution.attribution,
         "low": expected.low,
-        median: expected.median,
+        median_column: expected.median,
         "high": expected.high,
     }
 
 
 class LinesSink:
-    """Lines to a file, or to standard output for "-".
+    """A file of lines, or standard output.
 
-    append: go on behind what is there, as a consumer must that was started again; otherwise the file is begun anew."""
+    Args:
+        path: The file, or "-" for standard output.
+        append: Whether to append to an existing file, as a consumer must after a restart. Otherwise the file is
+            replaced.
+
+    Raises:
+        ConfigError: The file cannot be opened, or its ending is that of another format.
+    """
 
     def __init__(self, path: str | Path, append: bool = False) -> None:
         self._path = Path(path)
-        self._standard = str(path) == "-"
+        self._is_standard_output = str(path) == "-"
         if self._path.suffix.lower() in PARQUET + CSV:
-            raise ConfigError(f"{path}: what is written are JSON lines; let the name end in .jsonl")
-        with _opening(self._path):
-            torn = append and not self._standard and _ends_within_a_line(self._path)
-            self._file: IO[bytes] = sys.stdout.buffer if self._standard else self._path.open("ab" if append else "wb")
-        if torn:
-            self.lines([b""])
+            raise ConfigError(f"{path}: the output is written as JSON lines; choose a name that ends in .jsonl")
+        with _map_open_errors(self._path):
+            is_last_line_cut = append and not self._is_standard_output and _ends_within_line(self._path)
+            self._file: IO[bytes] = (
+                sys.stdout.buffer if self._is_standard_output else self._path.open("ab" if append else "wb")
+            )
+        if is_last_line_cut:
+            self.write_lines([b""])
 
-    def lines(self, lines: list[bytes]) -> None:
-        """Append these lines, given without their ends."""
+    def write_lines(self, lines: list[bytes]) -> None:
+        """Append lines, which are given without line ends."""
         if lines:
             with map_write_errors(self._path):
                 self._file.write(b"\n".join(lines) + b"\n")
 
     def flush(self) -> None:
-        """Standard output has been handed over, a file's lines are with the operating system."""
+        """Pass all lines to the operating system, so that other processes can read them."""
         with map_write_errors(self._path):
             self._file.flush()
 
     def close(self) -> None:
-        """Flush; close a file, and see that its lines survive a power cut. A second call does nothing."""
-        if self._standard:
+        """Flush, and close a file so that its lines survive a power failure. A second call does nothing.
+
+        Standard output stays open.
+        """
+        if self._is_standard_output:
             self.flush()
         elif not self._file.closed:
             with map_write_errors(self._path), self._file:
@@ -320,12 +378,12 @@ class LinesSink:
                 os.fsync(self._file.fileno())
 
     def discard(self) -> None:
-        """The same as `close`: lines that are written are true, whatever happened afterwards."""
+        """Close the file and keep its lines, because each line is valid even if the run failed later."""
         self.close()
 
 
-def _ends_within_a_line(path: Path) -> bool:
-    """Whether a crash cut the file's last line short."""
+def _ends_within_line(path: Path) -> bool:
+    """Return whether a file exists and its last line has no line end, because a crash interrupted the writing."""
     if not path.is_file() or not path.stat().st_size:
         return False
     with path.open("rb") as file:
@@ -334,29 +392,47 @@ def _ends_within_a_line(path: Path) -> bool:
 
 
 class AlertLines(LinesSink):
-    """Alerts as JSON, one per line, in the order in which they were raised; among them notices of drift."""
+    """A file of alerts and drift notices as JSON, one per line; alerts are in the order in which they were raised."""
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        self.lines([encode_alert(alert, data) for alert in effects.alerts])
-        self.lines([encode_drift(notice) for notice in effects.drift_notices])
+        """Append the alerts and drift notices of one batch.
+
+        Args:
+            effects: What the engine returned.
+            data: The messages or rows that the alerts refer to, from which the position of an alert is taken.
+        """
+        self.write_lines([encode_alert(alert, data) for alert in effects.alerts])
+        self.write_lines([encode_drift(notice) for notice in effects.drift_notices])
 
 
 class RejectedLines(LinesSink):
-    """Dead letters of a replay: one JSON line per refusal with reason, detail, source position and the message."""
+    """A file of dead letters (rejected events) as JSON, one per line.
+
+    A dead letter states the reason, the details and the source position, and contains the message.
+    """
 
     def write(self, effects: Effects, data: Payload | None) -> None:
+        """Append the rejections of one batch.
+
+        Args:
+            effects: What the engine returned.
+            data: The messages or rows that were rejected.
+        """
         if data is not None:
-            self.lines([encode_rejected(rejected, data) for rejected in effects.rejections])
+            self.write_lines([encode_rejected(rejected, data) for rejected in effects.rejections])
 
 
-def _nullable(values: NDArray[np.float64], null: NDArray[np.bool_]) -> pa.Array:
-    return pa.array(values, pa.float64(), mask=null)
+def _make_nullable(values: NDArray[np.float64], is_null: NDArray[np.bool_]) -> pa.Array:
+    """Return values as an Arrow array that is null where `is_null` is true."""
+    return pa.array(values, pa.float64(), mask=is_null)
 
 
 @contextmanager
-def _opening(path: Path) -> Iterator[None]:
+def _map_open_errors(path: Path) -> Iterator[None]:
+    """Raise `ConfigError` in place of the operating system's errors while an output file is opened."""
     try:
         yield
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno else error  # Arrow's text names the file under its working name
-        raise ConfigError(f"{path}: cannot be written ({why}); choose another path") from error
+        # The text of Arrow's errors would name the temporary file.
+        reason = os.strerror(error.errno) if error.errno else error
+        raise ConfigError(f"{path}: the file cannot be written ({reason}); choose another path") from error

@@ -1,6 +1,7 @@
-"""Files as event sources: poll by poll, in bounded memory, one file after the other.
+"""Event sources that read files or standard input in bounded memory.
 
-A finite source: there is nothing to commit, a run over it starts at its beginning.
+The sources end, unlike a Kafka topic. They keep no offsets: a commit does nothing, and each run starts at the first
+event.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ import numpy as np
 import pyarrow as pa
 
 from connectors.files.background import Prefetcher
-from connectors.files.reorder import reordered_lines, reordered_rows
+from connectors.files.reorder import reorder_lines, reorder_rows
 from connectors.files.tables import (
-    BLOCK,
-    LINES,
+    BLOCK_BYTES,
+    DEFAULT_RECORD_COLUMN,
+    JSON_LINES,
     PARQUET,
-    RECORD,
     Layout,
     LineSplitter,
     Table,
-    csv_type,
-    enumerated,
-    find,
-    lines,
+    choose_csv_type,
+    find_files,
+    join_names,
+    read_lines,
 )
 from deformer_stream.codec import FieldNames, Order, WindowAssigner
 from deformer_stream.codec.columns import convert_ids, is_text, to_python_values
@@ -41,6 +42,7 @@ from deformer_stream.model.schema import Schema
 from deformer_stream.runtime.ports import PollResult
 
 STANDARD_INPUT = "-"
+"""The name of standard input among the inputs of a command."""
 
 
 def open_source(
@@ -50,109 +52,138 @@ def open_source(
     layout: Layout | None = None,
     order: Order = "arrival",
     seed: int = 0,
-    fields: FieldNames | None = None,
-    record_column: str = RECORD,
+    field_names: FieldNames | None = None,
+    record_column: str = DEFAULT_RECORD_COLUMN,
     time_column: str | None = None,
     batch_events: int = 8192,
     max_message_bytes: int = 1_048_576,
-    windows: WindowAssigner | None = None,
+    window_assigner: WindowAssigner | None = None,
 ) -> FileSource | StandardInput:
-    """The events of Parquet, CSV and JSON lines files and folders, one after the other; or of standard input, for "-".
+    """Return a source of the events in Parquet, CSV and JSON lines files, or on standard input.
 
-    layout: of tables; by default long where columns record, feature and value are there. order, seed: of the readings
-    within a record; pass the same to the codec, which orders wide rows. In long tables and JSON lines an order other
-    than arrival needs whole records, so that all of these are read into memory before the first event comes. fields:
-    JSON fields, and columns of long tables. record_column, time_column: of wide tables; without the first a table
-    numbers its rows ("0", "1", …, with several files "file:0", …), and the time is by default the first timestamp.
-    batch_events: about how many events one poll returns. windows: a device and a time stand for a record, as in the
-    codec; this takes the order of arrival.
+    The files are read one after the other. All tables are opened and checked before the function returns.
 
-    Every file is opened and checked at once. Raises `InputError` naming the file and the remedy.
+    Args:
+        inputs: Files and folders, or "-" alone for JSON lines on standard input.
+        schema: The features of the model.
+        layout: The layout of all tables. None chooses it per table by the column names.
+        order: The order of the readings within a record. The codec must get the same value, because it orders the
+            readings of wide tables. For long tables and JSON lines, an order other than "arrival" needs complete
+            records, so all of these files are read into memory first.
+        seed: The seed of the order "random"; the codec must get the same value.
+        field_names: Names of the fields of JSON events and of the columns of long tables.
+        record_column: The column of record ids of wide tables. In a table without it, the number of the row is the
+            record id ("0", "1", …), or the name of the file and the number ("file:0") if there are several files.
+        time_column: The time column of wide tables. The default is the first column with timestamps.
+        batch_events: Approximate number of events that one poll returns.
+        max_message_bytes: Maximum length of a line; a longer one is rejected by the codec as too large.
+        window_assigner: The time windows of devices if records are such windows. It needs the order "arrival" for
+            long tables and JSON lines.
+
+    Raises:
+        InputError: A file is missing or unreadable, or its columns do not fit the model or the options.
+        ConfigError: The options contradict each other.
     """
-    settings = _Reading(
+    options = _ReadOptions(
         schema,
         order,
         seed,
-        fields or FieldNames(),
+        field_names or FieldNames(),
         record_column,
         time_column,
         batch_events,
         max_message_bytes,
-        windows,
+        window_assigner,
     )
     if STANDARD_INPUT in map(str, inputs):
         if len(inputs) > 1 or order != "arrival":
-            raise ConfigError("standard input (-) is read alone and in order of arrival; write it to a file first")
+            raise ConfigError(
+                "standard input (-) cannot be combined with other inputs or with --order; write it to a file first"
+            )
         return StandardInput(max_message_bytes=max_message_bytes, batch_events=batch_events)
-    files = find(inputs)
-    names = names_of(files)
-    wide: list[_WideTable] = []
-    long: list[_LongTable] = []
-    texts: list[Path] = []
-    parts: list[Iterator[Payload]] = []
+    files = find_files(inputs)
+    prefix_by_file = make_record_prefixes(files)
+    wide_tables: list[_WideTable] = []
+    long_tables: list[_LongTable] = []
+    line_files: list[Path] = []
+    payload_iterators: list[Iterator[Payload]] = []  # in the order of the files
     for path in files:
-        if path.suffix.lower() in LINES:
-            texts.append(path)
-            parts.append(_messages(path, settings))
+        if path.suffix.lower() in JSON_LINES:
+            line_files.append(path)
+            payload_iterators.append(_iterate_messages(path, options))
             continue
         table = Table.open(path)
-        owner, feature, value = settings.needed(table)[:3]
-        if table.layout(layout, owner, feature, value) == "wide":
-            wide.append(_WideTable.of(table, names[path], settings))
-            parts.append(wide[-1].rows())
+        owner, feature, value = options.list_required_columns(table)[:3]
+        if table.choose_layout(layout, owner, feature, value) == "wide":
+            wide_tables.append(_WideTable.check(table, prefix_by_file[path], options))
+            payload_iterators.append(wide_tables[-1].iterate_rows())
         else:
-            long.append(_LongTable.of(table, settings))
-            parts.append(long[-1].rows())
-    if order != "arrival" and windows is not None and (long or texts):
-        raise ConfigError(f"order {order} needs whole records, and windows take shape as events arrive: use arrival")
+            long_tables.append(_LongTable.check(table, options))
+            payload_iterators.append(long_tables[-1].iterate_rows())
     if order != "arrival":
-        parts = [part.rows() for part in wide]
-        if long:
-            parts.append(
-                reordered_rows([part.rows for part in long], schema, settings.fields, order, seed, batch_events)
+        if window_assigner is not None and (long_tables or line_files):
+            raise ConfigError(
+                f"--order {order} needs complete records, but time windows are filled in order of arrival; "
+                "use --order arrival"
             )
-        if texts:
-            parts.append(reordered_lines(texts, schema, settings.fields, order, seed, batch_events, max_message_bytes))
-    tables: list[_WideTable | _LongTable] = [*wide, *long]
-    known = [table.table.rows for table in tables if table.table.rows is not None]
-    total = sum(known) if len(known) == len(files) else None
-    ignored = dict.fromkeys(name for table in tables for name in table.ignored)
-    return FileSource(chain.from_iterable(parts), total, tuple(ignored))
+        payload_iterators = _reorder_payloads(wide_tables, long_tables, line_files, options)
+    tables: list[_WideTable | _LongTable] = [*wide_tables, *long_tables]
+    row_counts = [table.table.num_rows for table in tables if table.table.num_rows is not None]
+    num_rows = sum(row_counts) if len(row_counts) == len(files) else None
+    ignored_columns = dict.fromkeys(name for table in tables for name in table.ignored_columns)
+    return FileSource(chain.from_iterable(payload_iterators), num_rows, tuple(ignored_columns))
 
 
 class FileSource:
-    """Payloads from files. total: rows in all, None if not known. ignored: columns that are no features of the
-    model."""
+    """A source of the rows and lines of files, which are read ahead in a background thread.
 
-    def __init__(self, payloads: Iterator[Payload], total: int | None, ignored: tuple[str, ...]) -> None:
-        self.total = total
-        self.ignored = ignored
+    Args:
+        payloads: The contents of the files, in the order in which they are polled.
+        num_rows: Total number of rows, or None if it is not known in advance.
+        ignored_columns: Columns of the tables that are not features of the model.
+    """
+
+    def __init__(self, payloads: Iterator[Payload], num_rows: int | None, ignored_columns: tuple[str, ...]) -> None:
+        self.num_rows = num_rows
+        self.ignored_columns = ignored_columns
         self._payloads = Prefetcher(payloads)
-        self._exhausted = False
+        self._is_exhausted = False
 
     @property
     def is_exhausted(self) -> bool:
-        return self._exhausted
+        """Whether a poll has returned no data because all files were read."""
+        return self._is_exhausted
 
     def poll(self, timeout: float) -> PollResult:
-        """The next rows or lines; what is there is there at once, so that the timeout plays no part."""
-        data = None if self._exhausted else next(self._payloads, None)
-        self._exhausted = data is None
+        """Return the next rows or lines, or no data at the end. The timeout is not used, because files are complete."""
+        data = None if self._is_exhausted else next(self._payloads, None)
+        self._is_exhausted = data is None
         return PollResult(data)
 
     def commit(self) -> None:
-        """Nothing to do: a file keeps no position."""
+        """Do nothing: files have no offsets to commit."""
 
     def close(self) -> None:
-        self._exhausted = True
+        """Stop reading; further polls return no data."""
+        self._is_exhausted = True
         self._payloads.close()
 
 
 class StandardInput:
-    """JSON lines from a file descriptor, by default standard input, as they come. Exhausted at end of file."""
+    """A source of JSON lines that arrive on standard input or on another file descriptor, until its end.
 
-    total: int | None = None
-    ignored: tuple[str, ...] = ()
+    Args:
+        descriptor: The file descriptor to read, by default that of standard input.
+        max_message_bytes: Maximum length of a line; a longer one is rejected by the codec as too large.
+        batch_events: Maximum number of lines that one poll returns.
+
+    Attributes:
+        num_rows: Always None, because the number of lines is not known in advance.
+        ignored_columns: Always empty, because lines have no columns.
+    """
+
+    num_rows: int | None = None
+    ignored_columns: tuple[str, ...] = ()
 
     def __init__(
         self, descriptor: int | None = None, *, max_message_bytes: int = 1_048_576, batch_events: int = 8192
@@ -160,189 +191,282 @@ class StandardInput:
         self._descriptor = sys.stdin.fileno() if descriptor is None else descriptor
         self._splitter = LineSplitter(max_message_bytes)
         self._batch_events = batch_events
-        self._numbered: list[tuple[int, bytes]] = []
-        self._count = 0
-        self._ended = False
-        # poll(2), unlike epoll, also takes a regular file, as in `deformer-stream replay - < events.jsonl`.
+        self._pending: list[tuple[int, bytes]] = []  # numbered lines that were read but not yet returned
+        self._num_lines = 0
+        self._is_at_end = False
+        # poll(2), unlike epoll, accepts a regular file, as in `deformer-stream replay - < events.jsonl`.
         self._selector = selectors.PollSelector()
         self._selector.register(self._descriptor, selectors.EVENT_READ)
 
     @property
     def is_exhausted(self) -> bool:
-        return self._ended and not self._numbered
+        """Whether the input has ended and all of its lines were returned."""
+        return self._is_at_end and not self._pending
 
     def poll(self, timeout: float) -> PollResult:
-        """What has come so far; waits at most `timeout` seconds for the first line and not at all for a second."""
+        """Return the lines that have arrived.
+
+        Args:
+            timeout: Maximum number of seconds to wait for the first line. Further lines are not waited for.
+        """
         deadline = clock.monotonic() + timeout
-        while not self._ended and len(self._numbered) < self._batch_events:
-            wait = 0.0 if self._numbered else max(0.0, deadline - clock.monotonic())
-            if not self._selector.select(wait):
+        while not self._is_at_end and len(self._pending) < self._batch_events:
+            seconds_left = 0.0 if self._pending else max(0.0, deadline - clock.monotonic())
+            if not self._selector.select(seconds_left):
                 break
-            block = os.read(self._descriptor, BLOCK)
-            new = self._splitter.feed(block) if block else self._splitter.finish()
-            self._ended = not block
-            self._numbered += _numbered(new, self._count)
-            self._count += len(new)
-        now, self._numbered = self._numbered[: self._batch_events], self._numbered[self._batch_events :]
-        return PollResult(_as_messages(STANDARD_INPUT, now) if now else None)
+            block = os.read(self._descriptor, BLOCK_BYTES)
+            new_lines = self._splitter.feed(block) if block else self._splitter.finish()
+            self._is_at_end = not block
+            self._pending += _number_lines(new_lines, self._num_lines)
+            self._num_lines += len(new_lines)
+        numbered_lines, self._pending = self._pending[: self._batch_events], self._pending[self._batch_events :]
+        return PollResult(_make_messages(STANDARD_INPUT, numbered_lines) if numbered_lines else None)
 
     def commit(self) -> None:
-        """Nothing to do: what was read from a pipe is gone."""
+        """Do nothing: lines that were read from a pipe cannot be read again."""
 
     def close(self) -> None:
+        """Stop reading and drop the lines that were not yet returned. The file descriptor stays open."""
         self._selector.close()
-        self._ended, self._numbered = True, []
+        self._is_at_end, self._pending = True, []
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
-    """How files are read; see `open_source`."""
+class _ReadOptions:
+    """The options of `open_source`, with the meanings that are stated there."""
 
     schema: Schema
     order: Order
     seed: int
-    fields: FieldNames
-    record: str
-    time: str | None
+    field_names: FieldNames
+    record_column: str
+    time_column: str | None
     batch_events: int
     max_message_bytes: int
-    windows: WindowAssigner | None
+    window_assigner: WindowAssigner | None
 
-    def needed(self, table: Table) -> tuple[str, ...]:
-        return self.fields.required_columns(table.schema.names, self.windows is not None)
+    def list_required_columns(self, table: Table) -> tuple[str, ...]:
+        """Return the columns that a long table must have; the first one identifies the record or the device."""
+        return self.field_names.required_columns(table.schema.names, self.window_assigner is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class _WideTable:
-    """features: the columns that are features, in the file's order. record, time: None where there is no such
-    column."""
+    """A table in which a row is a record, whose columns were checked.
+
+    Attributes:
+        table: The file.
+        id_prefix: Put before the row number where rows have no record id; None for the number alone.
+        feature_columns: The columns that are features, in the order of the file.
+        record_column: The column of record ids, or None if there is none.
+        time_column: The column of times, or None if there is none.
+        ignored_columns: All other columns.
+        options: How to read the table.
+    """
 
     table: Table
-    name: str | None
-    features: list[str]
-    record: str | None
-    time: str | None
-    ignored: list[str]
-    settings: _Reading
+    id_prefix: str | None
+    feature_columns: list[str]
+    record_column: str | None
+    time_column: str | None
+    ignored_columns: list[str]
+    options: _ReadOptions
 
     @staticmethod
-    def of(table: Table, name: str | None, settings: _Reading) -> _WideTable:
-        columns, known = table.schema.names, settings.schema.code_by_name
-        features = [column for column in columns if column in known]
-        if not features:
-            want = enumerated(settings.schema.names)
+    def check(table: Table, id_prefix: str | None, options: _ReadOptions) -> _WideTable:
+        """Return the table with the role of each column.
+
+        Raises:
+            InputError: No column is a feature of the model, or a column that the user chose does not exist.
+        """
+        columns, code_by_name = table.schema.names, options.schema.code_by_name
+        feature_columns = [column for column in columns if column in code_by_name]
+        if not feature_columns:
             raise InputError(
-                f"{table.path}: no column is a feature of the model ({table.shown()} against {want}); check the model"
+                f"{table.path}: no column is a feature of the model (the columns are {table.format_column_names()}, "
+                f"the features are {join_names(options.schema.names)}); choose another model or another table"
             )
-        table.demand(settings.time, settings.record)
-        rest = [column for column in columns if column not in known]
-        stamps = [column for column in rest if pa.types.is_timestamp(table.schema.field(column).type)]
-        time = settings.time or next(iter(stamps), None)
-        record = settings.record if settings.record in rest else None
-        ignored = [column for column in rest if column not in (record, time)]
-        return _WideTable(table, name, features, record, time, ignored, settings)
+        table.check_columns(options.time_column, options.record_column)
+        other_columns = [column for column in columns if column not in code_by_name]
+        timestamp_columns = [name for name in other_columns if pa.types.is_timestamp(table.schema.field(name).type)]
+        time_column = options.time_column or next(iter(timestamp_columns), None)
+        record_column = options.record_column if options.record_column in other_columns else None
+        ignored_columns = [column for column in other_columns if column not in (record_column, time_column)]
+        return _WideTable(table, id_prefix, feature_columns, record_column, time_column, ignored_columns, options)
 
-    def rows(self) -> Iterator[WideRows]:
-        settings = self.settings
-        features = settings.schema.features
-        types = {name: csv_type(self.table, features[settings.schema.code_by_name[name]]) for name in self.features}
-        extra = [column for column in (self.record, self.time) if column is not None]
-        if self.record is not None:
-            types[self.record] = pa.string()
-        types |= _stamps(self.table, self.time)
-        first = 0
-        size = max(1, settings.batch_events // len(settings.schema))
-        for batch in self.table.batches([*self.features, *extra], size, types):
-            yield WideRows(str(self.table.path), batch, self._ids(batch, first), first, self.time)
-            first += batch.num_rows
+    def iterate_rows(self) -> Iterator[WideRows]:
+        """Yield the rows of the table in batches of about `batch_events` cells."""
+        schema = self.options.schema
+        types = {
+            name: choose_csv_type(self.table, schema.features[schema.code_by_name[name]])
+            for name in self.feature_columns
+        }
+        columns = [*self.feature_columns]
+        if self.record_column is not None:
+            columns.append(self.record_column)
+            types[self.record_column] = pa.string()
+        if self.time_column is not None:
+            columns.append(self.time_column)
+        types |= _choose_timestamp_type(self.table, self.time_column)
+        first_row = 0
+        batch_size = max(1, self.options.batch_events // len(schema))
+        for batch in self.table.iterate_batches(columns, batch_size, types):
+            record_ids = self._make_record_ids(batch, first_row)
+            yield WideRows(str(self.table.path), batch, record_ids, first_row, self.time_column)
+            first_row += batch.num_rows
 
-    def _ids(self, batch: pa.RecordBatch, first: int) -> list[str]:
-        """Record ids; a null becomes "", which the codec refuses."""
-        if self.record is not None:
-            ids = convert_ids(batch.column(self.record), f"{self.table.path}: column {self.record!r}")
-            return [str(name) for name in to_python_values(ids.fill_null(""))]
-        rows = range(first, first + batch.num_rows)
-        return [str(row) for row in rows] if self.name is None else [f"{self.name}:{row}" for row in rows]
+    def _make_record_ids(self, batch: pa.RecordBatch, first_row: int) -> list[str]:
+        """Return the record id of each row.
+
+        Args:
+            batch: Rows of the table.
+            first_row: Number of the first of these rows in the table.
+
+        Returns:
+            The ids of the record column, or ids made of row numbers. A null becomes "", which the codec rejects.
+        """
+        if self.record_column is not None:
+            description = f"{self.table.path}: column {self.record_column!r}"
+            record_ids = convert_ids(batch.column(self.record_column), description)
+            return [str(record_id) for record_id in to_python_values(record_ids.fill_null(""))]
+        row_numbers = range(first_row, first_row + batch.num_rows)
+        if self.id_prefix is None:
+            return [str(row) for row in row_numbers]
+        return [f"{self.id_prefix}:{row}" for row in row_numbers]
 
 
 @dataclass(frozen=True, slots=True)
 class _LongTable:
-    """columns: those that are read."""
+    """A table in which a row is one reading, whose columns were checked.
+
+    Attributes:
+        table: The file.
+        columns: The columns that are read.
+        ignored_columns: All other columns.
+        options: How to read the table.
+    """
 
     table: Table
     columns: list[str]
-    ignored: list[str]
-    settings: _Reading
+    ignored_columns: list[str]
+    options: _ReadOptions
 
     @staticmethod
-    def of(table: Table, settings: _Reading) -> _LongTable:
-        fields, columns = settings.fields, table.schema.names
-        for name in settings.needed(table):
+    def check(table: Table, options: _ReadOptions) -> _LongTable:
+        """Return the table with the columns to read.
+
+        Raises:
+            InputError: A required column is missing, or feature names are not text.
+        """
+        names, columns = options.field_names, table.schema.names
+        for name in options.list_required_columns(table):
             if name not in columns:
                 raise InputError(
                     f"{table.path}: a long table needs a column {name!r}; rename one, or use --layout wide"
                 )
-            kind = table.schema.field(name).type
-            if name == fields.feature and table.path.suffix.lower() in PARQUET and not is_text(kind):
-                raise InputError(f"{table.path}: column {name!r} is {kind}; feature names are text: convert the column")
-        owners = (fields.record,) if settings.windows is None else (fields.record, fields.device)
-        wanted = (*owners, fields.feature, fields.value, fields.label, fields.time)
-        used = [name for name in wanted if name in columns]
-        return _LongTable(table, used, [name for name in columns if name not in used], settings)
+            column_type = table.schema.field(name).type
+            is_parquet = table.path.suffix.lower() in PARQUET
+            if name == names.feature and is_parquet and not is_text(column_type):
+                raise InputError(
+                    f"{table.path}: column {name!r} is {column_type}, but feature names are text; convert the column"
+                )
+        id_columns = (names.record,) if options.window_assigner is None else (names.record, names.device)
+        known_columns = (*id_columns, names.feature, names.value, names.label, names.time)
+        used_columns = [name for name in known_columns if name in columns]
+        ignored_columns = [name for name in columns if name not in used_columns]
+        return _LongTable(table, used_columns, ignored_columns, options)
 
-    def rows(self) -> Iterator[LongRows]:
-        settings, fields = self.settings, self.settings.fields
-        # A CSV's values are read as text, so that one bad value is refused alone and labels stay what they are.
-        texts = (fields.record, fields.device, fields.feature, fields.value, fields.label)
-        types = dict.fromkeys((name for name in texts if name in self.columns), pa.string())
-        if fields.time in self.columns:
-            types |= _stamps(self.table, fields.time)
-        first = 0
-        for batch in self.table.batches(self.columns, settings.batch_events, types):
-            yield LongRows(str(self.table.path), batch, first)
-            first += batch.num_rows
+    def iterate_rows(self) -> Iterator[LongRows]:
+        """Yield the rows of the table in batches of `batch_events`."""
+        names = self.options.field_names
+        # The values of a CSV file are read as text, so that a bad value rejects only its own row and labels such as
+        # "007" are not changed.
+        text_columns = (names.record, names.device, names.feature, names.value, names.label)
+        types = dict.fromkeys((name for name in text_columns if name in self.columns), pa.string())
+        if names.time in self.columns:
+            types |= _choose_timestamp_type(self.table, names.time)
+        first_row = 0
+        for batch in self.table.iterate_batches(self.columns, self.options.batch_events, types):
+            yield LongRows(str(self.table.path), batch, first_row)
+            first_row += batch.num_rows
 
 
-def _stamps(table: Table, time: str | None) -> dict[str, pa.DataType]:
-    """Timestamps of a CSV are read in microseconds, for its first block may have shown whole seconds only."""
-    if time is None or not pa.types.is_timestamp(table.schema.field(time).type):
+def _choose_timestamp_type(table: Table, time_column: str | None) -> dict[str, pa.DataType]:
+    """Return the type in which to read a time column of a CSV file, by column name.
+
+    Timestamps are read in microseconds. Arrow would infer whole seconds if the first block has no fractions, and then
+    fail at the first fraction. The result is empty if the column holds no timestamps.
+    """
+    if time_column is None or not pa.types.is_timestamp(table.schema.field(time_column).type):
         return {}
-    return {time: pa.timestamp("us", table.schema.field(time).type.tz)}
+    return {time_column: pa.timestamp("us", table.schema.field(time_column).type.tz)}
 
 
-def names_of(files: Sequence[Path]) -> dict[Path, str | None]:
-    """What a file's unnamed records are called by: None for a single file, its stem if stems differ, else its path
-    below the folder that all files share."""
+def _reorder_payloads(
+    wide_tables: list[_WideTable], long_tables: list[_LongTable], line_files: list[Path], options: _ReadOptions
+) -> list[Iterator[Payload]]:
+    """Return the contents of all files with the readings of each record in `options.order`.
+
+    The rows of wide tables are returned as they are, because the codec orders the readings within a row.
+    """
+    schema, names, order, seed = options.schema, options.field_names, options.order, options.seed
+    payload_iterators: list[Iterator[Payload]] = [table.iterate_rows() for table in wide_tables]
+    if long_tables:
+        row_iterators = [table.iterate_rows() for table in long_tables]
+        payload_iterators.append(reorder_rows(row_iterators, schema, names, order, seed, options.batch_events))
+    if line_files:
+        payload_iterators.append(
+            reorder_lines(line_files, schema, names, order, seed, options.batch_events, options.max_message_bytes)
+        )
+    return payload_iterators
+
+
+def make_record_prefixes(files: Sequence[Path]) -> dict[Path, str | None]:
+    """Return the prefix of the ids of records that have no id of their own, by file.
+
+    Returns:
+        None for a single file, so that a record's id is only its row number. With several files, the name of each file
+        without its ending. If names repeat, the paths below the folder that all files share; if these repeat as well,
+        the same paths with their endings.
+
+    Raises:
+        InputError: A file is named twice.
+    """
     if len(set(files)) < len(files):
-        twice = next(path for path in files if list(files).count(path) > 1)
-        raise InputError(f"{twice}: named twice; name every file once")
+        duplicate = next(path for path in files if list(files).count(path) > 1)
+        raise InputError(f"{duplicate}: the file is named twice; name every file once")
     if len(files) == 1:
         return {files[0]: None}
-    names = {path: path.stem for path in files}
-    if len(set(names.values())) < len(files):
-        shared = os.path.commonpath([path.resolve().parent for path in files])
-        names = {path: path.resolve().relative_to(shared).with_suffix("").as_posix() for path in files}
-    if len(set(names.values())) < len(files):
-        names = {path: path.resolve().relative_to(shared).as_posix() for path in files}
-    return dict(names)
+    prefix_by_file = {path: path.stem for path in files}
+    if len(set(prefix_by_file.values())) == len(files):
+        return dict(prefix_by_file)
+    shared_folder = os.path.commonpath([path.resolve().parent for path in files])
+    relative_paths = {path: path.resolve().relative_to(shared_folder) for path in files}
+    prefix_by_file = {path: relative.with_suffix("").as_posix() for path, relative in relative_paths.items()}
+    if len(set(prefix_by_file.values())) < len(files):
+        prefix_by_file = {path: relative.as_posix() for path, relative in relative_paths.items()}
+    return dict(prefix_by_file)
 
 
-def _messages(path: Path, settings: _Reading) -> Iterator[Messages]:
-    count = 0
-    for block in lines(path, settings.max_message_bytes):
-        numbered = _numbered(block, count)
-        count += len(block)
-        for start in range(0, len(numbered), settings.batch_events):
-            yield _as_messages(str(path), numbered[start : start + settings.batch_events])
+def _iterate_messages(path: Path, options: _ReadOptions) -> Iterator[Messages]:
+    """Yield the lines of a JSON lines file as messages, at most `batch_events` at a time."""
+    num_lines = 0
+    for block in read_lines(path, options.max_message_bytes):
+        numbered_lines = _number_lines(block, num_lines)
+        num_lines += len(block)
+        for start in range(0, len(numbered_lines), options.batch_events):
+            yield _make_messages(str(path), numbered_lines[start : start + options.batch_events])
 
 
-def _numbered(block: list[bytes], first: int) -> list[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers."""
-    return [(number, line) for number, line in enumerate(block, first) if line and not line.isspace()]
+def _number_lines(lines: list[bytes], first_number: int) -> list[tuple[int, bytes]]:
+    """Return each line that is not blank with its line number; blank lines are counted, but left out."""
+    return [(number, line) for number, line in enumerate(lines, first_number) if line and not line.isspace()]
 
 
-def _as_messages(topic: str, numbered: list[tuple[int, bytes]]) -> Messages:
-    n = len(numbered)
-    offsets = np.array([number for number, _ in numbered], np.int64)
-    payloads: list[bytes | None] = [line for _, line in numbered]
-    return Messages(topic, [None] * n, payloads, np.full(n, NO_TIME), np.zeros(n, np.int32), offsets)
+def _make_messages(topic: str, numbered_lines: list[tuple[int, bytes]]) -> Messages:
+    """Return lines as messages of partition 0; the offset of a message is its line number."""
+    num_messages = len(numbered_lines)
+    offsets = np.array([number for number, _ in numbered_lines], np.int64)
+    payloads: list[bytes | None] = [line for _, line in numbered_lines]
+    times = np.full(num_messages, NO_TIME)
+    return Messages(topic, [None] * num_messages, payloads, times, np.zeros(num_messages, np.int32), offsets)

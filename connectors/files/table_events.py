@@ -1,10 +1,15 @@
-"""A table as the asynchronous event stream that its readings would have been: what `produce` sends."""
+"""Convert a table to the asynchronous event stream that its readings could have been, for `deformer-stream produce`.
+
+Each cell with a value becomes one event. Its time is that of the row plus a random delay, so that the readings of
+different records interleave as they would if different devices sent them.
+"""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -13,8 +18,16 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
-from connectors.files.sources import names_of
-from connectors.files.tables import LINES, RECORD, Layout, Table, find, lines, reading
+from connectors.files.sources import make_record_prefixes
+from connectors.files.tables import (
+    DEFAULT_RECORD_COLUMN,
+    JSON_LINES,
+    Layout,
+    Table,
+    find_files,
+    map_read_errors,
+    read_lines,
+)
 from deformer_stream.codec.columns import (
     convert_ids,
     convert_times_of_day,
@@ -28,238 +41,342 @@ from deformer_stream.codec.validation import RejectionError
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
 
-Sent = tuple[bytes, bytes, int]
-"""Key (the id of the record or the device in UTF-8), message (JSON), and the time at which it is due, microseconds
-since 1970 or `NO_TIME`."""
+OutgoingEvent = tuple[bytes, bytes, int]
+"""Key (the id of the record or the device in UTF-8), message (JSON), and event time in microseconds since 1970, or
+`NO_TIME`."""
 
-HELD = 1_000_000
-"""Most messages held back at once while they wait for their time; past it the earliest goes out."""
+RowReadings = tuple[int, str, list[tuple[str, Any]]]
+"""Time of a row in microseconds, id of the record or the device, and the readings as pairs of feature and value."""
 
-ROWS = 4096
-"""Rows of a table that are read at a time."""
+MAX_DELAYED = 1_000_000
+"""Maximum number of events that are held back because their delayed time has not been reached. If there are more, the
+earliest is sent."""
 
-LONGEST = 64 * 2**20
-"""Bytes of the longest JSON line that passes whole."""
+ROWS_PER_BATCH = 4096
+"""Number of rows of a table that are read at a time."""
+
+MAX_LINE_BYTES = 64 * 2**20
+"""Maximum length of a JSON line; a longer one is sent cut."""
 
 
-def events_of(
+def iterate_events(
     inputs: Sequence[str | Path],
     *,
     shuffle_within: float = 0.0,
     seed: int = 0,
     layout: Layout | None = None,
-    record_column: str = RECORD,
+    record_column: str = DEFAULT_RECORD_COLUMN,
     time_column: str | None = None,
     exclude: Sequence[str] = (),
     features: Sequence[str] | None = None,
     prefix: str = "",
-) -> Iterator[Sent]:
-    """One message of one reading for every cell that holds a value, in the order of their times.
+) -> Iterator[OutgoingEvent]:
+    """Return the readings of tables as single events in the order of their times.
 
-    A reading's time is its row's (a wide table's first timestamp column, a long table's column `time`, or the column
-    named by `time_column`) plus a delay drawn uniformly below `shuffle_within` seconds, so that records interleave; a
-    row without a time takes that of the row before. Where there is no time column, the input's row n is at n seconds
-    since 1970. Tables are taken to be in order of time; a row that is not goes out as soon as it is read. Equal seeds
-    give equal streams.
+    The time of a reading is the time of its row plus a delay, which is drawn uniformly below `shuffle_within`. A row
+    without a time gets that of the row before. If a table has no time column, row n of the input is at n seconds since
+    1970. Rows must be sorted by time; the readings of a row that is out of order are sent as soon as it is read. Nulls
+    and numbers that are not finite give no event.
 
-    A long table without records has devices: its messages name them, for `--window`.
+    The events of a long table with devices instead of records name the device, for `--window`. JSON lines are passed on
+    unchanged and without a delay.
 
-    record_column: of record ids in wide tables; without it rows are named as in `open_source`. prefix: put before every
-    id. exclude: columns (or features of a long table) to leave out; features: the only ones to send. JSON lines pass as
-    they are, without delay. A null or a number that is not finite is a gap: no message.
+    Args:
+        inputs: Files and folders.
+        shuffle_within: Maximum delay in seconds.
+        seed: The seed of the delays; equal arguments give equal streams.
+        layout: The layout of all tables. None chooses it per table by the column names.
+        record_column: The column of record ids of wide tables. In a table without it, records are named as in
+            `open_source`.
+        time_column: The column of times. The default is the first column with timestamps of a wide table, and the
+            column `time` of a long table.
+        exclude: Columns of wide tables, or features of long tables, that are not sent.
+        features: The only features that are sent, or None for all.
+        prefix: Text that is put before each record id or device.
 
-    Raises `InputError` naming the file, and `ConfigError` for an excluded column that no table has, before the first
-    message is asked for where it can be known by then.
+    Raises:
+        InputError: A file is missing or unreadable, or a table lacks a column. Problems with rows are raised by the
+            iterator when it reaches them.
+        ConfigError: No table has a column that was excluded.
     """
     if shuffle_within < 0 or not isfinite(shuffle_within):
-        raise InputError(f"a delay of {shuffle_within} seconds is impossible; give 0 or more")
-    files = find(inputs)
+        raise InputError(f"--shuffle-within {shuffle_within}: a delay of this length is impossible; give 0 or more")
+    files = find_files(inputs)
     if exclude:
         _check_excluded(exclude, files, layout)
-    wanted = _Wanted(frozenset(exclude), None if features is None else frozenset(features))
-    delay, random = round(shuffle_within * 1e6), np.random.default_rng(seed)
-    return _events(files, delay, random, layout, record_column, time_column, wanted, prefix)
+    selection = _FeatureSelection(frozenset(exclude), None if features is None else frozenset(features))
+    max_delay, rng = round(shuffle_within * 1e6), np.random.default_rng(seed)
+    return _iterate_delayed(files, max_delay, rng, layout, record_column, time_column, selection, prefix)
 
 
 def _check_excluded(exclude: Sequence[str], files: Sequence[Path], layout: Layout | None) -> None:
-    """Of wide tables, whose columns are known beforehand; any other file may have anything."""
-    if any(path.suffix.lower() in LINES for path in files):
+    """Check that each excluded column exists in a table.
+
+    The check is skipped if an input is a long table or JSON lines, whose features are known only after reading them.
+
+    Raises:
+        ConfigError: No table has the column.
+    """
+    if any(path.suffix.lower() in JSON_LINES for path in files):
         return
     tables = [Table.open(path) for path in files]
-    if any(table.layout(layout, _owner(table)) == "long" for table in tables):
+    if any(table.choose_layout(layout, _choose_id_column(table)) == "long" for table in tables):
         return
-    known = {name for table in tables for name in table.schema.names}
+    columns = {name for table in tables for name in table.schema.names}
     for name in exclude:
-        if name not in known:
+        if name not in columns:
             raise ConfigError(f"--exclude {name}: {files[0]} has no such column; check the name")
 
 
-def _owner(table: Table) -> str:
-    """What the readings of a long table belong to."""
+def _choose_id_column(table: Table) -> str:
+    """Return the column that a long table's readings belong to: "record", or "device" if there is only that one."""
     return "record" if "record" in table.schema.names or "device" not in table.schema.names else "device"
 
 
-def _events(
+def _iterate_delayed(
     files: Sequence[Path],
-    delay: int,
-    random: np.random.Generator,
+    max_delay: int,
+    rng: np.random.Generator,
     layout: Layout | None,
     record_column: str,
     time_column: str | None,
-    wanted: _Wanted,
+    selection: _FeatureSelection,
     prefix: str,
-) -> Iterator[Sent]:
-    """`events_of`, message by message. delay: microseconds."""
-    names = names_of(files)
-    waiting: list[tuple[int, int, bytes, dict[str, Any]]] = []
-    count = 0
-    seconds = itertools.count(0, 1_000_000)
+) -> Iterator[OutgoingEvent]:
+    """Yield the events of all files.
+
+    Args:
+        files: The files, in the order in which they are read.
+        max_delay: Maximum delay of a reading in microseconds.
+        rng: The generator of the delays.
+        layout: The layout of all tables, or None.
+        record_column: The column of record ids of wide tables.
+        time_column: The column of times, or None for the default.
+        selection: The features that are sent.
+        prefix: Text that is put before each id.
+    """
+    prefix_by_file = make_record_prefixes(files)
+    # A heap of delayed events: time, number of the event (which keeps the order of equal times), key and document.
+    delayed: list[tuple[int, int, bytes, dict[str, Any]]] = []
+    num_events = 0
+    default_times = itertools.count(0, 1_000_000)
     for path in files:
-        if path.suffix.lower() in LINES:
-            yield from (_message(*heapq.heappop(waiting)) for _ in range(len(waiting)))
-            yield from _passed(path)
+        if path.suffix.lower() in JSON_LINES:
+            yield from (_encode_event(*heapq.heappop(delayed)) for _ in range(len(delayed)))
+            yield from _iterate_json_lines(path)
             continue
         table = Table.open(path)
-        owner = _owner(table)
-        if table.layout(layout, owner) == "long":
-            rows = _long(table, owner, time_column, wanted, seconds)
+        id_field = _choose_id_column(table)
+        if table.choose_layout(layout, id_field) == "long":
+            rows = _iterate_long_rows(table, id_field, time_column, selection, default_times)
         else:
-            owner = "record"
-            rows = _wide(table, names[path], record_column, time_column, wanted, seconds)
-        for now, id_, readings in _text_checked(path, rows):
-            # Nothing that is still to come is due before this row.
-            while waiting and (waiting[0][0] <= now or len(waiting) > HELD):
-                yield _message(*heapq.heappop(waiting))
-            delays = random.integers(0, delay + 1, len(readings)).tolist() if delay else [0] * len(readings)
-            for (feature, value), late in zip(readings, delays, strict=True):
-                due = now + late
-                document = {owner: prefix + id_, "feature": feature, "value": value, "time": due / 1e6}
-                heapq.heappush(waiting, (due, count, (prefix + id_).encode(), document))
-                count += 1
-    while waiting:
-        yield _message(*heapq.heappop(waiting))
+            id_field = "record"
+            rows = _iterate_wide_rows(table, prefix_by_file[path], record_column, time_column, selection, default_times)
+        for row_time, row_id, readings in _map_row_errors(path, rows):
+            # Rows are sorted by time, so no later row has an event before `row_time`.
+            while delayed and (delayed[0][0] <= row_time or len(delayed) > MAX_DELAYED):
+                yield _encode_event(*heapq.heappop(delayed))
+            num_readings = len(readings)
+            delays = rng.integers(0, max_delay + 1, num_readings).tolist() if max_delay else [0] * num_readings
+            for (feature, value), delay in zip(readings, delays, strict=True):
+                time = row_time + delay
+                document = {id_field: prefix + row_id, "feature": feature, "value": value, "time": time / 1e6}
+                heapq.heappush(delayed, (time, num_events, (prefix + row_id).encode(), document))
+                num_events += 1
+    while delayed:
+        yield _encode_event(*heapq.heappop(delayed))
 
 
-def _text_checked(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
-    """The same rows; text in them that is no UTF-8 is the file's fault."""
-    with reading(path):
+def _map_row_errors(path: Path, rows: Iterator[RowReadings]) -> Iterator[RowReadings]:
+    """Yield the same rows; raise `InputError` with the file's name if the file is damaged or its text is not UTF-8."""
+    with map_read_errors(path):
         yield from rows
 
 
-class _Wanted:
-    """Which features are sent."""
+@dataclass(frozen=True, slots=True)
+class _FeatureSelection:
+    """The features that are sent.
 
-    def __init__(self, exclude: frozenset[str], features: frozenset[str] | None) -> None:
-        self._exclude = exclude
-        self._features = features
+    Attributes:
+        excluded: Features that are not sent.
+        included: The only features that are sent, or None for all.
+    """
 
-    def __call__(self, name: object) -> bool:
-        return name not in self._exclude and (self._features is None or name in self._features)
+    excluded: frozenset[str]
+    included: frozenset[str] | None
+
+    def contains(self, name: object) -> bool:
+        """Return whether a feature is sent."""
+        return name not in self.excluded and (self.included is None or name in self.included)
 
 
-Row = tuple[int, str, list[tuple[str, Any]]]
-"""Time in microseconds, id of the record or the device, and the readings: feature and value."""
+def _iterate_wide_rows(
+    table: Table,
+    id_prefix: str | None,
+    record_column: str,
+    time_column: str | None,
+    selection: _FeatureSelection,
+    default_times: Iterator[int],
+) -> Iterator[RowReadings]:
+    """Yield the rows of a table in which a row is a record.
 
+    Args:
+        table: The table.
+        id_prefix: Put before the row number if the table has no record ids; None for the number alone.
+        record_column: The column of record ids, which may be absent if it is the default one.
+        time_column: The column of times. None selects the first column with timestamps.
+        selection: The features that are sent.
+        default_times: The times of rows in a table without a time column, in microseconds.
 
-def _wide(
-    table: Table, name: str | None, record: str, time: str | None, wanted: _Wanted, seconds: Iterator[int]
-) -> Iterator[Row]:
+    Raises:
+        InputError: The table lacks a column or has nothing to send, or a row has a malformed time or no record id.
+    """
     columns = table.schema.names
-    table.demand(time, record)
-    id_column = record if record in columns else None
-    stamps = [c for c in columns if pa.types.is_timestamp(table.schema.field(c).type)]
-    time = time or next(iter(stamps), None)
-    kinds = dict(zip(columns, table.schema.types, strict=True))
-    used = [
-        c
-        for c in columns
-        if c not in (id_column, time) and wanted(c) and (is_scalar(kinds[c]) or is_time_of_day(kinds[c]))
+    table.check_columns(time_column, record_column)
+    id_column = record_column if record_column in columns else None
+    type_by_column = dict(zip(columns, table.schema.types, strict=True))
+    timestamp_columns = [name for name in columns if pa.types.is_timestamp(type_by_column[name])]
+    time_column = time_column or next(iter(timestamp_columns), None)
+    feature_columns = [
+        name
+        for name in columns
+        if name not in (id_column, time_column)
+        and selection.contains(name)
+        and (is_scalar(type_by_column[name]) or is_time_of_day(type_by_column[name]))
     ]
-    if not used:
-        raise InputError(f"{table.path}: no column to send (of {table.shown()}); check --exclude and --model")
-    first, last = 0, 0
-    extra = [c for c in (id_column, time) if c is not None]
-    for batch in table.batches([*used, *extra], ROWS, _text(id_column)):
-        n = batch.num_rows
-        ids = [str(row) if name is None else f"{name}:{row}" for row in range(first, first + n)]
+    if not feature_columns:
+        raise InputError(
+            f"{table.path}: no column to send (the columns are {table.format_column_names()}); "
+            "check --exclude and --model"
+        )
+    first_row, last_time = 0, 0
+    read_columns = [*feature_columns, *(name for name in (id_column, time_column) if name is not None)]
+    for batch in table.iterate_batches(read_columns, ROWS_PER_BATCH, _read_as_text(id_column)):
+        row_numbers = range(first_row, first_row + batch.num_rows)
+        ids = [str(row) if id_prefix is None else f"{id_prefix}:{row}" for row in row_numbers]
         if id_column is not None:
-            ids = _ids(table, batch, id_column)
-        times = _times(table, batch, time, first, seconds)
-        cells = [[_cell(value) for value in convert_times_of_day(batch.column(c)).to_pylist()] for c in used]
-        for i in range(n):
-            last = times[i] if times[i] != NO_TIME else last
-            yield last, ids[i], [(c, cell[i]) for c, cell in zip(used, cells, strict=True) if cell[i] is not None]
-        first += n
+            ids = _get_ids(table, batch, id_column)
+        times = _get_times(table, batch, time_column, first_row, default_times)
+        cells_by_column = [
+            [_to_json_value(value) for value in convert_times_of_day(batch.column(name)).to_pylist()]
+            for name in feature_columns
+        ]
+        for i in range(batch.num_rows):
+            last_time = times[i] if times[i] != NO_TIME else last_time
+            readings = [
+                (name, cells[i])
+                for name, cells in zip(feature_columns, cells_by_column, strict=True)
+                if cells[i] is not None
+            ]
+            yield last_time, ids[i], readings
+        first_row += batch.num_rows
 
 
-def _long(table: Table, owner: str, time: str | None, wanted: _Wanted, seconds: Iterator[int]) -> Iterator[Row]:
-    """owner: the column that says whose a reading is."""
+def _iterate_long_rows(
+    table: Table,
+    id_column: str,
+    time_column: str | None,
+    selection: _FeatureSelection,
+    default_times: Iterator[int],
+) -> Iterator[RowReadings]:
+    """Yield the rows of a table in which a row is one reading; rows without a value are skipped.
+
+    Args:
+        table: The table.
+        id_column: The column with the record or the device of a reading.
+        time_column: The column of times. None selects the column `time` if there is one.
+        selection: The features that are sent.
+        default_times: The times of rows in a table without a time column, in microseconds.
+
+    Raises:
+        InputError: The table lacks a column, or a row has a malformed time or no id.
+    """
     columns = table.schema.names
-    for column in (owner, "feature", "value"):
-        if column not in columns:
-            raise InputError(f"{table.path}: a long table needs a column {column!r}; rename one, or use --layout wide")
-    table.demand(time)
-    time = time or ("time" if "time" in columns else None)
-    used = [c for c in (owner, "feature", "value", "label", time) if c is not None and c in columns]
-    first, last = 0, 0
-    for batch in table.batches(used, ROWS, _text(owner)):
-        times = _times(table, batch, time, first, seconds)
-        values = [_spelled(_cell(value)) for value in convert_times_of_day(batch.column("value")).to_pylist()]
-        if "label" in used:
-            labels = [_cell(value) for value in batch.column("label").to_pylist()]
+    for name in (id_column, "feature", "value"):
+        if name not in columns:
+            raise InputError(f"{table.path}: a long table needs a column {name!r}; rename one, or use --layout wide")
+    table.check_columns(time_column)
+    time_column = time_column or ("time" if "time" in columns else None)
+    known_columns = (id_column, "feature", "value", "label", time_column)
+    read_columns = [name for name in known_columns if name is not None and name in columns]
+    first_row, last_time = 0, 0
+    for batch in table.iterate_batches(read_columns, ROWS_PER_BATCH, _read_as_text(id_column)):
+        times = _get_times(table, batch, time_column, first_row, default_times)
+        cells = convert_times_of_day(batch.column("value")).to_pylist()
+        values = [_convert_number_text(_to_json_value(cell)) for cell in cells]
+        if "label" in read_columns:
+            labels = [_to_json_value(label) for label in batch.column("label").to_pylist()]
             values = [value if label is None else label for value, label in zip(values, labels, strict=True)]
-        names = batch.column("feature").to_pylist()
-        for i, id_ in enumerate(_ids(table, batch, owner)):
-            last = times[i] if times[i] != NO_TIME else last
-            if values[i] is not None and wanted(names[i]):
-                yield last, id_, [(names[i], values[i])]
-        first += batch.num_rows
+        feature_names = batch.column("feature").to_pylist()
+        for i, row_id in enumerate(_get_ids(table, batch, id_column)):
+            last_time = times[i] if times[i] != NO_TIME else last_time
+            if values[i] is not None and selection.contains(feature_names[i]):
+                yield last_time, row_id, [(feature_names[i], values[i])]
+        first_row += batch.num_rows
 
 
-def _times(table: Table, batch: pa.RecordBatch, time: str | None, first: int, seconds: Iterator[int]) -> list[int]:
-    """Microseconds by row, `NO_TIME` where null; without a time column the next seconds."""
-    if time is None:
-        return list(itertools.islice(seconds, batch.num_rows))
-    times, bad = parse_times(batch.column(time), f"{table.path}: column {time!r}")
-    for row, refusal in bad.items():
-        raise InputError(f"{table.path}: row {first + row}: column {time!r}: {refusal.detail}")
-    return [int(t) for t in times]
+def _get_times(
+    table: Table, batch: pa.RecordBatch, time_column: str | None, first_row: int, default_times: Iterator[int]
+) -> list[int]:
+    """Return the time of each row in microseconds since 1970, `NO_TIME` if it is null.
+
+    Args:
+        table: The table, for error messages.
+        batch: Rows of the table.
+        time_column: The column of times, or None to take the next default times.
+        first_row: Number of the first of these rows in the table, for error messages.
+        default_times: The times of rows without a time column.
+
+    Raises:
+        InputError: A time is malformed.
+    """
+    if time_column is None:
+        return list(itertools.islice(default_times, batch.num_rows))
+    times, error_by_row = parse_times(batch.column(time_column), f"{table.path}: column {time_column!r}")
+    for row, error in error_by_row.items():
+        raise InputError(f"{table.path}: row {first_row + row}: column {time_column!r}: {error.detail}")
+    return [int(time) for time in times]
 
 
-def _ids(table: Table, batch: pa.RecordBatch, column: str) -> list[str]:
+def _get_ids(table: Table, batch: pa.RecordBatch, column: str) -> list[str]:
+    """Return the record id or the device of each row as text; raise `InputError` if a row has none."""
     ids = convert_ids(batch.column(column), f"{table.path}: column {column!r}")
     if ids.null_count:
-        raise InputError(f"{table.path}: column {column!r} has a null; every row needs a record id")
-    return [str(name) for name in ids.to_pylist()]
+        raise InputError(f"{table.path}: column {column!r} has a null; every row needs an id")
+    return [str(row_id) for row_id in ids.to_pylist()]
 
 
-def _text(column: str | None) -> dict[str, pa.DataType]:
-    """A CSV's record ids are text, lest `007` become 7."""
+def _read_as_text(column: str | None) -> dict[str, pa.DataType]:
+    """Return the types by column that make Arrow read the ids of a CSV file as text, so that 007 does not become 7."""
     return {} if column is None else {column: pa.string()}
 
 
-def _cell(value: Any) -> Any:
-    """A value that JSON can carry, or None for a gap."""
+def _to_json_value(value: Any) -> Any:
+    """Return a cell as a value that JSON can express, or None if it is null or not a finite number."""
     if value is None or isinstance(value, bool | int | str):
         return value
     number = float(value)
     return number if isfinite(number) else None
 
 
-def _spelled(value: Any) -> Any:
-    """In a column that mixes numbers and labels, all are text: what spells a number is one."""
+def _convert_number_text(value: Any) -> Any:
+    """Return the number that a text spells; return any other value unchanged.
+
+    A column that holds numbers and labels is read as text, so its numbers must be converted back.
+    """
     if not isinstance(value, str):
         return value
-    spelled = parse_number(value)
-    return value if spelled is None or not isfinite(spelled) else spelled
+    number = parse_number(value)
+    return value if number is None or not isfinite(number) else number
 
 
-def _message(due: int, count: int, key: bytes, document: dict[str, Any]) -> Sent:
-    return key, orjson.dumps(document), due
+def _encode_event(time: int, number: int, key: bytes, document: dict[str, Any]) -> OutgoingEvent:
+    """Return an element of the heap of delayed events as an event; its number serves only the order of the heap."""
+    return key, orjson.dumps(document), time
 
 
-def _due(document: Any) -> int:
-    """The time a message states, `NO_TIME` where it states none that can be read."""
+def _parse_event_time(document: Any) -> int:
+    """Return the time of a JSON event in microseconds since 1970, `NO_TIME` if it has no valid time."""
     time = document.get("time") if isinstance(document, dict) else None
     try:
         if isinstance(time, str):
@@ -269,9 +386,12 @@ def _due(document: Any) -> int:
         return NO_TIME
 
 
-def _passed(path: Path) -> Iterator[Sent]:
-    """JSON lines as they are, keyed by their record where they have one, due at the time they state."""
-    for block in lines(path, LONGEST):
+def _iterate_json_lines(path: Path) -> Iterator[OutgoingEvent]:
+    """Yield the lines of a JSON lines file unchanged, with their record ids as keys and their own times.
+
+    A line without a valid record id gets an empty key.
+    """
+    for block in read_lines(path, MAX_LINE_BYTES):
         for line in block:
             if line and not line.isspace():
                 try:
@@ -280,4 +400,4 @@ def _passed(path: Path) -> Iterator[Sent]:
                     document = None
                 record = document.get("record") if isinstance(document, dict) else None
                 key = str(record).encode() if isinstance(record, str | int) else b""
-                yield key, line, _due(document)
+                yield key, line, _parse_event_time(document)

@@ -1,7 +1,8 @@
-"""Finding input files and reading them a block at a time, in bounded memory.
+"""Find input files and read them in batches, in bounded memory.
 
-Every way in which a file can fail (missing, unreadable, cut short, not what its name says) is mapped here to
-`InputError`."""
+Parquet and CSV files are read as batches of rows, JSON lines as lists of lines. A file that is missing, unreadable or
+damaged always raises `InputError` with the name of the file.
+"""
 
 from __future__ import annotations
 
@@ -17,80 +18,113 @@ import pyarrow.parquet as pq
 
 from deformer_stream.codec.columns import is_time_of_day
 from deformer_stream.errors import ConfigError, InputError
+from deformer_stream.input_files import list_data_files
 from deformer_stream.model.schema import Feature
 
 Layout = Literal["wide", "long"]
+"""wide: a row is a record and a column is a feature. long: a row is one reading of one feature of a record."""
 
-PARQUET, CSV, LINES = (".parquet", ".pq"), (".csv", ".tsv"), (".jsonl", ".ndjson", ".json")
-RECORD = "record"
-"""The column of record ids in wide tables, if there is one and no other is asked for."""
+PARQUET, CSV, JSON_LINES = (".parquet", ".pq"), (".csv", ".tsv"), (".jsonl", ".ndjson", ".json")
+"""Endings of file names, by format."""
+DEFAULT_RECORD_COLUMN = "record"
+"""The column of record ids in wide tables unless another one is chosen. A table need not have it."""
 
-BLOCK = 1 << 20
-"""Bytes of text read at a time."""
+BLOCK_BYTES = 1 << 20
+"""Bytes of text that are read at a time."""
+
+MAX_LISTED_NAMES = 8
+"""Number of names in an error message, after which the rest is left out."""
 
 
-def find(inputs: Sequence[str | Path]) -> list[Path]:
-    """The files named, and those inside the folders named, sorted by path within each folder. Raises `InputError`."""
+def find_files(inputs: Sequence[str | Path]) -> list[Path]:
+    """Return the given files, and for each folder the Parquet, CSV and JSON lines files in it, sorted by path.
+
+    Hidden files and the metadata of Delta Lake and Iceberg tables are skipped inside folders.
+
+    Raises:
+        InputError: An input does not exist or has an unknown ending, a folder holds no data file, or a folder is a
+            Delta Lake or Iceberg table that may hold outdated files.
+    """
     files: list[Path] = []
     for entry in map(Path, inputs):
         if entry.is_dir():
-            inside = sorted(p for p in entry.rglob("*") if p.suffix.lower() in PARQUET + CSV + LINES and p.is_file())
-            if not inside:
+            files_in_folder = list_data_files(entry, PARQUET + CSV + JSON_LINES)
+            if not files_in_folder:
                 raise InputError(f"{entry}: no Parquet, CSV or JSON lines file in this folder; check the path")
-            files += inside
+            files += files_in_folder
         elif not entry.exists():
             raise InputError(f"{entry}: no such file or folder; check the path")
-        elif entry.suffix.lower() not in PARQUET + CSV + LINES:
-            known = " ".join(PARQUET + CSV + LINES)
-            raise InputError(f"{entry}: unknown kind of file; the name must end in one of {known}")
+        elif entry.suffix.lower() not in PARQUET + CSV + JSON_LINES:
+            known_endings = " ".join(PARQUET + CSV + JSON_LINES)
+            raise InputError(f"{entry}: unknown kind of file; the name must end in one of {known_endings}")
         else:
             files.append(entry)
     if not files:
-        raise InputError("no input; name at least one file or folder")
+        raise InputError("no input files were given; name at least one file or folder")
     return files
 
 
 def check_no_overwrite(inputs: Sequence[str | Path], outputs: Mapping[str, str | Path | None]) -> None:
-    """No output takes the place of an input or of another output. inputs: files and folders. outputs: by option, None
-    or "" where there is none. Standard streams ("-"), and what is no regular file (/dev/null), cannot be lost. Raises
-    `ConfigError`, and `InputError` where there is no such input."""
+    """Check that no output file would replace an input file or another output file.
+
+    Standard input and output ("-") and special files such as /dev/null are not checked, because writing to them
+    destroys nothing.
+
+    Args:
+        inputs: Input files and folders.
+        outputs: Output file by option name, such as "--alerts"; None or "" if the option is not used.
+
+    Raises:
+        ConfigError: An output file is also an input or another output.
+        InputError: An input does not exist.
+    """
     entries = [entry for entry in inputs if str(entry) != "-"]
-    taken = {path.resolve(): "an input" for path in (find(entries) if entries else [])}
-    for option, given in outputs.items():
-        if given is None or str(given) in ("", "-"):
+    use_by_path = {path.resolve(): "is an input" for path in (find_files(entries) if entries else [])}
+    for option, output in outputs.items():
+        if output is None or str(output) in ("", "-"):
             continue
-        path = Path(given).resolve()
-        if path in taken:
-            raise ConfigError(f"{option} {given}: this file is {taken[path]}, too; choose another path")
+        path = Path(output).resolve()
+        if path in use_by_path:
+            raise ConfigError(f"{option} {output}: this file {use_by_path[path]}, too; choose another path")
         if path.is_file() or not path.exists():
-            taken[path] = f"that of {option}"
+            use_by_path[path] = f"is the output of {option}"
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Maps what the file system and Arrow raise about `path` to `InputError`."""
+def map_read_errors(path: Path) -> Iterator[None]:
+    """Raise `InputError` in place of the errors of the operating system and of Arrow while `path` is read."""
     try:
         yield
     except PermissionError as error:
-        raise InputError(f"{path}: permission denied; make it readable for this user") from error
+        raise InputError(f"{path}: permission denied; make the file readable for this user") from error
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        what = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
-        raise InputError(f"{path}: cannot be read ({what}); write the file again, or leave it out") from error
+        text = str(error).strip()
+        reason = text.splitlines()[0].rstrip(".") if text else type(error).__name__
+        raise InputError(f"{path}: the file cannot be read ({reason}); write it again, or leave it out") from error
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A Parquet or CSV file. schema: its columns (a CSV's types as its first block suggests). rows: None if not
-    known."""
+    """A Parquet or CSV file whose columns are known and whose rows can be read.
+
+    Attributes:
+        path: The file.
+        schema: Names and types of the columns. The types of a CSV file are inferred from its first block.
+        num_rows: Number of rows, or None for a CSV file, whose rows are not counted in advance.
+    """
 
     path: Path
     schema: pa.Schema
-    rows: int | None
+    num_rows: int | None
 
     @staticmethod
     def open(path: Path) -> Table:
-        """Read only what describes the table. Raises `InputError`, also where two columns have one name."""
-        with reading(path):
+        """Read the columns of a file, but none of its rows.
+
+        Raises:
+            InputError: The file cannot be read, or two of its columns have the same name.
+        """
+        with map_read_errors(path):
             if path.suffix.lower() in PARQUET:
                 with pq.ParquetFile(path) as file:
                     table = Table(path, file.schema_arrow.remove_metadata(), file.metadata.num_rows)
@@ -99,106 +133,158 @@ class Table:
                     table = Table(path, reader.schema, None)
         names = table.schema.names
         if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise InputError(f"{path}: two columns are called {twice!r}; rename one")
+            duplicate = next(name for name in names if names.count(name) > 1)
+            raise InputError(f"{path}: two columns are called {duplicate!r}; rename one")
         return table
 
-    def demand(self, time: str | None, record: str = RECORD) -> None:
-        """Raises `InputError` where a column that was asked for is not there; `RECORD` nobody need have asked for."""
-        for what, name in (("time", time), ("record", None if record == RECORD else record)):
+    def check_columns(self, time: str | None, record: str = DEFAULT_RECORD_COLUMN) -> None:
+        """Check that the columns that the user chose for times and record ids exist.
+
+        Args:
+            time: The column of times, or None if none was chosen.
+            record: The column of record ids. The default name is optional and is not checked.
+
+        Raises:
+            InputError: A chosen column does not exist.
+        """
+        for role, name in (("time", time), ("record", None if record == DEFAULT_RECORD_COLUMN else record)):
             if name is not None and name not in self.schema.names:
                 columns = ", ".join(self.schema.names)
-                raise InputError(f"{self.path}: there is no {what} column {name!r}; the columns are {columns}")
+                raise InputError(f"{self.path}: there is no {role} column {name!r}; the columns are {columns}")
 
-    def shown(self) -> str:
-        """The columns' names for a message, the first of them."""
-        return enumerated(self.schema.names)
+    def format_column_names(self) -> str:
+        """Return the names of the first columns as text for an error message."""
+        return join_names(self.schema.names)
 
-    def layout(
-        self, asked: Layout | None, record: str = "record", feature: str = "feature", value: str = "value"
+    def choose_layout(
+        self,
+        requested: Layout | None,
+        record: str = DEFAULT_RECORD_COLUMN,
+        feature: str = "feature",
+        value: str = "value",
     ) -> Layout:
-        """The layout asked for, otherwise long where the three columns of a long table are there."""
-        return asked or ("long" if {record, feature, value} <= set(self.schema.names) else "wide")
+        """Return the layout of the table.
 
-    def batches(
-        self, columns: Sequence[str], rows: int, types: Mapping[str, pa.DataType] | None = None
+        Args:
+            requested: The layout that the user chose, which is returned as it is. If it is None, the layout is long if
+                the table has the three columns below, and wide otherwise.
+            record: The column of a long table that identifies the record or the device.
+            feature: The column of a long table with names of features.
+            value: The column of a long table with values.
+        """
+        return requested or ("long" if {record, feature, value} <= set(self.schema.names) else "wide")
+
+    def iterate_batches(
+        self, columns: Sequence[str], max_rows: int, types: Mapping[str, pa.DataType] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """These columns, at most `rows` rows at a time. types: what a CSV's columns are to be read as."""
-        with reading(self.path):
+        """Yield the rows of the given columns in batches.
+
+        Args:
+            columns: Names of the columns to read.
+            max_rows: Maximum number of rows of a batch.
+            types: Types by column for a CSV file, in place of the inferred ones. Parquet files ignore them.
+
+        Raises:
+            InputError: The file cannot be read, or a cell of a CSV file does not have the column's type.
+        """
+        with map_read_errors(self.path):
             if self.path.suffix.lower() in PARQUET:
-                with pq.ParquetFile(self.path, pre_buffer=False) as file:  # or all that was read is held to the end
-                    yield from file.iter_batches(batch_size=rows, columns=list(columns))
+                # With pre_buffer, Arrow would keep all row groups in memory until the file is closed.
+                with pq.ParquetFile(self.path, pre_buffer=False) as file:
+                    yield from file.iter_batches(batch_size=max_rows, columns=list(columns))
                 return
-            kinds = {field.name: field.type for field in self.schema} | dict(types or {})
-            with _open_csv(self.path, {name: kinds[name] for name in columns}) as reader:
+            type_by_column = {field.name: field.type for field in self.schema} | dict(types or {})
+            with _open_csv(self.path, {name: type_by_column[name] for name in columns}) as reader:
                 for block in reader:
-                    for start in range(0, block.num_rows, rows):
-                        yield block.slice(start, rows)
+                    for start in range(0, block.num_rows, max_rows):
+                        yield block.slice(start, max_rows)
 
 
-def enumerated(names: Sequence[str]) -> str:
-    """Names for a message; of many the first eight."""
-    return (", ".join(names[:8]) + (", …" if len(names) > 8 else "")) or "none"
+def join_names(names: Sequence[str]) -> str:
+    """Return names as text for an error message, separated by commas; of many names only the first ones."""
+    ending = ", …" if len(names) > MAX_LISTED_NAMES else ""
+    return (", ".join(names[:MAX_LISTED_NAMES]) + ending) or "none"
 
 
-def csv_type(table: Table, feature: Feature) -> pa.DataType:
-    """What a CSV's column of this feature is to be read as: labels as text, numbers as such or as times of day."""
-    kind = table.schema.field(feature.name).type
-    return kind if is_time_of_day(kind) and not feature.labels else type_of(feature)
+def choose_csv_type(table: Table, feature: Feature) -> pa.DataType:
+    """Return the type as which to read a feature's column of a CSV file.
+
+    Labels are read as text, and other values as numbers, except for columns that Arrow recognised as times of day.
+    """
+    inferred_type = table.schema.field(feature.name).type
+    return inferred_type if is_time_of_day(inferred_type) and not feature.labels else get_value_type(feature)
 
 
-def type_of(feature: Feature) -> pa.DataType:
-    """Labels are text, all else is numbers."""
+def get_value_type(feature: Feature) -> pa.DataType:
+    """Return the Arrow type of a feature's values: text for a discrete feature with labels, else float64."""
     return pa.string() if feature.labels else pa.float64()
 
 
 def _open_csv(path: Path, types: Mapping[str, pa.DataType] | None) -> pc_csv.CSVStreamingReader:
-    """types: the columns to read and their types; None reads all and infers. The delimiter is the header's
-    commonest."""
+    """Open a CSV file for reading block by block. The delimiter is the most frequent one in the header line.
+
+    Args:
+        path: The file.
+        types: The columns to read and their types. None reads all columns and infers their types.
+    """
     with path.open("rb") as file:
-        header = file.readline(BLOCK)
+        header = file.readline(BLOCK_BYTES)
     if not header.strip():
         raise pa.ArrowInvalid("empty: a header line is needed")
-    delimiter = max(",", ";", "\t", key=lambda d: header.count(d.encode()))
+    delimiter = max(",", ";", "\t", key=lambda candidate: header.count(candidate.encode()))
     convert = pc_csv.ConvertOptions(strings_can_be_null=True, null_values=["", "NA", "N/A", "null", "NULL"])
     if types is not None:
         convert.include_columns = list(types)
         convert.column_types = dict(types)
     return pc_csv.open_csv(
         path,
-        read_options=pc_csv.ReadOptions(block_size=BLOCK),
+        read_options=pc_csv.ReadOptions(block_size=BLOCK_BYTES),
         parse_options=pc_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
         convert_options=convert,
     )
 
 
-def lines(path: Path, limit: int) -> Iterator[list[bytes]]:
-    """The lines of a file, a block at a time, without their ends; see `LineSplitter`."""
-    splitter = LineSplitter(limit)
-    with reading(path), path.open("rb") as file:
-        while block := file.read(BLOCK):
+def read_lines(path: Path, max_line_bytes: int) -> Iterator[list[bytes]]:
+    """Yield the lines of a file without their line ends, as one list per block that is read.
+
+    Args:
+        path: The file.
+        max_line_bytes: Longer lines are cut to `max_line_bytes + 1` bytes; see `LineSplitter`.
+
+    Raises:
+        InputError: The file cannot be read.
+    """
+    splitter = LineSplitter(max_line_bytes)
+    with map_read_errors(path), path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
             yield splitter.feed(block)
     yield splitter.finish()
 
 
 class LineSplitter:
-    """Cuts a byte stream into lines, blank lines included so that they count, in bounded memory: of a line longer than
-    `limit` bytes only the first `limit + 1` are kept, enough for it to be refused as too large."""
+    """A converter from blocks of bytes to lines, in bounded memory.
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    Blank lines are returned as well, so that lines can be numbered. Of a line that is too long, only the first
+    `max_line_bytes + 1` bytes are kept. They are enough for the decoder to reject the line as too large.
+
+    Args:
+        max_line_bytes: Maximum length of a line that is returned complete.
+    """
+
+    def __init__(self, max_line_bytes: int) -> None:
+        self._max_line_bytes = max_line_bytes
         self._rest = b""
 
     def feed(self, block: bytes) -> list[bytes]:
-        """The lines that this block completes."""
+        """Return the lines that end in this block, without their line ends."""
         *complete, rest = block.split(b"\n")
         if complete:
             complete[0] = self._rest + complete[0]
             self._rest = b""
-        self._rest = (self._rest + rest)[: self._limit + 1]
-        return [line[: self._limit + 1] for line in complete]
+        self._rest = (self._rest + rest)[: self._max_line_bytes + 1]
+        return [line[: self._max_line_bytes + 1] for line in complete]
 
     def finish(self) -> list[bytes]:
-        """The last line, where the stream did not end with a line end."""
-        last, self._rest = self._rest, b""
-        return [last] if last else []
+        """Return the last line if the input did not end with a line end, otherwise an empty list."""
+        last_line, self._rest = self._rest, b""
+        return [last_line] if last_line else []

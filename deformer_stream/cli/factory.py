@@ -180,11 +180,11 @@ def open_inputs(
         layout=settings.layout,
         order=settings.order or "arrival",
         seed=settings.seed,
-        fields=get_field_names(settings),
+        field_names=get_field_names(settings),
         record_column=settings.record_column,
         time_column=settings.time_column,
         max_message_bytes=settings.max_message_bytes,
-        windows=make_window_assigner(loaded.schema, settings),
+        window_assigner=make_window_assigner(loaded.schema, settings),
     )
     return make_codec(loaded, settings, order=choose_order_of_rows(loaded, settings), seed=settings.seed), source
 

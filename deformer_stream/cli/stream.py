@@ -135,10 +135,10 @@ def _connect(
         source = open_source(
             [str(settings.source)],
             codec.schema,
-            fields=factory.get_field_names(settings),
+            field_names=factory.get_field_names(settings),
             batch_events=settings.max_poll_records,
             max_message_bytes=settings.max_message_bytes,
-            windows=factory.make_window_assigner(codec.schema, settings),
+            window_assigner=factory.make_window_assigner(codec.schema, settings),
         )
         cleanup.callback(source.close)
     else:
@@ -256,8 +256,10 @@ def build_replay() -> click.Command:
         codec, source = factory.open_inputs(inputs, loaded, settings)
         with ExitStack() as cleanup:
             sinks = _open_replay_sinks(settings, loaded.schema, cleanup)
-            if source.ignored:
-                log.get_logger("replay").info("columns that are no features of the model", columns=list(source.ignored))
+            if source.ignored_columns:
+                log.get_logger("replay").info(
+                    "columns_ignored", columns=list(source.ignored_columns)
+                )
             totals = _run_on_files("replay", source, codec, engine, sinks, stop)
             for part in (*sinks, source):
                 part.close()
@@ -303,7 +305,7 @@ def _run_on_files(
     from deformer_stream.runtime.pipeline import Pipeline
     from deformer_stream.runtime.timing import EventClock
 
-    with Progress(title, source.total, "rows") as progress:
+    with Progress(title, source.num_rows, "rows") as progress:
         pipeline = Pipeline(
             source, codec, engine, sinks, EventClock(), Metrics(), True, report_progress=progress.advance
         )

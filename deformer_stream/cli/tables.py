@@ -59,14 +59,14 @@ def _read_events(inputs: Sequence[str], settings: ProduceSettings) -> Iterable[t
     Returns:
         The key, the JSON message and the event time in microseconds of each reading.
     """
-    from connectors.files import events_of
+    from connectors.files import iterate_events
     from deformer_stream import model_store
 
     features = None
     if settings.model is not None:
         rows = model_store.read_manifest(settings.model)["features"]
         features = [str(row.get("sensor") or row["name"]) for row in rows]
-    return events_of(
+    return iterate_events(
         list(inputs),
         shuffle_within=settings.shuffle_within,
         seed=settings.seed,
@@ -123,7 +123,7 @@ def _write_lines(
     keyed = ((key or None, value) for key, value, _ in limit_rate(events, rate, lines.flush))
     try:
         for message in pack_readings(keyed, packing, choose_group_size(rate)):
-            lines.lines([message.value])
+            lines.write_lines([message.value])
             num_sent += message.num_readings
             advance(message.num_readings)
     finally:
@@ -145,7 +145,7 @@ def build_impute() -> click.Command:
         INPUT is a Parquet or CSV table in which a row is a record.
         """
         interrupt_on_termination()
-        from connectors.files import queries
+        from connectors.files import imputation
         from deformer_stream import log, model_store
         from deformer_stream.progress import Progress
 
@@ -153,10 +153,10 @@ def build_impute() -> click.Command:
         log.configure(is_debugging())
         model = model_store.read(settings.model, settings.device).model
         with Progress("impute", None, "rows") as progress:
-            how = queries.Filling(
+            how = imputation.ImputeOptions(
                 settings.interval, settings.estimate, settings.quantiles or (), settings.draws, settings.seed
             )
-            cells = queries.impute(table, settings.output, model, how, progress.advance)
+            cells = imputation.impute_table(table, settings.output, model, how, progress.advance)
         times = f", {settings.draws} times each" if settings.draws else ""
         click.echo(f"{cells} missing values filled in {progress.num_done} rows{times}: {settings.output}", err=True)
 
@@ -173,7 +173,7 @@ def build_sample() -> click.Command:
     def command(config: Path | None, **flags: Any) -> None:
         """Draw records from the distribution that the model has learned, in raw units."""
         interrupt_on_termination()
-        from connectors.files import queries
+        from connectors.files import imputation
         from deformer_stream import log, model_store
         from deformer_stream.progress import Progress
 
@@ -181,7 +181,7 @@ def build_sample() -> click.Command:
         log.configure(is_debugging())
         model = model_store.read(settings.model, settings.device).model
         with Progress("sample", settings.count, "records") as progress:
-            queries.sample(settings.output, model, settings.count, settings.seed, progress.advance)
+            imputation.write_samples(settings.output, model, settings.count, settings.seed, progress.advance)
         click.echo(f"{settings.count} records drawn: {settings.output}", err=True)
 
     return command

@@ -80,7 +80,8 @@ def test_impute_reports_features_without_column(
     ended = cli("impute", wide, "--model", model_dir, "--output", tmp_path / "filled.parquet")
     told = json.loads(ended.lines[0])
     assert (ended.code, told["features"]) == (0, ["pressure", "valve"])
-    assert "add it, with nulls" in told["event"]
+    assert told["event"] == "features_without_column_not_imputed"
+    assert "add a column of nulls" in told["remedy"]
 
 
 def test_impute_gives_the_results_of_the_library(
@@ -200,7 +201,7 @@ def test_impute_result_does_not_depend_on_block_size(
 ) -> None:
     found = []
     for rows, readings in ((4096, 8192), (7, 10)):
-        monkeypatch.setattr("connectors.files.queries.ROWS", rows)
+        monkeypatch.setattr("connectors.files.imputation.ROWS_PER_BATCH", rows)
         monkeypatch.setattr(imputation, "MAX_READINGS_PER_PASS", readings)
         assert cli("impute", wide, "--model", model_dir, "--output", tmp_path / "f.parquet").code == 0
         found.append(pq.read_table(tmp_path / "f.parquet"))

@@ -65,21 +65,21 @@ def test_jobs_follow_each_other_and_failures_show_at_the_next_call() -> None:
     done: list[int] = []
     behind = BackgroundWriter()
     go = threading.Event()
-    behind.do(lambda: done.append(1) if go.wait(10) else None)
+    behind.submit(lambda: done.append(1) if go.wait(10) else None)
     assert done == [], "the caller goes on"
     go.set()
-    behind.do(lambda: done.append(2))
+    behind.submit(lambda: done.append(2))
     behind.wait()
     assert done == [1, 2]
 
     def fail() -> None:
         raise OSError("full")
 
-    behind.do(fail)
+    behind.submit(fail)
     with pytest.raises(OSError, match="full"):
-        behind.do(lambda: done.append(3))
+        behind.submit(lambda: done.append(3))
     behind.wait()
     assert done == [1, 2]
-    behind.do(fail)
-    behind.end()
-    behind.end()
+    behind.submit(fail)
+    behind.close()
+    behind.close()

@@ -37,7 +37,7 @@ def _most_held(read: Iterable[Any]) -> int:
 
 
 def test_replay_holds_a_few_row_groups(long_table: Path) -> None:
-    assert _most_held(Table.open(long_table).batches(COLUMNS, 8192)) < FEW
+    assert _most_held(Table.open(long_table).iterate_batches(COLUMNS, 8192)) < FEW
 
 
 def test_training_holds_a_few_row_groups(long_table: Path) -> None:

@@ -13,18 +13,18 @@ import pytest
 
 from connectors.files import AlertLines, LinesSink, RecordsParquet, ScoresParquet, check_no_overwrite, sinks
 from deformer_stream.errors import ConfigError, Unavailable
-from tests.contracts.effects import SCHEMA, effects_of
+from tests.contracts.effects import SCHEMA, make_effects
 
 
 def test_parquet_appears_whole_at_close_and_not_at_all_when_discarded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sinks, "ROW_GROUP", 10)
+    monkeypatch.setattr(sinks, "ROW_GROUP_SIZE", 10)
     path = tmp_path / "scores.parquet"
     path.write_text("the run before")
     sink = ScoresParquet(path, SCHEMA)
     for first in range(0, 100, 2):
-        sink.write(*effects_of(first))
+        sink.write(*make_effects(first))
     assert path.read_text() == "the run before"
     sink.close()
     file = pq.ParquetFile(path)
@@ -32,7 +32,7 @@ def test_parquet_appears_whole_at_close_and_not_at_all_when_discarded(
     file.close()
     before = path.read_bytes()
     failed = ScoresParquet(path, SCHEMA)
-    failed.write(*effects_of(0))
+    failed.write(*make_effects(0))
     failed.discard()
     failed.close()
     assert path.read_bytes() == before
@@ -47,7 +47,7 @@ def test_alerts_on_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw))
     sink = AlertLines("-")
-    sink.write(*effects_of(0))
+    sink.write(*make_effects(0))
     sink.flush()
     assert [orjson.loads(line)["record"] for line in raw.getvalue().splitlines()] == ["r0", "r1"]
     sink.close()
@@ -55,7 +55,7 @@ def test_alerts_on_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sink_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"scores\.parquet: cannot be written \(No such file or directory\)"):
+    with pytest.raises(ConfigError, match=r"scores\.parquet: the file cannot be written \(No such file or directory\)"):
         ScoresParquet(tmp_path / "no" / "scores.parquet", SCHEMA)
     with pytest.raises(ConfigError, match="cannot be written"):
         AlertLines(tmp_path)
@@ -66,7 +66,7 @@ def test_a_sink_that_cannot_be_written(tmp_path: Path) -> None:
         AlertLines(tmp_path / "alerts.parquet")
     assert list(tmp_path.iterdir()) == []
     full = AlertLines("/dev/full")
-    full.write(*effects_of(0))
+    full.write(*make_effects(0))
     with pytest.raises(Unavailable, match="writing failed"):
         full.flush()
     with pytest.raises(Unavailable, match="writing failed"):
@@ -76,13 +76,13 @@ def test_a_sink_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_a_table_that_does_not_fit_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row group that fails is written behind the one that is gathered."""
-    monkeypatch.setattr(sinks, "ROW_GROUP", 10)
+    monkeypatch.setattr(sinks, "ROW_GROUP_SIZE", 10)
     sink = ScoresParquet(tmp_path / "scores.parquet", SCHEMA)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def write() -> None:
         for first in range(0, 100, 2):
-            sink.write(*effects_of(first))
+            sink.write(*make_effects(first))
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
@@ -96,9 +96,9 @@ def test_a_table_that_does_not_fit_is_said_and_leaves_nothing(tmp_path: Path, mo
 
 def test_events_as_lines(tmp_path: Path) -> None:
     sink = LinesSink(tmp_path / "events.jsonl")
-    sink.lines([b'{"record":"r"}'])
-    sink.lines([])
-    sink.lines([b'{"record":"s"}'])
+    sink.write_lines([b'{"record":"r"}'])
+    sink.write_lines([])
+    sink.write_lines([b'{"record":"s"}'])
     sink.close()
     sink.close()
     assert (tmp_path / "events.jsonl").read_bytes() == b'{"record":"r"}\n{"record":"s"}\n'
@@ -116,5 +116,5 @@ def test_what_is_written_takes_the_place_of_no_input_and_no_other_output(tmp_pat
     for taken in (folder / "a.parquet", tmp_path / "link.parquet", folder / ".." / "logs" / "a.parquet"):
         with pytest.raises(ConfigError, match=r"--output .* is an input"):
             check_no_overwrite([folder], {"--output": taken})
-    with pytest.raises(ConfigError, match=r"--records .* is that of --output"):
+    with pytest.raises(ConfigError, match=r"--records .* is the output of --output"):
         check_no_overwrite([folder], {"--output": free, "--records": str(free)})

@@ -37,7 +37,7 @@ def read(
 ) -> tuple[list[Event], list[Rejection], list[tuple[str, int, int]]]:
     """Events as (record, feature, value), refusals, and the positions of the events."""
     source = open_source(inputs, SCHEMA, order=order, seed=seed, **options)
-    codec = Codec(SCHEMA, order=order, seed=seed, window_assigner=options.get("windows"))
+    codec = Codec(SCHEMA, order=order, seed=seed, window_assigner=options.get("window_assigner"))
     events: list[Event] = []
     refused: list[Rejection] = []
     places: list[tuple[str, int, int]] = []
@@ -89,7 +89,7 @@ def test_wide_parquet_with_ids_time_and_columns_that_are_ignored(tmp_path: Path)
     )
     source = open_source([path], SCHEMA)
     assert isinstance(source, FileSource)
-    assert (source.total, source.ignored) == (2, ("anomaly", "later"))
+    assert (source.num_rows, source.ignored_columns) == (2, ("anomaly", "later"))
     data = source.poll(0).data
     assert data is not None
     batch, rejected = Codec(SCHEMA).decode(data)
@@ -127,7 +127,7 @@ def test_wide_csv(tmp_path: Path) -> None:
     batch, rejected = Codec(SCHEMA).decode(data)
     assert batch.record_ids == ["007"] * 3 + ["008"] * 3
     assert batch.times.tolist() == [1583750073000000] * 3 + [1583750073250000] * 3
-    assert source.ignored == ("changepoint",)
+    assert source.ignored_columns == ("changepoint",)
     assert [e for e in read([path])[0] if e[2] is not None] == [
         ("007", "a", 1.5),
         ("007", "state", "3"),
@@ -192,7 +192,7 @@ def test_polls_are_small_and_the_source_ends(tmp_path: Path) -> None:
     assert sizes == [10] * 100 + [30, 20]
     assert source.is_exhausted
     assert source.poll(0).data is None
-    assert source.total is None  # lines are not counted before they are read
+    assert source.num_rows is None  # lines are not counted before they are read
 
 
 def test_an_explicit_layout_and_other_column_names(tmp_path: Path) -> None:
@@ -217,21 +217,21 @@ def test_devices_stand_for_records_with_windows(tmp_path: Path) -> None:
     at = "1970-01-01T00:00:"
     expected = [(f"p@{at}30Z", "a", 1.0), (f"q@{at}30Z", "b", 2.0), (f"p@{at}40Z", "b", 3.0)]
     for path in (table, text, events):
-        assert read([path], windows=windows)[:2] == (expected, []), path
+        assert read([path], window_assigner=windows)[:2] == (expected, []), path
         with pytest.raises(ConfigError, match="arrival"):
-            open_source([path], SCHEMA, order="random", windows=windows)
-    source = open_source([table], SCHEMA, windows=windows)
+            open_source([path], SCHEMA, order="random", window_assigner=windows)
+    source = open_source([table], SCHEMA, window_assigner=windows)
     assert isinstance(source, FileSource)
-    assert source.ignored == ()
+    assert source.ignored_columns == ()
     with pytest.raises(InputError, match="no column is a feature"):
         open_source([table], SCHEMA)  # without windows it is no long table
     wide = parquet(tmp_path / "wide.parquet", record=["r"], a=[1.0], device=["p"])
-    assert read([wide], "random", windows=windows)[0] == read([wide], "random")[0]
+    assert read([wide], "random", window_assigner=windows)[0] == read([wide], "random")[0]
     for missing in ("device", "time"):
         rest = {name: column for name, column in columns.items() if name != missing}
         path = parquet(tmp_path / f"no-{missing}.parquet", **rest)
         with pytest.raises(InputError, match=f"'{missing}'"):
-            open_source([path], SCHEMA, layout="long", windows=windows)
+            open_source([path], SCHEMA, layout="long", window_assigner=windows)
 
 
 def test_random_order_is_the_same_for_every_layout(tmp_path: Path) -> None:
@@ -362,7 +362,7 @@ def test_a_file_that_is_damaged_inside_is_an_input_error(tmp_path: Path) -> None
     content = bytearray(path.read_bytes())
     content[1000:300_000] = b"\xff" * 299_000
     path.write_bytes(content)
-    with pytest.raises(InputError, match=r"d\.parquet: cannot be read"):
+    with pytest.raises(InputError, match=r"d\.parquet: the file cannot be read"):
         read([path])
 
 
@@ -391,3 +391,15 @@ def test_standard_input_serves_what_is_there_and_waits_no_longer_than_asked() ->
     assert source.is_exhausted
     source.close()
     os.close(reader)
+
+
+def test_folder_of_a_delta_table_is_read_as_its_parquet_files(tmp_path: Path) -> None:
+    parquet(tmp_path / "part-0.parquet", record=["r"], a=[1.0])
+    (tmp_path / "_delta_log").mkdir()
+    lines(tmp_path / "_delta_log" / f"{0:020}.json", {"metaData": {"id": "x"}}, {"add": {"path": "part-0.parquet"}})
+    events, rejected, _ = read([tmp_path])
+    assert [event for event in events if event[2] is not None] == [("r", "a", 1.0)]
+    assert rejected == []
+    lines(tmp_path / "_delta_log" / f"{1:020}.json", {"remove": {"path": "part-0.parquet"}})
+    with pytest.raises(InputError, match="may hold files of older versions"):
+        read([tmp_path])

@@ -23,7 +23,7 @@ from deformer_stream.engine.events import RejectionReason, Rejection
 from deformer_stream.errors import ConfigError
 from tests.codec.test_arrow_messages import SCHEMA
 from tests.connectors.kafka_world import Bytes, Topic, alert, effects, numbered, sink_of
-from tests.contracts.effects import notice_of
+from tests.contracts.effects import make_drift_notice
 
 pytestmark = pytest.mark.kafka
 
@@ -65,7 +65,7 @@ def test_alerts_are_keyed_by_record(kafka: SimpleNamespace, topic: Topic, open_s
 def test_a_notice_of_drift_goes_among_the_alerts(kafka: SimpleNamespace, topic: Topic, open_sink: Any) -> None:
     name = topic(1, "alerts")
     sink = open_sink(name, None)
-    sink.write(replace(effects([alert("pump-1")], []), drift_notices=[notice_of(0)]), None)
+    sink.write(replace(effects([alert("pump-1")], []), drift_notices=[make_drift_notice(0)]), None)
     sink.flush()
     first, second = records_of(kafka, name, 2)
     assert (first.key, second.key) == (b"pump-1", b"r7")

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from connectors.files import events_of, table_events
+from connectors.files import iterate_events, table_events
 from deformer_stream.codec import Codec
 from deformer_stream.engine.events import NO_TIME
 from deformer_stream.errors import ConfigError, InputError
@@ -43,7 +43,7 @@ def table(tmp_path: Path) -> Path:
 
 
 def test_every_cell_with_a_value_comes_once_in_order_of_time(table: Path) -> None:
-    sent = list(events_of([table], shuffle_within=5.0, seed=1, exclude=["anomaly"]))
+    sent = list(iterate_events([table], shuffle_within=5.0, seed=1, exclude=["anomaly"]))
     documents = [orjson.loads(value) for _, value, _ in sent]
     expected = {(str(i), "state") for i in range(200)} | {(str(i), "level") for i in range(200)}
     expected |= {(str(i), "pressure") for i in range(200) if i % 10 != 3}
@@ -64,9 +64,9 @@ def test_every_cell_with_a_value_comes_once_in_order_of_time(table: Path) -> Non
 
 
 def test_equal_seeds_give_equal_streams(table: Path) -> None:
-    first, again, other = (list(events_of([table], shuffle_within=5.0, seed=seed)) for seed in (1, 1, 2))
+    first, again, other = (list(iterate_events([table], shuffle_within=5.0, seed=seed)) for seed in (1, 1, 2))
     assert first == again != other
-    calm = [orjson.loads(value) for _, value, _ in events_of([table], features=["state", "pressure"])]
+    calm = [orjson.loads(value) for _, value, _ in iterate_events([table], features=["state", "pressure"])]
     assert [(d["record"], d["feature"]) for d in calm[:4]] == [
         ("0", "pressure"),
         ("0", "state"),
@@ -77,7 +77,7 @@ def test_equal_seeds_give_equal_streams(table: Path) -> None:
 
 def test_what_is_sent_is_what_the_codec_accepts(table: Path) -> None:
     schema = Schema((Feature("pressure", "continuous"), Feature("state", "discrete", labels=("on", "off"))))
-    sent = events_of([table], shuffle_within=2.0, features=schema.names, prefix="line 1/")
+    sent = iterate_events([table], shuffle_within=2.0, features=schema.names, prefix="line 1/")
     data = MemorySource(((key, value) for key, value, _ in sent), chunk=10_000).poll(0).data
     assert data is not None
     batch, rejected = Codec(schema).decode(data)
@@ -90,7 +90,7 @@ def test_what_is_sent_is_what_the_codec_accepts(table: Path) -> None:
 def test_tables_without_times_send_a_row_a_second(tmp_path: Path) -> None:
     one = parquet(tmp_path / "one.parquet", record=[7, 8], a=[1.0, 2.0])
     two = parquet(tmp_path / "two.parquet", a=[3.0])
-    sent = list(events_of([one, two]))
+    sent = list(iterate_events([one, two]))
     assert [(key, due) for key, _, due in sent] == [(b"7", 0), (b"8", 1_000_000), (b"two:0", 2_000_000)]
 
 
@@ -103,14 +103,14 @@ def test_long_tables(tmp_path: Path) -> None:
         label=[None, None, "on", None],
         time=[10.0, 11.0, 12.5, None],
     )
-    sent = [(key, orjson.loads(value)) for key, value, _ in events_of([path], exclude=["d"])]
+    sent = [(key, orjson.loads(value)) for key, value, _ in iterate_events([path], exclude=["d"])]
     assert sent == [
         (b"x", {"record": "x", "feature": "a", "value": 1.5, "time": 10.0}),
         (b"x", {"record": "x", "feature": "b", "value": "on", "time": 12.5}),
         (b"x", {"record": "x", "feature": "c", "value": 2.0, "time": 12.5}),
     ]
     (tmp_path / "log.csv").write_text("record,feature,value\n007,a,1.5\n007,b,on\n")
-    rows = [orjson.loads(value) for _, value, _ in events_of([tmp_path / "log.csv"])]
+    rows = [orjson.loads(value) for _, value, _ in iterate_events([tmp_path / "log.csv"])]
     assert [(d["record"], d["value"]) for d in rows] == [("007", 1.5), ("007", "on")]
 
 
@@ -123,7 +123,7 @@ def test_json_lines_pass_as_they_are(tmp_path: Path) -> None:
         b'{"time":1e99}',
     ]
     path.write_bytes(b"\n".join([*content, b""]))
-    sent = list(events_of([path], shuffle_within=9.0))
+    sent = list(iterate_events([path], shuffle_within=9.0))
     assert [value for _, value, _ in sent] == content
     assert [(key, due) for key, _, due in sent] == [
         (b"x", 5_000_000),
@@ -134,37 +134,37 @@ def test_json_lines_pass_as_they_are(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded_when_a_whole_table_has_one_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_events, "HELD", 100)
+    monkeypatch.setattr(table_events, "MAX_DELAYED", 100)
     path = parquet(tmp_path / "t.parquet", time=pa.array([0] * 5000, pa.timestamp("s")), a=np.arange(5000.0))
-    sent = events_of([path], shuffle_within=1000.0)
+    sent = iterate_events([path], shuffle_within=1000.0)
     held = []
     for _ in range(4000):
         next(sent)
-        held.append(len(sent.gi_frame.f_locals["waiting"]))  # type: ignore[attr-defined]
+        held.append(len(sent.gi_frame.f_locals["delayed"]))  # type: ignore[attr-defined]
     assert max(held) <= 101
     assert len(list(sent)) == 1000
 
 
 def test_a_table_that_is_not_there_or_lacks_a_column_is_found_before_anything_is_sent(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
-        events_of([tmp_path / "none.parquet"])
+        iterate_events([tmp_path / "none.parquet"])
     wide = parquet(tmp_path / "wide.parquet", a=[1.0], b=[2.0])
     with pytest.raises(ConfigError, match=r"--exclude c: .*wide\.parquet has no such column"):
-        events_of([wide], exclude=["b", "c"])
+        iterate_events([wide], exclude=["b", "c"])
     other = parquet(tmp_path / "other.parquet", c=[1.0], d=[2.0])
-    assert len(list(events_of([wide, other], exclude=["b", "c"]))) == 2
+    assert len(list(iterate_events([wide, other], exclude=["b", "c"]))) == 2
 
 
 def test_faults(tmp_path: Path) -> None:
     labels = parquet(tmp_path / "labels.parquet", anomaly=[1])
     with pytest.raises(InputError, match=r"labels\.parquet: no column to send"):
-        list(events_of([labels], exclude=["anomaly"]))
+        list(iterate_events([labels], exclude=["anomaly"]))
     with pytest.raises(InputError, match=r"long table needs a column 'record'"):
-        list(events_of([labels], layout="long"))
+        list(iterate_events([labels], layout="long"))
     nameless = parquet(tmp_path / "nameless.parquet", record=[None, "a"], a=[1.0, 2.0])
     with pytest.raises(InputError, match=r"nameless\.parquet: column 'record' has a null"):
-        list(events_of([nameless]))
+        list(iterate_events([nameless]))
     with pytest.raises(InputError, match="no time column 'noon'"):
-        list(events_of([labels], time_column="noon"))
+        list(iterate_events([labels], time_column="noon"))
     with pytest.raises(InputError, match="impossible"):
-        list(events_of([labels], shuffle_within=-1.0))
+        list(iterate_events([labels], shuffle_within=-1.0))

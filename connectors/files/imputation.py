@@ -1,0 +1,338 @@
+"""Write tables with values from the model: missing values that were imputed, or complete records that were drawn.
+
+`deformer-stream impute` fills the gaps of a wide table (a row is a record). `deformer-stream sample` draws new records.
+Both read and write a limited number of rows at a time, so tables may be larger than memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from connectors.files.sinks import ParquetSink
+from connectors.files.tables import JSON_LINES, Table, choose_csv_type, find_files, get_value_type, join_names
+from deformer_stream import log
+from deformer_stream.codec import Codec
+from deformer_stream.codec.columns import convert_times_of_day, decode_dictionary
+from deformer_stream.codec.payloads import WideRows
+from deformer_stream.engine import imputation
+from deformer_stream.errors import InputError
+from deformer_stream.model.deformer import DEformer
+from deformer_stream.model.schema import Feature
+
+ROWS_PER_BATCH = 4096
+"""Number of rows that are read and imputed at a time."""
+MAX_PENDING_BYTES = 64 * 2**20
+"""A row group is written when it has this size, even if it has few rows."""
+MAX_LOGGED_FEATURES = 8
+"""Maximum number of feature names in a log event."""
+DRAW_COLUMN = "draw"
+"""The column with the number of the draw, if gaps are filled by random draws."""
+
+ReportProgress = Callable[[int], None]
+"""Receives the number of rows that were finished since the last call."""
+Floats = NDArray[np.float64]
+
+
+class _RowsParquet(ParquetSink):
+    """A Parquet file to which rows are appended; its row groups are bounded in bytes as well as in rows."""
+
+    def append(self, batch: pa.RecordBatch) -> None:
+        """Append rows; start to write a row group if enough rows or bytes are collected."""
+        self._add(batch)
+        if sum(pending.nbytes for pending in self._pending) > MAX_PENDING_BYTES:
+            self._write_pending()
+
+
+@dataclass(frozen=True, slots=True)
+class ImputeOptions:
+    """How missing values are filled.
+
+    Attributes:
+        interval: Probability of the central prediction interval, whose bounds become two columns.
+        estimate: The statistic of the conditional distribution that fills the gap of a continuous feature.
+        quantiles: Probabilities of further quantiles, each of which becomes a column.
+        draws: Number of random draws of the missing values of each row, or None for estimates. With draws, there are no
+            columns for interval and quantiles.
+        seed: The seed of the draws.
+    """
+
+    interval: float = 0.9
+    estimate: Literal["median", "mean", "mode"] = "median"
+    quantiles: tuple[float, ...] = ()
+    draws: int | None = None
+    seed: int = 0
+
+    def list_added_columns(self, name: str) -> list[str]:
+        """Return the names of the columns that follow the column of a continuous feature in the output."""
+        bounds = [] if self.draws else [f"{name}__{bound}" for bound in ("low", "high")]
+        return bounds + [f"{name}__q{quantile:g}" for quantile in sorted(self.quantiles)]
+
+
+def impute_table(
+    source: Path, output: Path, model: DEformer, options: ImputeOptions, report_progress: ReportProgress | None = None
+) -> int:
+    """Fill the nulls and NaNs in the feature columns of a wide table, and write the table as Parquet.
+
+    A gap is filled from the distribution of its feature given the present features of its row. A continuous feature
+    gets the estimate that was chosen, a discrete feature its most probable label, in the type of the column.
+
+    Each continuous column is followed by COLUMN__low and COLUMN__high, the bounds of the central interval, and by one
+    column per quantile, such as COLUMN__q0.05. These columns are null where the reading was present. With draws, each
+    row is repeated once per draw and the column `draw` counts from 0. Context features and columns that are not
+    features are copied.
+
+    Args:
+        source: A Parquet or CSV file.
+        output: The Parquet file to write.
+        model: The network, in evaluation mode.
+        options: How to fill the gaps.
+        report_progress: Receives the number of rows of each batch that was written.
+
+    Returns:
+        The number of gaps that were filled.
+
+    Raises:
+        InputError: The table cannot be read, has no feature of the model, or has a column that the result needs.
+    """
+    table = _open_table(source, model, options)
+    feature_by_name = {name: model.schema.features[code] for name, code in model.schema.code_by_name.items()}
+    feature_columns = [name for name in table.schema.names if name in feature_by_name]
+    is_csv = table.num_rows is None
+    csv_types = {name: choose_csv_type(table, feature_by_name[name]) for name in feature_columns} if is_csv else {}
+    output_schema = _make_output_schema(table, csv_types, feature_by_name, options)
+    codec = Codec(model.schema, order="schema")
+    has_column = np.isin(np.arange(len(model.schema)), [model.schema.code_by_name[name] for name in feature_columns])
+    num_filled = first_row = 0
+    sink = _RowsParquet(output, output_schema)
+    try:
+        for batch in table.iterate_batches(table.schema.names, ROWS_PER_BATCH, csv_types):
+            row_ids = [str(row) for row in range(first_row, first_row + batch.num_rows)]
+            events, _ = codec.decode(WideRows(str(table.path), batch, row_ids, first_row))
+            values = np.full((batch.num_rows, len(model.schema)), np.nan)
+            is_accepted = np.zeros(values.shape, bool)  # false for an infinite value: neither present nor a gap
+            values[events.message_indices, events.features] = events.values
+            is_accepted[events.message_indices, events.features] = True
+            is_gap = has_column & is_accepted & np.isnan(values)
+            num_filled += int((is_gap & ~model.schema.is_context).sum())
+            new_values, added_columns = _compute_values(model, values, is_gap, options, first_row)
+            rows = pa.array(np.repeat(np.arange(batch.num_rows), options.draws or 1))
+            arrays: list[pa.Array] = []
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                feature, code = feature_by_name.get(name), model.schema.code_by_name.get(name)
+                if feature is None or feature.context or code is None:
+                    arrays.append(column.take(rows))
+                    continue
+                description = f"{table.path}: column {name!r}"
+                arrays.append(_fill_gaps(column.take(rows), feature, new_values[:, code], description))
+                if _is_continuous_reading(feature):
+                    arrays += [_make_nullable(added[:, code]) for added in added_columns]
+            if options.draws:
+                arrays.append(pa.array(np.tile(np.arange(options.draws), batch.num_rows)))
+            sink.append(pa.RecordBatch.from_arrays(arrays, schema=output_schema))
+            first_row += batch.num_rows
+            if report_progress is not None:
+                report_progress(batch.num_rows)
+        sink.close()
+    finally:
+        sink.discard()
+    _log_features_without_column(feature_by_name, feature_columns)
+    return num_filled
+
+
+def _log_features_without_column(feature_by_name: dict[str, Feature], feature_columns: list[str]) -> None:
+    """Log the features of the model that are not imputed, because the table has no column for them."""
+    missing = [name for name, feature in feature_by_name.items() if name not in feature_columns and not feature.context]
+    if missing:
+        log.get_logger("impute").info(
+            "features_without_column_not_imputed",
+            features=missing[:MAX_LOGGED_FEATURES],
+            remedy="add a column of nulls for each feature to impute",
+        )
+
+
+def _compute_values(
+    model: DEformer, values: Floats, is_gap: NDArray[np.bool_], options: ImputeOptions, first_row: int
+) -> tuple[Floats, list[Floats]]:
+    """Compute the values that fill the gaps of N records.
+
+    Args:
+        model: The network, in evaluation mode.
+        values: (N, F) readings in raw units, NaN if missing.
+        is_gap: (N, F) which values to compute.
+        options: How to fill the gaps.
+        first_row: Number of the first record in the table. It makes the draws of each batch independent.
+
+    Returns:
+        The values of the gaps, NaN elsewhere: (N, F), or (N · draws, F) with the draws of a record in successive rows.
+        The contents of the added columns (bounds and quantiles), each (N, F); empty with draws.
+    """
+    if options.draws:
+        seed = int(np.random.SeedSequence([options.seed, first_row]).generate_state(1, np.uint64)[0] >> 1)
+        draws = imputation.sample_completions(model, values, is_gap, options.draws, seed)  # (draws, N, F)
+        drawn_values = np.where(is_gap, draws, np.nan)
+        return drawn_values.transpose(1, 0, 2).reshape(-1, drawn_values.shape[2]), []
+    imputed = imputation.impute(model, values, is_gap, options.interval)
+    new_values = {"median": imputed.median, "mean": imputed.mean, "mode": imputed.mode}[options.estimate]
+    new_values = np.where(np.isnan(new_values), imputed.median, new_values)  # a discrete feature has only the median
+    quantiles: list[Floats] = []
+    if options.quantiles:
+        quantiles = list(imputation.impute_quantiles(model, values, is_gap, sorted(options.quantiles)))
+    return new_values, [imputed.low, imputed.high, *quantiles]
+
+
+def write_samples(
+    output: Path, model: DEformer, count: int, seed: int, report_progress: ReportProgress | None = None
+) -> None:
+    """Draw records from the model and write them as a wide Parquet table.
+
+    The table has one column per feature, in raw units, with labels as text. The columns of context features are null,
+    because the model has no distribution for them.
+
+    Args:
+        output: The Parquet file to write.
+        model: The network, in evaluation mode.
+        count: Number of records.
+        seed: The seed of the draws.
+        report_progress: Receives the number of records of each batch that was written.
+    """
+    features = model.schema.features
+    output_schema = pa.schema([(feature.name, get_value_type(feature)) for feature in features])
+    sink = _RowsParquet(output, output_schema)
+    try:
+        for values in imputation.sample_records(model, count, seed):
+            arrays = [
+                _decode_labels(feature, column) if feature.labels else _make_nullable(column)
+                for feature, column in zip(features, values.T, strict=True)
+            ]
+            sink.append(pa.RecordBatch.from_arrays(arrays, schema=output_schema))
+            if report_progress is not None:
+                report_progress(len(values))
+        sink.close()
+    finally:
+        sink.discard()
+
+
+def _open_table(source: Path, model: DEformer, options: ImputeOptions) -> Table:
+    """Open a wide table and check that its gaps can be filled.
+
+    Raises:
+        InputError: The input is not one table, has no feature of the model, or has a column that the result needs.
+    """
+    files = find_files([source])
+    if len(files) > 1 or files[0].suffix.lower() in JSON_LINES:
+        raise InputError(f"{source}: only one wide table can be imputed at a time; name one Parquet or CSV file")
+    table = Table.open(files[0])
+    columns = set(table.schema.names)
+    features = [feature for feature in model.schema.features if feature.name in columns]
+    if not features:
+        raise InputError(
+            f"{source}: no column is a feature of the model (the columns are {table.format_column_names()}, "
+            f"the features are {join_names(model.schema.names)}); choose another model or another table"
+        )
+    added_columns = [
+        set(options.list_added_columns(feature.name)) for feature in features if _is_continuous_reading(feature)
+    ]
+    if options.draws:
+        added_columns.append({DRAW_COLUMN})
+    for added in added_columns:
+        conflicts = columns & added
+        if conflicts:
+            raise InputError(
+                f"{source}: the output needs the column {min(conflicts)!r}, which is in the table already; "
+                "rename it, or leave it out"
+            )
+    return table
+
+
+def _is_continuous_reading(feature: Feature | None) -> bool:
+    """Return whether a column is a continuous feature that is modelled, so that intervals can be computed for it."""
+    return feature is not None and not feature.context and not feature.labels
+
+
+def _make_output_schema(
+    table: Table, csv_types: dict[str, pa.DataType], feature_by_name: dict[str, Feature], options: ImputeOptions
+) -> pa.Schema:
+    """Return the columns of the output: those of the table, each followed by the columns that are added to it.
+
+    Args:
+        table: The table.
+        csv_types: Types by column that replace the inferred types of a CSV file.
+        feature_by_name: The features of the model.
+        options: How the gaps are filled.
+    """
+    fields: list[pa.Field] = []
+    for field in table.schema:
+        column_type, feature = csv_types.get(field.name, field.type), feature_by_name.get(field.name)
+        if feature is None or feature.context:
+            fields.append(pa.field(field.name, column_type))
+            continue
+        fields.append(pa.field(field.name, _get_filled_type(column_type, feature)))
+        if _is_continuous_reading(feature):
+            fields += [pa.field(name, pa.float64()) for name in options.list_added_columns(field.name)]
+    if options.draws:
+        fields.append(pa.field(DRAW_COLUMN, pa.int64()))
+    return pa.schema(fields)
+
+
+def _get_filled_type(column_type: pa.DataType, feature: Feature) -> pa.DataType:
+    """Return the type of a feature's column after its gaps are filled.
+
+    It is the type before, except that a dictionary becomes plain values, and that a column of nulls or of times of day
+    gets the type of the feature's values. Times of day become seconds since midnight.
+    """
+    value_type = column_type.value_type if pa.types.is_dictionary(column_type) else column_type
+    is_replaced = pa.types.is_null(value_type) or pa.types.is_time(value_type)
+    return get_value_type(feature) if is_replaced else value_type
+
+
+def _fill_gaps(column: pa.Array, feature: Feature, values: Floats, description: str) -> pa.Array:
+    """Return a column with its gaps filled.
+
+    Args:
+        column: N cells.
+        feature: The feature of the column.
+        values: (N,) a value for each gap and NaN elsewhere; for a discrete feature, the code of a label.
+        description: The file and the column, for error messages.
+
+    Raises:
+        InputError: The column's type cannot hold the values.
+    """
+    filled_type = _get_filled_type(column.type, feature)
+    try:
+        if pa.types.is_integer(filled_type) and not feature.labels:
+            limits = np.iinfo(filled_type.to_pandas_dtype())
+            values = np.clip(np.round(values), limits.min, limits.max)
+        new_cells = _decode_labels(feature, values) if feature.labels else _make_nullable(values)
+        new_cells = new_cells.cast(filled_type, safe=False)
+        old_cells = decode_dictionary(convert_times_of_day(column)).cast(filled_type)
+        return pc.if_else(new_cells.is_valid(), new_cells, old_cells)
+    except pa.ArrowException as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"{description} is {column.type} and cannot hold the imputed values ({reason}); convert the column"
+        ) from error
+
+
+def _make_nullable(values: Floats) -> pa.Array:
+    """Return numbers as an Arrow array, null where they are NaN."""
+    return pa.array(values, pa.float64(), mask=np.isnan(values))
+
+
+def _decode_labels(feature: Feature, codes: Floats) -> pa.Array:
+    """Return the labels of a discrete feature as text, null where the code is NaN.
+
+    Args:
+        feature: The feature.
+        codes: (N,) indexes into the feature's labels, or NaN.
+    """
+    is_missing = np.isnan(codes)
+    label_indexes = pa.array(np.where(is_missing, 0, codes).astype(np.int64), mask=is_missing)
+    return pa.array(feature.labels, pa.string()).take(label_indexes)

@@ -1,0 +1,103 @@
+"""Tests of the search for data files in folders: hidden files, and the metadata of Delta Lake and Iceberg tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deformer_stream.errors import InputError
+from deformer_stream.input_files import list_data_files
+
+SUFFIXES = (".parquet", ".json")
+
+
+def write_files(folder: Path, *names: str) -> None:
+    """Create files in a folder; their content is not read."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+
+
+def write_delta_commit(table: Path, version: int, *actions: dict[str, object]) -> None:
+    """Write one commit of a Delta Lake table."""
+    path = table / "_delta_log" / f"{version:020}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(action) + "\n" for action in actions))
+
+
+def write_iceberg_metadata(table: Path, *operations: str) -> None:
+    """Write the metadata of an Iceberg table with one snapshot per operation."""
+    path = table / "metadata" / "00001-5d1c.metadata.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    snapshots = [{"snapshot-id": i, "summary": {"operation": operation}} for i, operation in enumerate(operations)]
+    path.write_text(json.dumps({"format-version": 2, "snapshots": snapshots}, indent=2))
+
+
+def list_names(folder: Path) -> list[str]:
+    """Return the paths of the data files below a folder."""
+    return [path.relative_to(folder).as_posix() for path in list_data_files(folder, SUFFIXES)]
+
+
+def test_files_with_a_matching_ending_are_sorted_by_path(tmp_path: Path) -> None:
+    write_files(tmp_path, "b.parquet", "a/2.JSON", "a/1.parquet", "notes.txt", "folder.parquet/part.parquet")
+    assert list_names(tmp_path) == ["a/1.parquet", "a/2.JSON", "b.parquet", "folder.parquet/part.parquet"]
+
+
+def test_hidden_files_and_folders_are_skipped(tmp_path: Path) -> None:
+    folder = tmp_path / "_input"  # the name of the given folder itself does not matter
+    write_files(folder, "a.parquet", "_SUCCESS.json", ".b.parquet", "_temporary/c.parquet", "d/.checkpoints/e.parquet")
+    assert list_names(folder) == ["a.parquet"]
+
+
+def test_delta_table_without_removed_files_is_read_as_its_data_files(tmp_path: Path) -> None:
+    write_files(
+        tmp_path / "t", "part-0.parquet", "part-1.parquet", "_delta_log/00000000000000000001.checkpoint.parquet"
+    )
+    write_delta_commit(tmp_path / "t", 0, {"protocol": {}}, {"metaData": {}}, {"add": {"path": "part-0.parquet"}})
+    write_delta_commit(tmp_path / "t", 1, {"add": {"path": "part-1.parquet", "deletionVector": None}})
+    assert list_names(tmp_path) == ["t/part-0.parquet", "t/part-1.parquet"]
+
+
+@pytest.mark.parametrize(
+    "action",
+    [{"remove": {"path": "part-0.parquet"}}, {"add": {"path": "part-0.parquet", "deletionVector": {"cardinality": 1}}}],
+)
+def test_delta_table_with_removed_rows_is_rejected(tmp_path: Path, action: dict[str, object]) -> None:
+    write_files(tmp_path / "t", "part-0.parquet", "part-1.parquet")
+    write_delta_commit(tmp_path / "t", 0, {"add": {"path": "part-0.parquet"}})
+    write_delta_commit(tmp_path / "t", 1, action, {"add": {"path": "part-1.parquet"}})
+    with pytest.raises(InputError, match=r"t: this Delta Lake table may hold files of older versions .*plain Parquet"):
+        list_names(tmp_path)
+
+
+def test_delta_table_whose_log_is_incomplete_is_rejected(tmp_path: Path) -> None:
+    write_files(tmp_path, "part-0.parquet")
+    write_delta_commit(tmp_path, 7, {"add": {"path": "part-0.parquet"}})
+    with pytest.raises(InputError, match="the first commit of its log is missing"):
+        list_names(tmp_path)
+    write_delta_commit(tmp_path, 0, {"add": {}})
+    (tmp_path / "_delta_log" / f"{7:020}.json").write_text("{torn")
+    with pytest.raises(InputError, match=r"00007\.json cannot be read"):
+        list_names(tmp_path)
+
+
+def test_delta_table_in_a_hidden_folder_is_ignored(tmp_path: Path) -> None:
+    write_files(tmp_path, "a.parquet", ".old/part-0.parquet")
+    write_delta_commit(tmp_path / ".old", 0, {"remove": {"path": "part-0.parquet"}})
+    assert list_names(tmp_path) == ["a.parquet"]
+
+
+def test_iceberg_table_with_appends_only_is_read_as_its_data_files(tmp_path: Path) -> None:
+    write_files(tmp_path, "t/data/part-0.parquet", "t/metadata/version-hint.json", "metadata/a.parquet")
+    write_iceberg_metadata(tmp_path / "t", "append", "append")
+    assert list_names(tmp_path) == ["metadata/a.parquet", "t/data/part-0.parquet"]
+
+
+def test_iceberg_table_with_overwritten_files_is_rejected(tmp_path: Path) -> None:
+    write_files(tmp_path, "data/part-0.parquet", "data/part-1.parquet")
+    write_iceberg_metadata(tmp_path, "append", "overwrite")
+    with pytest.raises(InputError, match=r"this Iceberg table may hold files of older versions .*'overwrite'"):
+        list_names(tmp_path)
