@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from deformer_stream.errors import ConfigError
 from deformer_stream.model.deformer import DEformer
@@ -318,8 +318,7 @@ class TrainingRun:
         rows = self._choose_batch_rows()
         generator = create_generator(self.seed, 0x57E9, self.step)
         samples = draw_samples(self.data, rows, self.noise, self.recipe.arrival_share, generator)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.model.device)
         for part in self.ranks.select_slices(len(rows), self.recipe.accumulate):
             if self.model.config.dropout:  # dropout uses the global generator
@@ -548,24 +547,53 @@ def _create_optimizers(model: DEformer, recipe: Recipe) -> list[torch.optim.Opti
     optimizers: list[torch.optim.Optimizer] = []
     others = list(model.parameters())
     if recipe.optimizer == "muon":
-        layer_matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
-        matrix_ids = {id(p) for p in layer_matrices}
+        layer_matrices = {name: p for name, p in model.blocks.named_parameters() if p.dim() == 2}
+        matrix_ids = {id(p) for p in layer_matrices.values()}
         others = [p for p in others if id(p) not in matrix_ids]
-        # PyTorch multiplies weight decay by the learning rate, which is MUON_RATE_FACTOR times as large here.
-        decay = recipe.weight_decay / MUON_RATE_FACTOR
-        optimizers = [
-            torch.optim.Muon(
-                layer_matrices,
-                lr=MUON_RATE_FACTOR * recipe.learning_rate,
-                weight_decay=decay,
-                adjust_lr_fn="match_rms_adamw",
-            )
-        ]
+        optimizers = [_create_muon(layer_matrices, recipe)]
     groups = [
         {"params": [p for p in others if p.dim() > 1], "weight_decay": recipe.weight_decay},
         {"params": [p for p in others if p.dim() <= 1], "weight_decay": 0.0},
     ]
     return [*optimizers, torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)]
+
+
+def _create_muon(matrix_by_name: dict[str, nn.Parameter], recipe: Recipe) -> torch.optim.Muon:
+    """Return PyTorch's Muon for the matrices of the layers.
+
+    The joint matrix of queries, keys and values is updated as three matrices, because orthogonalising it as a whole
+    trains clearly worse (held-out NLL of binarised MNIST after a short run: 133 nats against less than 127). The
+    optimizer gets parameters that share memory with the three parts; a hook gives them the gradients of the parts.
+
+    Args:
+        matrix_by_name: The matrices, by name within the layers.
+        recipe: Learning rate and weight decay.
+    """
+    parameters: list[nn.Parameter] = []
+    parts_by_matrix: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
+    for name, matrix in matrix_by_name.items():
+        if name.endswith("qkv.weight"):
+            parts = [nn.Parameter(part) for part in matrix.data.chunk(3)]
+            parts_by_matrix.append((matrix, parts))
+            parameters += parts
+        else:
+            parameters.append(matrix)
+    muon = torch.optim.Muon(
+        parameters,
+        lr=MUON_RATE_FACTOR * recipe.learning_rate,
+        # PyTorch multiplies weight decay by the learning rate, which is MUON_RATE_FACTOR times as large here.
+        weight_decay=recipe.weight_decay / MUON_RATE_FACTOR,
+        adjust_lr_fn="match_rms_adamw",
+    )
+
+    def share_gradients(*_: Any) -> None:
+        for matrix, parts in parts_by_matrix:
+            gradients = [None] * len(parts) if matrix.grad is None else matrix.grad.chunk(len(parts))
+            for part, gradient in zip(parts, gradients, strict=True):
+                part.grad = gradient
+
+    muon.register_step_pre_hook(share_gradients)
+    return muon
 
 
 @contextmanager
