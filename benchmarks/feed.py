@@ -1,7 +1,7 @@
-"""Events for the benchmarks of the stream: many open records, reading by reading, as messages and as Kafka's own bytes.
+"""Events for the benchmarks of streams: readings of many open records, as messages and as Kafka record batches.
 
-A client in Python takes longer to send a message than the consumer may take to score it, and both would share the
-cores. So here record batches are put together by hand, cheaply, and sent over one connection for each topic.
+A Kafka client in Python needs more time to send a message than the consumer needs to score it, and both would share the
+processor's cores. Therefore this module encodes record batches itself and sends them over one connection per topic.
 """
 
 from __future__ import annotations
@@ -21,87 +21,108 @@ import torch
 
 from deformer_stream.calibration.conformal import Calibration
 from deformer_stream.kernels import build
-from deformer_stream.kernels.cpu import fits
+from deformer_stream.kernels.cpu import is_supported
 from deformer_stream.model.deformer import PRESETS, DEformer
 from deformer_stream.model.schema import Feature, Schema
 from tests.connectors.raw import batch, varint
 
-BATCH = 500
-"""Messages of a record batch: what a producer gathers in some milliseconds at the rates measured here."""
-WILD = 1e9
-"""A value that no model expects: its record alerts at once, whatever came before."""
-ANSWERED = 4 + 2 + 8 + 8 + 8
-"""Bytes that a broker answers about a partition: its number, an error, offset, time, where the log begins."""
+BATCH_MESSAGES = 500
+"""Messages of a record batch: as many as a producer gathers in a few milliseconds at the rates measured here."""
+OUTLIER_VALUE = 1e9
+"""A value that is so improbable that its record raises an alert at once."""
+ACKNOWLEDGEMENT_BYTES = 4 + 2 + 8 + 8 + 8
+"""Bytes of a broker's response per partition: number, error code, offset, time, and start of the log."""
 _VARINT = [varint(n) for n in range(2**14)]
 
 
-def schema_of(features: int) -> Schema:
+def make_schema(features: int) -> Schema:
+    """Return a schema of continuous features f0, f1, and so on."""
     return Schema(tuple(Feature(f"f{i}", "continuous") for i in range(features)))
 
 
-def model_of(preset: str, features: int, gaussians: int, precision: str = "float32") -> DEformer:
-    """Random weights, for what they are changes nothing about their speed; with compiled code where it fits. gaussians:
-    of the guide, 0 is none."""
+def make_model(preset: str, features: int, gaussians: int, precision: str = "float32") -> DEformer:
+    """Return a model with random weights, which are as fast as trained ones, and with compiled kernels if possible.
+
+    Args:
+        preset: The preset of the hyperparameters.
+        features: The number of features.
+        gaussians: Components of the Gaussian prior, 0 for none.
+        precision: The precision of the layers' matrix products.
+    """
     torch.manual_seed(0)
     config = with_(PRESETS[preset], gaussians=gaussians, precision=precision)  # type: ignore[arg-type]
-    model = DEformer(schema_of(features), config).eval()
-    if fits(model):
-        model.library = build.library(model.config.precision == "bfloat16")
+    model = DEformer(make_schema(features), config).eval()
+    if is_supported(model):
+        model.kernel_library = build.load_kernels(model.config.precision == "bfloat16")
     return model
 
 
-def calm_calibration() -> Calibration:
-    """Nothing alerts but what is `WILD`."""
+def make_quiet_calibration() -> Calibration:
+    """Return a calibration under which only records with an `OUTLIER_VALUE` raise an alert."""
     return Calibration.from_statistics(60 + np.arange(199) / 100, "random")
 
 
 @dataclass(frozen=True, slots=True)
-class Events:
-    """Readings of records of which `open` are open at once, each completed by its last reading; then the next ones
-    come. partition: of these records, part of their ids. wild: one in so many readings is `WILD`, at random, 0 for
-    none."""
+class EventFeed:
+    """An endless sequence of readings of records, a fixed number of which is open at once.
+
+    When all features of the open records have arrived, the next records begin.
+
+    Attributes:
+        features: The number of features of a record.
+        num_open: The number of records that are open at once.
+        partition: The partition of the records, which is part of their ids.
+        seed: Seed of the orders and values.
+        readings_per_outlier: How many readings come on average to one `OUTLIER_VALUE`; 0 for no outliers.
+    """
 
     features: int
-    open: int
+    num_open: int
     partition: int = 0
     seed: int = 0
-    wild: int = 0
+    readings_per_outlier: int = 0
 
     def readings(self) -> Iterator[tuple[str, str, float]]:
-        """Record, feature, value, for ever."""
+        """Yield record id, feature name and value of each reading, without end."""
         rng = np.random.default_rng((self.seed, self.partition))
         generation = 0
         while True:
-            orders = np.argsort(rng.random((self.open, self.features)), 1)
-            values = np.round(rng.normal(size=(self.open, self.features)), 5).tolist()
-            names = [f"p{self.partition}-{generation}/{i:05d}" for i in range(self.open)]
+            orders = np.argsort(rng.random((self.num_open, self.features)), 1)
+            values = np.round(rng.normal(size=(self.num_open, self.features)), 5).tolist()
+            names = [f"p{self.partition}-{generation}/{i:05d}" for i in range(self.num_open)]
             for place in range(self.features):
                 codes = orders[:, place].tolist()
-                wild = (rng.random(self.open) * self.wild < 1).tolist() if self.wild else [False] * self.open
-                for i in rng.permutation(self.open).tolist():
-                    yield names[i], f"f{codes[i]}", WILD if wild[i] else values[i][place]
+                is_outlier = [False] * self.num_open
+                if self.readings_per_outlier:
+                    is_outlier = (rng.random(self.num_open) * self.readings_per_outlier < 1).tolist()
+                for i in rng.permutation(self.num_open).tolist():
+                    yield names[i], f"f{codes[i]}", OUTLIER_VALUE if is_outlier[i] else values[i][place]
             generation += 1
 
-    def singles(self) -> Iterator[tuple[bytes, bytes]]:
-        """Key and JSON of one reading each, whose time is the broker's."""
+    def json_messages(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield key and JSON value of messages with one reading each, which leave the time to the broker."""
         for record, feature, value in self.readings():
             owner = record.encode()
             yield owner, b'{"record":"%b","feature":"%b","value":%r}' % (owner, feature.encode(), value)
 
-    def many(self, readings: int) -> Iterator[tuple[bytes, bytes]]:
-        """Key and JSON of so many readings of a record each; a divisor of the number of features."""
+    def json_messages_of_many(self, readings: int) -> Iterator[tuple[bytes, bytes]]:
+        """Yield key and JSON value of messages with several readings of one record each.
+
+        Args:
+            readings: Readings of a message, a divisor of the number of features.
+        """
         rng = np.random.default_rng((self.seed, self.partition))
         generation = 0
         while True:
             for start in range(0, self.features, readings):
-                for i in rng.permutation(self.open).tolist():
+                for i in rng.permutation(self.num_open).tolist():
                     record = f"p{self.partition}-{generation}/{i:05d}"
                     values = {f"f{start + k}": v for k, v in enumerate(rng.normal(size=readings).tolist())}
                     yield record.encode(), orjson.dumps({"record": record, "time": 1583750073.5, "values": values})
             generation += 1
 
-    def arrow(self, rows: int) -> Iterator[tuple[None, bytes]]:
-        """Arrow streams of so many readings."""
+    def arrow_messages(self, rows: int) -> Iterator[tuple[None, bytes]]:
+        """Yield Arrow streams with this many readings each, without a key."""
         readings = self.readings()
         while True:
             records, features, values = zip(*islice(readings, rows), strict=True)
@@ -115,8 +136,8 @@ class Events:
             yield None, sink.getvalue().to_pybytes()
 
 
-def records_of(messages: list[tuple[bytes | None, bytes]]) -> bytes:
-    """Messages as the records of one batch."""
+def encode_records(messages: list[tuple[bytes | None, bytes]]) -> bytes:
+    """Encode messages, key and value each, as the records of one Kafka record batch."""
     parts = []
     for place, (key, value) in enumerate(messages):
         length = _VARINT[len(value)] if len(value) < len(_VARINT) else varint(len(value))
@@ -126,8 +147,13 @@ def records_of(messages: list[tuple[bytes | None, bytes]]) -> bytes:
     return b"".join(parts)
 
 
-class Wire:
-    """One connection that sends batches (Produce, version 7) and reads the acknowledgements when asked to."""
+class ProduceConnection:
+    """A connection to a Kafka broker that sends record batches of one topic (Produce requests, version 7).
+
+    Args:
+        bootstrap: Host and port of the broker, which must lead all partitions of the topic.
+        topic: The topic.
+    """
 
     def __init__(self, bootstrap: str, topic: str) -> None:
         host, port = bootstrap.split(",")[0].rsplit(":", 1)
@@ -138,8 +164,14 @@ class Wire:
         self._sent = 0
 
     def send(self, batches: Sequence[tuple[int, bytes, int]]) -> float:
-        """Send batches of now, of different partitions, in one request: partition, records and how many these are. The
-        time of sending, seconds since 1970."""
+        """Send batches of different partitions in one request.
+
+        Args:
+            batches: Partition, encoded records (see `encode_records`) and number of records of each batch.
+
+        Returns:
+            The time of the request, in seconds since 1970, which is also the timestamp of the records.
+        """
         now = time.time()
         name = self._topic
         body = struct.pack(">hhih4s", 0, 7, 1, 4, b"feed") + struct.pack(">hhi", -1, 1, 30_000)
@@ -151,18 +183,22 @@ class Wire:
         self._sent += 1
         return now
 
-    def settle(self, at_most: int = 0) -> None:
-        """Read acknowledgements until at most so many are outstanding. Raises AssertionError where a batch was
-        refused."""
+    def wait_for_acknowledgements(self, at_most: int = 0) -> None:
+        """Read acknowledgements until at most `at_most` are outstanding.
+
+        Raises:
+            AssertionError: The broker has rejected a batch.
+        """
         while self._sent > at_most:
             answer = self._answers.read(*struct.unpack(">i", self._answers.read(4)))
             at = 4 + 4 + 2 + len(self._topic)
             (partitions,) = struct.unpack_from(">i", answer, at)
-            found = (struct.unpack_from(">ih", answer, at + 4 + ANSWERED * i) for i in range(partitions))
-            refused = {partition: error for partition, error in found if error}
-            assert not refused, f"the broker answers {refused}"
+            results = (struct.unpack_from(">ih", answer, at + 4 + ACKNOWLEDGEMENT_BYTES * i) for i in range(partitions))
+            errors = {partition: error for partition, error in results if error}
+            assert not errors, f"the broker rejected batches; error codes by partition: {errors}"
             self._sent -= 1
 
     def close(self) -> None:
+        """Close the connection."""
         self._answers.close()
         self._socket.close()

@@ -1,13 +1,17 @@
-"""The whole road, measured on one machine with the broker on the same cores: `python -m benchmarks.stream [PART…]`.
+"""Measure the whole pipeline on one machine, with the Kafka broker on the same cores.
 
-stages       events a second of each hop in one process, without Kafka, by a model with and without a guide
-throughput   events a second through a real Kafka from a topic filled beforehand: one reading a message, many, Arrow
-sustained    messages produced at a rate (--rate) for a time (--seconds): the lag must not grow
-latency      from produce to alert, at several rates (--rates); an alert is visible once it is committed
-start        from the start of the process until it is ready
-memory       a million open records with 20 readings each, in one process
-replay       Parquet in, scores out, as a share of what the layers' products alone would allow, and the memory it takes,
-             by tenths of the way: for --events and for a million, or a fifth (50 million: 2 GB of disk at TMPDIR)
+    python -m benchmarks.stream [PART…]
+
+stages       Events per second of each stage in one process, without Kafka, with and without a Gaussian prior.
+throughput   Events per second through a real Kafka from a topic that was filled before, by format of the messages: one
+             reading per message, several, Arrow.
+sustained    Messages are produced at a rate (--rate) for a time (--seconds); the consumer lag must not grow.
+latency      Time from produce to alert, at several rates (--rates). An alert is visible when it is committed.
+start        Time from the start of the process until it is ready.
+memory       Memory of a million open records with 20 readings each, in one process.
+replay       Events per second from a Parquet file to scores, as a share of what the layers' matrix products alone would
+             allow, and memory in each tenth of the run. Measured for --events, and for a million or a fifth of them.
+             50 million events need 2 GB of disk at TMPDIR.
 """
 
 from __future__ import annotations
@@ -38,34 +42,36 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], Rows]] = {
 }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Rows of one part, which have the same keys."""
+def format_table(rows: list[dict[str, Any]]) -> str:
+    """Return rows of one part, which have the same keys, as a Markdown table."""
     head = [key.replace("_", " ") for key in rows[0] if key != "part"]
-    cells = [[_shown(value) for key, value in row.items() if key != "part"] for row in rows]
+    cells = [[_format_value(value) for key, value in row.items() if key != "part"] for row in rows]
     lines = [head, ["---"] * len(head), *cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def write(rows: list[dict[str, Any]], folder: Path) -> None:
-    """Put the rows into the results, in place of earlier ones of the same parts."""
+    """Write the rows to the results, in place of earlier rows of the same parts."""
     lines = folder / "stream.jsonl"
-    kept = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
-    new = {row["part"] for row in rows}
+    earlier_rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    new_parts = {row["part"] for row in rows}
     rows = sorted(
-        [row for row in kept if row["part"] not in new] + rows, key=lambda row: list(PARTS).index(row["part"])
+        [row for row in earlier_rows if row["part"] not in new_parts] + rows,
+        key=lambda row: list(PARTS).index(row["part"]),
     )
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = "# The whole road\n\nThe broker, where there is one, runs on the same cores. What the parts are: "
-    text += "`python -m benchmarks.stream --help`.\n"
+    text = "# The whole pipeline\n\nThe Kafka broker, if a part needs one, runs on the same cores. "
+    text += "`python -m benchmarks.stream --help` describes the parts.\n"
     for part in PARTS:
-        mine = [row for row in rows if row["part"] == part]
-        if mine:
-            text += f"\n## {part.capitalize()}\n\n{mine[0]['machine']}, {mine[0]['date']}.\n\n"
-            text += table([{k: v for k, v in row.items() if k not in ("machine", "date")} for row in mine]) + "\n"
+        part_rows = [row for row in rows if row["part"] == part]
+        if part_rows:
+            text += f"\n## {part.capitalize()}\n\n{part_rows[0]['machine']}, {part_rows[0]['date']}.\n\n"
+            columns = [{k: v for k, v in row.items() if k not in ("machine", "date")} for row in part_rows]
+            text += format_table(columns) + "\n"
     (folder / "stream.md").write_text(text)
 
 
@@ -73,21 +79,40 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.stream", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help="by default all")
+    parser.add_argument(
+        "parts", nargs="*", choices=[*PARTS, []], metavar="PART", help="The parts to measure, by default all."
+    )
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--features", type=int, default=8)
-    parser.add_argument("--gaussians", type=int, default=0, help="components of the model's guide")
-    parser.add_argument("--precision", default="bfloat16", choices=["float32", "bfloat16"], help="replay, memory")
-    parser.add_argument("--events", type=int, default=1_000_000, help="throughput: in the topic; replay: in the table")
-    parser.add_argument("--payloads", default="json,many,arrow", help="throughput: which, comma-separated")
-    parser.add_argument("--rate", type=int, default=40_000, help="sustained: events a second")
-    parser.add_argument("--rates", default="500,5000,20000,30000,45000", help="latency: the same, each in its turn")
-    parser.add_argument("--seconds", type=int, default=20, help="sustained, latency: how long")
-    parser.add_argument("--warm", type=int, default=30, help="latency: seconds before what is measured")
-    parser.add_argument("--records", type=int, default=1_000_000, help="memory: open at once")
-    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="of consume")
-    parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="of consume, many times")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--gaussians", type=int, default=0, help="Components of the Gaussian prior, 0 for none.")
+    parser.add_argument(
+        "--precision",
+        default="bfloat16",
+        choices=["float32", "bfloat16"],
+        help="Precision of the matrix products in replay and memory.",
+    )
+    parser.add_argument(
+        "--events", type=int, default=1_000_000, help="Events in the topic of throughput and in the table of replay."
+    )
+    parser.add_argument("--payloads", default="json,many,arrow", help="Message formats of throughput, comma-separated.")
+    parser.add_argument("--rate", type=int, default=40_000, help="Events per second of sustained.")
+    parser.add_argument(
+        "--rates", default="500,5000,20000,30000,45000", help="Events per second of latency, one measurement for each."
+    )
+    parser.add_argument("--seconds", type=int, default=20, help="Duration of sustained and of latency.")
+    parser.add_argument("--warm", type=int, default=30, help="Seconds of latency before the measurement begins.")
+    parser.add_argument("--records", type=int, default=1_000_000, help="Open records of memory.")
+    parser.add_argument(
+        "--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="Threads of the consumer."
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="An option of the consumer, such as max-poll-records=500; may be repeated.",
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="The folder of the results.")
     arguments = parser.parse_args(words)
     limit_thread_spinning()
     rows: list[dict[str, Any]] = []

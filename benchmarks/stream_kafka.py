@@ -1,4 +1,4 @@
-"""The road from end to end: a real Kafka, and the real program as a process. See `benchmarks.stream`."""
+"""The parts of `benchmarks.stream` that use a real Kafka and run the consumer as a process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ from typing import Any
 import orjson
 from kafka import KafkaConsumer, TopicPartition
 
-from benchmarks.feed import BATCH, WILD, Events, Wire, calm_calibration, model_of, records_of
+from benchmarks.feed import (
+    BATCH_MESSAGES,
+    OUTLIER_VALUE,
+    EventFeed,
+    ProduceConnection,
+    encode_records,
+    make_model,
+    make_quiet_calibration,
+)
 from benchmarks.recovery import measure_ready_seconds
 from connectors.kafka import ensure_topics
 from deformer_stream import model_store
@@ -33,31 +41,35 @@ from tests.integration.programs import Cluster, Consume
 Rows = Iterator[dict[str, Any]]
 
 PARTITIONS = 4
-OPEN = 1024
-"""Records open at once in each partition."""
-PATIENCE = 120.0
-LINGER = 0.005
-"""Seconds for which a producer gathers messages, all partitions' in one request: a Kafka producer's default."""
-READINGS = {"json": 1, "many": 4, "arrow": 1000}
-"""Readings of a message."""
+OPEN_RECORDS = 1024
+"""Records that are open at once in each partition."""
+STALL_SECONDS = 120.0
+"""Seconds without progress of the consumer after which a benchmark fails."""
+LINGER_SECONDS = 0.005
+"""Seconds for which the producer gathers the messages of one request: the default of a Kafka producer."""
+READINGS_PER_MESSAGE = {"json": 1, "many": 4, "arrow": 1000}
+"""Readings of a message by message format."""
 
 
 @contextmanager
-def _consuming(options: argparse.Namespace, folder: Path, bootstrap: str, topic: str, *words: str) -> Iterator[Consume]:
+def _run_consumer(
+    options: argparse.Namespace, folder: Path, bootstrap: str, topic: str, *words: str
+) -> Iterator[Consume]:
+    """Run `deformer-stream consume` on a topic within a `with` block, with a model of random weights."""
     model = folder / f"{options.preset}-{options.features}-{options.gaussians}"
     if not model.exists():
         model_store.write(
-            model, model_of(options.preset, options.features, options.gaussians), calm_calibration(), {}, ""
+            model, make_model(options.preset, options.features, options.gaussians), make_quiet_calibration(), {}, ""
         )
-    given = [word for setting in options.set for word in ("--" + setting).split("=", 1)]
-    where = ["--topic", topic, "--group", topic, "--bootstrap-servers", bootstrap, "--model", model, "--alerts", ""]
+    settings = [word for setting in options.set for word in ("--" + setting).split("=", 1)]
+    arguments = ["--topic", topic, "--group", topic, "--bootstrap-servers", bootstrap, "--model", model, "--alerts", ""]
     log = folder / f"{topic}.log"
-    with Consume(log, *where, *given, *words, variables={"OMP_NUM_THREADS": str(options.threads)}) as consumer:
+    with Consume(log, *arguments, *settings, *words, variables={"OMP_NUM_THREADS": str(options.threads)}) as consumer:
         yield consumer
 
 
-def _topic(bootstrap: str) -> str:
-    """A new topic whose partitions have leaders: `Wire` takes no for an answer."""
+def _create_topic(bootstrap: str) -> str:
+    """Create a topic and wait until its partitions have leaders, because `ProduceConnection` does not retry."""
     name = f"events-{uuid.uuid4().hex[:8]}"
     ensure_topics(bootstrap, {name: {"num_partitions": PARTITIONS}})
     with closing(Cluster(bootstrap)) as cluster:
@@ -65,160 +77,219 @@ def _topic(bootstrap: str) -> str:
     return name
 
 
-def _messages(options: argparse.Namespace, payload: str, wild: int = 0) -> list[Iterator[tuple[bytes | None, bytes]]]:
-    """For each partition, without end."""
-    feeds = [Events(options.features, OPEN, partition, wild=wild) for partition in range(PARTITIONS)]
+def _make_messages(
+    options: argparse.Namespace, payload: str, readings_per_outlier: int = 0
+) -> list[Iterator[tuple[bytes | None, bytes]]]:
+    """Return for each partition an endless iterator over key and value of its messages.
+
+    Args:
+        options: The command's options.
+        payload: The message format.
+        readings_per_outlier: How many readings come on average to one outlier; 0 for none.
+    """
+    feeds = [
+        EventFeed(options.features, OPEN_RECORDS, partition, readings_per_outlier=readings_per_outlier)
+        for partition in range(PARTITIONS)
+    ]
     if payload == "arrow":
-        return [feed.arrow(READINGS["arrow"]) for feed in feeds]
-    return [feed.singles() if payload == "json" else feed.many(READINGS["many"]) for feed in feeds]
+        return [feed.arrow_messages(READINGS_PER_MESSAGE["arrow"]) for feed in feeds]
+    if payload == "many":
+        return [feed.json_messages_of_many(READINGS_PER_MESSAGE["many"]) for feed in feeds]
+    return [feed.json_messages() for feed in feeds]
 
 
-def _fill(options: argparse.Namespace, bootstrap: str, topic: str, payload: str) -> int:
-    """Readings that the topic has now, at least `--events`."""
-    wire, feeds = Wire(bootstrap, topic), _messages(options, payload)
-    each = max(1, BATCH // READINGS[payload])
+def _fill_topic(options: argparse.Namespace, bootstrap: str, topic: str, payload: str) -> int:
+    """Produce at least `--events` readings and return their number."""
+    connection, feeds = ProduceConnection(bootstrap, topic), _make_messages(options, payload)
+    batch_size = max(1, BATCH_MESSAGES // READINGS_PER_MESSAGE[payload])
     sent = 0
     for partition in itertools.cycle(range(PARTITIONS)):
-        wire.send([(partition, records_of(list(itertools.islice(feeds[partition], each))), each)])
-        wire.settle(at_most=8)
-        sent += each * READINGS[payload]
+        messages = list(itertools.islice(feeds[partition], batch_size))
+        connection.send([(partition, encode_records(messages), batch_size)])
+        connection.wait_for_acknowledgements(at_most=8)
+        sent += batch_size * READINGS_PER_MESSAGE[payload]
         if sent >= options.events and partition == PARTITIONS - 1:
             break
-    wire.settle()
-    wire.close()
+    connection.wait_for_acknowledgements()
+    connection.close()
     return sent
 
 
 def throughput(options: argparse.Namespace, folder: Path) -> Rows:
-    """From the first tenth of the events on, by what the program says that it has accepted."""
+    """Measure accepted events per second for each message format, without the first tenth of the events."""
     with load_broker_script().start() as broker:
         for payload in options.payloads.split(","):
-            topic = _topic(broker.bootstrap)
-            sent = _fill(options, broker.bootstrap, topic, payload)
-            with _consuming(options, folder, broker.bootstrap, topic) as consumer:
-                seen = _watched(consumer, sent)
-                cpu = _cpu_of(consumer.process.pid)
+            topic = _create_topic(broker.bootstrap)
+            sent = _fill_topic(options, broker.bootstrap, topic, payload)
+            with _run_consumer(options, folder, broker.bootstrap, topic) as consumer:
+                progress = _wait_for_events(consumer, sent)
+                cpu_seconds = _read_cpu_seconds(consumer.process.pid)
                 consumer.stop()
-            rated = [(at, n) for at, n in seen if 0.1 * sent <= n <= sent]
-            (began, first), (ended, last) = rated[0], next(point for point in rated if point[1] == rated[-1][1])
+            measured = [(at, n) for at, n in progress if 0.1 * sent <= n <= sent]
+            began, first = measured[0]
+            ended, last = next(point for point in measured if point[1] == measured[-1][1])
             yield {
                 "preset": options.preset,
                 "features": options.features,
                 "guide": options.gaussians,
                 "threads": options.threads,
                 "payload": payload,
-                "readings_a_message": READINGS[payload],
+                "readings_a_message": READINGS_PER_MESSAGE[payload],
                 "events": sent,
                 "events_/s": round((last - first) / (ended - began)),
-                "cores_used": round(cpu / (ended - seen[0][0]), 2),
+                "cores_used": round(cpu_seconds / (ended - progress[0][0]), 2),
             }
 
 
-def _watched(consumer: Consume, events: int) -> list[tuple[float, int]]:
-    """Time and events accepted, until there are so many."""
-    seen: list[tuple[float, int]] = []
-    while not seen or seen[-1][1] < events:
+def _wait_for_events(consumer: Consume, events: int) -> list[tuple[float, int]]:
+    """Wait until the consumer has accepted this many events; return the progress, times and numbers of events."""
+    progress: list[tuple[float, int]] = []
+    while not progress or progress[-1][1] < events:
         assert consumer.process.poll() is None, consumer.said()
         try:
             accepted = int(consumer.metrics()["deformer_events_total"])
         except (urllib.error.URLError, OSError):
             accepted = 0
-        seen.append((time.monotonic(), accepted))
-        stuck = next(at for at, n in seen if n == accepted)
-        assert time.monotonic() - stuck < PATIENCE, f"stuck at {accepted} of {events}: {consumer.said()}"
+        progress.append((time.monotonic(), accepted))
+        last_progress = next(at for at, n in progress if n == accepted)
+        assert time.monotonic() - last_progress < STALL_SECONDS, (
+            f"the consumer stopped at {accepted} of {events} events: {consumer.said()}"
+        )
         time.sleep(0.1)
-    return seen
+    return progress
 
 
-def _cpu_of(process: int) -> float:
-    """Seconds of processor time so far."""
+def _read_cpu_seconds(process: int) -> float:
+    """Return the seconds of processor time that a process has used."""
     with Path(f"/proc/{process}/stat").open() as file:
         fields = file.read().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / 100
 
 
-def _resident_of(process: int) -> int:
+def _read_resident_bytes(process: int) -> int:
+    """Return the resident memory of a process in bytes."""
     with Path(f"/proc/{process}/statm").open() as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
-    """late: seconds that a request went after its time, at most. went: record whose reading is wild → when that went.
-    Both of the time after the warm-up."""
+class _ProducerResult:
+    """What a producer has sent.
 
-    events: int
-    late: float
-    went: dict[str, float]
+    Attributes:
+        num_events: All events, those of the warm-up included.
+        max_delay: The longest delay of a request after its planned time, in seconds, after the warm-up.
+        sent_at_by_record: For records with an outlier after the warm-up, when the outlier was sent.
+    """
+
+    num_events: int
+    max_delay: float
+    sent_at_by_record: dict[str, float]
 
 
 class _Producer:
-    """Sends at a steady rate, a request every `LINGER`; and remembers when the wild ones went.
+    """A process that produces messages at a steady rate, one request every `LINGER_SECONDS`.
 
-    A process of its own, or it would share an interpreter with who reads the alerts. ahead: the messages are put
-    together before the first one goes, for that is no work of a stream's. warm: seconds that are not spoken of.
+    It is a process of its own, because it would otherwise share the interpreter with the thread that reads the alerts.
+
+    Args:
+        options: The command's options, among them the rate.
+        bootstrap: Host and port of the broker.
+        topic: The topic.
+        readings_per_outlier: How many readings come on average to one outlier; 0 for none.
+        warm_up: Seconds at the beginning that are not part of the result.
+        is_prepared: Whether all messages are encoded before the first one is sent.
     """
 
     def __init__(
-        self, options: argparse.Namespace, bootstrap: str, topic: str, wild: int = 0, warm: int = 0, ahead: bool = False
+        self,
+        options: argparse.Namespace,
+        bootstrap: str,
+        topic: str,
+        readings_per_outlier: int = 0,
+        warm_up: int = 0,
+        is_prepared: bool = False,
     ) -> None:
         context = multiprocessing.get_context("spawn")
-        self._results, theirs = context.Pipe()
-        self._process = context.Process(target=_produce, args=(options, bootstrap, topic, wild, warm, ahead, theirs))
+        self._results, results_of_process = context.Pipe()
+        arguments = options, bootstrap, topic, readings_per_outlier, warm_up, is_prepared, results_of_process
+        self._process = context.Process(target=_produce, args=arguments)
         self._process.start()
         self._results.recv()
 
     def start(self) -> None:
+        """Begin to produce."""
         self._results.send("go")
 
     def is_alive(self) -> bool:
+        """Return whether the process still produces."""
         return not self._results.poll()
 
-    def join(self) -> _Sent:
-        """What it did, when it has done so."""
-        sent: _Sent = self._results.recv()
+    def join(self) -> _ProducerResult:
+        """Wait for the end of the process and return what it has sent."""
+        result: _ProducerResult = self._results.recv()
         self._process.join()
-        return sent
+        return result
 
 
 def _produce(
-    options: argparse.Namespace, bootstrap: str, topic: str, wild: int, warm: int, ahead: bool, results: Connection
+    options: argparse.Namespace,
+    bootstrap: str,
+    topic: str,
+    readings_per_outlier: int,
+    warm_up: int,
+    is_prepared: bool,
+    results: Connection,
 ) -> None:
-    mark = b"%r" % WILD
-    wire, feeds = Wire(bootstrap, topic), _messages(options, "json", wild)
+    """Produce messages in the process of a `_Producer`, and send a `_ProducerResult` back."""
+    outlier = b"%r" % OUTLIER_VALUE
+    connection, feeds = ProduceConnection(bootstrap, topic), _make_messages(options, "json", readings_per_outlier)
 
-    def requests() -> Iterator[tuple[list[tuple[int, bytes, int]], list[str]]]:
-        for numbers in shares(options.rate, warm + options.seconds):
-            some = [list(itertools.islice(feed, n)) for feed, n in zip(feeds, numbers, strict=True)]
-            marked = [key.decode() for messages in some for key, value in messages if key is not None and mark in value]
-            yield [(p, records_of(messages), len(messages)) for p, messages in enumerate(some) if messages], marked
+    def make_requests() -> Iterator[tuple[list[tuple[int, bytes, int]], list[str]]]:
+        """Yield the batches of each request, and the records that have an outlier in it."""
+        for numbers in share_messages(options.rate, warm_up + options.seconds):
+            by_partition = [list(itertools.islice(feed, n)) for feed, n in zip(feeds, numbers, strict=True)]
+            messages = itertools.chain.from_iterable(by_partition)
+            records = [key.decode() for key, value in messages if key is not None and outlier in value]
+            yield [(p, encode_records(part), len(part)) for p, part in enumerate(by_partition) if part], records
 
-    prepared = list(requests()) if ahead else requests()
+    requests = list(make_requests()) if is_prepared else make_requests()
     results.send("ready")
     results.recv()
-    times, events, went = list[float](), 0, dict[str, float]()
-    for batches, marked in limit_rate(prepared, 1 / LINGER):
-        times.append(wire.send(batches) if batches else time.time())
-        wire.settle(at_most=16)
-        events += sum(count for _, _, count in batches)
-        for record in marked:
-            went.setdefault(record, times[-1])  # a record alerts at its first wild reading
-    wire.settle()
-    wire.close()
-    first = round(warm / LINGER)
-    late = max(at - times[0] - turn * LINGER for turn, at in enumerate(times[first:], first))
-    results.send(_Sent(events, late, {record: at for record, at in went.items() if at >= times[first]}))
+    times, num_events, sent_at_by_record = list[float](), 0, dict[str, float]()
+    for batches, records in limit_rate(requests, 1 / LINGER_SECONDS):
+        times.append(connection.send(batches) if batches else time.time())
+        connection.wait_for_acknowledgements(at_most=16)
+        num_events += sum(count for _, _, count in batches)
+        for record in records:
+            sent_at_by_record.setdefault(record, times[-1])  # a record raises its alert at its first outlier
+    connection.wait_for_acknowledgements()
+    connection.close()
+    first = round(warm_up / LINGER_SECONDS)
+    max_delay = max(at - times[0] - i * LINGER_SECONDS for i, at in enumerate(times[first:], first))
+    measured = {record: at for record, at in sent_at_by_record.items() if at >= times[first]}
+    results.send(_ProducerResult(num_events, max_delay, measured))
 
 
-def shares(rate: float, seconds: float) -> Iterator[list[int]]:
-    """For each request, how many messages each partition gets: one after the other in turn."""
-    for turn in range(round(seconds / LINGER)):
-        begin, end = (int(rate * LINGER * t) for t in (turn, turn + 1))
+def share_messages(rate: float, seconds: float) -> Iterator[list[int]]:
+    """Yield for each request how many messages each partition gets, in turn.
+
+    Args:
+        rate: Messages per second.
+        seconds: How long messages are sent, one request every `LINGER_SECONDS`.
+    """
+    for request in range(round(seconds / LINGER_SECONDS)):
+        begin, end = (int(rate * LINGER_SECONDS * i) for i in (request, request + 1))
         yield [len(range(begin + (p - begin) % PARTITIONS, end, PARTITIONS)) for p in range(PARTITIONS)]
 
 
 class _Alerts(threading.Thread):
-    """Reads the alerts as a client of committed messages does."""
+    """A thread that reads alerts as a client does that reads only committed messages.
+
+    Attributes:
+        is_over: Set to end the thread.
+        received_at_by_record: When the first alert of each record was received.
+    """
 
     def __init__(self, bootstrap: str, topic: str) -> None:
         super().__init__(daemon=True)
@@ -227,30 +298,32 @@ class _Alerts(threading.Thread):
         )
         self._reader.assign([TopicPartition(topic, p) for p in self._reader.partitions_for_topic(topic)])
         self._reader.seek_to_end()
-        for where in self._reader.assignment():
-            self._reader.position(where)
-        self.over = threading.Event()
-        self.came: dict[str, float] = {}
+        for partition in self._reader.assignment():
+            self._reader.position(partition)
+        self.is_over = threading.Event()
+        self.received_at_by_record: dict[str, float] = {}
 
     def run(self) -> None:
-        while not self.over.is_set():
-            found = self._reader.poll(timeout_ms=100)
+        """Read alerts until `is_over` is set."""
+        while not self.is_over.is_set():
+            polled = self._reader.poll(timeout_ms=100)
             now = time.time()
-            for messages in found.values():
+            for messages in polled.values():
                 for message in messages:
-                    self.came.setdefault(orjson.loads(message.value)["record"], now)
+                    self.received_at_by_record.setdefault(orjson.loads(message.value)["record"], now)
         self._reader.close()
 
 
-def _lag(consumer: Consume) -> int:
+def _read_lag(consumer: Consume) -> int:
+    """Return the consumer lag of all partitions, in messages."""
     return int(sum(value for name, value in consumer.metrics().items() if name.startswith("deformer_consumer_lag")))
 
 
 def sustained(options: argparse.Namespace, folder: Path) -> Rows:
-    """The lag second by second while messages come at the rate."""
+    """Measure the consumer lag every second while messages are produced at a steady rate."""
     with load_broker_script().start(lasting=True) as broker:
-        topic = _topic(broker.bootstrap)
-        with _consuming(options, folder, broker.bootstrap, topic) as consumer:
+        topic = _create_topic(broker.bootstrap)
+        with _run_consumer(options, folder, broker.bootstrap, topic) as consumer:
             consumer.wait_until_ready()
             producer = _Producer(options, broker.bootstrap, topic)
             producer.start()
@@ -258,10 +331,10 @@ def sustained(options: argparse.Namespace, folder: Path) -> Rows:
             began = time.monotonic()
             while producer.is_alive():
                 time.sleep(1)
-                lags.append(_lag(consumer))
-                memory.append(_resident_of(consumer.process.pid))
-            took = time.monotonic() - began
-            sent = producer.join()
+                lags.append(_read_lag(consumer))
+                memory.append(_read_resident_bytes(consumer.process.pid))
+            seconds = time.monotonic() - began
+            produced = producer.join()
             accepted = int(consumer.metrics()["deformer_events_total"])
             consumer.stop()
         third = len(lags) // 3
@@ -269,9 +342,9 @@ def sustained(options: argparse.Namespace, folder: Path) -> Rows:
             "preset": options.preset,
             "features": options.features,
             "threads": options.threads,
-            "produced_/s": round(sent.events / took),
-            "accepted_/s": round(accepted / took),
-            "seconds": round(took),
+            "produced_/s": round(produced.num_events / seconds),
+            "accepted_/s": round(accepted / seconds),
+            "seconds": round(seconds),
             "lag_first_third": round(median(lags[:third])),
             "lag_last_third": round(median(lags[-third:])),
             "largest_lag": max(lags),
@@ -281,50 +354,54 @@ def sustained(options: argparse.Namespace, folder: Path) -> Rows:
 
 
 def latency(options: argparse.Namespace, folder: Path) -> Rows:
-    """From handing a reading to the broker's connection until its alert is read, by one clock, at each rate; of what
-    was sent after `--warm` seconds, in which the broker's Java compiles itself."""
+    """Measure the time from sending a reading to receiving its alert, by one clock, at each rate.
+
+    Readings of the first `--warm` seconds do not count, because the broker's Java compiler is still at work then.
+    """
     for rate in map(int, options.rates.split(",")):
-        yield _latency(argparse.Namespace(**{**vars(options), "rate": rate}), folder)
+        yield _measure_latency(argparse.Namespace(**{**vars(options), "rate": rate}), folder)
 
 
-def _latency(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def _measure_latency(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return the row of one rate."""
     with load_broker_script().start(lasting=True) as broker:
-        topic = _topic(broker.bootstrap)
-        with _consuming(options, folder, broker.bootstrap, topic) as consumer:
+        topic = _create_topic(broker.bootstrap)
+        with _run_consumer(options, folder, broker.bootstrap, topic) as consumer:
             consumer.wait_until_ready()
             alerts = _Alerts(broker.bootstrap, f"{topic}-alerts")
             alerts.start()
-            wild = options.rate // 5 // PARTITIONS + 1
-            producer = _Producer(options, broker.bootstrap, topic, wild, options.warm, ahead=True)
+            readings_per_outlier = options.rate // 5 // PARTITIONS + 1  # about five alerts per second and partition
+            producer = _Producer(options, broker.bootstrap, topic, readings_per_outlier, options.warm, is_prepared=True)
             producer.start()
             time.sleep(options.warm)
             before = consumer.metrics()
-            sent = producer.join()
+            produced = producer.join()
             time.sleep(2)
-            alerts.over.set()
+            alerts.is_over.set()
             alerts.join()
-            means = _means(before, consumer.metrics())
+            means = _compute_means(before, consumer.metrics())
             consumer.stop()
-        missing = sent.went.keys() - alerts.came.keys()
-        millis = [1000 * (alerts.came[record] - at) for record, at in sent.went.items() if record in alerts.came]
-        cuts = quantiles(millis, n=100)
+        sent_at, received_at = produced.sent_at_by_record, alerts.received_at_by_record
+        missing = sent_at.keys() - received_at.keys()
+        milliseconds = [1000 * (received_at[record] - at) for record, at in sent_at.items() if record in received_at]
+        percentiles = quantiles(milliseconds, n=100)
         return {
             "preset": options.preset,
             "features": options.features,
             "threads": options.threads,
-            "events_/s": round(sent.events / (options.warm + options.seconds)),
-            "alerts": len(millis),
+            "events_/s": round(produced.num_events / (options.warm + options.seconds)),
+            "alerts": len(milliseconds),
             "without_an_alert": len(missing),
-            "median_ms": round(cuts[49], 1),
-            "p90_ms": round(cuts[89], 1),
-            "p99_ms": round(cuts[98], 1),
+            "median_ms": round(percentiles[49], 1),
+            "p90_ms": round(percentiles[89], 1),
+            "p99_ms": round(percentiles[98], 1),
             **means,
-            "producer_late_ms": round(1000 * sent.late),
+            "producer_late_ms": round(1000 * produced.max_delay),
         }
 
 
-def _means(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """What batches and commits were like in the mean, between two readings of the metrics."""
+def _compute_means(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """Return mean size and durations of batches and commits between two readings of the metrics."""
 
     def mean(name: str) -> float:
         total, count = (
@@ -341,19 +418,19 @@ def _means(before: dict[str, float], after: dict[str, float]) -> dict[str, float
 
 
 def start(options: argparse.Namespace, folder: Path, times: int = 5) -> Rows:
-    """Until `/readyz` says so: partitions assigned and restored."""
+    """Measure the seconds from the start of a process until `/readyz` reports that its partitions are restored."""
     options = argparse.Namespace(**{**vars(options), "preset": "small", "features": 40})
-    took = []
+    seconds = []
     with load_broker_script().start(lasting=True) as broker:
         for _ in range(times):
-            topic = _topic(broker.bootstrap)
+            topic = _create_topic(broker.bootstrap)
             began = time.monotonic()
-            with _consuming(options, folder, broker.bootstrap, topic) as consumer:
-                took.append(measure_ready_seconds(consumer, began))
+            with _run_consumer(options, folder, broker.bootstrap, topic) as consumer:
+                seconds.append(measure_ready_seconds(consumer, began))
                 consumer.stop()
     yield {
         "preset": "small",
         "features": 40,
-        "ready_after_s": str([round(s, 1) for s in took]),
-        "median_s": round(median(took), 2),
+        "ready_after_s": str([round(s, 1) for s in seconds]),
+        "median_s": round(median(seconds), 2),
     }

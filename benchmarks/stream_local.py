@@ -1,4 +1,4 @@
-"""What of the road can be measured in one process: its stages, its memory, and replay. See `benchmarks.stream`."""
+"""The parts of `benchmarks.stream` that need no Kafka: the stages of the pipeline, its memory, and replay."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ import pyarrow.parquet as pq
 import torch
 from kafka.record.default_records import DefaultRecordBatch
 
-from benchmarks.feed import BATCH, Events, calm_calibration, model_of, records_of
-from benchmarks.speed import ceiling_of
+from benchmarks.feed import BATCH_MESSAGES, EventFeed, encode_records, make_model, make_quiet_calibration
+from benchmarks.speed import measure_ceiling
 from connectors.files import ScoresParquet
-from connectors.kafka.incoming import messages_of
-from connectors.kafka.runs import runs_of
+from connectors.kafka.record_columns import read_batch, to_messages
 from deformer_stream import model_store
 from deformer_stream.codec import Codec
 from deformer_stream.engine.engine import Engine, Limits
@@ -36,64 +35,68 @@ from tests.integration.programs import command, environment
 
 Rows = Iterator[dict[str, Any]]
 
-POLL = 8192
-OPEN = 4096
-GUIDE = 4
-"""Components of the guide in the rows with one."""
+POLL_EVENTS = 8192
+OPEN_RECORDS = 4096
+PRIOR_COMPONENTS = 4
+"""Components of the Gaussian prior in the rows that have one."""
 
 
 def stages(options: argparse.Namespace, folder: Path) -> Rows:
-    """Every hop by itself, over the same messages of one reading each."""
-    for gaussians in (0, GUIDE):
-        model = model_of(options.preset, options.features, gaussians)
-        rates = _stages(model, options.features, folder)
+    """Measure each stage separately, on the same messages of one reading each."""
+    for gaussians in (0, PRIOR_COMPONENTS):
+        model = make_model(options.preset, options.features, gaussians)
+        rates = _measure_stages(model, options.features, folder)
         yield {"preset": options.preset, "features": options.features, "guide": gaussians, **rates}
 
 
-def _stages(model: DEformer, features: int, folder: Path, polls: int = 9) -> dict[str, int]:
-    messages = Events(features, OPEN).singles()
-    codec, engine = Codec(model.schema), Engine(model, calm_calibration(), "benchmark", 0.01)
+def _measure_stages(model: DEformer, features: int, folder: Path, polls: int = 9) -> dict[str, int]:
+    """Return events per second by stage, medians over the polls after the first one."""
+    messages = EventFeed(features, OPEN_RECORDS).json_messages()
+    codec, engine = Codec(model.schema), Engine(model, make_quiet_calibration(), "benchmark", 0.01)
     records, sink = RecordTable(model.schema), ScoresParquet(folder / "stages.parquet", model.schema)
-    took: dict[str, list[float]] = {name: [] for name in ("unpack", "decode", "accept", "handle", "encode")}
+    seconds_by_stage: dict[str, list[float]] = {name: [] for name in ("unpack", "decode", "accept", "handle", "encode")}
 
-    def timed(name: str, began: float) -> None:
-        took[name].append(time.perf_counter() - began)
+    def add_seconds(stage: str, began: float) -> None:
+        seconds_by_stage[stage].append(time.perf_counter() - began)
 
     for _ in range(polls):
-        some = list(islice(messages, POLL))
-        sent = [batch(records_of(some[i : i + BATCH]), len(some[i : i + BATCH])) for i in range(0, POLL, BATCH)]
+        polled = list(islice(messages, POLL_EVENTS))
+        parts = [polled[i : i + BATCH_MESSAGES] for i in range(0, POLL_EVENTS, BATCH_MESSAGES)]
+        batches = [batch(encode_records(part), len(part)) for part in parts]
         began = time.perf_counter()
-        runs = [run for data in sent for run in runs_of(DefaultRecordBatch(data))]
-        data = messages_of("topic", {_Partition(): runs})  # type: ignore[dict-item]
-        timed("unpack", began)
+        runs = [run for data in batches for run in read_batch(DefaultRecordBatch(data))]
+        data = to_messages("topic", {_Partition(): runs})  # type: ignore[dict-item]
+        add_seconds("unpack", began)
         assert data is not None
         began = time.perf_counter()
         events, _ = codec.decode(data)
-        timed("decode", began)
+        add_seconds("decode", began)
         began = time.perf_counter()
         accepted, _ = records.ingest(events, 0)
         records.release(accepted.close_reasons)
-        timed("accept", began)
+        add_seconds("accept", began)
         began = time.perf_counter()
         effects = engine.handle(events, 0)
-        timed("handle", began)
+        add_seconds("handle", began)
         began = time.perf_counter()
         sink.write(effects, data)
-        timed("encode", began)
+        add_seconds("encode", began)
     sink.discard()
-    handled = [h - a for h, a in zip(took["handle"], took["accept"], strict=True)]
-    named = {"unpack": took["unpack"], "decode": took["decode"], "accept": took["accept"]}
-    named |= {"score_and_effects": handled, "encode": took["encode"]}
-    named["all"] = [sum(parts) for parts in zip(*named.values(), strict=True)]
-    return {f"{name}_/s": round(POLL / median(seconds[1:])) for name, seconds in named.items()}
+    handle, accept = seconds_by_stage.pop("handle"), seconds_by_stage["accept"]
+    # `Engine.handle` accepts readings, too; the order of the stages is that of the columns in the results.
+    scoring = [total - own for total, own in zip(handle, accept, strict=True)]
+    encode = seconds_by_stage.pop("encode")
+    seconds_by_stage |= {"score_and_effects": scoring, "encode": encode}
+    seconds_by_stage["all"] = [sum(parts) for parts in zip(*seconds_by_stage.values(), strict=True)]
+    return {f"{stage}_/s": round(POLL_EVENTS / median(seconds[1:])) for stage, seconds in seconds_by_stage.items()}
 
 
 class _Partition:
     partition = 0
 
 
-def resident(process: int | str = "self") -> int:
-    """Bytes of a process in memory now; 0 where it has ended."""
+def read_resident_bytes(process: int | str = "self") -> int:
+    """Return the resident memory of a process in bytes; 0 if it has ended."""
     try:
         return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
     except (FileNotFoundError, ProcessLookupError):
@@ -101,30 +104,33 @@ def resident(process: int | str = "self") -> int:
 
 
 def memory(options: argparse.Namespace, folder: Path) -> Rows:
-    """Open records that stay open, and the rate at which they, or few others, are scored. "possible": what the products
-    alone would allow, where any record is one whose pages have gone to others if all of them do not fit."""
+    """Measure the memory of many open records, and the rate at which recent and random ones of them are scored.
+
+    The column "possible" is the rate that the layers' matrix products alone would allow. If the KV cache does not hold
+    all records, it includes the products that compute evicted readings again.
+    """
     features = max(options.features, 40)
-    model = model_of("small", features, options.gaussians, options.precision)
-    before = resident()
-    for open_records in (OPEN, options.records):
-        engine = Engine(model, calm_calibration(), "benchmark", 0.01, Limits(max_open_records=2 * open_records))
+    model = make_model("small", features, options.gaussians, options.precision)
+    before = read_resident_bytes()
+    for open_records in (OPEN_RECORDS, options.records):
+        engine = Engine(model, make_quiet_calibration(), "benchmark", 0.01, Limits(max_open_records=2 * open_records))
         _fill(engine, open_records, 20)
-        filled = resident() - before
-        recent = _rate(engine, range(20, 26), open_records, OPEN)
+        filled = read_resident_bytes() - before
+        recent = _measure_rate(engine, range(20, 26), open_records, OPEN_RECORDS)
         engine.pop_cache_rebuilds()
-        anywhere = _rate(engine, range(26, 32), open_records, open_records)
-        possible = ceiling_of(model, 20 * round(engine.pop_cache_rebuilds() / (6 * OPEN)))
+        anywhere = _measure_rate(engine, range(26, 32), open_records, open_records)
+        possible = measure_ceiling(model, 20 * round(engine.pop_cache_rebuilds() / (6 * OPEN_RECORDS)))
         yield {
             "preset": "small",
             "features": features,
             "precision": model.config.precision,
             "guide": options.gaussians,
-            "compiled": model.library is not None,
+            "compiled": model.kernel_library is not None,
             "threads": torch.get_num_threads(),
             "open_records": open_records,
             "readings_each": 20,
             "resident_MiB": round(filled / 2**20),
-            "after_scoring_MiB": round((resident() - before) / 2**20),
+            "after_scoring_MiB": round((read_resident_bytes() - before) / 2**20),
             "cache_MiB": round(engine.cache_bytes / 2**20),
             "events_of_recent_records_/s": recent,
             "events_of_any_record_/s": anywhere,
@@ -134,7 +140,8 @@ def memory(options: argparse.Namespace, folder: Path) -> Rows:
         del engine
 
 
-def _events(rows: np.ndarray, codes: np.ndarray) -> EventBatch:
+def _make_events(rows: np.ndarray, codes: np.ndarray) -> EventBatch:
+    """Return events with these feature codes for records with these numbers, (M,) each."""
     n = len(rows)
     index = np.arange(n, dtype=np.int32)
     values = np.sin(rows * 0.37 + codes)
@@ -143,20 +150,29 @@ def _events(rows: np.ndarray, codes: np.ndarray) -> EventBatch:
 
 
 def _fill(engine: Engine, records: int, readings: int) -> None:
-    """As a restored snapshot leaves them: with their readings and without anything cached."""
+    """Open records with their readings and without cached keys and values, as after a restored snapshot."""
     for start in range(0, records, 4096):
         rows = np.repeat(np.arange(start, min(records, start + 4096)), readings)
         codes = np.tile(np.arange(readings), len(rows) // readings)
-        engine.records.ingest(replace(_events(rows, codes), row_boundaries=np.arange(0, len(rows) + 1, readings)), 0)
+        engine.records.ingest(
+            replace(_make_events(rows, codes), row_boundaries=np.arange(0, len(rows) + 1, readings)), 0
+        )
 
 
-def _rate(engine: Engine, places: range, records: int, among: int) -> int:
-    """Events a second of records drawn from the last `among`, one of each at every place in the record."""
+def _measure_rate(engine: Engine, places: range, records: int, among: int) -> int:
+    """Return events per second when random records get their next reading.
+
+    Args:
+        engine: The engine with its open records.
+        places: The places in the record of the readings, one batch of events for each.
+        records: The number of open records.
+        among: The records are drawn from this many records that were opened last.
+    """
     rng = np.random.default_rng(0)
     rates = []
     for place in places:
-        rows = records - 1 - rng.permutation(among)[:OPEN]
-        events = _events(rows, np.full(len(rows), place))
+        rows = records - 1 - rng.permutation(among)[:OPEN_RECORDS]
+        events = _make_events(rows, np.full(len(rows), place))
         began = time.perf_counter()
         engine.handle(events, 0)
         rates.append(len(rows) / (time.perf_counter() - began))
@@ -164,28 +180,30 @@ def _rate(engine: Engine, places: range, records: int, among: int) -> int:
 
 
 def replay(options: argparse.Namespace, folder: Path) -> Rows:
-    """The command as a process, over whole records in a wide table, and the engine alone, against the ceiling. Seconds
-    count from the start of the process."""
-    model = model_of(options.preset, options.features, options.gaussians, options.precision)
-    model_store.write(folder / "replayed", model, calm_calibration(), {}, "")
-    table, scores = folder / "replay.parquet", folder / "scores.parquet"
+    """Measure the command `deformer-stream replay` on a wide table, and the engine alone, against the ceiling.
+
+    The seconds of the command count from the start of its process.
+    """
+    model = make_model(options.preset, options.features, options.gaussians, options.precision)
+    model_store.write(folder / "replayed", model, make_quiet_calibration(), {}, "")
+    table_path, scores_path = folder / "replay.parquet", folder / "scores.parquet"
     for events in (min(1_000_000, options.events // 5), options.events):
-        _table(table, events // options.features, options.features)
-        ceiling, alone = ceiling_of(model), _alone(model, options.features)
+        _write_table(table_path, events // options.features, options.features)
+        ceiling, engine_rate = measure_ceiling(model), _measure_engine(model, options.features)
         began = time.monotonic()
         process = subprocess.Popen(
-            command("deformer-stream", "replay", table, "--model", folder / "replayed", "--output", scores),
+            command("deformer-stream", "replay", table_path, "--model", folder / "replayed", "--output", scores_path),
             env=environment({"OMP_NUM_THREADS": str(torch.get_num_threads())}),
             stderr=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
-        held = []
+        resident_bytes = []
         while process.poll() is None:
-            held.append(resident(process.pid))
+            resident_bytes.append(read_resident_bytes(process.pid))
             time.sleep(0.05)
-        took = time.monotonic() - began
-        assert process.returncode == 0, process.returncode
-        scores.unlink()
+        seconds = time.monotonic() - began
+        assert process.returncode == 0, f"replay ended with status {process.returncode}"
+        scores_path.unlink()
         yield {
             "preset": options.preset,
             "features": options.features,
@@ -193,17 +211,18 @@ def replay(options: argparse.Namespace, folder: Path) -> Rows:
             "guide": options.gaussians,
             "threads": torch.get_num_threads(),
             "events": events,
-            "seconds": round(took, 1),
+            "seconds": round(seconds, 1),
             "ceiling_/s": round(ceiling),
-            "engine_alone_/s": round(alone),
-            "engine_share": round(alone / ceiling, 3),
-            "events_/s": round(events / took),
-            "share_of_ceiling": round(events / took / ceiling, 3),
-            "resident_MiB_by_tenths": [round(max(part) / 2**20) for part in np.array_split(held[:-1], 10)],
+            "engine_alone_/s": round(engine_rate),
+            "engine_share": round(engine_rate / ceiling, 3),
+            "events_/s": round(events / seconds),
+            "share_of_ceiling": round(events / seconds / ceiling, 3),
+            "resident_MiB_by_tenths": [round(max(part) / 2**20) for part in np.array_split(resident_bytes[:-1], 10)],
         }
 
 
-def _table(path: Path, records: int, features: int) -> None:
+def _write_table(path: Path, records: int, features: int) -> None:
+    """Write a wide Parquet table of random records."""
     rng = np.random.default_rng(0)
     columns = {f"f{i}": pa.array(np.empty(0)) for i in range(features)}
     with pq.ParquetWriter(path, pa.table(columns).schema) as writer:
@@ -212,14 +231,14 @@ def _table(path: Path, records: int, features: int) -> None:
             writer.write_table(pa.table({name: rng.normal(size=n).round(5) for name in columns}))
 
 
-def _alone(model: DEformer, features: int) -> float:
-    """Events a second of `Engine.handle` over whole records."""
+def _measure_engine(model: DEformer, features: int) -> float:
+    """Return events per second of `Engine.handle` on complete records."""
     rates = []
-    engine = Engine(model, calm_calibration(), "benchmark", 0.01)
-    for turn in range(8):
-        records = POLL // features
-        rows = np.repeat(np.arange(records) + turn * POLL, features)
-        events = _events(rows, np.tile(np.arange(features), records))
+    engine = Engine(model, make_quiet_calibration(), "benchmark", 0.01)
+    for poll in range(8):
+        records = POLL_EVENTS // features
+        rows = np.repeat(np.arange(records) + poll * POLL_EVENTS, features)
+        events = _make_events(rows, np.tile(np.arange(features), records))
         events = replace(events, row_boundaries=features * np.arange(records + 1))
         began = time.perf_counter()
         engine.handle(events, 0)

@@ -1,17 +1,19 @@
-"""How fast training is, as a ratio of one run: against a straightforward PyTorch version of the paper's model.
+"""Measure how fast training is, compared with a straightforward PyTorch version of the paper's model.
 
     python -m benchmarks.training            (make bench)
 
-The straightforward version (`Plain`) is what the paper's figure becomes with `nn.TransformerEncoder`: 2D interleaved
-tokens, two separate networks for identities and values, a boolean mask, a linear map to mixtures at the identity
-tokens; random orders of a whole batch at once, Adam, float32. It has our architecture, our batch, our optimizer and, by
-a copy of the weights, our loss ("apart" is by how much they differ, in nats a record). A step of ours is the trainer's
-own loop, with noise on readings, averaged weights and clipping. All are measured in turn, several times, and the best
-round of each counts: whoever else is at work only ever makes a round slower. A round begins with a step that does not
-count: training goes on, and nothing else has been in the processor's cache, another network's weights no more than the
-checkpoint that ends a run of the trainer.
+The straightforward version (`PlainModel`) is what the paper's figure becomes with `nn.TransformerEncoder`. It has
+interleaved tokens, two separate networks for identities and values, a boolean mask, and a linear map to mixtures at the
+query tokens. It trains on random orders, one per record of a batch, with Adam in float32. Architecture, batch size and
+optimizer are ours. Its weights are a copy of ours, so the loss must be ours, too: the column "difference" is the
+difference of the two, in nats per record. Our step is that of the trainer, with noise on readings, averaged weights and
+clipping.
 
-Presets: `small`, whose tokens look back at values alone, and `paper`, with the paper's mask; both on the same mask.
+All versions are measured in turn for several rounds, and the best round of each counts, because other load on the
+machine only makes a round slower. Each round begins with a step that does not count, because the other versions have
+displaced this one's data from the processor's cache.
+
+Preset `small` attends to observation tokens only; preset `paper` has the paper's mask. Both versions use the same mask.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.command import describe_machine, publish_results, format_today
-from benchmarks.feed import schema_of
+from benchmarks.command import describe_machine, format_today, publish_results
+from benchmarks.feed import make_schema
 from deformer_stream.model.deformer import PRESETS, DEformer, ModelConfig
 from deformer_stream.model.distributions import SCALE_FLOOR
 from experiments.experiment import make_prepared_table
@@ -42,17 +44,22 @@ from trainer.data import PreparedTable, Split
 from trainer.fit import Interrupted, Recipe, TrainingRun
 from trainer.settings import Precision
 
-RECORDS = 2048
+NUM_RECORDS = 2048
 
 
-class Plain(nn.Module):
-    """The paper's model as PyTorch's own layers have it."""
+class PlainModel(nn.Module):
+    """The paper's model, built from PyTorch's own Transformer layers.
+
+    Args:
+        features: The number of features, all continuous.
+        config: The hyperparameters, those of our model.
+    """
 
     def __init__(self, features: int, config: ModelConfig) -> None:
         super().__init__()
         d, self.config = config.d_model, config
         self.embedding = nn.Embedding(features, config.embedding)
-        self.g_z, self.g_u = _network(config.embedding, config), _network(config.embedding + 1, config)
+        self.g_z, self.g_u = _build_encoder(config.embedding, config), _build_encoder(config.embedding + 1, config)
         layer = nn.TransformerEncoderLayer(
             d,
             config.heads,
@@ -72,7 +79,12 @@ class Plain(nn.Module):
         self.register_buffer("blocked", blocked)
 
     def forward(self, features: Tensor, values: Tensor) -> Tensor:
-        """(N, F) codes in their order, (N, F) values → (N, F) ln p of each value given the ones before it."""
+        """Return the log-density of each value given the values before it, (N, F), N records with F readings each.
+
+        Args:
+            features: (N, F) feature codes in order of arrival.
+            values: (N, F) values in normalised units.
+        """
         identity = self.embedding(features)
         z, u = self.g_z(identity), self.g_u(torch.cat([identity, values.unsqueeze(-1)], -1))
         tokens = torch.stack([z, u], 2).flatten(1, 2) * math.sqrt(self.config.d_model)
@@ -82,8 +94,8 @@ class Plain(nn.Module):
         return torch.logsumexp(torch.log_softmax(weights, -1) + inside, -1)
 
     @torch.no_grad()
-    def copy(self, model: DEformer) -> None:
-        """Take over the weights of one of ours."""
+    def copy_weights(self, model: DEformer) -> None:
+        """Copy the weights of our model."""
         assert model.embedding is not None
         assert model.identity_encoder is not None
         pairs: list[tuple[nn.Module, nn.Module]] = [(self.embedding, model.embedding), (self.head, model.head.project)]
@@ -101,7 +113,8 @@ class Plain(nn.Module):
             own.load_state_dict(theirs.state_dict())
 
 
-def _network(inputs: int, config: ModelConfig) -> nn.Sequential:
+def _build_encoder(inputs: int, config: ModelConfig) -> nn.Sequential:
+    """Return a multilayer perceptron with ReLU that makes tokens."""
     widths = (inputs, *config.hidden, config.d_model)
     layers: list[nn.Module] = []
     for before, after in pairwise(widths):
@@ -109,18 +122,28 @@ def _network(inputs: int, config: ModelConfig) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def table(features: int) -> PreparedTable:
-    """Records of correlated numbers, in memory."""
+def make_table(features: int) -> PreparedTable:
+    """Return a prepared table of records of correlated numbers."""
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(RECORDS, features)).cumsum(1) / np.sqrt(1 + np.arange(features))
-    split = np.full(RECORDS, Split.TRAIN, np.uint8)
+    x = rng.normal(size=(NUM_RECORDS, features)).cumsum(1) / np.sqrt(1 + np.arange(features))
+    split = np.full(NUM_RECORDS, Split.TRAIN, np.uint8)
     split[:20] = Split.VALIDATION
-    return make_prepared_table(schema_of(features), x.astype(np.float32), split)
+    return make_prepared_table(make_schema(features), x.astype(np.float32), split)
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """rows: records trained on a second. difference: of the losses from equal weights, nats a record."""
+class Row:
+    """A row of the table. The names of the attributes are keys in benchmarks/results/training.jsonl.
+
+    Attributes:
+        preset: The preset of the model.
+        features: The number of features.
+        batch: Records of a step.
+        plain: Records per second of the straightforward version.
+        ours_float32: Records per second of our trainer in float32.
+        ours: Records per second of our trainer with `--training-precision auto`.
+        difference: The difference of the losses with equal weights, in nats per record.
+    """
 
     preset: str
     features: int
@@ -132,18 +155,20 @@ class Line:
 
     @property
     def ratio(self) -> float:
+        """Return how many times as fast our trainer is."""
         return self.ours / self.plain
 
 
-Steps = Callable[[int], float]
-"""Trains one step and then so many more, and answers with the seconds of one of these."""
+TrainSteps = Callable[[int], float]
+"""A function that trains one step that does not count, then the given number of steps, and returns seconds per step."""
 
 
-def plain_steps(model: Plain, x: Tensor, batch: int) -> Steps:
+def make_plain_training(model: PlainModel, x: Tensor, batch: int) -> TrainSteps:
+    """Return a function that trains the straightforward version on records x, (N, F)."""
     optimizer = torch.optim.Adam(model.parameters(), 1e-4)
     generator = torch.Generator().manual_seed(0)
 
-    def steps(count: int) -> float:
+    def train(count: int) -> float:
         for step in range(count + 1):
             if step == 1:
                 began = time.perf_counter()
@@ -155,83 +180,96 @@ def plain_steps(model: Plain, x: Tensor, batch: int) -> Steps:
             optimizer.step()
         return (time.perf_counter() - began) / count
 
-    return steps
+    return train
 
 
-def our_steps(model: DEformer, data: PreparedTable, batch: int, precision: Precision, folder: Path) -> Steps:
+def make_our_training(
+    model: DEformer, data: PreparedTable, batch: int, precision: Precision, folder: Path
+) -> TrainSteps:
+    """Return a function that trains our model by the loop of the trainer."""
     recipe = Recipe(batch, 1e-4, 1_000_000, training_precision=precision, optimizer="adam")
-    fit = TrainingRun(data, model, recipe, 0, folder, TimeBudget(), {})
+    run = TrainingRun(data, model, recipe, 0, folder, TimeBudget(), {})
 
-    def steps(count: int) -> float:
-        last, ended = fit.step + 1 + count, []
+    def train(count: int) -> float:
+        last_step, step_times = run.step + 1 + count, []
 
-        def stop() -> bool:
-            ended.append(time.perf_counter())
-            return fit.step >= last
+        def should_stop() -> bool:
+            step_times.append(time.perf_counter())
+            return run.step >= last_step
 
         with contextlib.suppress(Interrupted):
-            fit.run(stop)
-        return (ended[-1] - ended[0]) / count
+            run.run(should_stop)
+        return (step_times[-1] - step_times[0]) / count
 
-    return steps
+    return train
 
 
-def measure(preset: str, features: int, batch: int, rounds: int, steps: int) -> Line:
+def measure(preset: str, features: int, batch: int, rounds: int, steps: int) -> Row:
+    """Measure one preset on records of one number of features.
+
+    Args:
+        preset: The preset of the model, without its dropout.
+        features: The number of features.
+        batch: Records of a step.
+        rounds: How often each version is measured.
+        steps: Steps of a round.
+    """
     config = replace(PRESETS[preset], dropout=0.0)
-    data = table(features)
+    data = make_table(features)
     torch.manual_seed(0)
     ours = [DEformer(data.schema, config) for _ in range(2)]
-    plain = Plain(features, config)
-    plain.copy(ours[0])
+    plain = PlainModel(features, config)
+    plain.copy_weights(ours[0])
     x = torch.from_numpy(np.asarray(data.values))
     order = torch.rand(64, features).argsort(1)
     with torch.no_grad():
-        both = [m(order, x[:64].gather(1, order)).sum(1).mean() for m in (plain, ours[0].log_prob)]
+        losses = [m(order, x[:64].gather(1, order)).sum(1).mean() for m in (plain, ours[0].log_prob)]
     with tempfile.TemporaryDirectory() as name:
-        to_path = [
-            plain_steps(plain, x, batch),
-            our_steps(ours[0], data, batch, "float32", Path(name)),
-            our_steps(ours[1], data, batch, "auto", Path(name)),
+        trainings = [
+            make_plain_training(plain, x, batch),
+            make_our_training(ours[0], data, batch, "float32", Path(name)),
+            make_our_training(ours[1], data, batch, "auto", Path(name)),
         ]
-        seconds = [[run(steps) for run in to_path] for _ in range(rounds)]
+        seconds = [[train(steps) for train in trainings] for _ in range(rounds)]
     rates = [batch / min(column) for column in zip(*seconds, strict=True)]
-    return Line(preset, features, batch, *rates, difference=float((both[0] - both[1]).abs()))
+    return Row(preset, features, batch, *rates, difference=float((losses[0] - losses[1]).abs()))
 
 
-def record(line: Line) -> dict[str, Any]:
-    """A line as JSON has it."""
-    return {"benchmark": "training"} | asdict(line)
+def to_json(row: Row) -> dict[str, Any]:
+    """Return a row as a line of the results."""
+    return {"benchmark": "training"} | asdict(row)
 
 
-def table_of(lines: list[Line]) -> str:
-    text = ["| preset | features | batch | plain PyTorch | ours, float32 | ours | ratio | apart |"]
+def format_table(rows: list[Row]) -> str:
+    """Return rows as a Markdown table."""
+    text = ["| preset | features | batch | plain PyTorch | ours, float32 | ours | ratio | difference |"]
     text.append("|---|---|---|---|---|---|---|---|")
-    for line in lines:
-        rates = " | ".join(f"{rate:,.0f}" for rate in (line.plain, line.ours_float32, line.ours))
-        end = f"**{line.ratio:.1f}** | {line.difference:.0e}"
-        text.append(f"| {line.preset} | {line.features} | {line.batch} | {rates} | {end} |")
+    for row in rows:
+        rates = " | ".join(f"{rate:,.0f}" for rate in (row.plain, row.ours_float32, row.ours))
+        end = f"**{row.ratio:.1f}** | {row.difference:.0e}"
+        text.append(f"| {row.preset} | {row.features} | {row.batch} | {rates} | {end} |")
     return "\n".join(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--presets", default="small,paper")
-    parser.add_argument("--features", default="8,21,40")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--presets", default="small,paper", help="Presets, comma-separated.")
+    parser.add_argument("--features", default="8,21,40", help="Numbers of features, comma-separated.")
+    parser.add_argument("--threads", type=int, default=2, help="Threads of PyTorch.")
+    parser.add_argument("--rounds", type=int, default=5, help="Rounds, of which the best counts.")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    lines = []
+    rows = []
     for preset in arguments.presets.split(","):
         batch, steps = (128, 3) if preset == "small" else (16, 1)
         for features in map(int, arguments.features.split(",")):
-            lines.append(measure(preset, features, batch, arguments.rounds, steps))
-            print(json.dumps(record(lines[-1])), flush=True)
+            rows.append(measure(preset, features, batch, arguments.rounds, steps))
+            print(json.dumps(to_json(rows[-1])), flush=True)
     text = (
-        f"# Training speed\n\n{describe_machine()}, {arguments.threads} threads used, {format_today()}; records "
-        f"trained on a second, the best of {arguments.rounds} rounds in turn.\n\n{table_of(lines)}\n"
+        f"# Training speed\n\n{describe_machine()}, {arguments.threads} threads used, {format_today()}. "
+        f"Records per second, the best of {arguments.rounds} rounds in turn.\n\n{format_table(rows)}\n"
     )
-    publish_results("training", text, [record(line) for line in lines])
+    publish_results("training", text, [to_json(row) for row in rows])
 
 
 if __name__ == "__main__":

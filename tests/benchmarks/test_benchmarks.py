@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import command, speed, tables, training
-from benchmarks.feed import schema_of
+from benchmarks.feed import make_schema
 from deformer_stream.demo.report import bound_false_alarms
 from deformer_stream.errors import ConfigError, InputError
 from deformer_stream.model.deformer import PRESETS, DEformer
@@ -140,16 +140,16 @@ def test_speed_is_measured_by_stage(compiled: bool) -> None:
         stages = {"network"} if compiled else {"guide", "tokens", "layers", "head", "surprise"}
         assert stages <= row[f"{kind}_profile"].keys()
         assert min(row[kind], row[f"{kind}_in_model"]) > 0
-    assert "tiny 8, bfloat16, 3 Gaussians" in speed.stages([row])
-    assert speed.table([row]).count("\n") == 2
+    assert "tiny 8, bfloat16, 3 Gaussians" in speed.format_stages([row])
+    assert speed.format_table([row]).count("\n") == 2
 
 
 @pytest.mark.parametrize("preset", ["tiny", "paper"])
 def test_the_plain_model_computes_the_same_density(preset: str) -> None:
     config = replace(PRESETS[preset], d_model=16, heads=2, feedforward=32, layers=2, dropout=0.0)
     torch.manual_seed(0)
-    ours, plain = DEformer(schema_of(5), config), training.Plain(5, config)
-    plain.copy(ours)
+    ours, plain = DEformer(make_schema(5), config), training.PlainModel(5, config)
+    plain.copy_weights(ours)
     order, values = torch.rand(7, 5).argsort(1), torch.randn(7, 5)
     torch.testing.assert_close(plain(order, values), ours.log_prob(order, values))
 
@@ -159,7 +159,7 @@ def test_training_keeps_its_table_and_a_line_of_each_measurement(
 ) -> None:
     monkeypatch.setattr(command, "RESULTS", tmp_path)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    monkeypatch.setattr(training, "measure", lambda *asked: training.Line(*asked[:3], 10.0, 30.0, 40.0, 1e-6))
+    monkeypatch.setattr(training, "measure", lambda *asked: training.Row(*asked[:3], 10.0, 30.0, 40.0, 1e-6))
     monkeypatch.setattr(sys, "argv", ["training", "--presets", "small", "--features", "8,21"])
     training.main()
     kept = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]

@@ -12,8 +12,8 @@ import pytest
 from kafka.record.default_records import DefaultRecordBatch
 
 from benchmarks import stream
-from benchmarks.feed import WILD, Events, calm_calibration, model_of, records_of, schema_of
-from benchmarks.stream_kafka import LINGER, shares
+from benchmarks.feed import OUTLIER_VALUE, EventFeed, encode_records, make_model, make_quiet_calibration, make_schema
+from benchmarks.stream_kafka import LINGER_SECONDS, share_messages
 from connectors.kafka.record_columns import read_batch
 from deformer_stream.codec import Codec
 from deformer_stream.codec.payloads import Messages
@@ -25,29 +25,33 @@ FEATURES = 4
 
 @pytest.mark.parametrize("payload", ["singles", "many", "arrow"])
 def test_every_reading_is_accepted_once(payload: str) -> None:
-    events = Events(FEATURES, open=10)
-    feed = {"singles": events.singles(), "many": events.many(2), "arrow": events.arrow(40)}[payload]
-    sent = list(islice(feed, {"singles": 120, "many": 60, "arrow": 3}[payload]))
-    (run,) = read_batch(DefaultRecordBatch(batch(records_of(sent), len(sent))))
+    feed = EventFeed(FEATURES, num_open=10)
+    message_iterators = {
+        "singles": feed.json_messages(),
+        "many": feed.json_messages_of_many(2),
+        "arrow": feed.arrow_messages(40),
+    }
+    sent = list(islice(message_iterators[payload], {"singles": 120, "many": 60, "arrow": 3}[payload]))
+    (run,) = read_batch(DefaultRecordBatch(batch(encode_records(sent), len(sent))))
     n = len(run)
     data = Messages("t", run.keys, run.values, run.times * 1000, np.zeros(n, np.int32), run.offsets)
-    decoded, rejected = Codec(schema_of(FEATURES)).decode(data)
+    decoded, rejected = Codec(make_schema(FEATURES)).decode(data)
     assert (len(decoded), rejected) == (120, [])
-    engine = Engine(model_of("tiny", FEATURES, 0), calm_calibration(), "benchmark", 0.01)
+    engine = Engine(make_model("tiny", FEATURES, 0), make_quiet_calibration(), "benchmark", 0.01)
     effects = engine.handle(decoded, 0)
     assert (len(effects.scored), effects.rejections, effects.alerts) == (120, [], [])
     assert len(effects.closed) == 30
 
 
 def test_a_wild_reading_alerts() -> None:
-    feed = Events(FEATURES, open=10, wild=25).singles()
+    feed = EventFeed(FEATURES, num_open=10, readings_per_outlier=25).json_messages()
     payloads = [value for _, value in islice(feed, 400)]
-    wild = {orjson.loads(payload)["record"] for payload in payloads if b"%r" % WILD in payload}
+    wild = {orjson.loads(payload)["record"] for payload in payloads if b"%r" % OUTLIER_VALUE in payload}
     assert 8 <= len(wild) <= 32  # 16 in the mean
     n = len(payloads)
     data = Messages("t", [None] * n, list(payloads), np.zeros(n, np.int64), np.zeros(n, np.int32), np.arange(n))
-    engine = Engine(model_of("tiny", FEATURES, 0), calm_calibration(), "benchmark", 0.01)
-    alerts = engine.handle(Codec(schema_of(FEATURES)).decode(data)[0], 0).alerts
+    engine = Engine(make_model("tiny", FEATURES, 0), make_quiet_calibration(), "benchmark", 0.01)
+    alerts = engine.handle(Codec(make_schema(FEATURES)).decode(data)[0], 0).alerts
     assert {alert.record for alert in alerts} == wild
 
 
@@ -65,10 +69,10 @@ def test_results_of_other_parts_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rate", [30, 500, 999, 20_000])
 def test_requests_share_the_rate_among_partitions(rate: int) -> None:
-    requests = list(shares(rate, 2))
-    assert len(requests) == round(2 / LINGER)
+    requests = list(share_messages(rate, 2))
+    assert len(requests) == round(2 / LINGER_SECONDS)
     total = np.cumsum(requests, 0)
     assert total[-1].sum() == 2 * rate
     assert total[-1].max() - total[-1].min() <= 1
-    due = rate * LINGER * np.arange(1, len(requests) + 1)
+    due = rate * LINGER_SECONDS * np.arange(1, len(requests) + 1)
     assert np.abs(total.sum(1) - due).max() <= 1
