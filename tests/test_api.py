@@ -1,4 +1,4 @@
-"""The package as a library: one road, whether readings come one by one, as records, or by replay of a file."""
+"""Tests of the library: readings one by one, complete records and the replay of a file give the same scores."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.models import SCHEMA, draw_linear_records, draw_rows, train_linear_mo
 
 ALPHA = 0.3
 RANKS = 1e-12
-"""Scores agree to their last bits only; p-values agree exactly, since ties within float32 noise count as ties."""
+"""Tolerance of p-values. Scores differ in their last bits; p-values do not, because such scores count as ties."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def detector(model_dir: Path) -> Detector:
 
 @pytest.fixture(scope="module")
 def linear(tmp_path_factory: pytest.TempPathFactory) -> Detector:
-    """Knows that y = 2x + 1 and that `sign` is the sign of x."""
+    """Return a detector that has learned y = 2x + 1, and that `sign` is the sign of x."""
     directory = tmp_path_factory.mktemp("linear") / "model"
     model_store.write(
         directory, train_linear_model(), Calibration.from_statistics(np.linspace(0, 5, 99), "random"), {}, ""
@@ -47,7 +47,7 @@ def linear(tmp_path_factory: pytest.TempPathFactory) -> Detector:
     return deformer_stream.load(str(directory))
 
 
-def test_public_names() -> None:
+def test_public_names_exist() -> None:
     assert set(deformer_stream.__all__) <= set(dir(deformer_stream)) | set(deformer_stream.__all__)
     for name in deformer_stream.__all__:
         assert getattr(deformer_stream, name) is not None
@@ -55,7 +55,7 @@ def test_public_names() -> None:
         _ = deformer_stream.lode
 
 
-def test_load_refuses(tmp_path: Path) -> None:
+def test_load_of_an_empty_directory_raises_artifact_error(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="missing"):
         deformer_stream.load(tmp_path)
 
@@ -126,7 +126,7 @@ def test_update_equals_score_equals_replay(
         ("state", "x" * 5000, "too_large"),
     ],
 )
-def test_refused_readings_change_nothing(detector: Detector, feature: str, value: Any, reason: str) -> None:
+def test_rejected_readings_change_nothing(detector: Detector, feature: str, value: Any, reason: str) -> None:
     scorer = detector.scorer()
     update = scorer.update("r", feature, value)
     assert update.rejection is not None
@@ -141,7 +141,7 @@ def test_refused_readings_change_nothing(detector: Detector, feature: str, value
     assert after == fresh
 
 
-def test_duplicates_and_late_readings(detector: Detector) -> None:
+def test_duplicate_and_late_readings_are_rejected(detector: Detector) -> None:
     scorer = detector.scorer()
     for name in SCHEMA.names:
         assert scorer.update("r", name, 1 if name != "state" else "run").rejection is None
@@ -155,7 +155,7 @@ def test_duplicates_and_late_readings(detector: Detector) -> None:
     assert late.rejection.reason.value == "late"
 
 
-def test_what_will_not_be_observed(detector: Detector) -> None:
+def test_none_declares_that_a_feature_will_not_be_observed(detector: Detector) -> None:
     scorer = detector.scorer()
     update = scorer.update("r", "temperature", None)
     assert update.rejection is None
@@ -166,11 +166,11 @@ def test_what_will_not_be_observed(detector: Detector) -> None:
 
 
 @pytest.mark.parametrize("record", ["", "x" * 5000])
-def test_bad_record_ids(detector: Detector, record: str) -> None:
+def test_empty_and_long_record_ids_are_rejected(detector: Detector, record: str) -> None:
     assert detector.scorer().update(record, "pressure", 1.0).rejection is not None
 
 
-def test_unicode_that_is_none_is_refused(detector: Detector) -> None:
+def test_invalid_unicode_is_rejected(detector: Detector) -> None:
     assert detector.scorer().update("\ud800", "pressure", 1.0).rejection is not None
     assert detector.scorer().update("r", "\ud800", 1.0).rejection is not None
     assert detector.scorer().update("π 泵", "pressure", 1.0).rejection is None
@@ -179,14 +179,14 @@ def test_unicode_that_is_none_is_refused(detector: Detector) -> None:
 @pytest.mark.parametrize(
     "value", [1, 1.0, np.float64(1), np.float32(1), np.int8(1), np.uint64(1)], ids=lambda v: type(v).__name__
 )
-def test_numpy_values(detector: Detector, value: Any) -> None:
+def test_numpy_scalars_are_accepted(detector: Detector, value: Any) -> None:
     expected = detector.scorer().update("r", "pressure", 1.0)
     assert detector.scorer().update("r", "pressure", value) == expected
     assert detector.score([{"pressure": value}]).p_value[0] == expected.p_value
 
 
 @pytest.mark.parametrize("value", [True, np.bool_(True), "true"], ids=["bool", "numpy", "text"])
-def test_booleans(detector: Detector, value: Any) -> None:
+def test_booleans_are_labels(detector: Detector, value: Any) -> None:
     assert detector.scorer().update("r", "valve", value) == detector.scorer().update("r", "valve", "true")
     assert detector.explain({"valve": value})[0].value == "true"
 
@@ -270,7 +270,7 @@ def test_an_update_calls_the_engine_once(detector: Detector, monkeypatch: pytest
     assert calls == [1]
 
 
-def test_values_that_are_none(detector: Detector) -> None:
+def test_values_of_impossible_types_raise_input_error(detector: Detector) -> None:
     with pytest.raises(InputError, match="type object cannot be a reading"):
         detector.scorer().update("r", "pressure", object())  # type: ignore[arg-type]
     with pytest.raises(InputError, match="complex"):
@@ -280,7 +280,7 @@ def test_values_that_are_none(detector: Detector) -> None:
 @pytest.mark.parametrize(
     "time", [1.5, 1, np.float64(1.5), np.int64(1), datetime(2026, 1, 2, 3, tzinfo=UTC)], ids=lambda t: type(t).__name__
 )
-def test_times(detector: Detector, time: Any) -> None:
+def test_times_of_all_types(detector: Detector, time: Any) -> None:
     assert detector.scorer().update("r", "pressure", 1.0, time).rejection is None
     alerted = next(
         a for v in np.linspace(2, 90, 200) if (a := detector.scorer(0.9).update("r", "vibration", v, time).alert)
@@ -289,12 +289,12 @@ def test_times(detector: Detector, time: Any) -> None:
 
 
 @pytest.mark.parametrize("time", [datetime(2026, 1, 2), "yesterday", float("nan"), 1e18], ids=str)
-def test_bad_times(detector: Detector, time: Any) -> None:
+def test_impossible_times_are_rejected(detector: Detector, time: Any) -> None:
     assert detector.scorer().update("r", "pressure", 1.0, time).rejection is not None
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, -1.0, float("nan")])
-def test_impossible_alpha(detector: Detector, alpha: float) -> None:
+def test_impossible_alpha_raises_value_error(detector: Detector, alpha: float) -> None:
     with pytest.raises(ValueError, match="alpha"):
         detector.scorer(alpha)
     with pytest.raises(ValueError, match="alpha"):
@@ -302,12 +302,12 @@ def test_impossible_alpha(detector: Detector, alpha: float) -> None:
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf")])
-def test_impossible_timeout(detector: Detector, timeout: float) -> None:
+def test_impossible_timeout_raises_value_error(detector: Detector, timeout: float) -> None:
     with pytest.raises(ValueError, match="record_timeout"):
         detector.scorer(record_timeout=timeout)
 
 
-def test_time_out(detector: Detector, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_after_timeout_is_late(detector: Detector, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0]
     monkeypatch.setattr("deformer_stream.runtime.timing.time.time_ns", lambda: now[0])
     scorer = detector.scorer(record_timeout=10.0)
@@ -318,7 +318,7 @@ def test_time_out(detector: Detector, monkeypatch: pytest.MonkeyPatch) -> None:
     assert late.rejection.reason.value == "late"
 
 
-def test_score_takes_gaps_and_empty_records(detector: Detector) -> None:
+def test_score_accepts_missing_values_and_empty_records(detector: Detector) -> None:
     whole = {"pressure": 1.0, "state": "run"}
     gaps = [whole, {}, {**whole, "vibration": None}, {"vibration": float("nan"), **whole}, {"vibration": np.nan}]
     scores = detector.score(gaps)
@@ -338,7 +338,7 @@ def test_score_takes_gaps_and_empty_records(detector: Detector) -> None:
         ({"pressure": math.inf}, ["record 1", "pressure", "finite"]),
     ],
 )
-def test_score_names_what_it_cannot_take(detector: Detector, record: dict[str, Any], words: list[str]) -> None:
+def test_score_error_names_record_and_feature(detector: Detector, record: dict[str, Any], words: list[str]) -> None:
     for call in (detector.score, lambda rows: [detector.explain(row) for row in rows]):
         with pytest.raises(InputError) as caught:
             call([{"pressure": 1.0}, record])
@@ -347,7 +347,7 @@ def test_score_names_what_it_cannot_take(detector: Detector, record: dict[str, A
         assert all(word in text for word in words)
 
 
-def test_explain(linear: Detector) -> None:
+def test_explain_finds_the_wrong_reading(linear: Detector) -> None:
     parts = linear.explain({"x": 0.5, "y": 9.0, "sign": "plus"})
     assert parts[0].feature == "y"
     assert parts[0].value == 9.0
@@ -364,7 +364,7 @@ def test_explain(linear: Detector) -> None:
     assert linear.explain({"sign": "zero"})[0].value == "zero"
 
 
-def test_impute_is_near_the_truth(linear: Detector) -> None:
+def test_imputed_values_are_near_the_true_values(linear: Detector) -> None:
     rows = draw_linear_records(60, 11)
     inside = 0
     for x, y, _ in rows.tolist():
@@ -377,7 +377,7 @@ def test_impute_is_near_the_truth(linear: Detector) -> None:
         if abs(x) > 0.3:
             assert filled["sign"].value == ("plus" if x > 0 else "minus")
         assert filled["sign"].low is filled["sign"].high is None
-    assert inside >= 48  # of 60, at a mass of 90%
+    assert inside >= 48  # of 60 intervals with 90% probability
     narrow, wide = (linear.impute({"x": 0.0}, interval=q)["y"] for q in (0.5, 0.99))
     assert narrow.low is not None
     assert wide.low is not None
@@ -386,7 +386,7 @@ def test_impute_is_near_the_truth(linear: Detector) -> None:
     assert wide.low < narrow.low < narrow.high < wide.high
 
 
-def test_quantiles_given_any_subset(linear: Detector) -> None:
+def test_quantiles_depend_on_present_features(linear: Detector) -> None:
     found = linear.quantiles({"x": 0.5}, (0.05, 0.5, 0.95))
     assert found.keys() == {"y"}
     assert 1.0 < found["y"][0] < found["y"][1] < found["y"][2] < 3.0
@@ -399,7 +399,7 @@ def test_quantiles_given_any_subset(linear: Detector) -> None:
             linear.quantiles({}, qs)
 
 
-def test_complete_draws_records_that_could_have_been(linear: Detector) -> None:
+def test_completions_follow_the_learned_distribution(linear: Detector) -> None:
     drawn = linear.complete({}, draws=200, seed=1)
     assert len(drawn) == 200
     assert drawn == linear.complete({}, draws=200, seed=1)
@@ -412,7 +412,7 @@ def test_complete_draws_records_that_could_have_been(linear: Detector) -> None:
         linear.complete({}, draws=0)
 
 
-def test_impute_leaves_what_is_there_and_context(detector: Detector) -> None:
+def test_impute_leaves_out_present_and_context_features(detector: Detector) -> None:
     assert detector.impute({}).keys() == set(SCHEMA.names) - {"load"}
     filled = detector.impute({"pressure": 1.0, "vibration": float("nan"), "load": 40.0})
     assert filled.keys() == {"temperature", "vibration", "state", "valve"}
@@ -425,8 +425,8 @@ def test_impute_leaves_what_is_there_and_context(detector: Detector) -> None:
             detector.impute({}, interval)
 
 
-def test_many_features(tmp_path: Path) -> None:
-    """More than the limit that guards the codec against messages without end."""
+def test_record_with_many_features(tmp_path: Path) -> None:
+    """The codec's limit on readings per message must not apply to the library."""
     from deformer_stream.model.deformer import DEformer, ModelConfig
 
     schema = Schema(tuple(Feature(f"f{i}", "continuous") for i in range(60)))
@@ -436,7 +436,7 @@ def test_many_features(tmp_path: Path) -> None:
     assert np.isfinite(detector.score([dict.fromkeys(schema.names, 0.5)]).log_likelihood).all()
 
 
-def test_models_do_not_share_state(model_dir: Path, tmp_path: Path) -> None:
+def test_detectors_do_not_share_state(model_dir: Path, tmp_path: Path) -> None:
     one, other = deformer_stream.load(model_dir), deformer_stream.load(write_model(tmp_path / "m", seed=1))
     assert one.fingerprint != other.fingerprint
     first = one.scorer().update("r", "pressure", 1.0)

@@ -1,4 +1,4 @@
-"""Every error of the tree has its exit code and a docstring that says what the operator does next."""
+"""Tests that every error has an exit code and a docstring, and that the overview lists it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CODES = {
 
 
 @pytest.mark.parametrize(("name", "code"), CODES.items())
-def test_exit_code(name: str, code: int) -> None:
+def test_exit_codes_are_documented(name: str, code: int) -> None:
     kind = getattr(errors, name)
     assert issubclass(kind, errors.DeformerError)
     assert kind.exit_code == code
@@ -27,5 +27,5 @@ def test_exit_code(name: str, code: int) -> None:
     assert f"(exit code {code})" in (errors.__doc__ or "")
 
 
-def test_nothing_is_missing_from_the_table() -> None:
+def test_every_error_is_tested() -> None:
     assert {kind.__name__ for kind in errors.DeformerError.__subclasses__()} == CODES.keys()

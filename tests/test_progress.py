@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, a line now and then otherwise."""
+"""Tests of progress displays: a bar on a terminal, otherwise occasional log lines."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from deformer_stream.progress import Progress
 
 
 @pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
+def _reset_log_configuration() -> Iterator[None]:
     yield
     structlog.reset_defaults()
 
 
 class Terminal(io.StringIO):
+    """A text buffer that claims to be a terminal."""
+
     def isatty(self) -> bool:
         return True
 
 
-def test_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_lines_without_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     err = io.StringIO()
     now = [0.0]
     monkeypatch.setattr(sys, "stderr", err)
@@ -46,7 +48,7 @@ def test_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line["seconds_left"] for line in lines] == [39, 28]
 
 
-def test_short_work_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_operation_logs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     err = io.StringIO()
     monkeypatch.setattr(sys, "stderr", err)
     log.configure()
@@ -68,7 +70,7 @@ def test_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, total: int | None) -
     assert "10/" in err.getvalue()
 
 
-def test_bar_ends_on_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar_stops_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
     with pytest.raises(ValueError, match="stop"), Progress("replay", 10, "rows") as bar:
         raise ValueError("stop")

@@ -1,4 +1,4 @@
-"""What holds for all our sources: nothing is unpickled, evaluated or handed to a shell. And who may ask over HTTP."""
+"""Security tests of all sources: nothing is unpickled, evaluated or run in a shell, and HTTP is local by default."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SWITCHES = {"shell", "allow_pickle"}
 """Keyword arguments that may be given nothing but False."""
 
 
-def dangers(source: str) -> Iterator[str]:
-    """The names of what must not be there, whatever they are called by."""
+def find_dangerous_names(source: str) -> Iterator[str]:
+    """Yield the dangerous modules, functions and arguments that a source uses, also under another name."""
     tree = ast.parse(source)
     names: dict[str, str] = {}
     for node in ast.walk(tree):
@@ -43,27 +43,28 @@ def dangers(source: str) -> Iterator[str]:
             names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     yield from (path for path in names.values() if path.partition(".")[0] in MODULES)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name | ast.Attribute) and (path := _path(node, names)) in CALLS:
+        if isinstance(node, ast.Name | ast.Attribute) and (path := _get_qualified_name(node, names)) in CALLS:
             yield path
         if isinstance(node, ast.keyword) and node.arg in SWITCHES and not _is_false(node.value):
             yield str(node.arg)
 
 
 def _is_false(node: ast.expr) -> bool:
+    """Return whether an expression is the constant False."""
     return isinstance(node, ast.Constant) and node.value is False
 
 
-def _path(node: ast.expr, names: dict[str, str]) -> str:
-    """`t.load` → `torch.load`, after `import torch as t`."""
+def _get_qualified_name(node: ast.expr, names: dict[str, str]) -> str:
+    """Return the qualified name of an expression: `t.load` gives `torch.load` after `import torch as t`."""
     if isinstance(node, ast.Attribute):
-        return f"{_path(node.value, names)}.{node.attr}"
+        return f"{_get_qualified_name(node.value, names)}.{node.attr}"
     return names.get(node.id, node.id) if isinstance(node, ast.Name) else "…"
 
 
-def test_no_pickle_no_eval_no_shell() -> None:
+def test_sources_use_no_pickle_eval_or_shell() -> None:
     files = [path for place in PLACES for path in (ROOT / place).rglob("*.py")]
     assert all(any(ROOT / place in path.parents for path in files) for place in PLACES)
-    found = {str(path.relative_to(ROOT)): list(dangers(path.read_text())) for path in files}
+    found = {str(path.relative_to(ROOT)): list(find_dangerous_names(path.read_text())) for path in files}
     assert {path: what for path, what in found.items() if what} == {}
 
 
@@ -84,21 +85,23 @@ def test_no_pickle_no_eval_no_shell() -> None:
         ("import re, numpy as np\nre.compile('x')\nmodel.eval()\nnp.load('x', allow_pickle=False)", []),
     ],
 )
-def test_the_search_finds_what_it_is_for(source: str, expected: list[str]) -> None:
-    assert list(dangers(source)) == expected
+def test_search_finds_dangerous_names(source: str, expected: list[str]) -> None:
+    assert list(find_dangerous_names(source)) == expected
 
 
-def listening(port: int) -> set[str]:
-    """The addresses at which something listens on that port, as Linux has them: hexadecimal, in the machine's order."""
+def find_listening_addresses(port: int) -> set[str]:
+    """Return the addresses at which a port is open, in the notation of Linux (hexadecimal, byte order of the
+    machine).
+    """
     rows = [line.split() for kind in ("tcp", "tcp6") for line in Path("/proc/net", kind).read_text().splitlines()[1:]]
     return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and int(row[1].partition(":")[2], 16) == port}
 
 
 @pytest.mark.parametrize(("host", "bound"), [("", "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "0.0.0.0")])  # noqa: S104
-def test_http_is_for_this_machine_alone_unless_told_otherwise(host: str, bound: str) -> None:
+def test_http_listens_on_loopback_by_default(host: str, bound: str) -> None:
     port = free_port()
     stop = http_server.start_http_server(f"{host}:{port}", metrics.Metrics())
     try:
-        assert listening(port) == {f"{int.from_bytes(socket.inet_aton(bound), sys.byteorder):08X}"}
+        assert find_listening_addresses(port) == {f"{int.from_bytes(socket.inet_aton(bound), sys.byteorder):08X}"}
     finally:
         stop()

@@ -32,7 +32,7 @@ from tests.beta_binomial import compute_beta_binomial_upper
 from tests.engine.random_models import make_model
 from tests.engine.restarts import assert_same_snapshot
 from tests.models import CONFIG, SCHEMA, draw_rows, make_small_model
-from tests.runtime.test_recovery import PARTITIONS, Kept, World, live
+from tests.runtime.test_recovery import PARTITIONS, SavedPartition, Cluster, run_member
 from trainer.calibrate import calibrate, choose_order
 from trainer.data import DataOptions, prepare_table
 from trainer.sampling import Noise, create_generator, draw_samples, order_readings
@@ -202,12 +202,12 @@ def test_interrupted_runs_commit_the_effects_of_one_run(model_dir: Path) -> None
         loaded, calibration=Calibration.from_statistics(loaded.calibration.scores, "arrival", tie_policy="hold")
     )
     lines = [[json.dumps(event).encode() for event in generate_events(30, p)] for p in range(PARTITIONS)]
-    whole, cut = (World(lines, {p: Kept() for p in range(PARTITIONS)}) for _ in range(2))
-    live(whole, loaded, set(range(PARTITIONS)), 0, 0.0, 0.0, 100.0)
+    whole, cut = (Cluster(lines, {p: SavedPartition() for p in range(PARTITIONS)}) for _ in range(2))
+    run_member(whole, loaded, set(range(PARTITIONS)), 0, 0.0, 0.0, 100.0)
     num_runs = 0
     while not cut.done:
         rest = {p for p, kept in cut.kept.items() if kept.position < len(lines[p])}
-        live(cut, loaded, rest, num_runs, 0.04, 0.03, 0.03)
+        run_member(cut, loaded, rest, num_runs, 0.04, 0.03, 0.03)
         num_runs += 1
         assert num_runs < 500
     assert num_runs > 3

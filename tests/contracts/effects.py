@@ -1,4 +1,4 @@
-"""Effects made by hand, for sinks: no model, no engine."""
+"""Effects for tests of sinks, made without a model and an engine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from deformer_stream.engine.events import (
     Effects,
     EventBatch,
     ExpectedRange,
-    RejectionReason,
     Rejection,
+    RejectionReason,
     ScoredReadings,
 )
 from deformer_stream.model.schema import Feature, Schema
@@ -30,7 +30,14 @@ SCHEMA = Schema(
 )
 
 
-def alert_of(record: str, message: int, time: int = 1_583_750_073_000_000) -> Alert:
+def make_alert(record: str, message: int, time: int = 1_583_750_073_000_000) -> Alert:
+    """Return an alert of a record.
+
+    Args:
+        record: The record id.
+        message: Index of the message that raised it.
+        time: Event time in microseconds.
+    """
     return Alert(
         id=f"id-of-{record}",
         record=record,
@@ -52,9 +59,16 @@ def alert_of(record: str, message: int, time: int = 1_583_750_073_000_000) -> Al
     )
 
 
-def effects_of(first: int, records: int = 2) -> tuple[Effects, Messages]:
-    """`records` records of three readings each; each one is closed with an alert on its last reading, and the message
-    after each is refused. first: number of the first record, so that several effects tell different records."""
+def make_effects(first: int, records: int = 2) -> tuple[Effects, Messages]:
+    """Return effects of several records, and the poll that they refer to.
+
+    Each record has three readings, is closed, and has an alert on its last reading. The message after each record is
+    rejected.
+
+    Args:
+        first: Number of the first record, so that several effects have different records.
+        records: Number of records.
+    """
     names = [f"r{first + i}" for i in range(records)]
     n = 3 * records
     messages = np.array([4 * (i // 3) + i % 3 for i in range(n)], np.int32)
@@ -89,7 +103,7 @@ def effects_of(first: int, records: int = 2) -> tuple[Effects, Messages]:
         np.where(np.arange(records) % 2 == 0, 0.01, 1.0),
         np.full(records, 9.3),
     )
-    alerts = [alert_of(name, 4 * i + 2) for i, name in enumerate(names)]
+    alerts = [make_alert(name, 4 * i + 2) for i, name in enumerate(names)]
     rejected = [Rejection(4 * i + 3, RejectionReason.NOT_JSON, "no JSON") for i in range(records)]
     size = 4 * records
     data = Messages(
@@ -103,10 +117,12 @@ def effects_of(first: int, records: int = 2) -> tuple[Effects, Messages]:
     return Effects(batch, scored, alerts, rejected, closed), data
 
 
-def notice_of(partition: int = 2) -> DriftNotice:
+def make_drift_notice(partition: int = 2) -> DriftNotice:
+    """Return a drift notice of a partition."""
     time, features = 1_583_750_075_000_000, (FeatureShift("Pressure", 2.5, 0.98), FeatureShift("state", 1.25, 1.0))
     return DriftNotice("id-of-it", "r7", partition, "0123456789abcdef", 1000.0, 3.125, 412, time, features)
 
 
-def nothing() -> Effects:
+def make_empty_effects() -> Effects:
+    """Return effects without any content."""
     return Effects(EventBatch.empty(), ScoredReadings.empty(), [], [], ClosedRecords.concatenate([]))

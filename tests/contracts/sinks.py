@@ -1,4 +1,4 @@
-"""What every sink owes the road. A connector's tests subclass `SinkContract`, and open and read for it."""
+"""The contract of all sinks: tests that each connector runs with a subclass of `SinkContract`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from typing import Any
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import Effects
 from deformer_stream.runtime.ports import Sink
-from tests.contracts.effects import effects_of, nothing
+from tests.contracts.effects import make_effects, make_empty_effects
 
 
 @dataclass
-class Drain:
-    """open: a sink. delivered: everything that has arrived where the sink writes, in order. expected: what one pair of
-    effects and data is to become. safe_at_flush: what was flushed is delivered before the sink is closed.
-    all_or_nothing:
-    what was not flushed is never delivered."""
+class SinkUnderTest:
+    """A sink with the means to observe what it delivers.
+
+    Attributes:
+        open: Returns a sink.
+        delivered: Returns everything that has arrived at the sink's destination, in order.
+        expected: Returns what one pair of effects and poll must become.
+        safe_at_flush: Whether everything that was flushed is delivered before the sink is closed.
+        all_or_nothing: Whether what was not flushed is never delivered.
+    """
 
     open: Callable[[], Sink]
     delivered: Callable[[], list[Any]]
@@ -27,13 +32,13 @@ class Drain:
 
 
 class SinkContract:
-    """Subclasses define a fixture `drain` that gives a fresh, empty `Drain`."""
+    """The tests. A subclass defines a fixture `drain` that returns a fresh, empty `SinkUnderTest`."""
 
-    def test_what_is_flushed_is_delivered_once_and_in_order(self, drain: Drain) -> None:
+    def test_flushed_effects_are_delivered_once_and_in_order(self, drain: SinkUnderTest) -> None:
         sink = drain.open()
         expected: list[Any] = []
         for first in (0, 10, 20):
-            effects, data = effects_of(first)
+            effects, data = make_effects(first)
             sink.write(effects, data)
             expected += drain.expected(effects, data)
             sink.flush()
@@ -43,18 +48,18 @@ class SinkContract:
         assert drain.delivered() == expected
         assert expected
 
-    def test_effects_of_nothing_deliver_nothing(self, drain: Drain) -> None:
+    def test_empty_effects_deliver_nothing(self, drain: SinkUnderTest) -> None:
         sink = drain.open()
-        sink.write(nothing(), None)
-        sink.write(nothing(), effects_of(0)[1])
+        sink.write(make_empty_effects(), None)
+        sink.write(make_empty_effects(), make_effects(0)[1])
         sink.flush()
         sink.flush()
         sink.close()
         assert drain.delivered() == []
 
-    def test_closing_ends_what_was_not_flushed_and_a_second_time_does_nothing(self, drain: Drain) -> None:
+    def test_close_handles_unflushed_effects_and_can_be_repeated(self, drain: SinkUnderTest) -> None:
         sink = drain.open()
-        effects, data = effects_of(5)
+        effects, data = make_effects(5)
         sink.write(effects, data)
         sink.close()
         sink.close()

@@ -1,4 +1,4 @@
-"""What every event source owes the road. A connector's tests subclass `SourceContract`, and publish and open for it."""
+"""The contract of all event sources: tests that each connector runs with a subclass of `SourceContract`."""
 
 from __future__ import annotations
 
@@ -17,37 +17,50 @@ Reading = tuple[str, str, float]
 
 READINGS: list[Reading] = [(f"r{i}", name, i + k / 10) for i in range(20) for k, name in enumerate("abc")]
 
-PATIENCE = 30.0
-"""Seconds within which everything published must have come."""
+TIMEOUT_SECONDS = 30.0
+"""Seconds within which all published readings must arrive."""
 
 
 @dataclass
-class Feed:
-    """publish: make these readings available, in this order within each record. open: a source of all that was
-    published and has not been committed. finite: it ends. remembers: what was committed does not come again."""
+class SourceUnderTest:
+    """A source with the means to supply its input.
+
+    Attributes:
+        publish: Makes readings available, in this order within each record.
+        open: Returns a source of all readings that were published and not committed.
+        is_finite: Whether the source ends.
+        has_offsets: Whether committed readings are not returned again by the next source.
+    """
 
     publish: Callable[[list[Reading]], None]
     open: Callable[[], EventSource]
-    finite: bool = True
-    remembers: bool = False
+    is_finite: bool = True
+    has_offsets: bool = False
 
 
 @dataclass
-class Collected:
-    """by_record: readings as they came. places: positions of the messages that carried them."""
+class CollectedReadings:
+    """What a source returned.
 
-    by_record: dict[str, list[tuple[str, float]]]
-    places: list[tuple[str, int, int]]
+    Attributes:
+        readings_by_record: The readings of each record, in order.
+        positions: The positions of their messages.
+    """
+
+    readings_by_record: dict[str, list[tuple[str, float]]]
+    positions: list[tuple[str, int, int]]
 
 
-def collect(source: EventSource, count: int) -> Collected:
-    """Poll until `count` events have come; more would show as well."""
+def collect(source: EventSource, count: int) -> CollectedReadings:
+    """Poll until at least `count` events have arrived, and return them. Surplus events of the last poll are
+    included.
+    """
     codec = Codec(SCHEMA)
-    collected = Collected({}, [])
+    collected = CollectedReadings({}, [])
     seen = 0
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while seen < count:
-        assert time.monotonic() < deadline, f"{seen} of {count} events came within {PATIENCE} seconds"
+        assert time.monotonic() < deadline, f"{seen} of {count} events came within {TIMEOUT_SECONDS} seconds"
         polled = source.poll(0.1)
         assert polled.revoked_partitions == ()
         if polled.data is None:
@@ -57,12 +70,13 @@ def collect(source: EventSource, count: int) -> Collected:
         assert rejected == []
         seen += len(batch)
         for record, code, value in zip(batch.record_ids, batch.features.tolist(), batch.values.tolist(), strict=True):
-            collected.by_record.setdefault(record, []).append((SCHEMA.names[code], value))
-        collected.places += [get_position(polled.data, i) for i in range(len(polled.data))]
+            collected.readings_by_record.setdefault(record, []).append((SCHEMA.names[code], value))
+        collected.positions += [get_position(polled.data, i) for i in range(len(polled.data))]
     return collected
 
 
-def by_record(readings: list[Reading]) -> dict[str, list[tuple[str, float]]]:
+def group_by_record(readings: list[Reading]) -> dict[str, list[tuple[str, float]]]:
+    """Return the readings of each record, in order."""
     result: dict[str, list[tuple[str, float]]] = {}
     for record, feature, value in readings:
         result.setdefault(record, []).append((feature, value))
@@ -70,21 +84,21 @@ def by_record(readings: list[Reading]) -> dict[str, list[tuple[str, float]]]:
 
 
 class SourceContract:
-    """Subclasses define a fixture `feed` that gives a fresh, empty `Feed`."""
+    """The tests. A subclass defines a fixture `feed` that returns a fresh, empty `SourceUnderTest`."""
 
-    def test_everything_comes_once_and_in_order_within_its_record(self, feed: Feed) -> None:
+    def test_every_reading_arrives_once_and_in_order_within_its_record(self, feed: SourceUnderTest) -> None:
         feed.publish(READINGS)
         source = feed.open()
         assert not source.is_exhausted
         collected = collect(source, len(READINGS))
-        assert collected.by_record == by_record(READINGS)
-        assert len(set(collected.places)) == len(collected.places)
+        assert collected.readings_by_record == group_by_record(READINGS)
+        assert len(set(collected.positions)) == len(collected.positions)
         for _ in range(3):
             assert source.poll(0.05).data is None
-        assert source.is_exhausted == feed.finite
+        assert source.is_exhausted == feed.is_finite
         source.close()
 
-    def test_a_poll_does_not_outlast_its_timeout_by_much(self, feed: Feed) -> None:
+    def test_poll_respects_its_timeout(self, feed: SourceUnderTest) -> None:
         feed.publish(READINGS)
         source = feed.open()
         collect(source, len(READINGS))
@@ -93,7 +107,7 @@ class SourceContract:
         assert time.monotonic() - began < 5.0
         source.close()
 
-    def test_a_second_reader_sees_the_same_positions(self, feed: Feed) -> None:
+    def test_second_reader_gets_the_same_positions(self, feed: SourceUnderTest) -> None:
         feed.publish(READINGS)
         first = feed.open()
         before = collect(first, len(READINGS))
@@ -101,31 +115,31 @@ class SourceContract:
         second = feed.open()
         again = collect(second, len(READINGS))
         second.close()
-        assert sorted(again.places) == sorted(before.places)
-        assert again.by_record == before.by_record
+        assert sorted(again.positions) == sorted(before.positions)
+        assert again.readings_by_record == before.readings_by_record
 
-    def test_what_was_committed_comes_again_only_where_nothing_is_remembered(self, feed: Feed) -> None:
+    def test_committed_readings_are_repeated_only_by_sources_without_offsets(self, feed: SourceUnderTest) -> None:
         feed.publish(READINGS)
         first = feed.open()
         collect(first, len(READINGS))
         first.commit()
         first.close()
-        if feed.remembers:
+        if feed.has_offsets:
             more = [(f"later-{record}", feature, value) for record, feature, value in READINGS]
             feed.publish(more)
             expected = more
         else:
             expected = READINGS
         second = feed.open()
-        assert collect(second, len(expected)).by_record == by_record(expected)
+        assert collect(second, len(expected)).readings_by_record == group_by_record(expected)
         second.close()
 
-    def test_commit_before_the_first_poll_and_closing_twice_do_no_harm(self, feed: Feed) -> None:
+    def test_commit_before_first_poll_and_repeated_close_are_harmless(self, feed: SourceUnderTest) -> None:
         feed.publish(READINGS[:3])
         source = feed.open()
         source.commit()
         source.close()
         source.close()
         again = feed.open()
-        assert collect(again, 3).by_record == by_record(READINGS[:3])
+        assert collect(again, 3).readings_by_record == group_by_record(READINGS[:3])
         again.close()

@@ -1,4 +1,4 @@
-"""The contracts, run on everything that needs no service: memory, files and standard streams."""
+"""The contracts, for all connectors that need no service: memory, files and standard streams."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ from deformer_stream.engine.events import Effects
 from deformer_stream.runtime.ports import EventSource
 from deformer_stream.testing import MemorySink, MemorySource
 from tests.contracts import effects as made
-from tests.contracts.sinks import Drain, SinkContract
-from tests.contracts.sources import SCHEMA, Feed, Reading, SourceContract
+from tests.contracts.sinks import SinkContract, SinkUnderTest
+from tests.contracts.sources import SCHEMA, Reading, SourceContract, SourceUnderTest
 
 
-def lines(readings: list[Reading]) -> list[bytes]:
+def encode_lines(readings: list[Reading]) -> list[bytes]:
+    """Return readings as JSON messages."""
     return [orjson.dumps({"record": r, "feature": f, "value": v}) for r, f, v in readings]
 
 
-def long(readings: list[Reading]) -> pa.Table:
+def make_long_table(readings: list[Reading]) -> pa.Table:
+    """Return readings as a table in long layout."""
     return pa.table({name: [row[k] for row in readings] for k, name in enumerate(("record", "feature", "value"))})
 
 
-def wide(readings: list[Reading]) -> pa.Table:
-    """Valid for readings that come record by record, in the columns' order."""
+def make_wide_table(readings: list[Reading]) -> pa.Table:
+    """Return readings as a table in wide layout. They must be sorted by record and by column."""
     ids = list(dict.fromkeys(record for record, _, _ in readings))
     columns = {name: [value for _, feature, value in readings if feature == name] for name in "abc"}
     return pa.table({"record": ids, **columns})
@@ -41,83 +43,88 @@ def wide(readings: list[Reading]) -> pa.Table:
 
 class TestMemory(SourceContract):
     @pytest.fixture
-    def feed(self) -> Feed:
+    def feed(self) -> SourceUnderTest:
         published: list[bytes] = []
-        return Feed(lambda readings: published.extend(lines(readings)), lambda: MemorySource(published, chunk=7))
+        return SourceUnderTest(
+            lambda readings: published.extend(encode_lines(readings)), lambda: MemorySource(published, chunk=7)
+        )
 
 
 WRITERS: dict[str, Callable[[Path, list[Reading]], object]] = {
-    "events.jsonl": lambda path, readings: path.write_bytes(b"\n".join(lines(readings)) + b"\n"),
-    "long.parquet": lambda path, readings: pq.write_table(long(readings), path, row_group_size=11),
-    "long.csv": lambda path, readings: pc_csv.write_csv(long(readings), path),
-    "wide.parquet": lambda path, readings: pq.write_table(wide(readings), path, row_group_size=3),
-    "wide.csv": lambda path, readings: pc_csv.write_csv(wide(readings), path),
+    "events.jsonl": lambda path, readings: path.write_bytes(b"\n".join(encode_lines(readings)) + b"\n"),
+    "long.parquet": lambda path, readings: pq.write_table(make_long_table(readings), path, row_group_size=11),
+    "long.csv": lambda path, readings: pc_csv.write_csv(make_long_table(readings), path),
+    "wide.parquet": lambda path, readings: pq.write_table(make_wide_table(readings), path, row_group_size=3),
+    "wide.csv": lambda path, readings: pc_csv.write_csv(make_wide_table(readings), path),
 }
 
 
 class TestFiles(SourceContract):
     @pytest.fixture(params=list(WRITERS))
-    def feed(self, request: pytest.FixtureRequest, tmp_path: Path) -> Feed:
+    def feed(self, request: pytest.FixtureRequest, tmp_path: Path) -> SourceUnderTest:
         path = tmp_path / request.param
         write = WRITERS[request.param]
-        return Feed(lambda readings: write(path, readings), lambda: open_source([path], SCHEMA, batch_events=8))  # type: ignore[arg-type]
+        return SourceUnderTest(
+            lambda readings: write(path, readings), lambda: open_source([path], SCHEMA, batch_events=8)
+        )  # type: ignore[arg-type]
 
 
 class TestStandardInput(SourceContract):
     @pytest.fixture
-    def feed(self, tmp_path: Path) -> Iterator[Feed]:
+    def feed(self, tmp_path: Path) -> Iterator[SourceUnderTest]:
         path = tmp_path / "events.jsonl"
         descriptors: list[int] = []
 
         def publish(readings: list[Reading]) -> None:
-            path.write_bytes(b"\n".join(lines(readings)))  # no line end after the last
+            path.write_bytes(b"\n".join(encode_lines(readings)))  # no line end after the last
 
         def open_() -> EventSource:
             descriptors.append(os.open(path, os.O_RDONLY))
             return StandardInput(descriptors[-1], batch_events=8)
 
-        yield Feed(publish, open_)
+        yield SourceUnderTest(publish, open_)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
 class TestMemorySink(SinkContract):
     @pytest.fixture
-    def drain(self) -> Drain:
+    def drain(self) -> SinkUnderTest:
         sink = MemorySink()
-        return Drain(lambda: sink, lambda: sink.alerts, lambda effects, data: effects.alerts)
+        return SinkUnderTest(lambda: sink, lambda: sink.alerts, lambda effects, data: effects.alerts)
 
 
-def json_lines(path: Path) -> list[Any]:
+def read_json_lines(path: Path) -> list[Any]:
+    """Return the documents of a file with JSON lines."""
     return [orjson.loads(line) for line in path.read_bytes().splitlines()]
 
 
 class TestAlertLines(SinkContract):
     @pytest.fixture
-    def drain(self, tmp_path: Path) -> Drain:
+    def drain(self, tmp_path: Path) -> SinkUnderTest:
         path = tmp_path / "alerts.jsonl"
 
         def expected(effects: Effects, data: Payload | None) -> list[Any]:
             return [orjson.loads(encode_alert(alert, data)) for alert in effects.alerts]
 
-        return Drain(lambda: AlertLines(path), lambda: json_lines(path), expected)
+        return SinkUnderTest(lambda: AlertLines(path), lambda: read_json_lines(path), expected)
 
 
 class TestRejectedLines(SinkContract):
     @pytest.fixture
-    def drain(self, tmp_path: Path) -> Drain:
+    def drain(self, tmp_path: Path) -> SinkUnderTest:
         path = tmp_path / "rejected.jsonl"
 
         def expected(effects: Effects, data: Payload | None) -> list[Any]:
             assert data is not None
             return [orjson.loads(encode_rejected(rejected, data)) for rejected in effects.rejections]
 
-        return Drain(lambda: RejectedLines(path), lambda: json_lines(path), expected)
+        return SinkUnderTest(lambda: RejectedLines(path), lambda: read_json_lines(path), expected)
 
 
 class TestScoresParquet(SinkContract):
     @pytest.fixture
-    def drain(self, tmp_path: Path) -> Drain:
+    def drain(self, tmp_path: Path) -> SinkUnderTest:
         path = tmp_path / "scores.parquet"
 
         def expected(effects: Effects, data: Payload | None) -> list[Any]:
@@ -128,17 +135,20 @@ class TestScoresParquet(SinkContract):
             table = pq.read_table(path)
             return list(zip(table["record"].to_pylist(), table["seq"].to_pylist(), strict=True))
 
-        return Drain(lambda: ScoresParquet(path, made.SCHEMA), delivered, expected, safe_at_flush=False)
+        return SinkUnderTest(lambda: ScoresParquet(path, made.SCHEMA), delivered, expected, safe_at_flush=False)
 
 
 class TestRecordsParquet(SinkContract):
     @pytest.fixture
-    def drain(self, tmp_path: Path) -> Drain:
+    def drain(self, tmp_path: Path) -> SinkUnderTest:
         path = tmp_path / "records.parquet"
 
         def delivered() -> list[Any]:
             return list(pq.read_table(path)["record"].to_pylist())
 
-        return Drain(
-            lambda: RecordsParquet(path), delivered, lambda effects, data: effects.closed.record_ids, safe_at_flush=False
+        return SinkUnderTest(
+            lambda: RecordsParquet(path),
+            delivered,
+            lambda effects, data: effects.closed.record_ids,
+            safe_at_flush=False,
         )

@@ -1,4 +1,4 @@
-"""The contracts, run on Kafka."""
+"""The contracts, for the Kafka source and the Kafka sinks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from deformer_stream.codec import encode_alert
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.events import Effects
 from tests.connectors.kafka_world import sink_of
-from tests.contracts.sinks import Drain, SinkContract
-from tests.contracts.sources import Feed, Reading, SourceContract
+from tests.contracts.sinks import SinkContract, SinkUnderTest
+from tests.contracts.sources import Reading, SourceContract, SourceUnderTest
 
 pytestmark = pytest.mark.kafka
 
@@ -27,7 +27,7 @@ Topic = Callable[..., str]
 
 class TestKafkaSource(SourceContract):
     @pytest.fixture
-    def feed(self, kafka: SimpleNamespace, topic: Topic) -> Feed:
+    def feed(self, kafka: SimpleNamespace, topic: Topic) -> SourceUnderTest:
         name, group = topic(3), uuid.uuid4().hex
 
         def publish(readings: list[Reading]) -> None:
@@ -37,17 +37,17 @@ class TestKafkaSource(SourceContract):
         def open_() -> KafkaSource:
             return KafkaSource(kafka.bootstrap, name, group, max_poll_records=7)
 
-        return Feed(publish, open_, finite=False, remembers=True)
+        return SourceUnderTest(publish, open_, is_finite=False, has_offsets=True)
 
 
-class Plain:
-    """The public encoding, as `Codec` does it."""
+class PublicEncoder:
+    """Encodes alerts as `Codec` does, without a model."""
 
     encode_alert = staticmethod(encode_alert)
 
 
-def delivered(bootstrap: str, topic: str) -> list[tuple[bytes | None, bytes | None]]:
-    """Key and value of all messages of a topic with one partition."""
+def read_topic(bootstrap: str, topic: str) -> list[tuple[bytes | None, bytes | None]]:
+    """Return key and value of all messages of a topic with one partition."""
     reader = KafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest", consumer_timeout_ms=30_000)
     partition = TopicPartition(topic, 0)
     reader.assign([partition])
@@ -59,15 +59,15 @@ def delivered(bootstrap: str, topic: str) -> list[tuple[bytes | None, bytes | No
 
 class TestKafkaAlerts(SinkContract):
     @pytest.fixture
-    def drain(self, kafka: SimpleNamespace, topic: Topic) -> Drain:
+    def drain(self, kafka: SimpleNamespace, topic: Topic) -> SinkUnderTest:
         name = topic(1)
 
         def expected(effects: Effects, data: Payload | None) -> list[Any]:
             return [(alert.record.encode(), encode_alert(alert, data)) for alert in effects.alerts]
 
-        return Drain(
-            lambda: sink_of(kafka.bootstrap, name, None, Plain()),
-            lambda: delivered(kafka.bootstrap, name),
+        return SinkUnderTest(
+            lambda: sink_of(kafka.bootstrap, name, None, PublicEncoder()),
+            lambda: read_topic(kafka.bootstrap, name),
             expected,
             all_or_nothing=True,
         )
@@ -75,7 +75,7 @@ class TestKafkaAlerts(SinkContract):
 
 class TestKafkaDeadLetters(SinkContract):
     @pytest.fixture
-    def drain(self, kafka: SimpleNamespace, topic: Topic) -> Drain:
+    def drain(self, kafka: SimpleNamespace, topic: Topic) -> SinkUnderTest:
         name = topic(1)
 
         def expected(effects: Effects, data: Payload | None) -> list[Any]:
@@ -83,9 +83,9 @@ class TestKafkaDeadLetters(SinkContract):
                 return []
             return [(data.keys[r.message_index], data.payloads[r.message_index] or b"") for r in effects.rejections]
 
-        return Drain(
-            lambda: sink_of(kafka.bootstrap, None, name, Plain()),
-            lambda: delivered(kafka.bootstrap, name),
+        return SinkUnderTest(
+            lambda: sink_of(kafka.bootstrap, None, name, PublicEncoder()),
+            lambda: read_topic(kafka.bootstrap, name),
             expected,
             all_or_nothing=True,
         )

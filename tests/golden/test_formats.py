@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from connectors.files import AlertLines, ExplanationsParquet, RecordsParquet, RejectedLines, ScoresParquet
 from deformer_stream.codec import encode_alert
 from deformer_stream.engine.events import NO_TIME
-from tests.contracts.effects import SCHEMA, alert_of, effects_of, notice_of
+from tests.contracts.effects import SCHEMA, make_alert, make_effects, make_drift_notice
 
 GOLDEN = Path(__file__).parent
 
@@ -28,7 +28,7 @@ def table_text(path: Path) -> str:
 
 
 def test_alert_lines(tmp_path: Path) -> None:
-    effects, data = effects_of(1)
+    effects, data = make_effects(1)
     sink = AlertLines(tmp_path / "alerts.jsonl")
     sink.write(effects, data)
     sink.close()
@@ -36,15 +36,15 @@ def test_alert_lines(tmp_path: Path) -> None:
 
 
 def test_alert_without_time_or_source_has_nulls() -> None:
-    document = json.loads(encode_alert(alert_of("r", -1, NO_TIME), effects_of(1)[1]))
+    document = json.loads(encode_alert(make_alert("r", -1, NO_TIME), make_effects(1)[1]))
     assert (document["time"], document["source"]) == (None, None)
-    assert json.loads(encode_alert(alert_of("r", 0), None))["source"] is None
+    assert json.loads(encode_alert(make_alert("r", 0), None))["source"] is None
 
 
 def test_drift_notice_is_written_after_the_alerts(tmp_path: Path) -> None:
-    effects, data = effects_of(1)
+    effects, data = make_effects(1)
     sink = AlertLines(tmp_path / "alerts.jsonl")
-    sink.write(replace(effects, drift_notices=[notice_of()]), data)
+    sink.write(replace(effects, drift_notices=[make_drift_notice()]), data)
     sink.close()
     lines = (tmp_path / "alerts.jsonl").read_text().splitlines(keepends=True)
     assert "".join(lines[:-1]) == (GOLDEN / "alerts.jsonl").read_text()
@@ -53,7 +53,7 @@ def test_drift_notice_is_written_after_the_alerts(tmp_path: Path) -> None:
 
 
 def test_rejection_lines(tmp_path: Path) -> None:
-    effects, data = effects_of(1)
+    effects, data = make_effects(1)
     sink = RejectedLines(tmp_path / "rejected.jsonl")
     sink.write(effects, data)
     sink.close()
@@ -62,20 +62,20 @@ def test_rejection_lines(tmp_path: Path) -> None:
 
 def test_scores_table(tmp_path: Path) -> None:
     sink = ScoresParquet(tmp_path / "scores.parquet", SCHEMA)
-    sink.write(*effects_of(1))
+    sink.write(*make_effects(1))
     sink.close()
     assert table_text(tmp_path / "scores.parquet") == (GOLDEN / "scores.txt").read_text()
 
 
 def test_records_table(tmp_path: Path) -> None:
     sink = RecordsParquet(tmp_path / "records.parquet")
-    sink.write(*effects_of(1))
+    sink.write(*make_effects(1))
     sink.close()
     assert table_text(tmp_path / "records.parquet") == (GOLDEN / "records.txt").read_text()
 
 
 def test_explanations_table(tmp_path: Path) -> None:
     sink = ExplanationsParquet(tmp_path / "why.parquet")
-    sink.write(*effects_of(1))
+    sink.write(*make_effects(1))
     sink.close()
     assert table_text(tmp_path / "why.parquet") == (GOLDEN / "explanations.txt").read_text()

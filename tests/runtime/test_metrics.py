@@ -1,4 +1,4 @@
-"""Names and meanings of the metrics; /metrics, /healthz and /readyz over real HTTP."""
+"""Tests of the metrics, and of /metrics, /healthz and /readyz over real HTTP."""
 
 from __future__ import annotations
 
@@ -68,10 +68,12 @@ LABELS = {
 
 @pytest.fixture
 def port() -> int:
+    """Return a free TCP port."""
     return free_port()
 
 
-def get(port: int, path: str) -> tuple[int, str]:
+def request(port: int, path: str) -> tuple[int, str]:
+    """Return status and body of an HTTP request."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as answer:
             return answer.status, answer.read().decode()
@@ -81,7 +83,8 @@ def get(port: int, path: str) -> tuple[int, str]:
 
 
 @contextmanager
-def served(port: int, measures: metrics.Metrics) -> Iterator[None]:
+def serve(port: int, measures: metrics.Metrics) -> Iterator[None]:
+    """Serve the metrics over HTTP while the context is active."""
     stop = http_server.start_http_server(f":{port}", measures)
     try:
         yield
@@ -89,11 +92,13 @@ def served(port: int, measures: metrics.Metrics) -> Iterator[None]:
         stop()
 
 
-def value(measures: metrics.Metrics, name: str, **labels: str) -> float | None:
+def get_value(measures: metrics.Metrics, name: str, **labels: str) -> float | None:
+    """Return the value of one series, or None if it does not exist."""
     return measures.registry.get_sample_value("deformer_" + name, labels)
 
 
-def effects() -> Effects:
+def make_effects() -> Effects:
+    """Return effects with one scored event, one alert, one closed record and three rejections."""
     one = np.ones(1)
     scored = ScoredReadings(np.zeros(1, np.int64), np.zeros(1, np.int32), one, one, one, one, np.ones(1, bool))
     ints = np.zeros(1, np.int32)
@@ -108,14 +113,14 @@ def effects() -> Effects:
     return Effects(batch, scored, [alert], refused, closed)
 
 
-def test_names_are_those_of_the_contract(port: int) -> None:
+def test_metric_names_and_labels_are_those_of_the_contract(port: int) -> None:
     measures = metrics.Metrics()
     measures.set_lag({("t", 0): 1})
     measures.set_snapshot(0, 100)
     measures.model.labels("abc").set(1)
     measures.set_drift({0: -0.5})
-    with served(port, measures):
-        status, text = get(port, "/metrics")
+    with serve(port, measures):
+        status, text = request(port, "/metrics")
     assert status == 200
     found, labels = {}, {}
     for family in text_string_to_metric_families(text):
@@ -128,84 +133,86 @@ def test_names_are_those_of_the_contract(port: int) -> None:
     assert "_created" not in text
 
 
-def test_evidence_of_partitions_that_went_disappears() -> None:
+def test_drift_series_of_revoked_partitions_are_removed() -> None:
     measures = metrics.Metrics()
     measures.set_drift({0: -0.5, 3: 4.25})
-    assert value(measures, "drift_martingale", partition="3") == 4.25
+    assert get_value(measures, "drift_martingale", partition="3") == 4.25
     measures.set_drift({0: 1.0})
-    assert value(measures, "drift_martingale", partition="0") == 1.0
-    assert value(measures, "drift_martingale", partition="3") is None
+    assert get_value(measures, "drift_martingale", partition="0") == 1.0
+    assert get_value(measures, "drift_martingale", partition="3") is None
 
 
-def test_observations() -> None:
+def test_observed_effects_are_counted() -> None:
     measures = metrics.Metrics()
-    assert {value(measures, "events_rejected_total", reason=r.value) for r in RejectionReason} == {0.0}
-    assert {value(measures, "records_closed_total", reason=c.value) for c in CloseReason} == {0.0}
-    measures.observe_batch(effects(), 0.25)
-    measures.observe_alert_delays(effects())
-    assert value(measures, "events_total") == 1
-    assert value(measures, "events_rejected_total", reason="late") == 2
-    assert value(measures, "events_rejected_total", reason="not_json") == 1
-    assert value(measures, "records_closed_total", reason="timeout") == 1
-    assert value(measures, "alerts_total") == 1
-    assert value(measures, "scoring_seconds_sum") == 0.25
-    assert value(measures, "batch_events_sum") == 1
-    assert value(measures, "event_to_alert_seconds_count") == 1
+    assert {get_value(measures, "events_rejected_total", reason=r.value) for r in RejectionReason} == {0.0}
+    assert {get_value(measures, "records_closed_total", reason=c.value) for c in CloseReason} == {0.0}
+    measures.observe_batch(make_effects(), 0.25)
+    measures.observe_alert_delays(make_effects())
+    assert get_value(measures, "events_total") == 1
+    assert get_value(measures, "events_rejected_total", reason="late") == 2
+    assert get_value(measures, "events_rejected_total", reason="not_json") == 1
+    assert get_value(measures, "records_closed_total", reason="timeout") == 1
+    assert get_value(measures, "alerts_total") == 1
+    assert get_value(measures, "scoring_seconds_sum") == 0.25
+    assert get_value(measures, "batch_events_sum") == 1
+    assert get_value(measures, "event_to_alert_seconds_count") == 1
 
 
-def test_an_idle_turn_is_no_batch() -> None:
+def test_empty_batch_is_not_counted() -> None:
     measures = metrics.Metrics()
     nothing = Effects(EventBatch.empty(), ScoredReadings.empty(), [], [], ClosedRecords.concatenate([]))
     measures.observe_batch(nothing, 0.1)
-    assert value(measures, "batch_events_count") == value(measures, "scoring_seconds_count") == 0
+    assert get_value(measures, "batch_events_count") == get_value(measures, "scoring_seconds_count") == 0
 
 
-def test_lag_of_revoked_partitions_disappears() -> None:
+def test_lag_series_of_revoked_partitions_are_removed() -> None:
     measures = metrics.Metrics()
     measures.set_lag({("t", 0): 5, ("t", 1): 7})
-    assert value(measures, "consumer_lag", topic="t", partition="1") == 7
+    assert get_value(measures, "consumer_lag", topic="t", partition="1") == 7
     measures.set_lag({("t", 0): 4, ("u", 1): 1})
-    assert value(measures, "consumer_lag", topic="t", partition="0") == 4
-    assert value(measures, "consumer_lag", topic="t", partition="1") is None
-    assert value(measures, "consumer_lag", topic="u", partition="1") == 1
+    assert get_value(measures, "consumer_lag", topic="t", partition="0") == 4
+    assert get_value(measures, "consumer_lag", topic="t", partition="1") is None
+    assert get_value(measures, "consumer_lag", topic="u", partition="1") == 1
     measures.set_lag({})
-    assert value(measures, "consumer_lag", topic="t", partition="0") is None
+    assert get_value(measures, "consumer_lag", topic="t", partition="0") is None
 
 
-def test_ready_after_the_first_turn_and_unhealthy_after_a_stall(model_dir: Path, port: int) -> None:
+def test_ready_after_first_turn_and_unhealthy_after_stall(model_dir: Path, port: int) -> None:
     clock = [0.0]
     measures = metrics.Metrics(now=lambda: clock[0])
     loaded = model_store.read(model_dir)
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, 0.01)
     seen: list[tuple[int, int]] = []
 
-    class Asking(MemorySource):
+    class ProbingSource(MemorySource):
+        """A source that requests both health checks at each poll."""
+
         def poll(self, timeout: float) -> object:  # type: ignore[override]
-            seen.append((get(port, "/healthz")[0], get(port, "/readyz")[0]))
+            seen.append((request(port, "/healthz")[0], request(port, "/readyz")[0]))
             return super().poll(timeout)
 
-    source = Asking([b"{}"] * 2, chunk=1)
-    with served(port, measures):
-        assert get(port, "/readyz") == (503, "not yet\n")
-        assert get(port, "/healthz") == (200, "ok\n")
+    source = ProbingSource([b"{}"] * 2, chunk=1)
+    with serve(port, measures):
+        assert request(port, "/readyz") == (503, "not yet\n")
+        assert request(port, "/healthz") == (200, "ok\n")
         Pipeline(source, Codec(loaded.schema), engine, [MemorySink()], WallClock(), measures, True).run(
             threading.Event()
         )
         assert seen == [(200, 503), (200, 200), (200, 200)]
-        assert get(port, "/readyz")[0] == 200
-        assert f'deformer_model_info{{fingerprint="{loaded.fingerprint}"}} 1.0' in get(port, "/metrics")[1]
+        assert request(port, "/readyz")[0] == 200
+        assert f'deformer_model_info{{fingerprint="{loaded.fingerprint}"}} 1.0' in request(port, "/metrics")[1]
         clock[0] = metrics.STALL_SECONDS - 1
-        assert get(port, "/healthz")[0] == 200
+        assert request(port, "/healthz")[0] == 200
         clock[0] = metrics.STALL_SECONDS
-        assert get(port, "/healthz") == (503, "not yet\n")
-        assert get(port, "/readyz")[0] == 503
-        measures.observe_batch(effects(), 0.0)
-        assert get(port, "/healthz")[0] == 200
-        assert get(port, "/readyz")[0] == 200
+        assert request(port, "/healthz") == (503, "not yet\n")
+        assert request(port, "/readyz")[0] == 503
+        measures.observe_batch(make_effects(), 0.0)
+        assert request(port, "/healthz")[0] == 200
+        assert request(port, "/readyz")[0] == 200
 
 
-class SharedSource(MemorySource):
-    """Has these partitions from the beginning, and nothing is kept of them."""
+class StaticPartitionedSource(MemorySource):
+    """A partitioned source whose partitions never change and have no saved state."""
 
     collect_state, model_fingerprint = None, ""
 
@@ -220,52 +227,54 @@ class SharedSource(MemorySource):
 
 
 @pytest.mark.parametrize("assigned", [frozenset(), frozenset({3})])
-def test_ready_means_that_partitions_are_assigned(model_dir: Path, assigned: frozenset[int]) -> None:
+def test_not_ready_without_assigned_partitions(model_dir: Path, assigned: frozenset[int]) -> None:
     loaded = model_store.read(model_dir)
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, 0.01)
     measures = metrics.Metrics()
-    road = Pipeline(SharedSource(assigned), Codec(loaded.schema), engine, [], WallClock(), measures, False)
-    road.run(threading.Event())
+    pipeline = Pipeline(
+        StaticPartitionedSource(assigned), Codec(loaded.schema), engine, [], WallClock(), measures, False
+    )
+    pipeline.run(threading.Event())
     assert measures.is_ready == bool(assigned)
 
 
-def test_other_paths(port: int) -> None:
-    with served(port, metrics.Metrics()):
+def test_other_paths_are_not_found(port: int) -> None:
+    with serve(port, metrics.Metrics()):
         for path in ("/", "/metrics/", "/healthz/x", "/../etc/passwd"):
-            assert get(port, path)[0] == 404
+            assert request(port, path)[0] == 404
 
 
-def test_a_silent_client_keeps_nobody_waiting(port: int) -> None:
-    with served(port, metrics.Metrics()), socket.create_connection(("127.0.0.1", port)) as silent:
+def test_silent_client_does_not_delay_health_checks(port: int) -> None:
+    with serve(port, metrics.Metrics()), socket.create_connection(("127.0.0.1", port)) as silent:
         silent.sendall(b"GET /metr")
-        assert get(port, "/healthz")[0] == 200
+        assert request(port, "/healthz")[0] == 200
 
 
-def test_loopback_unless_told_otherwise(port: int) -> None:
-    with served(port, metrics.Metrics()), closing(socket.socket()) as other:
-        other.bind(("127.0.0.2", port))  # taken if the server listened everywhere
+def test_server_without_host_listens_on_loopback_only(port: int) -> None:
+    with serve(port, metrics.Metrics()), closing(socket.socket()) as other:
+        other.bind(("127.0.0.2", port))  # fails if the server listens on all addresses
 
 
-def test_port_is_free_again(port: int) -> None:
+def test_port_is_free_after_stop(port: int) -> None:
     for _ in range(2):
-        with served(port, metrics.Metrics()):
-            assert get(port, "/healthz")[0] == 200
+        with serve(port, metrics.Metrics()):
+            assert request(port, "/healthz")[0] == 200
 
 
 @pytest.mark.parametrize("address", ["", ":", "here", ":http", ":99999", ":-1", ":1.5", "9464x", ":٣"])
-def test_bad_addresses(address: str) -> None:
+def test_malformed_addresses_raise_config_error(address: str) -> None:
     with pytest.raises(ConfigError, match="--http"):
         http_server.start_http_server(address, metrics.Metrics())
 
 
-def test_taken_port(port: int) -> None:
+def test_used_port_raises_config_error(port: int) -> None:
     with (
-        served(port, metrics.Metrics()),
+        serve(port, metrics.Metrics()),
         pytest.raises(ConfigError, match="cannot listen"),
     ):
         http_server.start_http_server(f"127.0.0.1:{port}", metrics.Metrics())
 
 
-def test_unknown_host() -> None:
+def test_unknown_host_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="cannot listen"):
         http_server.start_http_server("no.such.host.invalid:9464", metrics.Metrics())

@@ -1,4 +1,4 @@
-"""The road between its ends: revoked partitions, stopping, clocks, time-outs, and when it commits."""
+"""Tests of the pipeline: revoked partitions, stopping, clocks, time-outs, and when it commits."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ ALPHA = 0.3
 RECORDS = 40
 
 
-def engine_of(loaded: Artifact, **limits: Any) -> Engine:
+def make_engine(loaded: Artifact, **limits: Any) -> Engine:
+    """Return an engine for the model with these limits."""
     return Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits(**limits))
 
 
-def whole_records(loaded: Artifact) -> list[bytes]:
-    """A record a message, and here and there one that is refused."""
+def make_record_messages(loaded: Artifact) -> list[bytes]:
+    """Return one message per record, and some messages that are rejected."""
     rows = draw_rows(loaded.schema, RECORDS, 3)
     messages = [json.dumps({"record": f"r{i}", "values": row}).encode() for i, row in enumerate(rows)]
     return [m for i, message in enumerate(messages) for m in ([message, b"not json"] if i % 7 == 0 else [message])]
 
 
-class Revoking(MemorySource):
-    """Takes partition 1 away with its second poll."""
+class RevokingSource(MemorySource):
+    """A source that takes partition 1 away with its second poll."""
 
     turn = 0
 
@@ -52,8 +53,8 @@ class Revoking(MemorySource):
         return PollResult(polled.data, (1,) if self.turn == 2 else ())
 
 
-def test_revoked_partitions(loaded: Artifact) -> None:
-    """Their records are let go before new data is scored, and may come back."""
+def test_records_of_revoked_partitions_are_closed(loaded: Artifact) -> None:
+    """They are closed before new data is scored, and the same record ids may open again."""
 
     def event(record: str, feature: str) -> tuple[bytes, bytes]:
         return record.encode(), json.dumps({"record": record, "feature": feature, "value": 1.0}).encode()
@@ -64,8 +65,8 @@ def test_revoked_partitions(loaded: Artifact) -> None:
     here = next(f"r{i}" for i in range(99) if zlib.crc32(f"r{i}".encode()) % 2 == 0)
     messages = [event(there, "pressure"), event(here, "pressure"), event(there, "pressure"), event(here, "pressure")]
     sink = MemorySink()
-    source = Revoking(messages, chunk=2, partitions=2)
-    Pipeline(source, Codec(loaded.schema), engine_of(loaded), [sink], ManualClock(), Metrics(), False).run(
+    source = RevokingSource(messages, chunk=2, partitions=2)
+    Pipeline(source, Codec(loaded.schema), make_engine(loaded), [sink], ManualClock(), Metrics(), False).run(
         threading.Event()
     )
     assert [(closed.record_ids, closed.reasons) for closed in sink.closings] == [([there], [CloseReason.REVOKED])]
@@ -74,18 +75,20 @@ def test_revoked_partitions(loaded: Artifact) -> None:
     assert sink.flushed == len(sink.effects)
 
 
-def test_stop(loaded: Artifact) -> None:
-    """Asked to stop, the road finishes what it polled, commits it, and leaves open records open."""
+def test_stop_finishes_and_commits_the_current_poll(loaded: Artifact) -> None:
+    """When `stop` is set, the pipeline finishes and commits what it polled, and leaves open records open."""
     stop = threading.Event()
 
-    class Stopping(MemorySource):
+    class StoppingSource(MemorySource):
+        """A source that sets `stop` during its poll."""
+
         def poll(self, timeout: float) -> PollResult:
             stop.set()
             return super().poll(timeout)
 
     row = json.dumps({"record": "r", "feature": "pressure", "value": 1.0}).encode()
-    source, sink = Stopping([row, row], chunk=1), MemorySink()
-    engine = engine_of(loaded)
+    source, sink = StoppingSource([row, row], chunk=1), MemorySink()
+    engine = make_engine(loaded)
     for finite in (True, False):
         totals = Pipeline(source, Codec(loaded.schema), engine, [sink], ManualClock(), Metrics(), finite).run(stop)
         stop.clear() if finite else None
@@ -95,30 +98,32 @@ def test_stop(loaded: Artifact) -> None:
     assert sink.flushed == len(sink.effects) == 2
 
 
-def test_stopped_before_it_began(loaded: Artifact) -> None:
+def test_stop_before_start_processes_nothing(loaded: Artifact) -> None:
     stop = threading.Event()
     stop.set()
     source = MemorySource([b"{}"])
-    totals = Pipeline(source, Codec(loaded.schema), engine_of(loaded), [], WallClock(), Metrics(), True).run(stop)
+    totals = Pipeline(source, Codec(loaded.schema), make_engine(loaded), [], WallClock(), Metrics(), True).run(stop)
     assert (totals.events, dict(totals.rejected), source.committed) == (0, {}, {})
 
 
 @pytest.mark.parametrize("finite", [True, False])
-def test_end_of_input(loaded: Artifact, finite: bool) -> None:
+def test_end_of_finite_input_closes_open_records(loaded: Artifact, finite: bool) -> None:
     row = json.dumps({"record": "r", "feature": "pressure", "value": 1.0}).encode()
     sink = MemorySink()
-    road = Pipeline(
-        MemorySource([row]), Codec(loaded.schema), engine_of(loaded), [sink], WallClock(), Metrics(), finite
+    pipeline = Pipeline(
+        MemorySource([row]), Codec(loaded.schema), make_engine(loaded), [sink], WallClock(), Metrics(), finite
     )
-    totals = road.run(threading.Event())
+    totals = pipeline.run(threading.Event())
     assert totals.closed == int(finite)
     assert [reason for closed in sink.closings for reason in closed.reasons] == [CloseReason.END] * finite
 
 
-def test_time_outs_fire_on_silent_input(loaded: Artifact) -> None:
+def test_records_time_out_without_new_events(loaded: Artifact) -> None:
     clock, sink = ManualClock(), MemorySink()
 
-    class Silent(MemorySource):
+    class SilentSource(MemorySource):
+        """A source that returns nothing between its first and last poll."""
+
         turn = 0
 
         def poll(self, timeout: float) -> PollResult:
@@ -127,19 +132,19 @@ def test_time_outs_fire_on_silent_input(loaded: Artifact) -> None:
             return super().poll(timeout) if self.turn in (1, 5) else PollResult(None)
 
     row = json.dumps({"record": "r", "feature": "pressure", "value": 1.0}).encode()
-    engine = engine_of(loaded, record_timeout=25_000_000)
-    Pipeline(Silent([row], chunk=1), Codec(loaded.schema), engine, [sink], clock, Metrics(), False).run(
+    engine = make_engine(loaded, record_timeout=25_000_000)
+    Pipeline(SilentSource([row], chunk=1), Codec(loaded.schema), engine, [sink], clock, Metrics(), False).run(
         threading.Event()
     )
     assert [closed.reasons for closed in sink.closings] == [[CloseReason.TIMEOUT]]
     assert len(sink.effects) == 5
 
 
-def test_refusals_are_in_the_order_of_the_messages(loaded: Artifact) -> None:
+def test_rejections_are_in_message_order(loaded: Artifact) -> None:
     row = json.dumps({"record": "r", "feature": "pressure", "value": 1.0}).encode()
     sink = MemorySink()
     source = MemorySource([row, b"no", row, b"{}"])
-    totals = Pipeline(source, Codec(loaded.schema), engine_of(loaded), [sink], WallClock(), Metrics(), True).run(
+    totals = Pipeline(source, Codec(loaded.schema), make_engine(loaded), [sink], WallClock(), Metrics(), True).run(
         threading.Event()
     )
     assert [r.message_index for r in sink.rejected] == [1, 2, 3]
@@ -147,21 +152,21 @@ def test_refusals_are_in_the_order_of_the_messages(loaded: Artifact) -> None:
     assert totals.to_log_fields()["rejected"] == dict(totals.rejected)
 
 
-def test_progress_and_metrics(loaded: Artifact) -> None:
+def test_progress_and_metrics_are_reported(loaded: Artifact) -> None:
     seen: list[int] = []
     metrics = Metrics()
-    source = MemorySource(whole_records(loaded), chunk=16)
+    source = MemorySource(make_record_messages(loaded), chunk=16)
     Pipeline(
         source,
         Codec(loaded.schema),
-        engine_of(loaded),
+        make_engine(loaded),
         [MemorySink()],
         WallClock(),
         metrics,
         True,
         report_progress=seen.append,
     ).run(threading.Event())
-    assert sum(seen) == len(whole_records(loaded))
+    assert sum(seen) == len(make_record_messages(loaded))
     count = metrics.registry.get_sample_value
     assert count("deformer_records_closed_total", {"reason": "end"}) == RECORDS - (
         count("deformer_records_closed_total", {"reason": "complete"}) or 0
@@ -171,19 +176,19 @@ def test_progress_and_metrics(loaded: Artifact) -> None:
     assert count("deformer_model_info", {"fingerprint": loaded.fingerprint}) == 1
 
 
-def test_a_model_whose_windows_are_others_is_not_taken(loaded: Artifact, tmp_path: Path) -> None:
-    """It was asked for windows of 10 s, and the model that comes knows those of a minute."""
+def test_model_with_other_windows_is_rejected(loaded: Artifact, tmp_path: Path) -> None:
+    """The pipeline uses windows of 10 s, and the new model was trained on windows of a minute."""
     schema = Schema(loaded.schema.features, Window(60_000_000))
     model = DEformer(schema, loaded.model.config)
     model_store.write(tmp_path / "m", model, loaded.calibration, TRAINING_SUMMARY, "<p>")
     found = [model_store.read(tmp_path / "m")]
-    engine, sink = engine_of(loaded), MemorySink()
+    engine, sink = make_engine(loaded), MemorySink()
 
     def codec_of(one: Artifact) -> Codec:
         return Codec(one.schema, window_assigner=WindowAssigner.from_options(one.schema, 10_000_000, 0))
 
     Pipeline(
-        MemorySource(whole_records(loaded), chunk=16),
+        MemorySource(make_record_messages(loaded), chunk=16),
         codec_of(loaded),
         engine,
         [sink],
@@ -211,25 +216,30 @@ def test_event_clock_follows_the_latest_event() -> None:
     assert [clock.at(np.array(times, np.int64)) for times in batches] == [0, 0, 5, 5, 7]
 
 
-def test_an_alert_is_committed_at_once_unless_the_stream_lags() -> None:
+def test_alert_is_committed_at_once_unless_the_pipeline_is_behind() -> None:
     now = [0.0]
-    pace = CommitSchedule(1.0, lambda: now[0])
-    with pace.time_commit():
+    schedule = CommitSchedule(1.0, lambda: now[0])
+    with schedule.time_commit():
         now[0] += 0.02
-    assert not pace.is_due(False, lambda: False)
-    assert pace.is_due(True, lambda: False)
-    assert not pace.is_due(True, lambda: True)
+    assert not schedule.is_due(False, lambda: False)
+    assert schedule.is_due(True, lambda: False)
+    assert not schedule.is_due(True, lambda: True)
     now[0] += 0.09
-    assert pace.is_due(False, lambda: True), "the alert still waits, and committing would take less than a fifth"
-    with pace.time_commit():
+    assert schedule.is_due(False, lambda: True), "the alert still waits, and committing would take less than a fifth"
+    with schedule.time_commit():
         pass
-    assert not pace.is_due(False, lambda: False)
+    assert not schedule.is_due(False, lambda: False)
     now[0] += 1.0
-    assert pace.is_due(False, lambda: True)
+    assert schedule.is_due(False, lambda: True)
 
 
-class Unhurried(MemorySource):
-    """Of its commits it says which were waited for. unread: messages that it has not brought yet."""
+class AsyncSource(MemorySource):
+    """A source with asynchronous commits that records which commits were waited for.
+
+    Attributes:
+        unread: The lag, in messages.
+        waited: For each commit, whether the pipeline waited for it.
+    """
 
     model_fingerprint = ""
     assigned_partitions = frozenset({0})
@@ -254,11 +264,11 @@ class Unhurried(MemorySource):
 
 
 @pytest.mark.parametrize("unread", [0, 100_000])
-def test_a_commit_is_waited_for_where_an_alert_waits_for_it(loaded: Artifact, unread: int) -> None:
-    """Unless the stream lags; the last one is, whatever it holds."""
-    source, sink = Unhurried(whole_records(loaded)), MemorySink()
+def test_pipeline_waits_for_commits_with_alerts(loaded: Artifact, unread: int) -> None:
+    """It does not wait if it is behind. It always waits for the last commit."""
+    source, sink = AsyncSource(make_record_messages(loaded)), MemorySink()
     source.unread = unread
-    codec, engine = Codec(loaded.schema), engine_of(loaded)
+    codec, engine = Codec(loaded.schema), make_engine(loaded)
     Pipeline(source, codec, engine, [sink], ManualClock(), Metrics(), False, commit_interval=0.0).run(threading.Event())
     alerting = [bool(effects.alerts) for effects in sink.effects]
     assert any(alerting)

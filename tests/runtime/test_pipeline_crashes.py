@@ -1,4 +1,4 @@
-"""The order of the hops, and what survives a crash at each of them."""
+"""Tests of the order of the stages, and of recovery after a crash at each of them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.pipeline import Pipeline
 from deformer_stream.runtime.ports import PollResult
 from deformer_stream.testing import ManualClock
-from tests.runtime.test_pipeline import engine_of, whole_records
+from tests.runtime.test_pipeline import make_engine, make_record_messages
 
 
 class CrashError(Exception):
-    """The process dies here."""
+    """The simulated crash of the process."""
 
 
 @dataclass
 class Broker:
-    """What outlives the process: the topic, the committed position, and what reached the other side."""
+    """What survives a crash: the topic, the committed offset, and the output that was flushed."""
 
     messages: list[bytes]
     committed: int = 0
@@ -39,24 +39,24 @@ class Broker:
     log: list[str] = field(default_factory=list)
 
 
-class Fuse:
-    """Burns at the n-th time that a given hop is reached."""
+class CrashPlan:
+    """Raises `CrashError` when a given step is reached for the n-th time."""
 
-    def __init__(self, hop: str | None, turn: int) -> None:
-        self.hop, self.left = hop, turn
+    def __init__(self, step: str | None, turn: int) -> None:
+        self.step, self.left = step, turn
 
-    def reach(self, hop: str) -> None:
-        if hop == self.hop:
+    def reach(self, step: str) -> None:
+        if step == self.step:
             if self.left == 0:
-                raise CrashError(hop)
+                raise CrashError(step)
             self.left -= 1
 
 
 class BrokerSource:
-    """Begins at the committed position."""
+    """A source that starts at the committed offset."""
 
-    def __init__(self, broker: Broker, fuse: Fuse, chunk: int) -> None:
-        self.broker, self.fuse, self.chunk = broker, fuse, chunk
+    def __init__(self, broker: Broker, plan: CrashPlan, chunk: int) -> None:
+        self.broker, self.plan, self.chunk = broker, plan, chunk
         self.next = broker.committed
 
     @property
@@ -64,7 +64,7 @@ class BrokerSource:
         return self.next >= len(self.broker.messages)
 
     def poll(self, timeout: float) -> PollResult:
-        self.fuse.reach("poll")
+        self.plan.reach("poll")
         self.broker.log.append("poll")
         part = self.broker.messages[self.next : self.next + self.chunk]
         n = len(part)
@@ -74,28 +74,28 @@ class BrokerSource:
         return PollResult(Messages("t", [None] * n, list(part), times, np.zeros(n, np.int32), offsets))
 
     def commit(self) -> None:
-        self.fuse.reach("before commit")
+        self.plan.reach("before commit")
         self.broker.log.append("commit")
         self.broker.committed = self.next
-        self.fuse.reach("after commit")
+        self.plan.reach("after commit")
 
     def close(self) -> None: ...
 
 
 class BrokerSink:
-    """Buffers; only what was flushed outlives the process."""
+    """A sink with a buffer; only flushed output survives a crash."""
 
-    def __init__(self, broker: Broker, fuse: Fuse) -> None:
-        self.broker, self.fuse = broker, fuse
+    def __init__(self, broker: Broker, plan: CrashPlan) -> None:
+        self.broker, self.plan = broker, plan
         self.buffer: list[tuple[Effects, Payload | None]] = []
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        self.fuse.reach("write")
+        self.plan.reach("write")
         self.broker.log.append("write")
         self.buffer.append((effects, data))
 
     def flush(self) -> None:
-        self.fuse.reach("before flush")
+        self.plan.reach("before flush")
         for effects, data in self.buffer:
             first = int(data.offsets[0]) if isinstance(data, Messages) and len(data) else 0
             messages = effects.batch.message_indices[effects.scored.event_indices]
@@ -104,58 +104,61 @@ class BrokerSink:
             self.broker.alerts += [encode_alert(alert, data) for alert in effects.alerts]
         self.buffer = []
         self.broker.log.append("flush")
-        self.fuse.reach("after flush")
+        self.plan.reach("after flush")
 
     def close(self) -> None: ...
 
 
-class FusedCodec:
-    def __init__(self, codec: Codec, fuse: Fuse) -> None:
-        self.codec, self.fuse = codec, fuse
+class CrashingCodec:
+    """A codec that may crash before it decodes."""
+
+    def __init__(self, codec: Codec, plan: CrashPlan) -> None:
+        self.codec, self.plan = codec, plan
 
     def decode(self, data: Payload) -> tuple[EventBatch, list[Rejection]]:
-        self.fuse.reach("decode")
+        self.plan.reach("decode")
         return self.codec.decode(data)
 
 
-class FusedClock(ManualClock):
-    """Read between decoding and scoring."""
+class CrashingClock(ManualClock):
+    """A clock that may crash when it is read, which is between decoding and scoring."""
 
-    def __init__(self, fuse: Fuse) -> None:
+    def __init__(self, plan: CrashPlan) -> None:
         super().__init__()
-        self.fuse = fuse
+        self.plan = plan
 
     def at(self, times: NDArray[np.int64]) -> int:
-        self.fuse.reach("handle")
+        self.plan.reach("handle")
         return super().at(times)
 
 
-def life(loaded: Artifact, broker: Broker, hop: str | None, turn: int, chunk: int, interval: float) -> None:
-    """One process, from its start to its end or crash."""
-    fuse = Fuse(hop, turn)
-    sinks = [BrokerSink(broker, fuse), BrokerSink(Broker([], log=broker.log), fuse)]
-    source, codec = BrokerSource(broker, fuse, chunk), FusedCodec(Codec(loaded.schema), fuse)
-    Pipeline(source, codec, engine_of(loaded), sinks, FusedClock(fuse), Metrics(), True, commit_interval=interval).run(
-        threading.Event()
-    )
+def run_once(loaded: Artifact, broker: Broker, step: str | None, turn: int, chunk: int, interval: float) -> None:
+    """Run the pipeline from its start to its end or crash."""
+    plan = CrashPlan(step, turn)
+    sinks = [BrokerSink(broker, plan), BrokerSink(Broker([], log=broker.log), plan)]
+    source, codec = BrokerSource(broker, plan, chunk), CrashingCodec(Codec(loaded.schema), plan)
+    Pipeline(
+        source, codec, make_engine(loaded), sinks, CrashingClock(plan), Metrics(), True, commit_interval=interval
+    ).run(threading.Event())
 
 
-def bare_alerts(alerts: list[bytes]) -> dict[str, dict[str, Any]]:
+def parse_alerts(alerts: list[bytes]) -> dict[str, dict[str, Any]]:
+    """Return alerts as documents by id."""
     return {document["id"]: document for document in map(json.loads, alerts)}
 
 
-HOPS = ["poll", "decode", "handle", "write", "before flush", "after flush", "before commit", "after commit"]
+STEPS = ["poll", "decode", "handle", "write", "before flush", "after flush", "before commit", "after commit"]
 
 
 @pytest.mark.parametrize("interval", [0.0, 1e9])
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_flushed_before_committed(loaded: Artifact, chunk: int, interval: float) -> None:
-    broker = Broker(whole_records(loaded))
-    life(loaded, broker, None, 0, chunk, interval)
+def test_sinks_are_flushed_before_each_commit(loaded: Artifact, chunk: int, interval: float) -> None:
+    broker = Broker(make_record_messages(loaded))
+    run_once(loaded, broker, None, 0, chunk, interval)
     unsafe = 0
-    for step in broker.log:
-        unsafe = unsafe + 1 if step in ("poll", "write") else 0 if step == "flush" else unsafe
-        assert step != "commit" or unsafe == 0
+    for entry in broker.log:
+        unsafe = unsafe + 1 if entry in ("poll", "write") else 0 if entry == "flush" else unsafe
+        assert entry != "commit" or unsafe == 0
     polls = -(-len(broker.messages) // chunk)
     assert broker.log.count("poll") == polls
     assert broker.log.count("commit") == (polls + 1 if interval == 0 else 1)
@@ -164,44 +167,46 @@ def test_flushed_before_committed(loaded: Artifact, chunk: int, interval: float)
     assert broker.committed == len(broker.messages)
 
 
-@pytest.mark.parametrize("hop", HOPS)
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("turn", [0, 1, 5])
 @pytest.mark.parametrize("interval", [0.0, 1e9])
-def test_a_crash_anywhere_loses_nothing(loaded: Artifact, hop: str, turn: int, interval: float) -> None:
-    """At least once: every message is accounted for, and an alert may come again but only under its id."""
-    whole = Broker(whole_records(loaded))
-    life(loaded, whole, None, 0, 5, interval)
-    assert len(whole.alerts) >= 4
-    broker = Broker(list(whole.messages))
+def test_crash_at_any_step_loses_nothing(loaded: Artifact, step: str, turn: int, interval: float) -> None:
+    """Delivery is at least once: every message is processed, and a repeated alert has the same id."""
+    uninterrupted = Broker(make_record_messages(loaded))
+    run_once(loaded, uninterrupted, None, 0, 5, interval)
+    assert len(uninterrupted.alerts) >= 4
+    broker = Broker(list(uninterrupted.messages))
     crashes = 0
     while broker.committed < len(broker.messages) or not crashes:
-        last = crashes > 0 and (interval > 0 or crashes == 3)  # with rare commits a second crash would undo everything
+        last = crashes > 0 and (
+            interval > 0 or crashes == 3
+        )  # if commits are rare, a second crash would undo everything
         try:
-            life(loaded, broker, None if last else hop, turn, 5, interval)
+            run_once(loaded, broker, None if last else step, turn, 5, interval)
         except CrashError:
             crashes += 1
         else:
             break
-    assert crashes or (interval > 0 and ("commit" in hop or "flush" in hop))
-    assert broker.accepted.keys() == whole.accepted.keys()
-    assert broker.rejected.keys() == whole.rejected.keys()
+    assert crashes or (interval > 0 and ("commit" in step or "flush" in step))
+    assert broker.accepted.keys() == uninterrupted.accepted.keys()
+    assert broker.rejected.keys() == uninterrupted.rejected.keys()
     assert set(broker.accepted) | set(broker.rejected) == set(range(len(broker.messages)))
-    before, after = bare_alerts(whole.alerts), bare_alerts(broker.alerts)
-    assert len(before) == len(whole.alerts)
+    before, after = parse_alerts(uninterrupted.alerts), parse_alerts(broker.alerts)
+    assert len(before) == len(uninterrupted.alerts)
     assert before.keys() == after.keys()
     for key, document in before.items():
         again = after[key]
-        assert again.pop("score") == pytest.approx(document.pop("score"), rel=1e-4)  # another batch, other last bits
+        assert again.pop("score") == pytest.approx(document.pop("score"), rel=1e-4)  # the last bits depend on the batch
         assert again["running_log_likelihood"] == pytest.approx(document["running_log_likelihood"], rel=1e-4)
         for inexact in ("running_log_likelihood", "contributions"):
             del again[inexact], document[inexact]
         assert again == document
 
 
-def test_every_hop_fails_the_run(loaded: Artifact) -> None:
-    """Nothing is swallowed, and nothing is committed on the way out."""
-    for hop in HOPS[:-1]:
-        broker = Broker(whole_records(loaded))
+def test_error_at_any_step_ends_the_run(loaded: Artifact) -> None:
+    """No exception is swallowed, and nothing is committed after it."""
+    for step in STEPS[:-1]:
+        broker = Broker(make_record_messages(loaded))
         with pytest.raises(CrashError):
-            life(loaded, broker, hop, 0, 1000, 0.0)
+            run_once(loaded, broker, step, 0, 1000, 0.0)
         assert broker.committed == 0

@@ -1,4 +1,4 @@
-"""One heap for all threads; what is free in it goes back to the system."""
+"""Tests of process-wide memory settings."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from deformer_stream.runtime import process
 PIECES, SIZE = 400, 100_000
 
 
-def resident() -> int:
+def get_resident_bytes() -> int:
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def test_what_is_free_goes_back() -> None:
-    """Between pieces that stay, too; and what Arrow has kept."""
+def test_free_memory_is_returned_to_the_system() -> None:
+    """The free memory lies between blocks that are in use, and in Arrow's memory pool."""
     pieces, more = [bytearray(SIZE) for _ in range(PIECES)], list[pa.Buffer]()
     for _ in range(PIECES):
         more.append(pa.allocate_buffer(SIZE))
         np.frombuffer(more[-1], np.uint8)[:] = 1
     more.clear()
     del pieces[::2]
-    before = resident()
+    before = get_resident_bytes()
     process.release_free_memory()
-    assert resident() < before - 1.4 * PIECES * SIZE  # of 1.5
+    assert get_resident_bytes() < before - 1.4 * PIECES * SIZE  # 1.5 are free: half of the blocks, and the buffers
     assert not any(map(any, pieces))
 
 
-def test_threads_share_a_heap() -> None:
+def test_threads_allocate_from_the_main_heap() -> None:
     code = """
 import threading
 from pathlib import Path

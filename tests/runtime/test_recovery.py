@@ -1,5 +1,6 @@
-"""Law 5: restart anywhere, hand partitions over at any time, and what was committed over all lives equals what one
-uninterrupted life commits."""
+"""Tests of invariant 5: after any restarts and hand-overs, the committed effects equal those of one uninterrupted
+run.
+"""
 
 from __future__ import annotations
 
@@ -32,20 +33,27 @@ from tests.models import draw_rows
 ALPHA = (0.3, 0.1, 0.02)
 PARTITIONS = 3
 DRIFT = 1.1
-"""A level that nearly every partition gets to at some time, by chance."""
+"""A level that the evidence of nearly every partition reaches at some time by chance."""
 
 
-Goal = tuple[dict[int, int], Mapping[int, PartitionState], list[tuple[Effects, Payload | None]]]
-"""Of a commit: positions, what is kept of the partitions, and effects."""
+PendingCommit = tuple[dict[int, int], Mapping[int, PartitionState], list[tuple[Effects, Payload | None]]]
+"""A commit: offsets by partition, saved state by partition, and effects."""
 
 
 class CrashError(Exception):
-    """The process dies here."""
+    """The simulated crash of a process."""
 
 
 @dataclass
-class Kept:
-    """What was committed of a partition. taken: where its snapshot was taken."""
+class SavedPartition:
+    """What was committed for a partition.
+
+    Attributes:
+        position: Offset after the last committed message.
+        taken: Offset at which the snapshot was taken.
+        snapshot: The last snapshot.
+        decisions: The decisions that were saved after it.
+    """
 
     position: int = 0
     taken: int = 0
@@ -54,24 +62,28 @@ class Kept:
 
 
 @dataclass
-class World:
-    """What outlives a process: events, what is kept of each partition, and what readers of the output can see."""
+class Cluster:
+    """What survives a crash: the events, the saved state of each partition, and the committed output."""
 
     events: list[list[bytes]]
-    kept: dict[int, Kept]
+    kept: dict[int, SavedPartition]
     alerts: list[tuple[str, str, int]] = field(default_factory=list)
     letters: list[tuple[int, int, str]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
+        """Whether all events are committed."""
         return all(kept.position == len(self.events[p]) for p, kept in self.kept.items())
 
 
-class Member:
-    """One life: a source and a sink that commit together. It dies, or gives partitions up, when the dice say so."""
+class GroupMember:
+    """One run of a consumer: a source and a sink that commit together.
 
-    def __init__(self, world: World, assigned: set[int], seed: int, crash: float, move: float) -> None:
+    At random it crashes, or gives partitions up.
+    """
+
+    def __init__(self, world: Cluster, assigned: set[int], seed: int, crash: float, move: float) -> None:
         self.world, self.rng, self.crash, self.move = world, np.random.default_rng(seed), crash, move
         self.collect_state: CollectState = lambda partitions: NO_STATE
         self.model_fingerprint = ""
@@ -81,8 +93,8 @@ class Member:
         self._next: dict[int, int] = {}
         self._pending: list[tuple[Effects, Payload | None]] = []
 
-    def _dice(self, share: float) -> bool:
-        """More rarely while history is handled, or a life would hardly get past it."""
+    def _happens(self, share: float) -> bool:
+        """Return True with a given probability, reduced during replay so that runs can finish it."""
         return bool(self.rng.random() < (share / 10 if self._recovering else share))
 
     @property
@@ -97,10 +109,10 @@ class Member:
         return {}
 
     def poll(self, timeout: float) -> PollResult:
-        if self._dice(self.crash):
+        if self._happens(self.crash):
             raise CrashError
         revoked: tuple[int, ...] = ()
-        if self._next and self._dice(self.move):
+        if self._next and self._happens(self.move):
             gone = int(self.rng.choice(sorted(self._assigned)))
             self._commit(self.collect_state(frozenset({gone})))
             self._assigned.discard(gone)
@@ -113,13 +125,14 @@ class Member:
             restored.append(RestoredPartition(p, kept.position, kept.snapshot, kept.decisions))
             self._next[p], self._recovering[p] = kept.taken, kept.position
         self._new = []
-        data = self._some()
+        data = self._take_messages()
         recovered = tuple(p for p, until in self._recovering.items() if self._next[p] >= until)
         for p in recovered:
             del self._recovering[p]
         return PollResult(data, revoked, tuple(restored), recovered)
 
-    def _some(self) -> Messages | None:
+    def _take_messages(self) -> Messages | None:
+        """Return the next messages of the assigned partitions."""
         rows: list[tuple[int, int, bytes]] = []
         for p in sorted(self._assigned):
             take = int(self.rng.integers(0, 9))
@@ -132,19 +145,19 @@ class Member:
         return Messages("t", [None] * len(rows), [r[2] for r in rows], np.full(len(rows), NO_TIME), partitions, offsets)
 
     def commit(self, saved: Mapping[int, PartitionState] = NO_STATE) -> None:
-        if self._dice(self.crash):
+        if self._happens(self.crash):
             raise CrashError
         self._commit(saved)
-        if self._dice(self.crash):
+        if self._happens(self.crash):
             raise CrashError
 
     def _commit(self, saved: Mapping[int, PartitionState]) -> None:
-        self._take_effect(*self._goal(saved))
+        self._take_effect(*self._make_commit(saved))
 
-    def _goal(self, saved: Mapping[int, PartitionState]) -> Goal:
-        live = self._assigned - self._recovering.keys() - set(self._new)
+    def _make_commit(self, saved: Mapping[int, PartitionState]) -> PendingCommit:
+        run_member = self._assigned - self._recovering.keys() - set(self._new)
         pending, self._pending = self._pending, []
-        return {p: self._next[p] for p in live}, saved, pending
+        return {p: self._next[p] for p in run_member}, saved, pending
 
     def _take_effect(
         self,
@@ -152,7 +165,7 @@ class Member:
         saved: Mapping[int, PartitionState],
         pending: Sequence[tuple[Effects, Payload | None]],
     ) -> None:
-        """All or nothing."""
+        """Apply a commit to the cluster."""
         for p, position in positions.items():
             kept = self.world.kept[p]
             kept.position = position
@@ -178,20 +191,20 @@ class Member:
     def close(self) -> None: ...
 
 
-class Unhurried(Member):
-    """Its commits take effect while it goes on, at the latest with the next one; or never, if it dies before that."""
+class AsyncGroupMember(GroupMember):
+    """A member whose commits take effect later, at the latest with the next commit, or never if it crashes before."""
 
-    _begun: Goal | None = None
+    _begun: PendingCommit | None = None
 
     def prefetch(self) -> None: ...
 
     def begin_commit(self, saved: Mapping[int, PartitionState], ended: Callable[[], None]) -> None:
         self._end()
-        self._begun = self._goal(saved)
+        self._begun = self._make_commit(saved)
         ended()
 
     def poll(self, timeout: float) -> PollResult:
-        if self._dice(0.5):
+        if self._happens(0.5):
             self._end()
         return super().poll(timeout)
 
@@ -201,15 +214,17 @@ class Unhurried(Member):
 
     def _end(self) -> None:
         if self._begun is not None:
-            if self._dice(self.crash):
+            if self._happens(self.crash):
                 raise CrashError
             self._take_effect(*self._begun)
             self._begun = None
 
 
-def world_of(loaded: Artifact, seed: int, records: int = 40) -> World:
-    """Interleaved readings, some of them twice, some nonsense, some records with a null, ids that repeat over
-    partitions."""
+def make_cluster(loaded: Artifact, seed: int, records: int = 40) -> Cluster:
+    """Return a cluster with interleaved readings.
+
+    Some messages are repeated, some are not JSON, some readings are null, and partitions share record ids.
+    """
     rng = np.random.default_rng(seed)
     events: list[list[bytes]] = []
     for p in range(PARTITIONS):
@@ -222,23 +237,34 @@ def world_of(loaded: Artifact, seed: int, records: int = 40) -> World:
         ]
         lines = [line for line in lines for _ in range(1 + (rng.random() < 0.03))]
         events.append([b"nonsense" if rng.random() < 0.02 else line.encode() for line in lines])
-    return World(events, {p: Kept() for p in range(PARTITIONS)})
+    return Cluster(events, {p: SavedPartition() for p in range(PARTITIONS)})
 
 
-def live(
-    world: World,
+def run_member(
+    world: Cluster,
     loaded: Artifact,
     assigned: set[int],
     seed: int,
     crash: float,
     move: float,
-    every: float,
-    kind: type[Member] = Member,
+    snapshot_interval: float,
+    kind: type[GroupMember] = GroupMember,
 ) -> None:
-    """One life, to whatever end. every: seconds between snapshots."""
+    """Run one member until the end of the input or its crash.
+
+    Args:
+        world: The cluster.
+        loaded: The model.
+        assigned: The partitions of the member.
+        seed: Seed of its random decisions.
+        crash: Probability of a crash at each step.
+        move: Probability that a poll revokes a partition.
+        snapshot_interval: Seconds between snapshots.
+        kind: The class of the member.
+    """
     member = kind(world, assigned, seed, crash, move)
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits(), DRIFT, effort="off")
-    road = Pipeline(
+    pipeline = Pipeline(
         member,
         Codec(loaded.schema),
         engine,
@@ -247,73 +273,79 @@ def live(
         Metrics(),
         is_finite=False,
         commit_interval=float(np.random.default_rng(seed).choice([0.0, 0.02])),
-        snapshot_interval=every,
+        snapshot_interval=snapshot_interval,
     )
     try:
-        road.run(threading.Event())
+        pipeline.run(threading.Event())
     except CrashError:
         return
 
 
 @settings(max_examples=15)
-@given(seed=st.integers(0, 2**20), every=st.sampled_from([0.0, 0.03, 100.0]), kind=st.sampled_from([Member, Unhurried]))
-def test_many_lives_commit_what_one_does(loaded: Artifact, seed: int, every: float, kind: type[Member]) -> None:
-    whole, cut = (world_of(loaded, seed % 5, records=25) for _ in range(2))
-    live(whole, loaded, set(range(PARTITIONS)), 0, 0.0, 0.0, 100.0)
-    assert whole.done
-    lives = 0
-    while not cut.done:
-        rest = {p for p, kept in cut.kept.items() if kept.position < len(cut.events[p])}
-        live(cut, loaded, rest, seed + lives, 0.04, 0.03, every, kind)
-        lives += 1
-        assert lives < 500
-    assert len(whole.alerts) > 10
-    assert whole.notices
-    assert Counter(cut.alerts) == Counter(whole.alerts)
-    assert Counter(cut.letters) == Counter(whole.letters)
-    assert Counter(cut.notices) == Counter(whole.notices)
+@given(
+    seed=st.integers(0, 2**20),
+    snapshot_interval=st.sampled_from([0.0, 0.03, 100.0]),
+    kind=st.sampled_from([GroupMember, AsyncGroupMember]),
+)
+def test_many_runs_commit_the_same_as_one_run(
+    loaded: Artifact, seed: int, snapshot_interval: float, kind: type[GroupMember]
+) -> None:
+    uninterrupted, interrupted = (make_cluster(loaded, seed % 5, records=25) for _ in range(2))
+    run_member(uninterrupted, loaded, set(range(PARTITIONS)), 0, 0.0, 0.0, 100.0)
+    assert uninterrupted.done
+    num_runs = 0
+    while not interrupted.done:
+        rest = {p for p, kept in interrupted.kept.items() if kept.position < len(interrupted.events[p])}
+        run_member(interrupted, loaded, rest, seed + num_runs, 0.04, 0.03, snapshot_interval, kind)
+        num_runs += 1
+        assert num_runs < 500
+    assert len(uninterrupted.alerts) > 10
+    assert uninterrupted.notices
+    assert Counter(interrupted.alerts) == Counter(uninterrupted.alerts)
+    assert Counter(interrupted.letters) == Counter(uninterrupted.letters)
+    assert Counter(interrupted.notices) == Counter(uninterrupted.notices)
 
 
-def test_what_was_saved_comes_back_without_effects(loaded: Artifact) -> None:
-    """The second life sees only history: it has nothing to say, and knows the open records of the first."""
-    world = world_of(loaded, 3)
-    live(world, loaded, {0, 1, 2}, 0, 0.0, 0.0, 100.0)
+def test_replay_has_no_effects(loaded: Artifact) -> None:
+    """The second run only replays history, so it has no output."""
+    world = make_cluster(loaded, 3)
+    run_member(world, loaded, {0, 1, 2}, 0, 0.0, 0.0, 100.0)
     before = list(world.alerts), list(world.letters)
-    for kept in world.kept.values():  # as if the last snapshot, at the end, had never been taken
+    for kept in world.kept.values():  # as if the final snapshot had not been taken
         kept.snapshot, kept.taken, kept.decisions = None, 0, ()
-    live(world, loaded, {0, 1, 2}, 1, 0.0, 0.0, 100.0)
+    run_member(world, loaded, {0, 1, 2}, 1, 0.0, 0.0, 100.0)
     assert (world.alerts, world.letters) == before
 
 
-def test_a_damaged_snapshot_ends_the_process(loaded: Artifact) -> None:
-    world = world_of(loaded, 4)
-    live(world, loaded, {0, 1, 2}, 0, 0.0, 0.0, 100.0)
+def test_damaged_snapshot_raises_state_error(loaded: Artifact) -> None:
+    world = make_cluster(loaded, 4)
+    run_member(world, loaded, {0, 1, 2}, 0, 0.0, 0.0, 100.0)
     kept = world.kept[1]
     assert kept.snapshot is not None
     kept.snapshot = kept.snapshot[:-1]
     with pytest.raises(StateError):
-        live(world, loaded, {0, 1, 2}, 1, 0.0, 0.0, 100.0)
+        run_member(world, loaded, {0, 1, 2}, 1, 0.0, 0.0, 100.0)
 
 
-def test_metrics_of_snapshots_come_and_go_with_their_partition(loaded: Artifact) -> None:
-    world = world_of(loaded, 2)
+def test_snapshot_metrics_follow_the_partition(loaded: Artifact) -> None:
+    world = make_cluster(loaded, 2)
     metrics = Metrics()
-    member = Member(world, {0, 1}, 0, 0.0, 0.0)
+    member = GroupMember(world, {0, 1}, 0, 0.0, 0.0)
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
-    road = Pipeline(member, Codec(loaded.schema), engine, [member], ManualClock(), metrics, is_finite=False)
-    road.run(threading.Event())
+    pipeline = Pipeline(member, Codec(loaded.schema), engine, [member], ManualClock(), metrics, is_finite=False)
+    pipeline.run(threading.Event())
     size: Any = metrics.registry.get_sample_value
     assert size("deformer_snapshot_bytes", {"partition": "0"}) > 100
     assert 0 <= size("deformer_snapshot_age_seconds", {"partition": "1"}) < 60
-    road.recovery.drop_partitions([0])
+    pipeline.recovery.drop_partitions([0])
     assert size("deformer_snapshot_bytes", {"partition": "0"}) is None
     assert size("deformer_snapshot_bytes", {"partition": "1"}) > 100
 
 
-def test_wrongly_keyed_input_is_reported_once(loaded: Artifact, capsys: pytest.CaptureFixture[str]) -> None:
-    """The world's partitions use the same record ids."""
+def test_wrongly_keyed_input_is_logged_once(loaded: Artifact, capsys: pytest.CaptureFixture[str]) -> None:
+    """All partitions of the cluster use the same record ids."""
     metrics = Metrics()
-    member = Member(world_of(loaded, 1), {0, 1, 2}, 0, 0.0, 0.0)
+    member = GroupMember(make_cluster(loaded, 1), {0, 1, 2}, 0, 0.0, 0.0)
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
     Pipeline(member, Codec(loaded.schema), engine, [member], ManualClock(), metrics, is_finite=False).run(
         threading.Event()
@@ -322,11 +354,13 @@ def test_wrongly_keyed_input_is_reported_once(loaded: Artifact, capsys: pytest.C
     assert capsys.readouterr().out.count("key messages by record id") == 1
 
 
-def test_decisions_follow_a_snapshot_that_was_committed(loaded: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one may come to nothing, because partitions move just then. What each of them took goes back."""
-    given_back = list[None]()
-    monkeypatch.setattr(process, "release_free_memory", lambda: given_back.append(None))
-    lines = world_of(loaded, 1).events[0]
+def test_decisions_are_saved_only_after_a_committed_snapshot(loaded: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first snapshot is not committed, as if partitions moved at that moment. Free memory is released after each
+    snapshot.
+    """
+    releases = list[None]()
+    monkeypatch.setattr(process, "release_free_memory", lambda: releases.append(None))
+    lines = make_cluster(loaded, 1).events[0]
     engine = Engine(loaded.model, loaded.calibration, loaded.fingerprint, ALPHA, Limits())
     recovery = Recovery(engine, Metrics(), interval=100.0)
     recovery.start_restore(RestoredPartition(0, 0), 0)
@@ -344,4 +378,4 @@ def test_decisions_follow_a_snapshot_that_was_committed(loaded: Artifact, monkey
     recovery.mark_committed(saved)
     handle(lines[len(lines) // 2 :])
     assert recovery.collect_state(0)[0].decisions is not None
-    assert len(given_back) == 2
+    assert len(releases) == 2
