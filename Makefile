@@ -44,7 +44,7 @@ $(VENV)/.docs: $(VENV)/.dev
 
 docs: $(VENV)/.docs ## the documentation site, in site/
 	$(BIN)/python docs/generate_reference.py
-	$(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 demo: $(VENV)/.run ## a simulated fleet, a minute of training, early alerts, a report (Python only)
 	$(BIN)/deformer-stream demo --output demo-output

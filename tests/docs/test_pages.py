@@ -65,7 +65,7 @@ def test_links_resolve(page: Path) -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
-    listed = {DOCS / name for name in re.findall(r": ([\w/-]+\.md)$", navigation, re.MULTILINE)}
+    listed = {DOCS / name for name in re.findall(r"(?:: |- )([\w/-]+\.md)$", navigation, re.MULTILINE)}
     indexes = [page for page in listed if page.name == "README.md"]
     for page in listed:
         assert page.exists(), page
