@@ -42,51 +42,55 @@ TiePolicy = Literal["arrival", "hold"]
 """How readings of one record with the same event time are scored.
 
 "arrival" scores them one after the other in order of arrival. "hold" treats them as a tie group, in which order has no
-meaning: the group is scored as a whole and decided once (see `engine.ties`).
+meaning: the readings wait for each other, and the p-value of the record is computed once for the whole group
+(`engine.ties`).
 """
 
 DEFAULT_ALPHAS = (0.05, 0.01, 0.001)
-"""False-alarm rates that reports show if the user has not chosen any."""
+"""False-alarm rates (largest shares of normal records that raise an alert) that reports show in addition to the user's.
+"""
 
 P_VALUE_EXPONENT = 0.8
-"""Exponent that is applied to each p-value before the p-values of a record are combined.
+"""Exponent that is applied to each p-value before the p-values of a record's readings are combined.
 
-The surprisals of one record are positively dependent, so Σ ln p varies more than under independence, and more for long
-prefixes (Brown, 1975, corrects Fisher's combination for this). Without the exponent, long prefixes would determine the
-threshold of short ones. Chosen among several exponents because alerts occur earlier
-(docs/experiments/05-earlier-alerts.md).
+The p-values of one record are positively dependent, so Σ ln p varies more than under independence, and more for long
+prefixes (Brown, 1975, corrects Fisher's combination for this). Without the exponent, normal records with many readings
+would set a threshold that records with few readings could hardly reach. This value was chosen among several, because
+alerts occur earliest with it (docs/experiments/05-earlier-alerts.md).
 """
 
 SCORE_TOLERANCE = 1e-4
-"""Two scores that differ by less than this, relative to 1 + score, count as equal.
+"""Two anomaly scores that differ by less than this, relative to 1 + score, count as equal.
 
 Sums in float32 depend on the batch in which they are computed, and equal scores must stay equal in every batch. Equal
 scores raise the p-value, so the guarantee holds. The value is above the largest difference seen between batches.
 """
 
 MAX_CALIBRATION_RECORDS = 20_000
-"""Largest number of calibration records that are kept.
+"""Largest number of calibration records whose scores a calibration keeps; of more, a random choice is kept.
 
-With more records, the threshold at α = 0.1% would improve by less than its own standard error.
+With more records, the alert threshold at a false-alarm rate of 0.1% would change by less than its standard error.
 """
 
 _SMALL_LOG_P = -25.0
-"""Below this ln p, 1 − (1 − p)^k is replaced by k·p: the difference is below the resolution of float64."""
+"""For a ln p below this value, 1 − (1 − p)^k is replaced by k·p, which then is the same number in float64."""
 
 Key = TypeVar("Key", int, str)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixState:
-    """The statistics of R partly received records that suffice to add further readings.
+    """Running statistics of R records whose readings have arrived in part, so that further readings can be added.
 
-    All sums and minima are over p-values that were raised to `P_VALUE_EXPONENT`.
+    p is the highest-density p-value of a reading (probability of a value at most as likely as the observed one), raised
+    to the power `P_VALUE_EXPONENT`.
 
     Attributes:
         num_scored: (R,) number of scored readings so far.
-        neg_log_p_sum: (R,) sum of −ln p.
-        min_log_p: (R,) smallest ln p, 0 before the first reading.
-        max_statistic: (R,) largest prefix statistic so far, larger is more anomalous.
+        neg_log_p_sum: (R,) sum of −ln p over these readings.
+        min_log_p: (R,) smallest ln p of these readings, 0 before the first reading.
+        max_statistic: (R,) largest anomaly score so far over the prefixes of the record (its first 1, 2, … readings);
+            0 before the first reading.
     """
 
     num_scored: NDArray[np.int64]
@@ -96,7 +100,7 @@ class PrefixState:
 
     @staticmethod
     def initial(num_records: int) -> PrefixState:
-        """Return the state of records that have no reading yet."""
+        """Return the state of `num_records` records that have no reading yet."""
         zeros = np.zeros(num_records)
         return PrefixState(np.zeros(num_records, np.int64), zeros, zeros, zeros)
 
@@ -104,29 +108,31 @@ class PrefixState:
 def advance_prefix_state(
     state: PrefixState, log_p: Floats, is_scored: NDArray[np.bool_], is_decision_point: NDArray[np.bool_] | None = None
 ) -> tuple[Floats, PrefixState]:
-    """Add L readings to each of R records and return their running statistics.
+    """Add up to L readings to each of R records and return their running statistics.
 
-    Sums are accumulated in order of arrival, so splitting the readings over several calls gives the same bits.
+    The running statistic is the anomaly score from which a record's p-value is computed. It is the largest prefix
+    statistic so far; a prefix statistic combines the p-values of the first k readings (module docstring). Sums are
+    accumulated in order of arrival, so splitting the readings over several calls gives the same bits.
 
     Args:
         state: The state of the R records before these readings.
-        log_p: (R, L) natural logarithms of the highest-density p-values.
-        is_scored: (R, L) False for readings of context features and for padding, which leave the state unchanged.
-        is_decision_point: (R, L) whether the prefix that ends with this reading counts. It is False for the readings
+        log_p: (R, L) natural logarithms of the readings' highest-density p-values (probabilities of a value at most as
+            likely as the observed one), in order of arrival.
+        is_scored: (R, L) false for readings of context features and for padding, which leave the state unchanged.
+        is_decision_point: (R, L) whether the prefix that ends with this reading counts. It is false for the readings
             of a tie group (readings of one record with the same event time) except the last. None if all count.
 
     Returns:
-        The running statistic after each reading, (R, L), which is the largest prefix statistic so far (larger is more
-        anomalous), and the state after the last reading.
+        (R, L) the running statistic after each reading, larger is more anomalous; and the state after the last reading.
     """
+    # ln of the p-value raised to the exponent. Rounding can make ln p positive. Readings that are not scored add 0.
     log_p = np.where(is_scored, P_VALUE_EXPONENT * np.minimum(log_p, 0.0), 0.0)
     num_scored = state.num_scored[:, None] + is_scored.cumsum(1)
     neg_log_p_sum = compute_running_sums(state.neg_log_p_sum, -log_p)
     min_log_p = np.minimum.accumulate(np.minimum(log_p, state.min_log_p[:, None]), 1)
-    statistic = np.maximum(
-        _compute_fisher_statistic(num_scored, neg_log_p_sum), _compute_sidak_statistic(num_scored, min_log_p)
-    )
-    statistic = np.where(num_scored > 0, statistic, 0.0)
+    fisher = _compute_fisher_statistic(num_scored, neg_log_p_sum)
+    sidak = _compute_sidak_statistic(num_scored, min_log_p)
+    statistic = np.where(num_scored > 0, np.maximum(fisher, sidak), 0.0)
     if is_decision_point is not None:
         statistic = np.where(is_decision_point, statistic, 0.0)
     running = np.maximum.accumulate(np.maximum(statistic, state.max_statistic[:, None]), 1)
@@ -140,44 +146,64 @@ def compute_running_sums(initial: Floats, increments: Floats) -> Floats:
         initial: (R,) the sum before the first increment.
         increments: (R, L) numbers to add, from left to right.
     """
+    # The initial sum is the first term, so that the additions happen in the same order as over several calls.
     sums: Floats = np.concatenate([initial[:, None], increments], 1).cumsum(1)[:, 1:]
     return sums
 
 
 def _compute_fisher_statistic(num_scored: NDArray[np.int64], neg_log_p_sum: Floats) -> Floats:
-    """Return Fisher's combination of k p-values as a statistic, −ln P(χ²_2k ≥ 2t) for t = −Σ ln p.
+    """Return Fisher's combination of k p-values as an anomaly score, −ln P(χ²_2k ≥ 2t) for t = −Σ ln p.
 
-    The probability equals Q(k, t), the regularised upper incomplete gamma function. Both arguments and the result have
-    the same shape; k is at least 1.
+    It is large after many slightly unlikely readings. The probability equals Q(k, t), the regularised upper incomplete
+    gamma function, which is the survival function of a gamma distribution with shape parameter k.
+
+    Args:
+        num_scored: The numbers k, of any shape; 0 counts as 1.
+        neg_log_p_sum: The sums t, of the same shape.
+
+    Returns:
+        The scores, of the same shape; larger is more anomalous.
     """
-    shape = np.maximum(num_scored, 1).astype(np.float64)
+    gamma_shape = np.maximum(num_scored, 1).astype(np.float64)
     x = torch.from_numpy(np.ascontiguousarray(neg_log_p_sum))
-    statistic: Floats = -log_gamma_sf(torch.from_numpy(shape), x, shape.max(initial=1.0)).numpy()
+    statistic: Floats = -log_gamma_sf(torch.from_numpy(gamma_shape), x, gamma_shape.max(initial=1.0)).numpy()
     return np.maximum(statistic, 0.0)
 
 
 def _compute_sidak_statistic(num_scored: NDArray[np.int64], min_log_p: Floats) -> Floats:
-    """Return Šidák's correction of the smallest of k p-values as a statistic, −ln(1 − (1 − p)^k).
+    """Return Šidák's correction of the smallest of k p-values as an anomaly score, −ln(1 − (1 − p)^k).
 
-    For a very small p the subtraction would cancel, so the first term of the series, −ln(k·p), is used. Both arguments
-    and the result have the same shape; k is at least 1.
+    It is large after one very unlikely reading. For a very small p, the subtraction would lose all digits, so the first
+    term of the series, −ln(k·p), is used.
+
+    Args:
+        num_scored: The numbers k, of any shape; 0 counts as 1.
+        min_log_p: ln p of the smallest p-values, of the same shape.
+
+    Returns:
+        The scores, of the same shape; larger is more anomalous.
     """
     num_scored = np.maximum(num_scored, 1)
     is_small = min_log_p < _SMALL_LOG_P
     has_small = bool(is_small.any())
+    # −1 stands in for a very small ln p, for which the result is replaced below.
     log_p = np.where(is_small, -1.0, min_log_p) if has_small else min_log_p
-    p = np.exp(np.minimum(log_p, -1e-12))
+    p = np.exp(np.minimum(log_p, -1e-12))  # p below 1, because ln(1 − p) must be finite
     statistic: Floats = -np.log(-np.expm1(num_scored * np.log1p(-p)))
     return np.where(is_small, -min_log_p - np.log(num_scored), statistic) if has_small else statistic
 
 
 def extract_group(record_id: str, separator: str) -> str:
-    """Return the calibration group of a record: its id up to the last separator, or "" if there is no separator."""
+    """Return the calibration group of a record, whose records may have a calibration of their own.
+
+    It is the record id up to the last separator, for example the device "pump-7" of "pump-7@1200" for the separator
+    "@". It is "" if the id has no separator.
+    """
     return record_id.rpartition(separator)[0]
 
 
 def group_indexes_by_key(keys: Iterable[Key]) -> dict[Key, list[int]]:
-    """Return the indexes at which each key occurs, keys in order of first occurrence."""
+    """Return the ascending indexes at which each key occurs, by key; keys are in order of first occurrence."""
     indexes_by_key: dict[Key, list[int]] = {}
     for index, key in enumerate(keys):
         indexes_by_key.setdefault(key, []).append(index)
@@ -188,31 +214,34 @@ def trim_largest(statistics: Floats, share: float) -> Floats:
     """Drop a share of the largest statistics and return the others in ascending order.
 
     This is for calibration records of which up to this share may be anomalies. If none is an anomaly, the share of
-    normal records that raise an alert can exceed α by up to `share`.
+    normal records that raise an alert at level α can be up to α + `share` instead of α.
 
     Args:
-        statistics: (N,) the largest prefix statistic of each calibration record.
-        share: The share to drop, from 0 to 1; the number of dropped statistics is rounded.
+        statistics: (N,) the anomaly scores of the calibration records, in any order; larger is more anomalous.
+        share: The share to drop, from 0 to 1. The number of dropped statistics is `share` · N, rounded.
     """
     return np.sort(statistics)[: len(statistics) - round(share * len(statistics))]
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Calibration records' statistics, with which running statistics are converted into p-values.
+    """The anomaly scores of normal records, with which the anomaly score of a new record is converted into a p-value.
 
-    A record whose group has a calibration of its own is compared with it, all others with `scores`. The group is a part
-    of the record id, so it is known from the first reading on without any state.
+    The normal records are called calibration records. They may belong to groups, for example one per device. A record
+    of a group that has a calibration of its own is compared with that group's records, any other record with all of
+    them. The group is a part of the record id, so it is known from the first reading on.
 
     Attributes:
-        scores: (n,) ascending; the largest prefix statistic of each of n held-out normal records of all groups.
-        arrival_order: The distribution of arrival orders in which the records were scored: "arrival" for logged
-            arrivals, "random", or "schema" for the order of the columns.
-        separator: What separates the group from the rest of a record id (`extract_group`); "" without groups.
+        scores: (n,) ascending; the scores of n normal records of all groups, with which the model was not trained. A
+            record's score is the largest one over all its prefixes (its first 1, 2, … readings).
+        arrival_order: The distribution of the orders in which the readings of these records arrived: "arrival" for
+            logged arrivals, "random", or "schema" for the order of the features in the schema.
+        separator: The text that separates the group from the rest of a record id (`extract_group`); "" without groups.
         calibration_by_group: The calibrations of the groups that have enough records.
-        mean_neg_log_p_by_feature: Mean of −ln p over the readings of each feature, in nats, if known. A drift notice
-            compares recent records with it.
-        tie_policy: How readings with the same event time were scored.
+        mean_neg_log_p_by_feature: The mean of −ln p over the readings of each feature, in nats, by feature name; empty
+            if unknown. p is a reading's highest-density p-value (probability of a value at most as likely as the
+            observed one). A drift notice compares recent records with it.
+        tie_policy: How readings with the same event time were scored, "arrival" or "hold" (`TiePolicy`).
     """
 
     scores: Floats
@@ -224,22 +253,25 @@ class Calibration:
 
     def __post_init__(self) -> None:
         if self.scores.ndim != 1 or not np.isfinite(self.scores).all() or (np.diff(self.scores) < 0).any():
-            raise ValueError("calibration scores must be one ascending list of finite numbers")
+            raise ValueError("the scores of the calibration are not one ascending list of finite numbers")
         if bool(self.calibration_by_group) != bool(self.separator):
-            raise ValueError("calibration groups and a group separator must be given together")
+            raise ValueError(
+                "the calibration has groups without a separator, or a separator without groups: it needs both or none"
+            )
         if not all(math.isfinite(mean) for mean in self.mean_neg_log_p_by_feature.values()):
-            raise ValueError("the calibration's mean negative log p-value of a feature is not finite")
+            raise ValueError("the calibration has a mean negative log p-value of a feature that is not finite")
         if self.tie_policy not in get_args(TiePolicy):
             expected = ", ".join(get_args(TiePolicy))
-            raise ValueError(f"unknown tie policy {self.tie_policy!r} in the calibration, expected one of {expected}")
+            raise ValueError(f"the calibration has the unknown tie policy {self.tie_policy!r}; known are {expected}")
         for name, group in self.calibration_by_group.items():
             if not name:
-                raise ValueError("a calibration group has an empty name")
+                raise ValueError("a group of the calibration has an empty name: every group needs a name")
             if group.calibration_by_group:
-                raise ValueError(f"calibration group {name!r} contains groups; groups cannot be nested")
+                raise ValueError(f"the calibration group {name!r} contains groups, but groups cannot be nested")
             if (group.arrival_order, group.tie_policy) != (self.arrival_order, self.tie_policy):
                 raise ValueError(
-                    f"calibration group {name!r} has another arrival order or tie policy than the whole calibration"
+                    f"the calibration group {name!r} has another arrival order or tie policy than the whole "
+                    "calibration: calibrate all groups in the same way"
                 )
 
     @staticmethod
@@ -252,10 +284,13 @@ class Calibration:
         """Return a calibration without groups.
 
         Args:
-            statistics: (n,) the largest prefix statistic of each calibration record, in any order.
-            arrival_order: The distribution of arrival orders in which the records were scored.
-            mean_neg_log_p_by_feature: Mean of −ln p over the readings of each feature, in nats, if known.
-            tie_policy: How readings with the same event time were scored.
+            statistics: (n,) the anomaly score of each calibration record (the largest one over all its prefixes), in
+                any order; larger is more anomalous.
+            arrival_order: The distribution of the orders in which the readings of these records arrived: "arrival",
+                "random" or "schema".
+            mean_neg_log_p_by_feature: Mean of −ln p over the readings of each feature, in nats, where p is the
+                highest-density p-value of a reading; None if unknown.
+            tie_policy: How readings with the same event time were scored (`TiePolicy`).
         """
         scores = np.sort(np.asarray(statistics, np.float64))
         return Calibration(
@@ -266,12 +301,13 @@ class Calibration:
         )
 
     def with_groups(self, statistics_by_group: Mapping[str, Floats], separator: str, min_records: int) -> Calibration:
-        """Return this calibration with a calibration of its own for each group that has enough records.
+        """Return this calibration extended by one calibration for each group of records that has enough records.
 
         Args:
-            statistics_by_group: The largest prefix statistics of each group's records, in any order.
-            separator: What separates the group from the rest of a record id.
-            min_records: Number of records below which a group gets no calibration of its own.
+            statistics_by_group: The anomaly scores of each group's calibration records, in any order. The group ""
+                (records without a group) is ignored.
+            separator: The text that separates the group from the rest of a record id.
+            min_records: Number of records that a group needs for a calibration of its own.
         """
         calibration_by_group = {
             name: Calibration.from_statistics(statistics, self.arrival_order, tie_policy=self.tie_policy)
@@ -283,19 +319,29 @@ class Calibration:
         )
 
     def find_unreachable_alphas(self, alphas: Iterable[float]) -> dict[float, int]:
-        """Return the alphas at which no alert can ever be raised, with the number of records that each would need."""
+        """Return the alphas (false-alarm rates) at which this calibration has too few records for any alert.
+
+        Returns:
+            For each of these alphas the number of calibration records that alerts at it would need.
+        """
         return {alpha: self.count_required_records(alpha) for alpha in alphas if alpha < self.min_p_value}
 
     @staticmethod
     def count_required_records(alpha: float) -> int:
-        """Return the smallest number of calibration records with which an alert at this alpha is possible."""
+        """Return the smallest number of calibration records with which an alert at this alpha is possible.
+
+        With n records the smallest p-value is 1/(n + 1), which must not exceed alpha, the false-alarm rate.
+        """
         num_records = math.ceil(1.0 / alpha) - 1
-        return (
-            num_records if 1.0 / (num_records + 1) <= alpha else num_records + 1
-        )  # guards against the rounding of 1 / alpha
+        # 1 / alpha may have been rounded down to an integer; one more record is then needed.
+        is_enough = 1.0 / (num_records + 1) <= alpha
+        return num_records if is_enough else num_records + 1
 
     def describe_reachability(self, alpha: float) -> str:
-        """Return in words whether this calibration has enough records for alerts at this alpha."""
+        """Return in words whether this calibration has enough records for alerts at this alpha (false-alarm rate).
+
+        The text is "yes", or "no: " followed by the number of records that it takes and the number that there is.
+        """
         required = self.find_unreachable_alphas([alpha]).get(alpha)
         if required is None:
             return "yes"
@@ -307,9 +353,17 @@ class Calibration:
         return 1.0 / (len(self.scores) + 1)
 
     def compute_pooled_p_values(self, scores: Floats) -> Floats:
-        """Return the p-values of running statistics among the calibration records of all groups, elementwise.
+        """Return the p-values of anomaly scores among the calibration records of all groups.
 
-        Calibration scores that are equal within `SCORE_TOLERANCE` count as larger, which raises the p-value.
+        The p-value of a score is (1 + m)/(n + 1), where m of the n calibration scores are at least as large. A
+        calibration score that is smaller by less than `SCORE_TOLERANCE` counts as equal, which can only raise the
+        p-value.
+
+        Args:
+            scores: Running anomaly scores of records, of any shape; larger is more anomalous.
+
+        Returns:
+            The p-values, of the same shape.
         """
         lower_bounds = scores - SCORE_TOLERANCE * (1.0 + scores)
         num_at_least = len(self.scores) - np.searchsorted(self.scores, lower_bounds, "left")
@@ -322,14 +376,16 @@ class Calibration:
         get_record_ids: Callable[[], Sequence[str]],
         num_statistics: NDArray[np.int64] | None = None,
     ) -> Floats:
-        """Return the p-values of running statistics, each among the calibration records of the record's group.
+        """Return the p-values of the anomaly scores of R records, each among the calibration records of its group.
+
+        Records of a group without a calibration of its own are compared with the calibration records of all groups.
 
         Args:
-            scores: The running statistics of R records, larger is more anomalous: (R, L) with L per record, or flat
-                with all statistics of one record after those of another.
+            scores: The scores of the records after several of their readings; larger is more anomalous. Either (R, L)
+                with L scores for each record, or a flat array with the scores of one record after those of another.
             get_record_ids: Returns the ids of the R records. It is called only if there are groups, because building
                 the list takes time.
-            num_statistics: (R,) how many statistics each record has if `scores` is flat, else None.
+            num_statistics: (R,) how many scores each record has if `scores` is flat, else None.
 
         Returns:
             The p-values, in the shape of `scores`.
@@ -347,31 +403,37 @@ class Calibration:
         return p_values
 
     def make_alert_rule(self, alpha: float) -> Callable[[Floats, Sequence[str]], NDArray[np.bool_]]:
-        """Return a function that decides which running statistics raise an alert at this alpha.
+        """Return a function that decides which anomaly scores raise an alert at this alpha (false-alarm rate).
 
-        Its arguments are the statistics, (R, C) with C of each of R records, and the R record ids. It returns booleans
-        of shape (R, C).
+        The arguments of the function are the scores, (R, C) with C scores of each of R records, and the R record ids,
+        from which it finds the records' calibration groups. It returns booleans of shape (R, C).
         """
         return lambda scores, record_ids: self.compute_p_values(scores, lambda: record_ids) <= alpha
 
     def compute_threshold(self, alpha: float) -> float:
-        """Return the running statistic above which an alert is raised at this alpha, ignoring groups.
+        """Return the anomaly score above which a record raises an alert at this alpha (false-alarm rate).
 
-        It is infinite if no alert is possible at this alpha, and minus infinity if every record raises one.
+        Records are compared with the calibration records of all groups. The result is infinite if no alert is possible
+        at this alpha, and minus infinity if every record raises one.
         """
         n = len(self.scores)
-        p_value_by_count = np.arange(1, n + 2) / (
-            n + 1.0
-        )  # by the number of calibration scores that are at least as large
+        # Entry m is the p-value of a score if m calibration scores are at least as large.
+        p_value_by_count = np.arange(1, n + 2) / (n + 1.0)
         max_count = int(np.searchsorted(p_value_by_count, alpha, "right")) - 1
         if max_count < 0:
             return math.inf
         if max_count >= n:
             return -math.inf
-        return (float(self.scores[n - 1 - max_count]) + SCORE_TOLERANCE) / (1.0 - SCORE_TOLERANCE)
+        # At most `max_count` calibration scores may be at least as large, so the next smaller one must be exceeded, by
+        # more than the tolerance: score − tolerance · (1 + score) > limit, solved for the score.
+        limit = float(self.scores[n - 1 - max_count])
+        return (limit + SCORE_TOLERANCE) / (1.0 - SCORE_TOLERANCE)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the calibration as it is stored in the model's manifest; the keys are part of the file format."""
+        """Return the calibration as an object for the manifest of a model directory.
+
+        The keys are part of the file format. Entries that have their default value are left out.
+        """
         document: dict[str, Any] = {
             "order": self.arrival_order,
             "records": len(self.scores),
@@ -388,7 +450,10 @@ class Calibration:
 
     @staticmethod
     def from_json(document: dict[str, Any]) -> Calibration:
-        """Return the calibration that `to_json` wrote.
+        """Return the calibration that `to_json` has converted into an object.
+
+        Args:
+            document: The object, from the manifest of a model directory.
 
         Raises:
             KeyError: A required key is missing.
