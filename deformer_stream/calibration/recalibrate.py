@@ -1,7 +1,8 @@
-"""Replace the calibration of a model by one from the statistics of new normal records. The model does not change.
+"""Replace the calibration of a model by one from new normal records. The network does not change.
 
-The statistics come from the same engine that scores a stream, so windows and arrival orders have the same effect on
-them as on the statistics of a stream. This module has no input or output: `cli.stream` runs the engine.
+A calibration holds the anomaly scores of normal records, from which p-values are computed. The scores of the new
+records come from the same engine that scores a stream, so windows and arrival orders have the same effect on both. This
+module has no input or output: `cli.stream` runs the engine.
 """
 
 from __future__ import annotations
@@ -25,21 +26,26 @@ from deformer_stream.errors import InputError
 from deformer_stream.model.windows import WINDOW_SEPARATOR
 
 DEVICE_GROUP = "device"
-"""The value of `--group-by` that means the separator of window ids, DEVICE@START."""
+"""The value of the option `--group-by` that makes each device a group, if records are windows with ids DEVICE@START."""
 
 MAX_LISTED_GROUPS = 8
+"""Largest number of groups that a text lists by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationStatistics:
-    """The statistics of new normal records.
+    """The scores of N new normal records, from which a new calibration is made.
 
     Attributes:
-        max_statistics: (N,) the largest prefix statistic of each record, larger is more anomalous.
-        record_ids: Ids of the N records.
-        mean_neg_log_p_by_feature: Mean of −ln p over the readings of each feature, in nats.
-        arrival_order: The distribution of arrival orders of the records: "arrival", "random" or "schema".
-        tie_policy: How readings with the same event time were scored.
+        max_statistics: (N,) the anomaly score of each record, larger is more anomalous. It is the largest one over all
+            prefixes of the record (its first 1, 2, … readings).
+        record_ids: Ids of the N records, in the same order.
+        mean_neg_log_p_by_feature: Mean of −ln p over the readings of each feature, in nats, by feature name. p is the
+            highest-density p-value of a reading (probability of a value at most as likely as the observed one).
+        arrival_order: The distribution of the orders in which the readings of the records arrived: "arrival" for
+            logged arrivals, "random", or "schema" for the order of the features in the schema.
+        tie_policy: How readings of one record with the same event time were scored: "arrival" for one after the other,
+            "hold" for together.
     """
 
     max_statistics: NDArray[np.float64]
@@ -56,8 +62,9 @@ class Recalibration:
     Attributes:
         old: The calibration before.
         new: The calibration now.
-        num_records: Number of records that the new one was made of.
-        num_records_by_pooled_group: Number of records of each group that has too few for a calibration of its own.
+        num_records: Number of records from which the new one was made.
+        num_records_by_pooled_group: For each group (such as a device) with too few records for a calibration of its
+            own, the number of its records. They are compared with the records of all groups.
         min_records: Number of records that a group needs for a calibration of its own.
         num_ungrouped: Number of records whose id names no group.
     """
@@ -70,11 +77,15 @@ class Recalibration:
     num_ungrouped: int
 
     def format_rows(self, alphas: Iterable[float]) -> list[tuple[str, str, str, str]]:
-        """Return a table that compares the two calibrations.
+        """Return the rows of a table that compares the two calibrations, without a header.
+
+        Args:
+            alphas: False-alarm rates to show, in addition to the default ones.
 
         Returns:
-            For each alpha: the alpha, its threshold before and now, and whether alerts at it are possible now. Then a
-            row with the smallest possible p-values.
+            For each alpha, largest first: the alpha, the anomaly score above which an alert is raised at it, before and
+            now, and in words whether alerts at it are possible now. The last row shows the smallest possible p-value
+            before and now.
         """
         rows = [
             (
@@ -88,15 +99,16 @@ class Recalibration:
         return [*rows, ("smallest p", f"{self.old.min_p_value:.2g}", f"{self.new.min_p_value:.2g}", "")]
 
     def describe_groups(self) -> list[str]:
-        """Return sentences that say which groups have a calibration of their own; no sentence without groups."""
+        """Return sentences, without full stops, that say which groups have a calibration of their own.
+
+        The list is empty if records are not grouped.
+        """
         groups, pooled = self.new.calibration_by_group, self.num_records_by_pooled_group
         if not groups and not pooled:
             return []
         num_records_by_group = {name: len(group.scores) for name, group in groups.items()}
-        sentences = [
-            f"{len(groups)} groups have calibrations of their own{': ' if groups else ''}"
-            f"{_format_counts(num_records_by_group)}"
-        ]
+        group_list = f": {_format_counts(num_records_by_group)}" if groups else ""
+        sentences = [f"{len(groups)} groups have calibrations of their own{group_list}"]
         if pooled:
             sentences.append(
                 f"{len(pooled)} groups with fewer than {self.min_records} records use the calibration of all records: "
@@ -115,23 +127,27 @@ def recalibrate(
     trim: float = 0.0,
     seed: int = 0,
 ) -> Recalibration:
-    """Return a calibration from the statistics of new normal records.
+    """Make a calibration from the scores of new normal records, and return it together with the old one.
 
     Args:
         old: The calibration that is replaced.
-        statistics: The statistics of the new records.
+        statistics: The scores of the new records.
         alphas: False-alarm rates that the user wants. A group gets a calibration of its own if it has enough records
-            for all of them.
-        group_by: Text that ends the group in a record id, or `DEVICE_GROUP`. None for no groups.
-        trim: Share of the largest statistics that is left out.
-        seed: Seed of the random choice if there are too many records.
+            for alerts at all of them.
+        group_by: The text that separates the group from the rest of a record id, or `DEVICE_GROUP` for the devices of
+            windows. None for no groups.
+        trim: Share of the records with the largest scores that are left out, because they may be anomalies.
+        seed: Seed of the random choice if there are more than `MAX_CALIBRATION_RECORDS` records.
 
     Raises:
         InputError: There is no record, or no record whose id names a group.
     """
     scores = statistics.max_statistics
     if not len(scores):
-        raise InputError("no record to calibrate on: the input has no reading of a feature of the model")
+        raise InputError(
+            "there is no record to calibrate on, because the input has no reading of a feature of the model: "
+            "check that its feature names are those of the model"
+        )
     generator = np.random.default_rng([seed, 0xCA1B])
     pooled = Calibration.from_statistics(
         trim_largest(_choose_records(scores, generator), trim),
@@ -147,8 +163,9 @@ def recalibrate(
     num_ungrouped = len(indexes_by_group.pop("", []))
     if not indexes_by_group:
         raise InputError(
-            f"--group-by {group_by}: no record id has a group, like pump-7 in 'pump-7{separator}…' "
-            f"(the first id is {statistics.record_ids[0][:40]!r}); change the ids, or see --record-column and --window"
+            f"--group-by {group_by}: no record id has a group before the separator {separator!r}, like pump-7 in "
+            f"'pump-7{separator}…' (the first id is {statistics.record_ids[0][:40]!r}); change the ids, or choose them "
+            "with --record-column or --window"
         )
     statistics_by_group = {
         name: trim_largest(_choose_records(scores[indexes], generator), trim)
@@ -171,13 +188,19 @@ def _choose_records(scores: NDArray[np.float64], generator: np.random.Generator)
 
 
 def _format_threshold(calibration: Calibration, alpha: float) -> str:
-    """Return the statistic above which an alert is raised at an alpha, or a dash if no alert is possible."""
+    """Return as text the anomaly score above which an alert is raised at an alpha (false-alarm rate).
+
+    The text is a dash if no alert is possible at this alpha, or if every record raises one.
+    """
     threshold = calibration.compute_threshold(alpha)
     return f"{threshold:.3f}" if np.isfinite(threshold) else "—"
 
 
 def _format_counts(num_records_by_group: Mapping[str, int]) -> str:
-    """Return the first groups with their numbers of records, like `pump-1 (120), pump-2 (80), …`."""
+    """Return groups with their numbers of records as text, like `pump-1 (120), pump-2 (80), …`.
+
+    Only the first `MAX_LISTED_GROUPS` groups by name are listed.
+    """
     first = sorted(num_records_by_group.items())[:MAX_LISTED_GROUPS]
     text = ", ".join(f"{name[:40]} ({count})" for name, count in first)
     return text + (", …" if len(num_records_by_group) > MAX_LISTED_GROUPS else "")
