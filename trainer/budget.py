@@ -1,9 +1,9 @@
-"""Keep a training run within the time that the user allows (`--max-time`).
+"""Keep a training run within the time limit that the user sets (`--max-time`).
 
-The limit covers the whole command: reading the tables, fitting the prior, training, and the work after training
-(calibration, ranking and held-out figures, report). Training is the only phase that can take any amount of time.
-Therefore the cost of the other phases is measured on a few records before training begins. `plan_record_counts` then
-decides how many records they may use, and `TimeBudget.reserve` keeps the time that they need.
+The limit covers the whole command: reading the tables, fitting the Gaussian prior, training the network, and the work
+after training (calibration, ranking statistics, held-out figures, report). Only training can be made as short as
+needed. Therefore the cost of the other phases is measured on a few records before training begins.
+`plan_record_counts` then decides how many records they may use, and `TimeBudget.reserve` keeps the time that they need.
 """
 
 from __future__ import annotations
@@ -17,27 +17,32 @@ from pathlib import Path
 from deformer_stream.calibration.conformal import DEFAULT_ALPHAS, Calibration
 
 PROGRESS_SECONDS = 5.0
-"""Seconds between two messages about the progress of a phase."""
+"""Seconds between two messages about the progress of a phase (a step of the work after training)."""
 
 MIN_MEASURED_SECONDS = 0.05
-"""A measurement that took at least this long is accepted."""
+"""A time measurement is accepted if it took at least this many seconds. Shorter ones are repeated with more records."""
 
 MAX_MEASURED_RECORDS = 64
+"""Largest number of records that are processed to measure the seconds per record."""
 
 MIN_RANKING_RECORDS, MIN_HELD_OUT_PASSES = 10, 8
-"""Smallest numbers of records with which ranking statistics and held-out figures are computed at all."""
+"""Smallest numbers of records from which ranking statistics and held-out figures are computed, even if time is over.
+
+For held-out figures, a pass is one record in one random order of its readings.
+"""
 
 
 @dataclass
 class TimeBudget:
-    """The time that a training run may take.
+    """The time that a training run may take, and the time that it has used.
 
     Attributes:
         limit: Seconds that the whole command may take. None if it is not limited.
-        clock: A function that returns seconds. Processes that train together share one clock, so that they decide
-            alike.
-        reserve: Seconds that are kept for the work after training.
-        spent: Seconds that were spent before this object was created, in previous runs or while modules were imported.
+        clock: A function that returns the current time in seconds. Processes that train one model together must read
+            the same clock, so that all of them stop at the same training step.
+        reserve: Seconds at the end of the limit that training must leave for the work after it.
+        spent: Seconds that were used before this object was created, such as those of an interrupted run that is
+            continued, or of importing modules.
         started: Value of the clock when this object was created.
     """
 
@@ -61,34 +66,41 @@ class TimeBudget:
         return float("inf") if self.limit is None else max(0.0, self.limit - self.elapsed)
 
     def is_share_used(self, share: float) -> bool:
-        """Return whether more than a share of the limit has elapsed; false without a limit."""
+        """Return whether more than `share` (0 to 1) of the time limit has elapsed; False without a limit."""
         return self.limit is not None and self.elapsed > share * self.limit
 
     def compute_training_progress(self) -> float:
-        """Return the share of the time until the end of training that has elapsed; 0 without a limit."""
+        """Return the elapsed share of the time that ends when training must end; 0 without a limit.
+
+        Training must end `reserve` seconds before the limit. The result exceeds 1 if it has not ended by then.
+        """
         if self.limit is None:
             return 0.0
         return self.elapsed / max(self.limit - self.reserve, 1e-9)
 
-    def take_part(self, num_parts: int, final_seconds: float = 0.0) -> TimeBudget:
-        """Return a budget for one of several trainings that share the remaining time equally.
+    def create_equal_part(self, num_parts: int, final_seconds: float = 0.0) -> TimeBudget:
+        """Return a budget for the next of several trainings, with an equal part of the remaining time.
+
+        Cross-conformal calibration trains several models one after the other and uses this method for each. Without a
+        limit, the result is this budget.
 
         Args:
-            num_parts: Number of trainings that are still to be done, with this one.
+            num_parts: Number of trainings that are not finished, including the next one.
             final_seconds: Seconds that are kept for the work after the last training.
         """
         if self.limit is None or (num_parts == 1 and not final_seconds):
             return self
-        return TimeBudget(max(0.0, self.remaining - final_seconds) / num_parts, self.clock)
+        seconds = max(0.0, self.remaining - final_seconds) / num_parts
+        return TimeBudget(seconds, self.clock)
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of the work around training, measured under a time limit.
+    """Measured costs from which the training loop plans its time under a time limit.
 
     Attributes:
-        after: Seconds that the work after training takes.
-        record: Seconds to compute the likelihood of one record in one order, as validation does.
+        after: Seconds to reserve for all work after training.
+        record: Seconds to compute the likelihood of one record in one order of its readings, as validation does.
     """
 
     after: float
@@ -97,12 +109,12 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class PhaseCosts:
-    """Measured seconds of the phases after training.
+    """Measured seconds of the phases after training: calibration, ranking statistics and held-out figures.
 
     Attributes:
         calibration: Seconds to score one calibration record.
-        ranking: Seconds to compute the distance of one record to the exemplars.
-        held_out: Seconds to compute the likelihood of one record in one order.
+        ranking: Seconds to compute the distance of one record to the exemplars (stored training records).
+        held_out: Seconds to compute the likelihood of one held-out record in one order of its readings.
         fixed: Seconds that do not depend on the number of records: report, model files, end of the process.
     """
 
@@ -118,8 +130,9 @@ class RecordCounts:
 
     Attributes:
         calibration: Records on which the alert rule is calibrated.
-        ranking: Records from which the typical distance and likelihood for ranking are computed.
-        held_out_passes: Records of the held-out figures times the orders in which each is scored.
+        ranking: Records from which the typical distance to the exemplars (stored training records) and the typical
+            likelihood are computed.
+        held_out_passes: Number of records of the held-out figures times the number of orders in which each is scored.
     """
 
     calibration: int
@@ -127,15 +140,22 @@ class RecordCounts:
     held_out_passes: int
 
     def estimate_seconds(self, costs: PhaseCosts) -> float:
-        """Return the seconds that the phases take, without the fixed part."""
+        """Return the seconds that the phases take with these numbers of records, without `costs.fixed`."""
+        calibration_seconds = costs.calibration * self.calibration
+        # For ranking, a record is compared with the exemplars and also scored like a calibration record.
         ranking_seconds = (costs.ranking + costs.calibration) * self.ranking
-        return costs.calibration * self.calibration + ranking_seconds + costs.held_out * self.held_out_passes
+        held_out_seconds = costs.held_out * self.held_out_passes
+        return calibration_seconds + ranking_seconds + held_out_seconds
 
 
 def compute_min_counts(maximum: RecordCounts) -> RecordCounts:
-    """Return the smallest numbers of records with which a model can be calibrated, ranked and evaluated.
+    """Return the smallest numbers of records that the phases after training use, even if the time is over.
 
-    Calibration uses at least as many records as the largest of the default alphas needs.
+    An alert rule with false-alarm rate alpha needs about 1 / alpha calibration records. The result has enough of them
+    for the largest of `DEFAULT_ALPHAS`.
+
+    Args:
+        maximum: The numbers of records without a time limit. No result is larger.
     """
     return RecordCounts(
         min(maximum.calibration, Calibration.count_required_records(max(DEFAULT_ALPHAS))),
@@ -147,13 +167,14 @@ def compute_min_counts(maximum: RecordCounts) -> RecordCounts:
 def plan_record_counts(costs: PhaseCosts, seconds: float, maximum: RecordCounts) -> RecordCounts:
     """Choose how many records the phases after training may use in a given time.
 
-    Calibration has priority until it has the records that the smallest of the default alphas needs. The time that is
-    left then serves all phases in proportion to their full cost.
+    All phases first get their smallest numbers of records (`compute_min_counts`). Calibration then gets records until
+    the smallest of `DEFAULT_ALPHAS` has enough of them. The time that is left adds to every phase the same share of
+    the records that it lacks.
 
     Args:
         costs: Measured costs.
         seconds: The time for all phases, without `costs.fixed`.
-        maximum: The numbers without a time limit.
+        maximum: The numbers of records without a time limit.
 
     Returns:
         Counts whose estimated time is at most `seconds`, but never less than `compute_min_counts`.
@@ -161,13 +182,15 @@ def plan_record_counts(costs: PhaseCosts, seconds: float, maximum: RecordCounts)
     if maximum.estimate_seconds(costs) <= seconds:
         return maximum
     counts = compute_min_counts(maximum)
+    spare_seconds = max(0.0, seconds - counts.estimate_seconds(costs))
     num_needed = min(maximum.calibration, Calibration.count_required_records(min(DEFAULT_ALPHAS)))
-    spare = max(0.0, seconds - counts.estimate_seconds(costs))
-    if counts.calibration + spare / max(costs.calibration, 1e-12) < num_needed:
-        return replace(counts, calibration=counts.calibration + int(spare / max(costs.calibration, 1e-12)))
+    num_affordable = spare_seconds / max(costs.calibration, 1e-12)
+    if counts.calibration + num_affordable < num_needed:
+        return replace(counts, calibration=counts.calibration + int(num_affordable))
     counts = replace(counts, calibration=num_needed)
-    spare = max(0.0, seconds - counts.estimate_seconds(costs))
-    share = min(1.0, spare / max(maximum.estimate_seconds(costs) - counts.estimate_seconds(costs), 1e-12))
+    spare_seconds = max(0.0, seconds - counts.estimate_seconds(costs))
+    missing_seconds = maximum.estimate_seconds(costs) - counts.estimate_seconds(costs)
+    share = min(1.0, spare_seconds / max(missing_seconds, 1e-12))
     return RecordCounts(
         counts.calibration + int(share * (maximum.calibration - counts.calibration)),
         counts.ranking + int(share * (maximum.ranking - counts.ranking)),
@@ -176,15 +199,17 @@ def plan_record_counts(costs: PhaseCosts, seconds: float, maximum: RecordCounts)
 
 
 class Phase:
-    """One phase of the work on many records: it reports progress and ends the phase when its time is over.
+    """The progress and the deadline of one phase after training, such as calibration, that processes many records.
+
+    The code of the phase calls `should_continue` between two batches of records.
 
     Args:
-        name: What the phase does, such as "calibrating", for messages.
+        name: What the phase does, such as "calibrating"; it begins each progress message.
         num_records: Number of records to process.
-        min_records: Number of records that are processed even if the time is over.
-        deadline: Value of the clock at which the phase must end.
-        clock: A function that returns seconds.
-        on_message: Called with one line of text now and then.
+        min_records: Number of records that are processed even if the deadline has passed.
+        deadline: Value of the clock at which the phase must end. By default there is no deadline.
+        clock: A function that returns the current time in seconds.
+        on_message: Called with a line of text about the progress, at most every `PROGRESS_SECONDS`.
     """
 
     def __init__(
@@ -201,7 +226,11 @@ class Phase:
         self._last_message_at = clock()
 
     def should_continue(self, num_done: int) -> bool:
-        """Return whether there is time for more records after `num_done`; send a progress message now and then."""
+        """Return whether to process more records, and send a progress message every `PROGRESS_SECONDS`.
+
+        Args:
+            num_done: Number of records that are processed. Below `min_records` the result is always True.
+        """
         now = self._clock()
         if num_done and now - self._last_message_at > PROGRESS_SECONDS:
             self._last_message_at = now
@@ -212,38 +241,46 @@ class Phase:
 def measure_seconds_per_record(
     process: Callable[[int], object], clock: Callable[[], float], num_available: int, warm_up: bool = True
 ) -> float:
-    """Measure the seconds that a function needs for each record.
+    """Return the seconds that a function needs for each record.
+
+    The number of records is increased fourfold until a call takes long enough to be measured.
 
     Args:
-        process: Processes the given number of records.
-        clock: A function that returns seconds.
-        num_available: Largest number of records that may be processed.
-        warm_up: Whether to call the function once before it is measured, as the first call may load libraries.
+        process: A function that processes as many records as its argument says.
+        clock: A function that returns the current time in seconds.
+        num_available: Largest number of records that `process` can be called with.
+        warm_up: Whether to call `process` once before it is measured, because the first call may load libraries.
     """
     if warm_up:
         process(1)
-    num_records = 1
+    num_records, max_records = 1, min(MAX_MEASURED_RECORDS, num_available)
     while True:
         started = clock()
         process(num_records)
         seconds = clock() - started
-        max_records = min(MAX_MEASURED_RECORDS, num_available)
         if seconds >= MIN_MEASURED_SECONDS or num_records >= max_records:
             return seconds / num_records
         num_records = min(4 * num_records, max_records)
 
 
 def choose_batch_size(seconds_per_record: float, default: int) -> int:
-    """Return how many records to process between two looks at the clock: about half a second's work."""
+    """Return how many records to process in about half a second, at least 1 and at most `default`.
+
+    Batches of this size let a phase check its deadline often enough.
+    """
     return max(1, min(default, int(0.5 / max(seconds_per_record, 1e-9))))
 
 
 def read_process_age() -> float:
-    """Return the seconds since this process was started, 0 if the system does not say."""
+    """Return the seconds since this process was started, 0 if the system does not provide the start time.
+
+    It is used to count the time of imports towards the time limit.
+    """
     try:
-        # The fields after the command name, which is in parentheses; the 20th of them is the start time in clock ticks.
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+        # The command name is in parentheses and may contain spaces, so only the text after it is split into fields.
+        # The 20th field after it is the start time in clock ticks since boot (see `man 5 proc`).
+        fields_after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started_after_boot = int(fields_after_name[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_after_boot)
     except (OSError, ValueError, IndexError, AttributeError):
         return 0.0

@@ -409,7 +409,7 @@ def _prepare_run(
     data = drop_outliers(data, settings.contamination, settings.seed)
     on_prepared(data)
     choose_order(settings.order, data)  # raises before training if the order is impossible
-    part = budget.take_part(settings.folds or 1)
+    part = budget.create_equal_part(settings.folds or 1)
     planned = _create_run(data, settings, checkpoint_folder, part, old_model, state, ranks, on_message)
     if state is not None:
         planned.run.restore(state)
@@ -539,7 +539,7 @@ def _create_fold_run(
         minimum = replace(compute_min_counts(count_all_records(fold_data)), calibration=0)
         final_seconds = minimum.estimate_seconds(finishing.costs) + finishing.costs.fixed
     num_parts = (settings.folds or 1) + 1 - number
-    part = budget.take_part(num_parts, final_seconds)
+    part = budget.create_equal_part(num_parts, final_seconds)
     fold_settings = settings.model_copy(update={"seed": settings.seed + number})
     return _create_run(fold_data, fold_settings, fold_folder, part, _read_old_model(settings))
 

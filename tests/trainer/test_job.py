@@ -162,11 +162,11 @@ def test_phase_ends_at_its_deadline_but_not_before_its_minimum() -> None:
 def test_budget_of_several_trainings_keeps_time_for_the_last_phases() -> None:
     now = [10.0]
     budget = TimeBudget(100.0, lambda: now[0])
-    assert budget.take_part(4, final_seconds=20.0).limit == pytest.approx(20.0)
-    assert budget.take_part(1) is budget
-    assert TimeBudget().take_part(3).limit is None
+    assert budget.create_equal_part(4, final_seconds=20.0).limit == pytest.approx(20.0)
+    assert budget.create_equal_part(1) is budget
+    assert TimeBudget().create_equal_part(3).limit is None
     now[0] = 200.0
-    assert budget.take_part(2).limit == 0.0
+    assert budget.create_equal_part(2).limit == 0.0
     assert budget.remaining == 0.0
     assert math.isinf(TimeBudget().remaining)
 
