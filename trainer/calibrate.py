@@ -28,30 +28,52 @@ from trainer.data import PreparedTable, Split
 from trainer.sampling import create_generator, draw_random_keys, gather_values, order_readings, read_rows
 
 Order = Literal["arrival", "random", "schema"]
-"""The arrival-order distribution: the logged order, all orders with the same probability, or the schema's order."""
+"""The arrival-order distribution, which is the order in which the readings of a record are expected to arrive.
+
+"arrival" is the order in the log, "random" means that all orders have the same probability, and "schema" is the order
+of the features in the schema.
+"""
 
 BATCH_SIZE = 256
+"""Number of records that are scored together by default."""
 
 
 def choose_order(chosen: Order | None, data: PreparedTable) -> Order:
     """Return the arrival-order distribution to calibrate for.
 
     Args:
-        chosen: The user's choice. None to use the logged order if the table has one, and random orders otherwise.
+        chosen: The value of the option `--order`. None to use the logged order if the table has one, and random orders
+            otherwise.
         data: The prepared table.
 
     Raises:
-        ConfigError: The table has no order of arrival, or the choice does not fit `--ties hold`.
+        ConfigError: The logged order is chosen and the table has none; or another order is chosen and `--ties hold` is
+            set, which needs the logged order.
     """
     if data.ties == "hold" and chosen not in (None, "arrival"):
-        raise ConfigError(f"--order {chosen}: only an order of arrival has ties; leave --order or --ties out")
+        raise ConfigError(
+            f"--order {chosen} cannot be combined with --ties hold, because only the logged order has readings of the "
+            "same time; remove one of the two options"
+        )
     if chosen == "arrival" and data.arrival_ranks is None:
-        raise ConfigError("--order arrival: a wide table has no order of arrival; use a long table, random or schema")
+        raise ConfigError(
+            "--order arrival cannot be used, because a wide table does not say in which order readings arrived; "
+            "give a long table with times, or choose --order random or --order schema"
+        )
     return chosen or ("random" if data.arrival_ranks is None else "arrival")
 
 
 def sample_rows(rows: NDArray[np.int64], seed: int, max_rows: int = MAX_CALIBRATION_RECORDS) -> NDArray[np.int64]:
-    """Return all rows, ascending, or a random sample of `max_rows` of them if there are more."""
+    """Return the row numbers in `rows`, or a random sample of `max_rows` of them if there are more.
+
+    Args:
+        rows: (N,) row numbers of the training table, ascending.
+        seed: Seed of the sample.
+        max_rows: Largest number of rows to return.
+
+    Returns:
+        The row numbers, ascending.
+    """
     if len(rows) <= max_rows:
         return rows
     return np.sort(np.random.default_rng([seed, 0xCA11]).choice(rows, max_rows, replace=False))
@@ -66,20 +88,26 @@ def score_calibration_records(
     batch_size: int = BATCH_SIZE,
     should_continue: Callable[[int], bool] = lambda num_done: True,
 ) -> RecordScores:
-    """Score each row in one arrival order, by the code that will score streams (the compiled kernels if there are any).
+    """Score each calibration record with its readings in one order of arrival.
 
-    Values are used as they are, without the noise of training. If readings of one event time are decided together
-    (`data.ties` is "hold"), the statistics come from the engine, which averages over the orders of such readings.
+    Calibration must give the same scores as the stream. Therefore the same code is used (the compiled kernels if they
+    are available), and values get no noise as they do in training. If `data.ties` is "hold", readings with the same
+    event time are scored together. The engine then computes the statistics, as it averages over the orders of these
+    readings.
 
     Args:
-        model: The trained model.
+        model: The trained model, in evaluation mode.
         data: The prepared table.
-        rows: (N,) row numbers of the calibration records.
+        rows: (N,) row numbers of the calibration records in the table.
         order: The arrival-order distribution from which each record's order is drawn.
         seed: Seed of the random orders.
-        batch_size: Records that are scored together.
-        should_continue: Called before each batch with the number of records done. If it returns false, the result
-            covers the records so far.
+        batch_size: Number of records that are scored together.
+        should_continue: Called before each batch with the number of records that are scored. If it returns False, no
+            more records are scored.
+
+    Returns:
+        The scores of the N records, or of the first ones if `should_continue` returned False. They contain the
+        largest prefix statistic (anomaly score after each reading) of each record.
     """
     generator = create_generator(seed, 0xCA1B)
     num_features = len(data.schema)
@@ -90,52 +118,71 @@ def score_calibration_records(
                 break
             values, arrival_ranks = read_rows(data, rows[start : start + batch_size])
             if order == "arrival" and arrival_ranks is not None:
-                keys = arrival_ranks  # equal ranks get an arbitrary order here; the engine averages over orders
+                keys = arrival_ranks  # readings with equal ranks get any order here; the engine averages over orders
             elif order == "random":
                 keys = draw_random_keys(values.shape, generator)
-            else:
-                keys = torch.arange(values.shape[1], dtype=torch.float64).expand(values.shape)
+            else:  # the order of the features in the schema
+                keys = torch.arange(num_features, dtype=torch.float64).expand(values.shape)
             features, columns = order_readings(values, keys)
-            codes, ordered_values = features.numpy(), gather_values(values, columns).double().numpy()
-            scores = survey_records(kernels, model, codes, ordered_values)
+            feature_codes = features.numpy()
+            ordered_values = gather_values(values, columns).double().numpy()
+            scores = survey_records(kernels, model, feature_codes, ordered_values)
             if order == "arrival" and arrival_ranks is not None and data.ties == "hold":
+                # With this option readings of the same time have the same rank, so ranks can be used as event times.
                 times = gather_values(arrival_ranks, columns).long().numpy()
-                scores = replace(scores, statistics=_score_with_ties_held(model, codes, ordered_values, times))
+                statistics = _score_tie_groups(model, feature_codes, ordered_values, times)
+                scores = replace(scores, statistics=statistics)
             total += scores
     return total
 
 
-def _score_with_ties_held(
-    model: DEformer, codes: NDArray[np.int64], values: NDArray[np.float64], times: NDArray[np.int64]
+def _score_tie_groups(
+    model: DEformer, feature_codes: NDArray[np.int64], values: NDArray[np.float64], times: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return the largest prefix statistic of N records whose readings of one time are decided together.
+    """Return the largest prefix statistic of each record if readings with the same time are scored together.
+
+    A prefix statistic is the anomaly score of a record after each tie group (readings of one record with the same
+    time). The records are processed by a streaming engine that raises no alerts.
 
     Args:
         model: The trained model.
-        codes: (N, L) feature codes in arrival order, −1 for padding at the end.
-        values: (N, L) normalised values.
-        times: (N, L) times; readings with the same time are a tie group.
+        feature_codes: (N, L) feature codes of N records in arrival order, with L readings in the longest record and
+            −1 as padding at the end of the others.
+        values: (N, L) normalised values, arbitrary at padding.
+        times: (N, L) event times in any unit. Only their equality and order within a record matter.
 
     Returns:
         (N,) statistics, larger is more anomalous; 0 for a record without readings.
     """
     engine = Engine(model, Calibration(np.empty(0), "arrival", tie_policy="hold"), "", (), effort="off")
-    record_indexes, positions = np.nonzero(codes >= 0)
+    record_indexes, positions = np.nonzero(feature_codes >= 0)
     record_ids = [str(index) for index in record_indexes.tolist()]
-    event_codes = codes[record_indexes, positions]
-    raw_values = model.schema.denormalise(event_codes, values[record_indexes, positions])
-    zeros = np.zeros(len(record_ids), np.int32)
+    event_codes = feature_codes[record_indexes, positions]
+    event_values = model.schema.denormalise(event_codes, values[record_indexes, positions])  # events have raw units
     event_times = times[record_indexes, positions]
-    batch = EventBatch(record_ids, event_codes.astype(np.int32), raw_values, event_times, zeros, zeros)
+    zeros = np.zeros(len(record_ids), np.int32)  # all events are of message 0 and partition 0
+    batch = EventBatch(record_ids, event_codes.astype(np.int32), event_values, event_times, zeros, zeros)
+    # Complete records are closed at once; `finish` closes those with missing readings.
     closed = ClosedRecords.concatenate([engine.handle(batch, 0).closed, engine.finish().closed])
     statistic_by_id = dict(zip(closed.record_ids, closed.score.tolist(), strict=True))
-    return np.array([statistic_by_id.get(str(index), 0.0) for index in range(len(codes))])
+    return np.array([statistic_by_id.get(str(index), 0.0) for index in range(len(feature_codes))])
 
 
 def compute_statistics(
     model: DEformer, data: PreparedTable, rows: NDArray[np.int64], order: Order, seed: int
 ) -> NDArray[np.float64]:
-    """Return the largest prefix statistic of each of N records, (N,); larger is more anomalous."""
+    """Return the largest prefix statistic (anomaly score after each reading) of each record.
+
+    Args:
+        model: The trained model, in evaluation mode.
+        data: The prepared table.
+        rows: (N,) row numbers of the records in the table.
+        order: The arrival-order distribution from which each record's order is drawn.
+        seed: Seed of the random orders.
+
+    Returns:
+        (N,) statistics in the order of `rows`; larger is more anomalous.
+    """
     return score_calibration_records(model, data, rows, order, seed).statistics
 
 
@@ -145,12 +192,14 @@ def calibrate(
     """Score calibration records and return the calibration of the alert rule.
 
     Args:
-        model: The trained model. It is put into evaluation mode and back.
+        model: The trained model. It is in evaluation mode during this call only.
         data: The prepared table.
-        rows: Row numbers of records that were used neither for training nor for early stopping.
+        rows: (N,) row numbers of records that were used neither for training nor for early stopping. If there are more
+            than `MAX_CALIBRATION_RECORDS`, a random sample is used.
         order: The arrival-order distribution from which each record's order is drawn.
-        seed: Seed of the random orders.
-        trim: Share of the records with the largest statistics that is removed, as they may be anomalies.
+        seed: Seed of the sample and of the random orders.
+        trim: Share (0 to 1) of the calibration records that may be anomalies. Those with the largest anomaly scores are
+            removed.
     """
     was_training = model.training
     model.eval()
@@ -162,36 +211,43 @@ def calibrate(
 def build_calibration(
     scores: RecordScores, schema: Schema, order: Order, trim: float, ties: TiePolicy = "arrival"
 ) -> Calibration:
-    """Return the calibration of the alert rule.
+    """Return the calibration of the alert rule: the sorted anomaly scores of normal records and how they were computed.
 
     Args:
         scores: The scores of the calibration records.
         schema: The features.
         order: The arrival-order distribution in which the records were scored.
-        trim: Share of the largest statistics that is removed.
-        ties: Whether readings of one record with the same time were scored in their order or together.
+        trim: Share (0 to 1) of the records that may be anomalies. Those with the largest scores are removed.
+        ties: "arrival" if readings of one record with the same time were scored one after the other, "hold" if they
+            were scored together.
     """
-    mean_neg_log_p = scores.average_neg_log_p_by_feature(schema.names)
-    return Calibration.from_statistics(trim_largest(scores.statistics, trim), order, mean_neg_log_p, ties)
+    mean_neg_log_p_by_feature = scores.average_neg_log_p_by_feature(schema.names)
+    statistics = trim_largest(scores.statistics, trim)
+    return Calibration.from_statistics(statistics, order, mean_neg_log_p_by_feature, ties)
 
 
 def split_folds(data: PreparedTable, num_folds: int, seed: int) -> Iterator[PreparedTable]:
-    """Yield `num_folds` − 1 further splits of a table for cross-conformal calibration.
+    """Yield the table with `num_folds` − 1 other splits into training, validation and calibration records.
 
-    In cross-conformal calibration (after Vovk, "Cross-conformal predictors", 2015) each record is scored by a model
-    that was trained without it. The first model is trained with the table's own split. For each split that is
-    yielded, one more model is trained in the same way. The records that the first split holds out are then training
-    records, and each other record is a calibration record exactly once. The number of validation records stays the
-    same.
+    They are used for cross-conformal calibration of small tables (after Vovk, "Cross-conformal predictors", 2015):
+    several models are trained, and each record is scored by the model that was trained without it. The calibration
+    records of the table's own split are fold 0. All other records are divided at random into folds 1, 2, ... of nearly
+    equal size. In split k, fold k is for calibration, and the same number of records as before is for validation.
 
-    The statistic of each record has the distribution of a future normal record's statistic. Statistics of different
-    folds come from different models, so the false-alarm rate alpha holds only as far as these models score alike.
+    The scores of different folds come from different models. Therefore the guaranteed false-alarm rate holds only as
+    far as these models give similar scores.
+
+    Args:
+        data: The prepared table. Its own split is fold 0, and its `Split.LEFT_OUT` records stay left out.
+        num_folds: Number of models in total, at least 2.
+        seed: Seed of the random division.
     """
-    is_first_fold, is_left_out = data.split == Split.CALIBRATION, data.split == Split.LEFT_OUT
+    is_left_out = data.split == Split.LEFT_OUT
     rng = np.random.default_rng([seed, 0xF01D])
     fold_by_row = np.zeros(len(data.split), np.int64)
-    is_other = ~is_first_fold & ~is_left_out
-    fold_by_row[is_other] = rng.permutation(np.arange(int(is_other.sum())) % (num_folds - 1)) + 1
+    is_outside_fold_0 = (data.split != Split.CALIBRATION) & ~is_left_out
+    balanced_folds = np.arange(int(is_outside_fold_0.sum())) % (num_folds - 1) + 1
+    fold_by_row[is_outside_fold_0] = rng.permutation(balanced_folds)
     num_validation = int((data.split == Split.VALIDATION).sum())
     for fold in range(1, num_folds):
         split = np.full(len(data.split), Split.TRAIN, np.uint8)
