@@ -5,10 +5,11 @@ A record of L readings has either two tokens per reading or one:
 - A pair: the query token z_k holds the identity of the k-th feature, the observation token u_k its identity and value.
   z_k attends to the observation tokens u_1 … u_{k-1}, and u_k to u_1 … u_k. Each token also attends to itself. With the
   attention context "all", both also attend to the query tokens z_1 … z_k; with "values" they do not.
-- A single token: it attends to itself and to the tokens before it.
+- A single token: it attends to itself and to the tokens of earlier readings.
 
-The L query tokens stand before the L observation tokens in every tensor of this module. Shapes use these letters: N is
-the number of records, H the number of attention heads and d_head the width of a head.
+In every tensor of this module, the L query tokens of a record stand before its L observation tokens. Shapes use these
+letters: N is the number of records, L the number of readings of each record, H the number of attention heads and d_head
+the width of a head.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from deformer_stream.model.config import AttentionContext
 MAX_UNFUSED_READINGS = 256
 """The largest number of readings per record for which a CPU computes attention by separate matrix products.
 
-Up to this length they are faster than PyTorch's fused kernel, whose backward pass is slow on a CPU.
+Up to this number, they are faster than PyTorch's fused kernel, whose backward pass is slow on a CPU.
 """
 
 
@@ -38,74 +39,89 @@ def attend(
 ) -> Tensor:
     """Return the attention output of the tokens of complete records.
 
-    A reading has a query token and an observation token, or a single token. N is the number of records, L the number of
-    readings of each record, H the number of attention heads, d_head the width of a head.
+    A reading has either a pair of tokens or a single token. A pair is a query token (which feature comes next) and an
+    observation token (which value it had). N is the number of records, L the number of readings of each record, H the
+    number of attention heads, d_head the width of a head.
 
     Args:
         queries: The queries, already divided by √d_head: (N, H, 2L, d_head) for all tokens of pairs, (N, H, L, d_head)
             for the query tokens of pairs only (as in the last layer) or for single tokens.
-        keys: (N, H, 2L, d_head), the L query tokens before the L observation tokens; (N, H, L, d_head) if single.
-        values: The values of attention, shaped as `keys`.
-        attention_context: The earlier tokens that the tokens of a pair attend to; None for single tokens.
+        keys: (N, H, 2L, d_head) for pairs, the L query tokens before the L observation tokens; (N, H, L, d_head) for
+            single tokens.
+        values: The values of attention, in the shape and order of `keys`.
+        attention_context: The earlier tokens that the tokens of a pair attend to: "values" means observation tokens,
+            "all" means query tokens and observation tokens. None for single tokens.
         dropout: The dropout probability of the attention weights.
         earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k. The default is the
             order of the readings in the tensors, that is j < k.
 
     Returns:
-        The weighted sums of the values, shaped as `queries`.
+        The weighted sums of the values, in the shape of `queries`.
     """
     has_pairs = attention_context is not None
     num_readings = keys.shape[2] // (2 if has_pairs else 1)
-    num_kinds = queries.shape[2] // num_readings  # 2 if both tokens of a pair have queries, else 1
+    queries_per_reading = queries.shape[2] // num_readings  # 2 if both tokens of a pair have queries, else 1
     is_small_on_cpu = queries.device.type == "cpu" and num_readings <= MAX_UNFUSED_READINGS and not dropout
     if is_small_on_cpu and attention_context == "values":
         attended: Tensor = _ObservationAttention.apply(queries, keys, values, earlier_mask)
         return attended
     if is_small_on_cpu and earlier_mask is None:
-        mask = _build_mask(num_kinds, num_readings, attention_context, keys.device)
+        mask = _build_mask(queries_per_reading, num_readings, attention_context, keys.device)
         scores = queries @ keys.transpose(-1, -2)
         return torch.softmax(scores + _to_additive_mask(mask, scores.dtype), -1) @ values
-    is_causal = attention_context is None and earlier_mask is None  # the fused kernel needs no mask in this case
+    # Single tokens in the order of the tensors have a causal mask, for which the fused kernel needs no tensor.
+    is_causal = attention_context is None and earlier_mask is None
     fused_mask = None
     if not is_causal:
-        fused_mask = _build_mask(num_kinds, num_readings, attention_context, queries.device, earlier_mask)
+        fused_mask = _build_mask(queries_per_reading, num_readings, attention_context, queries.device, earlier_mask)
     return nn.functional.scaled_dot_product_attention(
         queries, keys, values, attn_mask=fused_mask, dropout_p=dropout, is_causal=is_causal, scale=1.0
     )
 
 
 def _build_mask(
-    num_kinds: int,
+    queries_per_reading: int,
     num_readings: int,
     attention_context: AttentionContext | None,
     device: torch.device,
     earlier_mask: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention mask, true where a token (row) attends to a token (column).
+    """Return the attention mask of a record, true where the token of the row attends to the token of the column.
+
+    A reading has either a single token or a pair: a query token (which feature comes next) and an observation token
+    (which value it had).
 
     Args:
-        num_kinds: 2 if the rows are query tokens and then observation tokens, 1 if they are query tokens only.
+        queries_per_reading: 2 if the rows are the query tokens followed by the observation tokens; 1 if they are the
+            query tokens only, or single tokens.
         num_readings: The number L of readings.
-        attention_context: The earlier tokens that the tokens of a pair attend to; None for single tokens.
+        attention_context: The earlier tokens that the tokens of a pair attend to: "values" means observation tokens,
+            "all" means query tokens and observation tokens. None for single tokens.
         device: The device of the mask.
         earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
 
     Returns:
-        (num_kinds · L, 2L) bool for pairs, with columns for the query tokens and then for the observation tokens;
-        (L, L) bool for single tokens.
+        (queries_per_reading · L, 2L) bool for pairs, with columns for the query tokens and then for the observation
+        tokens; (L, L) bool for single tokens.
     """
-    up_to = _build_up_to_mask(num_readings, device, earlier_mask)
-    itself = torch.eye(num_readings, dtype=torch.bool, device=device)
+    up_to_mask = _build_up_to_mask(num_readings, device, earlier_mask)
     if attention_context is None:
-        return up_to
-    nothing = torch.zeros_like(itself)
-    query_rows = torch.cat([up_to if attention_context == "all" else itself, up_to & ~itself], 1)
-    observation_rows = torch.cat([up_to if attention_context == "all" else nothing, up_to], 1)
-    return torch.cat([query_rows, observation_rows][:num_kinds])
+        return up_to_mask
+    identity_mask = torch.eye(num_readings, dtype=torch.bool, device=device)
+    if attention_context == "all":
+        query_to_query = observation_to_query = up_to_mask
+    else:
+        query_to_query, observation_to_query = identity_mask, torch.zeros_like(identity_mask)
+    # A query token must not attend to the observation token of its own reading, which holds the value to predict.
+    query_rows = torch.cat([query_to_query, up_to_mask & ~identity_mask], 1)
+    if queries_per_reading == 1:
+        return query_rows
+    observation_rows = torch.cat([observation_to_query, up_to_mask], 1)
+    return torch.cat([query_rows, observation_rows])
 
 
 def _build_up_to_mask(num_readings: int, device: torch.device, earlier_mask: Tensor | None) -> Tensor:
-    """Return a mask over the L readings of a record, true at [k, j] if reading j is reading k or is earlier.
+    """Return a mask over the L readings of a record, true at [k, j] if reading j is reading k itself or is earlier.
 
     Args:
         num_readings: The number L of readings.
@@ -115,67 +131,94 @@ def _build_up_to_mask(num_readings: int, device: torch.device, earlier_mask: Ten
     Returns:
         (L, L) bool.
     """
-    itself = torch.eye(num_readings, dtype=torch.bool, device=device)
-    return torch.ones_like(itself).tril() if earlier_mask is None else earlier_mask | itself
+    identity_mask = torch.eye(num_readings, dtype=torch.bool, device=device)
+    return torch.ones_like(identity_mask).tril() if earlier_mask is None else earlier_mask | identity_mask
 
 
 def _to_additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask to add to attention scores: 0 where the boolean mask is true, −∞ elsewhere."""
+    """Return a tensor to add to attention scores: 0 where `mask` is true, −∞ where it is false.
+
+    Args:
+        mask: A boolean mask of any shape, true where a token attends to another.
+        dtype: The dtype of the result, which has the shape of `mask`.
+    """
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -math.inf)
 
 
 class _ObservationAttention(torch.autograd.Function):
-    """Attention of pairs of tokens with the context "values", computed with L keys instead of 2L.
+    """Attention of pairs of tokens with the attention context "values", computed with L keys instead of 2L.
 
+    Each reading k has a query token z_k, which predicts its value, and an observation token u_k, which holds the value.
     A query token z_k attends to u_1 … u_{k-1} and to itself. It must not attend to u_k, which would reveal the value
-    that it predicts. So in the (L, L) scores of the query tokens, the diagonal entry (z_k, u_k) is free: it holds the
-    score of z_k with its own key. This halves the scores in comparison with a mask over 2L keys; the result is equal.
+    that it predicts. In the (L, L) scores of the query tokens with the keys of the observation tokens, the diagonal
+    entry (z_k, u_k) is therefore not needed. It is used for the score of z_k with its own key. This halves the number
+    of scores in comparison with a mask over 2L keys; the result is equal.
 
-    In the shapes, L is the number of readings of a record, M the number of records times that of attention heads, and
-    `rows` is 2L if the observation tokens have queries, too, else L.
+    In the shapes, L is the number of readings of a record, d_head the width of an attention head, M the number of
+    records times the number of attention heads, and `rows` the number of queries: 2L, or L if only the query tokens
+    have queries.
     """
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, earlier_mask: Tensor | None) -> Tensor:
-        """Return the weighted values; the arguments and the result are those of `attend`."""
+        """Return the attention output of pairs of tokens: query tokens z and observation tokens u.
+
+        Args:
+            ctx: The context in which PyTorch keeps tensors for the backward pass.
+            queries: The queries, already divided by √d_head: (N, H, 2L, d_head) for N records of L readings and H
+                attention heads of width d_head, z before u; (N, H, L, d_head) for z only.
+            keys: (N, H, 2L, d_head), z before u.
+            values: (N, H, 2L, d_head), z before u.
+            earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; None for j < k.
+
+        Returns:
+            The weighted sums of the values, in the shape of `queries`.
+        """
         num_records, num_readings = keys.shape[0], keys.shape[2] // 2
         q = queries.flatten(0, 1)  # (M, rows, d_head)
-        own_keys, k = torch.split(keys.flatten(0, 1), num_readings, 1)  # of z and of u: (M, L, d_head) each
-        own_values, v = torch.split(values.flatten(0, 1), num_readings, 1)
+        keys_z, keys_u = torch.split(keys.flatten(0, 1), num_readings, 1)  # (M, L, d_head) each
+        values_z, values_u = torch.split(values.flatten(0, 1), num_readings, 1)
         mask = _build_up_to_mask(num_readings, keys.device, earlier_mask)
         mask = mask.repeat(queries.shape[2] // num_readings, 1)  # (rows, L)
-        scores = torch.baddbmm(_to_additive_mask(mask, q.dtype), q, k.transpose(1, 2))  # (M, rows, L)
-        _diagonal(scores).copy_((q[:, :num_readings] * own_keys).sum(-1))
+        scores = torch.baddbmm(_to_additive_mask(mask, q.dtype), q, keys_u.transpose(1, 2))  # (M, rows, L)
+        # Store the scores of the query tokens with their own keys on the diagonal, which is not needed otherwise.
+        _diagonal(scores).copy_((q[:, :num_readings] * keys_z).sum(-1))
         weights = torch.softmax(scores, -1)
-        attended = weights @ v
-        # The product used u_k's value on the diagonal; replace it by the own value of z_k.
-        attended[:, :num_readings] += _diagonal(weights).unsqueeze(-1) * (own_values - v)
-        ctx.save_for_backward(q, k, v, own_keys, own_values, weights)
+        attended = weights @ values_u
+        # The product used the value of u_k on the diagonal; replace it by the value of z_k.
+        attended[:, :num_readings] += _diagonal(weights).unsqueeze(-1) * (values_z - values_u)
+        ctx.save_for_backward(q, keys_z, keys_u, values_z, values_u, weights)
         return torch.unflatten(attended, 0, (num_records, -1))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Return the gradients of queries, keys and values; `earlier_mask` has none.
 
-        The entries that belong to a query token and its own key are corrected in place on the diagonal. This needs
-        fewer passes over the large (M, rows, L) tensors than a second set of scores would.
+        The diagonal of the attention scores belongs to query tokens and their own keys. Its gradients are corrected in
+        place. This needs fewer passes over the large score tensors than separate scores for the own keys would.
+
+        Args:
+            ctx: The context with the tensors that `forward` saved.
+            gradient: The gradient of the output of `forward`, in the shape of `queries`.
         """
-        q, k, v, own_keys, own_values, weights = ctx.saved_tensors
-        num_records, num_readings = len(gradient), k.shape[1]
-        grad = gradient.flatten(0, 1)
-        grad_z, q_z = grad[:, :num_readings], q[:, :num_readings]
-        grad_own_values = _diagonal(weights).unsqueeze(-1) * grad_z
-        grad_v = weights.transpose(1, 2) @ grad - grad_own_values
-        grad_weights = grad @ v.transpose(1, 2)
-        _diagonal(grad_weights).copy_((grad_z * own_values).sum(-1))
+        q, keys_z, keys_u, values_z, values_u, weights = ctx.saved_tensors
+        num_records, num_readings = len(gradient), keys_u.shape[1]
+        grad = gradient.flatten(0, 1)  # (M, rows, d_head)
+        grad_z, q_z = grad[:, :num_readings], q[:, :num_readings]  # the rows of the query tokens
+        # On the diagonal, the weights were applied to values_z in place of values_u.
+        grad_values_z = _diagonal(weights).unsqueeze(-1) * grad_z
+        grad_values_u = weights.transpose(1, 2) @ grad - grad_values_z
+        grad_weights = grad @ values_u.transpose(1, 2)
+        _diagonal(grad_weights).copy_((grad_z * values_z).sum(-1))
         grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+        # The diagonal scores depend on keys_z; take their gradients out before the products with keys_u.
         grad_own_scores = _diagonal(grad_scores).clone().unsqueeze(-1)
         _diagonal(grad_scores).zero_()
-        grad_q = grad_scores @ k
-        grad_q[:, :num_readings] += grad_own_scores * own_keys
-        grad_k = grad_scores.transpose(1, 2) @ q
-        grad_keys = torch.cat([grad_own_scores * q_z, grad_k], 1)
-        grad_values = torch.cat([grad_own_values, grad_v], 1)
+        grad_q = grad_scores @ keys_u
+        grad_q[:, :num_readings] += grad_own_scores * keys_z
+        grad_keys_u = grad_scores.transpose(1, 2) @ q
+        grad_keys = torch.cat([grad_own_scores * q_z, grad_keys_u], 1)
+        grad_values = torch.cat([grad_values_z, grad_values_u], 1)
         grad_queries, grad_keys, grad_values = (
             torch.unflatten(t, 0, (num_records, -1)) for t in (grad_q, grad_keys, grad_values)
         )
@@ -183,11 +226,11 @@ class _ObservationAttention(torch.autograd.Function):
 
 
 def _diagonal(scores: Tensor) -> Tensor:
-    """Return a view of the entries where the query token and the observation token of one reading meet.
+    """Return a view of the entries [m, k, k], for the query token and the observation token of the same reading k.
 
     Args:
-        scores: (M, rows, L) for M pairs of a record and an attention head. The first L rows are those of the query
-            tokens of L readings, the columns those of the observation tokens.
+        scores: (M, rows, L) attention scores, their gradients or the like, for M pairs of a record and an attention
+            head. The first L rows belong to the query tokens of the L readings, the columns to the observation tokens.
 
     Returns:
         (M, L), a view, so that writing to it changes `scores`.

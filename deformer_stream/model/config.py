@@ -20,30 +20,33 @@ Precision = Literal["float32", "bfloat16"]
 class ModelConfig:
     """The hyperparameters of a network.
 
-    The names of the attributes are keys of the entry `hyperparameters` in the manifest of a model directory, and keys
-    of the configuration file of deformer-train. They must not be renamed.
+    A reading (one value of one feature) enters the Transformer as two tokens: a query token, whose output predicts the
+    value, and an observation token, which holds the value. The names of the attributes are keys of the entry
+    `hyperparameters` in the manifest of a model directory, and keys of the configuration file of deformer-train. They
+    must not be renamed.
 
     Attributes:
         d_model: The width of a token in the Transformer layers; a multiple of `heads`.
         layers: The number of Transformer layers.
         heads: The number of attention heads in each layer.
         feedforward: The width of the hidden layer of each feed-forward network.
-        mixtures: The number of Gaussian components of a continuous conditional distribution.
+        mixtures: The number of Gaussian components of the distribution that is predicted for a continuous value.
         dropout: The dropout probability during training, in [0, 1).
         norm: "pre" applies layer normalisation before each sublayer, "post" after it as in the original Transformer.
         activation: The activation function of the feed-forward networks.
         identity: The input that identifies a feature: a learned embedding, the feature's coordinates, or both.
         embedding: The width of the learned embeddings of features and of labels.
-        hidden: The widths of the hidden layers of the two encoders that make tokens from readings.
+        hidden: The widths of the hidden layers of the encoders that make tokens from readings.
         memory: The attention context, that is, the earlier tokens that a token attends to. "all" means query tokens
             and observation tokens, as in the paper. "values" means observation tokens only; this halves the KV cache
             and loses little, because a query token holds nothing that the observation token of its reading lacks.
         tokens: "pair" makes a query token and an observation token for each reading. "single" makes one token, which
-            holds the identity of the reading and the identity and value of the previous reading; `memory` then has no
-            effect.
+            holds the identity of the reading's feature, and the identity and value of the previous reading; `memory`
+            then has no effect.
         gaussians: The number of components of the Gaussian prior, 0 for a network without a prior. The prior is a
-            mixture of Gaussians, fitted before training, whose exact conditionals are inputs of the network.
-        exemplars: The number of training records that are stored to rank complete records by distance, 0 for none.
+            mixture of Gaussians, fitted before training. Its exact conditional distributions are inputs of the network.
+        exemplars: The number of training records that are stored to rank complete records by their distance to the
+            nearest of them, 0 for none.
         precision: "bfloat16" rounds the factors of the matrix products in the Transformer layers to bfloat16 when the
             model scores. Sums, and everything outside the layers, are float32.
 
@@ -70,15 +73,18 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("d_model", "layers", "heads", "feedforward", "mixtures", "embedding"):
-            _check_integer(name, getattr(self, name), minimum=1)
+            _check_integer(f"the hyperparameter {name}", getattr(self, name), minimum=1)
         for name in ("gaussians", "exemplars"):
-            _check_integer(name, getattr(self, name), minimum=0)
+            _check_integer(f"the hyperparameter {name}", getattr(self, name), minimum=0)
         for width in self.hidden:
             _check_integer("each width in hidden", width, minimum=1)
         if self.d_model % self.heads:
-            raise ValueError(f"d_model is {self.d_model}, which is not a multiple of the number of heads, {self.heads}")
+            raise ValueError(
+                f"the hyperparameter d_model is {self.d_model}, which is not a multiple of the number of heads, "
+                f"{self.heads}: change one of the two"
+            )
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}, but it must be at least 0 and less than 1")
+            raise ValueError(f"the hyperparameter dropout is {self.dropout}, but it must be at least 0 and less than 1")
         _check_choice("norm", self.norm, Norm)
         _check_choice("activation", self.activation, ActivationName)
         _check_choice("identity", self.identity, Identity)
@@ -87,31 +93,49 @@ class ModelConfig:
         _check_choice("precision", self.precision, Precision)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the hyperparameters as an object for the manifest of a model directory."""
+        """Return the hyperparameters by name as JSON values, for the manifest (manifest.json) of a model directory."""
         return asdict(self)
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> ModelConfig:
-        """Return the hyperparameters that `to_json` wrote; a key that is missing gets its default.
+        """Return the hyperparameters from the JSON object that `to_json` returned.
+
+        Args:
+            row: Values by name. `hidden` is required, every other key that is missing gets its default.
 
         Raises:
             ValueError: A value is not allowed.
             TypeError: A key is unknown.
+            KeyError: The key `hidden` is missing.
         """
-        return ModelConfig(**dict(row, hidden=tuple(row["hidden"])))
+        hidden = tuple(row["hidden"])  # JSON has lists only, but the attribute must be hashable
+        return ModelConfig(**dict(row, hidden=hidden))
 
 
-def _check_integer(name: str, value: object, minimum: int) -> None:
-    """Raise ValueError if a hyperparameter is not an integer of at least `minimum`."""
+def _check_integer(subject: str, value: object, minimum: int) -> None:
+    """Raise ValueError if the value of a hyperparameter is not an integer of at least `minimum`.
+
+    Args:
+        subject: What has the value, such as "the hyperparameter heads", to begin the error message.
+        value: The value, of any type. A boolean is refused, although it is an instance of int.
+        minimum: The smallest allowed value.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{name} must be an integer of at least {minimum}")
+        raise ValueError(f"{subject} must be an integer of at least {minimum}, but it is {value!r}")
 
 
-def _check_choice(name: str, value: object, choices: Any) -> None:
-    """Raise ValueError if a hyperparameter is not one of the strings of a Literal type."""
-    allowed = get_args(choices)
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}")
+def _check_choice(name: str, value: object, literal_type: Any) -> None:
+    """Raise ValueError if the value of a hyperparameter is not one of the strings of a Literal type.
+
+    Args:
+        name: The name of the hyperparameter, for the error message.
+        value: The value, of any type.
+        literal_type: A type such as `Literal["pre", "post"]`.
+    """
+    allowed_values = get_args(literal_type)
+    if value not in allowed_values:
+        allowed_text = ", ".join(allowed_values)
+        raise ValueError(f"the hyperparameter {name} must be one of {allowed_text}, but it is {value!r}")
 
 
 PRESETS: dict[str, ModelConfig] = {

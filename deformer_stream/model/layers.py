@@ -1,8 +1,10 @@
 """The building blocks of the network: encoders that make tokens from readings, and Transformer layers.
 
-A Transformer layer is split at its attention, so that callers can compute attention over a whole record or over a KV
-cache. Shapes use these letters: N is the number of records, T the number of tokens of each record, d the width of a
-token (`d_model`), H the number of attention heads and d_head = d / H the width of a head.
+A Transformer layer has one method for the computation before attention and one for that after it. The attention itself
+is left to the callers, who compute it over complete records or over a KV cache.
+
+Shapes use these letters: N is the number of records, T the number of tokens of each record, d the width of a token
+(`d_model`), H the number of attention heads and d_head = d / H the width of a head.
 """
 
 from __future__ import annotations
@@ -36,28 +38,32 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": Activation(nn.functional.gelu, kernel_code=0),
     "relu": Activation(nn.functional.relu, kernel_code=1),
 }
-"""Activations by the name that the hyperparameter `activation` uses.
+"""Activation functions by the name that the hyperparameter `activation` uses.
 
-PyTorch and the compiled kernels both use this table, so that a name cannot mean two functions.
+The PyTorch model and the compiled kernels both use this table, so that a name cannot mean two functions.
 """
 
 
 def get_activation(name: str) -> Activation:
-    """Return the activation of a name.
+    """Return the activation function that a value of the hyperparameter `activation` names.
+
+    Args:
+        name: The name, such as "gelu".
 
     Raises:
         ValueError: The name is unknown; the message lists the known ones.
     """
     if name not in ACTIVATIONS:
-        raise ValueError(f"activation {name!r} is unknown: use one of {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"the activation {name!r} is unknown: use one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
 class Encoder(nn.Module):
-    """A multilayer perceptron with ReLU that makes tokens; g_z or g_u of the paper.
+    """A multilayer perceptron with ReLU that makes the tokens of the Transformer from vectors that describe readings.
 
-    The output is multiplied by √d, as token embeddings are in the original Transformer. The factor is applied to the
-    weights of the last linear map, because there are fewer weights than tokens.
+    It is one of the functions g_z and g_u of the paper (arXiv 2106.06989). The output, of width d, is multiplied by √d,
+    as token embeddings are in the original Transformer. The factor is applied to the weights of the last linear map,
+    because there are fewer weights than tokens.
 
     Args:
         num_inputs: The width of the input.
@@ -87,14 +93,16 @@ class Encoder(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """One Transformer layer without its attention, which callers compute between the two methods.
+    """One Transformer layer without the attention itself, which the caller computes between two method calls.
 
-    Attention is left to the callers, because some compute it over complete records and some over a KV cache. They use a
-    layer like this:
+    Some callers compute attention over complete records, others over a KV cache. They use a layer like this:
 
         queries, keys, values = layer.project_qkv(x)
         attended = attention(queries, keys, values)
         x = layer.apply_residual_branches(x, attended)
+
+    Args:
+        config: The hyperparameters of the network.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -128,26 +136,31 @@ class TransformerLayer(nn.Module):
     def apply_residual_branches(self, x: Tensor, attended: Tensor) -> Tensor:
         """Return the output of the layer, given the output of its attention.
 
+        The attention branch and the feed-forward branch are added to the tokens one after the other, each with dropout
+        and with layer normalisation before the branch ("pre") or after the addition ("post").
+
         Args:
             x: (N, T, d), for each of N records the T tokens of width d that entered the layer.
             attended: (N, T, d) the weighted sums of values from attention, with the heads concatenated.
 
         Returns:
-            (N, T, d) the tokens after the attention branch and the feed-forward branch.
+            (N, T, d) the tokens after both branches.
         """
-        x = x + nn.functional.dropout(self._apply_linear(self.out, attended), self.dropout, self.training)
+        attention_output = self._apply_linear(self.out, attended)
+        x = x + nn.functional.dropout(attention_output, self.dropout, self.training)
         x = x if self.is_pre_norm else self.norm1(x)
         hidden = self.activation(self._apply_linear(self.up, self.norm2(x) if self.is_pre_norm else x))
-        y = self._apply_linear(self.down, nn.functional.dropout(hidden, self.dropout, self.training))
-        x = x + nn.functional.dropout(y, self.dropout, self.training)
+        hidden = nn.functional.dropout(hidden, self.dropout, self.training)
+        feedforward_output = self._apply_linear(self.down, hidden)
+        x = x + nn.functional.dropout(feedforward_output, self.dropout, self.training)
         return x if self.is_pre_norm else self.norm2(x)
 
     def _apply_linear(self, linear: nn.Linear, x: Tensor) -> Tensor:
-        """Apply a linear map, with both factors rounded if the precision is bfloat16."""
+        """Apply a linear map; if the model's precision is bfloat16, first round the input and the weight matrix."""
         return nn.functional.linear(self._round_factor(x), self._round_factor(linear.weight), linear.bias)
 
     def _round_factor(self, factor: Tensor) -> Tensor:
-        """Round a factor of a matrix product to bfloat16 if the precision of the model is bfloat16.
+        """Round a factor of a matrix product to bfloat16 if the precision of the model is bfloat16; keep the dtype.
 
         Training does not round, because the gradient of the rounding is zero almost everywhere.
         """
@@ -155,5 +168,5 @@ class TransformerLayer(nn.Module):
 
 
 def round_to_bfloat16(x: Tensor) -> Tensor:
-    """Round each number to the nearest bfloat16 and keep the dtype of the tensor."""
+    """Return the numbers of a tensor rounded to the nearest bfloat16, in the dtype of the tensor."""
     return x.to(torch.bfloat16).to(x.dtype)
