@@ -26,7 +26,7 @@ to the query tokens and whose components join the output distribution (`gaussian
 
 Shapes use these letters: N is the number of records, L the number of (new) readings of each record, F the number of
 features, d the width of a token (`d_model`), H the number of attention heads, d_head = d / H, T the number of (new)
-tokens of each record, P the number of cached tokens to which records are padded.
+tokens of each record, P the number of cached tokens of the longest record. *S stands for a shape S of any length.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ __all__ = ["PRESETS", "DEformer", "KVCacheView", "ModelConfig", "StepOutput"]
 
 @dataclass(frozen=True, slots=True)
 class KVCacheView:
-    """The attention keys and values of the earlier tokens of N records, padded to P tokens per record.
+    """The attention keys and values of the earlier tokens of N records, padded at the end to P tokens per record.
 
     Attributes:
         keys: One tensor per Transformer layer, (N, H, P, d_head), for H attention heads of width d_head.
         values: One tensor per Transformer layer, (N, H, P, d_head).
-        lengths: (N,) the number of cached tokens of each record.
-        readings: (N, P, 2) the feature code and the normalised value of the reading that each token belongs to; None if
-            the model does not need them (`DEformer.has_cached_readings`).
+        lengths: (N,) the number of cached tokens of each record. Entries after them are padding of any value.
+        readings: (N, P, 2) for each token, the feature code and the normalised value of the reading that it was made
+            from, as floating-point numbers; None if the model does not need them (`DEformer.has_cached_readings`).
     """
 
     keys: Sequence[Tensor]
@@ -74,7 +74,7 @@ class KVCacheView:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The conditionals of new readings, and what the caller must append to the cache.
+    """The conditional distributions of new readings, and the entries that the caller must append to the KV cache.
 
     There are L new readings for each of N records. They add M = L · `DEformer.cached_tokens_per_reading` tokens to the
     cache of each record.
@@ -84,8 +84,8 @@ class StepOutput:
         keys: The attention keys of the new tokens, one tensor per Transformer layer, (N, H, M, d_head), for H attention
             heads of width d_head.
         values: The attention values of the new tokens, one tensor per Transformer layer, (N, H, M, d_head).
-        readings: (N, M, 2) the feature code and the normalised value of the reading that each token belongs to; None if
-            the model does not need them.
+        readings: (N, M, 2) for each token, the feature code and the normalised value of the reading that it was made
+            from, as floating-point numbers; None if the model does not need them.
     """
 
     conditional: Conditional
@@ -97,9 +97,11 @@ class StepOutput:
 class DEformer(nn.Module):
     """The density model of the records of one schema.
 
-    A batch of records is two arrays in arrival order. `features` (N, L) int64 holds the feature codes, −1 for padding
-    at the end of a record. `values` (N, L) holds the values in normalised units (`Schema.normalise`), and the label's
-    code for a discrete feature. A feature that was not observed does not appear.
+    It computes the distribution of each reading of a record given the readings that arrived before it. A batch of N
+    records with at most L readings is given as two arrays, both in arrival order. `features` (N, L) int64 holds the
+    codes of the features (indexes in the schema), −1 for padding at the end of a record. `values` (N, L) holds the
+    values in normalised units (`Schema.normalise`), or the label's code for a discrete feature. A feature that was not
+    observed does not appear.
 
     Args:
         schema: The features.
@@ -147,9 +149,10 @@ class DEformer(nn.Module):
         self.register_buffer("is_context", torch.tensor(schema.is_context), persistent=False)
 
     def _init_identities(self) -> None:
-        """Create what identifies a feature: a learned embedding, its standardised coordinates, or both.
+        """Create the parts of the network that identify a feature: an embedding, standardised coordinates, or both.
 
-        The features of one sensor (one for each time slot of a window) share an embedding.
+        A sensor that can report several times in a record has one feature for each time slot. These features share an
+        embedding.
         """
         schema, config = self.schema, self.config
         num_coordinates = len(schema.features[0].coordinates or ())
@@ -165,16 +168,17 @@ class DEformer(nn.Module):
         coordinates = None
         if config.identity != "embedding":
             coordinates = torch.tensor([f.coordinates for f in schema.features], dtype=torch.float64)
-            spread = coordinates.std(0, correction=0)
-            coordinates = (coordinates - coordinates.mean(0)) / torch.where(spread > 0, spread, torch.ones_like(spread))
+            deviation = coordinates.std(0, correction=0)
+            divisor = torch.where(deviation > 0, deviation, torch.ones_like(deviation))
+            coordinates = (coordinates - coordinates.mean(0)) / divisor
         self.register_buffer("coordinates", coordinates, persistent=False)
 
     def _init_labels(self) -> None:
-        """Create the embedding of labels.
+        """Create the embedding of the labels of discrete features.
 
-        Row 0 is the zero vector, which continuous values get. Then each discrete sensor has a row per label and one row
-        for labels that did not occur in training. If features are identified by their coordinates alone, all features
-        share the rows of a label code, as the pixels of an image share the colour black.
+        Row 0 of the embedding is the zero vector, which continuous values get. Then each discrete sensor has one row
+        for each label and one row for all labels that did not occur in training. If features are identified by their
+        coordinates alone, they all share one set of rows, as the pixels of an image share the colour black.
         """
         counts = torch.tensor(self.schema.label_counts)
         num_rows, first_rows = _allocate_label_rows(self.schema, is_shared=self.embedding is None)
@@ -186,12 +190,13 @@ class DEformer(nn.Module):
     def _init_cycles(self) -> None:
         """Create the table that maps normalised values of cyclic features (such as times of day) to angles.
 
-        The table is None if no feature is cyclic, else it has a row for each feature. Column 0 is the angle of the
-        normalised value 0, and column 1 the angle that a difference of one scale adds, both in radians. Both are 0 for
-        features that are not cyclic.
+        The table is None if no feature is cyclic. Otherwise it has the shape (F, 2), with a row for each of the F
+        features. Column 0 is the angle of the normalised value 0. Column 1 is the angle by which a difference of 1 in
+        normalised units turns. Both are in radians, and 0 for features that are not cyclic.
         """
         table = None
         if self.schema.is_cyclic.any():
+            # Normalised value 0 is the raw value `location`; a difference of 1 is the raw difference `scale`.
             shares_of_period = [
                 (0.0, 0.0) if f.period is None else (f.location % f.period / f.period, f.scale / f.period)
                 for f in self.schema.features
@@ -200,15 +205,18 @@ class DEformer(nn.Module):
         self.register_buffer("cycle_angles", table, persistent=False)
 
     def _init_encoders(self) -> None:
-        """Create the encoders that make tokens: g_z and g_u of the paper, or the one encoder of single tokens.
+        """Create the encoders that make the tokens of the Transformer.
 
-        g_z makes query tokens from the identities of features, and g_u makes observation tokens from identities and
-        values. A single token is made from the identity of its reading, and the identity and value of the previous
-        reading. The first reading of a record has no previous one, so the learned vector `start` replaces it.
+        With two tokens per reading, g_z of the paper makes query tokens from the identities of features, and g_u makes
+        observation tokens from identities and values. With single tokens, one encoder makes each token from the
+        identity of the reading's feature, and the identity and value of the previous reading. The first reading of a
+        record has no previous one, so the learned vector `start` replaces it.
         """
         hidden, d_model = self.config.hidden, self.config.d_model
         identity_width = _compute_identity_width(self.schema, self.config)
-        reading_width = identity_width + 1 + (0 if self.cycle_angles is None else 2) + self.label_width
+        # A reading is its feature's identity, a number, sine and cosine of a cyclic value, and a label's embedding.
+        cycle_width = 0 if self.cycle_angles is None else 2
+        reading_width = identity_width + 1 + cycle_width + self.label_width
         if self.config.tokens == "single":
             self.identity_encoder = None
             self.value_encoder = Encoder(identity_width + reading_width, hidden, d_model)
@@ -220,7 +228,10 @@ class DEformer(nn.Module):
 
     @property
     def attention_context(self) -> AttentionContext | None:
-        """The earlier tokens that the tokens of a pair attend to, "all" or "values"; None for single tokens."""
+        """The earlier tokens that a token attends to: "values" means observation tokens, "all" also query tokens.
+
+        It is None for a model with one token per reading, whose tokens attend to all earlier tokens.
+        """
         return self.config.memory if self.config.tokens == "pair" else None
 
     @property
@@ -233,9 +244,10 @@ class DEformer(nn.Module):
 
     @property
     def has_cached_readings(self) -> bool:
-        """Whether the cache must hold the readings, in addition to the keys and values of their tokens.
+        """Whether the KV cache must also hold the readings (feature codes and values) that its tokens were made from.
 
-        A Gaussian prior conditions on the values of earlier readings. A single token holds the previous reading.
+        They are needed if the model has a Gaussian prior, because its distributions depend on the values of the earlier
+        readings. They are also needed if a reading has a single token, which contains the previous reading.
         """
         return self.start is not None or self.gaussians is not None
 
@@ -262,11 +274,12 @@ class DEformer(nn.Module):
             features: (N, L), for each of N records the feature codes of L readings in arrival order; −1 for padding at
                 the end.
             values: (N, L) normalised values or label codes.
-            prior: The conditionals of a Gaussian prior for the same readings, in place of those of the model's own
-                prior. Training passes those of a prior that was fitted without the records of the batch.
+            prior: The conditional distributions of the same readings under a Gaussian prior (a mixture that was fitted
+                before training), in place of those of the model's own prior. Training passes those of a prior that was
+                fitted without the records of the batch.
             earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
-                With it, one call computes several orders of a record (`engine.order_trees`). A model with a Gaussian
-                prior then needs the argument `prior`, too.
+                With it, one call computes a record in several orders of its readings, which share their first readings
+                (`engine.order_trees`). A model with a Gaussian prior then also needs the argument `prior`.
 
         Returns:
             Distributions of shape (N, L); those of padding are meaningless.
@@ -274,13 +287,13 @@ class DEformer(nn.Module):
         codes = features.clamp(min=0)
         if prior is None and self.gaussians is not None:
             prior = self.gaussians(features, values)
-        # Readings and densities need full precision, even if the caller lets the layers use a lower one.
+        # Readings and densities need full precision, even if the caller computes the layers under autocast.
         full_precision = torch.autocast(self.device.type, enabled=False)
         with full_precision:
             x = torch.cat(self._embed_tokens(codes, values, prior, None, earlier_mask), 1)  # (N, 2L, d): z, then u
         for layer_index, layer in enumerate(self._iterate_layers()):
             q, k, v = layer.project_qkv(x)  # (N, H, 2L, d_head) each
-            if layer_index == self.config.layers - 1:  # only the query tokens have an output
+            if layer_index == self.config.layers - 1:  # the head uses the output of the first L tokens only
                 q, x = q[..., : codes.shape[1], :], x[..., : codes.shape[1], :]
             dropout = layer.dropout if self.training else 0.0
             attended = attend(q, k, v, self.attention_context, dropout, earlier_mask)
@@ -289,17 +302,18 @@ class DEformer(nn.Module):
             return cast(Conditional, self.head(self.norm(x.to(self.dtype)), codes, prior))
 
     def log_prob(self, features: Tensor, values: Tensor, prior: PriorConditional | None = None) -> Tensor:
-        """Return ln p of each reading given the earlier readings, for complete records.
+        """Return ln p(value | earlier readings of the record) for each reading of complete records.
 
         Args:
             features: (N, L), for each of N records the feature codes of L readings in arrival order; −1 for padding at
                 the end.
             values: (N, L) normalised values or label codes.
-            prior: The conditionals of a Gaussian prior for the same readings, in place of those of the model's own
-                prior.
+            prior: The conditional distributions of the same readings under a Gaussian prior, in place of those of the
+                model's own prior.
 
         Returns:
-            (N, L) natural logarithms, larger is more probable; 0 for padding and for context features.
+            (N, L) natural logarithms, larger is more probable. They are 0 for padding and for context features, which
+            are never scored.
         """
         log_prob = self.conditionals(features, values, prior).log_prob(values)
         return log_prob.masked_fill((features < 0) | self.is_context[features.clamp(min=0)], 0.0)
@@ -311,10 +325,14 @@ class DEformer(nn.Module):
             features: (N, L), for each of N records the feature codes of L readings in arrival order; −1 for padding at
                 the end.
             values: (N, L) normalised values or label codes.
+
+        Returns:
+            The conditionals and the cache entries. Entries of padding are included; the caller must not store them.
         """
         N, d_head = len(features), self.config.d_model // self.config.heads
-        empty = [self._zeros(N, self.config.heads, 0, d_head)] * self.config.layers
-        return self.forward_cached(features, values, KVCacheView(empty, empty, self._zeros(N), self._zeros(N, 0, 2)))
+        no_tokens = [self._zeros(N, self.config.heads, 0, d_head)] * self.config.layers
+        empty_cache = KVCacheView(no_tokens, no_tokens, lengths=self._zeros(N), readings=self._zeros(N, 0, 2))
+        return self.forward_cached(features, values, empty_cache)
 
     def forward_cached(
         self, features: Tensor, values: Tensor, cache: KVCacheView, prior: PriorConditional | None = None
@@ -322,50 +340,49 @@ class DEformer(nn.Module):
         """Return the conditional distributions and the KV cache entries of new readings, given cached earlier ones.
 
         A CUDA graph can capture this method if `prior` is passed in: the operations then do not depend on the contents
-        of tensors and create no tensor on the CPU. `compute_prior` cannot be captured, because a Cholesky factorisation
-        checks its result.
+        of tensors and create no tensor on the CPU. `compute_prior` cannot be captured, because it contains a Cholesky
+        factorisation, which checks its result on the CPU.
 
         Args:
             features: (N, L), for each of N records the feature codes of L new readings in arrival order; −1 for padding
                 at the end.
             values: (N, L) normalised values or label codes.
             cache: The cached tokens of the records' earlier readings.
-            prior: The result of `compute_prior` for the same arguments; computed here by default.
+            prior: The result of `compute_prior` for the same arguments, that is, the distributions of the new readings
+                under the Gaussian prior. By default, this method computes it.
 
         Returns:
             The conditionals and the cache entries. Entries of padding are included: of a record with n new readings,
-            the caller stores the first n · `cached_tokens_per_reading` entries.
+            the caller must store only the first n · `cached_tokens_per_reading` entries.
 
         Raises:
             ValueError: The model needs the cached readings, but the cache does not hold them.
         """
         if cache.readings is None and self.has_cached_readings:
             raise ValueError(
-                "the cache does not hold the readings of its tokens, which a model with a Gaussian prior or with "
-                "single tokens needs: a cache without readings cannot be used"
+                "the KV cache has no readings (KVCacheView.readings is None), but a model with a Gaussian prior or "
+                "single tokens needs them: store the readings of each StepOutput in the cache"
             )
         codes = features.clamp(min=0)
         prior = self.compute_prior(features, values, cache) if prior is None else prior
         # (N, T, d): z_1, u_1, z_2, u_2, …, or one token per reading.
         x = torch.stack(self._embed_tokens(codes, values, prior, cache), -2).flatten(1, 2)
         tokens_per_reading = 1 if self.attention_context is None else 2
-        stored_tokens = slice(1, None, 2) if self.attention_context == "values" else slice(None)  # only u, or all
+        # The tokens that later tokens attend to: with "values" only u_1, u_2, …, otherwise all.
+        stored_tokens = slice(1, None, 2) if self.attention_context == "values" else slice(None)
         T, P = x.shape[1], cache.keys[0].shape[2]
         is_hidden = ~self._build_token_mask(T)  # (T, T), among new tokens
-        is_cache_padding = (torch.arange(P, device=self.device) >= cache.lengths[:, None])[
-            :, None, None
-        ]  # (N, 1, 1, P)
+        is_cache_padding = torch.arange(P, device=self.device) >= cache.lengths[:, None]
+        is_cache_padding = is_cache_padding[:, None, None]  # (N, 1, 1, P), the same for all heads and queries
         stored_keys, stored_values = [], []
         for layer_index, layer in enumerate(self._iterate_layers()):
             q, k, v = layer.project_qkv(x)  # (N, H, T, d_head) each
             stored_keys.append(k[:, :, stored_tokens])
             stored_values.append(v[:, :, stored_tokens])
-            if layer_index == self.config.layers - 1:  # only the query tokens have an output
-                q, x, is_hidden = (
-                    q[:, :, ::tokens_per_reading],
-                    x[:, ::tokens_per_reading],
-                    is_hidden[::tokens_per_reading],
-                )
+            if layer_index == self.config.layers - 1:
+                # The head uses the output of the query tokens only: the first token of each pair, or single tokens.
+                q, x = q[:, :, ::tokens_per_reading], x[:, ::tokens_per_reading]
+                is_hidden = is_hidden[::tokens_per_reading]
             # For the one or two queries of a step, separate products with a softmax are faster than a fused kernel.
             new_scores = (q @ k.transpose(-1, -2)).masked_fill(is_hidden, -math.inf)  # (N, H, T, T)
             if P:
@@ -389,16 +406,17 @@ class DEformer(nn.Module):
         network. The earlier readings of a record are the cached ones and the new ones before the reading.
 
         Args:
-            features: (N, L), for each of N records the feature codes of L new readings; −1 for padding at the end.
+            features: (N, L), for each of N records the feature codes of L new readings in arrival order; −1 for padding
+                at the end.
             values: (N, L) normalised values or label codes.
-            cache: The cache; only its `readings` and `lengths` are used.
+            cache: The KV cache of the earlier readings; only its `readings` and `lengths` are used.
 
         Returns:
-            Distributions of shape (N, L), or None if the model has no prior.
+            Distributions of shape (N, L); None if the model has no prior or the cache has no readings.
         """
         if self.gaussians is None or cache.readings is None:
             return None
-        # The tokens of a reading all hold the same reading; use the first of them.
+        # If a reading has two cached tokens, both hold the same reading; use the first of them.
         step = self.cached_tokens_per_reading
         is_padding = torch.arange(cache.readings.shape[1], device=self.device) >= cache.lengths[:, None]
         cached_codes = cache.readings[..., 0].long().masked_fill(is_padding, -1)[:, ::step]
@@ -411,11 +429,12 @@ class DEformer(nn.Module):
     def embed_query_tokens(self, features: Tensor, prior: PriorConditional | None) -> Tensor:
         """Return the query tokens: the inputs of the Transformer that say which feature's value to predict.
 
-        The model must have pairs of tokens, not single tokens.
+        The model must have two tokens per reading, not single tokens.
 
         Args:
             features: Feature codes in a batch of any shape S.
-            prior: The conditionals of the Gaussian prior for the same readings; None to leave them out.
+            prior: The conditional distributions of the same readings under the Gaussian prior, a further input; None to
+                leave them out.
 
         Returns:
             (*S, d), tokens of width d.
@@ -428,7 +447,7 @@ class DEformer(nn.Module):
     def embed_observation_tokens(self, features: Tensor, values: Tensor) -> Tensor:
         """Return the observation tokens: the inputs of the Transformer that hold observed features and their values.
 
-        The model must have pairs of tokens, not single tokens.
+        The model must have two tokens per reading, not single tokens.
 
         Args:
             features: Feature codes in a batch of any shape S.
@@ -444,15 +463,16 @@ class DEformer(nn.Module):
         """Return the vector that identifies each of the F features: its embedding, its coordinates or both.
 
         Returns:
-            (F, identity width), in the order of the feature codes.
+            (F, I), in the order of the feature codes, where I is the width of the embedding plus the number of
+            coordinates (those of the two that the model uses).
         """
-        parts = []
+        vectors = []
         if self.embedding is not None:
-            weight = self.embedding.weight
-            parts.append(weight if self.sensor_indexes is None else weight[self.sensor_indexes])
+            weight = self.embedding.weight  # one row per sensor; a sensor can have several features
+            vectors.append(weight if self.sensor_indexes is None else weight[self.sensor_indexes])
         if self.coordinates is not None:
-            parts.append(self.coordinates.to(self.dtype))
-        return torch.cat(parts, -1)
+            vectors.append(self.coordinates.to(self.dtype))
+        return torch.cat(vectors, -1)
 
     def _embed_tokens(
         self,
@@ -462,17 +482,20 @@ class DEformer(nn.Module):
         cache: KVCacheView | None = None,
         earlier_mask: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return the input tokens of readings: query tokens and observation tokens, or single tokens.
+        """Return the input tokens of the Transformer for readings: query tokens and observation tokens, or single ones.
 
         Args:
             features: (N, L), for each of N records the feature codes of L readings; at padding any valid code.
             values: (N, L) normalised values or label codes.
-            prior: The conditionals of the Gaussian prior, of shape (N, L); None without a prior.
-            cache: The cache that holds the reading before the first one, which a single token needs.
+            prior: The conditional distributions of the readings under the Gaussian prior, of shape (N, L); None if the
+                model has no prior.
+            cache: The KV cache with the earlier readings, of which a single token needs the last one; None if the
+                records are complete.
             earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
 
         Returns:
-            Two tensors (N, L, d) of tokens of width d for pairs, the query tokens first; one for single tokens.
+            A list of the query tokens and the observation tokens, two tensors (N, L, d) of tokens of width d. For a
+            model with single tokens, a list of one tensor (N, L, d).
         """
         if self.identity_encoder is not None:
             return [self.embed_query_tokens(features, prior), self.embed_observation_tokens(features, values)]
@@ -483,32 +506,36 @@ class DEformer(nn.Module):
         return [self._add_prior(self.value_encoder(torch.cat([own_identities, previous], -1)), prior)]
 
     def _add_prior(self, tokens: Tensor, prior: PriorConditional | None) -> Tensor:
-        """Return tokens plus a linear map of the Gaussian prior's conditionals, so that the network can use them.
+        """Add a linear map of the Gaussian prior's conditional distributions to tokens, so that the network sees them.
 
         The map is multiplied by √d, as the encoders' outputs are. Without a prior, the tokens are returned unchanged.
 
         Args:
             tokens: (*S, d), tokens of width d in a batch of any shape S.
-            prior: The conditionals of the same readings, of shape S, or None.
+            prior: The distributions of the same readings under the prior, of shape S; None to leave them out.
+
+        Returns:
+            (*S, d).
         """
         if prior is None or self.guidance is None:
             return tokens
-        addend: Tensor = math.sqrt(self.config.d_model) * self.guidance(prior.to_network_input().to(self.dtype))
-        return tokens + addend
+        prior_token: Tensor = self.guidance(prior.to_network_input().to(self.dtype))
+        return tokens + math.sqrt(self.config.d_model) * prior_token
 
     def _build_reading_inputs(self, identities: Tensor, features: Tensor, values: Tensor) -> Tensor:
         """Return vectors that represent readings, as inputs of the encoder that makes tokens.
 
-        Their parts are the feature's identity, the number, the sine and cosine of the angle (if the schema has cyclic
-        features) and the embedding of the label (if it has discrete ones). Parts that do not apply to a feature are 0.
+        A vector consists of the vector that identifies the feature, the normalised value, the sine and cosine of the
+        angle (if the schema has cyclic features) and the embedding of the label (if it has discrete features). Parts
+        that do not apply to a feature are 0.
 
         Args:
-            identities: (F, identity width), the vectors that identify the F features (`embed_identities`).
+            identities: (F, I), the vectors of width I that identify the F features, from `embed_identities`.
             features: Feature codes in a batch of any shape S.
             values: Normalised values or label codes of shape S.
 
         Returns:
-            (*S, reading width).
+            (*S, W), where W is the sum of the widths of the parts.
         """
         is_discrete = self.label_counts[features] > 0
         number = values.to(self.dtype).clamp(-MAX_CONDITIONING_VALUE, MAX_CONDITIONING_VALUE)
@@ -518,49 +545,59 @@ class DEformer(nn.Module):
             angle_at_zero, angle_per_scale = self.cycle_angles[features].to(self.dtype).unbind(-1)
             is_cyclic = (angle_per_scale != 0).unsqueeze(-1)
             # Undo the logarithm of values beyond the linear limit, as `Schema.denormalise` does.
-            size = number.abs()
-            linear_number = number.sign() * (LINEAR_LIMIT + (size - LINEAR_LIMIT).expm1())
-            angle = angle_at_zero + angle_per_scale * torch.where(size > LINEAR_LIMIT, linear_number, number)
-            inputs[1] = inputs[1].masked_fill(is_cyclic, 0.0)
+            magnitude = number.abs()
+            linear_beyond_limit = number.sign() * (LINEAR_LIMIT + (magnitude - LINEAR_LIMIT).expm1())
+            linear_number = torch.where(magnitude > LINEAR_LIMIT, linear_beyond_limit, number)
+            angle = angle_at_zero + angle_per_scale * linear_number
+            inputs[1] = inputs[1].masked_fill(is_cyclic, 0.0)  # the angle replaces the number
             inputs.append(torch.stack([angle.sin(), angle.cos()], -1).masked_fill(~is_cyclic, 0.0))
         if self.label_embedding is not None:
+            # The code after the last label stands for all labels that did not occur in training.
             label_code = torch.minimum(values.long().clamp(min=0), self.label_counts[features])
-            inputs.append(self.label_embedding(torch.where(is_discrete, self.label_offsets[features] + label_code, 0)))
+            embedding_row = torch.where(is_discrete, self.label_offsets[features] + label_code, 0)  # row 0 is zero
+            inputs.append(self.label_embedding(embedding_row))
         return torch.cat(inputs, -1)
 
     def _select_previous_readings(
         self, identities: Tensor, reading_inputs: Tensor, cache: KVCacheView | None, earlier_mask: Tensor | None
     ) -> Tensor:
-        """Return, for each reading, the encoder inputs of the reading before it, for a model with single tokens.
+        """Return, for each reading, the vector that represents the reading before it, for a model with single tokens.
 
-        The first new reading of a record follows its last cached reading. If there is none, `start` is returned.
+        The reading before the first new reading of a record is its last cached reading. If there is none, the learned
+        vector `start` stands for it.
 
         Args:
-            identities: (F, identity width), the vectors that identify the F features (`embed_identities`).
-            reading_inputs: (N, L, reading width), for each of N records the encoder inputs of L readings
-                (`_build_reading_inputs`).
-            cache: The cache of the earlier readings; None if the records are complete.
+            identities: (F, I), the vectors of width I that identify the F features, from `embed_identities`.
+            reading_inputs: (N, L, W), for each of N records the vectors of width W that represent its L readings, from
+                `_build_reading_inputs`.
+            cache: The KV cache with the earlier readings; None if the records are complete.
             earlier_mask: (L, L) bool, true at [k, j] if reading j counts as earlier than reading k; by default j < k.
 
         Returns:
-            (N, L, reading width).
+            (N, L, W).
         """
-        first = cast(Tensor, self.start).expand(len(reading_inputs), 1, -1)
+        before_first = cast(Tensor, self.start).expand(len(reading_inputs), 1, -1)
         if cache is not None and cache.readings is not None and cache.readings.shape[1]:
             record_index = torch.arange(len(reading_inputs), device=self.device)
             code, value = cache.readings[record_index, cache.lengths.long() - 1].unbind(-1)
             last_cached = self._build_reading_inputs(identities, code.long(), value).unsqueeze(1)
-            first = torch.where((cache.lengths > 0)[:, None, None], last_cached, first)
+            before_first = torch.where((cache.lengths > 0)[:, None, None], last_cached, before_first)
         if earlier_mask is None:
-            return torch.cat([first, reading_inputs[:, :-1]], 1)
-        # The previous reading of k is the one among its earlier readings that has the most earlier readings itself.
+            return torch.cat([before_first, reading_inputs[:, :-1]], 1)
+        # The previous reading of k is the latest of its earlier readings: it has the most earlier readings itself.
         num_earlier = earlier_mask.sum(1)
         rank_among_earlier = torch.where(earlier_mask, num_earlier + 1, 0)
-        previous_index = torch.where(num_earlier > 0, rank_among_earlier.argmax(1) + 1, 0)  # 0 selects `first`
-        return torch.cat([first, reading_inputs], 1)[:, previous_index]
+        latest_earlier_index = rank_among_earlier.argmax(1)
+        # Index 0 of the concatenation is `before_first`, so reading j has the index j + 1.
+        previous_index = torch.where(num_earlier > 0, latest_earlier_index + 1, 0)
+        return torch.cat([before_first, reading_inputs], 1)[:, previous_index]
 
     def _build_token_mask(self, num_tokens: int) -> Tensor:
-        """Return the attention mask among the new tokens of a record, in the order z_1, u_1, z_2, u_2, ….
+        """Return the attention mask among the new tokens of a record.
+
+        With two tokens per reading, the tokens are in the order z_1, u_1, z_2, u_2, … of query tokens z and observation
+        tokens u. Each token attends to itself and to earlier tokens: all of them, or only observation tokens if the
+        attention context is "values".
 
         Args:
             num_tokens: The number T of new tokens.
@@ -572,42 +609,49 @@ class DEformer(nn.Module):
         mask = index[:, None] >= index[None, :]
         if self.attention_context == "values":
             is_observation_token = index[None, :] % 2 == 1
-            mask = mask & (is_observation_token | (index[:, None] == index[None, :]))
+            is_own_token = index[:, None] == index[None, :]
+            mask = mask & (is_observation_token | is_own_token)
         return mask
 
     def _iterate_layers(self) -> Iterator[TransformerLayer]:
-        """Iterate over the Transformer layers."""
+        """Iterate over the Transformer layers from the input to the output."""
         return (cast(TransformerLayer, layer) for layer in self.blocks)
 
     def _zeros(self, *shape: int) -> Tensor:
-        """Return zeros in the model's dtype on its device."""
+        """Return a tensor of zeros with the given shape, in the model's dtype and on its device."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
 
 def _compute_identity_width(schema: Schema, config: ModelConfig) -> int:
-    """Return the width of the vector that identifies a feature: embedding, coordinates or both."""
+    """Return the width of the vector that identifies a feature: its embedding, its coordinates or both."""
     embedding_width = config.embedding if config.identity != "coordinates" else 0
     num_coordinates = len(schema.features[0].coordinates or ()) if config.identity != "embedding" else 0
     return embedding_width + num_coordinates
 
 
 def _allocate_label_rows(schema: Schema, is_shared: bool) -> tuple[int, Tensor]:
-    """Return the number of rows of the label embedding, and the row of each feature's first label.
+    """Return the number of rows of the label embedding, and the row of the first label of each feature.
+
+    Row 0 is reserved for continuous values. Label c of a feature has the row of the feature's first label plus c.
 
     Args:
         schema: The features.
-        is_shared: Whether features share the rows of a label code, instead of having rows per sensor.
+        is_shared: Whether all features share one set of rows. Otherwise each sensor has rows of its own, which its
+            features for the time slots share.
 
     Returns:
-        The number of rows, 1 if no feature is discrete, and (F,) row indexes.
+        The number of rows (1 if no feature is discrete), and (F,) the row of the first label of each of the F features,
+        meaningless for continuous ones.
     """
-    counts = torch.tensor(schema.label_counts)
+    label_counts = torch.tensor(schema.label_counts)
     sensor_indexes, first_codes = torch.from_numpy(schema.sensor_indexes), torch.from_numpy(schema.first_codes)
-    rows_by_sensor = torch.where(counts > 0, counts + 1, 0)[first_codes]  # one more for labels not in training
+    # A discrete feature needs one row per label, and one for all labels that did not occur in training.
+    rows_by_feature = torch.where(label_counts > 0, label_counts + 1, 0)
+    rows_by_sensor = rows_by_feature[first_codes]
     if is_shared:
-        return 1 + int(rows_by_sensor.max()), torch.ones_like(counts)
-    first_rows = 1 + rows_by_sensor.cumsum(0) - rows_by_sensor
-    return 1 + int(rows_by_sensor.sum()), first_rows[sensor_indexes]
+        return 1 + int(rows_by_sensor.max()), torch.ones_like(label_counts)
+    first_row_by_sensor = 1 + rows_by_sensor.cumsum(0) - rows_by_sensor  # 1 + the rows of all sensors before
+    return 1 + int(rows_by_sensor.sum()), first_row_by_sensor[sensor_indexes]
 
 
 def count_state_values(schema: Schema, config: ModelConfig) -> int:
@@ -615,6 +659,10 @@ def count_state_values(schema: Schema, config: ModelConfig) -> int:
 
     `model_store` compares it with the size of a weights file before it allocates memory. A forged manifest can thus not
     make it allocate much more memory than the weights file needs.
+
+    Args:
+        schema: The features of the model.
+        config: The hyperparameters of the model.
     """
     d, num_prior_components = config.d_model, config.gaussians
     identity_width = _compute_identity_width(schema, config)
@@ -647,14 +695,16 @@ def count_state_values(schema: Schema, config: ModelConfig) -> int:
     count += count_linear(d, 3 * num_components + int(schema.label_counts.max()))
     num_linear = int(schema.is_linear.sum())
     if num_prior_components and num_linear:
+        # The weights, means and covariances of the mixture, then the linear maps that use the prior.
         count += num_prior_components * (1 + num_linear + num_linear**2)
         count += count_linear(3 * num_prior_components, d) + count_linear(d, 3 * num_prior_components)
     if config.exemplars:
+        # The buffers of `Ranking`: `positions` and `known` (exemplars, F), `deviations` (F,) and `typical` (2, 2).
         count += (2 * config.exemplars + 1) * len(schema) + 4
     return count
 
 
 def to_tensor(array: NDArray[np.generic], model: DEformer) -> Tensor:
-    """Return an array as a tensor on the model's device; floating-point numbers get the model's dtype."""
+    """Return an array as a tensor on the model's device; floating-point numbers are converted to the model's dtype."""
     tensor = torch.from_numpy(array)
     return tensor.to(model.device, model.dtype) if tensor.is_floating_point() else tensor.to(model.device)
