@@ -1,18 +1,19 @@
-"""The Gaussian prior: a mixture of multivariate Gaussians whose exact conditionals are inputs of the network.
+"""The Gaussian prior: a mixture of Gaussians whose exact conditional distributions are inputs of the network.
 
 A network learns slowly that two sensors move together, but a covariance matrix expresses it directly. So a mixture of
 Gaussians is fitted to the training records before the network is trained. For each reading, it gives the exact
 conditional distribution of the value given the earlier readings of the record, in any arrival order. The network gets
 these conditionals as inputs, and its output may shift, widen and reweight them (`distributions.Head`).
 
-Only features whose values are numbers on a line take part (`Schema.is_linear`). Labels and cyclic values do not.
+The mixture contains only features whose values are numbers on a line (`Schema.is_linear`), no labels or cyclic values.
 
-The computation: let Σ = C Cᵀ be the Cholesky factorisation of a component's covariance with its rows and columns in
-arrival order, and z = C⁻¹(x − μ). Then, given the earlier readings, reading k is Gaussian with standard deviation C_kk
-and mean x_k − C_kk z_k. One factorisation thus gives the conditionals of all readings of a record.
+The conditionals are computed as follows. For a component with mean μ and covariance Σ, let C be the Cholesky factor,
+Σ = C Cᵀ, with rows and columns in arrival order. For the values x of a record, let z = C⁻¹(x − μ). Then, given the
+earlier readings, reading k is Gaussian with standard deviation C_kk and mean x_k − C_kk z_k. One factorisation thus
+gives the conditionals of all readings of a record.
 
 Shapes use these letters: N is the number of records, L the number of readings of each record, D the number of features
-that take part, K the number of components.
+in the mixture, K the number of components. *S stands for a shape S of any length.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from deformer_stream.model.schema import Schema
 MAX_CONDITIONING_VALUE = 20.0
 """The limit to which a normalised value is clipped when other readings are conditioned on it.
 
-One wild reading then cannot distort the conditionals of the readings after it. The score of the wild reading itself
-uses its unclipped value.
+A reading with an extreme value then cannot distort the conditionals of the readings after it. The score of the reading
+itself uses its unclipped value.
 """
 
 
@@ -38,14 +39,15 @@ uses its unclipped value.
 class PriorConditional:
     """The distributions of readings given the earlier readings of their records, under the Gaussian prior.
 
-    The prior is a mixture of K multivariate Gaussians, so each distribution is a mixture of K Gaussians. S is the shape
-    of the batch of readings, usually (N, L) for N records of L readings.
+    The prior is a mixture of K multivariate Gaussians that was fitted before training, so each distribution is a
+    mixture of K Gaussians. S is the shape of the batch of readings, usually (N, L) for N records of L readings.
 
     Attributes:
         log_weights: (*S, K), the natural logarithm of the probability of each component given the earlier readings.
         means: (*S, K), the conditional means in normalised units; 0 where `has_prior` is false.
         scales: (*S, K), the conditional standard deviations; 1 where `has_prior` is false.
-        has_prior: S bool, false for padding, labels and cyclic values, for which there is no prior.
+        has_prior: A bool tensor of shape S, false for padding, labels and cyclic values, which the prior does not
+            contain.
     """
 
     log_weights: Tensor
@@ -55,37 +57,48 @@ class PriorConditional:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The four tensors in the order of the constructor's arguments."""
+        """The attributes `log_weights`, `means`, `scales` and `has_prior`, as the constructor takes them."""
         return self.log_weights, self.means, self.scales, self.has_prior
 
     def __getitem__(self, index: Any) -> PriorConditional:
-        """Return the conditionals of the readings that an index of the shape S selects."""
+        """Return the distributions of some readings of the batch.
+
+        Args:
+            index: An index of the batch's dimensions, as for a tensor: an integer, a slice, a mask or a tuple of these.
+        """
         return PriorConditional(*(tensor[index] for tensor in self.tensors))
 
     def to_network_input(self) -> Tensor:
         """Return the parameters of the distributions as numbers of moderate size, for use as inputs of the network.
 
         Returns:
-            (*S, 3K), where S is the shape of the batch and K the number of components; zeros for readings without a
-            prior.
+            (*S, 3K), where S is the shape of the batch and K the number of components: K logarithms of weights, K means
+            and K logarithms of scales, clipped and multiplied by constants. Zeros for readings without a prior.
         """
-        clipped_means = self.means.clamp(-8.0, 8.0)
-        parts = [0.25 * self.log_weights.clamp(min=-8.0), 0.5 * clipped_means, 0.5 * self.scales.log()]
-        return torch.cat(parts, -1) * self.has_prior.unsqueeze(-1)
+        log_weights = 0.25 * self.log_weights.clamp(min=-8.0)
+        means = 0.5 * self.means.clamp(-8.0, 8.0)
+        log_scales = 0.5 * self.scales.log()
+        return torch.cat([log_weights, means, log_scales], -1) * self.has_prior.unsqueeze(-1)
 
 
 class GaussianPrior(nn.Module):
     """A mixture of K Gaussians over the D features whose values are numbers on a line, in one or more variants.
 
-    A model that scores has one variant. Training has several, each fitted without a part of the records: a record gets
-    the variant that was fitted without it, so that the prior is as good in training as it will be on new records.
+    Its exact conditional distributions are inputs of the network. A model that scores has one variant. Training has V
+    variants, each fitted without some of the records. A record gets a variant that was fitted without it, so that the
+    prior is as good in training as it will be on new records.
+
+    Args:
+        schema: The features.
+        num_components: The number K of components.
+        num_variants: The number V of variants.
 
     Attributes:
-        column_by_code: (F + 1,), the column of each of the F features among the D features that take part, −1 for
-            others. The last entry serves padding, whose feature code is −1.
-        log_weights: (variants, K), the natural logarithm of the components' probabilities.
-        means: (variants, K, D), in normalised units.
-        covariances: (variants, K, D, D), positive definite, in normalised units.
+        column_by_code: (F + 1,), for each of the F features of the schema its index among the D features of the
+            mixture, −1 if the mixture does not contain it. The last entry, −1, is for the feature code −1 of padding.
+        log_weights: (V, K), the natural logarithms of the components' probabilities.
+        means: (V, K, D), in normalised units.
+        covariances: (V, K, D, D), positive definite, in normalised units.
     """
 
     def __init__(self, schema: Schema, num_components: int, num_variants: int = 1) -> None:
@@ -111,14 +124,24 @@ class GaussianPrior(nn.Module):
         return int(self.log_weights.shape[1])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load the buffers, as `nn.Module` does, but refuse covariances without a Cholesky factorisation.
+        """Load the buffers, as `nn.Module` does, but refuse covariances that are not positive definite.
+
+        Args:
+            state_dict: All tensors of the model by name.
+            prefix: The beginning of the names of this module's tensors.
+            args: The other arguments of the overridden method, passed on unchanged.
 
         Raises:
-            ValueError: A covariance matrix is not positive definite.
+            ValueError: A covariance matrix is not positive definite, so that it has no Cholesky factorisation.
         """
         covariances = state_dict.get(prefix + "covariances")
-        if covariances is not None and bool(torch.linalg.cholesky_ex(covariances.double())[1].any()):
-            raise ValueError("a covariance matrix of the Gaussian prior is not positive definite")
+        if covariances is not None:
+            has_failed = torch.linalg.cholesky_ex(covariances.double()).info  # one number per matrix, 0 for success
+            if bool(has_failed.any()):
+                raise ValueError(
+                    "a covariance matrix of the Gaussian prior is not positive definite, so the weights are not those "
+                    "of a trained model: train the model again"
+                )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, features: Tensor, values: Tensor, variant: Tensor | None = None) -> PriorConditional:
@@ -127,8 +150,8 @@ class GaussianPrior(nn.Module):
         Args:
             features: (N, L), for each of N records the codes of the features of L readings in arrival order; −1 for
                 padding, which may stand anywhere.
-            values: (N, L) the values in normalised units.
-            variant: (N,) the index of the variant to use for each record; by default the first variant.
+            values: (N, L) the values in normalised units, or label codes, which are ignored.
+            variant: (N,) the index of the variant of the mixture to use for each record; by default the first variant.
 
         Returns:
             Distributions of shape (N, L).
@@ -143,37 +166,41 @@ class GaussianPrior(nn.Module):
         # The log-likelihood of each reading under each component, without the constant that all components share.
         log_likelihood = torch.where(has_prior.unsqueeze(1), -0.5 * z * z - scales.log(), 0.0)
         log_likelihood_of_earlier = nn.functional.pad(log_likelihood, (1, 0))[..., :-1].cumsum(-1)
-        posterior = torch.log_softmax(log_weights.unsqueeze(-1) + log_likelihood_of_earlier, 1)
-        posterior, means, scales = (t.transpose(1, 2).to(values.dtype) for t in (posterior, x - z * scales, scales))
-        return PriorConditional(posterior, means * has_prior.unsqueeze(-1), scales, has_prior)
+        log_posterior = torch.log_softmax(log_weights.unsqueeze(-1) + log_likelihood_of_earlier, 1)  # (N, K, L)
+        conditional_means = x - z * scales
+        log_posterior, conditional_means, scales = (
+            t.transpose(1, 2).to(values.dtype) for t in (log_posterior, conditional_means, scales)
+        )
+        return PriorConditional(log_posterior, conditional_means * has_prior.unsqueeze(-1), scales, has_prior)
 
     def _reorder_components(
         self, columns: Tensor, has_prior: Tensor, variant: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the parameters of the components with their features in the arrival order of each record.
 
-        A reading without a prior gets a unit Gaussian that is independent of the other readings, so that it does not
-        change their conditionals.
+        A reading that the mixture does not contain gets a Gaussian with mean 0 and variance 1 that is independent of
+        the other readings, so that it does not change their conditionals.
 
         Args:
-            columns: (N, L), for each of N records the index of each reading's feature among the D features of the
-                mixture.
-            has_prior: (N, L) bool, false where `columns` is meaningless.
-            variant: (N,) the index of the variant to use for each record; by default the first variant.
+            columns: (N, L), for each of N records with L readings the index of each reading's feature among the D
+                features of the mixture; any integer where `has_prior` is false.
+            has_prior: (N, L) bool, whether the mixture contains the reading's feature.
+            variant: (N,) the index of the variant of the mixture to use for each record; by default the first variant.
 
         Returns:
-            The log weights (N, K) of the K components, their means (N, K, L) and the Cholesky factors of their
-            covariances (N, K, L, L).
+            Three float64 tensors: the log weights (N, K) of the K components, their means (N, K, L) and the Cholesky
+            factors of their covariances (N, K, L, L).
         """
         variant = torch.zeros(len(columns), dtype=torch.long, device=columns.device) if variant is None else variant
-        column = columns.clamp(min=0)
+        columns = columns.clamp(min=0)
         log_weights, means, covariances = (t.double() for t in (self.log_weights, self.means, self.covariances))
-        mean = means[variant[:, None], :, column].transpose(1, 2) * has_prior.unsqueeze(1)
-        covariance = covariances[variant[:, None, None], :, column.unsqueeze(2), column.unsqueeze(1)]  # (N, L, L, K)
+        mean = means[variant[:, None], :, columns].transpose(1, 2) * has_prior.unsqueeze(1)  # (N, K, L)
+        covariance = covariances[variant[:, None, None], :, columns.unsqueeze(2), columns.unsqueeze(1)]  # (N, L, L, K)
         covariance = covariance.permute(0, 3, 1, 2)  # (N, K, L, L)
         both_have_prior = (has_prior.unsqueeze(2) & has_prior.unsqueeze(1)).unsqueeze(1)  # (N, 1, L, L)
-        unit = torch.eye(columns.shape[1], dtype=torch.float64, device=columns.device)
-        return log_weights[variant], mean, torch.linalg.cholesky(torch.where(both_have_prior, covariance, unit))
+        unit_matrix = torch.eye(columns.shape[1], dtype=torch.float64, device=columns.device)
+        covariance = torch.where(both_have_prior, covariance, unit_matrix)
+        return log_weights[variant], mean, torch.linalg.cholesky(covariance)
 
     @torch.no_grad()
     def sample_missing(self, values: Tensor, generator: torch.Generator) -> Tensor:
@@ -185,7 +212,7 @@ class GaussianPrior(nn.Module):
             generator: The source of randomness.
 
         Returns:
-            (N, D) without NaN; observed values are unchanged.
+            (N, D) float64 without NaN; observed values are unchanged.
         """
         is_missing = values.isnan()
         order = torch.argsort(is_missing.int(), dim=1, stable=True)  # observed values first
@@ -195,12 +222,15 @@ class GaussianPrior(nn.Module):
         z = torch.linalg.solve_triangular(factors, (x.unsqueeze(1) - means).unsqueeze(-1), upper=False).squeeze(-1)
         log_scales = factors.diagonal(dim1=-2, dim2=-1).log()
         log_likelihood = (-0.5 * z * z - log_scales) * is_observed.unsqueeze(1)  # (N, K, D)
+        # Draw a component of each record from their probabilities given the observed values.
         posterior = torch.softmax(log_weights + log_likelihood.sum(-1), 1)
         component = torch.multinomial(posterior, 1, generator=generator).squeeze(1)
-        record = torch.arange(len(x), device=x.device)
+        record_index = torch.arange(len(x), device=x.device)
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=x.device)
-        # In the coordinates z = C⁻¹(x − μ), missing values are independent standard normals.
-        standardized = torch.where(is_observed, z[record, component], noise)
-        sampled = means[record, component] + (factors[record, component] @ standardized.unsqueeze(-1)).squeeze(-1)
+        # For the component's mean μ and Cholesky factor C, the entries of z = C⁻¹(x − μ) at missing values are
+        # independent standard normal variables. Draw them, and return to x = μ + C z.
+        z_completed = torch.where(is_observed, z[record_index, component], noise)
+        factor = factors[record_index, component]
+        sampled = means[record_index, component] + (factor @ z_completed.unsqueeze(-1)).squeeze(-1)
         completed = torch.where(is_observed, x, sampled)
-        return torch.empty_like(completed).scatter_(1, order, completed)
+        return torch.empty_like(completed).scatter_(1, order, completed)  # back to the order of the schema

@@ -2,10 +2,12 @@
 
 Alerts need a statistic that is comparable from reading to reading while a record is open. A ranking of complete records
 can use all readings at once. If there are few training records, the distance to the nearest of them is the best simple
-ranking: it follows the training data without having to learn it. It misses anomalies in the relation of a few features,
-which the density detects. The score is therefore the sum of both, each in units of its spread among normal records.
+ranking, because it needs no training. It misses anomalies in the relation of a few features, which the density of the
+network detects. The score is therefore the sum of the distance and the centered NLL (negative log-likelihood of the
+readings minus its expectation). Each of the two is in units of its spread among normal records.
 
-Shapes use these letters: R is the number of records, F the number of features, M the number of exemplars.
+Shapes use these letters: R is the number of records, F the number of features, M the number of exemplars (stored
+training records).
 """
 
 from __future__ import annotations
@@ -20,32 +22,36 @@ from deformer_stream.model.schema import Feature, Schema
 FloatArray = NDArray[np.float64]
 
 NUM_NEIGHBORS = 3
-"""The number of nearest exemplars over which the distance is averaged."""
+"""The number of nearest exemplars (stored training records) over which the distance of a record is averaged."""
 CENTERED_NLL_WEIGHT = 0.25
-"""The weight of the centered NLL in the score; the weight of the distance is 1."""
+"""The weight in the ranking score of the centered NLL (negative log-likelihood minus its expectation).
+
+The weight of the distance to the nearest exemplars is 1.
+"""
 MAX_POSITION = 1e6
-"""The limit to which positions are clipped, so that sums of their differences stay finite in float32."""
+"""The limit to which the positions of readings are clipped, so that sums of their differences are finite in float32."""
 MAX_DIFFERENCES = 4_000_000
-"""The largest number of differences between readings and exemplars that are held in memory at once."""
+"""The largest number of differences between readings of records and of exemplars that are computed at once."""
 
 
 class Ranking(nn.Module):
     """A nearest-neighbour ranking of complete records, relative to M stored training records (exemplars).
 
     A reading has a position on a line: its number, or the code of its label (`compute_positions`). The distance of two
-    records is the sum over their features of the differences of positions, in units of `deviations`.
+    records is the sum over their F features of the absolute differences of positions, in units of `deviations`.
 
     Args:
-        schema: The features.
-        num_exemplars: The number M of exemplars. Training sets the buffers.
+        schema: The F features.
+        num_exemplars: The number M of exemplars. The buffers have default values until training sets them.
 
     Attributes:
         positions: (M, F) the positions of the exemplars in units of `deviations`.
         known: (M, F) bool, false where the exemplar has no reading of the feature.
         deviations: (F,) the standard deviation of the positions of each feature in training. For labels that are not
             numbers, it is the probability that the labels of two records differ.
-        typical: (2, 2) of normal records, for the distance and for the centered NLL: the median, and the difference
-            between the 90% quantile and the median.
+        typical: (2, 2) statistics of normal records. Row 0 is for the distance to the nearest exemplars, row 1 for the
+            centered NLL (negative log-likelihood minus its expectation). Column 0 is the median, column 1 the
+            difference between the 90% quantile and the median.
     """
 
     is_text_label: Tensor
@@ -76,40 +82,43 @@ class Ranking(nn.Module):
         return len(self.positions)
 
     def compute_positions(self, values: FloatArray) -> Tensor:
-        """Return the positions of readings, before division by `deviations`.
+        """Return the positions of readings on a line, whose differences measure the distance of two records.
 
-        The position of a number is its distance from the feature's location in scales, without the logarithm that
-        `Schema.normalise` applies to large values. The position of a label that is a number is that number; other
-        labels have their code. A label that did not occur in training lies beyond all others.
+        The position of a number is (number − location) / scale, with the location and the scale of its feature and
+        without the logarithm that `Schema.normalise` applies to large values. The position of a label that is a number
+        is that number; other labels have their code. The position of labels that did not occur in training is greater
+        than all others.
 
         Args:
             values: (R, F), for each of R records the normalised values or label codes of the F features; any value for
                 a missing reading.
 
         Returns:
-            (R, F) float32.
+            (R, F) float32, not yet divided by `deviations`.
         """
         codes = np.arange(len(self.schema))
-        positions = self.schema.denormalise(np.broadcast_to(codes, values.shape), values)
-        for f, (feature, label_positions) in enumerate(zip(self.schema.features, self.label_positions, strict=True)):
+        raw_values = self.schema.denormalise(np.broadcast_to(codes, values.shape), values)
+        positions = np.empty_like(raw_values)
+        for code, (feature, label_positions) in enumerate(zip(self.schema.features, self.label_positions, strict=True)):
             if label_positions is None:
-                positions[:, f] = (positions[:, f] - feature.location) / feature.scale
+                positions[:, code] = (raw_values[:, code] - feature.location) / feature.scale
             else:
-                label_codes = np.clip(values[:, f], 0, len(label_positions) - 1).astype(np.int64)
-                positions[:, f] = label_positions[label_codes]
+                label_codes = np.clip(values[:, code], 0, len(label_positions) - 1).astype(np.int64)
+                positions[:, code] = label_positions[label_codes]
         return torch.from_numpy(np.clip(positions, -MAX_POSITION, MAX_POSITION)).float()
 
     def compute_distances(self, positions: Tensor, known: Tensor, own_exemplar: Tensor | None = None) -> Tensor:
-        """Return the mean distance of each record to its nearest exemplars.
+        """Return the mean distance of each record to its nearest exemplars (stored training records).
 
         Args:
-            positions: (R, F), for each of R records the positions of the F features in units of `deviations`.
+            positions: (R, F), for each of R records the positions of its F readings, from `compute_positions`, divided
+                by `deviations`.
             known: (R, F) bool, false where the record has no reading of the feature.
-            own_exemplar: (R,) the index of an exemplar to leave out for each record. Training passes the record's own
-                exemplar, whose distance would be zero.
+            own_exemplar: (R,) the index of an exemplar to leave out for each record. Training passes the exemplar that
+                is the record itself, whose distance would be zero. By default no exemplar is left out.
 
         Returns:
-            (R,) distances.
+            (R,) the mean of the distances to the `NUM_NEIGHBORS` nearest exemplars, or to all if there are fewer.
         """
         num_records, num_features = positions.shape
         distances = torch.empty(num_records, device=positions.device)
@@ -117,28 +126,31 @@ class Ranking(nn.Module):
         rows_at_once = max(1, MAX_DIFFERENCES // max(1, self.num_exemplars * num_features))
         for start in range(0, num_records, rows_at_once):
             rows = slice(start, start + rows_at_once)
-            to_exemplars = self._compute_pairwise_distances(positions[rows], known[rows])
+            distances_to_exemplars = self._compute_pairwise_distances(positions[rows], known[rows])
             if own_exemplar is not None:
-                to_exemplars.scatter_(1, own_exemplar[rows, None], torch.inf)
-            distances[rows] = torch.topk(to_exemplars, num_neighbors, largest=False).values.mean(1)
+                distances_to_exemplars.scatter_(1, own_exemplar[rows, None], torch.inf)
+            nearest_distances = torch.topk(distances_to_exemplars, num_neighbors, largest=False).values
+            distances[rows] = nearest_distances.mean(1)
         return distances
 
     def _compute_pairwise_distances(self, positions: Tensor, known: Tensor) -> Tensor:
-        """Return the distance of each record to each exemplar.
+        """Return the distance of each record to each exemplar (stored training record).
 
-        The difference of two positions on a cycle is the shorter way around. Two different labels that are not numbers
-        have the difference 1. The sum over the features that both records have is scaled up to all F features.
+        The distance is the sum of the absolute differences of positions over the features that both records have. It
+        is multiplied by F / (number of these features), so that records with missing readings are comparable. The
+        difference of two positions on a cycle is the shorter way around the cycle. Two different labels that are not
+        numbers have the difference 1. All differences are in units of `deviations`.
 
         Args:
-            positions: (R, F), for each of R records the positions of the F features in units of `deviations`.
+            positions: (R, F), for each of R records the positions of its F readings in units of `deviations`.
             known: (R, F) bool, false where the record has no reading of the feature.
 
         Returns:
             (R, M), the distance of each record to each of the M exemplars.
         """
-        is_plain = not self.is_text_label.any() and self.cycle_lengths is None
-        if is_plain and bool(known.all()) and bool(self.known.all()):
-            return torch.cdist(positions, self.positions, p=1.0)
+        has_only_numbers = not self.is_text_label.any() and self.cycle_lengths is None
+        if has_only_numbers and bool(known.all()) and bool(self.known.all()):
+            return torch.cdist(positions, self.positions, p=1.0)  # the sum of absolute differences
         differences = (positions[:, None] - self.positions).abs()  # (R, M, F)
         if self.cycle_lengths is not None:
             cycle_lengths = self.cycle_lengths.to(differences) / self.deviations
@@ -146,40 +158,42 @@ class Ranking(nn.Module):
             differences = torch.minimum(differences, cycle_lengths - differences)
         differences = torch.where(self.is_text_label, (differences > 0) / self.deviations, differences)
         both_known = known[:, None] & self.known
-        return (differences * both_known).sum(-1) * positions.shape[1] / both_known.sum(-1).clamp(min=1)
+        num_features, num_shared = positions.shape[1], both_known.sum(-1).clamp(min=1)
+        return (differences * both_known).sum(-1) * num_features / num_shared
 
     def score(self, codes: NDArray[np.int64], values: FloatArray, centered_nll: FloatArray) -> FloatArray:
         """Return the anomaly score of complete records; larger is more anomalous.
 
-        The score is the sum of the distance to the nearest exemplars and the weighted centered NLL. Each is 0 at the
-        median of normal records and 1 at their 90% quantile (before weighting).
+        The score is the distance to the nearest exemplars (stored training records) plus `CENTERED_NLL_WEIGHT` times
+        the centered NLL (negative log-likelihood minus its expectation). Both terms are first standardised: 0 is the
+        median of normal records, 1 is their 90% quantile.
 
         Args:
-            codes: (R, L), for each of R records the feature codes of L readings in any order, −1 for padding.
+            codes: (R, L), for each of R records the feature codes of at most L readings in any order; −1 for padding.
             values: (R, L) normalised values or label codes.
-            centered_nll: (R,) the sum over the record's readings of −ln p minus its expectation.
+            centered_nll: (R,) the sum of the centered NLLs of the record's readings.
 
         Returns:
             (R,) scores.
         """
         num_features = len(self.schema)
-        column = np.where(codes < 0, num_features, codes)  # padding goes to an extra column
+        columns = np.where(codes < 0, num_features, codes)  # padding is written to an extra column
         value_by_feature = np.zeros((len(codes), num_features + 1))
         known = np.zeros((len(codes), num_features + 1), bool)
-        np.put_along_axis(value_by_feature, column, values, 1)
-        np.put_along_axis(known, column, codes >= 0, 1)
+        np.put_along_axis(value_by_feature, columns, values, 1)
+        np.put_along_axis(known, columns, codes >= 0, 1)
         device = self.positions.device
         positions = self.compute_positions(value_by_feature[:, :num_features]).to(device) / self.deviations
         is_known = torch.from_numpy(known[:, :num_features]).to(device)
         distances = self.compute_distances(positions, is_known).double().cpu().numpy()
-        typical_distance, typical_nll = self.typical.double().cpu().numpy()
-        distance_score = (distances - typical_distance[0]) / typical_distance[1]
-        score: FloatArray = distance_score + CENTERED_NLL_WEIGHT * (centered_nll - typical_nll[0]) / typical_nll[1]
+        (distance_median, distance_spread), (nll_median, nll_spread) = self.typical.double().cpu().numpy()
+        distance_score = (distances - distance_median) / distance_spread
+        score: FloatArray = distance_score + CENTERED_NLL_WEIGHT * (centered_nll - nll_median) / nll_spread
         return score
 
 
 def _has_numeric_labels(feature: Feature) -> bool:
-    """Return whether all labels of a feature are finite numbers."""
+    """Return whether all labels of a discrete feature are texts of finite numbers, such as "2" or "0.5"."""
     try:
         return all(np.isfinite(float(label)) for label in feature.labels)
     except ValueError:
@@ -187,14 +201,17 @@ def _has_numeric_labels(feature: Feature) -> bool:
 
 
 def _compute_label_positions(feature: Feature) -> FloatArray | None:
-    """Return the position of each label of a discrete feature, or None for a continuous one.
+    """Return the positions of the labels of a feature on a line, whose differences measure the distance of records.
 
-    The last entry is for all labels that did not occur in training.
+    Returns:
+        (number of labels + 1,), in the order of the label codes. The last entry is for all labels that did not occur in
+        training. None for a continuous feature.
     """
     if feature.kind == "continuous":
         return None
     if not _has_numeric_labels(feature):
         return np.arange(len(feature.labels) + 1, dtype=np.float64)
     numbers = np.array([float(label) for label in feature.labels])
+    # As far beyond the greatest label as the labels spread, but at least 1.
     unseen_position = numbers.max() + max(float(np.ptp(numbers)), 1.0)
     return np.append(numbers, unseen_position)
