@@ -64,8 +64,8 @@ class Metrics:
         )
         self.scores_not_finite = self._counter(
             "scores_not_finite_total",
-            "Number of readings whose score was not finite and was ignored; the model is damaged or its precision is too "
-            "low.",
+            "Number of readings whose score was not finite and was ignored; the model is damaged or its precision is "
+            "too low.",
         )
         self.lag = self._gauge(
             "consumer_lag", "Number of messages of the partition that are not yet processed.", ["topic", "partition"]

@@ -24,8 +24,8 @@ class PartitionState:
 
     Attributes:
         snapshot: The complete state. It replaces everything that was saved before.
-        decisions: What was decided since the last commit and cannot be derived from the partition's messages (time-outs,
-            evictions, alerts raised). It is saved in addition to what was saved before.
+        decisions: What was decided since the last commit and cannot be derived from the partition's messages
+            (time-outs, evictions, alerts raised). It is saved in addition to what was saved before.
     """
 
     snapshot: bytes | None = None
@@ -99,9 +99,9 @@ class EventSource(Protocol):
         """
 
     def close(self) -> None:
-        """Release the source's resources. Events that were polled but not committed are delivered again by the next run.
+        """Release the source's resources without committing anything.
 
-        Nothing is committed.
+        Events that were polled but not committed are delivered again in the next run.
         """
 
 

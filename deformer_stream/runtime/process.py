@@ -57,9 +57,9 @@ def limit_thread_spinning() -> None:
 def reserve_core() -> None:
     """Let torch use one thread less than there are cores. Takes effect if called before torch is imported.
 
-    The Kafka client's thread needs a core, and on a small machine so does the broker. Scoring a poll consists of about a
-    hundred short parallel steps, and each of them is delayed if another process occupies the last core. A value set by
-    the user is kept.
+    The Kafka client's thread needs a core, and on a small machine so does the broker. Scoring a poll consists of about
+    a hundred short parallel steps, and each of them is delayed if another process occupies the last core. A value set
+    by the user is kept.
     """
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores - 1)))

@@ -23,8 +23,8 @@ DirectoryState = tuple[int, int, int] | None
 class ModelReloader:
     """Watches a model directory and provides its new model.
 
-    If the new model cannot be read, for whatever reason, the model in use stays. The failure is logged once per state of
-    the directory and error, and the directory is read again at each check until it can be read.
+    If the new model cannot be read, for whatever reason, the model in use stays. The failure is logged once per state
+    of the directory and error, and the directory is read again at each check until it can be read.
 
     Args:
         artifact: The model in use; its directory is watched.
