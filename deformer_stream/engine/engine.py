@@ -1,9 +1,9 @@
 """The engine: a state machine that turns batches of events into scores, alerts and closed records.
 
-The engine decides and never acts: it reads no clock, writes no file and sends no message. `Engine.handle` returns
-everything that it has decided as `Effects`, and the runtime writes them to the sinks. The state of a partition follows
-from its log and from the few decisions that the log alone cannot reproduce (`Effects.decisions`). A new run can
-therefore continue where the previous run ended; the docstring of `Engine` states the order of calls.
+The engine computes and has no side effects: it reads no clock, writes no file and sends no message. `Engine.handle`
+returns everything that it has decided as `Effects`, and the runtime writes them to the sinks. The state of a Kafka
+partition follows from its log and from the few decisions that the log alone cannot reproduce (`Effects.decisions`). A
+new run can therefore continue where the previous run ended; the docstring of `Engine` states the order of calls.
 """
 
 from __future__ import annotations
@@ -44,30 +44,36 @@ Floats = NDArray[np.float64]
 __all__ = ["Engine", "Limits", "OpenRecordPolicy", "UnscorableReadings", "compute_alert_id"]
 
 UNFORCED_CLOSINGS = frozenset((CloseReason.COMPLETE, CloseReason.WINDOW, CloseReason.TIMEOUT))
-"""The reasons for closing after which a record counts for the drift monitor. The other reasons cut a record short."""
+"""The reasons for closing after which a record counts as evidence of drift (`DriftMonitor`).
+
+The other reasons close a record before all of its readings have arrived, so its score is not comparable with those of
+the calibration records.
+"""
 
 CALL_ORDER = "restore, preload_decisions, replay, apply_decisions, handle"
 """The order in which the methods of `Engine` must be called for one partition."""
 
 OpenRecordPolicy = Literal["finish", "rescore"]
-"""What happens to open records when the model changes. "finish": the model that they were opened under scores them to
-their end. "rescore": the new model scores all their readings again."""
+"""What happens to open records when the model changes. "finish": the model that was current when a record was opened
+scores it until it is closed. "rescore": the new model scores all readings of open records again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on the time and memory that open records may take.
+    """Limits on the time and memory of open records, whose readings are still arriving.
 
     Attributes:
-        record_timeout: Microseconds without an accepted event after which a record is closed; None for no timeout.
-        max_open_records: Open records above this number are closed, the longest idle first.
-        max_record_bytes: Maximum bytes of the readings and other state of open records, without cached keys and values.
-            Above it, open records are closed, the longest idle first.
-        cache_bytes: Maximum bytes of cached keys and values.
-        max_closed_ids: Ids of closed records, and watermarks of devices, that are kept per partition.
-        tie_wait: Microseconds without an accepted event after which the waiting readings of a record (its last tie
-            group) are scored although a further reading with the same event time may follow; None to wait for the
-            next reading or the end of the record.
+        record_timeout: Microseconds without an accepted event of a record after which it is closed; None for no
+            timeout.
+        max_open_records: Largest number of open records. If there are more, the longest idle ones are closed.
+        max_record_bytes: Largest number of bytes of the readings and scores of open records, without the KV cache. If
+            there are more, the longest idle records are closed.
+        cache_bytes: Largest number of bytes of the KV cache, the network's keys and values of earlier readings.
+        max_closed_ids: Number of ids of closed records that are kept per partition, so that their late events are
+            rejected. As many watermarks (latest event times) of devices are kept.
+        tie_wait: Only used if readings of one record with the same event time are scored together (a tie group). Such
+            readings wait for further ones of the same time. After this number of microseconds without an accepted event
+            of the record, they are scored. None to wait for a reading of another time or the end of the record.
     """
 
     record_timeout: int | None = None
@@ -83,10 +89,10 @@ class UnscorableReadings:
     """Readings for which the network returned a score that is not finite.
 
     Attributes:
-        num_readings: How many readings there were.
-        model: Fingerprint of the model that scored the first one.
-        record: Id of the record of the first one.
-        feature: Name of the feature of the first one.
+        num_readings: Number of these readings.
+        model: Fingerprint (hash) of the model that scored the first of these readings.
+        record: Id of the record that contains the first of these readings.
+        feature: Name of the feature of the first of these readings.
     """
 
     num_readings: int
@@ -96,26 +102,31 @@ class UnscorableReadings:
 
 
 class Engine:
-    """A scorer of open records, which raises at most one alert per record and alpha.
+    """A scorer of records whose readings are still arriving; it raises at most one alert per record and alpha.
 
-    For each partition the methods must be called in this order; another order raises `InvariantViolated`:
+    A restarted consumer restores the state of each of its Kafka partitions. It loads a snapshot (the stored state at an
+    earlier offset), reads the later events again, and repeats the decisions of the previous run that depended on the
+    clock or on memory. For each partition the methods must be called in this order; another order raises
+    `InvariantViolated`:
 
-    1. `restore`, at most once: start from a snapshot of the previous run.
-    2. `preload_decisions`, any number of times: decisions of the previous run that its replay needs.
-    3. `replay`, any number of times: events that the previous run has handled after the snapshot.
-    4. `apply_decisions`, any number of times, also between replays: decisions of the previous run.
-    5. `handle`, any number of times: new events.
+    1. `restore`, at most once: loads the snapshot.
+    2. `preload_decisions`, any number of times: loads decisions that must be known before events are replayed.
+    3. `replay`, any number of times: repeats the events that the previous run has handled after the snapshot.
+    4. `apply_decisions`, any number of times, also between replays: repeats decisions of the previous run.
+    5. `handle`, any number of times: scores new events.
 
     A new partition starts with `handle`. After `revoke` a partition may be restored again. `change_model`, `snapshot`
     and `finish` may be called at any time.
 
     Attributes:
-        alphas: Alert levels, descending.
+        alphas: The false-alarm rates at which alerts are raised, descending.
         limits: Limits on time and memory.
-        effort: How thoroughly alerts are explained.
+        effort: How thoroughly alerts are explained: "full", "fast" or "off".
         records: The table of open records.
-        num_dropped_readings: Readings of open records that were dropped because a new model lacks their feature.
-        num_cache_rebuilds: Records whose KV cache was rebuilt since the last call of `pop_cache_rebuilds`.
+        num_dropped_readings: Number of readings of open records that were dropped so far, because a new model lacks
+            their feature.
+        num_cache_rebuilds: Number of records whose KV cache was computed again since the last call of
+            `pop_cache_rebuilds`.
     """
 
     def __init__(
@@ -133,17 +144,19 @@ class Engine:
 
         Args:
             model: The network.
-            calibration: Calibration of the model on normal records, in the arrival-order distribution of the stream.
-            fingerprint: Identifies the model with its calibration; it becomes part of every alert.
-            alpha: The largest share of normal records that may ever raise an alert. If there are several, each raises
-                alerts of its own, and stricter ones are more severe. A record that has raised an alert at one alpha
-                raises further ones only at stricter alphas, even if the previous run had other alphas.
+            calibration: The scores of normal records, from which p-values are computed. The readings of these records
+                must have arrived in orders like those of the stream.
+            fingerprint: A hash that identifies the model with its calibration; it becomes part of every alert.
+            alpha: The false-alarm rate: the largest share of normal records that may ever raise an alert. If several
+                are given, alerts are raised at each; a smaller alpha is more severe. A record that has raised an alert
+                at one alpha raises further ones only at smaller alphas, even if the previous run had other alphas.
             limits: Limits on time and memory.
-            drift: Level of the drift monitor, which reports a partition if its records no longer resemble the
+            drift: Level of evidence at which a partition is reported because its records no longer resemble the
                 calibration records. Infinity computes the evidence without reporting it; None computes nothing.
-            effort: How thoroughly alerts are explained.
-            ties: How readings of one record with one event time are scored: "arrival" for one by one, "hold" for
-                together as a tie group. None for the policy of the calibration, for which its guarantee holds.
+            effort: How thoroughly alerts are explained: "full", "fast" or "off".
+            ties: How readings of one record with the same event time are scored: "arrival" for one after the other,
+                "hold" for together as a tie group. None for the policy of the calibration, for which its guarantee
+                holds.
         """
         self.alphas = np.unique(np.atleast_1d(np.asarray(alpha, np.float64)))[::-1]
         self.limits, self.effort, self._tie_policy = limits or Limits(), effort, ties
@@ -156,9 +169,11 @@ class Engine:
         self._cache_by_shape: dict[CacheShape, Cache] = {}
         self._next_record_timeout = self._next_tie_timeout = 0
         self._drift_monitor = None if drift is None else DriftMonitor(calibration, fingerprint, drift)
-        # Per partition and record id, the numbers of readings at which the previous run decided a group by timeout.
+        # By partition and record id: how many readings the record had each time a timeout of the previous run ended
+        # one of its tie groups.
         self._tie_timeouts: dict[int, dict[str, set[int]]] = {}
-        self._translated_partitions: set[int] = set()  # a change of vocabulary may have completed their records
+        # A change of features or labels may have completed records of these partitions; `handle` closes them.
+        self._translated_partitions: set[int] = set()
         self._replayed_partitions: set[int] = set()
         self._live_partitions: set[int] = set()
         self._allocate_caches()
@@ -170,98 +185,118 @@ class Engine:
 
     @property
     def schema(self) -> Schema:
-        """The features of the current model."""
+        """The schema of the current model, which describes its features."""
         return self.current_version.schema
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the current model."""
+        """The fingerprint of the current model, a hash that identifies the model with its calibration."""
         return self.current_version.fingerprint
 
     @property
     def cache(self) -> Cache:
-        """The KV cache of the current model."""
+        """The KV cache of the current model: the network's keys and values of the readings of open records."""
         return self._cache_by_shape[self.current_version.cache_shape]
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of cached keys and values in use, over all models."""
+        """The number of bytes of cached keys and values that are in use, over all models that score open records."""
         return sum(cache.bytes_in_use for cache in self._cache_by_shape.values())
 
-    def handle(self, batch: EventBatch, now: int, restoring: Collection[int] = ()) -> Effects:
+    def handle(self, batch: EventBatch, now: int, restoring_partitions: Collection[int] = ()) -> Effects:
         """Score a batch of new events in order, then close the records whose time or limit is reached.
 
         Args:
             batch: The events, possibly none.
-            now: Microseconds since 1970, never before the value of an earlier call.
-            restoring: Partitions whose replay is not finished. Their records are neither timed out nor evicted.
+            now: The current time in microseconds since 1970, never earlier than in the call before.
+            restoring_partitions: Partitions whose events are still being replayed. Their records are not closed by a
+                timeout or a limit, because the replay may still contain events of them.
 
         Returns:
-            Everything that was decided.
+            Everything that was decided: scores, alerts, rejections, closed records and notices.
 
         Raises:
             InvariantViolated: If the batch has events of a partition that is still being restored.
         """
-        if restoring and np.isin(batch.partitions, list(restoring)).any():
-            partition = int(batch.partitions[np.isin(batch.partitions, list(restoring))][0])
-            raise _wrong_order(partition, "handle", "while the partition is being restored")
+        if restoring_partitions:
+            is_restoring = np.isin(batch.partitions, list(restoring_partitions))
+            if is_restoring.any():
+                partition = int(batch.partitions[is_restoring][0])
+                raise _make_order_error(
+                    "Engine.handle was called while the state of the previous run was being restored for partition "
+                    f"{partition}"
+                )
         accepted, rejections = self._ingest(batch, now)
-        self._live_partitions.update(self.records.partitions.keys() - set(restoring))
-        ending, reasons = self._select_closing(accepted, now, restoring)
+        self._live_partitions.update(self.records.partitions.keys() - set(restoring_partitions))
+        ending, reasons = self._select_closing(accepted, now, restoring_partitions)
         self._free_pages_of(ending, now)
+        # With tie groups, `accepted` becomes the readings to score now; some arrived earlier, and some arrivals wait.
         arrivals = accepted
         timed_out: list[int] = []
         if self.records.holds_ties:
-            timed_out = self._select_tie_timeouts(now, {*ending, *accepted.record_indices.tolist()}, restoring)
+            timed_out = self._select_tie_timeouts(
+                now, {*ending, *accepted.record_indices.tolist()}, restoring_partitions
+            )
             batch, accepted = decide_tie_groups(self.records, batch, accepted, np.array(ending + timed_out, np.int64))
         scored, alerts = self._score_and_alert(batch, accepted, arrivals)
         closed = self._close(ending, reasons)
-        drift_notices, drift_states = (
-            ([], {})
-            if self._drift_monitor is None
-            else self._drift_monitor.collect_notices(self.current_version.model, now)
-        )
+        if self._drift_monitor is None:
+            drift_notices, drift_states = [], {}
+        else:
+            drift_notices, drift_states = self._drift_monitor.collect_notices(self.current_version.model, now)
         tie_timeouts = self.records.reading_counts(timed_out)
         return Effects(batch, scored, alerts, rejections, closed, drift_notices, drift_states, tie_timeouts)
 
     def replay(self, batch: EventBatch, now: int) -> None:
-        """Handle events again that the previous run has handled, to reproduce its state without any effect.
+        """Enter events that the previous run has handled again, to reproduce its state; no alert or score is returned.
 
-        Everything that follows from the log alone happens again. Records that end in the batch are not scored, because
-        the previous run has reported them.
+        Readings are accepted or rejected, scored and closed as before. Records that end in the batch are not scored,
+        because the previous run has reported them.
 
         Args:
             batch: The events.
-            now: Microseconds since 1970, never before the value of an earlier call.
+            now: The current time in microseconds since 1970, never earlier than in the call before.
 
         Raises:
             InvariantViolated: If `handle` has processed one of the partitions before.
         """
         partitions = set(np.unique(batch.partitions).tolist())
-        for partition in sorted(partitions & self._live_partitions):
-            raise _wrong_order(partition, "replay", "after handle")
+        live_partitions = partitions & self._live_partitions
+        if live_partitions:
+            partition = min(live_partitions)
+            raise _make_order_error(
+                f"Engine.replay was called after Engine.handle had processed events for partition {partition}"
+            )
         self._replayed_partitions |= partitions
         accepted, _ = self._ingest(batch, now)
         ending = list(accepted.close_reasons)
         if self.records.holds_ties:
             _, accepted = decide_tie_groups(
-                self.records, batch, accepted, np.array(ending, np.int64), self._get_split_places
+                self.records, batch, accepted, np.array(ending, np.int64), self._get_timeout_places
             )
         stays_open = ~np.isin(accepted.record_indices, ending)
         self._score(accepted.record_indices[stays_open], accepted.seq[stays_open], NO_ALPHAS)
         self._release(ending)
 
     def preload_decisions(self, partition: int, decisions: Decisions) -> None:
-        """Register decisions of the previous run that must be known before the events of a partition are replayed.
+        """Load decisions of the previous run that must be known before the events of a partition are replayed.
 
-        These are the tie groups that were decided by a timeout. If they were only known in `apply_decisions`, later
-        readings with the same event time would join such a group during the replay.
+        These are the timeouts of tie groups (readings of one record with the same event time, which wait for each
+        other). A group that a timeout has ended was scored then. Without this call, later readings of the same event
+        time would join the group during the replay.
+
+        Args:
+            partition: Number of the partition.
+            decisions: The decisions; only `tie_timeouts` is used here.
 
         Raises:
             InvariantViolated: If events of the partition have been replayed or handled before.
         """
         if partition in self._replayed_partitions or partition in self._live_partitions:
-            raise _wrong_order(partition, "preload_decisions", "after replay or handle")
+            raise _make_order_error(
+                "Engine.preload_decisions was called after Engine.replay or Engine.handle had processed events for "
+                f"partition {partition}"
+            )
         num_readings_by_record = self._tie_timeouts.setdefault(partition, {})
         for record, num_readings in decisions.tie_timeouts.items():
             num_readings_by_record.setdefault(record, set()).update(num_readings)
@@ -269,14 +304,24 @@ class Engine:
     def apply_decisions(self, partition: int, decisions: Decisions) -> None:
         """Repeat the decisions of the previous run about a partition, after its events have been replayed.
 
+        These are decisions that the partition's log alone cannot reproduce: timeouts, evictions, alerts that were
+        raised, and the evidence of drift.
+
+        Args:
+            partition: Number of the partition.
+            decisions: The decisions.
+
         Raises:
             InvariantViolated: If `handle` has processed the partition before.
         """
         if partition in self._live_partitions:
-            raise _wrong_order(partition, "apply_decisions", "after handle")
+            raise _make_order_error(
+                f"Engine.apply_decisions was called after Engine.handle had processed events for partition {partition}"
+            )
         index_by_id = self.records.partition(partition).record_index_by_id
         self._tie_timeouts.pop(partition, None)
         if self.records.holds_ties and decisions.tie_timeouts:
+            # Score the tie groups that a timeout ended after the last reading of their record.
             timed_out = [
                 index_by_id[record]
                 for record, num_readings in decisions.tie_timeouts.items()
@@ -295,36 +340,44 @@ class Engine:
             self._drift_monitor.import_state(partition, decisions.drift_state)
 
     def snapshot(self, partition: int, now: int) -> Snapshot:
-        """Return the state of a partition as a value. `now` is microseconds since 1970."""
+        """Return the state of a partition as an immutable value, from which `restore` continues in a later run.
+
+        Args:
+            partition: Number of the partition.
+            now: The current time in microseconds since 1970.
+        """
         fingerprints = {number: version.fingerprint for number, version in self._models_by_version.items()}
         drift_state = None if self._drift_monitor is None else self._drift_monitor.export_state(partition)
         return export_state(self.records, partition, now, fingerprints, drift_state)
 
     def restore(self, partition: int, snapshot: Snapshot, now: int) -> None:
-        """Load a snapshot of a partition that has no state in this engine yet.
+        """Load the state of a partition from a snapshot of the previous run.
 
         Records that were scored by a model which this engine does not have are scored again by the current model,
-        without alerts. The same happens if features, labels or the tie policy have changed.
+        without alerts. The same happens if features, labels or the tie policy (how readings with the same event time
+        are scored) have changed.
 
         Args:
-            partition: Number of the partition.
-            snapshot: Its state.
-            now: Microseconds since 1970.
+            partition: Number of the partition, which must not have any state in this engine yet.
+            snapshot: The state, from `snapshot`.
+            now: The current time in microseconds since 1970.
 
         Raises:
             InvariantViolated: If the partition has state already.
         """
         if partition in self.records.partitions:
-            raise _wrong_order(partition, "restore", "after the partition has got a state")
+            raise _make_order_error(
+                f"Engine.restore was called after another method had created the state for partition {partition}"
+            )
         self._import_snapshot(partition, snapshot, now)
 
     def change_model(
         self, model: DEformer, calibration: Calibration, fingerprint: str, open_records: OpenRecordPolicy
     ) -> OpenRecordPolicy:
-        """Score records that are opened from now on by another model.
+        """Replace the model by another one, which scores all records that are opened from now on.
 
-        A record that is scored again does not raise a second alert at an alpha at which it has raised one. An alert
-        that the new scores call for is raised with the next reading of the record.
+        A record that is scored again does not raise a second alert at an alpha at which it has raised one. If its new
+        p-value is at most another alpha, that alert is raised with the next reading of the record.
 
         The guarantee holds per model: under each model, a normal record raises an alert with probability at most alpha.
         A record that is scored again is tested under two models, so the probability that it raises an alert under
@@ -333,17 +386,19 @@ class Engine:
 
         Args:
             model: The new network.
-            calibration: Its calibration.
-            fingerprint: Identifies the new model with its calibration.
-            open_records: Whether open records should finish on their model or be scored again by the new one.
+            calibration: The calibration of the new network.
+            fingerprint: A hash that identifies the new model with its calibration.
+            open_records: "finish" if records that are open now should be scored to their end by the model that was
+                current when they were opened; "rescore" if the new model should score all their readings again.
 
         Returns:
             What happens to the open records. It is "rescore" in spite of `open_records="finish"` if the features,
-            their labels, or the tie policy of the new model differ from those of the old one.
+            their labels, or the tie policy (how readings with the same event time are scored) of the new model differ.
         """
         has_same_vocabulary = Vocabulary.from_schema(self.schema) == Vocabulary.from_schema(model.schema)
         has_same_ties = self._holds_ties(calibration) == self.records.holds_ties
         can_finish = open_records == "finish" and has_same_vocabulary and has_same_ties
+        # Records that are scored again pass through snapshots, which can be translated to other features and labels.
         snapshots = {} if can_finish else {p: self.snapshot(p, 0) for p in self.records.partitions}
         self._newest_version += 1
         self._models_by_version[self._newest_version] = ModelVersion(model, calibration, fingerprint)
@@ -360,7 +415,14 @@ class Engine:
         return "finish" if can_finish else "rescore"
 
     def revoke(self, partitions: Iterable[int]) -> Effects:
-        """Drop all state of partitions that are assigned to another consumer now, which restores them."""
+        """Drop all state of partitions that were assigned to another consumer, which restores them from a snapshot.
+
+        Args:
+            partitions: Numbers of the partitions.
+
+        Returns:
+            The records that were open in these partitions, closed for the reason `CloseReason.REVOKED`.
+        """
         partitions = list(partitions)
         closed = self._close(self.records.indices_of_partitions(partitions), CloseReason.REVOKED)
         self.records.drop_partitions(partitions)
@@ -373,29 +435,42 @@ class Engine:
         return Effects(EventBatch.empty(), ScoredReadings.empty(), [], [], closed)
 
     def pop_cache_rebuilds(self) -> int:
-        """Return the number of records whose KV cache was rebuilt since the last call."""
+        """Return the number of records whose KV cache was computed again since the last call, and reset the number."""
         num_rebuilds, self.num_cache_rebuilds = self.num_cache_rebuilds, 0
         return num_rebuilds
 
     def pop_late_tie_groups(self) -> int:
-        """Return the number of tie groups since the last call that came after their event time had been decided."""
+        """Return the number of late tie groups since the last call, and reset the number.
+
+        A tie group consists of the readings of one record with the same event time. It is late if its first reading
+        arrives after the record has got a reading of the same or a later time that was scored already.
+        """
         return self.records.pop_late_tie_groups()
 
     def pop_unscorable(self) -> UnscorableReadings | None:
-        """Return the readings since the last call whose score was not finite, or None if there were none.
+        """Return how many scores were not finite since the last call, with the first as an example; None if none was.
 
-        Such readings change no statistic and raise no alert. They show that the model is damaged, or that its
-        precision is too low. Readings that are replayed or scored again are not counted.
+        Readings with such a score raise no alert and do not change the score of their record. They show that the model
+        is damaged, or that its precision is too low. Readings that are replayed or scored again are not counted.
         """
         unscorable, self._unscorable = self._unscorable, None
         return unscorable
 
     def measure_drift(self) -> dict[int, float]:
-        """Return log10 of the drift monitor's wealth by partition; above 0 its records differ from the calibration."""
+        """Return log10 of the evidence of drift by partition, empty if drift is not monitored.
+
+        The value is 0 at the start. It grows if the records of the partition are more anomalous than the calibration
+        records.
+        """
         return {} if self._drift_monitor is None else self._drift_monitor.compute_log10_wealth()
 
     def finish(self) -> Effects:
-        """Close all open records at the end of the input, by partition and in the order in which they were opened."""
+        """Score the readings that still wait, and close all open records, at the end of the input.
+
+        Returns:
+            Scores and alerts of the waiting readings, and the closed records, by partition and in the order in which
+            they were opened.
+        """
         ending, batch, accepted = self.records.indices_of_partitions(), EventBatch.empty(), AcceptedReadings.empty()
         if self.records.holds_ties:
             batch, accepted = decide_tie_groups(self.records, batch, accepted, np.array(ending, np.int64))
@@ -407,40 +482,66 @@ class Engine:
         return (self._tie_policy or calibration.tie_policy) == "hold"
 
     def _import_snapshot(self, partition: int, snapshot: Snapshot, now: int) -> None:
-        """Load a snapshot into a partition without state, and score its records again if necessary (see `restore`)."""
+        """Load a snapshot into a partition without state, and score its records again if necessary.
+
+        A record is scored again if this engine does not have the model that scored it, or if the snapshot has other
+        features, labels or rules for readings with the same event time.
+
+        Args:
+            partition: Number of the partition.
+            snapshot: The state to load.
+            now: The current time in microseconds since 1970.
+        """
         vocabulary = Vocabulary.from_schema(self.schema)
         version_by_fingerprint = {v.fingerprint: number for number, v in self._models_by_version.items()}
         if snapshot.vocabulary != vocabulary:
             snapshot, num_dropped = snapshot.translate(vocabulary)
             self.num_dropped_readings += num_dropped
             self._translated_partitions.add(partition)
-            version_by_fingerprint = {}
+            version_by_fingerprint = {}  # without an entry, all records are scored again
         if self.records.holds_ties != (snapshot.ties is not None):
             version_by_fingerprint = {}  # no record may be scored partly with and partly without tie groups
-        versions = np.array([version_by_fingerprint.get(model, -1) for model in snapshot.models], np.int64)
-        version = versions[snapshot.model]
+        # The version number of each model of the snapshot, then of each record; −1 for a model that is missing here.
+        version_by_model = np.array([version_by_fingerprint.get(model, -1) for model in snapshot.models], np.int64)
+        version = version_by_model[snapshot.model]
         needs_rescoring = version < 0
         if self._drift_monitor is not None:
             self._drift_monitor.import_state(partition, snapshot.drift)
         version = np.where(needs_rescoring, self._newest_version, version)
         record_index = import_state(self.records, partition, snapshot, now, version)
         self._grow_caches()
+        # The loaded records may be idle for longer than all others, so the next timeout is not known any more.
         self._next_record_timeout = self._next_tie_timeout = 0
         self._rescore(record_index[needs_rescoring])
 
-    def _get_split_places(self, record_index: int) -> Collection[int]:
-        """Return the places in a record's log at which a timeout of the previous run has ended a tie group."""
+    def _get_timeout_places(self, record_index: int) -> Collection[int]:
+        """Return where timeouts of the previous run have ended tie groups (readings with the same event time).
+
+        Args:
+            record_index: Row of the record in the table.
+
+        Returns:
+            Positions in the record's sequence of readings, from 0: the first reading after each ended group.
+        """
         partition = int(self.records.partition_ids[record_index])
         return self._tie_timeouts.get(partition, {}).get(self.records.record_ids[record_index], ())
 
     def _ingest(self, batch: EventBatch, now: int) -> tuple[AcceptedReadings, list[Rejection]]:
-        """Write the events of a batch to the logs of their records, and enlarge the caches if the table has grown."""
+        """Enter events into the table of records, and enlarge the KV caches if the table has grown.
+
+        Args:
+            batch: The events.
+            now: The current time in microseconds since 1970.
+
+        Returns:
+            The accepted readings, and the rejected ones with reasons.
+        """
         accepted, rejections = self.records.ingest(batch, now, self._newest_version)
         self._grow_caches()
         return accepted, rejections
 
     def _grow_caches(self) -> None:
-        """Give every KV cache a row for each row of the table of records."""
+        """Extend the page table of every KV cache, so that it has a row for each row of the table of records."""
         for cache in self._cache_by_shape.values():
             cache.ensure_capacity(self.records.capacity)
 
@@ -453,7 +554,11 @@ class Engine:
             batch: The batch that `accepted.event_indices` refers to.
             accepted: The readings to score.
             arrivals: The readings that were accepted from the batch of this call. Without tie groups they are the
-                same.
+                same as `accepted`. With tie groups, readings with the same event time wait for each other, so readings
+                to score may have arrived earlier, and arrivals may have to wait.
+
+        Returns:
+            The scores in the order of `accepted`, and the alerts in the order of the readings that raise them.
         """
         columns, num_crossed = self._score(accepted.record_indices, accepted.seq, self.alphas)
         log_likelihood, running_log_likelihood, score, p_value = columns
@@ -471,7 +576,15 @@ class Engine:
         return scored, builder.build(batch, accepted, arrivals, scored, num_crossed)
 
     def _count_unscorable(self, batch: EventBatch, accepted: AcceptedReadings, log_likelihood: Floats) -> None:
-        """Count readings without a finite score: those with a NaN log-likelihood that are not of a context feature."""
+        """Count readings for which the network has returned a score that is not finite, for `pop_unscorable`.
+
+        Their log-likelihood is NaN. Context features are not counted: they are never scored and have NaN as well.
+
+        Args:
+            batch: The batch that `accepted.event_indices` refers to.
+            accepted: M readings.
+            log_likelihood: (M,) their log-likelihoods.
+        """
         is_nan = np.isnan(log_likelihood)
         if not is_nan.any():
             return
@@ -488,16 +601,18 @@ class Engine:
         self._unscorable = replace(self._unscorable, num_readings=self._unscorable.num_readings + len(unscorable))
 
     def _score(self, record_index: Ints, seq: Ints, alphas: Floats) -> tuple[Floats, Ints]:
-        """Score M readings, each by the model version of its record.
+        """Score M readings, each by the model version that its record was opened under.
 
         Args:
-            record_index: (M,) row of the record of each reading in the table.
-            seq: (M,) place of each reading in the log of its record.
-            alphas: Alert levels, descending; `NO_ALPHAS` for readings that must not raise an alert.
+            record_index: (M,) the row of the table that belongs to the record of each reading.
+            seq: (M,) position of each reading in its record, from 0.
+            alphas: The false-alarm rates at which alerts are raised, descending; `NO_ALPHAS` for readings that must not
+                raise an alert.
 
         Returns:
-            (4, M) log-likelihood, its running sum, score and p-value; and (M,) the number of alphas that each reading
-            is the first of its record to reach.
+            (4, M) rows of scores: the log-likelihood of each reading, its running sum over the record, the running
+            anomaly score of the record and its p-value; and (M,) the number of alphas that the p-value of the record
+            has reached with this reading for the first time.
         """
         columns, num_crossed = np.empty((4, len(record_index))), np.zeros(len(record_index), np.int64)
         for version, rows in self._group_by_version(record_index):
@@ -509,7 +624,14 @@ class Engine:
         return columns, num_crossed
 
     def _group_by_version(self, record_index: Ints) -> Iterator[tuple[ModelVersion, Ints]]:
-        """Yield each model version that scores some of these records, with the indexes of its records."""
+        """Group R records by the model version that scores them.
+
+        Args:
+            record_index: (R,) row of each record in the table; a row may occur several times.
+
+        Yields:
+            A model version, and the ascending indexes into `record_index` of the records that it scores.
+        """
         if len(self._models_by_version) == 1 and len(record_index):
             yield self.current_version, np.arange(len(record_index))
             return
@@ -518,20 +640,38 @@ class Engine:
             yield self._models_by_version[number], np.flatnonzero(numbers == number)
 
     def _rescore(self, record_index: Ints) -> None:
-        """Score all readings of these records again. Alerts that this calls for are raised with their next reading."""
+        """Score all readings of records again, without alerts, after their model or the rules of scoring have changed.
+
+        An alert for which the new p-value of a record is small enough is raised with the next reading of the record.
+        Readings that still wait for others with the same event time are left out.
+
+        Args:
+            record_index: (R,) row of each record in the table.
+        """
         self.records.reset_scores(record_index)
-        num_decided = self.records.num_readings[record_index] - self.records.num_pending[record_index]
-        row, place = ragged_indices(num_decided)
+        num_not_waiting = self.records.num_readings[record_index] - self.records.num_pending[record_index]
+        row, place = ragged_indices(num_not_waiting)
         self._score(record_index[row], place, NO_ALPHAS)
 
     def _select_closing(
-        self, accepted: AcceptedReadings, now: int, restoring: Collection[int]
+        self, accepted: AcceptedReadings, now: int, restoring_partitions: Collection[int]
     ) -> tuple[list[int], list[CloseReason]]:
-        """Return the records to close after a batch, as rows of the table, and the reason for each."""
-        complete = self._select_completed_by_translation(restoring)
-        idle = self._select_timeouts(now, restoring)
+        """Select the records to close after a batch: complete ones, idle ones, and those that exceed a limit.
+
+        Args:
+            accepted: The readings of the batch, with the records that they have completed.
+            now: The current time in microseconds since 1970.
+            restoring_partitions: Partitions whose events are still being replayed. Their records are only closed if
+                `accepted` says so.
+
+        Returns:
+            The rows of the records in the table, and the reason for closing each.
+        """
+        complete = self._select_completed_by_translation(restoring_partitions)
+        idle = self._select_timeouts(now, restoring_partitions)
         if complete:
             idle = [index for index in idle if index not in complete]
+        # Records above the limits are evicted. Records that are closed anyway do not count towards the limits.
         selected = {*complete, *idle}
         excess_records = len(self.records) - len(selected) - self.limits.max_open_records
         excess_bytes = self.records.num_bytes - self.limits.max_record_bytes
@@ -541,7 +681,7 @@ class Engine:
         evicted: list[int] = []
         if excess_records > 0 or excess_bytes > 0:
             evicted = self.records.select_longest_idle(
-                max(0, excess_records), restoring, max(0, excess_bytes), skipped=selected
+                max(0, excess_records), restoring_partitions, max(0, excess_bytes), skipped=selected
             )
         reasons = [
             *accepted.close_reasons.values(),
@@ -552,40 +692,72 @@ class Engine:
         return [*accepted.close_reasons, *complete, *idle, *evicted], reasons
 
     def _free_pages_of(self, ending: list[int], now: int) -> None:
-        """Free the cache pages of records that end without a reading to score, so that other records can use them."""
+        """Free the KV cache of records that end without a reading to score, so that other records can use the memory.
+
+        Args:
+            ending: Rows of the records in the table.
+            now: The time of this batch; a record that was accepted from earlier has no new reading in it.
+        """
         index = np.array(ending, np.int64)
-        is_unchanged = (self.records.last_accepted_at[index] < now) & (self.records.num_pending[index] == 0)
+        has_no_new_reading = self.records.last_accepted_at[index] < now
+        is_unchanged = has_no_new_reading & (self.records.num_pending[index] == 0)
         for cache in self._cache_by_shape.values():
             cache.free(index[is_unchanged])
 
-    def _select_tie_timeouts(self, now: int, excluded: Collection[int], restoring: Collection[int]) -> list[int]:
-        """Return the records whose waiting readings must be scored now because `Limits.tie_wait` has passed.
+    def _select_tie_timeouts(
+        self, now: int, excluded: Collection[int], restoring_partitions: Collection[int]
+    ) -> list[int]:
+        """Return the records whose waiting readings must be scored now, because `Limits.tie_wait` has passed.
+
+        Readings wait for others of the same record with the same event time (a tie group).
 
         Args:
-            now: Microseconds since 1970.
-            excluded: Records that are not returned, because they end or have got a reading in this batch.
-            restoring: Partitions whose records are not returned.
+            now: The current time in microseconds since 1970.
+            excluded: Rows of records that are not returned, because they end or have got a reading in this batch.
+            restoring_partitions: Partitions whose records are not returned, because their events are still being
+                replayed.
+
+        Returns:
+            Rows of the records in the table, the longest idle first.
         """
         wait = self.limits.tie_wait
         if wait is None or now < self._next_tie_timeout:
             return []
-        idle, earliest = self.records.select_idle(now - wait, restoring, pending_only=True)
-        self._next_tie_timeout = (now if earliest is None else earliest) + wait
+        idle, earliest_time_left = self.records.select_idle(now - wait, restoring_partitions, pending_only=True)
+        # The next timeout is that of the longest idle record among the others. Until then, nothing has to be selected.
+        self._next_tie_timeout = (now if earliest_time_left is None else earliest_time_left) + wait
         return [index for index in idle if index not in excluded]
 
-    def _select_timeouts(self, now: int, restoring: Collection[int]) -> list[int]:
-        """Return the records without an accepted event for `Limits.record_timeout`, the longest idle first."""
+    def _select_timeouts(self, now: int, restoring_partitions: Collection[int]) -> list[int]:
+        """Return the records that have had no accepted event for `Limits.record_timeout`, the longest idle first.
+
+        Args:
+            now: The current time in microseconds since 1970.
+            restoring_partitions: Partitions whose records are not returned, because their events are still being
+                replayed.
+
+        Returns:
+            Rows of the records in the table.
+        """
         timeout = self.limits.record_timeout
         if timeout is None or now < self._next_record_timeout:
             return []
-        idle, earliest = self.records.select_idle(now - timeout, restoring)
-        # An accepted event only postpones a timeout, so none can occur before that of the longest idle record.
-        self._next_record_timeout = (now if earliest is None else earliest) + timeout
+        idle, earliest_time_left = self.records.select_idle(now - timeout, restoring_partitions)
+        # The next timeout is that of the longest idle record among the others: an accepted event only postpones it.
+        self._next_record_timeout = (now if earliest_time_left is None else earliest_time_left) + timeout
         return idle
 
-    def _select_completed_by_translation(self, restoring: Collection[int]) -> list[int]:
-        """Return the records that a change of vocabulary has completed, because it has removed their open features."""
-        partitions = self._translated_partitions.difference(restoring)
+    def _select_completed_by_translation(self, restoring_partitions: Collection[int]) -> list[int]:
+        """Return the records that are complete because a new model lacks the features that they were waiting for.
+
+        Args:
+            restoring_partitions: Partitions whose records are not returned yet, because their events are still being
+                replayed; a later call returns them.
+
+        Returns:
+            Rows of the records in the table.
+        """
+        partitions = self._translated_partitions.difference(restoring_partitions)
         self._translated_partitions -= partitions
         if not partitions:
             return []
@@ -594,11 +766,11 @@ class Engine:
         return completed
 
     def _close(self, ending: list[int], reason: CloseReason | list[CloseReason]) -> ClosedRecords:
-        """Close records, which are given as rows of the table, and return their final numbers.
+        """Close records, give them to the drift monitor, release their memory, and return their final scores.
 
         Args:
-            ending: Rows of the records.
-            reason: One reason for all, or one for each.
+            ending: Rows of the records in the table.
+            reason: One reason for all records, or a list with one for each.
         """
         if not ending:
             return ClosedRecords.empty()
@@ -612,17 +784,20 @@ class Engine:
         return replace(closed, anomaly_score=anomaly_score)
 
     def _observe_drift(self, monitor: DriftMonitor, closed: ClosedRecords, record_index: Ints) -> None:
-        """Give the drift monitor the closed records that the current model has scored and that were not cut short.
+        """Pass closed records to the drift monitor, which tests whether they still resemble the calibration records.
+
+        Left out are records without readings, records that another model than the current one has scored, and records
+        that were closed before all of their readings had arrived.
 
         Args:
             monitor: The drift monitor.
             closed: R closed records.
-            record_index: (R,) their rows in the table, where their readings are still available.
+            record_index: (R,) their rows in the table, in which their readings are still available.
         """
         is_unforced = np.array([reason in UNFORCED_CLOSINGS for reason in closed.reasons], bool)
         is_current = self.records.model_version[record_index] == self._newest_version
         rows = (is_unforced & (closed.num_readings > 0) & is_current).nonzero()[0]
-        rows = rows[closed.partitions[rows].argsort(kind="stable")]
+        rows = rows[closed.partitions[rows].argsort(kind="stable")]  # by partition, then in the order of closing
         indices = record_index[rows].tolist()
         record_ids = [closed.record_ids[row] for row in rows.tolist()]
         monitor.observe(
@@ -633,7 +808,11 @@ class Engine:
         )
 
     def _release(self, closed: list[int]) -> None:
-        """Make the rows and cache pages of closed records available to new records."""
+        """Make the table rows and the KV cache of closed records available to new records.
+
+        Args:
+            closed: Rows of the records in the table.
+        """
         if not closed:
             return
         for cache in self._cache_by_shape.values():
@@ -650,9 +829,10 @@ class Engine:
             self._allocate_caches()
 
     def _allocate_caches(self) -> None:
-        """Allocate one KV cache for each shape among the models, with equal shares of the memory.
+        """Allocate the KV caches of all model versions that score open records, with equal shares of the memory.
 
-        If the set of shapes has changed, all cached keys and values are dropped; they are computed again when needed.
+        Models whose caches have the same shape share one. If the set of shapes has changed, all cached keys and values
+        are dropped; they are computed again when needed.
         """
         version_by_shape = {version.cache_shape: version for version in self._models_by_version.values()}
         if version_by_shape.keys() != self._cache_by_shape.keys():
@@ -664,9 +844,12 @@ class Engine:
             self._grow_caches()
 
 
-def _wrong_order(partition: int, method: str, when: str) -> InvariantViolated:
-    """Return the error for a method of `Engine` that was called in the wrong order."""
+def _make_order_error(problem: str) -> InvariantViolated:
+    """Return the error for a method of `Engine` that was called in the wrong order.
+
+    Args:
+        problem: A sentence, without a full stop, that names the method, the call before it, and the partition.
+    """
     return InvariantViolated(
-        f"Engine.{method} was called {when} for partition {partition}, but the order of calls must be {CALL_ORDER}: "
-        "report this bug"
+        f"{problem}, but the methods must be called in the order {CALL_ORDER} for each partition: report this bug"
     )

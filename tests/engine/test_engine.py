@@ -390,7 +390,7 @@ def test_state_is_loaded_before_the_replay(method: str) -> None:
 def test_events_of_a_partition_that_is_being_restored_are_not_handled() -> None:
     engine = Engine(*build_model(), "fp", 0.05)
     with pytest.raises(InvariantViolated, match=r"Engine.handle was called while .* partition 1"):
-        engine.handle(batch_of([("a", 0, 0.0)], partition=1), 0, restoring={1, 2})
+        engine.handle(batch_of([("a", 0, 0.0)], partition=1), 0, restoring_partitions={1, 2})
 
 
 def test_calls_in_the_documented_order_are_accepted() -> None:

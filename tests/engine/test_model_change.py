@@ -203,7 +203,7 @@ def test_records_completed_by_a_new_vocabulary_are_closed_after_the_replay() -> 
     second = Engine(*make_calibrated_model(2, schema=OTHER_SCHEMA), "other", ALPHA)
     second.restore(0, engine.snapshot(0, 0), 0)
     second.replay(EventBatch.empty(), 0)
-    assert second.handle(EventBatch.empty(), 0, restoring={0}).closed.record_ids == []
+    assert second.handle(EventBatch.empty(), 0, restoring_partitions={0}).closed.record_ids == []
     assert second.handle(EventBatch.empty(), 0).closed.record_ids == ["whole"]
     assert second.handle(EventBatch.empty(), 0).closed.record_ids == []
 
@@ -246,7 +246,7 @@ def test_model_is_dropped_with_its_last_record(end: str) -> None:
     else:
         engine.handle(readings_of(["r"], [0]), 0)
     engine.change_model(*make_calibrated_model(1), "model-1", "finish")
-    engine.handle(make_batch([reading("s", 0, partition=1)]), 0, restoring={0} if end == "history" else ())
+    engine.handle(make_batch([reading("s", 0, partition=1)]), 0, restoring_partitions={0} if end == "history" else ())
     gc.collect()
     assert old_model_reference() is not None
     match end:

@@ -154,10 +154,10 @@ def test_records_of_restoring_partitions_are_not_closed() -> None:
     engine = make_engine(Limits(record_timeout=100, max_open_records=2))
     first = make_batch([reading("r", 0), reading("s", 0, partition=1), reading("t", 0, partition=1)])
     engine.replay(first, 0)
-    assert engine.handle(EventBatch.empty(), 0, restoring={0, 1}).closed.record_ids == []
-    effects = engine.handle(EventBatch.empty(), 100, restoring={1})
+    assert engine.handle(EventBatch.empty(), 0, restoring_partitions={0, 1}).closed.record_ids == []
+    effects = engine.handle(EventBatch.empty(), 100, restoring_partitions={1})
     assert (effects.closed.record_ids, effects.closed.reasons) == (["r"], [CloseReason.TIMEOUT])
-    engine.handle(make_batch([reading("u", 0)]), 100, restoring={1})
+    engine.handle(make_batch([reading("u", 0)]), 100, restoring_partitions={1})
     effects = engine.handle(EventBatch.empty(), 101)
     assert effects.closed.record_ids == ["s", "t"]
 
