@@ -1,13 +1,13 @@
-"""The open records of a consumer: which records are open, their readings, and the running numbers of their scores.
+"""The open records of a consumer: which records are open, their readings, and the running statistics of their scores.
 
 A record is the unit that is scored; its readings arrive one by one. The accepted readings of a record are the truth
 about it. Everything else in this module can be computed from them and from the recorded decisions of the engine.
 
 `RecordTable` holds one row per open record in arrays. `Partition` holds what belongs to one partition of the input.
-`ingest` enters a batch of events into the table. Only this module changes the arrays of the table. The compiled
-kernels write into `RecordTable.running`, which the table hands out for that purpose.
+`ingest` enters a batch of events into the table. Only this module changes the arrays of the table, with one exception:
+the code that computes scores updates `RecordTable.running` in place.
 
-States of a record, and what leads from one to the next:
+States of a record, and when it changes from one to the next:
 
     state        | how the table shows it                        | next state, and when
     -------------|-----------------------------------------------|----------------------------------------------------
@@ -57,8 +57,9 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 MAX_CLOSED_IDS = 200_000
-"""How many ids of closed records a partition keeps, so that their late events are rejected instead of opening the
-records again. It keeps the watermarks of as many devices."""
+"""Largest number of ids of closed records that a partition keeps, so that late events of these records are rejected
+instead of opening the records again. A partition keeps the watermarks (latest event times) of the same number of
+devices."""
 
 RUNNING_DTYPE = np.dtype(
     [
@@ -71,22 +72,28 @@ RUNNING_DTYPE = np.dtype(
         ("p_value", np.float64),
     ]
 )
-"""The running numbers of a record, updated with each scored reading.
+"""The running statistics of a record, which are updated with each scored reading. Logarithms are natural.
 
-`scored` counts the scored readings. `total`, `least` and `peak` belong to the prefix statistic: the sum of the log
-p-values, the smallest of them, and the largest statistic so far (`PrefixState`). `log_likelihood` is the sum of ln p,
-`excess` that of the centered NLL, and `p_value` is the record's p-value. `kernels/csrc/statistics.c` has the same
-layout; snapshots store the fields under these names."""
+- `scored`: number of scored readings.
+- `total`: sum of -ln q over the scored readings. q is the p-value of a reading raised to `P_VALUE_EXPONENT`.
+- `least`: smallest ln q of a scored reading.
+- `peak`: largest prefix statistic so far. A prefix statistic is the record's anomaly score after its first k readings.
+- `log_likelihood`: sum of ln p(value | earlier values) over the scored readings.
+- `excess`: sum of their centered NLLs (negative log-likelihood minus the entropy of the value's conditional).
+- `p_value`: p-value of the record, computed from `peak`.
+
+`total`, `least` and `peak` are the fields of `deformer_stream.calibration.conformal.PrefixState`. The compiled kernels
+use the same memory layout, and snapshots store the fields under these names."""
 
 INITIAL_RUNNING = np.array((0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0), RUNNING_DTYPE)
-"""The running numbers of a record before its first reading."""
+"""The running statistics of a record before its first reading."""
 
 MISROUTED_CHECK_INTERVAL = 17
-"""After this many opened records, the table checks whether the same id is open in another partition. The number is
-prime, so that regular patterns in the input do not always pass between two checks."""
+"""One of this many opened records is checked: is its id open in another partition, too? The number is prime, so that
+a regular pattern in the input does not always fall between two checks."""
 
 MAX_ID_LENGTH_IN_DETAIL = 100
-"""Characters of a record id that the detail of a rejection repeats."""
+"""Longest part of a record id, in characters, that the message about a rejected event repeats."""
 
 MIN_CAPACITY = 64
 """Rows of the smallest record table."""
@@ -96,15 +103,20 @@ ID_BYTES = 200
 
 
 class Partition:
-    """What is known about one partition of the input.
+    """The open records, the closed ids and the watermarks of one Kafka partition.
 
-    Everything here follows from the partition's own log and decisions. Other partitions have no influence, so a
-    partition can be restored on another consumer.
+    They follow from the partition's own log and from recorded decisions (such as time-outs). Other partitions have no
+    influence, so a partition can be restored on another consumer.
+
+    Args:
+        max_closed_ids: Largest number of closed ids to keep, and of devices whose watermark is kept.
 
     Attributes:
-        record_index_by_id: Rows of the open records, in the order in which they were opened.
-        closed_ids: The latest ids of closed records.
-        watermarks: Event time of each device, for records that are windows of a device's time.
+        record_index_by_id: By record id, the row of each open record in the record table. The order of the mapping is
+            the order in which the records were opened.
+        closed_ids: Ids of the records that were closed last.
+        watermarks: The latest event time of each device. They decide when a window closes (a record that collects the
+            readings of one device within an interval of time).
     """
 
     def __init__(self, max_closed_ids: int = MAX_CLOSED_IDS) -> None:
@@ -113,16 +125,20 @@ class Partition:
         self.watermarks = Watermarks(max_closed_ids)
 
     def advance_watermark(self, record_id: str, device: str, deadline: int, time: int) -> tuple[bool, list[int]]:
-        """Advance the watermark of a device, and close the ids of its windows that end thereby.
+        """Advance the watermark (latest event time) of a device, and close the windows whose deadline it reaches.
+
+        A window is a record that collects the readings of one device within an interval of time. If the event is not
+        late, its window is registered as open. Times are microseconds since 1970.
 
         Args:
-            record_id: The window that the event belongs to.
+            record_id: Id of the window that the event belongs to.
             device: The device that sent the event.
-            deadline: Event time at which that window closes, microseconds.
-            time: Event time, microseconds.
+            deadline: Event time at which that window closes.
+            time: Time of the event.
 
         Returns:
-            Whether the event is late, and the record indices of the closed windows.
+            Whether the event is late, because its window is closed; and the rows, in the record table, of the records
+            that were closed.
         """
         watermark, ended_windows = self.watermarks.advance(device, time)
         ended_indices = [self.close(window) for window in ended_windows]
@@ -132,7 +148,11 @@ class Partition:
         return is_late, [record_index for record_index in ended_indices if record_index is not None]
 
     def close(self, record_id: str) -> int | None:
-        """Mark an id as closed and return the row of its record, or None if the record was not open."""
+        """Mark a record id as closed, so that its later events are rejected.
+
+        Returns:
+            The row of the record in the record table, or None if the record was not open.
+        """
         record_index = self.record_index_by_id.pop(record_id, None)
         self.watermarks.close_window(record_id)
         if record_index is not None or record_id not in self.closed_ids:
@@ -142,16 +162,18 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedReadings:
-    """M readings that were accepted from a batch, in the order of acceptance.
+    """M readings that were accepted from a batch of events, in the order of acceptance.
 
     Attributes:
         event_indices: (M,) index of each reading's event in the batch.
-        record_indices: (M,) row of each reading's record.
-        seq: (M,) place of each reading in its record, from 0.
-        close_reasons: Rows of the records that the batch has ended, in order, with the reason: they are complete, or
-            their window is over. Their ids are closed already. Their rows stay readable until `RecordTable.release`.
-        missing_event_indices: (D,) index in the batch of each accepted event that declares a feature as missing.
-        missing_record_indices: (D,) row of the record of each such event.
+        record_indices: (M,) row, in the record table, of each reading's record.
+        seq: (M,) position of each reading in its record, from 0.
+        close_reasons: The records that ended with this batch, by row: each is complete, or its window is over. They are
+            in the order in which they ended. Their ids are closed already, but their rows stay readable until
+            `RecordTable.release`.
+        missing_event_indices: (D,) index in the batch of each of D accepted events that declare a feature as missing
+            ("will not be observed").
+        missing_record_indices: (D,) row, in the record table, of the record of each of these events.
     """
 
     event_indices: Ints
@@ -163,7 +185,7 @@ class AcceptedReadings:
 
     @staticmethod
     def empty() -> AcceptedReadings:
-        """Return no readings."""
+        """Return an instance with no reading, no closed record and no feature that is declared missing."""
         nothing = np.empty(0, np.int64)
         return AcceptedReadings(nothing, nothing, nothing, {})
 
@@ -171,35 +193,42 @@ class AcceptedReadings:
 class RecordTable:
     """The open records of one consumer, one row (record index) each.
 
-    Arrays have one element per row. Ids are unique within a partition: the same id in two partitions is two records.
-    Times are microseconds since 1970 and are passed in.
+    Each array attribute has one element per row. The number of rows, `capacity`, grows when no row is free. Ids are
+    unique within a partition: the same id in two partitions is two records. Times are microseconds since 1970; the
+    table reads no clock, so every current time is an argument.
 
     Args:
         schema: The features that records have.
-        max_closed_ids: Ids of closed records, and devices, that are kept per partition.
-        holds_ties: Whether readings of one record with the same event time wait for each other and are scored together.
+        max_closed_ids: Largest number of closed ids that are kept per partition, and of devices whose watermark (latest
+            event time) is kept.
+        holds_ties: Whether a tie group (readings of one record with the same event time) is scored together. Its
+            readings then wait until the group is decided, which means that no further reading of it is expected.
 
     Attributes:
-        partitions: `Partition` by its number.
-        num_misrouted: Opened records whose id was open in another partition too, of those that were checked.
-        misrouted_example: Id, partition and other partition of the latest of them, or None.
-        record_ids: Id of each row.
-        unseen_labels: By record index and place of the reading: the text of a label that the model does not have.
+        partitions: The `Partition` of each partition number.
+        num_misrouted: How many opened records had an id that was open in another partition, too. Only one of
+            `MISROUTED_CHECK_INTERVAL` opened records is checked.
+        misrouted_example: Record id, partition number and number of the other partition for the latest misrouted
+            record; None if there is none.
+        record_ids: Id of the record in each row, a list.
+        unseen_labels: By row and position of the reading in its record: the text of a label that the model does not
+            have.
         log: The accepted readings.
         is_open: Whether the row holds an open record.
-        partition_ids: Partition of the record.
+        partition_ids: Partition number of the record.
         open_order: Number that is larger the later the record was opened.
-        model_version: Number of the model that scores the record.
-        last_accepted_at: Time of the last accepted event.
-        num_readings: Accepted readings.
-        num_declared_missing: Features that an event has declared as "will not be observed".
-        observed_mask: (rows, bytes) bit set of features that were observed or declared missing. Feature f is bit f % 8,
-            counted from the least significant, of byte f // 8.
-        num_pending: The last so many readings wait for the decision of their tie group and are not scored yet.
-        tie_time: Event time of the last tie group.
-        running: Running numbers of the record's scores, of dtype `RUNNING_DTYPE`. Kernels update them in place.
-        alert_seq: Place of the reading that raised the first alert, -1 if there is none.
-        alert_alpha: The strictest alpha at which the record has alerted, `NO_ALERT` if there is none.
+        model_version: Number of the model version that scores the record.
+        last_accepted_at: When the last event of the record was accepted.
+        num_readings: Number of accepted readings.
+        num_declared_missing: Number of features that an event has declared as "will not be observed".
+        observed_mask: (capacity, bytes) bit set of features that were observed or declared missing. Feature f is bit
+            f % 8, counted from the least significant, of byte f // 8.
+        num_pending: How many readings at the end of the record wait for the decision of their tie group. They are not
+            scored yet.
+        tie_time: Event time of the record's last tie group, `NO_TIME` if there is none.
+        running: Running statistics of the record's scores, of dtype `RUNNING_DTYPE`. Kernels update them in place.
+        alert_seq: Position in the record of the reading that raised the first alert, -1 if there is none.
+        alert_alpha: The strictest (smallest) alpha at which the record has alerted, `NO_ALERT` if there is none.
     """
 
     def __init__(self, schema: Schema, max_closed_ids: int = MAX_CLOSED_IDS, holds_ties: bool = False) -> None:
@@ -236,7 +265,13 @@ class RecordTable:
         self._row_bytes: int = sum(row_widths) + self.log.row_bytes + ID_BYTES
 
     def _add_array(self, name: str, dtype: Any, row_shape: tuple[int, ...] = ()) -> NDArray[Any]:
-        """Register an array of the table, which grows with it, and return it without rows."""
+        """Return a new array with 0 rows, and register it so that `_grow` enlarges it with the table.
+
+        Args:
+            name: Attribute in which the caller stores the array.
+            dtype: Type of the elements.
+            row_shape: Shape of one row; empty for one element per row.
+        """
         self._array_names.append(name)
         return np.zeros((0, *row_shape), dtype)
 
@@ -246,25 +281,29 @@ class RecordTable:
 
     @property
     def capacity(self) -> int:
-        """Rows that exist, used or free."""
+        """Number of rows of the table, used or free."""
         return len(self.record_ids)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows in use and of their readings, ids included.
+        """Bytes of the rows in use, with their ids and readings; compared with the memory limit of open records.
 
-        The number depends on the records only, so that a restarted consumer evicts the same records. Arrays are
-        enlarged by doubling, so the process may have up to twice as much allocated.
+        The number depends on the records only, not on the history of the process. A restarted consumer therefore evicts
+        the same records. Arrays are enlarged by doubling, so the process may have up to twice as much allocated.
         """
         return (self.capacity - len(self._free_indices)) * self._row_bytes + self.log.num_bytes
 
     def bytes_of(self, record_indices: Ints) -> Ints:
-        """Return the bytes that each of R records occupies, (R,)."""
+        """Return how many bytes each of R records occupies with its row, id and readings, (R,).
+
+        Args:
+            record_indices: (R,) rows of the records.
+        """
         num_bytes: Ints = self.log.extent_bytes(record_indices) + self._row_bytes
         return num_bytes
 
     def partition(self, partition_id: int) -> Partition:
-        """Return a partition, which is created empty if it is new."""
+        """Return the `Partition` of this number, and create an empty one if the number is new."""
         partition = self.partitions.get(partition_id)
         if partition is None:
             partition = self.partitions[partition_id] = Partition(self.max_closed_ids)
@@ -273,10 +312,15 @@ class RecordTable:
     # Opening and closing records
 
     def allocate(self, record_id: str, partition_id: int, partition: Partition) -> int:
-        """Return a free row for a new record and register its id.
+        """Return a free row for a new record and register the record's id.
 
-        Of the row's arrays only `observed_mask` is ready; call `initialize` for the others. Both steps are separate,
-        because a batch opens many records one by one and initializes them at once.
+        The caller must then pass the row to `initialize`: so far only its `observed_mask` is correct (all zero). The
+        two steps are separate, because a batch opens many records one by one and initializes them at once.
+
+        Args:
+            record_id: Id of the new record.
+            partition_id: Number of its partition.
+            partition: The `Partition` of this number.
         """
         if not self._free_indices:
             self._grow()
@@ -289,7 +333,7 @@ class RecordTable:
         return record_index
 
     def _grow(self) -> None:
-        """Double the number of rows. New rows are filled with zeros."""
+        """Double the number of rows, at least to `MIN_CAPACITY`. New rows are free and filled with zeros."""
         old_capacity = self.capacity
         new_capacity = max(MIN_CAPACITY, 2 * old_capacity)
         for name in self._array_names:
@@ -302,10 +346,14 @@ class RecordTable:
         self._free_indices.extend(range(new_capacity - 1, old_capacity - 1, -1))
 
     def _check_misrouted(self, record_id: str, partition_id: int) -> None:
-        """Count the record as misrouted if its id is open in another partition.
+        """Count a record that was just opened as misrouted if its id is open in another partition, too.
 
-        The cause is a producer that does not use the record id as the message key: the readings of one record are
+        The cause is a producer that does not use the record id as the Kafka message key. The readings of one record are
         then spread over partitions and scored as several records.
+
+        Args:
+            record_id: Id of the record.
+            partition_id: Number of its partition.
         """
         for other_id, partition in self.partitions.items():
             if other_id != partition_id and record_id in partition.record_index_by_id:
@@ -314,12 +362,13 @@ class RecordTable:
                 return
 
     def initialize(self, record_indices: Ints, partition_ids: NDArray[np.int32], model_version: int | Ints) -> None:
-        """Set the rows of R new records, which have no readings yet.
+        """Set the rows of R new records to the state before their first reading.
 
         Args:
-            record_indices: (R,) rows that `allocate` has returned last, in that order.
-            partition_ids: (R,) partition of each record.
-            model_version: Number of the model that scores them, one for all or (R,).
+            record_indices: (R,) rows from the last R calls of `allocate`, in the order of the calls. The order of
+                opening (`open_order`) is derived from it.
+            partition_ids: (R,) partition number of each record.
+            model_version: Number of the model version that scores the records: one for all, or (R,).
         """
         self.is_open[record_indices] = True
         self.partition_ids[record_indices] = partition_ids
@@ -334,13 +383,13 @@ class RecordTable:
         self.reset_scores(record_indices)
 
     def close(self, record_indices: Sequence[int], reason: CloseReason | Sequence[CloseReason]) -> ClosedRecords:
-        """Close records and return what is known about them at their end.
+        """Close records, so that their later events are rejected, and return their final scores.
 
-        Their ids become closed ids. The rows stay readable until `release`.
+        The rows of the records stay readable until `release`.
 
         Args:
             record_indices: Rows of R records.
-            reason: One reason for all, or one for each.
+            reason: Why the records are closed: one reason for all, or R reasons.
         """
         reasons = [reason] * len(record_indices) if isinstance(reason, CloseReason) else list(reason)
         rows = np.array(record_indices, np.int64)
@@ -349,7 +398,7 @@ class RecordTable:
             record_indices, ids, self.partition_ids[rows].tolist(), strict=True
         ):
             partition = self.partitions[partition_id]
-            # The id of a record that a batch has completed is closed already and may belong to a new record.
+            # The id of a record that ended within a batch is closed already, and may belong to a newer record now.
             if partition.record_index_by_id.get(record_id) == record_index:
                 partition.close(record_id)
         self.is_open[rows] = False
@@ -368,14 +417,21 @@ class RecordTable:
         )
 
     def close_ids(self, partition_id: int, record_ids: Iterable[str]) -> list[int]:
-        """Close ids of a partition, whether their records are open or not, and return the rows of the open ones."""
+        """Close record ids of one partition, whether or not they have an open record.
+
+        A consumer that replays a log uses this for records that the previous run closed by a decision (such as a
+        time-out). Their events are then rejected as they were before.
+
+        Returns:
+            The rows of those records that were open.
+        """
         partition = self.partition(partition_id)
         closed_indices = [index for record_id in record_ids if (index := partition.close(record_id)) is not None]
         self.is_open[closed_indices] = False
         return closed_indices
 
     def release(self, record_indices: Collection[int]) -> None:
-        """Free the rows of closed records for new ones."""
+        """Free the rows of closed records, and the memory of their readings, for new records."""
         rows = np.fromiter(record_indices, np.int64, len(record_indices))
         self.observed_mask[rows] = 0
         self.log.free(rows)
@@ -385,12 +441,20 @@ class RecordTable:
                 self.unseen_labels.pop(record_index, None)
 
     def drop_partitions(self, partition_ids: Iterable[int]) -> None:
-        """Drop partitions that have no open record, with their closed ids and watermarks."""
+        """Remove partitions, with their closed ids and watermarks. Their records must be closed already."""
         for partition_id in partition_ids:
             self.partitions.pop(partition_id, None)
 
     def empty_copy(self, schema: Schema, holds_ties: bool) -> RecordTable:
-        """Return a table for another model without records; only statistics about the input are carried over."""
+        """Return a table without records for another model.
+
+        The counts of misrouted records and of late tie groups are copied, since they describe the input.
+
+        Args:
+            schema: The features of the other model.
+            holds_ties: Whether the new table scores tie groups (readings of one record with the same event time)
+                together.
+        """
         records = RecordTable(schema, self.max_closed_ids, holds_ties)
         records.num_misrouted, records.misrouted_example = self.num_misrouted, self.misrouted_example
         records._num_late_tie_groups = self._num_late_tie_groups
@@ -399,36 +463,58 @@ class RecordTable:
     # Reading the table
 
     def ingest(self, batch: EventBatch, now: int, model_version: int = 0) -> tuple[AcceptedReadings, list[Rejection]]:
-        """Enter a batch of events into the table; see the function `ingest`."""
+        """Enter a batch of events into the table, and return the accepted readings and the rejections.
+
+        Args:
+            batch: Events in the order of arrival.
+            now: Time of arrival, microseconds since 1970.
+            model_version: Number of the model version that scores the records that are opened.
+        """
         return ingest(self, batch, now, model_version)
 
     def is_complete(self, record_indices: Ints) -> Bools:
-        """Return whether every feature of R records was observed or declared missing, (R,)."""
+        """Return for each of R records whether all its features were observed or declared missing, (R,).
+
+        Args:
+            record_indices: (R,) rows of the records.
+        """
         num_known = self.num_readings[record_indices] + self.num_declared_missing[record_indices]
         is_complete: Bools = num_known == len(self.schema)
         return is_complete
 
     def readings_of(self, record_index: int) -> tuple[Ints, Floats]:
-        """Return copies of the feature codes and raw values of one record's readings, each (L,)."""
+        """Return the feature codes and the raw values of one record's L readings in the order of its log, each (L,).
+
+        The arrays are copies.
+        """
         return self.log.gather(np.int64(record_index), np.arange(int(self.num_readings[record_index])))
 
     def missing_features(self, record_indices: Ints) -> tuple[Ints, Ints]:
-        """Return the features of R records that were declared missing.
+        """Return the A features that were declared missing ("will not be observed") in any of R records.
+
+        Args:
+            record_indices: (R,) rows of the records.
 
         Returns:
-            (A,) position of the record among the R, and (A,) feature code, ordered by both.
+            (A,) index into `record_indices` of each feature's record, and (A,) feature codes. They are ordered by the
+            index and then by the code.
         """
-        position = np.flatnonzero(self.num_declared_missing[record_indices] > 0)
-        rows = record_indices[position]
+        with_missing = np.flatnonzero(self.num_declared_missing[record_indices] > 0)
+        rows = record_indices[with_missing]
         mask = np.unpackbits(self.observed_mask[rows], axis=1, count=len(self.schema), bitorder="little")
+        # The mask holds observed and missing features. Those with a reading are observed; the others are missing.
         is_missing = mask.astype(np.bool_)
-        row, place = ragged_indices(self.num_readings[rows])
-        is_missing[row, self.log.gather_features(rows[row], place)] = False
-        row, code = np.nonzero(is_missing)
-        return position[row], code
+        record, place = ragged_indices(self.num_readings[rows])
+        is_missing[record, self.log.gather_features(rows[record], place)] = False
+        record, code = np.nonzero(is_missing)
+        return with_missing[record], code
 
     def indices_of_partitions(self, partition_ids: Iterable[int] | None = None) -> list[int]:
-        """Return the open records of some or all partitions, ordered by partition and then by when they were opened."""
+        """Return the rows of open records, ordered by partition and then by when they were opened.
+
+        Args:
+            partition_ids: Numbers of the partitions whose records are returned, None for all partitions.
+        """
         is_member = self.is_open
         if partition_ids is not None:
             is_member = is_member & np.isin(self.partition_ids, list(partition_ids))
@@ -438,11 +524,11 @@ class RecordTable:
         return record_indices
 
     def reading_counts(self, record_indices: Iterable[int]) -> dict[int, dict[str, int]]:
-        """Return the number of readings of each record, by partition and record id."""
+        """Return the number of readings of the records in these rows, by partition number and then by record id."""
         counts: dict[int, dict[str, int]] = {}
         for record_index in record_indices:
-            of_partition = counts.setdefault(int(self.partition_ids[record_index]), {})
-            of_partition[self.record_ids[record_index]] = int(self.num_readings[record_index])
+            count_by_id = counts.setdefault(int(self.partition_ids[record_index]), {})
+            count_by_id[self.record_ids[record_index]] = int(self.num_readings[record_index])
         return counts
 
     # Finding records that have been idle
@@ -454,28 +540,45 @@ class RecordTable:
         return self.open_order[record_indices]
 
     def _is_latest_event(self, record_indices: Ints, times: Ints) -> Bools:
-        """Return whether each record is open and its last event was accepted at the given time."""
+        """Return for each of E queue entries whether its record is open and has no event after the entry's time, (E,).
+
+        Args:
+            record_indices: (E,) rows of the records.
+            times: (E,) when an event of each record was accepted, microseconds.
+        """
         is_latest: Bools = self.is_open[record_indices] & (self.last_accepted_at[record_indices] == times)
         return is_latest
 
     def _is_latest_pending(self, record_indices: Ints, times: Ints) -> Bools:
-        """Return the same as `_is_latest_event`, and false for records without readings that wait for their ties."""
+        """Return for each of E queue entries whether it is current and its record has pending readings, (E,).
+
+        Pending readings wait for the decision of their tie group (readings of one record with the same event time).
+
+        Args:
+            record_indices: (E,) rows of the records.
+            times: (E,) when an event of each record was accepted, microseconds. An entry is current if its record is
+                open and has no later event.
+        """
         is_latest: Bools = self._is_latest_event(record_indices, times) & (self.num_pending[record_indices] > 0)
         return is_latest
 
     def select_idle(
         self, until: int, excluded_partitions: Collection[int] = (), pending_only: bool = False
     ) -> tuple[list[int], int | None]:
-        """Return the open records whose last event was accepted at or before a time.
+        """Return the open records that have been idle since a time, in order to close them or decide their tie groups.
 
         Args:
-            until: The time, microseconds.
-            excluded_partitions: Partitions whose records are not selected, because they are being restored.
-            pending_only: Select only records with readings that wait for the decision of their tie group.
+            until: Records are selected if their last event was accepted at or before this time, in microseconds since
+                1970.
+            excluded_partitions: Partitions whose records are not selected. They are being restored: their history is
+                still being read, so their records must not be closed.
+            pending_only: Select only records with readings that wait for the decision of their tie group (readings of
+                one record with the same event time).
 
         Returns:
-            Their rows, the longest idle first, then by partition and opening; and the time of the last event of the
-            longest idle record among the others, None if there is none.
+            The rows of the selected records, ordered by the time of their last event, then by partition and order of
+            opening. Then the earliest time of a last event among the records that are not selected, None if there is
+            none. The caller need not look again before that record times out.
         """
         queue = self._pending_queue if pending_only else self._idle_queue
         selected = queue.select_until(until, excluded_partitions)
@@ -488,90 +591,132 @@ class RecordTable:
         num_bytes: int = 0,
         skipped: Collection[int] = (),
     ) -> list[int]:
-        """Return the records that have been idle for longest, enough of them to free records and bytes.
+        """Return the records to close if the table exceeds its limits: those that have been idle for longest.
 
         Args:
             num_records: At least this many records are selected.
-            excluded_partitions: Partitions whose records are not selected, because they are being restored.
-            num_bytes: At least this many bytes are freed by closing the selected records.
-            skipped: Rows that are not selected and do not count, because they are being closed anyway.
+            excluded_partitions: Partitions whose records are not selected. They are being restored: their history is
+                still being read, so their records must not be closed.
+            num_bytes: Closing the selected records frees at least this many bytes.
+            skipped: Rows that are not selected and do not count, because they are being closed already.
 
         Returns:
-            Their rows, the longest idle first, then by partition and opening. All records of the table that may be
-            selected, if they are not enough.
+            The rows of the fewest records that suffice, ordered by the time of their last event, then by partition and
+            order of opening. If all eligible records do not suffice, all of them.
         """
-        num_wanted = max(num_records, -(-num_bytes // self._row_bytes), 1)
+        # A record frees at least `_row_bytes`. Records with readings free more, so this estimate may be too large.
+        num_candidates = max(num_records, -(-num_bytes // self._row_bytes), 1)
         while True:
-            candidates = self._idle_queue.select_first(num_wanted + len(skipped), excluded_partitions)
-            is_last_try = len(candidates) < num_wanted + len(skipped)
+            num_requested = num_candidates + len(skipped)
+            candidates = self._idle_queue.select_first(num_requested, excluded_partitions)
+            has_all_records = len(candidates) < num_requested
             if skipped:
                 candidates = candidates[~np.isin(candidates, list(skipped))]
             freed_bytes = np.cumsum(self.bytes_of(candidates))
             num_for_bytes = int(np.searchsorted(freed_bytes, num_bytes)) + 1 if num_bytes > 0 else 0
             num_selected = max(num_records, num_for_bytes)
-            if num_selected <= len(candidates) or is_last_try:
+            if num_selected <= len(candidates) or has_all_records:
                 selected: list[int] = candidates[:num_selected].tolist()
                 return selected
-            num_wanted *= 2
+            num_candidates *= 2
 
     # Changing what is known about a record
 
     def touch(self, record_indices: Ints, now: int) -> None:
-        """Store that events of these records were accepted now (microseconds)."""
+        """Store that events of R records were accepted now, which restarts the time-outs of these records.
+
+        Args:
+            record_indices: (R,) rows of the records.
+            now: Current time, microseconds since 1970.
+        """
         self.last_accepted_at[record_indices] = now
         self._idle_queue.push(record_indices, now)
         if self.holds_ties:
-            # A feature that is declared missing postpones the time-out of readings that wait, like a further reading.
+            # The time-out of a tie group restarts with every event of its record, even one without a reading (an event
+            # that declares a feature as missing).
             self._pending_queue.push(record_indices[self.num_pending[record_indices] > 0], now)
 
     def reset_scores(self, record_indices: Ints) -> None:
-        """Set the running numbers of records to those before their first reading."""
+        """Set the running statistics of the records in these rows to those before their first reading."""
         self.running[record_indices] = INITIAL_RUNNING
 
     def set_p_values(self, record_indices: Ints, p_values: Floats) -> None:
-        """Store the current p-values of R records, (R,)."""
+        """Store the current p-value of each of R records.
+
+        Args:
+            record_indices: (R,) rows of the records.
+            p_values: (R,) p-values.
+        """
         self.running["p_value"][record_indices] = p_values
 
     def mark_alerted(self, record_index: int, alert: AlertState) -> None:
-        """Store that a record has alerted; the place of its first alert and the strictest alpha are kept."""
+        """Store that a record has alerted, so that it alerts again only at a stricter (smaller) alpha.
+
+        Args:
+            record_index: Row of the record.
+            alert: Position of the alerting reading, which is stored for the first alert only; and the alpha of the
+                alert. The table keeps the strictest alpha.
+        """
         if self.alert_seq[record_index] < 0:
             self.alert_seq[record_index] = alert.seq
         self.alert_alpha[record_index] = min(self.alert_alpha[record_index], alert.alpha)
 
     def set_pending(self, record_indices: Ints, num_pending: Ints, tie_time: Ints) -> None:
-        """Store how many of the last readings of R records wait for their tie group, and its event time, each (R,)."""
+        """Store the state of the last tie group (readings of one record with the same event time) of R records.
+
+        Args:
+            record_indices: (R,) rows of the records.
+            num_pending: (R,) how many readings at the end of each record wait for the decision of the group.
+            tie_time: (R,) event time of the group, microseconds since 1970.
+        """
         self.num_pending[record_indices] = num_pending
         self.tie_time[record_indices] = tie_time
         waiting = record_indices[num_pending > 0]
         self._pending_queue.push(waiting, self.last_accepted_at[waiting])
 
     def clear_pending(self, record_indices: Ints) -> None:
-        """Store that no reading of these records waits any more, because their tie groups are decided."""
+        """Store that no reading in these rows waits for its tie group any more, because the groups are decided."""
         self.num_pending[record_indices] = 0
 
     def add_late_tie_groups(self, num_groups: int) -> None:
-        """Count tie groups that began after the group of their event time had been decided."""
+        """Add to the number of late tie groups, which a metric reports.
+
+        A tie group (readings of one record with the same event time) is late if it began after another group of the
+        same record and time had been decided.
+        """
         self._num_late_tie_groups += num_groups
 
     def pop_late_tie_groups(self) -> int:
-        """Return the number of late tie groups since the last call."""
+        """Return the number of late tie groups since the last call, and set it to 0.
+
+        A tie group (readings of one record with the same event time) is late if it began after another group of the
+        same record and time had been decided.
+        """
         num_groups, self._num_late_tie_groups = self._num_late_tie_groups, 0
         return num_groups
 
     def add_unseen_label(self, record_index: int, place: int, text: str) -> None:
-        """Store the text of a label that the model does not have, for the reading at this place of the record."""
+        """Store the text of a label that the model does not have, so that alerts and snapshots can contain it.
+
+        Args:
+            record_index: Row of the record.
+            place: Position of the reading in the record, from 0.
+            text: The label.
+        """
         self.unseen_labels.setdefault(record_index, {})[place] = text
 
     def reorder_readings(self, record_indices: Ints, places: Ints, order: Ints) -> None:
-        """Rearrange readings within their records.
+        """Rearrange M readings within their records, such as a tie group that is stored in canonical order.
 
         Args:
-            record_indices: (M,) rows of the record table.
-            places: (M,) places of the readings.
-            order: (M,) index of the reading that belongs at each of these places, of the same record.
+            record_indices: (M,) row of each reading's record.
+            places: (M,) position of each reading in its record.
+            order: (M,) permutation of the M readings: reading `order[i]` moves to the position of reading i. Both must
+                be of the same record.
         """
         features, values = self.log.gather(record_indices, places)
         self.log.write(record_indices, places, features[order], values[order])
+        # Texts of unseen labels move with their readings. All are removed before any is stored, so none is overwritten.
         moved = np.flatnonzero(order != np.arange(len(order)))
         text_by_target = {}
         for target, origin in zip(moved.tolist(), order[moved].tolist(), strict=True):
@@ -595,19 +740,22 @@ class RecordTable:
         alert_seq: NDArray[np.int32],
         alert_alpha: Floats,
     ) -> None:
-        """Fill the rows of R initialized records from a snapshot.
+        """Store the readings and scores of R records from a snapshot (the saved state of a partition).
+
+        The rows must be initialized already. The records have T readings in total, and A features are declared missing
+        ("will not be observed").
 
         Args:
-            record_indices: (R,) rows.
-            last_accepted_at: (R,) time of the last accepted event, microseconds.
-            num_readings: (R,) readings of each record.
+            record_indices: (R,) rows of the records.
+            last_accepted_at: (R,) when the last event of each record was accepted, microseconds since 1970.
+            num_readings: (R,) number of readings of each record.
             features: (T,) feature codes of the readings, one record after the other.
-            values: (T,) raw values of the readings.
-            num_declared_missing: (R,) features of each record that will not be observed.
-            missing_features: (A,) their codes, one record after the other.
-            running: (R,) arrays by field of `RUNNING_DTYPE`.
-            alert_seq: (R,) place of the first alert, -1 if there is none.
-            alert_alpha: (R,) strictest alpha of an alert, `NO_ALERT` if there is none.
+            values: (T,) raw values of the readings, in the same order.
+            num_declared_missing: (R,) number of features of each record that are declared missing.
+            missing_features: (A,) codes of these features, one record after the other.
+            running: Running statistics: an array (R,) for each field of `RUNNING_DTYPE`.
+            alert_seq: (R,) position of the reading that raised the first alert, -1 if there is none.
+            alert_alpha: (R,) strictest (smallest) alpha at which the record alerted, `NO_ALERT` if there is none.
         """
         self.last_accepted_at[record_indices] = last_accepted_at
         self.num_readings[record_indices] = num_readings
@@ -630,13 +778,16 @@ class RecordTable:
     def restore_ties(
         self, record_indices: Ints, is_tied: Bools, num_pending: NDArray[np.int32], tie_time: Ints
     ) -> None:
-        """Fill the tie groups of R restored records.
+        """Store which readings of R restored records form tie groups (readings of one record with the same event time).
+
+        Call it after `restore_records`, with T, the total number of readings of these records.
 
         Args:
-            record_indices: (R,) rows.
-            is_tied: (T,) whether each reading belongs to the tie group of the one before it, record after record.
-            num_pending: (R,) how many of the last readings wait for the decision of their tie group.
-            tie_time: (R,) event time of the last tie group, microseconds.
+            record_indices: (R,) rows of the records.
+            is_tied: (T,) for each reading, one record after the other: whether it belongs to the same tie group as the
+                reading before it.
+            num_pending: (R,) how many readings at the end of each record wait for the decision of their tie group.
+            tie_time: (R,) event time of each record's last tie group, microseconds since 1970.
         """
         record, place = ragged_indices(self.num_readings[record_indices])
         self.log.mark_tied(record_indices[record], place, is_tied)
@@ -648,15 +799,16 @@ def ingest(
 ) -> tuple[AcceptedReadings, list[Rejection]]:
     """Enter a batch of events into a record table.
 
-    An event of an id that is neither open nor closed opens a record. An event is rejected if its record is closed, or
-    if its record has the feature already. A batch without rejections and windows is entered by array operations;
-    any other batch is entered event by event, with the same result.
+    An event whose record id is neither open nor closed opens a record. An event is rejected if its record is closed, or
+    if its record has the feature already. If no event is rejected or belongs to a window (a record that collects the
+    readings of one device within an interval of time), the batch is entered by array operations. Otherwise it is
+    entered event by event, which is slower and has the same result.
 
     Args:
         records: The table.
         batch: Events in the order of arrival.
-        now: Time of arrival, microseconds.
-        model_version: Number of the model that scores the records that are opened.
+        now: Time of arrival, microseconds since 1970.
+        model_version: Number of the model version that scores the records that are opened.
 
     Returns:
         The accepted readings and the rejections.
@@ -670,15 +822,21 @@ def ingest(
 
 
 def _open_owners(records: RecordTable, batch: EventBatch, model_version: int) -> Ints | None:
-    """Return the record index of each of N events, (N,), and open the records that are new.
+    """Return the owner of each of N events (the row of its record in the table), (N,), and open new records.
 
     If any event of the batch would be rejected, nothing is changed and None is returned.
+
+    Args:
+        records: The table.
+        batch: The N events.
+        model_version: Number of the model version that scores the records that are opened.
     """
     num_features, capacity = len(records.schema), records.capacity
-    ids, row = batch.records_of_rows()
+    # Events from one row of an input table are of one record, so ids are looked up once per input row.
+    ids, input_row_by_event = batch.records_of_rows()
     partitions = batch.partitions if batch.row_boundaries is None else batch.partitions[batch.row_boundaries[:-1]]
     partition_ids, indices = partitions.tolist(), list[int]()
-    # Events of one partition mostly stand together, so look up each run of them in one mapping.
+    # Neighbouring ids are mostly of one partition, so each run of them is looked up in the mapping of that partition.
     for begin, end in pairwise(run_boundaries(partitions).tolist()):
         index_by_id = records.partition(partition_ids[begin]).record_index_by_id
         indices += map(index_by_id.get, ids[begin:end], repeat(-1))
@@ -693,8 +851,8 @@ def _open_owners(records: RecordTable, batch: EventBatch, model_version: int) ->
                 return None
             index = provisional_index[partition_id, record_id] = capacity + len(provisional_index)
         record_indices[i] = index
-    owners = record_indices if batch.row_boundaries is None else record_indices[row]
-    reading_keys = owners * num_features + batch.features
+    owners = record_indices if batch.row_boundaries is None else record_indices[input_row_by_event]
+    reading_keys = owners * num_features + batch.features  # a number that is unique for each record and feature
     reading_keys.sort()
     if (reading_keys[1:] == reading_keys[:-1]).any():
         return None  # the batch has a feature of a record twice
@@ -718,19 +876,43 @@ def _open_owners(records: RecordTable, batch: EventBatch, model_version: int) ->
 def _mask_bits(
     records: RecordTable, record_indices: Ints, features: NDArray[np.int32]
 ) -> tuple[Ints, NDArray[np.uint8]]:
-    """Return where the flags of M features are in the flattened `observed_mask`: byte index and bit, each (M,)."""
+    """Return where `observed_mask` stores that M records have M features.
+
+    The mask is a bit set: feature f is bit f % 8 of byte f // 8 in the row of its record.
+
+    Args:
+        records: The record table with the mask.
+        record_indices: (M,) rows of the table.
+        features: (M,) feature codes.
+
+    Returns:
+        (M,) index of the byte in the flattened mask; and (M,) a number in which only the feature's bit is 1.
+    """
     byte = record_indices * records.observed_mask.shape[1] + (features >> 3)
     return byte, np.left_shift(1, features & 7).astype(np.uint8)
 
 
 def _ingest_vectorized(records: RecordTable, batch: EventBatch, owners: Ints, now: int) -> AcceptedReadings:
-    """Enter N events, of which none is rejected, into the records `owners`, (N,)."""
-    is_reading = ~np.isnan(batch.values)
+    """Enter N events by array operations, if none of them is rejected or belongs to a window.
+
+    Args:
+        records: The record table, in which all records of the events are open.
+        batch: The N events.
+        owners: (N,) row of each event's record in the table, from `_open_owners`.
+        now: Time of arrival, microseconds since 1970.
+
+    Returns:
+        The accepted readings. Records that are complete now are closed.
+    """
+    is_reading = ~np.isnan(batch.values)  # NaN declares a feature as missing
+    # Sort the events by record, so that the events of each record are one run of `by_record`.
     by_record = owners.argsort(kind="stable")
     boundaries, is_reading_by_record = run_boundaries(owners[by_record]), is_reading[by_record]
     begin, num_events = boundaries[:-1], boundaries[1:] - boundaries[:-1]
     touched = owners[by_record[begin]]
     num_before = records.num_readings[touched]
+    # A reading's position is the number of earlier readings of its record: those stored before this batch, and those
+    # before it in the record's run (all earlier ones in sorted order minus those before the run).
     seq = np.empty(len(owners), np.int64)
     readings_before = is_reading_by_record.cumsum() - is_reading_by_record
     seq[by_record] = readings_before + (num_before - readings_before[begin]).repeat(num_events)
@@ -750,6 +932,7 @@ def _ingest_vectorized(records: RecordTable, batch: EventBatch, owners: Ints, no
     records.num_declared_missing[touched] += num_events - num_new
     records.touch(touched, now)
 
+    # Close complete records in the order of their last events, as if the events were entered one by one.
     complete = records.is_complete(touched).nonzero()[0]
     last_event = by_record[boundaries[complete + 1] - 1]
     closed = touched[complete[last_event.argsort()]]
@@ -763,7 +946,19 @@ def _ingest_vectorized(records: RecordTable, batch: EventBatch, owners: Ints, no
 def _ingest_sequential(
     records: RecordTable, batch: EventBatch, now: int, model_version: int
 ) -> tuple[AcceptedReadings, list[Rejection]]:
-    """Enter events one by one, because some are rejected or belong to windows of a device's time."""
+    """Enter events one by one, because some are rejected or belong to windows.
+
+    A window is a record that collects the readings of one device within an interval of time.
+
+    Args:
+        records: The record table.
+        batch: Events in the order of arrival.
+        now: Time of arrival, microseconds since 1970.
+        model_version: Number of the model version that scores the records that are opened.
+
+    Returns:
+        The accepted readings and the rejections. Records that are complete, or whose window is over, are closed.
+    """
     event_indices: list[int] = []
     record_indices: list[int] = []
     seq: list[int] = []
@@ -842,14 +1037,14 @@ def _ingest_sequential(
 def _store_accepted(
     records: RecordTable, batch: EventBatch, accepted: AcceptedReadings, new_counts: dict[int, int], now: int
 ) -> None:
-    """Store what `_ingest_sequential` has accepted in the arrays of the table.
+    """Store the readings that `_ingest_sequential` has accepted in the arrays of the record table.
 
     Args:
         records: The table, in which new records are initialized already.
         batch: The batch of events.
-        accepted: The accepted readings, declared missing features and closed records of the batch.
-        new_counts: By record index, the number of readings of each record that has accepted events.
-        now: Time of arrival, microseconds.
+        accepted: The accepted readings, the features that were declared missing, and the records that ended.
+        new_counts: For each record with accepted events, by row of the table: its new number of readings.
+        now: Time of arrival, microseconds since 1970.
     """
     touched = np.array(list(new_counts), np.int64)
     counts = np.array(list(new_counts.values()), np.int64)
@@ -863,7 +1058,14 @@ def _store_accepted(
 
 
 def _reject(records: RecordTable, batch: EventBatch, event_index: int, reason: RejectionReason) -> Rejection:
-    """Return the rejection of an event that is late or a duplicate, with a sentence about the cause."""
+    """Return the rejection of one event, with a message that names its record, its feature and the cause.
+
+    Args:
+        records: The record table.
+        batch: The batch of events.
+        event_index: Index of the event in the batch.
+        reason: LATE (its record is closed) or DUPLICATE (its record has the feature already).
+    """
     feature = records.schema.names[batch.features[event_index]]
     cause = "its record is closed" if reason is RejectionReason.LATE else "the record has this feature already"
     record_id = batch.record_ids[event_index]
