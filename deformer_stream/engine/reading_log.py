@@ -1,8 +1,8 @@
 """The readings that open records have received so far, in shared arrays.
 
 Few records have a reading of every feature, so a row of fixed width per record would be mostly empty. A `ReadingLog`
-gives each record an extent (consecutive places in shared arrays) that is just large enough. An extent that is full is
-replaced by one of twice the size, and an extent that is given back is used again for another record.
+gives each record an extent (consecutive elements of shared arrays) of about the size that it needs. When an extent is
+full, it is replaced by one of twice the size. The extent of a closed record is used again for another record.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ Indexes = NDArray[np.int64] | np.int64
 Bools = NDArray[np.bool_]
 
 MIN_EXTENT_SIZE = 8
-"""Places in the smallest extent. Smaller ones would save few bytes beside the record's row in the table, and records
-would be copied more often while they grow."""
+"""Readings that fit into the smallest extent (the part of the shared arrays that one record occupies). Smaller extents
+would save little compared with the record's row in the table, and growing records would be copied more often."""
 INITIAL_NUM_PLACES = 1024
+"""Length of the shared arrays of a new log, in readings."""
 
 
 class _IndexStack:
-    """A growing stack of integers, pushed and popped as arrays."""
+    """A growing stack of integers, which are pushed and popped several at a time, as arrays."""
 
     def __init__(self) -> None:
         self._items = np.empty(64, np.int64)
@@ -41,7 +42,7 @@ class _IndexStack:
         self._num_items = end
 
     def pop(self, max_items: int) -> Ints:
-        """Remove and return at most `max_items` integers from the top."""
+        """Remove and return the last `max_items` integers that were pushed, or all if there are fewer."""
         first = max(0, self._num_items - max_items)
         popped = self._items[first : self._num_items].copy()
         self._num_items = first
@@ -51,20 +52,22 @@ class _IndexStack:
 class ReadingLog:
     """The readings of the open records of a table, in order of arrival within each record.
 
-    A place is the position of a reading in its record, counted from 0. The size of an extent depends on the number of
-    readings only. The number of bytes in use is therefore the same after a restart, and it does not depend on the
-    history of the process.
+    Records are identified by their row in the record table. A place is the position of a reading in its record, counted
+    from 0. The readings of a record occupy an extent: consecutive elements of arrays that all records share. The size
+    of an extent depends only on the number of readings, so the bytes in use are the same after a restart.
 
     Args:
-        num_features: Features of the schema; a record has at most one reading of each.
-        has_ties: Whether the log stores which readings belong to the tie group (readings of one record with the same
-            event time) of the reading before them.
+        num_features: Number of features of the schema; a record has at most one reading of each.
+        has_ties: Whether to store a flag for each reading: whether it belongs to the same tie group as the reading
+            before it. A tie group is the readings of one record with the same event time.
 
     Attributes:
-        num_places: Total size of the extents in use.
+        num_places: How many readings fit into all extents in use.
     """
 
     def __init__(self, num_features: int, has_ties: bool) -> None:
+        # Extent sizes double, except that the first is `MIN_EXTENT_SIZE` and the last holds a reading of every feature.
+        # Size class 0, without places, is that of a record without an extent.
         sizes = [0]
         while sizes[-1] < num_features:
             sizes.append(min(num_features, max(MIN_EXTENT_SIZE, 2 * sizes[-1])))
@@ -72,7 +75,7 @@ class ReadingLog:
         self._free_extents = [_IndexStack() for _ in sizes]
         self._has_ties = has_ties
         self.num_places = 0
-        self._end = 0  # no extent has ever used a place from here on
+        self._end = 0  # elements of the shared arrays from this index on have never been part of an extent
         self._features = np.empty(INITIAL_NUM_PLACES, np.int16)
         self._values = np.empty(INITIAL_NUM_PLACES, np.float64)
         self._is_tied = np.empty(INITIAL_NUM_PLACES if has_ties else 0, np.bool_)
@@ -81,40 +84,46 @@ class ReadingLog:
 
     @property
     def bytes_per_place(self) -> int:
-        """Bytes of one reading: feature code, value and, if there are tie groups, the tie flag."""
+        """Bytes of one reading: its feature code, its value and, if the log stores tie groups, its tie flag."""
         return self._features.itemsize + self._values.itemsize + (self._is_tied.itemsize if self._has_ties else 0)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all extents in use."""
+        """Bytes of all extents in use (the parts of the shared arrays that records occupy)."""
         return self.num_places * self.bytes_per_place
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that the log keeps per row of the record table, besides the extent."""
+        """Bytes that the log uses per row of the record table in addition to the record's readings."""
         return self._extent_start.itemsize + self._extent_size.itemsize
 
     def extent_bytes(self, record_indices: Ints) -> Ints:
-        """Return the bytes of the extents of the given records, (R,)."""
+        """Return the bytes that the readings of each of R records occupy, including reserved places, (R,).
+
+        Args:
+            record_indices: (R,) rows of the record table.
+        """
         return self._extent_size[record_indices].astype(np.int64) * self.bytes_per_place
 
     def resize(self, num_records: int) -> None:
-        """Make room for records with an index below `num_records`; new ones have no extent."""
+        """Follow the record table when its number of rows grows to `num_records`. New rows have no readings."""
         num_new = num_records - len(self._extent_start)
         self._extent_start = np.append(self._extent_start, np.zeros(num_new, np.int64))
         self._extent_size = np.append(self._extent_size, np.zeros(num_new, np.int32))
 
     def reserve(self, record_indices: Ints, num_stored: Ints, num_readings: Ints) -> None:
-        """Make the extents of R distinct records large enough.
+        """Provide enough places for the readings of R records, so that they can be written.
 
         Args:
-            record_indices: (R,) rows of the record table.
-            num_stored: (R,) readings that each record has now; they are kept.
-            num_readings: (R,) readings that each record must be able to hold.
+            record_indices: (R,) distinct rows of the record table.
+            num_stored: (R,) number of readings that each record has now. They are kept.
+            num_readings: (R,) number of readings for which each record needs places, old and new ones.
         """
         too_small = (num_readings > self._extent_size[record_indices]).nonzero()[0]
         if not len(too_small):
             return
+        # Records whose extent is too small move to larger ones: copy their readings, free the old extents, and write
+        # the readings into the new ones.
         growing = record_indices[too_small]
         size_classes = np.searchsorted(self._extent_sizes, num_readings[too_small])
         record, place = ragged_indices(num_stored[too_small])
@@ -132,7 +141,15 @@ class ReadingLog:
             self._is_tied[new_places] = is_tied
 
     def _allocate(self, size_class: int, num_extents: int) -> Ints:
-        """Return the first places of new extents: freed ones if there are any, then unused ones at the end."""
+        """Allocate extents of one size and return where they begin in the shared arrays, (E,) for E extents.
+
+        Freed extents of this size are used first. The others are taken from the unused end of the arrays, which are
+        enlarged if necessary.
+
+        Args:
+            size_class: Index of the size in `_extent_sizes`.
+            num_extents: E, the number of extents.
+        """
         size = int(self._extent_sizes[size_class])
         reused = self._free_extents[size_class].pop(num_extents)
         num_new = num_extents - len(reused)
@@ -144,7 +161,12 @@ class ReadingLog:
         return np.concatenate([reused, first_new])
 
     def _enlarge(self, num_places: int) -> None:
-        """Move all readings into larger shared arrays. Doubling keeps the copies at a constant cost per reading."""
+        """Copy all readings into larger shared arrays.
+
+        Args:
+            num_places: New length of the arrays. The caller at least doubles it, so that the cost of copying per reading
+                is constant on average.
+        """
         for name in ("_features", "_values", *(("_is_tied",) if self._has_ties else ())):
             array = getattr(self, name)
             larger = np.empty(num_places, array.dtype)
@@ -152,46 +174,67 @@ class ReadingLog:
             setattr(self, name, larger)
 
     def free(self, record_indices: Ints) -> None:
-        """Give back the extents of R distinct records, whose readings are lost."""
+        """Drop the readings of R records, so that other records can use their extents (parts of the shared arrays).
+
+        Args:
+            record_indices: (R,) distinct rows of the record table.
+        """
         size_classes = np.searchsorted(self._extent_sizes, self._extent_size[record_indices])
         for size_class in np.bincount(size_classes).nonzero()[0].tolist():
-            if size_class > 0:
+            if size_class > 0:  # records of size class 0 have no extent
                 members = record_indices[size_classes == size_class]
                 self._free_extents[size_class].push(self._extent_start[members])
                 self.num_places -= int(self._extent_sizes[size_class]) * len(members)
         self._extent_size[record_indices] = 0
 
     def write(self, record_indices: Ints, places: Ints, features: NDArray[np.integer], values: Floats) -> None:
-        """Store M readings at places that `reserve` has provided. All arguments are (M,)."""
-        at = self._extent_start[record_indices] + places
-        self._features[at] = features
-        self._values[at] = values
-
-    def gather(self, record_indices: Indexes, places: Ints) -> tuple[Ints, Floats]:
-        """Return feature codes and raw values of readings.
+        """Store M readings. Their places must be reserved already (`reserve`).
 
         Args:
-            record_indices: Rows of the record table, of any shape that broadcasts with `places`.
-            places: Places of the readings. A place at which its record has no reading gives meaningless numbers.
+            record_indices: (M,) row of each reading's record in the record table.
+            places: (M,) position of each reading in its record, from 0.
+            features: (M,) feature codes.
+            values: (M,) raw values; label codes of discrete features.
         """
-        at = self._extent_start[record_indices] + places
-        return self._features[at].astype(np.int64), self._values[at]
+        elements = self._extent_start[record_indices] + places
+        self._features[elements] = features
+        self._values[elements] = values
+
+    def gather(self, record_indices: Indexes, places: Ints) -> tuple[Ints, Floats]:
+        """Return the feature codes and the raw values of readings.
+
+        Args:
+            record_indices: Row of each reading's record in the record table.
+            places: Position of each reading in its record, from 0. If a record has no reading there, the result is
+                arbitrary numbers.
+
+        Returns:
+            Feature codes (int64) and raw values (label codes of discrete features). Both have the shape to which
+            `record_indices` and `places` broadcast.
+        """
+        elements = self._extent_start[record_indices] + places
+        return self._features[elements].astype(np.int64), self._values[elements]
 
     def gather_features(self, record_indices: Ints, places: Ints) -> Ints:
-        """Return the feature codes that `gather` returns, without the values."""
+        """Return the feature codes of M readings, (M,), without copying their values as `gather` does.
+
+        Args:
+            record_indices: (M,) row of each reading's record in the record table.
+            places: (M,) position of each reading in its record, from 0.
+        """
         features: Ints = self._features[self._extent_start[record_indices] + places].astype(np.int64)
         return features
 
     def gather_padded(self, record_indices: Ints, num_readings: Ints) -> tuple[Ints, Floats]:
-        """Return the first readings of R records as matrices.
+        """Return the first readings of R records as padded matrices with one row per record.
 
         Args:
             record_indices: (R,) rows of the record table.
-            num_readings: (R,) how many readings of each record.
+            num_readings: (R,) number of readings to return of each record.
 
         Returns:
-            (R, L) feature codes and (R, L) raw values, where L is the largest of `num_readings`, or 1. Padding at the
-            end of a row has code -1 and value 0.
+            (R, L) feature codes and (R, L) raw values, in order of arrival. L is the largest of `num_readings`, at
+            least 1. Padding at the end of a row has code -1 and value 0.
         """
         place = np.arange(max(1, int(num_readings.max(initial=0))))
         is_reading = place < num_readings[:, None]
@@ -199,10 +242,26 @@ class ReadingLog:
         return np.where(is_reading, features, -1), np.where(is_reading, values, 0.0)
 
     def mark_tied(self, record_indices: Ints, places: Ints, is_tied: Bools) -> None:
-        """Store for M readings whether each belongs to the tie group of the reading before it. Arguments are (M,)."""
+        """Store which of M readings continue a tie group (readings of one record with the same event time).
+
+        Args:
+            record_indices: (M,) row of each reading's record in the record table.
+            places: (M,) position of each reading in its record, from 0.
+            is_tied: (M,) whether the reading belongs to the same tie group as the reading before it in its record.
+        """
         self._is_tied[self._extent_start[record_indices] + places] = is_tied
 
     def is_tied(self, record_indices: Indexes, places: Ints) -> Bools:
-        """Return whether readings belong to the tie group of the reading before them, in the shape of `places`."""
+        """Return whether each reading belongs to the same tie group as the reading before it in its record.
+
+        A tie group is the readings of one record with the same event time.
+
+        Args:
+            record_indices: Row of each reading's record in the record table.
+            places: Position of each reading in its record, from 0.
+
+        Returns:
+            A boolean array of the shape to which `record_indices` and `places` broadcast.
+        """
         is_tied: Bools = self._is_tied[self._extent_start[record_indices] + places]
         return is_tied
