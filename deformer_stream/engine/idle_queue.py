@@ -1,8 +1,8 @@
-"""A priority queue of open records, the longest idle first, which needs no work for records that stay open.
+"""A priority queue of open records, ordered by how long they have been idle.
 
-A record becomes the last in the queue each time one of its events is accepted. Moving it would need a search, so the
-queue only appends: each poll adds one chunk of entries (record index and time of the last accepted event). An entry is
-outdated once its record has a later event or is closed. Outdated entries are dropped when they reach the front.
+A record moves to the end of the queue each time one of its events is accepted. Moving its entry would need a search, so
+the queue only appends: each poll adds one chunk of entries (record index and time of the last accepted event). An entry
+is outdated if its record has a later event or is closed. Outdated entries are dropped when they reach the front.
 Each entry is appended once and dropped once, so the cost per accepted event does not depend on the number of records.
 """
 
@@ -19,20 +19,24 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 MIN_ENTRIES_TO_COMPACT = 65_536
-"""Below this number of entries, outdated ones are not searched for: they cost too little memory."""
+"""A queue with at most this number of entries is not compacted (its outdated entries are not removed), because they
+need little memory."""
 GROWTH_TO_COMPACT = 4
-"""Outdated entries are removed when the queue has grown by this factor since the last time."""
+"""The queue is compacted (its outdated entries are removed) when it has grown by this factor since the last time."""
 SLICE_SIZE = 4_096
-"""Entries of a chunk that are examined at once if only its first ones are wanted."""
+"""Number of entries at the front of a chunk that are examined in one step, if only its first current entries are
+needed."""
 
 
 class _Chunk:
-    """Entries in ascending order of time.
+    """A part of the queue: E entries in ascending order of time. An entry is a record and a time.
 
     Attributes:
-        record_indices: (E,) rows of the record table.
-        times: (E,) when the last event of each record was accepted, microseconds.
-        is_ordered: Whether entries with equal times are in their final order, too.
+        record_indices: (E,) rows of the records in the record table.
+        times: (E,) when an event of each record was accepted, microseconds since 1970. It was the record's last event
+            when the entry was made.
+        is_ordered: Whether entries with equal times are also ordered by partition and then by when the records were
+            opened. If not, `IdleQueue._ordered` sorts them when they are needed.
     """
 
     def __init__(self, record_indices: NDArray[np.int32], times: Ints, is_ordered: bool) -> None:
@@ -42,14 +46,14 @@ class _Chunk:
         return len(self.record_indices)
 
     def split(self, num_first: int) -> tuple[_Chunk, _Chunk]:
-        """Return the first `num_first` entries and the others."""
+        """Return two chunks: the first `num_first` entries, and the entries after them."""
         return (
             _Chunk(self.record_indices[:num_first], self.times[:num_first], self.is_ordered),
             _Chunk(self.record_indices[num_first:], self.times[num_first:], self.is_ordered),
         )
 
     def filter(self, is_kept: Bools) -> _Chunk:
-        """Return the entries for which `is_kept`, (E,), is true."""
+        """Return a chunk of those of the E entries for which `is_kept`, (E,), is true."""
         return self if is_kept.all() else _Chunk(self.record_indices[is_kept], self.times[is_kept], self.is_ordered)
 
 
@@ -57,16 +61,18 @@ class IdleQueue:
     """The open records of a table, ordered by the time of their last accepted event.
 
     Records with the same time are ordered by partition and then by when they were opened. The order therefore does not
-    depend on the rows that records happen to have.
+    depend on their rows in the record table, and is the same after a restart.
 
-    Records of some partitions can be excluded from a selection (they are being restored and may not be closed yet).
-    They are set aside and return to the queue when their partition is no longer excluded.
+    A selection can exclude partitions that are being restored. Their history is still being read, so their records must
+    not be closed. Entries of excluded partitions move to separate queues, and return to this queue in the first
+    selection that does not exclude their partition.
 
     Args:
-        is_current: For record indices (E,) and times (E,), returns whether each record is open, and its last event was
-            accepted at that time.
-        partitions_of: For record indices (E,), returns the partition of each.
-        open_order_of: For record indices (E,), returns a number that is larger the later a record was opened.
+        is_current: A function of record indices (E,) and times (E,). It returns (E,) whether each record is open and
+            its last event was accepted at that time. Entries for which it returns false are dropped as outdated.
+        partitions_of: A function of record indices (E,). It returns (E,) the partition of each record.
+        open_order_of: A function of record indices (E,). It returns (E,) numbers that are larger the later a record was
+            opened.
     """
 
     def __init__(
@@ -76,18 +82,21 @@ class IdleQueue:
         open_order_of: Callable[[Ints], Ints],
     ) -> None:
         self._is_current, self._partitions_of, self._open_order_of = is_current, partitions_of, open_order_of
-        self._chunks: list[tuple[int, int, _Chunk]] = []  # heap by first time; the number avoids comparing chunks
+        # A heap of (time of the first entry, number of the chunk, chunk). The number is unique, so that chunks with
+        # equal times are never compared with each other, which `_Chunk` does not support.
+        self._chunks: list[tuple[int, int, _Chunk]] = []
         self._chunk_number = count()
         self._excluded: dict[int, IdleQueue] = {}  # by partition
         self._num_entries = 0
         self._compact_at = MIN_ENTRIES_TO_COMPACT
 
     def push(self, record_indices: Ints, times: int | Ints) -> None:
-        """Append records whose last event was accepted now.
+        """Add an entry for each of E records, which makes earlier entries of the records outdated.
 
         Args:
-            record_indices: (E,) rows of the record table.
-            times: When the last event was accepted, microseconds: one time for all records or (E,) in any order.
+            record_indices: (E,) rows of the records in the record table.
+            times: When the last event of each record was accepted, microseconds since 1970. One time for all records
+                (those of one poll), or (E,) times that need not be sorted (such as those of a snapshot).
         """
         if isinstance(times, int):
             # A single number with stride 0 stands for all entries: no memory, and faster than `np.broadcast_to`.
@@ -95,77 +104,109 @@ class IdleQueue:
         else:
             order = times.argsort(kind="stable")
             record_indices, times = record_indices[order], times[order]
+        # Records with equal times are not sorted here. Most entries become outdated before they are needed, so only the
+        # selected ones are sorted, by `_ordered`.
         self._push_chunk(_Chunk(record_indices.astype(np.int32), times, is_ordered=False))
         if self._num_entries > self._compact_at:
             self._compact()
 
     def select_until(self, time: int, excluded_partitions: Collection[int] = ()) -> Ints:
-        """Return the records whose last event was accepted at or before `time`, the longest idle first.
+        """Return the records whose last event was accepted at or before a time, the longest idle first.
 
-        They stay in the queue until they are closed.
+        The records stay in the queue until they are closed.
+
+        Args:
+            time: Microseconds since 1970.
+            excluded_partitions: Partitions whose records are not selected.
+
+        Returns:
+            Rows of the record table, ordered by the time of the last event, then by partition and order of opening.
         """
         self._include_all_but(excluded_partitions)
-        parts = []
+        selected_chunks = []
         while self._chunks and self._chunks[0][0] <= time:
             chunk = self._pop_chunk()
             selected, later = chunk.split(int(chunk.times.searchsorted(time, "right")))
             self._push_chunk(later)
-            parts.append(self._exclude(self._drop_outdated(selected), excluded_partitions))
-        selected = self._ordered(_concatenate(parts))
+            selected_chunks.append(self._exclude(self._drop_outdated(selected), excluded_partitions))
+        selected = self._ordered(_concatenate(selected_chunks))
         self._push_chunk(selected)
         return selected.record_indices.astype(np.int64)
 
     def select_first(self, num_records: int, excluded_partitions: Collection[int] = ()) -> Ints:
-        """Return the `num_records` records that have been idle for longest, the longest idle first.
+        """Return the records that have been idle for longest, the longest idle first.
 
-        They stay in the queue until they are closed.
+        The records stay in the queue until they are closed.
+
+        Args:
+            num_records: Number of records to return; fewer are returned if there are not enough.
+            excluded_partitions: Partitions whose records are not selected.
+
+        Returns:
+            Rows of the record table, ordered by the time of the last event, then by partition and order of opening.
         """
         self._include_all_but(excluded_partitions)
-        parts: list[_Chunk] = []
-        rests: list[_Chunk] = []
-        num_found, latest = 0, None
-        while num_records > 0 and self._chunks and (latest is None or self._chunks[0][0] <= latest):
+        candidates: list[_Chunk] = []
+        remainders: list[_Chunk] = []
+        # Chunks are examined by the time of their first entry. When there are enough candidates, `latest_time` is the
+        # time of the last one that is selected. A chunk that begins later cannot contain an earlier record.
+        num_candidates, latest_time = 0, None
+        while num_records > 0 and self._chunks and (latest_time is None or self._chunks[0][0] <= latest_time):
             chunk = self._pop_chunk()
             if not chunk.is_ordered:
                 chunk = self._ordered(self._drop_outdated(chunk))
-            found, rest = self._take_first(chunk, num_records, excluded_partitions)
-            parts.append(found)
-            rests.append(rest)
-            num_found += len(found)
-            if num_found >= num_records:
-                parts = [self._ordered(_concatenate(parts))]
-                num_found = len(parts[0])  # less than before if a record was there twice
-            if num_found >= num_records:
-                latest = int(parts[0].times[num_records - 1])  # no later entry can be among the selected ones
-        selected, surplus = self._ordered(_concatenate(parts)).split(num_records)
-        for chunk in (selected, surplus, *rests):
+            first_current, remainder = self._take_first(chunk, num_records, excluded_partitions)
+            candidates.append(first_current)
+            remainders.append(remainder)
+            num_candidates += len(first_current)
+            if num_candidates >= num_records:
+                candidates = [self._ordered(_concatenate(candidates))]
+                num_candidates = len(candidates[0])  # smaller than before if a record had entries in two chunks
+            if num_candidates >= num_records:
+                latest_time = int(candidates[0].times[num_records - 1])
+        selected, surplus = self._ordered(_concatenate(candidates)).split(num_records)
+        for chunk in (selected, surplus, *remainders):
             self._push_chunk(chunk)
         return selected.record_indices.astype(np.int64)
 
     def earliest_time(self, selected: Ints) -> int | None:
-        """Return the time of the longest idle record that is not in `selected`, the result of `select_until`.
+        """Return when the last event of the longest idle record outside `selected` was accepted.
 
-        Excluded records count. The result is None if there is no such record.
+        The caller uses it to compute when the next record times out. Records of excluded partitions count, too.
+
+        Args:
+            selected: Rows of the record table, the result of `select_until`.
+
+        Returns:
+            Microseconds since 1970; None if there is no other record.
         """
         queues = [self, *self._excluded.values()]
         times = [time for queue in queues if (time := queue._first_time_besides(selected)) is not None]
         return min(times, default=None)
 
     def _first_time_besides(self, selected: Ints) -> int | None:
-        """Return the first time in this queue, without the excluded partitions, of a record not in `selected`."""
+        """Return the earliest time of a current entry whose record is not in `selected`; None if there is none.
+
+        Only this queue is searched, not the separate queues of excluded partitions.
+
+        Args:
+            selected: Rows of the record table.
+        """
         examined: list[_Chunk] = []
         earliest: int | None = None
-        # The first entries of a chunk may be outdated, so the next chunk may have an earlier one that is not.
+        # The first entries of a chunk may be outdated. Its first current entry may therefore be later than one of the
+        # next chunk, so the search ends only at a chunk that begins after the earliest time so far.
         while self._chunks and (earliest is None or self._chunks[0][0] < earliest):
-            rest, time = self._pop_chunk(), None
-            while len(rest) and time is None:
-                head, rest = rest.split(SLICE_SIZE)
+            remainder, time = self._pop_chunk(), None
+            while len(remainder) and time is None:
+                head, remainder = remainder.split(SLICE_SIZE)
                 head = self._drop_outdated(head)
                 examined.append(head)
                 is_other = ~np.isin(head.record_indices, selected)
                 if is_other.any():
-                    time = int(head.times[is_other.argmax()])
-            examined.append(rest)
+                    first_other = is_other.argmax()
+                    time = int(head.times[first_other])
+            examined.append(remainder)
             if time is not None and (earliest is None or time < earliest):
                 earliest = time
         for chunk in examined:
@@ -175,30 +216,44 @@ class IdleQueue:
     def _take_first(
         self, chunk: _Chunk, num_records: int, excluded_partitions: Collection[int]
     ) -> tuple[_Chunk, _Chunk]:
-        """Return the first current entries of an ordered chunk, at least `num_records` if it has them, and the rest."""
-        parts, num_found = [], 0
-        while len(chunk) and num_found < num_records:
+        """Return the first current entries of a chunk, without examining more of the chunk than necessary.
+
+        An entry is current if its record is open and has no later event.
+
+        Args:
+            chunk: An ordered chunk.
+            num_records: At least this number of entries is returned, if the chunk has them.
+            excluded_partitions: Partitions whose entries are moved to their separate queues and not returned.
+
+        Returns:
+            The first current entries, and the entries that were not examined.
+        """
+        examined, num_current = [], 0
+        while len(chunk) and num_current < num_records:
             head, chunk = chunk.split(max(SLICE_SIZE, num_records))
-            parts.append(self._exclude(self._drop_outdated(head), excluded_partitions))
-            num_found += len(parts[-1])
-        return _concatenate(parts), chunk
+            current = self._exclude(self._drop_outdated(head), excluded_partitions)
+            examined.append(current)
+            num_current += len(current)
+        return _concatenate(examined), chunk
 
     def _push_chunk(self, chunk: _Chunk) -> None:
+        """Add a chunk to the heap, unless it is empty."""
         if len(chunk):
             heapq.heappush(self._chunks, (int(chunk.times[0]), next(self._chunk_number), chunk))
             self._num_entries += len(chunk)
 
     def _pop_chunk(self) -> _Chunk:
-        """Remove and return the chunk whose first entry is the earliest."""
+        """Remove and return the chunk whose first entry has the earliest time."""
         chunk = heapq.heappop(self._chunks)[2]
         self._num_entries -= len(chunk)
         return chunk
 
     def _drop_outdated(self, chunk: _Chunk) -> _Chunk:
+        """Return the entries whose records are open and have no later event."""
         return chunk.filter(self._is_current(chunk.record_indices.astype(np.int64), chunk.times))
 
     def _exclude(self, chunk: _Chunk, partitions: Collection[int]) -> _Chunk:
-        """Set the entries of these partitions aside and return the others."""
+        """Move the entries of the given partitions to the separate queues of these partitions, and return the others."""
         if not partitions or not len(chunk):
             return chunk
         partition_ids = self._partitions_of(chunk.record_indices.astype(np.int64))
@@ -211,7 +266,7 @@ class IdleQueue:
         return chunk.filter(~np.isin(partition_ids, list(partitions)))
 
     def _include_all_but(self, excluded_partitions: Collection[int]) -> None:
-        """Return the entries to the queue that are set aside and whose partition is no longer excluded."""
+        """Move the entries of partitions that are no longer excluded from their separate queues back to this queue."""
         for partition in self._excluded.keys() - set(excluded_partitions):
             for chunk in self._excluded.pop(partition).pop_chunks():
                 self._push_chunk(chunk)
@@ -222,18 +277,22 @@ class IdleQueue:
             yield self._pop_chunk()
 
     def _ordered(self, chunk: _Chunk) -> _Chunk:
-        """Return the entries in their final order, each record once."""
+        """Return current entries sorted by time, then by partition, then by when their records were opened.
+
+        A record has two current entries if its events were accepted in two polls of the same microsecond. The entries
+        are equal and become neighbours, and only the first of them is returned.
+        """
         indices = chunk.record_indices.astype(np.int64)
+        # The last key of `lexsort` is the primary one.
         order = np.lexsort((self._open_order_of(indices), self._partitions_of(indices), chunk.times))
-        indices = indices[order]
-        is_first = np.ones(len(order), np.bool_)
-        # An index is twice in the queue if a record had events in two polls of the same microsecond.
-        np.not_equal(indices[1:], indices[:-1], out=is_first[1:])
-        order = order[is_first]
+        sorted_indices = indices[order]
+        is_first_of_record = np.ones(len(order), np.bool_)
+        np.not_equal(sorted_indices[1:], sorted_indices[:-1], out=is_first_of_record[1:])
+        order = order[is_first_of_record]
         return _Chunk(chunk.record_indices[order], chunk.times[order], is_ordered=True)
 
     def _compact(self) -> None:
-        """Remove all outdated entries, so that memory is bounded if nothing is ever selected."""
+        """Remove all outdated entries, so that the queue's memory is bounded even if nothing is ever selected."""
         chunk = _concatenate([self._drop_outdated(chunk) for chunk in self.pop_chunks()])
         order = chunk.times.argsort(kind="stable")
         chunk = _Chunk(chunk.record_indices[order], chunk.times[order], is_ordered=False)
@@ -242,7 +301,10 @@ class IdleQueue:
 
 
 def _concatenate(chunks: list[_Chunk]) -> _Chunk:
-    """Return the entries of several chunks, one chunk after the other."""
+    """Return one chunk with the entries of several chunks, one chunk after the other.
+
+    The entries are in general no longer sorted by time; the caller sorts them.
+    """
     if not chunks:
         return _Chunk(np.empty(0, np.int32), np.empty(0, np.int64), is_ordered=True)
     return _Chunk(
