@@ -164,8 +164,8 @@ class ReadingLog:
         """Copy all readings into larger shared arrays.
 
         Args:
-            num_places: New length of the arrays. The caller at least doubles it, so that the cost of copying per reading
-                is constant on average.
+            num_places: New length of the arrays. The caller at least doubles it, so that the average cost of copying
+                per reading is constant.
         """
         for name in ("_features", "_values", *(("_is_tied",) if self._has_ties else ())):
             array = getattr(self, name)
