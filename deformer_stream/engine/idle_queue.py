@@ -253,7 +253,7 @@ class IdleQueue:
         return chunk.filter(self._is_current(chunk.record_indices.astype(np.int64), chunk.times))
 
     def _exclude(self, chunk: _Chunk, partitions: Collection[int]) -> _Chunk:
-        """Move the entries of the given partitions to the separate queues of these partitions, and return the others."""
+        """Move the entries of some partitions to the separate queues of these partitions, and return the others."""
         if not partitions or not len(chunk):
             return chunk
         partition_ids = self._partitions_of(chunk.record_indices.astype(np.int64))
