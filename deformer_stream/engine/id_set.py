@@ -1,4 +1,4 @@
-"""A bounded set of record ids, and a compact column of strings in which it is saved."""
+"""A bounded set of record ids, and a compact column of strings in which snapshots store it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 class StringColumn:
     """An immutable column of N strings, stored one after the other in UTF-8 as in an Arrow string array.
 
-    A column takes far less memory than a list of strings, and Arrow reads its buffers without a copy.
+    A column occupies far less memory than a list of strings, and Arrow reads its buffers without a copy.
 
     Args:
-        utf8: The bytes of all strings.
-        offsets: (N + 1,) int64 where each string begins in `utf8`, followed by the number of bytes.
+        utf8: The bytes of all strings, one string after the other.
+        offsets: (N + 1,) int64. String i is `utf8[offsets[i]:offsets[i + 1]]`.
     """
 
     def __init__(self, utf8: bytes, offsets: NDArray[np.int64]) -> None:
@@ -25,11 +25,12 @@ class StringColumn:
 
     @staticmethod
     def from_strings(strings: Iterable[str]) -> StringColumn:
-        """Return a column of these strings."""
+        """Return a column that holds the strings in the same order."""
         strings = list(strings)
         utf8 = "".join(strings).encode()
         sizes = np.fromiter(map(len, strings), np.int64, len(strings))
-        if sizes.sum() != len(utf8):  # some string is not ASCII and has more bytes than characters
+        # Counting characters is faster than counting bytes, and gives the same numbers if all strings are ASCII.
+        if sizes.sum() != len(utf8):
             sizes = np.fromiter((len(string.encode()) for string in strings), np.int64, len(strings))
         return StringColumn(utf8, np.concatenate([np.zeros(1, np.int64), sizes.cumsum()]))
 
@@ -43,11 +44,11 @@ class StringColumn:
 
 
 class BoundedIdSet:
-    """The ids that were added last, at most `max_ids` of them, in the order in which they were added.
+    """A set of the record ids that were added last, in the order in which they were added.
 
     Args:
-        max_ids: If an id is added to a full set, the id that was added first is removed.
-        ids: The first ids, without repetitions.
+        max_ids: Largest number of ids in the set. When an id is added to a full set, the oldest one is removed.
+        ids: Distinct ids with which the set begins, the oldest first. If there are too many, the oldest are dropped.
     """
 
     def __init__(self, max_ids: int, ids: Iterable[str] = ()) -> None:
@@ -56,7 +57,7 @@ class BoundedIdSet:
         self._ids = set(self._ids_in_order)
 
     def add(self, record_id: str) -> None:
-        """Add an id that is not in the set."""
+        """Add an id, and remove the oldest id if the set is full. The id must not be in the set already."""
         if self.max_ids == 0:
             return
         if len(self._ids_in_order) == self.max_ids:
@@ -73,9 +74,9 @@ class BoundedIdSet:
         return len(self._ids_in_order)
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the ids in the order in which they were added."""
+        """Yield the ids, the oldest first."""
         return iter(self._ids_in_order)
 
     def to_column(self) -> StringColumn:
-        """Return the ids as a value that later additions do not change."""
+        """Return an immutable copy of the ids for a snapshot, the oldest first."""
         return StringColumn.from_strings(self._ids_in_order)
