@@ -1,4 +1,7 @@
-"""Watermarks of devices, which decide when the windows of a device's event time are closed."""
+"""Watermarks (latest event times) of devices, which decide when the windows of a device are closed.
+
+A window is a record that collects the readings of one device within an interval of event time.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ class Watermarks:
     """The latest event time (watermark) of each device, and the deadlines of the device's open windows.
 
     A window is a record that collects the readings of one device within an interval of event time. It closes when the
-    watermark of the device reaches its deadline. Times are microseconds since 1970.
+    watermark of the device reaches the deadline of the window. Times are microseconds since 1970.
 
     Args:
-        max_devices: Watermarks of so many devices are kept. Above it, the device whose last event is the oldest is
-            dropped.
+        max_devices: Largest number of devices whose watermark is kept. If there are more, the device whose last event
+            was processed the longest time ago is dropped.
 
     Attributes:
-        watermark_by_device: Watermarks, the device with the latest event last.
+        watermark_by_device: The watermark of each device. The device whose event was processed last is the last one.
     """
 
     def __init__(self, max_devices: int) -> None:
@@ -31,11 +34,15 @@ class Watermarks:
         return len(self._device_by_record)
 
     def advance(self, device: str, time: int) -> tuple[int, list[str]]:
-        """Advance the watermark of a device to the time of an event, if it is not later already.
+        """Advance the watermark of a device to the time of an event, unless the watermark is later already.
+
+        Args:
+            device: The device that sent the event.
+            time: Time of the event.
 
         Returns:
-            The watermark, and the ids of the device's windows whose deadline it has reached, the earliest deadline
-            first. They stay open until `close_window`.
+            The new watermark, and the record ids of the device's open windows whose deadline it has reached. The ids
+            are ordered by deadline and then alphabetically. The windows stay registered until `close_window`.
         """
         watermark = self.watermark_by_device.get(device)
         if watermark is None and len(self.watermark_by_device) >= self.max_devices:
@@ -48,7 +55,15 @@ class Watermarks:
         return watermark, [record_id for _, record_id in sorted(ended)]
 
     def open_window(self, device: str, record_id: str, deadline: int) -> None:
-        """Register a window of a device with its deadline. A window that is registered already keeps its deadline."""
+        """Register a window (a record with the readings of one device within an interval of time) as open.
+
+        A window that is registered already keeps its deadline.
+
+        Args:
+            device: The device.
+            record_id: Id of the window's record.
+            deadline: Event time at which the window closes, microseconds since 1970.
+        """
         if record_id not in self._device_by_record:
             self._device_by_record[record_id] = device
             self._deadlines_by_device.setdefault(device, {})[record_id] = deadline
@@ -61,13 +76,21 @@ class Watermarks:
         ]
 
     def restore(self, watermarks: Iterable[tuple[str, int]]) -> None:
-        """Replace all watermarks by these pairs of device and time, the device with the latest event last."""
+        """Replace all watermarks by those of a snapshot.
+
+        Args:
+            watermarks: Pairs of a device and its watermark in microseconds since 1970. The device whose event was
+                processed last is the last one. If there are more than `max_devices`, the first ones are dropped.
+        """
         self.watermark_by_device = OrderedDict(watermarks)
         while len(self.watermark_by_device) > self.max_devices:
             self.watermark_by_device.popitem(last=False)
 
     def close_window(self, record_id: str) -> None:
-        """Remove the window of a closed record. A record that is not an open window is ignored."""
+        """Remove the window of a closed record, so that `advance` no longer returns it.
+
+        A record that is not an open window is ignored.
+        """
         device = self._device_by_record.pop(record_id, None)
         if device is None:
             return
