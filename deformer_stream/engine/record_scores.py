@@ -1,8 +1,8 @@
-"""Scores of complete records, computed by the code that scores streams.
+"""Scores of complete records, computed by the same code as the scores of a stream.
 
-An alert compares a streamed record with calibration records, so both must be scored by the same code: in bfloat16,
-PyTorch and the compiled kernels differ by more than the tolerance within which two scores count as equal. These
-functions use the compiled kernels if there are any; a record's scores are then the same bits as in the stream.
+A p-value compares a streamed record with calibration records, so both must be scored by the same code. In bfloat16,
+PyTorch and the compiled kernels differ by more than the tolerance within which two scores count as equal. If a model
+has compiled kernels, these functions use them. A record's scores are then the same bits as in the stream.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 READINGS_PER_PASS = 8_192
-"""Readings that go through the network together: a bound on memory that does not change any score."""
+"""Number of readings, padding included, that are scored in one call of the kernels. It bounds memory and does not
+change any score."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredRecords:
-    """N complete records with M readings in all, one record after the other.
+    """Scores of N complete records with M readings in total, one record after the other.
 
     Attributes:
-        features: (M,) feature codes.
-        log_p_value: (M,) natural logarithm of each reading's p-value.
-        is_scored: (M,) False for readings of context features, which are given to the network and not scored.
-        running: (N,) running sums and statistics of each record after its last reading, of dtype `RUNNING_DTYPE`.
+        features: (M,) feature code of each reading.
+        log_p_value: (M,) natural logarithm of each reading's p-value (probability of a value at most as likely as the
+            observed one).
+        is_scored: (M,) False for readings of context features. They condition the other features and are not scored.
+        running: (N,) running statistics of each record after its last reading, of dtype `RUNNING_DTYPE`.
     """
 
     features: Ints
@@ -45,56 +47,90 @@ class ScoredRecords:
 
 
 def survey_records(kernels: CpuKernels | None, model: DEformer, features: Ints, values: Floats) -> RecordScores:
-    """Return the largest prefix statistic of each record, and the sum of negative log p-values by feature.
+    """Return the largest prefix statistic of each record, and the sum of negative log p-values of each feature.
+
+    A prefix statistic is the anomaly score of a record after its first k readings; the largest one calibrates alerts.
+    The sums show which features are unusual in the records.
 
     Args:
         kernels: The model's compiled kernels, or None to compute with PyTorch.
         model: A model in eval mode.
-        features: (N, L) feature codes in order of arrival, N records with at most L readings; -1 is padding at the end.
-        values: (N, L) values in the model's normalised units.
+        features: (N, L) feature codes of N records with at most L readings, in order of arrival. -1 is padding at the
+            end of a row.
+        values: (N, L) values in the model's normalised units; label codes of discrete features. Padding is ignored.
+
+    Returns:
+        For the N records, the largest prefix statistics. For each feature, the sum of −ln p-value over its scored
+        readings, and their number.
     """
     if kernels is None:
         return score_records(model, features, values)
     num_features = len(model.schema)
     total = RecordScores(np.empty(0), np.zeros(num_features), np.zeros(num_features, np.int64))
-    for part in _score(kernels, features, values):
-        codes, neg_log_p = part.features[part.is_scored], -part.log_p_value[part.is_scored]
+    for records in _score(kernels, features, values):
+        codes, neg_log_p = records.features[records.is_scored], -records.log_p_value[records.is_scored]
         sums = np.bincount(codes, neg_log_p, num_features).astype(np.float64)
-        total += RecordScores(part.running["peak"], sums, np.bincount(codes, minlength=num_features))
+        total += RecordScores(records.running["peak"], sums, np.bincount(codes, minlength=num_features))
     return total
 
 
 def sum_centered_nll(kernels: CpuKernels | None, model: DEformer, features: Ints, values: Floats) -> Floats:
-    """Return each record's sum of centered NLLs (NLL of a value minus the entropy of its conditional), (N,) nats.
+    """Return the sum of centered NLLs of each of N records, (N,) nats; larger is more anomalous.
 
-    The arguments are those of `survey_records`.
+    The centered NLL of a reading is its negative log-likelihood minus the entropy of its conditional (the model's
+    distribution of the value given the earlier readings).
+
+    Args:
+        kernels: The model's compiled kernels, or None to compute with PyTorch.
+        model: A model in eval mode.
+        features: (N, L) feature codes of N records with at most L readings, in order of arrival. -1 is padding at the
+            end of a row.
+        values: (N, L) values in the model's normalised units; label codes of discrete features. Padding is ignored.
     """
     if kernels is None:
         return compute_centered_nll(model, features, values)
-    return np.concatenate([np.empty(0), *(part.running["excess"] for part in _score(kernels, features, values))])
+    sums = [records.running["excess"] for records in _score(kernels, features, values)]
+    return np.concatenate([np.empty(0), *sums])  # the empty array keeps the result valid if there is no record
 
 
 def _score(kernels: CpuKernels, features: Ints, values: Floats) -> Iterator[ScoredRecords]:
-    """Score the records with compiled kernels, a bounded number of readings at a time."""
-    num_records, longest = features.shape
-    step = max(1, READINGS_PER_PASS // max(longest, 1))
-    for start in range(0, num_records, step):
-        yield _score_together(kernels, features[start : start + step], values[start : start + step])
+    """Score N records with compiled kernels, and yield the scores of some consecutive records at a time.
+
+    Each part has at most `READINGS_PER_PASS` readings (padding included) or a single record, which bounds memory.
+
+    Args:
+        kernels: The model's compiled kernels.
+        features: (N, L) feature codes of N records with at most L readings; -1 is padding at the end of a row.
+        values: (N, L) values in normalised units.
+    """
+    num_records, max_readings = features.shape
+    records_per_pass = max(1, READINGS_PER_PASS // max(max_readings, 1))
+    for start in range(0, num_records, records_per_pass):
+        records = slice(start, start + records_per_pass)
+        yield _score_together(kernels, features[records], values[records])
 
 
 def _score_together(kernels: CpuKernels, features: Ints, values: Floats) -> ScoredRecords:
+    """Return the scores of N records, computed in one call of the compiled kernels.
+
+    Args:
+        kernels: The model's compiled kernels.
+        features: (N, L) feature codes of N records with at most L readings; -1 is padding at the end of a row.
+        values: (N, L) values in normalised units.
+    """
     is_reading = features >= 0
     codes, num_records = features[is_reading], len(features)
     offsets = np.append(0, np.cumsum(is_reading.sum(1)))
     is_scored = ~kernels.model.schema.is_context[codes]
     running = np.full(num_records, INITIAL_RUNNING, RUNNING_DTYPE)
-    terms = np.empty((3, len(codes)))
+    terms = np.empty((3, len(codes)))  # rows: ln p, ln of the p-value, centered NLL
     if len(codes):
+        # A cache of exactly the required size: record i has row i of `pages`, and no reading is cached yet.
         cache = kernels.create_cache(num_records * kernels.bytes_per_record)
         pages = np.arange(num_records * cache.pages_per_record).reshape(num_records, -1)
-        no_past = np.zeros(num_records, np.int64)
-        batch = RaggedBatch(codes, values[is_reading].astype(np.float32), offsets, no_past, pages)
-        terms[:] = kernels.score(cache, batch)
-        columns = np.empty((3, len(codes)))
+        num_cached = np.zeros(num_records, np.int64)
+        batch = RaggedBatch(codes, values[is_reading].astype(np.float32), offsets, num_cached, pages)
+        terms[:] = kernels.score(cache, batch)  # also converts float32 to float64
+        columns = np.empty((3, len(codes)))  # required output of `advance` that is not needed here
         kernels.advance(running, np.arange(num_records), offsets, terms, is_scored, None, columns, P_VALUE_EXPONENT)
     return ScoredRecords(codes, terms[1], is_scored, running)
