@@ -9,32 +9,33 @@ from numpy.typing import NDArray
 
 
 def ragged_indices(row_lengths: NDArray[np.int32] | NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the position of every element of a ragged array.
+    """Return the row and the position within the row of every element of a ragged array.
 
-    For example, the lengths [2, 0, 3] give the rows [0, 0, 2, 2, 2] and the places [0, 1, 0, 1, 2].
+    A ragged array stores rows of unequal length one after the other. For example, the lengths [2, 0, 3] give the rows
+    [0, 0, 2, 2, 2] and the positions [0, 1, 0, 1, 2].
 
     Args:
-        row_lengths: (R,) number of elements in each row, T in total.
+        row_lengths: (R,) number of elements in each of R rows, T in total.
 
     Returns:
-        (T,) row of each element, and (T,) its place within the row, both from 0.
+        (T,) row of each element, and (T,) its position within that row, both from 0.
     """
     lengths = row_lengths.astype(np.int64)
     row = np.arange(len(lengths)).repeat(lengths)
-    first_element = lengths.cumsum() - lengths
-    return row, np.arange(len(row)) - first_element[row]
+    start_of_row = lengths.cumsum() - lengths
+    return row, np.arange(len(row)) - start_of_row[row]
 
 
 def run_boundaries(values: NDArray[Any]) -> NDArray[np.int64]:
-    """Return where runs of equal consecutive values begin, followed by the number of values.
+    """Return where the runs of equal consecutive values begin, followed by the number of values.
 
-    For example, the values [7, 7, 3, 7] give the boundaries [0, 2, 3, 4].
+    For example, the values [7, 7, 3, 7] give the boundaries [0, 2, 3, 4]: two sevens, a three and a seven.
 
     Args:
-        values: (N,) values with R runs.
+        values: (N,) values that form R runs.
 
     Returns:
-        (R + 1,) boundaries: run r covers the values from `boundaries[r]` to before `boundaries[r + 1]`.
+        (R + 1,) boundaries: run r is `values[boundaries[r]:boundaries[r + 1]]`.
     """
     is_boundary = np.ones(len(values) + 1, bool)
     np.not_equal(values[1:], values[:-1], out=is_boundary[1:-1])
