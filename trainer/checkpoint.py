@@ -1,8 +1,9 @@
-"""Save and load the state of an interrupted training run.
+"""Save and load the state of a training run, so that an interrupted run can be continued.
 
-A checkpoint is one safetensors file. Its tensors are the weights, their averages and the optimizers' moments; all other
-state is JSON in the file's metadata. The file is replaced by renaming, so it is always complete. Random number
-generators have no state here, because each training step creates its own (`sampling.create_generator`).
+A checkpoint is one safetensors file. Its tensors are the weights, their averages and the optimizers' moments. All other
+state is JSON in the file's metadata. The file is written under another name and then renamed, so it is always complete.
+States of random number generators are not saved, because each training step creates a generator from the seed and the
+number of the step (`sampling.create_generator`).
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from torch import Tensor
 from deformer_stream.errors import InputError, map_write_errors
 
 FILE_NAME = "checkpoint.safetensors"
+"""Name of the checkpoint file in the working folder of a training run."""
 
 
 def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-    """Write a checkpoint and wait until it is on the disk.
+    """Write a checkpoint and flush it to the disk.
 
     Args:
-        folder: An existing folder; a checkpoint in it is replaced.
-        tensors: The tensors by name.
-        state: All other state, ready for JSON.
+        folder: An existing folder. If it contains a checkpoint, that file is replaced.
+        tensors: Weights, averaged weights and optimizer moments by name, on any device.
+        state: All other state, with values that JSON can represent.
 
     Raises:
         Unavailable: The disk has no space.
@@ -44,7 +46,10 @@ def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Non
 
 
 def load_state(folder: Path) -> dict[str, Any] | None:
-    """Return the state of the checkpoint in a folder without its tensors, None if there is no checkpoint.
+    """Return the JSON state that `save` stored in a folder's checkpoint, without reading the tensors.
+
+    Returns:
+        The state, or None if the folder contains no checkpoint.
 
     Raises:
         InputError: The checkpoint is damaged.
@@ -56,11 +61,14 @@ def load_state(folder: Path) -> dict[str, Any] | None:
         with safetensors.safe_open(path, "pt") as file:
             state: dict[str, Any] = json.loads(file.metadata()["state"])
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
-        raise InputError(f"{path}: not a readable checkpoint ({error}); delete {folder} to start anew") from None
+        raise InputError(
+            f"{path}: the checkpoint of the interrupted training run cannot be read ({error}); "
+            f"delete the folder {folder} to train from the beginning"
+        ) from None
     return state
 
 
 def load_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of the checkpoint in a folder, on the CPU."""
+    """Return the tensors by name that `save` stored in a folder's checkpoint, on the CPU."""
     tensors: dict[str, Tensor] = safetensors.torch.load_file(folder / FILE_NAME)
     return tensors
