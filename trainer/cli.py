@@ -1,4 +1,7 @@
-"""The command `deformer-train TABLE… --out DIR`. Heavy modules are imported only when there is something to train."""
+"""The command `deformer-train TABLE… --out DIR`.
+
+PyTorch and other heavy modules are imported inside the command, so that `--help` and usage errors are shown at once.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,16 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
     """Train a model on the normal records of Parquet files or folders.
 
     Tables have one of two layouts. Wide: a row is a record, and a null is a reading that was not observed. Long: a
-    row is one reading, with columns record, feature, value and perhaps time. The kind of each column is inferred and
-    printed.
+    row is one reading, with columns record, feature, value and perhaps time. Whether a column holds measurements or
+    labels is inferred and printed.
 
     The model directory contains the weights, the calibration of the alerts, and a report to open in a browser. The file
     given by --config may also set hyperparameters of the model (d_model, layers, …) and of training (learning_rate,
     batch, …).
     """
     started = time.monotonic()
-    is_fresh_process = "torch" not in sys.modules  # otherwise the process did something else before
+    # If the process did other work before (as tests do), its age is not the time of this command.
+    is_fresh_process = "torch" not in sys.modules
     settings = load_settings(TrainConfig, flags, config, "train")
     from deformer_stream import log
 
@@ -63,16 +67,16 @@ def command(tables: tuple[Path, ...], config: Path | None, **flags: Any) -> int:
         except Interrupted:
             click.echo(
                 "deformer-train: training was stopped and its progress is saved; "
-                f"add --resume to continue {settings.out}",
+                f"run the same command with --resume to continue the training of {settings.out}",
                 err=True,
             )
-            return 128 + stop_signals.received
+            return 128 + stop_signals.received  # the shell's exit status of a process that a signal ended
     click.echo(console.format_summary(output))
     return 0
 
 
 def main() -> None:
-    """Run the command with the arguments of this process."""
+    """Run `deformer-train` with the command-line arguments of this process, and exit with its status."""
     run(command, "deformer-train")
 
 
