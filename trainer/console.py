@@ -20,16 +20,16 @@ from trainer.job import TrainingOutput
 from trainer.report import describe_feature
 
 SECONDS_BETWEEN_LINES = 5.0
-"""Time between two log lines about the progress if standard error is no terminal."""
+"""Seconds between two log lines about the progress if standard error is not a terminal."""
 
 TABLE_WIDTH = 160
-"""Characters in a line of the table if standard output is no terminal, wide enough for long names."""
+"""Characters in a line of the table of features if standard output is not a terminal. Long names fit into it."""
 
 LOG = log.get_logger("train")
 
 
 def print_features(data: PreparedTable) -> None:
-    """Print the table of features and of the columns that are left out to standard output."""
+    """Print to standard output which columns became features, which were left out, and why."""
     console = Console() if sys.stdout.isatty() else Console(width=TABLE_WIDTH)
     table = Table("feature", "kind", "values in training", "resolution", "reason", "missing", box=None, pad_edge=False)
     for feature in collapse_time_slots(data.schema).features:
@@ -41,36 +41,36 @@ def print_features(data: PreparedTable) -> None:
     if description := describe_records(data.schema):
         console.print(description, markup=False)
     for name, count in data.infinite_by_feature.items():
-        console.print(f"{name}: {count} infinite readings refused", markup=False)
+        console.print(f"{name}: {count} infinite readings are treated as missing", markup=False)
     for reason, count in data.skipped_by_reason.items():
         console.print(f"left out: {count} {reason}", markup=False)
 
 
 def _round(nats: float) -> float | None:
-    """Return nats with four decimals for a log line; None for NaN, which JSON cannot represent."""
+    """Return a loss in nats, rounded to four decimals for a log line; None for NaN, which JSON cannot represent."""
     return None if math.isnan(nats) else round(nats, 4)
 
 
 class ProgressDisplay:
-    """A display of the training progress: a bar on a terminal, otherwise a log line every few seconds.
+    """A display of the training progress on standard error: a bar on a terminal, otherwise a log line every 5 seconds.
 
-    It is a context manager, and is called with the status after every training step.
+    It is a context manager that shows the bar while it is open. The training loop calls it after every step.
     """
 
     def __init__(self) -> None:
         self._printed_at = time.monotonic()
         self._bar: Progress | None = None
         if sys.stderr.isatty():
-            columns = (TextColumn("training"), BarColumn(), TextColumn("{task.fields[words]}"), TimeElapsedColumn())
+            columns = (TextColumn("training"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("training", total=1.0, words="")
+            self._task = self._bar.add_task("", total=1.0)
 
     def __call__(self, status: TrainingStatus) -> None:
-        """Show the status of the training."""
+        """Update the bar, or write a log line if the last one was written more than `SECONDS_BETWEEN_LINES` ago."""
         if self._bar is not None:
             validation = "" if math.isnan(status.validation_nll) else f" · validation {status.validation_nll:.3f} nats"
-            words = f"epoch {status.epoch} · train {status.train_nll:.3f}{validation}"
-            self._bar.update(self._task, completed=status.progress, words=words)
+            description = f"epoch {status.epoch} · train {status.train_nll:.3f}{validation}"
+            self._bar.update(self._task, completed=status.progress, description=description)
         elif time.monotonic() - self._printed_at > SECONDS_BETWEEN_LINES:
             self._printed_at = time.monotonic()
             LOG.info(
@@ -95,7 +95,7 @@ class ProgressDisplay:
 
 
 def print_line(line: str) -> None:
-    """Show a line of text: as it is on a terminal, otherwise as a log event."""
+    """Write a line of text to standard error: unchanged on a terminal, otherwise as the event of a log line."""
     if sys.stderr.isatty():
         Console(stderr=True).print(line, markup=False)
     else:
@@ -103,7 +103,7 @@ def print_line(line: str) -> None:
 
 
 def _describe_model(result: TrainingOutput) -> str:
-    """Return in words the size of the model, its Gaussian prior, and how it ranks complete records."""
+    """Return one line about the model: its size, its Gaussian prior, and how it ranks complete records."""
     config = result.model.config
     plural = "" if config.gaussians == 1 else "s"
     prior = f"prior of {config.gaussians} Gaussian{plural}" if config.gaussians else "no Gaussian prior"
@@ -112,11 +112,14 @@ def _describe_model(result: TrainingOutput) -> str:
 
 
 def format_summary(result: TrainingOutput) -> str:
-    """Return the last lines of the output: the quality of the model, its directory, and the next command."""
-    rows, calibration, held_out = result.summary["rows"], result.calibration, result.held_out
-    num_used = result.summary["records_used"]["calibration"]
-    calibration_text = f"{num_used}" if num_used >= rows["calibration"] else f"{num_used} of {rows['calibration']}"
+    """Return the lines that are printed after training: quality of the model, its directory, and the next command."""
+    calibration, held_out = result.calibration, result.held_out
+    num_by_part = result.summary["rows"]
+    num_used = result.summary["records_used"]["calibration"]  # fewer than available under a time limit
+    num_available = num_by_part["calibration"]
+    calibration_count = f"{num_used}" if num_used >= num_available else f"{num_used} of {num_available}"
     num_scored_features = int((~result.data.schema.is_context).sum())
+    # The smallest p-value is about 1 / number of calibration records; no record can raise an alert at a smaller alpha.
     unreachable = [f"{alpha:.3g}" for alpha in calibration.find_unreachable_alphas(DEFAULT_ALPHAS)]
     reachability = (
         f"alpha {' and '.join(unreachable)} out of reach"
@@ -125,8 +128,8 @@ def format_summary(result: TrainingOutput) -> str:
     )
     return "\n".join(
         [
-            f"records      {rows['train']} trained on, {rows['validation']} for validation, "
-            f"{calibration_text} for calibration ({calibration.arrival_order} order)",
+            f"records      {num_by_part['train']} trained on, {num_by_part['validation']} for validation, "
+            f"{calibration_count} for calibration ({calibration.arrival_order} order)",
             f"model        {_describe_model(result)}",
             f"held out     {held_out.mean_nll:.3f} nats a record, "
             f"{held_out.mean_nll / num_scored_features:.3f} a feature, from {len(held_out.nll_by_record)} records "
