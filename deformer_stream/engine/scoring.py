@@ -1,9 +1,9 @@
-"""Scoring of readings by the model version that their record was opened under.
+"""Scoring of readings by the model version that was current when their record was opened.
 
-`ModelVersion.score_readings` turns readings into log-likelihoods, running statistics and p-values. It runs the network
-through the KV cache of the open records (`ModelVersion._compute_score_terms`), and then updates the running statistics
-of each record (`ModelVersion._update_statistics`). Both steps use the compiled CPU kernels if the model has them, and
-PyTorch otherwise.
+`ModelVersion.score_readings` turns readings into log-likelihoods, running anomaly scores and p-values. It runs the
+network on the new readings (`ModelVersion._compute_score_terms`); the keys and values of earlier readings are in the KV
+cache. It then updates the running statistics of each record (`ModelVersion._update_statistics`). Both steps use the
+compiled CPU kernels if the model has them, and PyTorch otherwise.
 """
 
 from __future__ import annotations
@@ -37,20 +37,23 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 MAX_READINGS_PER_PASS = 8_192
-"""Readings of the records that go through the network in one pass; cached readings count if attention has to gather
-copies of them. Larger matrices gain nothing, because their intermediate results no longer fit the processor's cache."""
+"""Largest number of readings that go through the network in one pass. In PyTorch, cached readings count as well,
+because attention has to gather copies of them. Larger matrices are not faster, because their intermediate results no
+longer fit into the processor's cache."""
 
 MAX_BRANCHES = 128
-"""Branches (tie groups in another order) that the compiled kernels score in one call."""
+"""Largest number of branches that the compiled kernels score in one call. A branch is a tie group (readings of one
+record with the same event time) in another order."""
 
 MAX_PADDING_RATIO = 1.25
-"""Records with unequal numbers of readings share a padded pass if padding adds at most a quarter."""
+"""Largest ratio of padded to actual readings at which records with unequal numbers of readings share a padded pass."""
 
 SMALL_PASS_READINGS = 512
-"""Up to this many readings a padded pass may hold any amount of padding, because a pass has a fixed cost."""
+"""Number of padded readings that a pass may hold in addition to `MAX_PADDING_RATIO`. A pass has a fixed cost, so a
+little padding is cheaper than another pass."""
 
 NO_ALPHAS = np.empty(0)
-"""The alphas for readings that must not raise an alert, because they were scored before (replay, rescoring)."""
+"""The false-alarm rates for readings that must not raise an alert, because they were scored before: none."""
 
 
 class ModelVersion:
@@ -58,55 +61,60 @@ class ModelVersion:
 
     Attributes:
         model: The network, in evaluation mode.
-        calibration: The calibration of this model.
-        fingerprint: Identifies the model with its calibration.
-        schema: The features of the model.
-        kernels: The compiled CPU kernels, None if the model is scored by PyTorch.
-        cache_shape: What two model versions must have in common to share a KV cache.
+        calibration: The scores of normal records, from which p-values are computed.
+        fingerprint: A hash that identifies the model with its calibration.
+        schema: Describes the features of the model.
+        kernels: The compiled CPU kernels, None if PyTorch runs the model.
+        cache_shape: The properties that another model version must share to use the same KV cache (cached keys and
+            values of the readings of open records).
     """
 
     def __init__(self, model: DEformer, calibration: Calibration, fingerprint: str) -> None:
         self.model, self.calibration, self.fingerprint = model.eval(), calibration, fingerprint
         self.schema = model.schema
         self.kernels = CpuKernels.for_model(model)
-        self._branch_cache: CpuKVCache | None = None  # copies of the pages that branches of tie groups start from
+        # Copies of the cached readings before tie groups, so that other orders of a group do not change the cache.
+        self._branch_cache: CpuKVCache | None = None
         self._graph_runner: CudaGraphs | None = None  # runs the PyTorch model over the cache that was used last
         self.cache_shape: CacheShape = *cache_shape(model), None if self.kernels is None else model.config.precision
 
     def create_cache(self, max_bytes: int) -> Cache:
-        """Return an empty KV cache that holds at most `max_bytes` bytes."""
+        """Return an empty KV cache for this model, with at most `max_bytes` bytes of keys and values."""
         return TorchKVCache(self.model, max_bytes) if self.kernels is None else self.kernels.create_cache(max_bytes)
 
     def release_cache(self) -> None:
-        """Drop the reference to the KV cache that was used last, so that its memory can be freed."""
+        """Drop this object's reference to the KV cache that was used last, so that its memory can be freed."""
         self._graph_runner = None
 
     def score_readings(
         self, records: RecordTable, cache: Cache, record_index: Ints, seq: Ints, alphas: Floats
     ) -> tuple[Floats, Ints, int]:
-        """Score M readings that are in the logs of their records, and update the running statistics of these records.
+        """Score M readings that are stored in the table, and update the running statistics of their records.
 
-        The readings of one record must be in the order of its log, and all earlier readings must be scored already. A
-        reading for which the network returns a term that is not finite is not scored: like a context feature, it leaves
-        the statistics of its record unchanged.
+        The readings of one record must be in the order in which the table stores them, and all of its earlier readings
+        must be scored already. A reading for which the network returns a number that is not finite is not scored: like
+        a context feature, it leaves the statistics of its record unchanged.
 
         Args:
-            records: The table of open records.
-            cache: The KV cache of the records.
-            record_index: (M,) row of the record of each reading in the table.
-            seq: (M,) place of each reading in the log of its record.
-            alphas: Alert levels, descending.
+            records: The table of open records, which holds their readings.
+            cache: The KV cache of the records: the network's keys and values of their earlier readings.
+            record_index: (M,) the row of the table that belongs to the record of each reading.
+            seq: (M,) position of each reading in its record, from 0.
+            alphas: The false-alarm rates at which alerts are raised, descending.
 
         Returns:
-            (4, M) log-likelihood (NaN if the reading is not scored), its running sum, score and p-value;
-            (M,) the number of alphas that the p-value of the record reaches for the first time with this reading;
-            the number of records whose KV cache was rebuilt.
+            Three results. First (4, M) rows of scores: the log-likelihood of each reading (NaN if it is not scored),
+            its running sum over the record, the running anomaly score of the record, and its p-value. Second (M,) the
+            number of alphas that the p-value of the record has reached with this reading for the first time. Third the
+            number of records whose KV cache had to be computed again.
         """
         # Sort by record, with records that have ended first: their pages are free for the others afterwards.
-        order = (record_index + records.capacity * records.is_open[record_index]).argsort(kind="stable")
+        sort_key = record_index + records.capacity * records.is_open[record_index]
+        order = sort_key.argsort(kind="stable")
         sorted_index, seq = record_index[order], seq[order]
         boundaries = run_boundaries(sorted_index)
         first, num_new = boundaries[:-1], boundaries[1:] - boundaries[:-1]
+        # One entry per record. All readings before its first new one are scored, so their number is its position.
         record_index, num_scored_before = sorted_index[first], seq[first]
         is_tied = records.log.is_tied(sorted_index, seq) if records.holds_ties else None
         terms, num_rebuilt = self._compute_score_terms(
@@ -120,13 +128,17 @@ class ModelVersion:
         return columns, num_crossed, num_rebuilt
 
     def rank_records(self, records: RecordTable, record_index: Ints) -> Floats:
-        """Return the anomaly score of R records that have ended, (R,); larger is more anomalous.
+        """Return a score by which R closed records are ranked, (R,); larger is more anomalous.
+
+        It is the centered NLL of the record (negative log-likelihood minus its expected value under the model). If the
+        model has a ranking, that one combines it with the distance of the record to exemplars from training.
 
         Args:
-            records: The table of records, in which the logs of these records are still readable.
+            records: The table of records, in which the readings of these records are still available.
             record_index: (R,) row of each record in the table.
         """
-        ranking, centered_nll = self.model.ranking, records.running["excess"][record_index]
+        ranking = self.model.ranking
+        centered_nll = records.running["excess"][record_index]
         if ranking is None or not len(record_index):
             return centered_nll
         num_readings = records.num_readings[record_index]
@@ -142,52 +154,59 @@ class ModelVersion:
         num_new: Ints,
         is_tied: Bools | None,
     ) -> tuple[Floats, int]:
-        """Return what the network computes for the new readings of R records, M readings in total.
+        """Run the network on the new readings of R records, M readings in total, and return their score terms.
 
         Args:
-            records: The table of open records.
-            cache: The KV cache of the records. A record whose earlier readings it does not hold is computed again.
+            records: The table of open records, which holds their readings.
+            cache: The KV cache of the records (keys and values of their earlier readings). If it does not hold exactly
+                the earlier readings of a record, they are computed again.
             record_index: (R,) row of each record in the table, with records that have ended first.
             num_scored_before: (R,) number of readings of each record that are scored already.
             num_new: (R,) number of readings of each record to score.
-            is_tied: (M,) whether a reading is in the tie group of the reading before it; None without tie groups.
+            is_tied: (M,) whether a reading is in the same tie group (readings of one record with the same event time)
+                as the reading before it; None without tie groups.
 
         Returns:
-            (3, M) ln p, ln of the p-value, and centered NLL, one record after the other; and the number of records
-            whose KV cache was rebuilt.
+            (3, M) score terms, one record after the other, in three rows: ln p of the value, ln of the highest-density
+            p-value (probability of a value at most as likely), and centered NLL (−ln p minus its expected value). And
+            the number of records whose KV cache had to be computed again.
         """
         terms = np.empty((3, int(num_new.sum())))
         first = np.cumsum(num_new) - num_new
         num_rebuilt, num_ended = 0, len(record_index) - int(records.is_open[record_index].sum())
-        for part in _split_into_passes(cache, record_index, num_scored_before, num_new, num_ended):
-            index, num_before = record_index[part], num_scored_before[part]
+        for pass_records in _split_into_passes(cache, record_index, num_scored_before, num_new, num_ended):
+            index, num_before = record_index[pass_records], num_scored_before[pass_records]
             cache.mark_in_use(index)
             num_cached = cache.num_cached_readings[index]
             is_stale = num_cached != num_before
             if is_stale.any():
+                # The record was evicted from the cache, or scored again: process it from its first reading on.
                 cache.free(index[is_stale])
                 num_cached[is_stale] = 0
                 num_rebuilt += int((is_stale & (num_before > 0)).sum())
             if self.kernels is not None and isinstance(cache, CpuKVCache):
-                out = terms[:, first[part.start] :]
-                self._score_ragged(self.kernels, records, cache, index, num_cached, num_before, num_new[part], out)
+                out = terms[:, first[pass_records.start] :]
+                counts = num_cached, num_before, num_new[pass_records]
+                self._score_ragged(self.kernels, records, cache, index, *counts, out)
             elif isinstance(cache, TorchKVCache):
-                for rows in _group_by_length(num_before + num_new[part] - num_cached, num_cached):
-                    group = index[rows], num_cached[rows], num_before[rows], num_new[part][rows]
+                for rows in _group_by_length(num_before + num_new[pass_records] - num_cached, num_cached):
+                    group = index[rows], num_cached[rows], num_before[rows], num_new[pass_records][rows]
                     is_new, padded_terms = self._score_padded(records, cache, *group)
-                    row, place = np.nonzero(is_new)
-                    offset = place - (num_before - num_cached)[rows][row]
-                    terms[:, first[part][rows][row] + offset] = padded_terms[:, is_new]
-            end = int(first[part][-1] + num_new[part][-1])
-            span = slice(int(first[part.start]), end)
+                    row, column = np.nonzero(is_new)
+                    # The columns before a record's new readings hold readings that were only added to the cache.
+                    offset = column - (num_before - num_cached)[rows][row]
+                    terms[:, first[pass_records][rows][row] + offset] = padded_terms[:, is_new]
+            end = int(first[pass_records][-1] + num_new[pass_records][-1])
+            span = slice(int(first[pass_records.start]), end)  # the readings of this pass
             if is_tied is not None and is_tied[span].any():
-                row, offset = ragged_indices(num_new[part])
+                row, offset = ragged_indices(num_new[pass_records])
                 score_branches = partial(self._score_branches, records, cache)
                 terms[:, span] = average_over_orders(
                     records, index[row], num_before[row] + offset, is_tied[span], terms[:, span], score_branches
                 )
-            if part.stop < len(record_index):
-                cache.free(record_index[part.start : min(part.stop, num_ended)])
+            if pass_records.stop < len(record_index):
+                # Records that have ended need no cache any more; the next passes can use their pages.
+                cache.free(record_index[pass_records.start : min(pass_records.stop, num_ended)])
         return terms, num_rebuilt
 
     def _score_ragged(
@@ -205,14 +224,17 @@ class ModelVersion:
 
         Args:
             kernels: The compiled kernels of this model.
-            records: The table of open records.
-            cache: The KV cache of the records.
+            records: The table of open records, which holds their readings.
+            cache: The KV cache of the records: the network's keys and values of their earlier readings.
             record_index: (R,) row of each record in the table.
-            num_cached: (R,) readings of each record that the cache holds.
-            num_scored_before: (R,) readings of each record that are scored already.
-            num_new: (R,) readings of each record to score, M in total.
-            out: Its first M columns receive ln p, ln of the p-value, and centered NLL, one record after the other.
+            num_cached: (R,) number of each record's first readings that the cache holds.
+            num_scored_before: (R,) number of each record's first readings that are scored already.
+            num_new: (R,) number of the readings of each record to score, M in total.
+            out: (3, at least M) array whose first M columns receive the results, one record after the other. Its rows
+                are ln p of the value, ln of the highest-density p-value, and centered NLL (−ln p minus its expected
+                value).
         """
+        # Readings that are scored already but not cached any more are processed as well, to fill the cache.
         num_processed = num_scored_before + num_new - num_cached
         cache.allocate_all(record_index, num_processed)
         row, offset = ragged_indices(num_processed)
@@ -242,23 +264,26 @@ class ModelVersion:
     ) -> tuple[Bools, Floats]:
         """Score the new readings of R records by PyTorch in one padded batch, and add them to the cache.
 
-        All readings that the cache does not hold go through the network, at most L per record.
+        All readings that the cache does not hold go through the network: L for the record that has most of them, fewer
+        and padding for the others.
 
         Args:
-            records: The table of open records.
-            cache: The KV cache of the records.
+            records: The table of open records, which holds their readings.
+            cache: The KV cache of the records: the network's keys and values of their earlier readings.
             record_index: (R,) row of each record in the table.
-            num_cached: (R,) readings of each record that the cache holds.
-            num_scored_before: (R,) readings of each record that are scored already.
-            num_new: (R,) readings of each record to score.
+            num_cached: (R,) number of each record's first readings that the cache holds.
+            num_scored_before: (R,) number of each record's first readings that are scored already.
+            num_new: (R,) number of the readings of each record to score.
 
         Returns:
-            (R, L) which places hold new readings; and (3, R, L) ln p, ln of the p-value, and centered NLL.
+            (R, L) whether an entry is a new reading, not padding and not a reading that was scored before; and
+            (3, R, L) ln p of the value, ln of the highest-density p-value, and centered NLL (−ln p minus its expected
+            value).
         """
         num_processed = num_scored_before + num_new - num_cached
         column = np.arange(int(num_processed.max()))
         is_valid = column < num_processed[:, None]
-        places = np.where(is_valid, num_cached[:, None] + column, 0)
+        places = np.where(is_valid, num_cached[:, None] + column, 0)  # padding reads the first reading, and is masked
         codes, raw_values = records.log.gather(record_index[:, None], places)
         if self._graph_runner is None or self._graph_runner.cache is not cache:
             self._graph_runner = CudaGraphs(self.model, cache)
@@ -283,19 +308,22 @@ class ModelVersion:
     ) -> Floats:
         """Score B branches, which are tie groups of open records in another order, without changing the cache.
 
-        The signature after `cache` is that of `engine.ties.ScoreBranches`.
+        A tie group consists of the readings of one record with the same event time, so their order has no meaning. Its
+        scores are averaged over several orders; a branch is one of them. The parameters after `cache` are those of
+        `engine.ties.ScoreBranches`.
 
         Args:
             records: The table of open records.
             cache: The KV cache, which holds the readings before each branch.
-            record_index: (B,) row of the record of each branch in the table.
+            record_index: (B,) the row of the table that belongs to the record of each branch.
             num_before: (B,) number of readings of the record before the branch.
             length: (B,) number of readings of each branch, T in total.
-            codes: (T,) feature codes, one branch after the other.
-            raw_values: (T,) values in raw units.
+            codes: (T,) feature codes (indexes in the schema) of the readings, one branch after the other.
+            raw_values: (T,) values of the readings in raw units, or label codes.
 
         Returns:
-            (3, T) ln p, ln of the p-value, and centered NLL.
+            (3, T) ln p of the value, ln of the highest-density p-value, and centered NLL (−ln p minus its expected
+            value) of each reading.
         """
         terms = np.empty((3, len(codes)))
         first = np.cumsum(length) - length
@@ -303,7 +331,8 @@ class ModelVersion:
         if self.kernels is not None and isinstance(cache, CpuKVCache):
             if self._branch_cache is None:
                 self._branch_cache = self.kernels.create_cache(MAX_BRANCHES * cache.pages_per_record * cache.page_bytes)
-            for branches in np.array_split(np.arange(len(record_index)), -(-len(record_index) // MAX_BRANCHES)):
+            num_calls = -(-len(record_index) // MAX_BRANCHES)  # rounded up
+            for branches in np.array_split(np.arange(len(record_index)), num_calls):
                 self._branch_cache.copy_from(cache, record_index[branches], num_before[branches], length[branches])
                 span = slice(int(first[branches[0]]), int(first[branches[-1]] + length[branches[-1]]))
                 ragged_batch = RaggedBatch(
@@ -325,8 +354,9 @@ class ModelVersion:
                     cached = cache.gather(record_index[branches], num_before[branches])
                     conditional = self.model.forward_cached(features, x, cached).conditional
                     scored = conditional.compute_score_terms(x, conditional.compute_surprisal(x))
-                tensors = (scored.log_prob, scored.log_p_value, scored.centered_nll)
-                terms[:, reading[is_valid]] = np.stack([t.double().cpu().numpy()[is_valid] for t in tensors])
+                padded_terms = (scored.log_prob, scored.log_p_value, scored.centered_nll)
+                arrays = [term.double().cpu().numpy()[is_valid] for term in padded_terms]
+                terms[:, reading[is_valid]] = np.stack(arrays)
         return terms
 
     def _update_statistics(
@@ -344,15 +374,18 @@ class ModelVersion:
         Args:
             records: The table of open records, whose running statistics and alert columns are updated.
             record_index: (R,) row of each record in the table.
-            boundaries: (R + 1,) index of the first reading of each record, followed by M.
-            seq: (M,) place of each reading in the log of its record.
-            terms: (3, M) ln p, ln of the p-value, and centered NLL.
-            alphas: Alert levels, descending.
-            is_group_end: (M,) whether a reading is the last one of its tie group; None without tie groups.
+            boundaries: (R + 1,) index of the first reading of each record among the M readings, followed by M.
+            seq: (M,) position of each reading in its record, from 0.
+            terms: (3, M) ln p of the value, ln of the highest-density p-value, and centered NLL (−ln p minus its
+                expected value) of each reading.
+            alphas: The false-alarm rates at which alerts are raised, descending.
+            is_group_end: (M,) whether a reading is the last one of its tie group (readings of one record with the same
+                event time); only such a reading can lower the p-value. None without tie groups.
 
         Returns:
-            (4, M) log-likelihood, its running sum, score and p-value; and (M,) the number of alphas that each reading
-            is the first of its record to reach.
+            (4, M) rows of scores: the log-likelihood of each reading (NaN if it is not scored), its running sum over
+            the record, the running anomaly score of the record, and its p-value. And (M,) the number of alphas that the
+            p-value of the record has reached with this reading for the first time.
         """
         num_new, is_context = boundaries[1:] - boundaries[:-1], self.schema.is_context
         is_scored: Bools | None = None
@@ -370,7 +403,7 @@ class ModelVersion:
         columns[3] = self.calibration.compute_p_values(
             columns[2], lambda: [records.record_ids[index] for index in record_index.tolist()], num_new
         )
-        records.set_p_values(record_index, columns[3, boundaries[1:] - 1])
+        records.set_p_values(record_index, columns[3, boundaries[1:] - 1])  # the p-value after the last reading
         return columns, _count_crossed_alphas(records, record_index.repeat(num_new), seq, columns[3], alphas)
 
 
@@ -383,22 +416,27 @@ def _advance_running(
     is_group_end: Bools | None,
     columns: Floats,
 ) -> None:
-    """Add M readings to the running statistics of their R records.
+    """Add M scored readings to the running statistics of their R records, one record after the other.
 
-    This is the NumPy version of `CpuKernels.advance`, for models that PyTorch scores.
+    This is the NumPy version of `CpuKernels.advance`, for models that PyTorch runs.
 
     Args:
-        running: The running statistics of all records in the table (`RUNNING_DTYPE`); the rows of the R records are
+        running: The running statistics of all records in the table (`RUNNING_DTYPE`). The rows of the R records are
             updated, except for the p-value.
         record_index: (R,) row of each record in the table.
-        boundaries: (R + 1,) index of the first reading of each record, followed by M.
-        terms: (3, M) ln p, ln of the p-value, and centered NLL.
-        is_scored: (M,) false for readings that change nothing, such as context; None if all are scored.
-        is_group_end: (M,) false for readings of a tie group except its last; None without tie groups.
-        columns: The first three rows, (M,) each, receive ln p (NaN if not scored), its running sum, and the score.
+        boundaries: (R + 1,) index of the first reading of each record among the M readings, followed by M.
+        terms: (3, M) ln p of the value, ln of the highest-density p-value, and centered NLL (−ln p minus its expected
+            value) of each reading.
+        is_scored: (M,) false for readings that leave the statistics unchanged, such as those of context features; None
+            if all are scored.
+        is_group_end: (M,) false for readings of a tie group (readings with the same event time) except its last, which
+            do not update the anomaly score; None without tie groups.
+        columns: (4, M) array whose first three rows receive, for each reading, ln p (NaN if it is not scored), the sum
+            of ln p over the record so far, and the running anomaly score of the record.
     """
     first, num_new = boundaries[:-1], boundaries[1:] - boundaries[:-1]
     columns[0] = terms[0] if is_scored is None else np.where(is_scored, terms[0], np.nan)
+    # Records with similar numbers of readings are processed together, padded to the longest of them.
     for rows in _group_by_length(num_new, np.zeros_like(num_new)):
         before = running[record_index[rows]]
         column = np.arange(int(num_new[rows].max()))
@@ -413,6 +451,7 @@ def _advance_running(
         log_likelihood = compute_running_sums(before["log_likelihood"], log_p)
         centered_sum = compute_running_sums(before["excess"], centered_nll)
         columns[1:3, reading[is_valid]] = np.stack([log_likelihood, score])[:, is_valid]
+        # Padding adds nothing, so the last column holds the sums after each record's last reading.
         last_by_field = {
             "scored": state.num_scored,
             "total": state.neg_log_p_sum,
@@ -428,23 +467,29 @@ def _advance_running(
 def _count_crossed_alphas(
     records: RecordTable, record_index: Ints, seq: Ints, p_values: Floats, alphas: Floats
 ) -> Ints:
-    """Return how many alphas each reading is the first of its record to reach, and mark these records as alerted.
+    """Return how many alphas the p-value of each record reaches for the first time, and mark these records as alerted.
 
     Args:
-        records: The table of open records, whose alert columns are updated.
-        record_index: (M,) row of the record of each reading; the readings of a record are in the order of its log.
-        seq: (M,) place of each reading in the log of its record.
+        records: The table of open records, which stores the smallest alpha at which each record has alerted.
+        record_index: (M,) the row of the table that belongs to the record of each reading. The readings of one record
+            are in their order in the record.
+        seq: (M,) position of each reading in its record, from 0.
         p_values: (M,) p-value of the record after each reading.
-        alphas: Alert levels, descending.
+        alphas: The false-alarm rates at which alerts are raised, descending.
+
+    Returns:
+        (M,) the number of alphas that the p-value has reached with this reading and with no earlier one of the record.
     """
     num_crossed = np.zeros(len(seq), np.int64)
     if not len(alphas) or p_values.min(initial=1.0) > alphas[0]:
         return num_crossed
     num_reached = (p_values[:, None] <= alphas).sum(1)
-    num_alerted = (alphas >= records.alert_alpha[record_index, None]).sum(1)
-    for i in (num_reached > num_alerted).nonzero()[0].tolist():
+    num_alerted_before = (alphas >= records.alert_alpha[record_index, None]).sum(1)
+    for i in (num_reached > num_alerted_before).nonzero()[0].tolist():
         index = record_index[i]
-        num_new = int(num_reached[i] - (alphas >= records.alert_alpha[index]).sum())
+        # Counted again, because an earlier iteration may have marked the same record.
+        num_alerted = (alphas >= records.alert_alpha[index]).sum()
+        num_new = int(num_reached[i] - num_alerted)
         if num_new > 0:
             num_crossed[i] = num_new
             records.mark_alerted(int(index), AlertState(int(seq[i]), float(alphas[num_reached[i] - 1])))
@@ -456,20 +501,26 @@ def _split_into_passes(
 ) -> Iterator[slice]:
     """Divide R records into consecutive slices, each of which goes through the network in one pass.
 
-    The pages of a slice fit the cache together, and a slice has at most `MAX_READINGS_PER_PASS` readings to process
-    unless it is a single record. If all records together need pages that the cache has never used, records that have
-    ended get slices of their own, so that the others can use their pages.
+    The cached keys and values of a slice fit into the cache together. A slice has at most `MAX_READINGS_PER_PASS`
+    readings to process, unless it is a single record. If all records together need memory of the cache that was never
+    used before, records that have ended get slices of their own; the others can then use their pages (fixed-size blocks
+    of the cache).
 
     Args:
         cache: The KV cache of the records.
         record_index: (R,) row of each record in the table, with records that have ended first.
-        num_scored_before: (R,) readings of each record that are scored already.
-        num_new: (R,) readings of each record to score.
-        num_ended: How many of the records have ended.
+        num_scored_before: (R,) number of readings of each record that are scored already.
+        num_new: (R,) number of readings of each record to score.
+        num_ended: Number of records that have ended.
+
+    Yields:
+        Slices of the R records.
     """
     num_readings = num_scored_before + num_new
     has_both = 0 < num_ended < len(record_index)
-    first_end = num_ended if has_both and cache.needs_untouched_pages(record_index, num_readings) else len(record_index)
+    separates_ended = has_both and cache.needs_untouched_pages(record_index, num_readings)
+    first_end = num_ended if separates_ended else len(record_index)  # no slice may cross this index
+    # A quick sufficient condition: enough pages even if every record had the largest number of readings.
     fits_one_pass = (
         num_readings.sum() <= MAX_READINGS_PER_PASS and len(record_index) * cache.pages_per_record <= cache.num_pages
     )
@@ -477,41 +528,46 @@ def _split_into_passes(
         yield slice(0, len(record_index))
         return
     page_sums = np.cumsum(cache.num_pages_for(num_readings))
-    reading_sums = np.cumsum(
-        np.where(cache.num_cached_readings[record_index] == num_scored_before, num_new, num_readings)
-    )
+    # If the cache does not hold a record's earlier readings, they are processed again.
+    is_cached = cache.num_cached_readings[record_index] == num_scored_before
+    reading_sums = np.cumsum(np.where(is_cached, num_new, num_readings))
     start = 0
     while start < len(record_index):
-        max_pages = int(page_sums[start - 1]) + cache.num_pages if start else cache.num_pages
+        # Upper bounds of the cumulative sums at the end of the slice that begins at `start`.
+        max_pages = (int(page_sums[start - 1]) if start else 0) + cache.num_pages
         max_readings = (int(reading_sums[start - 1]) if start else 0) + MAX_READINGS_PER_PASS
         end_by_pages = int(np.searchsorted(page_sums, max_pages, "right"))
         end_by_readings = int(np.searchsorted(reading_sums, max_readings, "right"))
         end = min(end_by_pages, end_by_readings)
         if start < first_end:
             end = min(end, first_end)
-        end = max(start + 1, end)
+        end = max(start + 1, end)  # a single record always fits the cache
         yield slice(start, end)
         start = end
 
 
 def _group_by_length(num_processed: Ints, num_cached: Ints) -> Iterator[Ints]:
-    """Divide R records into groups for padded passes, with similar numbers of readings to process and cached readings.
+    """Divide R records into groups for padded passes, so that little padding is computed.
+
+    In a pass, every record is padded to the longest one of its group. The records of a group therefore have similar
+    numbers of readings to process and similar numbers of cached readings.
 
     Args:
-        num_processed: (R,) readings of each record that go through the network.
-        num_cached: (R,) readings of each record that attention reads from the cache.
+        num_processed: (R,) number of readings of each record that go through the network.
+        num_cached: (R,) number of readings of each record that attention reads from the KV cache.
 
     Yields:
-        Indexes of the records of one group.
+        Indexes of the records of one group, each from 0 to R − 1.
     """
     if len(num_processed) * int((num_processed + num_cached).max(initial=0)) <= SMALL_PASS_READINGS:
         yield np.arange(len(num_processed))
         return
+    # Add records from the shortest to the longest, and begin a new group if padding would become too much.
     order = np.argsort(num_processed, kind="stable")
     lengths, starts, counts = np.unique(num_processed[order], return_index=True, return_counts=True)
     group_start = num_readings = 0
     for length, start, count in zip(lengths.tolist(), starts.tolist(), counts.tolist(), strict=True):
-        padded_size = length * (start + count - group_start)
+        padded_size = length * (start + count - group_start)  # of the group with all records of this length
         if padded_size > MAX_PADDING_RATIO * (num_readings + length * count) + SMALL_PASS_READINGS:
             yield from _split_by_num_cached(order[group_start:start], num_processed, num_cached)
             group_start, num_readings = start, 0
@@ -520,12 +576,15 @@ def _group_by_length(num_processed: Ints, num_cached: Ints) -> Iterator[Ints]:
 
 
 def _split_by_num_cached(rows: Ints, num_processed: Ints, num_cached: Ints) -> Iterator[Ints]:
-    """Divide one group of records into groups of bounded size, records with few cached readings first.
+    """Divide a group of records into smaller groups that fit one padded pass, records with few cached readings first.
+
+    A pass of G records computes matrices with G rows and a column for each processed and each cached reading of the
+    longest record. About `MAX_READINGS_PER_PASS` such entries are the bound on a group.
 
     Args:
-        rows: Indexes of the records of the group.
-        num_processed: (R,) readings of each record that go through the network.
-        num_cached: (R,) readings of each record that attention reads from the cache.
+        rows: Indexes of the records of the group, a subset of 0 … R − 1.
+        num_processed: (R,) number of readings of each record that go through the network.
+        num_cached: (R,) number of readings of each record that attention reads from the KV cache.
 
     Yields:
         Indexes of the records of one smaller group.
@@ -534,6 +593,9 @@ def _split_by_num_cached(rows: Ints, num_processed: Ints, num_cached: Ints) -> I
     max_length = int(num_processed[rows].max())
     start = 0
     while start < len(rows):
-        size = max(1, MAX_READINGS_PER_PASS // (max_length + int(num_cached[rows[start]])))
+        # The exact bound needs the largest cached count of the group, which depends on the size. The smallest one is
+        # that of the first record. Records are sorted by this count, so the pass is seldom much larger.
+        min_num_cached = int(num_cached[rows[start]])
+        size = max(1, MAX_READINGS_PER_PASS // (max_length + min_num_cached))
         yield rows[start : start + size]
         start += size
