@@ -1,8 +1,8 @@
-"""The state that outlives a process: the snapshot of a partition, and how it is exported and imported.
+"""Snapshots: the state of a Kafka partition as a value that can be stored, and its export and import.
 
-The state of a partition follows from its log and from a few decisions that the log alone cannot reproduce
-(`deformer_stream.engine.events.Decisions`). A `Snapshot` holds that state as a value. A consumer that is assigned the
-partition imports the latest snapshot and then replays the log from there.
+The state of a partition follows from its log and from a few decisions that the log alone cannot reproduce, such as
+time-outs (`deformer_stream.engine.events.Decisions`). A consumer that is assigned the partition imports the latest
+snapshot, and then reads only the messages after it.
 
 A snapshot names the features and labels that its codes stand for (`Vocabulary`). Another model can therefore read it,
 after its codes have been translated.
@@ -27,12 +27,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What the feature codes and label codes of a model stand for.
+    """The features and labels that the codes of a model stand for.
 
     Attributes:
-        names: Name of each feature; its index is the feature code.
-        kinds: FeatureKind of each feature, continuous or discrete.
-        labels: Labels of each feature; the index of a label is its code. Empty for a continuous feature.
+        names: Name of each feature. The index of a name is the feature code.
+        kinds: Kind of each feature, "continuous" or "discrete".
+        labels: Labels of each feature, empty for a continuous feature. The index of a label is the label code.
     """
 
     names: tuple[str, ...]
@@ -52,12 +52,15 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class TieGroups:
-    """The tie groups of R records with T readings. A tie group is the readings of one record with one event time.
+    """The tie groups of R records with T readings in total, one record after the other.
+
+    A tie group is the readings of one record with the same event time, which are scored together.
 
     Attributes:
-        is_tied: (T,) whether a reading belongs to the tie group of the reading before it.
-        num_pending: (R,) int32, how many of the last readings wait for the decision of their tie group.
-        tie_time: (R,) int64 event time of the record's last tie group, microseconds.
+        is_tied: (T,) whether a reading belongs to the same tie group as the reading before it in its record.
+        num_pending: (R,) int32 number of readings at the end of each record that wait for the decision of their tie
+            group and are not scored yet.
+        tie_time: (R,) int64 event time of each record's last tie group, microseconds since 1970.
     """
 
     is_tied: NDArray[np.bool_]
@@ -67,42 +70,49 @@ class TieGroups:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of one partition with R open records, which have T readings in all.
+    """The state of one partition with R open records, which have T readings in total.
 
-    Array fields bear the names of the columns in which `deformer_stream.codec.state` stores them. Records are in the
-    order in which they were opened; readings stand one record after the other, in the order of arrival.
+    Array fields have the names of the columns in which `deformer_stream.codec.state` stores them. Records are in the
+    order in which they were opened. Readings are stored one record after the other, in order of arrival. Positions of
+    readings in their record count from 0. Logarithms are natural.
+
+    A window is a record that collects the readings of one device within an interval of event time. An unseen label is
+    a label of a discrete feature that the model does not have.
 
     Attributes:
-        vocabulary: What the feature codes and label codes stand for.
+        vocabulary: The features and labels that the feature codes and label codes stand for.
         models: Fingerprints of the models that score the records.
         ids: R record ids.
-        model: (R,) int32 index into `models`.
-        age: (R,) int64 microseconds since the last accepted event.
-        counts: (R,) int32 number of readings.
-        features: (T,) int16 feature codes.
-        values: (T,) float64 values as in `EventBatch`.
+        model: (R,) int32 index into `models` of the model that scores each record.
+        age: (R,) int64 microseconds from the last accepted event of the record to the snapshot.
+        counts: (R,) int32 number of readings of each record.
+        features: (T,) int16 feature code of each reading.
+        values: (T,) float64 raw value of each reading. For a discrete feature it is the label code, or the number of
+            labels if the label is unseen.
         absent_counts: (R,) int32 number of features that were declared as "will not be observed".
-        absent: int16 codes of these features, one record after the other.
-        log_likelihood: (R,) float64 sum of ln p over the scored readings.
+        absent: (A,) int16 feature codes of these A features, one record after the other.
+        log_likelihood: (R,) float64 sum of ln p(value | earlier values) over the scored readings.
         scored: (R,) int32 number of scored readings.
-        total: (R,) float64 sum of the log p-values of the scored readings.
-        least: (R,) float64 smallest of these log p-values.
-        peak: (R,) float64 largest prefix statistic so far.
-        excess: (R,) float64 sum of the centered NLL (NLL minus its conditional entropy).
-        p_value: (R,) float64 p-value of the record.
-        alert_seq: (R,) int32 place of the reading that raised the first alert, -1 if there is none.
-        alert_alpha: (R,) float64 strictest alpha at which the record has alerted, `NO_ALERT` if there is none.
-        unseen_record: (U,) int32 record of each label that the model does not have, as an index into `ids`.
-        unseen_place: (U,) int32 place in the record of the reading with that label.
-        unseen_text: U labels.
-        window_record: (W,) int32 records that are windows of a device's time, as indexes into `ids`.
-        window_device: W devices of these windows.
-        window_deadline: (W,) int64 event times at which the windows close, microseconds.
-        closed: Ids of closed records, the earliest first.
-        devices: D devices, the one with the latest event last.
-        marks: (D,) int64 watermarks (latest event times) of the devices, microseconds.
-        drift: State of the partition's drift monitor, None if it has none.
-        ties: Tie groups, None if each reading is scored when it arrives.
+        total: (R,) float64 sum of -ln q over the scored readings. q is a reading's p-value raised to
+            `P_VALUE_EXPONENT`.
+        least: (R,) float64 smallest ln q of a scored reading.
+        peak: (R,) float64 largest prefix statistic so far (anomaly score of the record after its first k readings).
+        excess: (R,) float64 sum of centered NLLs (negative log-likelihood minus the entropy of the conditional).
+        p_value: (R,) float64 current p-value of the record.
+        alert_seq: (R,) int32 position of the reading that raised the first alert, -1 if there is none.
+        alert_alpha: (R,) float64 strictest (smallest) alpha at which the record has alerted, `NO_ALERT` if none.
+        unseen_record: (U,) int32 index into `ids` of the record of each of U readings with an unseen label.
+        unseen_place: (U,) int32 position of each of these readings in its record.
+        unseen_text: Texts of the U labels.
+        window_record: (W,) int32 index into `ids` of each of W open windows.
+        window_device: Devices of the W windows.
+        window_deadline: (W,) int64 event time at which each window closes, microseconds since 1970.
+        closed: Ids of closed records, the first closed one first. Late events of these records are rejected.
+        devices: D devices. The device whose event was processed last is the last one.
+        marks: (D,) int64 watermark (latest event time) of each device, microseconds since 1970.
+        drift: State of the partition's drift monitor, None if there is none.
+        ties: Tie groups (readings of one record with the same event time, which are scored together). None if each
+            reading is scored when it arrives.
     """
 
     vocabulary: Vocabulary
@@ -141,15 +151,21 @@ class Snapshot:
         return len(self.ids)
 
     def reading_positions(self) -> tuple[Ints, Ints]:
-        """Return for each reading its record (index into `ids`) and its place in that record, both (T,)."""
+        """Return two arrays with an element for each of the T readings, both (T,).
+
+        The first is the index into `ids` of the reading's record. The second is the reading's position in that record.
+        """
         return ragged_indices(self.counts)
 
     def translate(self, vocabulary: Vocabulary) -> tuple[Snapshot, int]:
-        """Return the snapshot with the codes of another vocabulary.
+        """Return the snapshot with the codes of another model's vocabulary, so that this model can read it.
 
         Features are matched by name and kind, labels by their text. Readings of features that the other vocabulary
-        does not have are dropped. The running numbers of the scores are not changed. An alert whose reading is dropped
-        moves to the reading before.
+        does not have are dropped. If the reading that raised the first alert is dropped, `alert_seq` becomes the
+        position of the last remaining reading before it. The scores of the records are not changed.
+
+        Args:
+            vocabulary: The features and labels of the other model.
 
         Returns:
             The translated snapshot and the number of dropped readings.
@@ -162,11 +178,14 @@ class Snapshot:
         is_kept = features >= 0
         record, _ = self.reading_positions()
         first_reading = np.cumsum(self.counts) - self.counts
-        num_kept_before = np.concatenate([[0], np.cumsum(is_kept)])  # over all records
+        # (T + 1,) kept readings before each reading, over all records. A difference of two entries counts the kept
+        # readings between them.
+        num_kept_before = np.concatenate([[0], np.cumsum(is_kept)])
         after_alert = np.clip(self.alert_seq + 1, 0, self.counts)
         num_kept_until_alert = num_kept_before[first_reading + after_alert] - num_kept_before[first_reading]
         alert_seq = np.maximum(num_kept_until_alert - 1, 0)
         unseen = np.array(sorted(reading for reading in text_by_reading if is_kept[reading]), np.int64)
+        new_place = num_kept_before[unseen] - num_kept_before[first_reading[record[unseen]]]
         missing = new_codes[self.absent]
         missing_record, _ = ragged_indices(self.absent_counts)
         snapshot = replace(
@@ -179,15 +198,21 @@ class Snapshot:
             absent=missing[missing >= 0],
             alert_seq=np.where(self.alert_seq < 0, -1, alert_seq).astype(np.int32),
             unseen_record=record[unseen].astype(np.int32),
-            unseen_place=(num_kept_before[unseen] - num_kept_before[first_reading[record[unseen]]]).astype(np.int32),
+            unseen_place=new_place.astype(np.int32),
             unseen_text=[text_by_reading[reading] for reading in unseen.tolist()],
             ties=None if self.ties is None else self._filter_ties(self.ties, is_kept),
         )
         return snapshot, int((~is_kept).sum())
 
     def _filter_ties(self, ties: TieGroups, is_kept: NDArray[np.bool_]) -> TieGroups:
-        """Return the tie groups of the readings that are kept, (T,)."""
+        """Return the tie groups (readings of one record with the same event time) without the dropped readings.
+
+        Args:
+            ties: The tie groups of all T readings.
+            is_kept: (T,) false for readings that are dropped.
+        """
         record, place = self.reading_positions()
+        # Number the groups. A kept reading is tied to the kept reading before it if both have the same number.
         group = np.cumsum(~ties.is_tied)[is_kept]
         is_pending = is_kept & (place >= (self.counts - ties.num_pending)[record])
         num_pending = np.bincount(record[is_pending], minlength=len(self)).astype(np.int32)
@@ -196,16 +221,18 @@ class Snapshot:
     def _translate_labels(
         self, vocabulary: Vocabulary, new_codes: NDArray[np.int16]
     ) -> tuple[NDArray[np.float64], dict[int, str]]:
-        """Return the values with the label codes of another vocabulary.
+        """Return the values of the T readings with the label codes of another vocabulary.
 
         Args:
             vocabulary: The other vocabulary.
-            new_codes: New code of each feature, from `_map_feature_codes`.
+            new_codes: (F,) code in the other vocabulary of each of this vocabulary's F features, -1 if it has none.
 
         Returns:
-            (T,) values; and by index of the reading, the texts of labels that the other vocabulary does not have.
+            (T,) values, in which the codes of labels are translated; and the text of each label that the other
+            vocabulary does not have, by the index of its reading among the T readings.
         """
         values = self.values.copy()
+        # Texts of labels that the old vocabulary does not have either, by the index of the reading.
         first_reading = np.cumsum(self.counts) - self.counts
         unseen_readings = first_reading[self.unseen_record] + self.unseen_place
         old_text_by_reading = dict(zip(unseen_readings.tolist(), self.unseen_text, strict=True))
@@ -214,13 +241,14 @@ class Snapshot:
             if new_code < 0 or self.vocabulary.kinds[old_code] != "discrete":
                 continue
             code_by_label = {label: code for code, label in enumerate(vocabulary.labels[new_code])}
-            unseen_code = len(code_by_label)
+            unseen_code = len(code_by_label)  # the code of all labels that the other vocabulary does not have
             old_labels = self.vocabulary.labels[old_code]
             new_label_codes = np.array(
                 [*(code_by_label.get(label, unseen_code) for label in old_labels), unseen_code], np.float64
             )
             readings = np.flatnonzero(self.features == old_code)
             values[readings] = new_label_codes[self.values[readings].astype(np.int64)]
+            # For the remaining readings use the text: an unseen label of the old vocabulary may be in the new one.
             for reading in readings[values[readings] == unseen_code].tolist():
                 old_label = int(self.values[reading])
                 text = old_labels[old_label] if old_label < len(old_labels) else old_text_by_reading.get(reading)
@@ -232,7 +260,10 @@ class Snapshot:
 
 
 def _map_feature_codes(old: Vocabulary, new: Vocabulary) -> NDArray[np.int16]:
-    """Return the new code of each old feature, -1 if no new feature has the same name and kind."""
+    """Return the code of each old feature in the new vocabulary, (F,) for F old features.
+
+    The code is -1 if the new vocabulary has no feature of the same name and kind.
+    """
     code_by_feature = {feature: code for code, feature in enumerate(zip(new.names, new.kinds, strict=True))}
     old_features = zip(old.names, old.kinds, strict=True)
     return np.array([code_by_feature.get(feature, -1) for feature in old_features], np.int16)
@@ -245,14 +276,14 @@ def export_state(
     fingerprint_by_version: Mapping[int, str],
     drift: DriftState | None = None,
 ) -> Snapshot:
-    """Return the state of one partition.
+    """Return a snapshot of the state of one partition.
 
     Args:
         records: The record table.
-        partition_id: The partition. A partition without any event so far has an empty snapshot.
-        now: Current time, microseconds.
-        fingerprint_by_version: Fingerprint of each model by its number in the record table.
-        drift: State of the partition's drift monitor, if there is one.
+        partition_id: Number of the partition. A partition without any event so far has an empty snapshot.
+        now: Current time, microseconds since 1970.
+        fingerprint_by_version: Fingerprint of each model, by the number of its model version in the record table.
+        drift: State of the partition's drift monitor, None if there is none.
     """
     partition = records.partitions.get(partition_id) or Partition(records.max_closed_ids)
     ids = list(partition.record_index_by_id)
@@ -309,7 +340,16 @@ def export_state(
 
 
 def _collect_unseen_labels(records: RecordTable, rows: Ints) -> list[tuple[int, int, str]]:
-    """Return the labels that the model does not have: position of the record in `rows`, place of the reading, text."""
+    """Return the labels in some records that the model does not have.
+
+    Args:
+        records: The record table.
+        rows: (R,) rows of the records in the table.
+
+    Returns:
+        For each label: index of its record in `rows`, position of its reading in the record, and the text. The labels
+        are sorted in this order.
+    """
     position_by_row = np.full(records.capacity, -1, np.int64)
     position_by_row[rows] = np.arange(len(rows))
     labels = [
@@ -322,17 +362,18 @@ def _collect_unseen_labels(records: RecordTable, rows: Ints) -> list[tuple[int, 
 
 
 def import_state(records: RecordTable, partition_id: int, snapshot: Snapshot, now: int, model_version: Ints) -> Ints:
-    """Enter the state of a partition into a record table; the inverse of `export_state`.
+    """Enter the snapshot of a partition with R open records into a record table; the inverse of `export_state`.
 
     Args:
-        records: The record table, which must not have the partition yet.
-        partition_id: The partition.
-        snapshot: Its state, in the vocabulary of the table's schema (see `Snapshot.translate`).
-        now: Current time, microseconds. Ages of records count from here, so that downtime is not idle time.
-        model_version: (R,) number of the model that scores each record from now on.
+        records: The record table, which must not have records of the partition yet.
+        partition_id: Number of the partition.
+        snapshot: State of the partition. Its codes must be those of the table's schema (see `Snapshot.translate`).
+        now: Current time, microseconds since 1970. A record that had been idle for some time when the snapshot was made
+            has been idle for the same time now, so time without a consumer does not count.
+        model_version: (R,) number of the model version that scores each record from now on.
 
     Returns:
-        (R,) rows of the snapshot's records.
+        (R,) rows of the records in the table.
     """
     partition = records.partition(partition_id)
     rows = np.array([records.allocate(record_id, partition_id, partition) for record_id in snapshot.ids], np.int64)
