@@ -1,21 +1,22 @@
 """Tie groups: readings of one record with the same event time, which are scored together because their order has no
 meaning.
 
-If the tie policy of the engine is "hold", a reading is written to the log of its record when it arrives, but it is
-scored only when its tie group is decided. A group is decided by the first reading of the record that has another time,
-by the end of the record, or by `Limits.tie_wait` microseconds without a further reading. A decided group is stored in
-canonical order (context features first, then by feature code), so later scores do not depend on its order of arrival.
-A reading without an event time forms a group of its own.
+If the tie policy of the engine is "hold", a reading is stored in its record when it arrives, but it waits for further
+readings with the same event time. It is scored when its tie group is decided, that is when no further reading is
+expected to join the group. A group is decided by the first reading of the record that has another time, by the end of
+the record, or by `Limits.tie_wait` microseconds without a further reading. A decided group is stored in canonical order
+(context features first, then by feature code), so later scores do not depend on its order of arrival. A reading without
+an event time forms a group of its own.
 
 `decide_tie_groups` selects the readings that a batch decides. `average_over_orders` scores a group over K orders of its
 readings: the canonical one, and others in pairs of an order and its reverse. For a group b after the readings s:
 
     ln p(b | s) = logmeanexp_o Σ_i ln p(b_i | s, readings before i in order o)
 
-This is the log-density of a mixture of K densities. The ln p of one reading is its mean over the orders plus an equal
-share of the difference between ln p(b | s) and the sum of these means. The p-value of a reading is its smallest one
-over the orders; calibration uses the same rule. Context features stand first in every order, because they condition the
-others and are not scored.
+where o is one of the K orders and i a reading of the group. This is the log-density of a mixture of K densities. The
+ln p of one reading is its mean over the orders plus an equal share of the difference between ln p(b | s) and the sum of
+these means. The p-value of a reading is its smallest one over the orders; calibration uses the same rule. Context
+features stand first in every order, because they condition the others and are not scored.
 """
 
 from __future__ import annotations
@@ -36,41 +37,52 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 MAX_ORDERS = 4
-"""Orders of a tie group that are averaged. Eight gave the same result at twice the cost
-(docs/experiments/14-tie-groups.md).
+"""Largest number of orders of a tie group over which its scores are averaged. Eight gave the same result at twice the
+cost (docs/experiments/14-tie-groups.md).
 """
 
 ScoreBranches = Callable[[Ints, Ints, Ints, Ints, Floats], Floats]
-"""Returns the score terms of B branches, which are alternative continuations of open records.
+"""A function that scores B branches. A branch is a tie group of an open record in another order than the stored one.
 
-Its arguments are the record index of each branch (B,), the number of earlier readings of the record that the branch
-follows (B,), the number of readings in the branch (B,), and the feature codes and raw values of all readings, one
-branch after the other, (T,) each. It returns (3, T): ln p, ln of the p-value, and centered NLL."""
+Its arguments are the record's row in the table for each branch, (B,); the number of readings of the record before the
+branch, (B,); the number of readings in the branch, (B,), T in total; and the feature codes and raw values of the
+readings, one branch after the other, (T,) each. It returns three rows, (3, T): ln p of the value, ln of the
+highest-density p-value, and centered NLL (−ln p minus its expected value).
+"""
 
-SplitPlaces = Callable[[int], Collection[int]]
-"""Returns, for a record index, the places in the record's log at which a timeout of the previous run ended a group."""
+GetTimeoutPlaces = Callable[[int], Collection[int]]
+"""A function that returns where timeouts of the previous run have ended tie groups of a record.
+
+Its argument is the record's row in the table. It returns positions in the record, from 0: the first reading after each
+ended group. During a replay, such a reading must not join the group before it.
+"""
 
 
 def draw_orders(record_id: str, codes: Ints, num_context: int) -> Ints:
-    """Return the orders of a tie group over which its scores are averaged, without the canonical order.
+    """Draw the orders of a tie group over which its scores are averaged, in addition to the canonical order.
 
-    The orders depend on the record id and the feature codes only, so every run draws the same ones.
+    A tie group consists of the m readings of a record with the same event time. Its canonical order is by feature code,
+    with context features (which are not scored) first. The result depends on the record id and the feature codes only,
+    so every run draws the same orders.
 
     Args:
         record_id: Id of the record.
         codes: (m,) feature codes of the group in canonical order.
-        num_context: Number of context features, which come first in `codes` and keep their places.
+        num_context: Number of context features. They keep their positions in every order; the others are permuted.
 
     Returns:
-        (K − 1, m) indexes into `codes`, one order per row. K is 1 or 2 if at most two readings can be permuted.
+        (K, m) indexes into `codes`, one order per row. K is `MAX_ORDERS` − 1 if more than two readings are permuted, 1
+        for two and 0 for fewer.
     """
     num_permuted = len(codes) - num_context
     if num_permuted <= 2:
-        orders = np.arange(num_permuted)[None, ::-1][: num_permuted - 1]
+        reverse = np.arange(num_permuted)[None, ::-1]
+        orders = reverse[: num_permuted - 1]  # for one reading, the reverse order is the canonical one
     else:
         seed_text = record_id.encode("utf-8", "surrogatepass") + b"\0" + codes.astype(">i8").tobytes()
         seed = int.from_bytes(hashlib.blake2b(seed_text, digest_size=8).digest())
         rng = np.random.default_rng(seed)
+        # Orders in pairs with their reverse: the canonical one, whose forward order is left out here, and random ones.
         permutations = [rng.permutation(num_permuted) for _ in range(MAX_ORDERS // 2 - 1)]
         forward = np.stack([np.arange(num_permuted), *permutations])
         orders = np.concatenate([forward[1:], forward[:, ::-1]])
@@ -86,18 +98,21 @@ def average_over_orders(
     canonical_terms: Floats,
     score_branches: ScoreBranches,
 ) -> Floats:
-    """Return score terms of M readings that do not depend on the order within a tie group.
+    """Return score terms of M readings that do not depend on the order of readings with the same event time.
 
-    The readings form complete tie groups, one after the other, each in canonical order. A reading with a term that is
-    not finite in any order gets NaN terms and does not influence the other readings of its group.
+    Such readings of one record form a tie group. The readings are given as complete groups, one after the other, each
+    in canonical order (context features first, then by feature code). Each group is scored in other orders, too, and
+    the terms are combined. If a term of a reading is not finite in some order, its results are NaN, and it does not
+    influence the other readings of its group.
 
     Args:
         records: The table of open records.
-        record_index: (M,) row of the record in the table.
-        place: (M,) position of the reading in the log of the record.
+        record_index: (M,) the row of the table that belongs to the record of each reading.
+        place: (M,) position of each reading in its record, from 0.
         is_tied: (M,) whether a reading belongs to the same tie group as the reading before it.
-        canonical_terms: (3, M) ln p, ln of the p-value, and centered NLL of the readings in canonical order.
-        score_branches: Scores the readings of a group in another order.
+        canonical_terms: (3, M) the score terms in canonical order: ln p of the value, ln of the highest-density
+            p-value, and centered NLL (−ln p minus its expected value).
+        score_branches: Scores groups in other orders.
 
     Returns:
         (3, M) the same terms, combined over the orders.
@@ -110,6 +125,7 @@ def average_over_orders(
     permuted_groups = np.flatnonzero(group_size - num_context > 1)
     if not len(permuted_groups):
         return canonical_terms
+    # A branch is a group in one of its other orders; its rows are indexes among the M readings.
     rows_by_branch: list[Ints] = []
     num_orders = np.ones(len(group_start), np.int64)
     for group in permuted_groups.tolist():
@@ -129,13 +145,16 @@ def average_over_orders(
 
 @dataclass(frozen=True, slots=True)
 class _Branches:
-    """Score terms of tie groups in orders other than the canonical one. A branch is one group in one order.
+    """Score terms of tie groups (readings of one record with the same event time) in other orders than the canonical.
+
+    A branch is one group in one order. There are B branches with T readings in total, one branch after the other.
 
     Attributes:
-        terms: (3, T) ln p, ln of the p-value, and centered NLL of all readings, one branch after the other.
-        row: (T,) index of the same reading among the readings in canonical order.
-        start: (B,) index of the first reading of each branch.
-        group: (B,) index of the tie group of each branch.
+        terms: (3, T) rows of score terms: ln p of the value, ln of the highest-density p-value, and centered NLL (−ln p
+            minus its expected value).
+        row: (T,) for each reading of a branch, the index of the same reading among the readings in canonical order.
+        start: (B,) index of the first reading of each branch among the T readings.
+        group: (B,) index of the tie group that each branch reorders.
     """
 
     terms: Floats
@@ -147,26 +166,33 @@ class _Branches:
 def _combine_orders(
     canonical_terms: Floats, branches: _Branches, group_start: Ints, num_orders: Ints, is_context: Bools
 ) -> Floats:
-    """Return the terms of M readings in G tie groups, combined over the orders of each group.
+    """Combine the score terms of M readings in G tie groups over the orders in which each group was scored.
+
+    A tie group consists of the readings of one record with the same event time. The probability of a group is its mean
+    probability over the orders, as in a mixture of densities.
 
     Args:
-        canonical_terms: (3, M) terms in canonical order: ln p, ln of the p-value, and centered NLL.
+        canonical_terms: (3, M) rows of terms in canonical order: ln p of the value, ln of the highest-density p-value,
+            and centered NLL (−ln p minus its expected value).
         branches: The terms in the other orders.
         group_start: (G,) index of the first reading of each group.
         num_orders: (G,) number of orders of each group, the canonical one included.
-        is_context: (M,) whether the reading is of a context feature.
+        is_context: (M,) whether the reading is of a context feature, which is not scored.
 
     Returns:
-        (3, M) mean ln p plus an equal share of what the mixture over orders adds, smallest ln p-value, mean centered
-        NLL.
+        (3, M) rows of combined terms. First ln p: the mean over the orders, plus an equal share of the difference by
+        which ln p of the group exceeds the sum of these means. Second ln of the p-value: the smallest over the orders.
+        Third the centered NLL: the mean over the orders. All are NaN if a term of the reading is not finite.
     """
     row, branch_terms = branches.row, branches.terms
+    # A reading with a term that is not finite in any order is replaced by 0 here and by NaN at the end.
     is_not_finite: Bools = ~np.all(np.isfinite(canonical_terms), axis=0)
     is_not_finite[row[~np.all(np.isfinite(branch_terms), axis=0)]] = True
     is_excluded = is_context | is_not_finite
     if is_not_finite.any():
         canonical_terms = np.where(is_not_finite, 0.0, canonical_terms)
         branch_terms = np.where(is_not_finite[row], 0.0, branch_terms)
+    # Sums of ln p (row 0) and centered NLL (row 2), and the minimum of the p-values (row 1), over all orders.
     combined = canonical_terms.copy()
     for term in (0, 2):
         np.add.at(combined[term], row, branch_terms[term])
@@ -174,13 +200,15 @@ def _combine_orders(
     group_size = np.diff(np.append(group_start, len(is_context)))
     group = np.arange(len(group_start)).repeat(group_size)
     combined[[0, 2]] /= num_orders[group]
+    # ln p of each group: the logarithm of the mean of exp(Σ ln p of its readings) over its orders.
     log_mixture = np.add.reduceat(np.where(is_excluded, 0.0, canonical_terms[0]), group_start)
     branch_log_p = np.add.reduceat(np.where(is_excluded[row], 0.0, branch_terms[0]), branches.start)
     np.logaddexp.at(log_mixture, branches.group, branch_log_p)
     log_mixture -= np.log(num_orders)
-    log_mixture -= np.add.reduceat(np.where(is_excluded, 0.0, combined[0]), group_start)
+    # The difference to the sum of the mean ln p is divided equally among the scored readings of the group.
+    surplus = log_mixture - np.add.reduceat(np.where(is_excluded, 0.0, combined[0]), group_start)
     num_scored = group_size - np.add.reduceat(is_excluded.astype(np.int64), group_start)
-    combined[0] += (log_mixture / np.maximum(num_scored, 1))[group]
+    combined[0] += (surplus / np.maximum(num_scored, 1))[group]
     combined[:, is_not_finite] = np.nan
     return combined
 
@@ -190,42 +218,49 @@ def decide_tie_groups(
     batch: EventBatch,
     accepted: AcceptedReadings,
     ending_indices: Ints,
-    split_places: SplitPlaces | None = None,
+    get_timeout_places: GetTimeoutPlaces | None = None,
 ) -> tuple[EventBatch, AcceptedReadings]:
-    """Select the readings whose tie group is decided by a batch, and store these groups in canonical order.
+    """Select the readings that must be scored now because their tie group is decided.
 
-    A group is decided if its record has got a reading with another time, or if its record is in `ending_indices`.
+    The groups are stored in canonical order at the same time. Readings of one record with the same event time form a
+    tie group and wait for each other. A group is decided if its
+    record has got a reading with another time, or if its record is in `ending_indices`. The canonical order of a group
+    is by feature code, with context features first.
 
     Args:
-        records: The table of open records, whose logs hold the accepted readings already.
+        records: The table of open records, which holds the accepted readings already.
         batch: The batch of events.
         accepted: The readings that were accepted from the batch.
-        ending_indices: (R,) rows of the records whose pending readings are all decided now.
-        split_places: If the events are replayed, the places at which the previous run ended a group by a timeout.
+        ending_indices: (E,) rows of the records whose waiting readings are all decided now.
+        get_timeout_places: If the events are replayed, returns where timeouts of the previous run have ended groups.
 
     Returns:
-        The batch, followed by the decided readings of earlier batches; and the decided readings, in the order in which
-        their groups were completed. A reading of an earlier batch gets the message index of the event that decided its
-        group, or −1 if no event of this batch did.
+        The batch, extended at the end by the decided readings of earlier batches as events; and the decided readings,
+        in the order in which their groups were completed. The added events have the message index of the event that
+        decided their group, −1 if no event of this batch did.
     """
-    runs = _mark_ties(records, batch, accepted, split_places)
+    runs = _mark_ties(records, batch, accepted, get_timeout_places)
     runs = runs.extend(np.setdiff1d(ending_indices, runs.record_indices), records)
     records.clear_pending(ending_indices)
+    # Of each record, the readings from `first_undecided` up to those that wait further are decided now.
     first_undecided = runs.first_new_place - runs.num_waiting
-    row, offset = ragged_indices(
-        records.num_readings[runs.record_indices] - records.num_pending[runs.record_indices] - first_undecided
-    )
+    num_not_waiting = records.num_readings[runs.record_indices] - records.num_pending[runs.record_indices]
+    row, offset = ragged_indices(num_not_waiting - first_undecided)
     record_index, place = runs.record_indices[row], first_undecided[row] + offset
+    # The event of each decided reading, −1 for readings of earlier batches.
     event_index = np.full(len(row), -1)
-    is_new = place >= runs.first_new_place[row]
-    event_index[is_new] = runs.event_indices[(runs.start[row] + place - runs.first_new_place[row])[is_new]]
+    offset_in_batch = place - runs.first_new_place[row]
+    is_new = offset_in_batch >= 0
+    event_index[is_new] = runs.event_indices[(runs.start[row] + offset_in_batch)[is_new]]
     is_tied = records.log.is_tied(record_index, place)
     group = np.cumsum(~is_tied) - 1
     event_index = event_index[_sort_groups(records, record_index, place, group)]
+    # Sort by the last event of the group, then by partition, opening of the record, and position in the record.
     last_event = np.maximum.reduceat(event_index, np.flatnonzero(~is_tied)) if len(event_index) else event_index
     sort_keys = place, records.open_order[record_index], records.partition_ids[record_index], last_event[group]
-    order = np.lexsort(sort_keys)
+    order = np.lexsort(sort_keys)  # the last key is the primary one
     row, record_index, place, event_index = row[order], record_index[order], place[order], event_index[order]
+    # Readings of earlier batches become additional events at the end of the batch.
     is_earlier = event_index < 0
     event_index[is_earlier] = len(batch) + np.arange(int(is_earlier.sum()))
     run = row[is_earlier]
@@ -237,16 +272,20 @@ def decide_tie_groups(
 
 @dataclass(frozen=True, slots=True)
 class _RecordRuns:
-    """The readings that a batch has added to R records, sorted by record; some of these records may have got none.
+    """The M readings that a batch has added to R records, sorted by record and then by position in the record.
+
+    Some of the R records may have got no reading. A tie group consists of the readings of one record with the same
+    event time, which wait for each other before they are scored.
 
     Attributes:
-        event_indices: (M,) index of each added reading in the batch, record by record.
+        event_indices: (M,) index in the batch of the event of each added reading.
         record_indices: (R,) row of each record in the table.
-        first_new_place: (R,) place in the log of the first reading that the batch has added.
-        start: (R,) index of that reading in `event_indices`.
-        num_waiting: (R,) readings of earlier batches whose tie group was not decided yet.
-        tie_time: (R,) event time of these waiting readings, microseconds.
-        message_index: (R,) message of the event that decides the waiting readings, −1 if no event does.
+        first_new_place: (R,) position in the record, from 0, of the first reading that the batch has added; the number
+            of its readings if it has added none.
+        start: (R,) index in `event_indices` of the first added reading of each record; meaningless if there is none.
+        num_waiting: (R,) number of readings of earlier batches that still waited for their tie group.
+        tie_time: (R,) event time of these waiting readings, microseconds since 1970.
+        message_index: (R,) index of the message with the event that decides the waiting readings, −1 if no event does.
     """
 
     event_indices: Ints
@@ -258,57 +297,69 @@ class _RecordRuns:
     message_index: Ints
 
     def extend(self, record_indices: Ints, records: RecordTable) -> _RecordRuns:
-        """Return these runs followed by records to which the batch has added nothing."""
+        """Return this value with further records to which the batch has added no reading.
+
+        Args:
+            record_indices: (A,) rows of the further records in the table.
+            records: The table of open records.
+        """
         zeros = np.zeros(len(record_indices), np.int64)
-        num_readings, num_pending = records.num_readings[record_indices], records.num_pending[record_indices]
-        added = record_indices, num_readings, zeros, num_pending, records.tie_time[record_indices], zeros - 1
-        own = (
-            *(self.record_indices, self.first_new_place, self.start),
-            *(self.num_waiting, self.tie_time, self.message_index),
+        num_readings, num_waiting = records.num_readings[record_indices], records.num_pending[record_indices]
+        return _RecordRuns(
+            self.event_indices,
+            record_indices=np.concatenate([self.record_indices, record_indices]),
+            first_new_place=np.concatenate([self.first_new_place, num_readings]),
+            start=np.concatenate([self.start, zeros]),
+            num_waiting=np.concatenate([self.num_waiting, num_waiting]),
+            tie_time=np.concatenate([self.tie_time, records.tie_time[record_indices]]),
+            message_index=np.concatenate([self.message_index, zeros - 1]),
         )
-        columns = [np.concatenate(pair) for pair in zip(own, added, strict=True)]
-        return _RecordRuns(self.event_indices, *columns)
 
 
 def _mark_ties(
-    records: RecordTable, batch: EventBatch, accepted: AcceptedReadings, split_places: SplitPlaces | None
+    records: RecordTable, batch: EventBatch, accepted: AcceptedReadings, get_timeout_places: GetTimeoutPlaces | None
 ) -> _RecordRuns:
-    """Mark which accepted readings join the tie group of the reading before them, and update the pending readings.
+    """Mark which accepted readings join the tie group of the reading before them, and which readings wait.
 
-    The function also counts groups whose event time was decided already, except in a replay, because the previous run
-    has counted them.
+    A tie group consists of the readings of one record with the same event time. The last group of a record waits for
+    further readings. The function also counts groups that come too late: a group of the same or a later time is decided
+    already. They are not counted in a replay, because the previous run has counted them.
 
     Args:
-        records: The table of open records. Its tie columns are updated.
+        records: The table of open records. It stores the marks, and the number of waiting readings of each record.
         batch: The batch of events.
-        accepted: The readings that were accepted from the batch.
-        split_places: If the events are replayed, the places at which the previous run ended a group by a timeout.
+        accepted: The M readings that were accepted from the batch.
+        get_timeout_places: If the events are replayed, returns where timeouts of the previous run have ended groups.
 
     Returns:
         The accepted readings, sorted by record.
     """
-    order = np.lexsort((accepted.seq, accepted.record_indices))
-    event_indices, owners, places = (a[order] for a in (accepted.event_indices, accepted.record_indices, accepted.seq))
-    times, rows = batch.times[event_indices], np.arange(len(event_indices))
+    order = np.lexsort((accepted.seq, accepted.record_indices))  # by record, then by position in the record
+    event_indices, owners = accepted.event_indices[order], accepted.record_indices[order]
+    places, times = accepted.seq[order], batch.times[event_indices]
+    rows = np.arange(len(event_indices))
+    # `start` and `last` are the first and the last of the sorted readings of each record.
     start = np.flatnonzero(np.diff(owners, prepend=-1))
     record_indices = owners[start]
     if not len(start):
         return _RecordRuns(event_indices, *[start] * 6)
     tie_time, num_waiting = records.tie_time[record_indices], records.num_pending[record_indices]
+    # A reading joins the group of the reading before it in the record if both have the same time. The reading before a
+    # record's first new one is from an earlier batch; its group can only be joined if it still waits.
     time_before = np.append(NO_TIME, times[:-1])
     time_before[start] = tie_time
     has_time = times != NO_TIME
     is_tied = (times == time_before) & has_time
     is_tied[start] &= num_waiting > 0
-    if split_places is not None:
+    if get_timeout_places is not None:
         for row in np.flatnonzero(is_tied).tolist():
-            is_tied[row] = int(places[row]) not in split_places(int(owners[row]))
+            is_tied[row] = int(places[row]) not in get_timeout_places(int(owners[row]))
     records.log.mark_tied(owners, places, is_tied)
-    if split_places is None:
-        # A group that starts at a time that the record has reached or passed before has come too late to be joined.
+    if get_timeout_places is None:
+        # A new group is late if its time is not after that of the group before it.
         records.add_late_tie_groups(int((~is_tied & (times <= time_before) & has_time).sum()))
     last = np.append(start[1:], len(owners)) - 1
-    # Row at which the last group of each record starts, −1 if it started before this batch.
+    # Index at which the last group of each record starts, −1 if it started before this batch. That group waits.
     last_group_start = np.maximum.reduceat(np.where(is_tied, -1, rows), start)
     num_pending = np.where(last_group_start < 0, num_waiting + last - start, last - last_group_start) + 1
     records.set_pending(
@@ -316,6 +367,7 @@ def _mark_ties(
         np.where(has_time[last], num_pending, 0),
         np.where(has_time[last], times[last], tie_time),
     )
+    # The first reading of a new group decides the readings that were waiting before this batch.
     first_untied = np.minimum.reduceat(np.where(is_tied, len(rows), rows), start)
     deciding_event = event_indices[np.minimum(first_untied, last)]
     message_index = batch.message_indices[deciding_event].astype(np.int64)
@@ -325,15 +377,15 @@ def _mark_ties(
 def _append_readings(
     batch: EventBatch, records: RecordTable, record_indices: Ints, places: Ints, times: Ints, message_indices: Ints
 ) -> EventBatch:
-    """Return the batch followed by readings of earlier batches, which are copied from the logs of their records.
+    """Return the batch followed by N readings of earlier batches as events, with values copied from the table.
 
     Args:
         batch: The batch of events.
         records: The table of open records.
-        record_indices: (N,) row of the record of each reading.
-        places: (N,) place of each reading in the log of its record.
-        times: (N,) event time of each reading, microseconds.
-        message_indices: (N,) index of the message that decided the reading, −1 for none.
+        record_indices: (N,) the row of the table that belongs to the record of each reading.
+        places: (N,) position of each reading in its record, from 0.
+        times: (N,) event time of each reading, microseconds since 1970.
+        message_indices: (N,) index of the message whose event caused the reading to be scored now, −1 for none.
     """
     if not len(record_indices):
         return batch
@@ -355,16 +407,19 @@ def _append_readings(
 
 
 def _sort_groups(records: RecordTable, record_index: Ints, place: Ints, group: Ints) -> Ints:
-    """Store the readings of each tie group in canonical order: context features first, then by feature code.
+    """Store the readings of tie groups in canonical order: context features first, then by feature code.
+
+    A tie group consists of readings of one record with the same event time. Without this order, later scores would
+    depend on the order in which the readings of a group arrived.
 
     Args:
-        records: The table of open records, whose logs are changed.
-        record_index: (M,) row of the record of each reading.
-        place: (M,) place of each reading in the log of its record.
+        records: The table of open records, in which readings are rearranged.
+        record_index: (M,) the row of the table that belongs to the record of each reading.
+        place: (M,) position of each reading in its record, from 0.
         group: (M,) number of the tie group of each reading, ascending.
 
     Returns:
-        (M,) for each place, the index of the reading that is stored there now.
+        (M,) a permutation: entry i is the index of the reading that is stored at the position of reading i now.
     """
     codes = records.log.gather_features(record_index, place)
     order = np.lexsort((codes, ~records.schema.is_context[codes], group))
