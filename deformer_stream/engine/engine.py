@@ -442,8 +442,8 @@ class Engine:
     def pop_late_tie_groups(self) -> int:
         """Return the number of late tie groups since the last call, and reset the number.
 
-        A tie group consists of the readings of one record with the same event time. It is late if its first reading
-        arrives after the record has got a reading of the same or a later time that was scored already.
+        A tie group consists of the readings of one record with the same event time. It is late if its time is not after
+        that of the group before it in the record. Many late groups show that readings arrive out of order.
         """
         return self.records.pop_late_tie_groups()
 
