@@ -1,8 +1,9 @@
-"""Train one model with several processes that `torchrun` starts; each computes the gradients of a part of each batch.
+"""Train one model with several processes (ranks) that `torchrun` starts.
 
-All processes draw the same random numbers and hold the same weights, and gradients are summed. Hence W processes take
-the same steps as one process with a batch W times as large, except for the order of sums. Decisions that depend on
-time are made by the first process for all. Only the first process writes files.
+Each process computes the gradients of a part of each batch, and the gradients are summed. All processes draw the same
+random numbers and have the same weights. Hence W processes take the same steps as one process with a batch W times as
+large, apart from rounding errors of the sums. The first process makes all decisions that depend on time, and only the
+first process writes files.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from torch import Tensor
 from deformer_stream.errors import ConfigError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""How long processes wait for each other, for example while the first one validates or writes a checkpoint."""
+"""Longest time that a process waits for the others, for example while the first one writes a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that train together.
+    """The processes that train one model together, as this process sees them.
 
     Attributes:
-        rank: Index of this process.
-        world_size: Number of processes.
+        rank: Index of this process, from 0.
+        world_size: Number of processes. 1 if this process trains alone.
     """
 
     rank: int = 0
@@ -42,26 +43,37 @@ class Ranks:
         return self.rank == 0
 
     def choose_device(self, device: torch.device) -> torch.device:
-        """Return the device of this process: on a machine with several GPUs, each process uses its own."""
+        """Return the device that this process must use.
+
+        If several processes train on GPUs, each of them gets a GPU of its own, which is also made the current one.
+
+        Args:
+            device: The device that the user has chosen. A device that is not a GPU is returned unchanged.
+        """
         if device.type == "cuda" and self.world_size > 1:
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(device)
         return device
 
     def select_slices(self, num_records: int, num_slices: int) -> list[slice]:
-        """Return this process's part of a batch, in slices of nearly equal length.
+        """Return the slices of a batch of which this process computes the gradients, one after the other.
+
+        The batch is divided into slices of nearly equal length, and each process gets `num_slices` consecutive ones.
 
         Args:
-            num_records: Number of records of the batch.
-            num_slices: Number of slices of each process. Empty slices are left out.
+            num_records: Number of records in the batch of all processes.
+            num_slices: Number of slices for each process.
+
+        Returns:
+            Slices of the record indexes of the batch, without empty ones.
         """
-        total = self.world_size * num_slices
-        bounds = [num_records * k // total for k in range(total + 1)]
-        own = range(self.rank * num_slices, (self.rank + 1) * num_slices)
-        return [slice(bounds[k], bounds[k + 1]) for k in own if bounds[k] < bounds[k + 1]]
+        num_total = self.world_size * num_slices
+        bounds = [num_records * k // num_total for k in range(num_total + 1)]  # slice k is bounds[k] to bounds[k + 1]
+        own_slices = range(self.rank * num_slices, (self.rank + 1) * num_slices)
+        return [slice(bounds[k], bounds[k + 1]) for k in own_slices if bounds[k] < bounds[k + 1]]
 
     def broadcast(self, value: float) -> float:
-        """Return the first process's value in all processes. Each process must call this method."""
+        """Send the first process's value to all processes and return it. Each process must call this method."""
         if self.world_size == 1:
             return value
         shared = torch.tensor([value], dtype=torch.float64)
@@ -69,11 +81,14 @@ class Ranks:
         return float(shared)
 
     def read_clock(self) -> float:
-        """Return the time of the first process's clock in seconds. Each process must call this method."""
+        """Return the monotonic clock of the first process in seconds. Each process must call this method.
+
+        A common clock lets all processes make the same decisions under a time limit.
+        """
         return self.broadcast(time.monotonic())
 
     def is_any(self, value: bool) -> bool:
-        """Return whether the value is true in any process. Each process must call this method."""
+        """Return whether `value` is True in at least one process. Each process must call this method."""
         if self.world_size == 1:
             return value
         flag = torch.tensor([int(value)])
@@ -81,21 +96,27 @@ class Ranks:
         return bool(flag)
 
     def sum_in_place(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over the processes. All tensors are exchanged at once."""
+        """Replace each tensor by its sum over the processes. Each process must call this method.
+
+        The tensors are concatenated and exchanged at once, because many small exchanges would be slow.
+
+        Args:
+            tensors: Tensors on one device, with the same shapes in all processes.
+        """
         if self.world_size == 1:
             return
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
-        dist.all_reduce(flat)
-        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-        sums = [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+        concatenated = torch.cat([tensor.flatten() for tensor in tensors])
+        dist.all_reduce(concatenated)
+        flat_sums = torch.split(concatenated, [tensor.numel() for tensor in tensors])
+        sums = [flat_sum.view_as(tensor) for flat_sum, tensor in zip(flat_sums, tensors, strict=True)]
         torch._foreach_copy_(list(tensors), sums)
 
 
 @contextmanager
 def join_process_group() -> Iterator[Ranks]:
-    """Join the processes that `torchrun` started, and leave them when the context closes.
+    """Connect to the other processes that `torchrun` started, and disconnect when the context closes.
 
-    Without `torchrun` this process trains alone.
+    If the process was not started by `torchrun`, nothing is connected and the result is a group of one process.
 
     Raises:
         ConfigError: The processes cannot connect to each other.
@@ -109,7 +130,8 @@ def join_process_group() -> Iterator[Ranks]:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"torchrun: the processes cannot connect to each other ({error}); check its options"
+            f"the processes that torchrun started cannot connect to each other ({error}); "
+            "check the options of torchrun, such as --nnodes and --rdzv-endpoint"
         ) from None
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
