@@ -22,20 +22,23 @@ from trainer.sampling import (
 )
 
 BATCH_SIZE = 512
+"""Number of records that are scored together by default."""
 
 HELD_OUT_SEED = 0xE7A1
-"""Constant that separates the random numbers of this module from others of the same seed."""
+"""Constant that is combined with the user's seed, so that this module's random numbers differ from those of others."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOutLikelihood:
-    """The likelihood of N held-out records.
+    """The likelihood of N held-out records with F features.
+
+    Densities p are those of normalised values (with mean 0 and standard deviation 1 in training), not of raw units.
 
     Attributes:
-        nll_by_record: (N,) −ln p of each record in nats, in normalised units, averaged over orders. Smaller is
-            likelier.
-        nll_by_feature: (F,) mean of −ln p(value | earlier readings of the record) of each feature, in nats. NaN if the
-            feature was never scored.
+        nll_by_record: (N,) −ln p of each record in nats, averaged over several orders of its readings. A smaller value
+            means a likelier record.
+        nll_by_feature: (F,) for each feature the mean of −ln p(value | earlier readings of the record) over all records
+            and orders, in nats. NaN if the feature was never scored.
         num_orders: Number of orders in which each record was scored.
     """
 
@@ -45,7 +48,7 @@ class HeldOutLikelihood:
 
     @property
     def mean_nll(self) -> float:
-        """Mean of −ln p over the records, in nats."""
+        """Mean of −ln p over the records, in nats. Smaller is better."""
         return float(self.nll_by_record.mean())
 
 
@@ -59,29 +62,30 @@ def evaluate_held_out(
     batch_size: int = BATCH_SIZE,
     should_continue: Callable[[int], bool] = lambda num_passes: True,
 ) -> HeldOutLikelihood:
-    """Score records in several orders each.
+    """Compute the mean negative log-likelihood of records over several orders of their readings.
 
-    A reading of a sensor with a limited resolution gets uniform noise of one step, as in training, so that the result
-    is a density. Orders and noise depend on the seed and the rows alone, so that models are compared on equal terms.
+    A sensor with a limited resolution reports multiples of a step. Its readings get uniform noise of the width of the
+    step, as in training, because only then is their density well defined. Orders and noise depend on the seed and the
+    rows alone, so that different models can be compared.
 
     Args:
-        model: The model. It is put into evaluation mode and back.
+        model: The model. It is in evaluation mode during this call only.
         data: The prepared table.
-        rows: (N,) row numbers of the records.
-        num_orders: Number of orders of each record.
+        rows: (N,) row numbers of the records in the table.
+        num_orders: Number of orders in which each record is scored.
         seed: Seed of orders and noise.
-        arrival_share: Share of the orders that are the logged order of arrival, if the table has one. Others are
-            random.
-        batch_size: Records that are scored together.
-        should_continue: Called before each further order with the number of passes done (records times orders). If it
-            returns false, the result covers the orders so far.
+        arrival_share: Share (0 to 1) of the orders that are the logged order of arrival, if the table has one. The
+            other orders are random.
+        batch_size: Number of records that are scored together.
+        should_continue: Called before each order except the first one, with the number of passes that are done. A pass
+            is one record in one order. If it returns False, the result covers only the orders that are done.
     """
     noise = Noise.from_schema(data.schema)
     device = model.device
     num_features = len(data.schema)
     nll_by_record = np.zeros(len(rows))
-    nll_sums, counts = np.zeros(num_features), np.zeros(num_features)
-    is_scored = torch.tensor(~data.schema.is_context)
+    nll_sum_by_feature, count_by_feature = np.zeros(num_features), np.zeros(num_features)
+    is_scored_feature = torch.tensor(~data.schema.is_context)
     was_training = model.training
     model.eval()
     num_done = 0
@@ -96,18 +100,19 @@ def evaluate_held_out(
                 values, _ = noise.apply(values, generator)
                 keys = draw_random_keys(values.shape, generator)
                 if arrival_ranks is not None and order_index < arrival_share * num_orders:
-                    keys = arrival_ranks
+                    keys = arrival_ranks  # readings are sorted by the keys
                 features, order = order_readings(values, keys)
                 ordered_values = move_to_device(gather_values(values, order), device)
                 log_p = model.log_prob(move_to_device(features, device), ordered_values).double().cpu()
                 nll_by_record[batch] -= log_p.sum(1).numpy() / num_orders
-                is_counted = (features >= 0) & is_scored[features.clamp(min=0)]
-                codes = features[is_counted].numpy()
-                nll_sums -= np.bincount(codes, log_p[is_counted].numpy(), num_features)
-                counts += np.bincount(codes, minlength=num_features)
+                # Padding has the feature code −1, which must not be used as an index.
+                is_counted = (features >= 0) & is_scored_feature[features.clamp(min=0)]
+                feature_codes = features[is_counted].numpy()
+                nll_sum_by_feature -= np.bincount(feature_codes, log_p[is_counted].numpy(), num_features)
+                count_by_feature += np.bincount(feature_codes, minlength=num_features)
             num_done = order_index + 1
     model.train(was_training)
-    if num_done < num_orders:
+    if num_done < num_orders:  # the sums were divided by `num_orders`
         nll_by_record *= num_orders / num_done
-    nll_by_feature = np.where(counts > 0, nll_sums / np.maximum(counts, 1), np.nan)
+    nll_by_feature = np.where(count_by_feature > 0, nll_sum_by_feature / np.maximum(count_by_feature, 1), np.nan)
     return HeldOutLikelihood(nll_by_record, nll_by_feature, num_done)
