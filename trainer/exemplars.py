@@ -1,7 +1,8 @@
-"""Add to a trained model what it needs to rank complete records: stored training records, the exemplars.
+"""Add exemplars (stored training records) to a trained model, so that it can rank complete records by anomaly.
 
-The ranking score of a complete record combines its distance to the nearest exemplars with its centered NLL (−ln p minus
-the entropy of the conditionals). Both are expressed relative to their values for normal records.
+The ranking score of a complete record combines two numbers. One is its distance to the nearest exemplars. The other is
+its centered NLL (negative log-likelihood minus the entropy of the conditionals). Each is expressed relative to its
+typical values, which are its median and 90% quantile for normal records.
 """
 
 from __future__ import annotations
@@ -22,17 +23,24 @@ from trainer.data import PreparedTable, Split
 from trainer.sampling import create_generator, draw_random_keys, gather_values, order_readings, read_rows
 
 MAX_EXEMPLARS = 4096
-"""More exemplars would improve the ranking of very large tables a little and make each closed record more expensive."""
+"""Largest number of exemplars by default.
+
+More of them would improve the ranking of very large tables only a little. Each closed record is compared with all
+exemplars, so its ranking would take longer.
+"""
 
 MAX_REFERENCE_RECORDS = 1000
-"""Normal records from which the typical distance and the typical centered NLL are computed."""
+"""Largest number of normal records from which the typical distance and the typical centered NLL are computed."""
 
 MIN_DIFFERENCE_RATE = 0.05
-"""Smallest assumed probability that two records differ in a label. The distance is divided by it, so a label that is
-always the same must not outweigh all other features."""
+"""Smallest assumed probability that two records differ in a label.
+
+Differences of labels are divided by this probability. Without a lower bound, a label that is nearly always the same
+would outweigh all other features.
+"""
 
 RANKING_SEED = 0x4A4C
-"""Constant that separates the random numbers of this module from others of the same seed."""
+"""Constant that is combined with the user's seed, so that this module's random numbers differ from those of others."""
 
 
 def add_ranking(
@@ -44,41 +52,48 @@ def add_ranking(
     batch_size: int | None = None,
     should_continue: Callable[[int], bool] = lambda num_done: True,
 ) -> DEformer:
-    """Set the model's exemplars and the typical values of normal records, and return the model.
+    """Store exemplars (training records for comparison) and typical values of normal records in the model.
 
-    Exemplars are drawn from all parts of the table, because the ranking guarantees no false-alarm rate. If suspected
-    anomalies were left out, only training and validation records are used. The exemplars of a model that is adapted
-    (`--init-from`) are kept as far as `max_exemplars` permits.
+    The ranking of complete records guarantees no false-alarm rate. Therefore exemplars are drawn at random from all
+    records, including calibration records. If suspected anomalies were left out of training, only training and
+    validation records are used. If a model is adapted (`--init-from`), its old exemplars are kept as far as
+    `max_exemplars` permits.
 
     Args:
-        model: The trained model.
+        model: The trained model. Its ranking and its configuration are replaced.
         data: The prepared table.
         max_exemplars: Largest number of exemplars. With 0, or with fewer than two records, the model gets no ranking.
         seed: Seed of the random choices.
-        num_reference_records: Number of normal records from which typical values are computed.
-        batch_size: Reference records that are processed together; by default all.
-        should_continue: Called before each batch with the number of reference records done. If it returns false, the
-            typical values are those of the records so far.
+        num_reference_records: Largest number of normal records from which the typical distance, and the typical
+            centered NLL (negative log-likelihood minus the entropy of the conditionals), are computed.
+        batch_size: Number of these records that are processed together; by default all.
+        should_continue: Called before each batch with the number of these records that are done. If it returns False,
+            typical values are computed from the records that are done.
+
+    Returns:
+        The model that was passed.
     """
     rng = np.random.default_rng([seed, RANKING_SEED])
     ranking = _create_ranking(model, data, max_exemplars, rng)
     if ranking is None:
         model.ranking = None
         return model
-    num_own = min(ranking.num_exemplars, len(_choose_exemplar_rows(data, max_exemplars, None)))
-    own_indexes = np.arange(ranking.num_exemplars - num_own, ranking.num_exemplars)
-    references = np.sort(rng.permutation(own_indexes)[:num_reference_records])
+    # Exemplars of an adapted model come first. The typical distance is computed from this table's exemplars only.
+    num_new = min(ranking.num_exemplars, len(_choose_exemplar_rows(data, max_exemplars, None)))
+    new_indexes = np.arange(ranking.num_exemplars - num_new, ranking.num_exemplars)
+    reference_indexes = np.sort(rng.permutation(new_indexes)[:num_reference_records])
     held_out_rows = rng.permutation(data.select_rows(Split.CALIBRATION))[:num_reference_records]
     distances, centered_nll = [], []
-    batch_size = batch_size or max(len(references), len(held_out_rows), 1)
-    if batch_size < len(references):
-        references = rng.permutation(references)  # if time runs out, the records so far must be a random sample
-    for start in range(0, max(len(references), len(held_out_rows)), batch_size):
+    batch_size = batch_size or max(len(reference_indexes), len(held_out_rows), 1)
+    if batch_size < len(reference_indexes):
+        # If the time ends before the last batch, the records that are done must be a random sample.
+        reference_indexes = rng.permutation(reference_indexes)
+    for start in range(0, max(len(reference_indexes), len(held_out_rows)), batch_size):
         if not should_continue(start):
             break
         batch = slice(start, start + batch_size)
-        if len(references[batch]):
-            distances.append(_compute_own_distances(ranking, references[batch]))
+        if len(reference_indexes[batch]):
+            distances.append(_compute_distances_to_others(ranking, reference_indexes[batch]))
         if len(held_out_rows[batch]):
             centered_nll.append(_compute_centered_nll(model, data, held_out_rows[batch], seed))
     typical = [_summarize_typical(np.concatenate(distances)), _summarize_typical(np.concatenate(centered_nll))]
@@ -91,20 +106,39 @@ def add_ranking(
 def measure_distance_seconds(
     model: DEformer, data: PreparedTable, max_exemplars: int, seed: int, clock: Callable[[], float]
 ) -> float:
-    """Measure the seconds to compute the distance of one record to the exemplars; 0 if there are none."""
+    """Return the measured seconds to compute the distance of one record to the exemplars; 0 if there are none.
+
+    Args:
+        model: The model before training. It is not changed.
+        data: The prepared table.
+        max_exemplars: Largest number of exemplars (stored training records).
+        seed: Seed of the random choice of exemplars.
+        clock: A function that returns the current time in seconds.
+    """
     ranking = _create_ranking(model, data, max_exemplars, np.random.default_rng([seed, RANKING_SEED]))
     if ranking is None:
         return 0.0
-    num_exemplars = ranking.num_exemplars
-    return measure_seconds_per_record(lambda n: _compute_own_distances(ranking, np.arange(n)), clock, num_exemplars)
+
+    def compute_distances(num_records: int) -> NDArray[np.float64]:
+        """Return the distances of the first exemplars to all others."""
+        return _compute_distances_to_others(ranking, np.arange(num_records))
+
+    return measure_seconds_per_record(compute_distances, clock, ranking.num_exemplars)
 
 
 def _choose_exemplar_rows(
     data: PreparedTable, max_exemplars: int, rng: np.random.Generator | None
 ) -> NDArray[np.int64]:
-    """Return the row numbers of the exemplars, ascending; without a generator, only their number is meaningful."""
+    """Return the row numbers of the table's records that become exemplars, ascending.
+
+    Args:
+        data: The prepared table.
+        max_exemplars: Largest number of exemplars.
+        rng: The source of the random choice. With None, the first records are returned, for callers that need only the
+            number of exemplars.
+    """
     rows = np.arange(len(data.split))
-    if (data.split == Split.LEFT_OUT).any():
+    if (data.split == Split.LEFT_OUT).any():  # calibration records may then contain suspected anomalies
         rows = np.flatnonzero((data.split == Split.TRAIN) | (data.split == Split.VALIDATION))
     if len(rows) <= max_exemplars:
         return rows
@@ -114,7 +148,17 @@ def _choose_exemplar_rows(
 def _create_ranking(
     model: DEformer, data: PreparedTable, max_exemplars: int, rng: np.random.Generator
 ) -> Ranking | None:
-    """Return a ranking with exemplars but without typical values; None if there is nothing to compare with."""
+    """Return a ranking with exemplars but without typical values of normal records.
+
+    Args:
+        model: The model. If it has a ranking (of the model that is adapted), its exemplars are kept.
+        data: The prepared table from which exemplars are drawn.
+        max_exemplars: Largest number of exemplars.
+        rng: The source of the random choice.
+
+    Returns:
+        The ranking; None if `max_exemplars` is 0 or the table has fewer than two usable records.
+    """
     rows = _choose_exemplar_rows(data, max_exemplars, rng)
     if not max_exemplars or len(rows) < 2:
         return None
@@ -133,61 +177,96 @@ def _create_ranking(
 def _prepend_old_exemplars(
     old: Ranking, positions: torch.Tensor, known: torch.Tensor, max_exemplars: int, rng: np.random.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put exemplars of the model that is adapted before those of this table, as many as `max_exemplars` permits.
+    """Put exemplars of an old model, which is adapted to a new table, before the M exemplars of the table.
 
     Args:
-        old: The ranking of the model that is adapted.
-        positions: (M, F) positions of this table's exemplars, before division by the deviations.
-        known: (M, F) whether an exemplar has a reading of the feature.
-        max_exemplars: Largest number of exemplars in all.
-        rng: Chooses among the old exemplars.
+        old: The ranking of the old model, whose features are the first ones of the new model.
+        positions: (M, F) coordinates of the table's exemplars in each of the new model's F features, before division by
+            the deviations (the unit of distance of each feature).
+        known: (M, F) bool, whether an exemplar has a reading of the feature.
+        max_exemplars: Largest number of exemplars in all. If it is too small, some old ones are dropped at random.
+        rng: The source of the random choice.
 
     Returns:
-        Positions and known readings of all exemplars. New features are unknown in old exemplars.
+        `positions` and `known` of all exemplars, old ones first. Old exemplars have no readings of new features.
     """
     num_old = max(0, max_exemplars - len(positions))
-    kept = np.sort(rng.permutation(old.num_exemplars)[:num_old])
-    padding = (0, positions.shape[1] - old.positions.shape[1])
-    old_positions = torch.nn.functional.pad((old.positions * old.deviations)[kept].cpu(), padding)
-    old_known = torch.nn.functional.pad(old.known[kept].cpu(), padding)
+    kept_indexes = np.sort(rng.permutation(old.num_exemplars)[:num_old])
+    num_new_features = positions.shape[1] - old.positions.shape[1]
+    padding = (0, num_new_features)
+    # Stored positions are divided by the old deviations; the caller divides all positions by new deviations.
+    old_positions = torch.nn.functional.pad((old.positions * old.deviations)[kept_indexes].cpu(), padding)
+    old_known = torch.nn.functional.pad(old.known[kept_indexes].cpu(), padding)
     return torch.cat([old_positions, positions]), torch.cat([old_known, known])
 
 
 def _compute_deviations(ranking: Ranking, positions: torch.Tensor) -> torch.Tensor:
-    """Return the unit of distance of each feature, (F,): its standard deviation, or 1 if readings are all the same.
+    """Return the unit of distance of each feature, so that all features have similar weight in a distance.
 
-    For labels that are not numbers it is the probability that two records differ, at least `MIN_DIFFERENCE_RATE`.
+    For numbers it is the standard deviation, or 1 if all readings are the same. For labels that are not numbers it is
+    the probability that two random records have different labels, but at least `MIN_DIFFERENCE_RATE`.
+
+    Args:
+        ranking: The ranking, with `known` and `is_text_label` set.
+        positions: (M, F) coordinates of M exemplars in F features. For a text label, a coordinate is its code.
+
+    Returns:
+        (F,) float32 units. The unit of a feature without readings is 1.
     """
     deviations = np.ones(positions.shape[1])
-    for f, (column, is_known) in enumerate(zip(positions.numpy().T, ranking.known.numpy().T, strict=True)):
-        readings = column[is_known].astype(np.float64)
-        if len(readings) and bool(ranking.is_text_label[f]):
-            shares = np.unique(readings, return_counts=True)[1] / len(readings)
-            deviations[f] = max(1.0 - float((shares**2).sum()), MIN_DIFFERENCE_RATE)
+    for feature_index in range(positions.shape[1]):
+        is_known = ranking.known[:, feature_index].numpy()
+        readings = positions[:, feature_index].numpy()[is_known].astype(np.float64)
+        if len(readings) and bool(ranking.is_text_label[feature_index]):
+            _, counts = np.unique(readings, return_counts=True)
+            probability_of_equality = float(((counts / len(readings)) ** 2).sum())
+            deviations[feature_index] = max(1.0 - probability_of_equality, MIN_DIFFERENCE_RATE)
         elif len(readings) and readings.std() > 0:
-            deviations[f] = readings.std()
+            deviations[feature_index] = readings.std()
     return torch.from_numpy(deviations).float()
 
 
-def _compute_own_distances(ranking: Ranking, exemplar_indexes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the distance of some exemplars to the nearest other exemplars, (R,)."""
-    own = torch.from_numpy(exemplar_indexes)
-    distances = ranking.compute_distances(ranking.positions[own], ranking.known[own], own_exemplar=own)
+def _compute_distances_to_others(ranking: Ranking, exemplar_indexes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the distances of R exemplars to their nearest exemplars, each without itself.
+
+    Exemplars are normal records, so these distances show which distance is typical of a normal record.
+
+    Args:
+        ranking: The ranking with its exemplars.
+        exemplar_indexes: (R,) indexes of exemplars.
+
+    Returns:
+        (R,) distances.
+    """
+    indexes = torch.from_numpy(exemplar_indexes)
+    # `own_exemplar` excludes each record itself, whose distance is 0.
+    distances = ranking.compute_distances(ranking.positions[indexes], ranking.known[indexes], own_exemplar=indexes)
     return np.asarray(distances.double().numpy())
 
 
 def _compute_centered_nll(
     model: DEformer, data: PreparedTable, rows: NDArray[np.int64], seed: int
 ) -> NDArray[np.float64]:
-    """Return the centered NLL of records that training did not see, in random orders, (N,) in nats."""
+    """Return the centered NLL (negative log-likelihood minus the entropy of the conditionals) of N records.
+
+    Args:
+        model: The trained model.
+        data: The prepared table.
+        rows: (N,) row numbers of records that were not used for training.
+        seed: Seed of the random order of each record's readings.
+
+    Returns:
+        (N,) centered NLL in nats, by ascending row number.
+    """
     values, _ = read_rows(data, np.sort(rows))
     keys = draw_random_keys(values.shape, create_generator(seed, RANKING_SEED))
     features, columns = order_readings(values, keys)
-    with attached_kernels(model) as kernels:  # the engine compares sums of the same kernels with these values
-        return sum_centered_nll(kernels, model, features.numpy(), gather_values(values, columns).double().numpy())
+    ordered_values = gather_values(values, columns).double().numpy()
+    with attached_kernels(model) as kernels:  # the streaming engine computes its sums with the same kernels
+        return sum_centered_nll(kernels, model, features.numpy(), ordered_values)
 
 
 def _summarize_typical(values: NDArray[np.float64]) -> list[float]:
-    """Return the median of some values, and the difference between their 90% quantile and the median."""
-    median, high = np.quantile(values, [0.5, 0.9])
-    return [float(median), max(float(high - median), 1e-9)]
+    """Return the median of the values, and their 90% quantile minus the median, at least 1e-9 for use as a divisor."""
+    median, high_quantile = np.quantile(values, [0.5, 0.9])
+    return [float(median), max(float(high_quantile - median), 1e-9)]
