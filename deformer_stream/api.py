@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from deformer_stream import model_store
 from deformer_stream.calibration.conformal import TiePolicy
-from deformer_stream.calibration.torch_scoring import compute_max_statistics
 from deformer_stream.codec import Codec, WindowAssigner
 from deformer_stream.codec.payloads import Messages
 from deformer_stream.codec.validation import is_unicode
@@ -29,6 +28,7 @@ from deformer_stream.engine.engine import Engine, Limits
 from deformer_stream.engine.events import NO_TIME, Alert, Contribution, EventBatch, Rejection
 from deformer_stream.engine.explain import explain_records
 from deformer_stream.engine.imputation import impute, impute_quantiles, sample_completions
+from deformer_stream.engine.record_scores import survey_records
 from deformer_stream.errors import InputError
 from deformer_stream.kernels.cpu import CpuKernels
 from deformer_stream.model.schema import Schema
@@ -305,8 +305,8 @@ class Detector:
         (explanation,) = explain_records(
             model, codes, raw, [batch.unseen_labels], [""], alert_rule, kernels=self._cpu_kernels
         )
-        statistics = compute_max_statistics(model, codes, self.schema.normalise(codes, raw))
-        has_alert = alert_rule(statistics[:, None], [""])[0, 0]
+        survey = survey_records(self._cpu_kernels, model, codes, self.schema.normalise(codes, raw))
+        has_alert = alert_rule(survey.statistics[:, None], [""])[0, 0]
         contributions = explanation.contributions
         return contributions if has_alert else tuple(replace(part, suspect=False) for part in contributions)
 
