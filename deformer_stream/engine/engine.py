@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from deformer_stream.calibration.conformal import Calibration, TiePolicy
 from deformer_stream.calibration.drift import DriftMonitor
+from deformer_stream.calibration.drift_state import DriftNotice, DriftState
 from deformer_stream.engine.alerts import AlertBuilder, compute_alert_id
 from deformer_stream.engine.events import (
     Alert,
@@ -240,15 +241,15 @@ class Engine:
             batch, accepted = decide_tie_groups(self.records, batch, accepted, np.array(ending + timed_out, np.int64))
         scored, alerts = self._score_and_alert(batch, accepted, arrivals)
         closed = self._close(ending, reasons)
-        if self._drift_monitor is None:
-            drift_notices, drift_states = [], {}
-        else:
+        drift_notices: list[DriftNotice] = []
+        drift_states: dict[int, DriftState] = {}
+        if self._drift_monitor is not None:
             drift_notices, drift_states = self._drift_monitor.collect_notices(self.current_version.model, now)
         tie_timeouts = self.records.reading_counts(timed_out)
         return Effects(batch, scored, alerts, rejections, closed, drift_notices, drift_states, tie_timeouts)
 
     def replay(self, batch: EventBatch, now: int) -> None:
-        """Enter events that the previous run has handled again, to reproduce its state; no alert or score is returned.
+        """Reproduce the state of the previous run from events that it has handled, without returning any effect.
 
         Readings are accepted or rejected, scored and closed as before. Records that end in the batch are not scored,
         because the previous run has reported them.
@@ -274,6 +275,7 @@ class Engine:
             _, accepted = decide_tie_groups(
                 self.records, batch, accepted, np.array(ending, np.int64), self._get_timeout_places
             )
+        # The scores of records that stay open are needed for their later readings.
         stays_open = ~np.isin(accepted.record_indices, ending)
         self._score(accepted.record_indices[stays_open], accepted.seq[stays_open], NO_ALPHAS)
         self._release(ending)
@@ -321,7 +323,7 @@ class Engine:
         index_by_id = self.records.partition(partition).record_index_by_id
         self._tie_timeouts.pop(partition, None)
         if self.records.holds_ties and decisions.tie_timeouts:
-            # Score the tie groups that a timeout ended after the last reading of their record.
+            # Score the last tie groups of records if a timeout has decided them. It is known by the number of readings.
             timed_out = [
                 index_by_id[record]
                 for record, num_readings in decisions.tie_timeouts.items()
