@@ -42,32 +42,35 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 ExplanationEffort = Literal["full", "fast", "off"]
-"""How much is computed for an explanation.
+"""How much is computed to explain an alert.
 
-"full" computes everything that the module describes. "fast" takes one forward pass per record: surprise and expected
-range of each reading given the earlier ones. "off" returns empty explanations.
+"full" computes which readings are to blame, how much each contributes, and which values were expected. "fast" takes one
+forward pass per record: it computes how improbable each reading was given the earlier ones, and which values were
+expected. "off" returns empty explanations.
 """
 
 AlertRule = Callable[[Floats, Sequence[str]], Bools]
-"""Decides which records raise an alert.
+"""A function that decides which records raise an alert.
 
-Its arguments are the largest prefix statistics of R records, (R, C) with C variants of each, and the R record ids. It
-returns booleans of shape (R, C).
+Its arguments are the anomaly scores of R records, (R, C) with C variants of each record, and the R record ids, from
+which it finds their calibration groups. It returns booleans of shape (R, C).
 """
 
 EXPECTED_QUANTILES = (0.05, 0.5, 0.95)
 """Probabilities of the quantiles that are shown as the expected range: a central 90% interval and the median."""
 
 MAX_READINGS_PER_PASS = 8192
-"""Largest number of tree nodes in one forward pass: enough to use all cores, and it bounds the memory of a pass."""
+"""Largest number of readings (nodes of trees of orders) in one forward pass. It is enough to use all cores, and it
+bounds the memory of a pass."""
 
 MAX_CANDIDATES = 64
-"""Largest number of readings of a record that may become suspects. If there are more, the ones with the largest
-surprise on arrival are chosen, because the cost of a tree of orders grows faster than the number of its readings."""
+"""Largest number of readings of a record that may become suspects (readings that explain the alert). If a record has
+more, those that were most improbable on arrival are chosen, because the cost grows faster than their number."""
 
 NUM_SINGLE_SUSPECTS = 4
-"""Number of readings that are tried as the only suspect: first the one with the largest relief, then the others in one
-pass. A fault in one sensor is the most frequent cause, and relief names it within the first few."""
+"""Number of readings of which each is tried as the only suspect (reading that explains the alert). First the reading is
+tried whose removal makes the record most probable, then the others in one pass. A fault in one sensor is the most
+frequent cause, and this ranking has it among the first few."""
 
 MAX_SUSPECTS = 3
 """Largest set of suspects that is tried. Larger sets would no longer point to a cause."""
@@ -75,19 +78,20 @@ MAX_SUSPECTS = 3
 
 @dataclass(slots=True)
 class _RecordGroup:
-    """A records with m readings each, that have equally many candidates (readings that may become suspects).
+    """A records with m readings each that are explained together, because all have n candidates and g other readings.
 
-    A position is the index of a reading in its record's order of arrival.
+    A candidate is a reading that may become a suspect, that is part of the explanation of the alert. A position is the
+    index of a reading in its record's order of arrival, from 0.
 
     Attributes:
-        schema: The features.
-        codes: (A, m) feature codes.
-        raw_values: (A, m) values in raw units.
-        values: (A, m) values in normalised units.
+        schema: Describes the features.
+        codes: (A, m) feature codes (indexes in the schema) in order of arrival.
+        raw_values: (A, m) values in raw units, or label codes.
+        values: (A, m) values in normalised units, or label codes.
         is_decision_point: (A, m) whether the alert rule considers the prefix that ends with this reading.
-        given_positions: (A, g) positions of the readings that are never suspects, such as context.
-        candidate_positions: (A, n) positions of the candidates, in a random order that depends on the record id.
-        record_ids: A record ids.
+        given_positions: (A, g) positions of the readings that are never suspects, such as those of context features.
+        candidate_positions: (A, n) positions of the candidates, in a random order that depends on the record id only.
+        record_ids: Ids of the A records.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
     """
 
@@ -102,7 +106,11 @@ class _RecordGroup:
     kernels: CpuKernels | None
 
     def select(self, rows: Ints) -> _RecordGroup:
-        """Return the group with only these records."""
+        """Return a group of some of the records.
+
+        Args:
+            rows: Indexes of these records, from 0 to A − 1.
+        """
         return _RecordGroup(
             self.schema,
             self.codes[rows],
@@ -118,17 +126,21 @@ class _RecordGroup:
 
 @dataclass(slots=True)
 class _Findings:
-    """The results for each reading of A records with m readings, by position; NaN where nothing was computed.
+    """The results for each reading of A records with m readings, in order of arrival; NaN where nothing was computed.
+
+    Suspects are readings whose replacement by expected values may avoid the alert; trusted readings are all others. The
+    surprisal of a reading is −ln p of its value. The surprisal of a record is the sum over its readings.
 
     Attributes:
-        surprise: (A, m) −ln of the highest-density p-value of the reading, given the trusted readings.
-        expected: (3, A, m) the quantiles `EXPECTED_QUANTILES` in raw units, given the trusted readings.
-        likeliest_label: (A, m) code of the most probable label, 0 for continuous features.
-        attribution: (A, m) mean surprisal over orders, in nats.
-        leave_one_out: (A, m) surprisal given all other readings, in nats.
+        surprise: (A, m) −ln of the highest-density p-value of the reading (probability of a value at most as likely as
+            the observed one) given the trusted readings, in nats.
+        expected: (3, A, m) the 5%, 50% and 95% quantiles given the trusted readings, in raw units.
+        likeliest_label: (A, m) code of the most probable label given the trusted readings, 0 for continuous features.
+        attribution: (A, m) mean surprisal of the reading given the readings before it, over several orders, in nats.
+        leave_one_out: (A, m) surprisal of the reading given all other readings, in nats.
         relief: (A, m) surprisal of the record minus that of the record without the reading, in nats.
-        is_suspect: (A, m) whether the reading belongs to the set of suspects.
-        is_silenced: (A,) whether replacing the suspects avoids the alert.
+        is_suspect: (A, m) whether the reading is a suspect.
+        is_silenced: (A,) whether replacing the suspects of the record avoids its alert.
     """
 
     surprise: Floats
@@ -142,7 +154,7 @@ class _Findings:
 
     @staticmethod
     def empty(num_records: int, num_readings: int) -> _Findings:
-        """Return findings in which nothing has been computed yet."""
+        """Return findings for records of equal length in which nothing has been computed yet."""
         shape = num_records, num_readings
         surprise, attribution, leave_one_out, relief = np.full((4, *shape), np.nan)
         return _Findings(
@@ -161,14 +173,18 @@ class _Findings:
 class _TreeOutput:
     """The network's output at the T nodes of a tree of orders, for A records.
 
+    A tree of orders is a trie of several orders of a record's readings: orders that begin alike share nodes. Each node
+    stands for a reading given the readings at its ancestors.
+
     Attributes:
-        tree: The tree, over W readings of each record.
+        tree: The tree, which orders W readings of each record.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
-        positions: (A, W) positions of the tree's readings in the records.
-        codes: (A, T) feature codes at the nodes.
-        values: (A, T) normalised values at the nodes.
+        positions: (A, W) positions, in the order of arrival of each record, of the readings that the tree numbers
+            0 … W − 1.
+        codes: (A, T) feature codes (indexes in the schema) at the nodes.
+        values: (A, T) values at the nodes, in normalised units or label codes.
         conditional: The distributions at the nodes given their ancestors, of shape (A, T).
-        surprisal: (A, T) −ln p of the values at the nodes, 0 for context.
+        surprisal: (A, T) −ln p of the values at the nodes, in nats; 0 for context features, which are not scored.
     """
 
     tree: OrderTree
@@ -180,7 +196,11 @@ class _TreeOutput:
     surprisal: Floats
 
     def select(self, rows: Ints) -> _TreeOutput:
-        """Return the output for only these records."""
+        """Return the output for some of the records.
+
+        Args:
+            rows: Indexes of these records, from 0 to A − 1.
+        """
         index = torch.from_numpy(rows).to(self.values.device)
         return _TreeOutput(
             self.tree,
@@ -193,7 +213,15 @@ class _TreeOutput:
         )
 
     def compute_quantiles(self, nodes: Ints, probabilities: Sequence[float]) -> Floats:
-        """Return quantiles at K nodes, (Q, A, K) in normalised units for Q probabilities."""
+        """Return quantiles of the distributions at some nodes.
+
+        Args:
+            nodes: (K,) indexes of the nodes in the tree.
+            probabilities: Q probabilities between 0 and 1.
+
+        Returns:
+            (Q, A, K) quantiles of each of the A records, in normalised units.
+        """
         conditional = self.conditional[:, torch.from_numpy(nodes)]
         if self.kernels is None:
             quantiles = conditional.quantiles(probabilities)
@@ -202,15 +230,26 @@ class _TreeOutput:
         return np.asarray(quantiles.double().cpu().numpy())
 
     def compute_surprise(self, nodes: Ints) -> Floats:
-        """Return −ln of the highest-density p-values of the values at K nodes, (A, K)."""
+        """Return how improbable the values at some nodes are given their ancestors.
+
+        Args:
+            nodes: (K,) indexes of the nodes in the tree.
+
+        Returns:
+            (A, K) −ln of the highest-density p-values, the probabilities of a value at most as likely as the observed.
+        """
         index = torch.from_numpy(nodes)
         return -_compute_log_p_value(self.conditional[:, index], self.values[:, index], self.kernels)
 
     def sum_without_each_item(self) -> Floats:
-        """Return the surprisal of each record without item i, for every item i, (A, n) in nats.
+        """Return the surprisal that each record would have without one of its items, for every item.
 
-        It is the sum over the order that ends with item i, without its last term. If several orders end with the item,
-        it is their mean.
+        The surprisal of a record is the sum of −ln p over its readings in some order. An item is a reading that the
+        tree has at the end of an order. Without the last term, the sum over this order is the surprisal of the record
+        without the item. If several orders end with the item, the result is their mean.
+
+        Returns:
+            (A, n) surprisal of each of A records without item i, in nats, for i from 0 to n − 1.
         """
         num_paths = len(self.tree.paths) - self.tree.num_extra
         paths, leaves = self.tree.paths[:num_paths], self.tree.leaves[:num_paths]
@@ -230,20 +269,29 @@ def explain_records(
     kernels: CpuKernels | None = None,
     is_decision_point: Bools | None = None,
 ) -> list[Explanation]:
-    """Explain A records; each explanation lists the record's readings, most suspicious first, without context.
+    """Explain why A records have raised alerts.
+
+    An explanation lists the readings of a record except those of context features, the most suspicious first. It also
+    names the suspects: a small set of readings whose replacement by expected values would have avoided the alert.
 
     Args:
         model: The network, in evaluation mode.
-        codes: (A, m) feature codes in order of arrival, −1 as padding at the end.
-        raw_values: (A, m) values in raw units.
-        unseen_labels: For each record, the texts of labels that the model does not know, by position.
-        record_ids: A record ids, which determine the random orders, so the same record always gets the same ones.
+        codes: (A, L) feature codes (indexes in the schema) in order of arrival, −1 as padding at the end; L is the
+            number of readings of the longest record.
+        raw_values: (A, L) values in raw units, or label codes; those of padding are ignored.
+        unseen_labels: For each record, the texts of labels that the model does not have. The key is the position of
+            the reading in the order of arrival, from 0.
+        record_ids: The A record ids. They determine random orders of the readings, so a record always gets the same
+            explanation.
         alert_rule: Decides whether a record with replaced readings still raises an alert.
-        effort: How much to compute. With "fast", surprises and expected ranges are conditioned on earlier readings, and
-            the largest surprise comes first.
+        effort: How much to compute, see `ExplanationEffort`. With "fast", the most improbable reading comes first, and
+            there are no suspects.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
-        is_decision_point: (A, m) whether the alert rule considers the prefix that ends with this reading. In a tie
+        is_decision_point: (A, L) whether the alert rule considers the prefix that ends with this reading. In a tie
             group (readings with the same event time) that is the last reading only. None if all prefixes count.
+
+    Returns:
+        One explanation per record, empty if the record has only context features or if the effort is "off".
     """
     explanations = [Explanation((), None)] * len(codes)
     if effort == "off":
@@ -272,10 +320,15 @@ def explain_records(
 
 
 def _group_similar_records(schema: Schema, codes: Ints) -> Iterator[Ints]:
-    """Yield the rows of records with equally many readings and equally much context, a bounded number at a time.
+    """Group records that can be computed together, because they have equally many readings and context features.
 
-    Such records have trees of the same shape, so they can be computed together. Records without a scored reading are
-    skipped.
+    Args:
+        schema: Describes the features.
+        codes: (A, L) feature codes of A records with at most L readings, −1 as padding at the end.
+
+    Yields:
+        Rows of the records of one group, from 0 to A − 1. The size of a group is bounded, so that one forward pass has
+        at most `MAX_READINGS_PER_PASS` readings. Records with context features only are left out.
     """
     is_reading = codes >= 0
     num_readings = is_reading.sum(1)
@@ -291,15 +344,19 @@ def _group_similar_records(schema: Schema, codes: Ints) -> Iterator[Ints]:
 
 
 def _score_on_arrival(model: DEformer, codes: Ints, raw_values: Floats, kernels: CpuKernels | None) -> _Findings:
-    """Return the surprise and the expected range of each reading given the earlier readings of its record.
+    """Compute for each reading how improbable it was and which values were expected, given the earlier readings.
 
     Args:
         model: The network.
-        codes: (A, m) feature codes in order of arrival, without padding.
-        raw_values: (A, m) values in raw units.
+        codes: (A, m) feature codes (indexes in the schema) in order of arrival, without padding.
+        raw_values: (A, m) values in raw units, or label codes.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
+
+    Returns:
+        Findings in which only the surprise, the expected range and the likeliest label are computed.
     """
     num_records, num_readings = codes.shape
+    # A tree with a single order, the order of arrival: all readings are given and none is a candidate.
     positions = np.broadcast_to(np.arange(num_readings), codes.shape)
     values = model.schema.normalise(codes, raw_values)
     group = _RecordGroup(model.schema, codes, raw_values, values, codes >= 0, positions, positions[:, :0], [], kernels)
@@ -317,29 +374,35 @@ def _choose_candidates(
     record_ids: list[str],
     kernels: CpuKernels | None,
 ) -> _RecordGroup:
-    """Return the records with their candidates, the readings that may become suspects, in random order.
+    """Choose the candidates of A records: the readings that may become suspects, that is explain the alert.
 
-    Context readings are never candidates. If a record has more than `MAX_CANDIDATES` other readings, the candidates are
-    those with the largest surprise on arrival.
+    Readings of context features are never candidates. If a record has more than `MAX_CANDIDATES` other readings, the
+    candidates are those that were most improbable given the earlier ones.
 
     Args:
         model: The network.
-        codes: (A, m) feature codes in order of arrival, without padding; all records have equally much context.
-        raw_values: (A, m) values in raw units.
+        codes: (A, m) feature codes (indexes in the schema) in order of arrival, without padding. All records have
+            equally many context features.
+        raw_values: (A, m) values in raw units, or label codes.
         is_decision_point: (A, m) whether the alert rule considers the prefix that ends with this reading.
-        record_ids: A record ids, which determine the random orders.
+        record_ids: The A record ids, from which the random order of the candidates is drawn.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
+
+    Returns:
+        The records with their candidates in random order.
     """
+    # Given readings are those that are not candidates.
     is_given = model.schema.is_context[codes]
     num_readings, num_scored = codes.shape[1], int((~is_given[0]).sum())
     num_candidates = min(num_scored, MAX_CANDIDATES)
     if num_scored > MAX_CANDIDATES:
         surprise = _score_on_arrival(model, codes, raw_values, kernels).surprise
         surprise = np.where(is_given, -np.inf, surprise)
-        smallest = -np.sort(-surprise, 1)[:, MAX_CANDIDATES - 1 : MAX_CANDIDATES]
-        is_given = surprise < smallest
+        descending = -np.sort(-surprise, 1)
+        smallest_of_candidates = descending[:, MAX_CANDIDATES - 1 : MAX_CANDIDATES]
+        is_given = surprise < smallest_of_candidates
         is_given |= np.cumsum(~is_given, 1) > MAX_CANDIDATES  # of equal surprises, the first become candidates
-    positions = np.argsort(~is_given, 1, kind="stable")
+    positions = np.argsort(~is_given, 1, kind="stable")  # given readings first, both kinds in order of arrival
     num_given = num_readings - num_candidates
     random_order = np.stack([_make_rng(record_id).permutation(num_candidates) for record_id in record_ids])
     return _RecordGroup(
@@ -356,19 +419,20 @@ def _choose_candidates(
 
 
 def _make_rng(record_id: str) -> np.random.Generator:
-    """Return a random number generator that depends on the record id only."""
+    """Return a random number generator that is seeded by the record id, so that each run draws the same numbers."""
     digest = hashlib.blake2b(record_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return np.random.default_rng(int.from_bytes(digest))
 
 
 def _compute_tree(model: DEformer, group: _RecordGroup, positions: Ints, tree: OrderTree) -> _TreeOutput:
-    """Run the network over a tree of orders.
+    """Run the network on a tree of orders (a trie of several orders of a record's readings) for each of A records.
 
     Args:
         model: The network.
         group: The A records.
-        positions: (A, W) positions of the readings that the tree numbers 0 … W − 1.
-        tree: A tree over W readings.
+        positions: (A, W) positions, in the order of arrival of each record, of the readings that the tree numbers
+            0 … W − 1.
+        tree: The tree, which orders W readings.
     """
     codes = np.take_along_axis(group.codes, positions, 1)
     values = to_tensor(np.take_along_axis(group.values, positions, 1), model)
@@ -382,10 +446,17 @@ def _compute_tree(model: DEformer, group: _RecordGroup, positions: Ints, tree: O
 
 
 def _find_suspects(model: DEformer, group: _RecordGroup, alert_rule: AlertRule) -> _Findings:
-    """Return attributions, reliefs, suspects and expected ranges of all readings of A records.
+    """Find the suspects of A records, and compute all results that the findings hold for their readings.
 
-    First each of the few readings with the largest relief is tried as the only suspect. If that does not avoid the
-    alert, further suspects are added one by one, each time the reading whose removal leaves the smallest surprisal.
+    Suspects are a small set of readings whose replacement by expected values avoids the alert; the other readings are
+    trusted. First, single readings are tried, those first whose removal makes the record most probable. If none avoids
+    the alert, further suspects are added one by one, up to `MAX_SUSPECTS`. Each time the reading is added whose removal
+    leaves the smallest surprisal (sum of −ln p) of the trusted readings.
+
+    Args:
+        model: The network.
+        group: The A records with their candidates.
+        alert_rule: Decides whether a record with replaced readings still raises an alert.
     """
     num_records, num_candidates = group.candidate_positions.shape
     num_given = group.given_positions.shape[1]
@@ -400,14 +471,15 @@ def _find_suspects(model: DEformer, group: _RecordGroup, alert_rule: AlertRule) 
     suspects, findings.is_silenced[:] = _try_single_suspects(model, group, output, alert_rule)
     for num_suspects in range(1, max_suspects + 1):
         open_group = group.select(rows)
-        trusted = _remove_positions(open_group.candidate_positions, suspects)
+        trusted = _remove_from_rows(open_group.candidate_positions, suspects)
         positions = np.concatenate([open_group.given_positions, trusted, suspects], 1)
         # Every suspect is computed given the trusted readings, and every trusted one given the other trusted ones.
         tree = build_order_tree(num_given, num_candidates - num_suspects, num_suspects)
         output = _compute_tree(model, open_group, positions, tree)
-        if num_suspects > 1:
+        if num_suspects > 1:  # single suspects have been tested already
             suspect_leaves = tree.leaves[num_candidates - num_suspects :]
             replacements = _compute_replacements(model, output, suspect_leaves)
+            # One set per record, which consists of all suspects.
             full_set = np.broadcast_to(np.arange(num_suspects), (len(rows), 1, num_suspects))
             is_silenced = _test_replacements(model, open_group, suspects, replacements, full_set, alert_rule)
             findings.is_silenced[rows] = is_silenced[:, 0]
@@ -415,6 +487,7 @@ def _find_suspects(model: DEformer, group: _RecordGroup, alert_rule: AlertRule) 
         is_open = ~findings.is_silenced[rows] & (num_suspects < max_suspects)
         final = np.flatnonzero(~is_open)
         if len(final):
+            # The leaves of the tree are first the trusted candidates and then the suspects.
             candidates = np.concatenate([trusted, suspects], 1)[final]
             _store_expected_ranges(model, findings, rows[final], candidates, output.select(final), tree.leaves)
         if not is_open.any():
@@ -428,27 +501,29 @@ def _find_suspects(model: DEformer, group: _RecordGroup, alert_rule: AlertRule) 
 def _try_single_suspects(
     model: DEformer, group: _RecordGroup, output: _TreeOutput, alert_rule: AlertRule
 ) -> tuple[Ints, Bools]:
-    """Return the best single suspect of each of A records, and whether replacing it avoids the alert.
+    """Find for each of A records a single reading whose replacement by its expected value avoids the alert.
 
-    The suspect with the largest relief is tested first. Only for records that still raise an alert, the next ones are
-    tested too. If none of them avoids the alert, the first one is returned.
+    The candidate is tested first whose removal makes the record most probable. Only for records that still raise an
+    alert, the next `NUM_SINGLE_SUSPECTS` − 1 candidates are tested too. If none of them avoids the alert, the first one
+    is returned.
 
     Args:
         model: The network.
-        group: The A records with n candidates each.
-        output: The network's output for a tree whose items are the candidates.
+        group: The A records with n candidates (readings that may become suspects) each.
+        output: The network's output for a tree of orders in which each candidate is last.
         alert_rule: Decides whether a record with a replaced reading still raises an alert.
 
     Returns:
-        The positions of the suspects, (A, 1), and whether the alert is avoided, (A,).
+        (A, 1) position of each record's suspect in the order of arrival; and (A,) whether replacing it avoids the
+        alert.
     """
     replacements = _compute_replacements(model, output, output.tree.leaves[: output.tree.num_items])
-    # (A, k) indexes into the candidates, largest relief first.
+    # (A, k) indexes into the candidates; the one whose removal leaves the smallest surprisal is first.
     ranked = np.argsort(output.sum_without_each_item(), 1)[:, :NUM_SINGLE_SUSPECTS]
     is_silenced = np.zeros(ranked.shape, bool)
     for columns in (slice(0, 1), slice(1, NUM_SINGLE_SUSPECTS)):
         rows = np.flatnonzero(~is_silenced.any(1))
-        single_sets = ranked[rows, columns, None]
+        single_sets = ranked[rows, columns, None]  # (rows, columns, 1): sets of one candidate each
         if single_sets.size:
             is_silenced[rows, columns] = _test_replacements(
                 model,
@@ -462,24 +537,39 @@ def _try_single_suspects(
     return np.take_along_axis(group.candidate_positions, best, 1), np.asarray(is_silenced.any(1))
 
 
-def _remove_positions(positions: Ints, removed: Ints) -> Ints:
-    """Return each row of positions, (A, n), without the k positions in the same row of `removed`, (A, n − k)."""
-    return np.stack([row[~np.isin(row, other)] for row, other in zip(positions, removed, strict=True)])
+def _remove_from_rows(positions: Ints, removed: Ints) -> Ints:
+    """Return positions of readings without those that are removed, row by row, in the same order.
+
+    Args:
+        positions: (A, n) distinct positions in each of A rows.
+        removed: (A, k) positions to remove from each row; all of them occur there.
+
+    Returns:
+        (A, n − k) the other positions of each row.
+    """
+    rows = zip(positions, removed, strict=True)
+    return np.stack([row[~np.isin(row, removed_from_row)] for row, removed_from_row in rows])
 
 
 def _store_attributions(findings: _Findings, group: _RecordGroup, output: _TreeOutput) -> None:
-    """Store the attribution of every reading, and the leave-one-out surprisal and the relief of every candidate.
+    """Store how much each reading contributes to the surprisal of its record, the sum of −ln p over its readings.
+
+    The attribution of a reading is its mean surprisal over the orders of the tree. For the candidates (readings that
+    may become suspects), the surprisal given all other readings and the relief are stored as well. The relief is the
+    surprisal of the record minus that of the record without the reading.
 
     Args:
-        findings: The results, which are changed.
+        findings: The results for A records, which are changed.
         group: The A records with n candidates each.
-        output: The network's output for a mirrored tree whose items are the candidates.
+        output: The network's output for a tree of P orders of all W readings. In two of them each candidate is last.
     """
     tree, candidates = output.tree, group.candidate_positions
-    path_surprisal = output.surprisal[:, tree.paths]  # (A, P, W), by position in the order
-    depth_by_reading = np.argsort(tree.reading_index[tree.paths], 1)  # (P, W)
+    path_surprisal = output.surprisal[:, tree.paths]  # (A, P, W): the terms of each order from first to last
+    # (P, W): the depth at which each order has reading 0, 1, …, with which the terms are sorted by reading.
+    depth_by_reading = np.argsort(tree.reading_index[tree.paths], 1)
     attribution = np.take_along_axis(path_surprisal, depth_by_reading[None], 2).mean(1)
     np.put_along_axis(findings.attribution, output.positions, attribution, 1)
+    # (A, orders per candidate, n): the last term of an order is the surprisal given all other readings.
     last_terms = output.surprisal[:, tree.leaves].reshape(len(candidates), -1, tree.num_items)
     np.put_along_axis(findings.leave_one_out, candidates, last_terms.mean(1), 1)
     record_surprisal = path_surprisal.sum(-1).mean(1, keepdims=True)
@@ -489,15 +579,18 @@ def _store_attributions(findings: _Findings, group: _RecordGroup, output: _TreeO
 def _store_expected_ranges(
     model: DEformer, findings: _Findings, rows: Ints, positions: Ints, output: _TreeOutput, nodes: Ints
 ) -> None:
-    """Store the surprise, the expected range and the likeliest label of readings, computed at nodes of a tree.
+    """Store how improbable K readings of each record are, and which values were expected instead.
+
+    These are the surprise, the expected range and the likeliest label in `_Findings`. They are conditioned on the
+    ancestors of the reading's node in a tree of orders.
 
     Args:
         model: The network.
         findings: The results, which are changed.
-        rows: (A,) the records of the output, as rows of the findings.
-        positions: (A, K) positions of the readings.
-        output: The network's output for the A records.
-        nodes: (K,) the nodes at which these readings are.
+        rows: (A,) rows of the findings that belong to the A records of the output.
+        positions: (A, K) positions of the readings in the order of arrival of their records.
+        output: The network's output at the nodes of the tree.
+        nodes: (K,) indexes of the nodes at which the tree has these readings.
     """
     schema, codes = model.schema, output.codes[:, nodes]
     cells = rows[:, None], positions
@@ -509,9 +602,18 @@ def _store_expected_ranges(
 
 
 def _compute_replacements(model: DEformer, output: _TreeOutput, nodes: Ints) -> Floats:
-    """Return the values by which readings at K nodes are replaced, (A, K) in raw units.
+    """Return the expected values by which readings are replaced, to test whether that avoids the alert.
 
-    They are conditional medians rounded to the sensor's resolution, or the most probable label.
+    A continuous reading is replaced by its conditional median, rounded to the sensor's resolution; a discrete one by
+    its most probable label. Both are conditioned on the ancestors of the reading's node in a tree of orders.
+
+    Args:
+        model: The network.
+        output: The network's output at the nodes of the tree, for A records.
+        nodes: (K,) indexes of the nodes at which the tree has the readings.
+
+    Returns:
+        (A, K) values in raw units, or label codes.
     """
     schema, codes = model.schema, output.codes[:, nodes]
     median = schema.denormalise(codes, output.compute_quantiles(nodes, (0.5,))[0])
@@ -523,21 +625,25 @@ def _compute_replacements(model: DEformer, output: _TreeOutput, nodes: Ints) -> 
 def _test_replacements(
     model: DEformer, group: _RecordGroup, positions: Ints, replacements: Floats, sets: Ints, alert_rule: AlertRule
 ) -> Bools:
-    """Return whether each record would have raised no alert with some of its readings replaced.
+    """Return whether each record would have raised no alert if some of its readings had had other values.
+
+    Several sets of readings are tested independently. For each set, all of its readings are replaced, and the record is
+    scored again in its order of arrival.
 
     Args:
         model: The network.
-        group: The A records, which are scored in their order of arrival.
-        positions: (A, K) positions of readings.
-        replacements: (A, K) their replacements in raw units.
-        sets: (A, C, k) C sets of k readings each, as indexes into the K readings. A set is replaced as a whole.
-        alert_rule: Decides whether the largest prefix statistic raises an alert.
+        group: The A records.
+        positions: (A, K) positions, in the order of arrival, of readings that may be replaced.
+        replacements: (A, K) the values that replace them, in raw units or label codes.
+        sets: (A, C, k) for each record C sets of k readings, as indexes into the K readings.
+        alert_rule: Decides whether a record with a given anomaly score raises an alert.
 
     Returns:
         (A, C) whether replacing the set avoids the alert.
     """
     num_records, num_sets, _ = sets.shape
     record = np.arange(num_records)[:, None, None]
+    # (A, C, m): one copy of the record for each set.
     raw_values = np.repeat(group.raw_values[:, None], num_sets, 1)
     np.put_along_axis(raw_values, positions[record, sets], replacements[record, sets], 2)
     flat_raw_values = raw_values.reshape(num_records * num_sets, -1)
@@ -555,13 +661,15 @@ def _test_replacements(
 def _compute_max_statistics(
     model: DEformer, kernels: CpuKernels | None, codes: Ints, values: Floats, is_decision_point: Bools
 ) -> Floats:
-    """Return the largest prefix statistic of each of R records, (R,), larger is more anomalous.
+    """Return the largest prefix statistic of each of R records, (R,); larger is more anomalous.
+
+    A prefix statistic is the anomaly score of a record after its first k readings; the maximum is over all k.
 
     Args:
         model: The network.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
-        codes: (R, m) feature codes in order of arrival, without padding.
-        values: (R, m) values in normalised units.
+        codes: (R, m) feature codes (indexes in the schema) of m readings in order of arrival, without padding.
+        values: (R, m) values in normalised units, or label codes.
         is_decision_point: (R, m) whether the alert rule considers the prefix that ends with this reading.
     """
     compute_conditionals = model.conditionals if kernels is None else kernels.conditionals_of_records
@@ -574,7 +682,16 @@ def _compute_max_statistics(
 
 
 def _compute_log_p_value(conditional: Conditional, values: torch.Tensor, kernels: CpuKernels | None) -> Floats:
-    """Return ln of the highest-density p-values of values under their distributions, all of the same shape."""
+    """Return ln of the highest-density p-values of values, the probabilities of a value that is at most as likely.
+
+    Args:
+        conditional: Distributions of any shape.
+        values: The values in normalised units or label codes, of the same shape.
+        kernels: The model's compiled kernels, or None to compute with PyTorch.
+
+    Returns:
+        Natural logarithms of the same shape.
+    """
     surprisal = conditional.compute_surprisal(values) if kernels is None else kernels.surprisal(conditional, values)
     log_p_value = conditional.compute_score_terms(values, surprisal).log_p_value
     return np.asarray(log_p_value.double().cpu().numpy())
@@ -583,15 +700,19 @@ def _compute_log_p_value(conditional: Conditional, values: torch.Tensor, kernels
 def _build_explanation(
     schema: Schema, findings: _Findings, row: int, codes: Ints, raw_values: Floats, unseen_labels: Mapping[int, str]
 ) -> Explanation:
-    """Return the explanation of one record.
+    """Return the explanation of the alert of one record: its readings, the most suspicious first, and its suspects.
 
     Args:
-        schema: The features.
+        schema: Describes the features.
         findings: The results for several records.
         row: The row of this record in the findings.
-        codes: (m,) feature codes of this record in order of arrival.
-        raw_values: (m,) values in raw units.
-        unseen_labels: Texts of labels that the model does not know, by position.
+        codes: (m,) feature codes (indexes in the schema) of the record's m readings in order of arrival.
+        raw_values: (m,) values in raw units, or label codes.
+        unseen_labels: Texts of labels that the model does not have, by position in the order of arrival, from 0.
+
+    Returns:
+        The explanation. It lists no reading of a context feature. It names suspects only if replacing them avoids the
+        alert.
     """
     contributions = []
     for position in np.flatnonzero(~schema.is_context[codes]).tolist():
@@ -609,19 +730,21 @@ def _build_explanation(
             )
         )
     contributions.sort(key=_make_sort_key)
-    suspects = tuple(part.feature for part in contributions if part.suspect)
+    suspects = tuple(contribution.feature for contribution in contributions if contribution.suspect)
     return Explanation(tuple(contributions), suspects if findings.is_silenced[row] else None)
 
 
-def _make_sort_key(part: Contribution) -> tuple[bool, bool, float]:
-    """Return a sort key by which the most suspicious contribution comes first.
+def _make_sort_key(contribution: Contribution) -> tuple[bool, bool, float]:
+    """Return a sort key by which the most suspicious reading comes first.
 
-    Suspects precede all others, and candidates precede readings that could not become suspects. Within these groups the
-    sum of surprise and relief decides. Relief is large for either of two readings that contradict each other. Surprise,
-    which is given the trusted readings, is large for a second fault.
+    Suspects (readings whose replacement may avoid the alert) precede all others. Readings that could not become
+    suspects are last. Otherwise the larger sum of surprise and relief comes first. The surprise is −ln of the reading's
+    p-value given the readings that are not suspects; it is large for a second fault. The relief is the decrease of the
+    record's −ln p without the reading; it is large for either of two readings that contradict each other.
     """
-    is_candidate = part.relief is not None
-    return not part.suspect, not is_candidate, -part.surprise - (part.relief or 0.0)
+    is_candidate = contribution.relief is not None
+    total = contribution.surprise + (contribution.relief or 0.0)
+    return not contribution.suspect, not is_candidate, -total
 
 
 def _none_if_nan(value: np.float64) -> float | None:
@@ -630,14 +753,27 @@ def _none_if_nan(value: np.float64) -> float | None:
 
 
 def _make_expected_range(feature: Feature, quantiles: Floats, label_code: int) -> ExpectedRange:
-    """Return the expected range of a reading: three quantiles in raw units, or the text of the most probable label."""
+    """Return what was expected of a reading: three quantiles, or the text of the most probable label.
+
+    Args:
+        feature: The feature of the reading.
+        quantiles: (3,) the 5%, 50% and 95% quantiles in raw units, which are used if the feature is continuous.
+        label_code: Code of the most probable label, which is used if the feature is discrete.
+    """
     if feature.kind == "continuous":
         return ExpectedRange(*(float(quantile) for quantile in quantiles))
     return ExpectedRange(None, feature.labels[label_code], None)
 
 
 def _format_value(feature: Feature, value: float, unseen_label: str | None) -> float | str | None:
-    """Return a reading as it was sent: the number, or the text of the label."""
+    """Return the value of a reading as it was sent: a number, or the text of a label.
+
+    Args:
+        feature: The feature of the reading.
+        value: The value in raw units, or the code of the label. A code beyond the feature's labels stands for a label
+            that the model does not have.
+        unseen_label: The text of such a label, if any.
+    """
     if feature.kind == "continuous":
         return value
     return feature.labels[int(value)] if value < len(feature.labels) else unseen_label
