@@ -26,28 +26,30 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 MAX_READINGS_PER_PASS = 8192
-"""Largest number of readings in one forward pass: enough to use all cores, and it bounds the memory of a pass."""
+"""Largest number of readings in one forward pass. It is enough to use all cores, and it bounds the memory of a pass."""
 
 MAX_RECORDS_PER_BATCH = 1024
 """Largest number of records that are drawn at the same time; more are not faster."""
 
 CACHE_BYTES = 256 * 2**20
-"""Default bound on the memory of cached keys and values while records are drawn, in bytes."""
+"""Default bound, in bytes, on the memory of the network's cached keys and values while records are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImputedValues:
-    """Estimates of missing readings, each (N, F) in raw units, NaN where no value was requested.
+    """Estimates of missing readings of N records with F features.
 
-    All values lie within the bounds of `compute_raw_bounds`. For discrete features all attributes but `median` are NaN.
+    Each attribute has shape (N, F). Values are in raw units and lie within the range of plausible values
+    (`compute_raw_bounds`). They are NaN where no value was requested. For discrete features, all attributes but
+    `median` are NaN.
 
     Attributes:
-        median: Conditional median, rounded to the sensor's resolution; for a discrete feature the code of the most
-            probable label. It minimises the expected absolute error.
+        median: Median of the reading given the present readings of its record, rounded to the sensor's resolution. It
+            minimises the expected absolute error. For a discrete feature, it is the code of the most probable label.
         low: Lower bound of the central prediction interval.
         high: Upper bound of the central prediction interval.
-        mean: Conditional mean, which minimises the expected squared error.
-        mode: Most probable value (of the normalised reading), rounded to the sensor's resolution.
+        mean: Mean given the present readings, which minimises the expected squared error.
+        mode: Value at the maximum of the density of the normalised reading, rounded to the sensor's resolution.
     """
 
     median: Floats
@@ -58,13 +60,13 @@ class ImputedValues:
 
 
 def impute(model: DEformer, values: Floats, is_requested: NDArray[np.bool_], interval: float = 0.9) -> ImputedValues:
-    """Estimate each requested reading from all present readings of its record, not from other imputed ones.
+    """Estimate missing readings, each from all present readings of its record and not from other imputed ones.
 
     Args:
         model: The network, in evaluation mode.
-        values: (N, F) raw values, NaN if missing.
+        values: (N, F) values of N records and F features in raw units or label codes, NaN if missing.
         is_requested: (N, F) which readings to impute. Present readings and context features are skipped.
-        interval: Probability of the central prediction interval.
+        interval: Probability that a value lies in the central prediction interval, between 0 and 1.
     """
     imputed = ImputedValues(*(np.full(values.shape, np.nan) for _ in range(5)))
     probabilities = ((1 - interval) / 2, 0.5, (1 + interval) / 2)
@@ -74,7 +76,8 @@ def impute(model: DEformer, values: Floats, is_requested: NDArray[np.bool_], int
         quantiles = conditional.quantiles(probabilities).double().cpu().numpy()
         for target, quantile in zip((imputed.low, imputed.median, imputed.high), quantiles, strict=True):
             target[cells] = denormalise_within_bounds(schema, codes, quantile)
-        points, weights = (part.double().cpu().numpy() for part in conditional.quadrature_points())
+        # The mean in raw units is a weighted sum over points, because the conversion to raw units is not linear.
+        points, weights = (tensor.double().cpu().numpy() for tensor in conditional.quadrature_points())
         imputed.mean[cells] = (weights * denormalise_within_bounds(schema, codes[:, None], points)).sum(-1)
         mode = conditional.mode().double().cpu().numpy()
         imputed.mode[cells] = denormalise_within_bounds(schema, codes, mode)
@@ -91,16 +94,17 @@ def impute(model: DEformer, values: Floats, is_requested: NDArray[np.bool_], int
 def impute_quantiles(
     model: DEformer, values: Floats, is_requested: NDArray[np.bool_], probabilities: Sequence[float]
 ) -> Floats:
-    """Return quantiles of requested continuous readings given all present readings of their records.
+    """Return quantiles of missing continuous readings given all present readings of their records.
 
     Args:
         model: The network, in evaluation mode.
-        values: (N, F) raw values, NaN if missing.
+        values: (N, F) values of N records and F features in raw units or label codes, NaN if missing.
         is_requested: (N, F) which readings to impute. Present, discrete and context readings are skipped.
         probabilities: Q probabilities between 0 and 1.
 
     Returns:
-        (Q, N, F) quantiles in raw units, within the bounds of `compute_raw_bounds`, NaN where none was computed.
+        (Q, N, F) quantiles in raw units, within the range of plausible values (`compute_raw_bounds`); NaN where none
+        was computed.
     """
     quantiles = np.full((len(probabilities), *values.shape), np.nan)
     is_continuous = ~model.schema.is_discrete
@@ -113,18 +117,19 @@ def impute_quantiles(
 def iterate_conditionals(
     model: DEformer, values: Floats, is_requested: NDArray[np.bool_]
 ) -> Iterator[tuple[Ints, Ints, Conditional]]:
-    """Yield the distributions of the requested readings given all present readings of their records.
+    """Compute the distributions of missing readings given all present readings of their records.
 
     Records with equally many present readings are processed together. Their present readings pass through the network
-    once; each further pass then computes one requested feature of each record.
+    once, and their keys and values are cached. Each further pass then computes one requested feature of each record.
 
     Args:
         model: The network, in evaluation mode.
-        values: (N, F) raw values, NaN if missing.
+        values: (N, F) values of N records and F features in raw units or label codes, NaN if missing.
         is_requested: (N, F) which readings to compute. Present readings and context features are skipped.
 
     Yields:
-        For M requested readings at a time: their rows, (M,), their feature codes, (M,), and their conditionals, (M,).
+        For M readings at a time, of different records: the row of each record in `values`, (M,), the feature code of
+        each reading (its column in `values`), (M,), and the distributions of the readings, of shape (M,).
     """
     is_present = ~np.isnan(values)
     is_requested = is_requested & ~is_present & ~model.schema.is_context
@@ -139,30 +144,37 @@ def iterate_conditionals(
             # (len(rows), F): the codes of each record, requested features first.
             ordered_codes = np.argsort(~is_requested[rows], 1, kind="stable")
             for i in range(int(is_requested[rows].sum(1).max())):
+                # The records that have an i-th requested feature, as indexes into `rows`.
                 remaining = np.flatnonzero(is_requested[rows, ordered_codes[:, i]])
                 codes = ordered_codes[remaining, i]
-                selected = past if len(remaining) == len(rows) else _select_rows(past, remaining, model)
-                yield rows[remaining], codes, _compute_conditionals(model, codes, selected)
+                past_of_remaining = past if len(remaining) == len(rows) else _select_rows(past, remaining, model)
+                yield rows[remaining], codes, _compute_conditionals(model, codes, past_of_remaining)
 
 
 def _group_by_key(keys: Ints, rows: Ints) -> Iterator[Ints]:
-    """Yield the rows of each distinct key in ascending order of keys.
+    """Divide rows into groups with equal keys.
 
     Args:
-        keys: (N,) one key per row.
+        keys: (N,) the key of each of N rows.
         rows: The rows to group, a subset of 0 … N − 1.
+
+    Yields:
+        The rows of one group, in the given order; groups are in ascending order of their keys.
     """
     for key in np.unique(keys[rows]).tolist():
         yield rows[keys[rows] == key]
 
 
 def _cache_readings(model: DEformer, codes: Ints, values: Floats) -> KVCacheView | None:
-    """Return the keys and values of R records with K readings each, None if K is 0.
+    """Run the network on K readings of each of R records, and return the keys and values for attention over them.
 
     Args:
         model: The network.
-        codes: (R, K) feature codes.
-        values: (R, K) raw values.
+        codes: (R, K) feature codes (indexes in the schema).
+        values: (R, K) values in raw units, or label codes.
+
+    Returns:
+        The keys and values, None if K is 0.
     """
     if not codes.shape[1]:
         return None
@@ -175,7 +187,13 @@ def _cache_readings(model: DEformer, codes: Ints, values: Floats) -> KVCacheView
 
 
 def _select_rows(past: KVCacheView | None, rows: Ints, model: DEformer) -> KVCacheView | None:
-    """Return the cached keys and values of some of the records."""
+    """Return the cached keys and values of some of R records.
+
+    Args:
+        past: The keys and values of all R records, None if they have no readings.
+        rows: Indexes of the selected records, from 0 to R − 1.
+        model: The network, on whose device the cache is.
+    """
     if past is None:
         return None
     index = to_tensor(rows, model)
@@ -184,16 +202,19 @@ def _select_rows(past: KVCacheView | None, rows: Ints, model: DEformer) -> KVCac
 
 
 def _compute_conditionals(model: DEformer, codes: Ints, past: KVCacheView | None) -> Conditional:
-    """Return the distribution of one feature per record given its cached readings, of shape (R,).
+    """Return the distribution of one feature per record, given the cached readings of the record.
 
     Args:
         model: The network.
-        codes: (R,) the feature of each record.
-        past: The cached readings of the R records, None if there are none.
+        codes: (R,) for each of R records the code of the feature (index in the schema).
+        past: Cached keys and values of the readings of the R records, None if they have no readings.
+
+    Returns:
+        Distributions of shape (R,).
     """
     with torch.inference_mode():
         inputs = to_tensor(codes[:, None], model)
-        # A query token depends on the feature only, so any value serves here.
+        # The distribution of a reading does not depend on its own value, so the input can be any number.
         placeholders = torch.zeros(inputs.shape, dtype=model.dtype, device=model.device)
         if past is None:
             output = model.prefill(inputs, placeholders)
@@ -203,27 +224,32 @@ def _compute_conditionals(model: DEformer, codes: Ints, past: KVCacheView | None
 
 
 def find_likeliest_labels(schema: Schema, codes: Ints, conditional: Conditional) -> Ints:
-    """Return the code of the most probable label of each reading, without the mass of labels unseen in training.
+    """Return the code of the most probable label of each reading, among the labels that the model has.
+
+    A distribution also has a probability for labels that were not seen in training; it is ignored.
 
     Args:
-        schema: The features.
-        codes: Feature codes, of any shape.
-        conditional: The distributions, of the same shape.
+        schema: Describes the features.
+        codes: Feature codes (indexes in the schema) of the readings, of any shape.
+        conditional: The distributions of the readings, of the same shape.
 
     Returns:
         Label codes of the same shape, 0 for continuous features.
     """
     log_mass = conditional.log_mass.double().cpu().numpy()
-    is_own_label = np.arange(log_mass.shape[-1]) < np.maximum(schema.label_counts[codes], 1)[..., None]
+    # The last axis has an entry for every label of the feature with most labels; other features have fewer.
+    num_labels = np.maximum(schema.label_counts[codes], 1)
+    is_own_label = np.arange(log_mass.shape[-1]) < num_labels[..., None]
     return np.asarray(np.where(is_own_label, log_mass, -np.inf).argmax(-1), np.int64)
 
 
 def compute_raw_bounds(schema: Schema) -> tuple[Floats, Floats]:
-    """Return the lowest and the highest raw value that may be imputed for each feature, both (F,).
+    """Return the lowest and the highest raw value that may be imputed for each of F features, two arrays (F,).
 
-    The bounds are the range of the training values, extended by its width on either side. They are needed because
-    normalisation is logarithmic far from the centre, so a Gaussian there has unbounded raw values. One outlier among
-    the present readings must not cause an imputed value of a thousand standard deviations.
+    The bounds are the range of the training values, extended by its width on either side; they are infinite for a
+    feature without a known range. They are needed because normalisation is logarithmic for values far from the centre,
+    so imputed values could become extremely large. One outlier among the present readings must not cause an imputed
+    value of a thousand standard deviations.
     """
     low = np.array([-np.inf if f.low is None or f.high is None else f.low for f in schema.features])
     high = np.array([np.inf if f.low is None or f.high is None else f.high for f in schema.features])
@@ -231,35 +257,42 @@ def compute_raw_bounds(schema: Schema) -> tuple[Floats, Floats]:
 
 
 def denormalise_within_bounds(schema: Schema, codes: Ints, values: Floats) -> Floats:
-    """Convert normalised values to raw units and clip them to the bounds of `compute_raw_bounds`.
+    """Convert normalised values to raw units, and clip them to the range of plausible values (`compute_raw_bounds`).
 
     Args:
-        schema: The features.
-        codes: Feature codes that broadcast to the shape of `values`.
-        values: Normalised values.
+        schema: Describes the features.
+        codes: Feature codes (indexes in the schema) of the values, in a shape that broadcasts to that of `values`.
+        values: Normalised values, of any shape.
+
+    Returns:
+        Raw values, in the shape of `values`.
     """
     low, high = compute_raw_bounds(schema)
     return np.clip(schema.denormalise(codes, values), low[codes], high[codes])
 
 
 def round_to_quantum(schema: Schema, codes: Ints, values: Floats) -> Floats:
-    """Round raw values to the resolution of their sensors; values of sensors without a known quantum stay the same.
+    """Round raw values to the resolution of their sensors, so that imputed values look like measured ones.
+
+    The resolution of a sensor is called its quantum: its values are origin + k · quantum for integers k. Values of
+    features without a known quantum stay the same.
 
     Args:
-        schema: The features.
-        codes: Feature codes in the shape of `values`.
-        values: Raw values.
+        schema: Describes the features.
+        codes: Feature codes (indexes in the schema) in the shape of `values`.
+        values: Raw values, of any shape.
     """
-    quanta = np.array([f.quantum or np.nan for f in schema.features])
-    lowest = np.array([f.low or 0.0 for f in schema.features])
-    # A sensor's possible values are origin + k · quantum. The origin is 0 if the lowest value is a multiple of the
-    # quantum, so that rounding errors of the lowest value do not shift the others.
+    quanta = np.array([feature.quantum or np.nan for feature in schema.features])
+    lowest = np.array([feature.low or 0.0 for feature in schema.features])
+    # The origin is 0 if the lowest training value is a multiple of the quantum, so that rounding errors of this value
+    # do not shift the others. Otherwise it is the lowest training value.
     remainder = lowest - quanta * np.round(lowest / quanta)
     origins = np.where(np.abs(remainder) < 1e-6 * quanta, 0.0, lowest)
     origin, quantum = origins[codes], quanta[codes]
     with np.errstate(invalid="ignore"):
         steps = np.round((values - origin) / quantum)
-        # 3 steps of 0.1 are computed as 3 / 10, because 3 · 0.1 is not 0.3 in floating point.
+        # If 1 is a multiple of the quantum, k steps of 0.1 are computed as k / 10. In floating point, 3 · 0.1 is not
+        # 0.3, but 3 / 10 is.
         steps_per_unit = np.round(1 / quantum)
         divides_unit = (steps_per_unit > 0) & (np.abs(steps_per_unit * quantum - 1) < 1e-9)
         offset = np.where(divides_unit, steps / np.where(divides_unit, steps_per_unit, 1.0), steps * quantum)
@@ -270,23 +303,28 @@ def round_to_quantum(schema: Schema, codes: Ints, values: Floats) -> Floats:
 def sample_records(
     model: DEformer, num_records: int, seed: int = 0, cache_bytes: int = CACHE_BYTES
 ) -> Iterator[Floats]:
-    """Draw complete records, each in a random order of its own, through the key-value cache.
+    """Draw records from the distribution that the model has learned.
+
+    All features but context features are drawn. The readings of a record are drawn one after the other in a random
+    order, each given those before it.
 
     Args:
         model: The network, in evaluation mode.
         num_records: Number of records to draw.
-        seed: Equal arguments draw equal records.
-        cache_bytes: Bound on the memory of cached keys and values.
+        seed: Seed of the random numbers: calls with equal arguments draw equal records.
+        cache_bytes: Bound, in bytes, on the memory of cached keys and values; it determines the size of batches.
 
     Yields:
-        Batches of n records, (n, F) in raw units, `num_records` in all.
+        Batches of n records with F features, (n, F), in raw units or label codes, NaN for context features. Together
+        they hold `num_records` records.
     """
     order_rng, generator = np.random.default_rng(seed), torch.Generator(model.device).manual_seed(seed)
     all_missing = np.full((num_records, len(model.schema)), np.nan)
     drawable_codes = np.flatnonzero(~model.schema.is_context)
     for batch in _split_into_batches(model, num_records, cache_bytes):
-        keys = order_rng.random((batch.stop - batch.start, len(drawable_codes)))
-        codes = drawable_codes[np.argsort(keys, 1)]
+        # Sorting random keys gives each record a random order of the features.
+        sort_keys = order_rng.random((batch.stop - batch.start, len(drawable_codes)))
+        codes = drawable_codes[np.argsort(sort_keys, 1)]
         yield _draw_readings(model, all_missing[batch], codes, 0, generator)
 
 
@@ -298,22 +336,22 @@ def sample_completions(
     seed: int = 0,
     cache_bytes: int = CACHE_BYTES,
 ) -> Floats:
-    """Draw the requested readings of each record jointly, given its present readings.
+    """Draw the missing readings of each record jointly, several times, given its present readings.
 
-    The readings of a draw follow one another in a random order, each conditioned on the present ones and on those drawn
-    before, so dependences between missing readings are preserved.
+    In each draw, the requested readings are drawn one after the other in a random order, each given the present
+    readings and those drawn before. Dependences between missing readings are therefore preserved.
 
     Args:
         model: The network, in evaluation mode.
-        values: (N, F) raw values, NaN if missing.
+        values: (N, F) values of N records and F features in raw units or label codes, NaN if missing.
         is_requested: (N, F) which readings to draw. Present readings and context features are skipped.
         num_draws: Number of draws per record.
-        seed: Equal arguments give equal draws.
-        cache_bytes: Bound on the memory of cached keys and values.
+        seed: Seed of the random numbers: calls with equal arguments give equal draws.
+        cache_bytes: Bound, in bytes, on the memory of cached keys and values.
 
     Returns:
-        (num_draws, N, F) raw values: present readings as they are, drawn ones within the bounds of
-        `compute_raw_bounds`, NaN elsewhere.
+        (num_draws, N, F) values in raw units or label codes: present readings as they are, drawn ones within the range
+        of plausible values (`compute_raw_bounds`), NaN elsewhere.
     """
     order_rng, generator = np.random.default_rng(seed), torch.Generator(model.device).manual_seed(seed)
     is_present = ~np.isnan(values)
@@ -321,9 +359,10 @@ def sample_completions(
     low, high = compute_raw_bounds(model.schema)
     draws = np.repeat(values[None], num_draws, 0)
     flat_draws = draws.reshape(num_draws * len(values), -1)  # a view: row i is a draw of record i mod N
-    # Records with the same numbers of present and of requested readings are drawn together.
+    # Records with the same numbers of present and of requested readings are drawn together; a key holds both numbers.
     keys = is_present.sum(1) * (values.shape[1] + 1) + is_requested.sum(1)
-    for group in _group_by_key(np.tile(keys, num_draws), np.flatnonzero(np.tile(is_requested.any(1), num_draws))):
+    rows_to_draw = np.flatnonzero(np.tile(is_requested.any(1), num_draws))
+    for group in _group_by_key(np.tile(keys, num_draws), rows_to_draw):
         for batch in _split_into_batches(model, len(group), cache_bytes):
             rows = group[batch]
             records = rows % len(values)
@@ -338,30 +377,40 @@ def sample_completions(
 
 
 def _split_into_batches(model: DEformer, num_records: int, cache_bytes: int) -> Iterator[slice]:
-    """Yield slices of as many records as fit into the cache at the same time."""
-    probe = TorchKVCache(model, 0)
-    bytes_per_record = probe.pages_per_record * probe.page_bytes
+    """Divide records into batches whose cached keys and values fit into memory together.
+
+    Args:
+        model: The network.
+        num_records: Number of records.
+        cache_bytes: Bound, in bytes, on the memory of the keys and values of one batch.
+
+    Yields:
+        Slices of the records 0 … `num_records` − 1, with at least one and at most `MAX_RECORDS_PER_BATCH` records.
+    """
+    smallest_cache = TorchKVCache(model, 0)  # created only to compute the bytes of a record
+    bytes_per_record = smallest_cache.pages_per_record * smallest_cache.page_bytes
     batch_size = int(np.clip(cache_bytes // bytes_per_record, 1, MAX_RECORDS_PER_BATCH))
     for start in range(0, num_records, batch_size):
         yield slice(start, min(start + batch_size, num_records))
 
 
 def _draw_readings(model: DEformer, values: Floats, codes: Ints, num_given: int, generator: torch.Generator) -> Floats:
-    """Return records in which further readings are drawn one after the other.
+    """Draw readings of records one after the other, each given the present ones and those drawn before.
 
     Args:
         model: The network.
-        values: (n, F) raw values of n records.
-        codes: (n, K) feature codes in the order in which the network receives them.
-        num_given: The number of leading codes whose values are present; the values of the others are drawn.
+        values: (n, F) values of n records and F features in raw units or label codes.
+        codes: (n, K) for each record the codes (indexes in the schema) of K features, in the order in which the network
+            receives them.
+        num_given: The number of first codes whose values are present in `values`; the values of the others are drawn.
         generator: Source of random numbers.
 
     Returns:
-        (n, F) raw values with the drawn readings, not clipped.
+        (n, F) a copy of `values` with the drawn readings, rounded to the resolution of their sensors and not clipped.
     """
     schema, tokens_per_reading, num_records = model.schema, model.cached_tokens_per_reading, len(values)
-    probe = TorchKVCache(model, 0)
-    cache = TorchKVCache(model, num_records * probe.pages_per_record * probe.page_bytes)
+    smallest_cache = TorchKVCache(model, 0)  # created only to compute the bytes of a record
+    cache = TorchKVCache(model, num_records * smallest_cache.pages_per_record * smallest_cache.page_bytes)
     cache.ensure_capacity(num_records)
     record_indexes = np.arange(num_records)
     drawn = values.copy()
@@ -370,7 +419,8 @@ def _draw_readings(model: DEformer, values: Floats, codes: Ints, num_given: int,
     normalised[:, :num_given] = schema.normalise(given_codes, np.take_along_axis(values, given_codes, 1))
     num_cached = 0
     for k in range(num_given, codes.shape[1]):
-        # Each pass adds the readings that are not cached yet, and queries reading k, whose value has no influence.
+        # Each pass processes the readings that are not cached yet, followed by reading k. The distribution of reading k
+        # is needed; it does not depend on the value of the reading, which is still 0.
         inputs, num_new = slice(num_cached, k + 1), k - num_cached
         with torch.inference_mode():
             output = model.forward_cached(
@@ -379,8 +429,10 @@ def _draw_readings(model: DEformer, values: Floats, codes: Ints, num_given: int,
                 cache.gather(record_indexes),
             )
             if num_new:
+                # Cache the keys and values of all readings of this pass except reading k, the last one.
                 end = num_new * tokens_per_reading
-                keys, cached_values = ([layer[:, :, :end] for layer in part] for part in (output.keys, output.values))
+                keys = [layer_keys[:, :, :end] for layer_keys in output.keys]
+                cached_values = [layer_values[:, :, :end] for layer_values in output.values]
                 readings = None if output.readings is None else output.readings[:, :end]
                 new_output = StepOutput(output.conditional, keys, cached_values, readings)
                 cache.append(record_indexes, new_output, np.full(num_records, num_new))
