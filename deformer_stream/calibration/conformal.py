@@ -198,6 +198,10 @@ def extract_group(record_id: str, separator: str) -> str:
 
     It is the record id up to the last separator, for example the device "pump-7" of "pump-7@1200" for the separator
     "@". It is "" if the id has no separator.
+
+    Args:
+        record_id: Id of the record.
+        separator: The text between the group and the rest of the id.
     """
     return record_id.rpartition(separator)[0]
 

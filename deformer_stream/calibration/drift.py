@@ -379,8 +379,12 @@ class DriftMonitor:
     def import_state(self, partition: int, state: DriftState | None) -> None:
         """Continue the test of a partition with evidence from a snapshot of the previous run.
 
-        Evidence about another model, or about a calibration with other groups or numbers of bins, is ignored, so the
-        test starts anew. `state` is None if the snapshot holds no evidence.
+        Evidence about another model, or about a calibration with other groups or numbers of bins, is ignored; the test
+        then starts anew.
+
+        Args:
+            partition: Number of the partition.
+            state: The evidence, None if the snapshot holds none.
         """
         if state is not None and state.model == self.model and self._has_matching_bins(state.bin_counts_by_group):
             self._evidence_by_partition[partition] = PartitionEvidence.from_state(state)
@@ -417,6 +421,10 @@ def make_notice_id(alarm: DriftAlarm, model: str) -> str:
 
     It is a hash of the alarm's partition and record and of the model's fingerprint. An alarm that is raised again after
     a restart has the same id, so receivers can drop the duplicate.
+
+    Args:
+        alarm: The alarm.
+        model: Fingerprint (hash) of the model.
     """
     text = f"drift\0{model}\0{alarm.partition}\0{alarm.record}"
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]

@@ -181,7 +181,15 @@ def recalibrate(
 
 
 def _choose_records(scores: NDArray[np.float64], generator: np.random.Generator) -> NDArray[np.float64]:
-    """Return all scores, or a random choice of `MAX_CALIBRATION_RECORDS` if there are more."""
+    """Limit the number of calibration records: return all scores, or a random choice if there are too many.
+
+    Args:
+        scores: (N,) the anomaly scores of N records.
+        generator: Source of random numbers.
+
+    Returns:
+        The N scores, or `MAX_CALIBRATION_RECORDS` of them.
+    """
     if len(scores) <= MAX_CALIBRATION_RECORDS:
         return scores
     return generator.choice(scores, MAX_CALIBRATION_RECORDS, replace=False)
