@@ -1,8 +1,8 @@
-"""The values that enter and leave the engine: batches of events, what the engine decided about them, and why.
+"""The data types that enter and leave the engine: batches of events, and the engine's results for them.
 
-A codec turns the messages of one poll into an `EventBatch`, a struct of arrays. The engine returns `Effects`, which
-sinks write. `Decisions` holds the part of the effects that a restarted consumer cannot compute again from the log of
-a partition.
+A codec turns the messages of one poll into an `EventBatch`, a struct of arrays. The engine returns `Effects` (scores,
+alerts, rejections and closed records), which sinks write. `Decisions` holds the part of the effects that a restarted
+consumer cannot compute again from the log of a partition.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from numpy.typing import NDArray
 from deformer_stream.calibration.drift_state import DriftNotice, DriftState
 
 NO_TIME = int(np.iinfo(np.int64).min)
-"""The time of an event that carries none. Times are microseconds since 1970, UTC."""
+"""The event time that stands for "no time". Other event times are microseconds since 1970, UTC."""
 
 NO_ALERT = 1.0
-"""Stored as the strictest alpha of a record that has not alerted: every alpha is stricter and may still alert."""
+"""Stored as the strictest alpha (false-alarm rate) of a record that has not alerted. Every alpha is smaller, so the
+record can alert at any of them."""
 
 SUPPRESS_ALL = 0.0
-"""Stored as the strictest alpha of a record that has alerted at an unknown alpha. No alpha is stricter, so the record
-does not alert again."""
+"""Stored as the strictest alpha (false-alarm rate) of a record that has alerted at an unknown alpha. No alpha is
+smaller, so the record does not alert again."""
 
 
 class RejectionReason(StrEnum):
-    """Why an event was rejected. The values are used as the `reason` label of metrics and dead letters."""
+    """Why an event was rejected. The values appear as `reason` in metrics and in dead letters."""
 
     NOT_JSON = "not_json"
     MISSING_FIELD = "missing_field"
@@ -43,7 +44,7 @@ class RejectionReason(StrEnum):
 
 
 class CloseReason(StrEnum):
-    """Why a record was closed."""
+    """Why a record was closed, so that it receives no further readings."""
 
     COMPLETE = "complete"
     """Every feature was observed or declared as "will not be observed"."""
@@ -54,19 +55,19 @@ class CloseReason(StrEnum):
     REVOKED = "revoked"
     """The partition of the record was assigned to another consumer."""
     WINDOW = "window"
-    """The record is a window of a device's event time, and its end and grace period have passed."""
+    """The record is a window (the readings of one device within an interval), and its end and grace period are over."""
     EVICTED = "evicted"
-    """The open records exceeded their number or memory, and this record had been idle for longest."""
+    """The open records exceeded the limit of their number or memory, and this record had been idle for longest."""
 
 
 @dataclass(frozen=True, slots=True)
 class WindowMembership:
-    """Which of N events belong to a window of their device's event time.
+    """Which of N events belong to windows. A window is a record of one device's readings within an interval of time.
 
     Attributes:
-        devices: N device names; "" if the event names its record itself and belongs to no window.
-        deadlines: (N,) int64 event time of the device at which the event's window closes, microseconds. Meaningless if
-            the event belongs to no window.
+        devices: N names of devices. "" if the event contains a record id of its own and belongs to no window.
+        deadlines: (N,) int64 event time at which the event's window closes, microseconds since 1970. The window closes
+            when the device sends an event of this time or later. Arbitrary if the event belongs to no window.
     """
 
     devices: list[str]
@@ -78,17 +79,20 @@ class EventBatch:
     """N events in the order of arrival. An event is a decoded message entry with one value of one feature.
 
     Attributes:
-        record_ids: N ids of records.
+        record_ids: Id of the record of each event, N strings.
         features: (N,) int32 feature codes (index of the feature in the schema).
-        values: (N,) float64. The value in raw units for a continuous feature, the code of the label for a discrete one
-            (the number of labels for a label that the model does not have), or NaN for "will not be observed".
-        times: (N,) int64 event times in microseconds since 1970, `NO_TIME` if the event has none.
-        message_indices: (N,) int32 index of the message in the poll that carried the event.
-        partitions: (N,) int32 partition that the event was read from.
-        unseen_labels: By index of the event: texts of labels that the model does not have.
-        windows: Which events belong to windows; None if none does. Events of windows have a time.
-        row_boundaries: (R + 1,) where the events of each of R table rows begin, followed by N. All rows are of one
-            partition. The events of a row are of one record and distinct features. None for other events.
+        values: (N,) float64. For a continuous feature the value in raw units, for a discrete feature the code of the
+            label. The number of labels is the code of a label that the model does not have. NaN declares that the
+            feature will not be observed.
+        times: (N,) int64 event times in microseconds since 1970, `NO_TIME` for an event without a time.
+        message_indices: (N,) int32 index, within the poll, of the message that contained the event.
+        partitions: (N,) int32 number of the partition from which the event was read.
+        unseen_labels: By index of the event, the text of a label that the model does not have.
+        windows: Which events belong to windows (records of one device's readings within an interval of time). None if
+            no event does. Every event of a window has an event time.
+        row_boundaries: (R + 1,) set if the events come from R rows of one table: the index of each row's first event,
+            followed by N. The events of a row have the same record and different features; all rows have the same
+            partition. None if the events do not come from table rows.
     """
 
     record_ids: list[str]
@@ -106,9 +110,12 @@ class EventBatch:
         return len(self.record_ids)
 
     def records_of_rows(self) -> tuple[list[str], NDArray[np.int64]]:
-        """Return the record id of each row, and for each event the row it belongs to, (N,).
+        """Return the record id of each table row, so that ids can be looked up per row instead of per event.
 
-        If the events do not come from rows of a table, each event is a row of its own.
+        If the events do not come from rows of a table, each event counts as a row.
+
+        Returns:
+            The R record ids; and (N,) the index of each event's row.
         """
         if self.row_boundaries is None:
             return self.record_ids, np.arange(len(self.record_ids))
@@ -125,13 +132,13 @@ class EventBatch:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Readings of one message that were rejected for one reason.
+    """One or more readings of one message that were rejected for the same reason.
 
     Attributes:
         message_index: Index of the message in the poll.
         reason: Why the readings were rejected.
-        detail: One line that names the record, feature or field, and what is wrong with it.
-        num_readings: Number of rejected readings, 1 for a message that is rejected as a whole.
+        detail: One line that names the record, the feature or the field, and says what is wrong with it.
+        num_readings: Number of rejected readings. A message that is rejected as a whole counts as 1.
     """
 
     message_index: int
@@ -141,10 +148,10 @@ class Rejection:
 
     @staticmethod
     def merge_by_message(rejections: Iterable[Rejection]) -> list[Rejection]:
-        """Return one rejection for each message and reason, ordered by message.
+        """Merge the rejections that have the same message and reason, and return the results ordered by message.
 
-        It repeats the detail of the first rejection and counts the others. Each message is written to the dead-letter
-        topic once per reason, so a message with many bad readings cannot flood that topic.
+        A merged rejection has the detail of the first one and the total number of readings. Each message is thus
+        written to the dead-letter topic once per reason, so a message with many bad readings cannot flood that topic.
         """
         first_by_key: dict[tuple[int, RejectionReason], Rejection] = {}
         num_readings_by_key: Counter[tuple[int, RejectionReason]] = Counter()
@@ -156,7 +163,11 @@ class Rejection:
         return sorted(merged, key=lambda rejection: rejection.message_index)
 
     def _with_num_readings(self, num_readings: int) -> Rejection:
-        """Return this rejection extended to further readings of its message."""
+        """Return this rejection for a larger number of readings of its message; the detail states how many were added.
+
+        Args:
+            num_readings: Total number of rejected readings.
+        """
         if num_readings == self.num_readings:
             return self
         detail = f"{self.detail} (and {num_readings - self.num_readings} more of this message)"
@@ -167,17 +178,20 @@ class Rejection:
 class ScoredReadings:
     """M accepted readings with their scores.
 
-    They are in the order of acceptance. If readings with the same event time wait for each other (a tie group), they
-    are in the order in which their groups were decided, and all scores of a group apply from its last reading on.
+    The readings are in the order of acceptance. An exception are tie groups (readings of one record with the same event
+    time) that are scored together. Their readings are in the order in which the groups were decided, and the score and
+    p-value of the record change only at the last reading of a group.
 
     Attributes:
-        event_indices: (M,) index of the event in the batch.
-        seq: (M,) int32 place of the reading in its record, from 0.
-        log_likelihood: (M,) natural logarithm of p(value | earlier values of the record), a density in normalised units
-            or, for a discrete feature, a probability. NaN for context features, which are not scored.
-        running_log_likelihood: (M,) sum of `log_likelihood` over the record so far.
-        score: (M,) prefix statistic of the record so far; larger is more anomalous.
-        p_value: (M,) p-value of the record so far. It never rises within a record.
+        event_indices: (M,) index of each reading's event in the batch.
+        seq: (M,) int32 position of the reading in its record, from 0.
+        log_likelihood: (M,) natural logarithm of p(value | earlier values of the record). p is a density in normalised
+            units, or a probability for a discrete feature. NaN for readings that are not scored, such as those of
+            context features.
+        running_log_likelihood: (M,) sum of `log_likelihood` over the scored readings of the record so far.
+        score: (M,) anomaly score of the record after this reading: its largest prefix statistic so far. A prefix
+            statistic combines the p-values of the record's first k readings. Larger is more anomalous.
+        p_value: (M,) p-value of the record after this reading. It never increases within a record.
         is_alert: (M,) whether the reading raised an alert.
     """
 
@@ -203,11 +217,11 @@ class ScoredReadings:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedRange:
-    """What the model expected of a reading.
+    """The value of a reading that the model expected, as three quantiles of its conditional distribution.
 
     Attributes:
         low: 5% quantile in raw units, None for a discrete feature.
-        median: Median in raw units, or the most probable label.
+        median: Median in raw units; the most probable label of a discrete feature.
         high: 95% quantile in raw units, None for a discrete feature.
     """
 
@@ -218,23 +232,24 @@ class ExpectedRange:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """The share of one reading in an alert. Scores are in nats; those that were not computed are None.
+    """How much one reading contributed to an alert. Scores are in nats; a score that was not computed is None.
 
-    The names of the fields are the names of the JSON fields.
+    The names of the fields are the names of the JSON fields of an alert.
 
     Attributes:
         feature: Name of the feature.
-        value: The value, or the label of a discrete feature.
-        surprise: Negative logarithm of the reading's highest-density p-value; 0 is as expected. It is conditional on
-            the readings of the record that are not suspects. With effort "fast", it is conditional on the readings
-            that arrived earlier.
-        expected: What the model expected under the same condition.
-        attribution: Mean of -ln p(value | readings before it) over several orders, in normalised units. The sum over
-            all readings is -ln p of the record.
-        leave_one_out: -ln p(value | all other readings).
-        relief: By how much the score of the record decreases without this reading.
-        suspect: Whether the reading is in the smallest set found whose replacement by expected values would have
-            prevented the alert. If no such set was found, whether it is in the largest set that was tried.
+        value: The value in raw units, or the label of a discrete feature.
+        surprise: Negative logarithm of the reading's highest-density p-value (probability of a value at most as likely
+            as the observed one); 0 is as expected. It is conditional on the readings that are not suspects. With
+            `--explanations fast`, it is conditional on the earlier readings.
+        expected: The value that the model expected under the same condition.
+        attribution: Mean of -ln p(value | readings before it) over several orders of the readings. p is a density in
+            normalised units. The attributions of all readings sum up to -ln p of the record.
+        leave_one_out: -ln p(value | all other readings), with p in the same units.
+        relief: By how much the anomaly score of the record decreases without this reading.
+        suspect: Whether the alert is attributed to this reading: it is in the smallest known set of readings without
+            which there is no alert, because their values are replaced by expected values. If no such set was found,
+            whether it is in the largest set that was tried.
     """
 
     feature: str
@@ -249,12 +264,12 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a record has alerted.
+    """The explanation of an alert: how much each reading contributed to it.
 
     Attributes:
-        contributions: Shares of the readings, the most suspicious first.
-        silenced_by: The smallest set of features found that would have prevented the alert, if their values were
-            replaced by what is expected given all others. None if no set was found or none was searched for.
+        contributions: One `Contribution` per reading, the most suspicious reading first.
+        silenced_by: The smallest known set of features to which the alert is attributed. If their values were replaced
+            by the values expected given all others, there would be no alert. None if no set was found or searched for.
     """
 
     contributions: tuple[Contribution, ...]
@@ -263,27 +278,31 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """A record has become improbable: its p-value has reached an alpha (false-alarm rate) for the first time.
+    """An alert: the p-value of a record has decreased to an alpha (false-alarm rate) for the first time.
 
     Attributes:
-        id: Identifies the alert; it depends on the record, the model and alpha only.
+        id: Id of the alert. It depends only on the record id, the model and the alpha, so that receivers can drop
+            repetitions.
         record: Id of the record.
         raised_at: Number of readings of the record when it alerted.
-        features_seen: The same number.
+        features_seen: The same number as `raised_at`, for comparison with `features_expected`.
         features_expected: Number of features of the schema without those declared as "will not be observed".
-        time: Event time of the reading that raised the alert, microseconds, or `NO_TIME`.
-        p_value: p-value of the record at that reading.
-        alpha: The alpha that was reached.
-        score: Prefix statistic of the record; larger is more anomalous.
-        running_log_likelihood: Sum of ln p over the record's readings so far.
+        time: Event time of the reading that raised the alert, microseconds since 1970; `NO_TIME` if it has none.
+        p_value: p-value of the record after that reading.
+        alpha: The alpha that the p-value has reached.
+        score: Anomaly score of the record after that reading (its largest prefix statistic so far, from which the
+            p-value is computed); larger is more anomalous.
+        running_log_likelihood: Sum of ln p(value | earlier values) over the record's readings so far.
         model: Fingerprint of the model.
-        message_index: Index of the message in the poll, -1 if a timeout has decided the tie group (readings of one
-            record with the same event time) that raised the alert.
-        contributions: Shares of the readings, the most suspicious first.
-        partition: Partition of the record.
-        is_record_closed: Whether the same batch has closed the record, for a reason that follows from the log.
-        severity: 1 for the largest of the configured alphas, 2 for the next, and so on.
-        silenced_by: See `Explanation`: features whose replacement would have prevented the alert.
+        message_index: Index, within the poll, of the message that raised the alert. -1 if a time-out raised it, because
+            it decided a tie group (readings of one record with the same event time, which are scored together).
+        contributions: How much each reading contributed to the alert, the most suspicious reading first.
+        partition: Number of the record's partition.
+        is_record_closed: Whether the record was closed by the same batch because it is complete or its window is over.
+            If so, a consumer that reads the log again closes it, too, and the alert need not be stored.
+        severity: 1 for the largest of the configured alphas, 2 for the next smaller one, and so on.
+        silenced_by: The smallest known set of features to which the alert is attributed. If their values were replaced
+            by expected values, there would be no alert. None if no set was found or searched for.
     """
 
     id: str
@@ -307,23 +326,24 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class ClosedRecords:
-    """R records that were closed.
+    """R records that were closed, with their final scores.
 
     Attributes:
-        record_ids: R ids.
-        reasons: R reasons.
-        partitions: (R,) int32 partitions.
-        num_readings: (R,) int32 number of readings.
+        record_ids: R record ids.
+        reasons: Why each of the R records was closed.
+        partitions: (R,) int32 number of each record's partition.
+        num_readings: (R,) int32 number of readings of each record.
         is_complete: (R,) whether every feature was observed or declared as "will not be observed".
-        log_likelihood: (R,) sum of ln p over the scored readings.
-        anomaly_score: (R,) score for ranking whole records; larger is more anomalous. It is the sum of the centered NLL
-            (NLL minus its conditional entropy) over the scored readings, in nats. If the model has exemplars, it
-            combines that sum with the distance to the nearest exemplars, in units of normal records
-            (`deformer_stream.model.ranking`).
-        p_value: (R,) p-value at the end.
-        alert_seq: (R,) int32 place of the reading that raised the first alert, -1 if there was none.
-        alert_alpha: (R,) strictest alpha that raised an alert, `NO_ALERT` if there was none.
-        score: (R,) prefix statistic at the end; larger is more anomalous.
+        log_likelihood: (R,) sum of ln p(value | earlier values) over the scored readings.
+        anomaly_score: (R,) score for ranking complete records; larger is more anomalous. It is the sum of centered NLLs
+            (negative log-likelihood of a value minus the entropy of its conditional) over the scored readings, in nats.
+            If the model has exemplars (stored training records), the sum is combined with the distance to the nearest
+            exemplars (`deformer_stream.model.ranking`).
+        p_value: (R,) p-value of the record after its last reading.
+        alert_seq: (R,) int32 position of the reading that raised the first alert, -1 if there was none.
+        alert_alpha: (R,) strictest (smallest) alpha that raised an alert, `NO_ALERT` if there was none.
+        score: (R,) largest prefix statistic of the record (anomaly score after its first k readings), from which the
+            p-value is computed; larger is more anomalous.
     """
 
     record_ids: list[str]
@@ -344,14 +364,14 @@ class ClosedRecords:
 
     @staticmethod
     def empty() -> ClosedRecords:
-        """Return no records."""
+        """Return an instance without records."""
         floats, ints = np.empty(0), np.empty(0, np.int32)
         bools = np.empty(0, np.bool_)
         return ClosedRecords([], [], ints, ints, bools, floats, floats, floats, ints, floats, floats)
 
     @staticmethod
     def concatenate(parts: Sequence[ClosedRecords]) -> ClosedRecords:
-        """Return the records of several parts, one part after the other."""
+        """Return one instance with the records of several instances, in the order of `parts`."""
         if not parts:
             return ClosedRecords.empty()
         return ClosedRecords(
@@ -371,18 +391,22 @@ class ClosedRecords:
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """What the engine decided about one batch. Sinks write it; the engine itself writes nothing.
+    """The results of the engine for one batch of events. Sinks write them; the engine itself writes nothing.
+
+    A tie group is the readings of one record with the same event time, which are scored together.
 
     Attributes:
-        batch: The events that `scored.event_indices` refers to. It is the input, followed by readings of earlier
-            batches whose tie group (readings of one record with the same event time) was decided now.
-        scored: Scores of the accepted readings.
-        alerts: Alerts that were raised.
-        rejections: Rejected readings, by message and reason.
-        closed: Records that were closed.
+        batch: The events to which `scored.event_indices` refers: the batch, followed by readings of earlier batches
+            whose tie group was decided now.
+        scored: The readings that were scored, with their scores.
+        alerts: The alerts that were raised.
+        rejections: The rejected readings, one item per message and reason.
+        closed: The records that were closed.
         drift_notices: Notices that the records of a partition differ from the calibration records.
-        drift_states: New states of the drift monitor, by partition. Only partitions whose state changed are present.
-        tie_timeouts: By partition and record id: number of readings of the record when a timeout decided its tie group.
+        drift_states: By partition number, the new state of the drift monitor. It contains only partitions whose state
+            has changed.
+        tie_timeouts: By partition number and record id, the number of readings that the record had when a time-out
+            decided its tie group.
     """
 
     batch: EventBatch
@@ -395,16 +419,19 @@ class Effects:
     tie_timeouts: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
     def decisions(self) -> dict[int, Decisions]:
-        """Return by partition the decisions that cannot be reproduced from the partition's log."""
+        """Return by partition number the decisions that cannot be reproduced by reading the partition's log again.
+
+        These are closings by time-out or eviction, alerts of records that the log leaves open, drift states, and tie
+        groups that a time-out decided. Partitions without such decisions are left out.
+        """
         closed_ids: dict[int, list[str]] = {}
         alert_states: dict[int, dict[str, AlertState]] = {}
         for alert in self.alerts:
             if not alert.is_record_closed:
-                states, state = (
-                    alert_states.setdefault(alert.partition, {}),
-                    AlertState(alert.raised_at - 1, alert.alpha),
-                )
-                states[alert.record] = states[alert.record] + state if alert.record in states else state
+                state_by_record = alert_states.setdefault(alert.partition, {})
+                state = AlertState(alert.raised_at - 1, alert.alpha)
+                earlier = state_by_record.get(alert.record)
+                state_by_record[alert.record] = state if earlier is None else earlier + state
         closed = zip(self.closed.record_ids, self.closed.reasons, self.closed.partitions.tolist(), strict=True)
         for record_id, reason, partition in closed:
             if reason in (CloseReason.TIMEOUT, CloseReason.EVICTED):
@@ -426,34 +453,34 @@ class Effects:
 
 @dataclass(frozen=True, slots=True)
 class AlertState:
-    """Which alerts a record has raised.
+    """A summary of the alerts of a record, which prevents that they are raised again.
 
     Attributes:
-        seq: Place in the record of the reading that raised the first alert, from 0.
-        alpha: The strictest alpha so far, `SUPPRESS_ALL` if it is unknown.
+        seq: Position in the record of the reading that raised the first alert, from 0.
+        alpha: The strictest (smallest) alpha at which the record has alerted, `SUPPRESS_ALL` if it is unknown.
     """
 
     seq: int
     alpha: float = SUPPRESS_ALL
 
     def __add__(self, later: AlertState) -> AlertState:
-        """Return the state after further alerts of the same record."""
+        """Return the summary of these alerts and of later ones of the same record."""
         return AlertState(self.seq, min(self.alpha, later.alpha))
 
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """What was decided about one partition and cannot be reproduced from the partition's log.
+    """Decisions about the records of one partition that cannot be reproduced by reading the partition's log again.
 
-    A restarted consumer reads the log again and gets the same records. Decisions that depended on the clock, on memory
-    or on other partitions are therefore stored beside the log.
+    A restarted consumer reads the log again and accepts the same readings. Decisions that depended on the clock, on
+    memory or on other partitions are therefore stored separately, and applied while the log is read.
 
     Attributes:
-        closed_ids: Records that were closed by a timeout or evicted, in order.
-        alert_states: By id, alerts of records that the log leaves open.
-        drift_state: State of the drift monitor, None if it has not changed.
-        tie_timeouts: By record id, numbers of readings at which a timeout decided a tie group (readings of one record
-            with the same event time).
+        closed_ids: Ids of records that were closed by a time-out or evicted, in the order of closing.
+        alert_states: By record id, the alerts of records that the log alone would leave open.
+        drift_state: New state of the drift monitor, None if it has not changed.
+        tie_timeouts: By record id, the numbers of readings that the record had each time a time-out decided one of its
+            tie groups (readings of one record with the same event time).
     """
 
     closed_ids: tuple[str, ...] = ()
@@ -462,7 +489,7 @@ class Decisions:
     tie_timeouts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Return whether anything was decided."""
+        """Return whether there is any decision."""
         return bool(self.closed_ids or self.alert_states or self.drift_state or self.tie_timeouts)
 
     def __add__(self, later: Decisions) -> Decisions:
