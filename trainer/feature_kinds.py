@@ -1,9 +1,10 @@
-"""Infer the kind of each feature from streamed statistics of its values.
+"""Infer from the values of each column whether it is a measurement, a label or no feature.
 
-A feature is a measurement (continuous) or a label (discrete). A measurement also has a resolution (the step of the grid
-on which a sensor reports) and perhaps the period of a cycle. The reason for each decision is kept as text, because the
-user reads it in the table that `deformer-train` prints. Kinds are inferred from training records only, so that
-calibration and validation records stay unseen; missing and infinite values are counted over all records.
+A measurement (continuous feature) also has a resolution (the step of the grid on which its sensor reports) and perhaps
+the period of a cycle. A label is a discrete feature. The reason for each decision is kept as text for the table that
+`deformer-train` prints. The statistics are collected batch by batch, so that tables may be larger than memory. They use
+training records only, so that calibration and validation records stay unseen. Only missing and infinite values are
+counted over all records.
 """
 
 from __future__ import annotations
@@ -26,52 +27,62 @@ from deformer_stream.model.schema import (
 from trainer.tables import ValueForm, classify_type, encode_labels, parse_numbers
 
 MAX_SAMPLE = 20_000
-"""Readings of a column that are kept as a sample. Its mean and standard deviation have an error of about 0.5%."""
+"""Largest number of readings of a column that are kept as a random sample.
+
+The mean and the standard deviation of such a sample have an error of about 0.5% of the standard deviation.
+"""
 
 MAX_LABELS = 1000
 """Largest number of distinct labels of a discrete feature."""
 
 MAX_DISCRETE_NUMBERS = 10
-"""A numeric column with at most this many distinct values may be discrete, if each of them occurs often."""
+"""Largest number of distinct values of a numeric column that is inferred to be discrete."""
 
 MIN_READINGS_PER_LABEL = 20
-"""Mean number of readings of each distinct value from which values count as occurring often."""
+"""Smallest number of readings per distinct value, on average, of a numeric column that is inferred to be discrete."""
 
 MIN_GRID_LEVELS = 5
-"""Fractional numbers on an even grid of at least this many levels come from a coarse sensor, so they stay
-continuous."""
+"""Smallest number of distinct fractional values on an even grid that are taken for readings of a coarse sensor.
+
+Such a column is continuous, even if it has only few distinct values.
+"""
 
 MIN_SHARE_ON_GRID = 0.999
-"""Share of the readings that must be multiples of a step for it to be the resolution."""
+"""Smallest share of the readings that must lie on a grid for its step to be the resolution of the sensor."""
 
 FREQUENT_SHARE = 0.2
-"""Share of the readings from which a single value is mentioned as frequent."""
+"""A value is mentioned as frequent in the table of features if at least this share of the readings is equal to it."""
 
 CLIP_QUANTILES = (0.001, 0.999)
-"""Readings are clipped to these quantiles before mean and standard deviation are computed, so that a few extreme values
-do not compress all others."""
+"""Readings are clipped to these quantiles before mean and standard deviation are computed.
+
+Otherwise a few extreme values could make the standard deviation so large that all other values become nearly equal.
+"""
 
 
 @dataclass
 class ColumnStatistics:
-    """Statistics of one column that are updated batch by batch in a single pass.
+    """Statistics of the values of one column or feature, collected batch by batch in one pass over the table.
 
-    The sample consists of the `MAX_SAMPLE` readings whose row numbers have the smallest hashes. Therefore it depends
-    neither on the table's layout nor on the size of the batches.
+    They contain a random sample of the numbers: the `MAX_SAMPLE` readings whose row numbers have the smallest hashes.
+    Therefore the sample depends neither on the table's layout nor on the size of the batches.
 
     Attributes:
         name: Name of the column or feature.
-        form: The form of its values.
+        form: What the values are, such as numbers or texts, according to the Parquet type.
         num_readings: Number of finite values or labels in training records.
         num_missing: Number of nulls and NaN, over all records.
         num_infinite: Number of infinite numbers, over all records.
-        num_non_numeric: Number of texts in training records that are no numbers.
-        minimum: Smallest number in training records.
-        maximum: Largest number in training records.
-        count_by_number: Number of occurrences of each number. None if there are more than `MAX_LABELS` numbers.
-        count_by_label: Number of occurrences of each label. None if there are more than `MAX_LABELS` labels.
-        is_integer: Whether all numbers are integers.
-        has_numbers_as_text: Whether texts may be numbers, as in the long layout.
+        num_non_numeric: Number of texts in training records that do not represent a number.
+        minimum: Smallest finite number in training records.
+        maximum: Largest finite number in training records.
+        count_by_number: Number of occurrences of each number in training records. None if there are more than
+            `MAX_LABELS` different numbers.
+        count_by_label: Number of occurrences of each label in training records. None if there are more than
+            `MAX_LABELS` different labels.
+        is_integer: Whether all numbers in training records are integers.
+        has_numbers_as_text: Whether numbers may be written as text. This is so in the long layout, in which one column
+            holds the values of all features.
     """
 
     name: str
@@ -90,13 +101,14 @@ class ColumnStatistics:
     _sample: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
 
     def add(self, values: pa.Array, rows: NDArray[np.int64], is_training: NDArray[np.bool_], parse_text: bool) -> None:
-        """Add a batch of M values.
+        """Update the statistics with a batch of M values.
 
         Args:
             values: M values of the column.
-            rows: (M,) row of the training matrix to which each value belongs.
-            is_training: (M,) whether the record is a training record.
-            parse_text: Whether texts may be numbers, because the column holds the values of several features.
+            rows: (M,) number of the record to which each value belongs.
+            is_training: (M,) whether that record is a training record.
+            parse_text: Whether numbers may be written as text. This is so in the long layout, in which one column holds
+                the values of all features.
         """
         if pa.types.is_null(values.type):
             self.num_missing += len(values)
@@ -120,14 +132,18 @@ class ColumnStatistics:
         is_training: NDArray[np.bool_],
         num_other_texts: int,
     ) -> None:
-        """Add M numbers, NaN if missing.
+        """Update the statistics of numbers with a batch of M numbers.
 
-        `num_other_texts` of them are NaN because they are texts that are no numbers.
+        Args:
+            numbers: (M,) numbers, NaN for missing values and for texts that do not represent a number.
+            rows: (M,) number of the record to which each number belongs.
+            is_training: (M,) whether that record is a training record.
+            num_other_texts: Number of texts that do not represent a number. They are not counted as missing.
         """
         self.num_infinite += int(np.isinf(numbers).sum())
         self.num_missing += int(np.isnan(numbers).sum()) - num_other_texts
-        usable = is_training & np.isfinite(numbers)
-        numbers, rows = numbers[usable], rows[usable]
+        is_usable = is_training & np.isfinite(numbers)
+        numbers, rows = numbers[is_usable], rows[is_usable]
         if not len(numbers):
             return
         self.num_readings += len(numbers)
@@ -143,25 +159,38 @@ class ColumnStatistics:
         self._add_to_sample(numbers, rows)
 
     def _add_to_sample(self, numbers: NDArray[np.float64], rows: NDArray[np.int64]) -> None:
-        """Keep the readings with the smallest row hashes among the sample and M new readings."""
+        """Merge M readings into the sample, which keeps the `MAX_SAMPLE` readings with the smallest row hashes.
+
+        Args:
+            numbers: (M,) finite numbers.
+            rows: (M,) number of the record to which each number belongs.
+        """
         hashes = hash_rows(rows)
         if len(self._row_hashes) == MAX_SAMPLE:
-            can_enter = hashes < self._row_hashes.max()
-            hashes, numbers = hashes[can_enter], numbers[can_enter]
+            # A reading with a larger hash than all of the full sample cannot replace any of them.
+            is_candidate = hashes < self._row_hashes.max()
+            hashes, numbers = hashes[is_candidate], numbers[is_candidate]
         hashes = np.concatenate([self._row_hashes, hashes])
         numbers = np.concatenate([self._sample, numbers])
         if len(hashes) > MAX_SAMPLE:
-            kept = np.argpartition(hashes, MAX_SAMPLE - 1)[:MAX_SAMPLE]
-            hashes, numbers = hashes[kept], numbers[kept]
+            smallest = np.argpartition(hashes, MAX_SAMPLE - 1)[:MAX_SAMPLE]
+            hashes, numbers = hashes[smallest], numbers[smallest]
         self._row_hashes, self._sample = hashes, numbers
 
     def _add_labels(self, values: pa.Array, is_training: NDArray[np.bool_], count_missing: bool) -> None:
-        """Add M labels. `count_missing` is false if readings and missing values were counted as numbers already."""
-        codes, labels = encode_labels(values)
+        """Update the statistics of labels with a batch of M values.
+
+        Args:
+            values: M labels.
+            is_training: (M,) whether the label belongs to a training record.
+            count_missing: Whether to update the numbers of readings and of missing values. False if `_add_numbers` has
+                counted the same values.
+        """
+        codes, labels = encode_labels(values)  # the code of a missing value is −1
         if count_missing:
             self.num_missing += int((codes < 0).sum())
             self.num_readings += int((is_training & (codes >= 0)).sum())
-        if self.count_by_label is None:
+        if self.count_by_label is None:  # an earlier batch had too many different labels
             return
         counts = np.bincount(codes[is_training & (codes >= 0)], minlength=len(labels))
         for label, count in zip(labels, counts.tolist(), strict=True):
@@ -172,20 +201,21 @@ class ColumnStatistics:
 
     @property
     def is_numeric(self) -> bool:
-        """Whether all readings are numbers, perhaps written as text, or times of day."""
+        """Whether all readings are numbers, numbers written as text, or times of day (seconds since midnight)."""
         has_only_number_texts = self.has_numbers_as_text and self.num_readings > 0 and not self.num_non_numeric
         return self.form in ("number", "clock") or (self.form == "text" and has_only_number_texts)
 
     @property
     def sorted_sample(self) -> NDArray[np.float64]:
-        """The sampled readings in ascending order."""
+        """A random sample of the numbers in training records, in ascending order."""
         return np.sort(self._sample)
 
 
 def hash_rows(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return a pseudo-random 64-bit hash of each row number.
 
-    This is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+    The hashes select a random sample of rows that is the same in every run. The function is the mixing function of
+    SplitMix64 with its published constants (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
     OOPSLA 2014).
     """
     with np.errstate(over="ignore"):
@@ -196,18 +226,17 @@ def hash_rows(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def find_quantum(sample: NDArray[np.float64], is_integer: bool = False) -> float | None:
-    """Find the resolution of a sensor: the largest step of which at least 99.9% of the readings are multiples.
+    """Return the resolution of a sensor: the step of the coarsest grid on which at least 99.9% of the readings lie.
 
-    Candidates are tried in descending order: differences between neighbouring values; simple fractions of the smallest
-    differences, because readings may be sparse on their grid; powers of ten; and for integers their greatest common
-    divisor.
+    A grid is the set of all values a + k · step with an integer k.
 
     Args:
         sample: Readings in ascending order.
         is_integer: Whether all readings are integers.
 
     Returns:
-        The step, or None if readings seldom repeat or lie on no grid.
+        The step in the unit of the readings. None if the readings lie on no grid, or if more than 90% of them are
+        distinct.
     """
     values, counts = np.unique(sample, return_counts=True)
     if len(values) < 2 or len(values) > 0.9 * len(sample):
@@ -215,60 +244,96 @@ def find_quantum(sample: NDArray[np.float64], is_integer: bool = False) -> float
     offsets = values - values[np.argmax(counts)]  # the most frequent reading is certainly on the grid
     rounding_error = 64 * float(np.spacing(np.abs(values).max()))
     min_step = max(1e-9 * float(np.abs(offsets).max()), rounding_error)
-    gaps = np.diff(values)
-    gaps = np.sort(gaps[gaps > min_step])
-    if not len(gaps):
-        return None
-    gap_quantiles = gaps[[int(share * (len(gaps) - 1)) for share in (0.0, 0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75)]]
-    measured_steps = {*gap_quantiles.tolist(), *(gap_quantiles[0] / np.array([2, 3, 4, 5, 10])).tolist()}
-    exponents = np.arange(np.ceil(np.log10(min_step)), np.floor(np.log10(gaps[-1])) + 1)
-    exact_steps = set((10.0**exponents).tolist())
-    if is_integer:
-        integer_offsets = np.abs(offsets[np.abs(offsets) < 2**53]).astype(np.int64)
-        exact_steps.add(float(np.gcd.reduce(integer_offsets)))
-    for step in sorted(measured_steps | exact_steps, reverse=True):
+    inexact_steps, exact_steps = _list_candidate_steps(values, offsets, min_step, is_integer)
+    for step in sorted(inexact_steps | exact_steps, reverse=True):
         if step > min_step:
-            refined = step if step in exact_steps else _refine_step(offsets, step)
-            if _is_on_grid(offsets, counts, refined):
-                return _shorten_step(offsets, counts, refined)
+            refined_step = step if step in exact_steps else _refine_step(offsets, step)
+            if _is_on_grid(offsets, counts, refined_step):
+                return _shorten_step(offsets, counts, refined_step)
     return None
 
 
-def _refine_step(offsets: NDArray[np.float64], step: float) -> float:
-    """Return a more precise step, fitted by least squares to multiples over ever wider spans.
+def _list_candidate_steps(
+    values: NDArray[np.float64], offsets: NDArray[np.float64], min_step: float, is_integer: bool
+) -> tuple[set[float], set[float]]:
+    """Return the candidates for the step of the grid on which a sensor reports.
 
     Args:
-        offsets: Distances of the distinct readings from a reading on the grid.
+        values: Distinct readings in ascending order.
+        offsets: The same readings minus a reading that is certainly on the grid.
+        min_step: Differences up to this one are rounding errors.
+        is_integer: Whether all readings are integers.
+
+    Returns:
+        Candidates with a rounding error: quantiles of the differences between neighbouring readings, and simple
+        fractions of the smallest difference, because the readings may occupy only few points of their grid. Exact
+        candidates: powers of ten, and the greatest common divisor of integers.
+    """
+    gaps = np.diff(values)
+    gaps = np.sort(gaps[gaps > min_step])
+    if not len(gaps):
+        return set(), set()
+    gap_quantiles = gaps[[int(share * (len(gaps) - 1)) for share in (0.0, 0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75)]]
+    fractions_of_smallest = gap_quantiles[0] / np.array([2, 3, 4, 5, 10])
+    inexact_steps = {*gap_quantiles.tolist(), *fractions_of_smallest.tolist()}
+    exponents = np.arange(np.ceil(np.log10(min_step)), np.floor(np.log10(gaps[-1])) + 1)
+    exact_steps = set((10.0**exponents).tolist())
+    if is_integer:
+        integer_offsets = np.abs(offsets[np.abs(offsets) < 2**53]).astype(np.int64)  # larger floats are not exact
+        exact_steps.add(float(np.gcd.reduce(integer_offsets)))
+    return inexact_steps, exact_steps
+
+
+def _refine_step(offsets: NDArray[np.float64], step: float) -> float:
+    """Return a more precise value of the step of a grid.
+
+    The step s is fitted by least squares to offset ≈ k · s with integers k. The first fit uses only small offsets, for
+    which a rough step already gives the right k. Each further fit uses offsets up to four times as large.
+
+    Args:
+        offsets: The distinct readings minus a reading that is on the grid.
         step: The difference of two neighbouring readings, which has a rounding error.
     """
-    distances, span = np.abs(offsets), 16.0 * step
+    distances, max_distance = np.abs(offsets), 16.0 * step
     while True:
         multiples = np.round(offsets / step)
-        is_used = (distances <= span) & (np.abs(offsets / step - multiples) < 0.1)
+        is_near_multiple = np.abs(offsets / step - multiples) < 0.1
+        is_used = (distances <= max_distance) & is_near_multiple
         sum_of_squares = float((multiples[is_used] ** 2).sum())
         if sum_of_squares > 0:
+            # Least squares: s = Σ k · offset / Σ k².
             step = float((multiples[is_used] * offsets[is_used]).sum()) / sum_of_squares
-        if span >= distances.max():
+        if max_distance >= distances.max():
             return step
-        span *= 4.0
+        max_distance *= 4.0
 
 
 def _is_on_grid(offsets: NDArray[np.float64], counts: NDArray[np.int64], step: float) -> bool:
-    """Return whether enough readings are multiples of a step, and distinct readings are distinct multiples.
+    """Return whether the readings lie on a grid with the given step.
+
+    At least 99.9% of them must be within 5% of a step from a multiple. At least 99% of the distinct readings must
+    belong to different multiples, because a step that is too large would unite several readings in one.
 
     Args:
-        offsets: Distances of the distinct readings from a reading on the grid.
-        counts: Number of occurrences of each distinct reading.
+        offsets: (V,) the V distinct readings minus a reading that is on the grid.
+        counts: (V,) number of occurrences of each distinct reading.
         step: The step of the grid.
     """
     multiples = np.round(offsets / step)
     is_multiple = np.abs(offsets / step - multiples) < 0.05
-    has_enough = counts[is_multiple].sum() >= MIN_SHARE_ON_GRID * counts.sum()
-    return bool(has_enough and len(np.unique(multiples[is_multiple])) >= 0.99 * is_multiple.sum())
+    has_enough_readings = counts[is_multiple].sum() >= MIN_SHARE_ON_GRID * counts.sum()
+    num_multiples = len(np.unique(multiples[is_multiple]))
+    return bool(has_enough_readings and num_multiples >= 0.99 * is_multiple.sum())
 
 
 def _shorten_step(offsets: NDArray[np.float64], counts: NDArray[np.int64], step: float) -> float:
-    """Return the step with as few decimal digits as the readings allow, such as 0.001 for 0.00099999998."""
+    """Return the step with as few decimal digits as the readings allow, such as 0.001 for 0.00099999998.
+
+    Args:
+        offsets: (V,) the V distinct readings minus a reading that is on the grid.
+        counts: (V,) number of occurrences of each distinct reading.
+        step: The step of the grid. It is returned unchanged if no shorter number fits the readings.
+    """
     for digits in range(1, 8):
         short_step = float(f"{step:.{digits}g}")
         if abs(short_step / step - 1) < 1e-4 and _is_on_grid(offsets, counts, short_step):
@@ -277,23 +342,35 @@ def _shorten_step(offsets: NDArray[np.float64], counts: NDArray[np.int64], step:
 
 
 def compute_location_and_scale(sample: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the mean and the standard deviation of readings that are clipped to their 0.1% and 99.9% quantiles.
+    """Return the location and the scale by which a measurement is normalised.
 
+    They are the mean and the standard deviation of the readings after clipping to their 0.1% and 99.9% quantiles.
     Quantiles are rounded inwards, so that at least the lowest and the highest reading are clipped to their neighbours.
     If all readings are equal, the scale is their absolute value, and at least 1.
+
+    Args:
+        sample: At least one reading, in any order.
+
+    Returns:
+        Location and scale in the unit of the readings. The scale is positive.
     """
     low = np.quantile(sample, CLIP_QUANTILES[0], method="higher")
     high = np.quantile(sample, CLIP_QUANTILES[1], method="lower")
     clipped = np.clip(sample, min(low, high), max(low, high))
     location, scale = float(clipped.mean()), float(clipped.std())
-    if scale <= 1e-12 * float(np.abs(clipped).max()):  # only the clipped readings differ from the others
+    if scale <= 1e-12 * float(np.abs(clipped).max()):  # clipping has made all readings equal, so do not clip
         location, scale = float(sample.mean()), float(sample.std())
     return location, scale if scale > 1e-300 else max(abs(location), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class ExcludedColumn:
-    """A column that is no feature, with the reason as text for the user."""
+    """A column that is not used as a feature.
+
+    Attributes:
+        name: Name of the column.
+        reason: Why it is not used, as text for the user.
+    """
 
     name: str
     reason: str
@@ -306,9 +383,12 @@ def infer_feature(
 
     Args:
         column: The statistics of its values.
-        chosen_kind: The kind that the user has chosen. None to infer it.
-        is_context: Whether the feature conditions the others and is never scored.
-        period: The period that the user has given, if values are positions on a cycle.
+        chosen_kind: The kind that the user has chosen with `--discrete` or `--continuous`. None to infer it.
+        is_context: Whether other features may depend on this one, while it is never scored itself (`--context`).
+        period: The period that the user has given with `--cycle`. None if the values are not positions on a cycle.
+
+    Returns:
+        The feature; or the column with the reason if it cannot be a feature.
 
     Raises:
         ConfigError: The values do not fit the user's choice.
@@ -318,27 +398,35 @@ def infer_feature(
     option = f"--{chosen_kind} {column.name}"
     if column.form in ("time", "other"):
         if chosen_kind:
-            raise ConfigError(f"{option}: its values are neither numbers nor labels; convert the column")
-        return ExcludedColumn(
-            column.name, "times are no features" if column.form == "time" else "neither numbers nor labels"
-        )
+            raise ConfigError(
+                f"{option}: the values of the column are neither numbers nor labels; "
+                "convert them to numbers or texts, or remove the option"
+            )
+        is_time = column.form == "time"
+        return ExcludedColumn(column.name, "times are no features" if is_time else "neither numbers nor labels")
     if not column.num_readings and not column.count_by_label:
         return ExcludedColumn(column.name, "no values in the training rows")
     if column.form == "clock":
         if chosen_kind == "discrete":
-            raise ConfigError(f"{option}: times of day are no labels; leave it to be inferred")
+            raise ConfigError(f"{option}: times of day are no labels; remove the column from the option --discrete")
         if chosen_kind is None:
             reason = "time of day, a cycle of 24 h: context for the other features"
             return replace(_create_continuous(column, is_context=True, reason=reason), period=SECONDS_PER_DAY)
     if chosen_kind == "continuous":
         if not column.is_numeric:
-            raise ConfigError(f"{option}: the column holds text; leave it to be inferred")
+            raise ConfigError(
+                f"{option}: the column contains texts that are not numbers; "
+                "remove it from the option --continuous or correct its values"
+            )
         return _create_continuous(column, is_context, "chosen by an option")
     if not column.is_numeric:
         return _infer_from_text(column, chosen_kind, is_context)
     if chosen_kind == "discrete":
         if column.count_by_number is None:
-            raise ConfigError(f"{option}: more than {MAX_LABELS} distinct values; leave it continuous or exclude it")
+            raise ConfigError(
+                f"{option}: the column has more than {MAX_LABELS} distinct numbers, which are too many for labels; "
+                "remove it from the option --discrete, or add it to --exclude"
+            )
         return _create_discrete(column, is_context, "chosen by an option")
     return _infer_from_numbers(column, is_context)
 
@@ -346,48 +434,70 @@ def infer_feature(
 def _create_cyclic_feature(column: ColumnStatistics, is_context: bool, period: float) -> Feature | ExcludedColumn:
     """Return a measurement whose values are positions on a cycle, as the option `--cycle` requests.
 
+    Args:
+        column: The statistics of the values.
+        is_context: Whether other features may depend on this one, while it is never scored itself.
+        period: The period of the cycle, in the unit of the values.
+
+    Returns:
+        The feature; or the column with the reason if training records have no values of it.
+
     Raises:
-        ConfigError: The values are no numbers, or extend over too many periods.
+        ConfigError: The values are not numbers, or extend over too many periods.
     """
     option = f"--cycle {column.name}={period:g}"
     if not column.is_numeric:
-        raise ConfigError(f"{option}: its values are no numbers; convert the column or leave it to be inferred")
+        raise ConfigError(f"{option}: its values are no numbers; convert them to numbers, or remove the option")
     if not column.num_readings:
         return ExcludedColumn(column.name, "no values in the training rows")
     feature = _create_continuous(column, is_context, "chosen by an option")
     if feature.scale > MAX_PERIODS_PER_SCALE * period:
         raise ConfigError(
-            f"{option}: its values spread over more than {MAX_PERIODS_PER_SCALE:g} periods; check the unit"
+            f"{option}: its values spread over more than {MAX_PERIODS_PER_SCALE:g} periods; "
+            "give the period in the same unit as the values"
         )
     return replace(feature, period=period)
 
 
-def check_old_feature(old: Feature, column: ColumnStatistics) -> Feature:
-    """Return the feature of the model that is adapted (`--init-from`), if the column's values fit it.
+def check_old_feature(old: Feature, column: ColumnStatistics) -> None:
+    """Check that a column's values fit a feature of the old model, which is adapted to a new table (`--init-from`).
+
+    Args:
+        old: The feature of the old model.
+        column: The statistics of the new table's column of the same name.
 
     Raises:
-        ConfigError: The column holds text instead of numbers, or no label that the old model was trained on.
+        ConfigError: The column contains text instead of numbers, or none of the labels of the old model.
     """
     if old.kind == "continuous" and column.num_readings and not column.is_numeric:
-        raise ConfigError(f"--init-from: {old.name} is a measurement in the old model and text here; rename the column")
-    if old.kind == "discrete":
-        new_labels = {format_label(number) for number in column.count_by_number or ()} | set(
-            column.count_by_label or ()
+        raise ConfigError(
+            f"--init-from: {old.name} is a measurement in the old model and text here; "
+            "rename the column in the new table, so that it becomes a new feature"
         )
+    if old.kind == "discrete":
+        numbers_as_labels = {format_label(number) for number in column.count_by_number or ()}
+        new_labels = numbers_as_labels | set(column.count_by_label or ())
         if new_labels and not new_labels & set(old.labels):
             raise ConfigError(
                 f"--init-from: no value of {old.name} is a label of the old model ({', '.join(old.labels[:5])}); "
-                f"rename the column"
+                "rename the column in the new table, so that it becomes a new feature"
             )
-    return old
 
 
 def _infer_from_numbers(column: ColumnStatistics, is_context: bool) -> Feature:
-    """Return a label if there are few distinct numbers that occur often, otherwise a measurement."""
+    """Return the feature of a numeric column for which the user has not chosen a kind.
+
+    It is a label if there are few distinct numbers that occur often, otherwise a measurement. Fractional numbers on an
+    even grid are measurements of a coarse sensor, even if there are few of them.
+
+    Args:
+        column: The statistics of the numbers.
+        is_context: Whether other features may depend on this one, while it is never scored itself.
+    """
     num_distinct = len(column.count_by_number) if column.count_by_number is not None else MAX_LABELS + 1
     if num_distinct == 1:
         return _create_discrete(column, is_context, "always the same number")
-    quantum = find_quantum(column.sorted_sample, column.is_integer)
+    quantum = find_quantum(column.sorted_sample, column.is_integer)  # the step of the grid, if there is one
     is_coarse_sensor = quantum is not None and num_distinct >= MIN_GRID_LEVELS and not column.is_integer
     occur_often = column.num_readings >= MIN_READINGS_PER_LABEL * num_distinct
     if num_distinct <= MAX_DISCRETE_NUMBERS and occur_often and not is_coarse_sensor:
@@ -397,10 +507,12 @@ def _infer_from_numbers(column: ColumnStatistics, is_context: bool) -> Feature:
 
 
 def _describe_distribution(sample: NDArray[np.float64]) -> str:
-    """Return a note on a very frequent value and on long tails of the readings, empty if there are none.
+    """Return a note for the user about a very frequent value and about extreme values; empty if there are none.
+
+    The note continues the reason for the feature's kind, so it begins with a comma.
 
     Args:
-        sample: Readings in ascending order.
+        sample: At least one reading, in any order.
     """
     values, counts = np.unique(sample, return_counts=True)
     location, scale = compute_location_and_scale(sample)
@@ -415,14 +527,25 @@ def _describe_distribution(sample: NDArray[np.float64]) -> str:
 def _infer_from_text(
     column: ColumnStatistics, chosen_kind: FeatureKind | None, is_context: bool
 ) -> Feature | ExcludedColumn:
-    """Return a label, or exclude a text column that has too many distinct values to be one.
+    """Return the discrete feature of a column of texts or booleans.
+
+    A column is excluded if it has too many distinct texts. Unless the user has chosen its kind, it is also excluded if
+    there are more distinct texts than half of its values, because it is then an identifier or a remark.
+
+    Args:
+        column: The statistics of the values.
+        chosen_kind: "discrete" if the user has chosen it, None otherwise.
+        is_context: Whether other features may depend on this one, while it is never scored itself.
 
     Raises:
-        ConfigError: The user has chosen a kind, and there are too many distinct texts.
+        ConfigError: The user has chosen the kind, and there are too many distinct texts.
     """
     if column.count_by_label is None:
         if chosen_kind:
-            raise ConfigError(f"--discrete {column.name}: more than {MAX_LABELS} distinct texts; group or exclude them")
+            raise ConfigError(
+                f"--discrete {column.name}: the column has more than {MAX_LABELS} distinct texts; "
+                "replace rare texts by a common one, or add the column to --exclude"
+            )
         return ExcludedColumn(column.name, f"more than {MAX_LABELS} distinct texts")
     num_texts = sum(column.count_by_label.values())
     if not chosen_kind and num_texts >= MIN_READINGS_PER_LABEL and len(column.count_by_label) > num_texts / 2:
@@ -433,30 +556,42 @@ def _infer_from_text(
 
 
 def _create_continuous(column: ColumnStatistics, is_context: bool, reason: str) -> Feature:
-    """Return a measurement whose location, scale and resolution are estimated from the column's sample."""
+    """Return a continuous feature whose location, scale and resolution are estimated from the column's sample.
+
+    Args:
+        column: The statistics of the numbers, of which there is at least one.
+        is_context: Whether other features may depend on this one, while it is never scored itself.
+        reason: Why the column is a measurement, as text for the user.
+    """
     location, scale = compute_location_and_scale(column.sorted_sample)
     return Feature(
         column.name,
         "continuous",
         is_context,
-        None,
-        location,
-        scale,
-        find_quantum(column.sorted_sample, column.is_integer),
-        column.minimum,
-        column.maximum,
+        location=location,
+        scale=scale,
+        quantum=find_quantum(column.sorted_sample, column.is_integer),
+        low=column.minimum,
+        high=column.maximum,
         reason=reason,
     )
 
 
 def _create_discrete(column: ColumnStatistics, is_context: bool, reason: str) -> Feature:
-    """Return a discrete feature with the labels that occur in training records."""
+    """Return a discrete feature with the labels that occur in training records.
+
+    Args:
+        column: The statistics of the labels, or of the numbers that are labels.
+        is_context: Whether other features may depend on this one, while it is never scored itself.
+        reason: Why the column is a label, as text for the user.
+    """
     if column.is_numeric:
         sorted_counts = sorted((column.count_by_number or {}).items())
         count_by_label = {format_label(number): count for number, count in sorted_counts}
     else:
         count_by_label = dict(sorted((column.count_by_label or {}).items()))
     num_readings = sum(count_by_label.values())
-    # Laplace's rule of succession: after n readings the probability of a value never seen before is about 1/(n + 2).
-    unseen = float(np.clip(1.0 / (num_readings + 2), 1e-6, 1e-2))
-    return Feature(column.name, "discrete", is_context, labels=tuple(count_by_label), unseen=unseen, reason=reason)
+    # Laplace's rule of succession: after n readings, a label that never occurred has probability of about 1/(n + 2).
+    unseen_probability = float(np.clip(1.0 / (num_readings + 2), 1e-6, 1e-2))
+    labels = tuple(count_by_label)
+    return Feature(column.name, "discrete", is_context, labels=labels, unseen=unseen_probability, reason=reason)
