@@ -1,9 +1,9 @@
 """Prepare a training table: convert Parquet files to a matrix of normalised values and split its records.
 
-The input is read three times, one batch at a time. The first pass counts the records. The second collects the
-statistics from which the kind of each feature is inferred; it uses training records only, so that validation and
-calibration records stay unseen. The third writes the normalised values to a memory-mapped matrix, so tables may be
-larger than memory.
+The files are read three times, one batch at a time. The first pass counts the records. The second collects the
+statistics from which the kind of each feature (measurement or label) is inferred. It uses training records only, so
+that validation and calibration records stay unseen. The third writes the normalised values to a memory-mapped matrix,
+so tables may be larger than memory.
 """
 
 from __future__ import annotations
@@ -59,37 +59,40 @@ class Split(enum.IntEnum):
 
 
 VALIDATION_SHARE = 0.1
-"""Share of the records that are not used for calibration."""
+"""Share of validation records among the records that are not used for calibration."""
 
 MIN_RECORDS = 20
-"""Smallest number of records that is accepted for training."""
+"""Smallest number of normal records that a training table must have."""
 
 MAX_FEATURES = 4096
 """Largest number of features of a record. The time to score a record grows with the square of their number."""
 
 CHUNK_ROWS = 16_384
-"""Rows of a matrix that are processed at once, so that a large matrix need not fit into memory."""
+"""Rows of a matrix on disk that are processed at once, so that a large matrix need not fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """How to read the training tables. Columns are given by name.
+    """How to read the training tables. Columns and features are given by name.
 
     Attributes:
-        layout: The layout of the tables. None to infer it from the column names.
-        label: The column that tells normal records from others, never a feature.
-        normal: The value of the label in normal records; other records are dropped.
+        layout: "wide" if a row is a record, "long" if it is a reading. None to infer it from the column names.
+        label: The column that distinguishes normal records from others. It is never a feature.
+        normal: The value of the column `label` in normal records. Other records are not used.
         exclude: Columns that are not used.
-        context: Features that condition the others and are never scored.
+        context: Features on which other features may depend, and which are never scored themselves.
         discrete: Features whose values are labels.
         continuous: Features whose values are measurements.
-        cycle: Features whose values are positions on a cycle, each with its period.
-        calibration_share: Share of the records that are set aside for calibration.
-        seed: Seed of the split.
-        window: The window of time that makes a record. None if records are given by name.
-        once: Sensors that report once in a window that is cut into time slots.
-        base: Schema of the model that is adapted (`--init-from`). Its features come first and stay as they are.
-        ties: Whether readings of one record with the same time are scored in their logged order or together.
+        cycle: Features whose values are positions on a cycle, each with its period in the unit of the values.
+        calibration_share: Share (0 to 1) of the records that are set aside for calibration.
+        seed: Seed of the random split of the records.
+        window: The window of time: all readings of a device in one window are a record. None if a column names the
+            record of each reading, or if a row is a record.
+        once: Features that report once in a window, although the window is divided into time slots.
+        base: Schema of the old model that is adapted to the table (`--init-from`). Its features come first and stay
+            unchanged. None to train a new model.
+        ties: "arrival" if readings of one record with the same time are scored one after the other in their logged
+            order, "hold" if they are scored together.
     """
 
     layout: Layout | None = None
@@ -110,22 +113,23 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class PreparedTable:
-    """A training table of N records with F features, ready to be sampled.
+    """A training table of N records with F features: the normalised values on disk, and facts about the input.
 
     Attributes:
-        schema: The features.
-        excluded_columns: Columns that are no features, with the reason.
+        schema: The F features.
+        excluded_columns: Columns that are not features, with the reason.
         values: (N, F) float32 on disk: normalised numbers or label codes, NaN if missing.
-        arrival_ranks: (N, F) int16 on disk: position of each reading in its record's order of arrival, −1 if missing.
-            None for a wide table, which has no arrival order.
-        split: (N,) uint8, the `Split` of each record.
-        layout: The layout of the input.
-        time_column: The column with the time, if there is one.
-        missing_by_feature: Number of missing readings by feature, over all records.
-        infinite_by_feature: Number of infinite readings by feature, which are treated as missing.
-        skipped_by_reason: Number of records or readings that were left out, by reason.
+        arrival_ranks: (N, F) int16 on disk: position (from 0) of each reading in its record's order of arrival, −1 if
+            missing. None for a wide table, which has no arrival order.
+        split: (N,) uint8, the value of `Split` of each record.
+        layout: "wide" if a row of the input is a record, "long" if it is a reading.
+        time_column: Name of the input's column with the time. None if there is none.
+        missing_by_feature: By feature name, the number of missing readings over all records.
+        infinite_by_feature: By feature name, the number of infinite readings, which are treated as missing.
+        skipped_by_reason: By reason as text, the number of input records or readings that were left out.
         fingerprint: Hexadecimal digest of schema, values, arrival order and split.
-        ties: With "hold", readings of a record with the same time have the same arrival rank.
+        ties: With "hold", readings of a record with the same time have the same arrival rank. With "arrival", all ranks
+            of a record are different.
     """
 
     schema: Schema
@@ -142,11 +146,14 @@ class PreparedTable:
     ties: TiePolicy = "arrival"
 
     def select_rows(self, part: Split) -> NDArray[np.int64]:
-        """Return the row numbers of the records in one part of the split, ascending."""
+        """Return the row numbers of the records in one part of the split, such as `Split.TRAIN`, ascending."""
         return np.flatnonzero(self.split == part)
 
     def summarize(self) -> dict[str, Any]:
-        """Return the facts about the data that the model's manifest records, ready for JSON."""
+        """Return the facts about the table that are stored in the model's manifest: counts, reasons and fingerprint.
+
+        The values can be written as JSON.
+        """
         rows_by_part = {
             "train": int((self.split == Split.TRAIN).sum()),
             "validation": int((self.split == Split.VALIDATION).sum()),
@@ -166,12 +173,12 @@ class PreparedTable:
 
 
 def prepare_table(paths: Sequence[Path], options: DataOptions, folder: Path) -> PreparedTable:
-    """Read Parquet files, infer the features, and write the matrix of normalised values.
+    """Read Parquet files, infer the features, split the records, and write the matrix of normalised values.
 
     Args:
         paths: Parquet files and folders of Parquet files.
         options: How to read them.
-        folder: An existing folder for the matrix files.
+        folder: An existing folder, in which the files of the matrix are created.
 
     Raises:
         InputError: A file cannot be used.
@@ -180,12 +187,12 @@ def prepare_table(paths: Sequence[Path], options: DataOptions, folder: Path) -> 
     """
     window, once = _choose_window(options)
     tables = open_tables(paths, options.layout, options.label, options.normal, window)
-    excluded = _choose_columns(tables, options)
+    excluded_by_name = _choose_columns(tables, options)
     index_records(tables)
     if tables.num_records < MIN_RECORDS:
         raise InputError(
             f"{tables.files[0]}: {tables.num_records} records to train on are too few; "
-            f"give at least {MIN_RECORDS}, better 1000"
+            f"give at least {MIN_RECORDS} normal records, better 1000"
         )
     split = assign_split(tables.num_records, options.calibration_share, options.seed)
     statistics = collect_statistics(tables, split, options.exclude)
@@ -195,7 +202,7 @@ def prepare_table(paths: Sequence[Path], options: DataOptions, folder: Path) -> 
     used = {name: column for name, column in statistics.items() if name in schema.sensor_names}
     return PreparedTable(
         schema=schema,
-        excluded_columns=(*excluded, *excluded_by_values),
+        excluded_columns=(*excluded_by_name, *excluded_by_values),
         values=values,
         arrival_ranks=arrival_ranks,
         split=split,
@@ -212,8 +219,13 @@ def prepare_table(paths: Sequence[Path], options: DataOptions, folder: Path) -> 
 def assign_split(num_records: int, calibration_share: float, seed: int) -> NDArray[np.uint8]:
     """Assign each of N records at random to training, validation or calibration.
 
+    Args:
+        num_records: The number N.
+        calibration_share: Share (0 to 1) of the records that are for calibration.
+        seed: Seed of the random choice. Only the seed and the number of records determine the choice.
+
     Returns:
-        (N,) `Split` values. The shares are exact; the choice depends on the number of records and the seed alone.
+        (N,) uint8 values of `Split`. The number of records of each part is the rounded share, not a random number.
 
     Raises:
         ConfigError: Too few records would be left for training.
@@ -222,8 +234,8 @@ def assign_split(num_records: int, calibration_share: float, seed: int) -> NDArr
     num_validation = max(4, round(VALIDATION_SHARE * (num_records - num_calibration)))
     if num_records - num_calibration - num_validation < MIN_RECORDS // 2:
         raise ConfigError(
-            f"--calibration-share {calibration_share:g} leaves too few of {num_records} records to train on; "
-            "lower it or give more records"
+            f"--calibration-share {calibration_share:g} leaves too few of the {num_records} records for training; "
+            "choose a smaller share or give more records"
         )
     split = np.full(num_records, Split.TRAIN, np.uint8)
     split[:num_calibration] = Split.CALIBRATION
@@ -233,10 +245,12 @@ def assign_split(num_records: int, calibration_share: float, seed: int) -> NDArr
 
 
 def _choose_columns(tables: InputTables, options: DataOptions) -> list[ExcludedColumn]:
-    """Set the columns that may be features (wide layout) and the time column.
+    """Decide from names, types and options which columns of the input are the time or may be features.
+
+    The result is stored in `tables.time_column` and, for the wide layout, `tables.feature_columns`.
 
     Returns:
-        The columns that are no features, with the reason.
+        The columns that cannot be features, with the reason.
 
     Raises:
         ConfigError: An option names a column that does not exist, or needs times that the table does not have.
@@ -244,25 +258,29 @@ def _choose_columns(tables: InputTables, options: DataOptions) -> list[ExcludedC
     """
     column_names = tables.schema.names
     if options.ties == "hold" and (tables.layout == "wide" or TIME not in column_names):
-        raise ConfigError("--ties hold: the table has no time of each reading; use a long table with a column time")
+        raise ConfigError(
+            "--ties hold: the table does not contain the time of each reading; give a long table with a column time"
+        )
     if tables.layout == "long":
         tables.time_column = TIME if TIME in column_names else None
-        owner = RECORD if tables.window is None else DEVICE
-        used = (owner, FEATURE, VALUE, tables.time_column, tables.label_column)
-        return [ExcludedColumn(name, "not a column of the long layout") for name in column_names if name not in used]
-    cyclic = tuple(dict(options.cycle))
+        owner_column = RECORD if tables.window is None else DEVICE
+        used_columns = (owner_column, FEATURE, VALUE, tables.time_column, tables.label_column)
+        unused_columns = [name for name in column_names if name not in used_columns]
+        return [ExcludedColumn(name, "not a column of the long layout") for name in unused_columns]
+    cyclic_columns = tuple(name for name, _ in options.cycle)
     columns_by_option = {"exclude": options.exclude, "context": options.context, "discrete": options.discrete}
-    columns_by_option |= {"continuous": options.continuous, "cycle": cyclic}
+    columns_by_option |= {"continuous": options.continuous, "cycle": cyclic_columns}
     for option, columns in columns_by_option.items():
         for column in columns:
             if column not in column_names:
                 raise ConfigError(
-                    f"--{option} {column}: {tables.files[0]} has no such column; it has {_list_names(column_names)}"
+                    f"--{option} {column}: {tables.files[0]} has no such column; "
+                    f"give one of its columns: {_list_names(column_names)}"
                 )
     excluded = []
     for name in column_names:
         form = classify_type(tables.schema.field(name).type)
-        has_chosen_kind = name in (*options.discrete, *options.continuous, *cyclic)
+        has_chosen_kind = name in (*options.discrete, *options.continuous, *cyclic_columns)
         if name in options.exclude:
             excluded.append(ExcludedColumn(name, "excluded by --exclude"))
         elif name == tables.label_column:
@@ -270,13 +288,14 @@ def _choose_columns(tables: InputTables, options: DataOptions) -> list[ExcludedC
         elif name == RECORD:
             excluded.append(ExcludedColumn(name, "the record's id"))
         elif form == "time" and tables.time_column is None and not has_chosen_kind:
-            tables.time_column = name
+            tables.time_column = name  # the first column of dates or timestamps
             excluded.append(ExcludedColumn(name, "the record's time"))
         else:
             tables.feature_columns.append(name)
     if not tables.feature_columns:
         raise InputError(
-            f"{tables.files[0]}: no column is left that could be a feature; columns: {_list_names(column_names)}"
+            f"{tables.files[0]}: no column is left that could be a feature ({_list_names(column_names)}); "
+            "name fewer columns in --exclude, or add columns to the table"
         )
     return excluded
 
@@ -289,15 +308,15 @@ def _list_names(names: Sequence[str]) -> str:
 def collect_statistics(
     tables: InputTables, split: NDArray[np.uint8], excluded_features: Sequence[str]
 ) -> dict[str, ColumnStatistics]:
-    """Collect the statistics of each feature from the training records: the second pass over the input.
+    """Collect the statistics from which the kind of each feature is inferred. This is the second pass over the input.
 
     Args:
-        tables: The input.
-        split: (N,) `Split` of each record.
-        excluded_features: Features that are skipped.
+        tables: The input with N records, after `index_records`.
+        split: (N,) `Split` of each record. Most statistics use only training records.
+        excluded_features: Names of features that are skipped.
 
     Returns:
-        Statistics by feature name, in order of first appearance.
+        Statistics by feature name, in the order in which the features first appear in the input.
     """
     statistics = {name: ColumnStatistics(name) for name in tables.feature_columns}
     for readings in tables.iterate_readings():
@@ -311,14 +330,15 @@ def collect_statistics(
 
 
 def choose_kinds(statistics: list[ColumnStatistics], options: DataOptions) -> tuple[Schema, list[ExcludedColumn]]:
-    """Decide for each column whether it is a measurement, a label or no feature.
+    """Decide for each column or feature of the input whether it is a measurement, a label or no feature.
 
     Args:
-        statistics: The statistics of each column.
-        options: The kinds that the user has chosen, and the model that is adapted.
+        statistics: The statistics of each column (wide layout) or feature (long layout).
+        options: The kinds that the user has chosen, and the schema of the old model that is adapted.
 
     Returns:
-        The schema, and the columns that cannot be features.
+        The schema, in which the features of the old model come first; and the columns that cannot be features, with the
+        reason.
 
     Raises:
         ConfigError: The options contradict each other or do not fit the values.
@@ -329,48 +349,59 @@ def choose_kinds(statistics: list[ColumnStatistics], options: DataOptions) -> tu
     kinds = _collect_chosen_kinds(options)
     for name in (*kinds, *periods, *options.context, *options.once):
         if name not in statistics_by_name:
-            raise ConfigError(f"no feature is called {name}; there are {_list_names(sorted(statistics_by_name))}")
+            raise ConfigError(
+                f"an option names the feature {name}, but no feature is called {name}; "
+                f"give one of these names: {_list_names(sorted(statistics_by_name))}"
+            )
+    # With `--init-from`, the features of the old model are kept, even if the new table has no values of them.
     old_features = collapse_time_slots(options.base).features if options.base is not None else ()
+    for feature in old_features:
+        if feature.name in statistics_by_name:
+            check_old_feature(feature, statistics_by_name[feature.name])
     old_names = {feature.name for feature in old_features}
-    kept = tuple(
-        check_old_feature(feature, statistics_by_name[feature.name]) if feature.name in statistics_by_name else feature
-        for feature in old_features
-    )
-    inferred = [
+    decisions = [
         infer_feature(column, kinds.get(column.name), column.name in options.context, periods.get(column.name))
         for column in statistics
         if column.name not in old_names
     ]
-    features = kept + tuple(feature for feature in inferred if isinstance(feature, Feature))
-    excluded = [column for column in inferred if isinstance(column, ExcludedColumn)]
+    features = old_features + tuple(decision for decision in decisions if isinstance(decision, Feature))
+    excluded = [decision for decision in decisions if isinstance(decision, ExcludedColumn)]
     if all(feature.context for feature in features):
         reasons = "; ".join(f"{column.name}: {column.reason}" for column in excluded[:5])
         raise InputError(
-            f"no feature is left to be scored ({reasons or 'all features are --context'}); "
-            "give other columns or change the options"
+            f"no feature is left that could be scored ({reasons or 'all features are --context'}); "
+            "give a table with other columns, or name fewer columns in --context and --exclude"
         )
     return Schema(features), excluded
 
 
 def _collect_chosen_kinds(options: DataOptions) -> dict[str, FeatureKind]:
-    """Return the kind that the user has chosen by feature name; raise ConfigError if a feature has two."""
+    """Return by feature name the kind that the user has chosen with `--discrete` or `--continuous`.
+
+    Raises:
+        ConfigError: One feature is named in `--discrete` and also in `--continuous` or `--cycle`.
+    """
     kinds: dict[str, FeatureKind] = dict.fromkeys(options.continuous, "continuous")
     for name in options.discrete:
         if name in kinds:
-            raise ConfigError(f"--discrete and --continuous both name {name}; choose one")
+            raise ConfigError(f"--discrete and --continuous both name {name}; remove it from one of the two options")
         if name in dict(options.cycle):
-            raise ConfigError(f"--discrete and --cycle both name {name}; choose one")
+            raise ConfigError(f"--discrete and --cycle both name {name}; remove it from one of the two options")
         kinds[name] = "discrete"
     return kinds
 
 
 def _choose_window(options: DataOptions) -> tuple[Window | None, frozenset[str]]:
-    """Return the window that makes a record and the sensors that report once in it.
+    """Return the window of time and the features that report once in it, from the options or the old model.
 
-    Both come from the model that is adapted (`--init-from`) if there is one.
+    If an old model is adapted to the table (`--init-from`), its window is used.
+
+    Returns:
+        The window: all readings of a device in one window are a record. None if the input names its records. And the
+        names of the features that report once in a window, although it is divided into time slots.
 
     Raises:
-        ConfigError: The options ask for another window than that of the model that is adapted.
+        ConfigError: The options contain another window than that of the old model.
     """
     base = options.base
     if base is None:
@@ -381,16 +412,19 @@ def _choose_window(options: DataOptions) -> tuple[Window | None, frozenset[str]]
         raise ConfigError(
             f"--init-from: the old model's records are {old_records}{old_slots}; leave --window and --slots out"
         )
-    return base.window, frozenset(options.once) | {feature.name for feature in base.features if feature.sensor is None}
+    old_once = {feature.name for feature in base.features if feature.sensor is None}
+    return base.window, frozenset(options.once) | old_once
 
 
 def repeat_by_time_slot(schema: Schema, window: Window | None, once: Collection[str]) -> Schema:
-    """Return a schema in which a sensor has one feature for each time slot of the window.
+    """Return a schema in which each sensor has one feature for each time slot (equal part of the window of time).
+
+    Such a sensor may report once in each time slot of a record.
 
     Args:
         schema: A schema with one feature for each sensor.
-        window: The window that makes a record, cut into time slots. None returns the schema unchanged.
-        once: Sensors that report once in a window and so keep one feature.
+        window: The window of time of a record, divided into time slots. None returns the schema unchanged.
+        once: Names of sensors that report only once in a window. Each of them keeps one feature.
 
     Raises:
         ConfigError: There would be too many features, or two of the same name.
@@ -400,19 +434,26 @@ def repeat_by_time_slot(schema: Schema, window: Window | None, once: Collection[
     num_features = len(schema) * window.slots
     if num_features > MAX_FEATURES:
         raise ConfigError(
-            f"--slots {window.slots}: {num_features} features, at most {MAX_FEATURES}; choose fewer slots"
+            f"--slots {window.slots}: {num_features} features, at most {MAX_FEATURES} are possible; choose fewer slots"
         )
     try:
         return expand_time_slots(schema, window, once)
     except ValueError as error:
-        raise ConfigError(f"--slots {window.slots}: {error}; rename a feature") from None
+        raise ConfigError(
+            f"--slots {window.slots}: the features of the time slots cannot be named ({error}); rename a feature"
+        ) from None
 
 
 def create_array_file(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> np.memmap[Any, Any]:
     """Create a memory-mapped array of zeros in a new npy file.
 
-    Disk space is allocated at once. Otherwise a write to a page of a full disk would end the process by SIGBUS, without
-    an error message.
+    Disk space is allocated at once. Otherwise, if the disk became full later, a write to the array would end the
+    process by the signal SIGBUS, without an error message.
+
+    Args:
+        path: The file. An existing file is replaced.
+        dtype: Type of the elements.
+        shape: Shape of the array.
 
     Raises:
         Unavailable: The disk has no space.
@@ -428,16 +469,18 @@ def create_array_file(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> n
 def encode_table(
     tables: InputTables, schema: Schema, folder: Path, ties: TiePolicy = "arrival"
 ) -> tuple[NDArray[np.float32], NDArray[np.int16] | None]:
-    """Write the matrix of normalised values: the third pass over the input.
+    """Write the matrix of normalised values to disk. This is the third pass over the input.
 
     Args:
-        tables: The input.
-        schema: The features.
-        folder: The folder for the matrix files.
-        ties: Whether readings of one record with the same time get different arrival ranks ("arrival") or the same.
+        tables: The input with N records, after `index_records`.
+        schema: The F features.
+        folder: An existing folder, in which the files of the matrices are created.
+        ties: "arrival" if readings of one record with the same time get different arrival ranks, "hold" if they get the
+            same rank.
 
     Returns:
-        `PreparedTable.values` and `PreparedTable.arrival_ranks`.
+        (N, F) float32 normalised numbers or label codes, NaN if missing; and (N, F) int16 arrival ranks, the position
+        of each reading in its record's order of arrival, −1 if missing. A wide table has None instead of ranks.
     """
     if tables.layout == "long":
         return _encode_long_table(tables, schema, folder, ties)
@@ -454,9 +497,10 @@ def encode_table(
 def _encode_long_table(
     tables: InputTables, schema: Schema, folder: Path, ties: TiePolicy
 ) -> tuple[NDArray[np.float32], NDArray[np.int16]]:
-    """Write the matrices of values and arrival ranks of a long table; arguments and result as in `encode_table`.
+    """Write the matrices of values and arrival ranks of a long table, whose rows are readings.
 
-    If a record has several readings of one feature, the first one counts, as in a stream.
+    If a record has several readings of one feature, the first one is used and the others are counted, as in a stream.
+    The arguments and the result are those of `encode_table`.
     """
     num_features = len(schema)
     shape = (tables.num_records, num_features)
@@ -470,17 +514,19 @@ def _encode_long_table(
         is_feature = readings.feature_name in schema.slot_layout_by_sensor
         if not is_feature or readings.event_indexes is None or readings.time_slots is None:
             continue
+        # A sensor has one feature for each time slot, at regular distances in the schema.
         first_code, code_step = schema.slot_layout_by_sensor[readings.feature_name]
         feature_codes = first_code + code_step * readings.time_slots
-        cells = readings.rows * num_features + feature_codes
-        _, first = np.unique(cells, return_index=True)
-        first = first[event_indexes[readings.rows[first], feature_codes[first]] < 0]  # not set by an earlier batch
-        num_repeated += len(readings.rows) - len(first)
-        rows, feature_codes = readings.rows[first], feature_codes[first]
-        values[rows, feature_codes] = encode_readings(schema, first_code, readings, parse_text=True)[first]
-        event_indexes[rows, feature_codes] = readings.event_indexes[first]
+        # Keep the first reading of each matrix element in this batch, unless an earlier batch has set the element.
+        flat_indexes = readings.rows * num_features + feature_codes
+        _, used = np.unique(flat_indexes, return_index=True)
+        used = used[event_indexes[readings.rows[used], feature_codes[used]] < 0]
+        num_repeated += len(readings.rows) - len(used)
+        rows, feature_codes = readings.rows[used], feature_codes[used]
+        values[rows, feature_codes] = encode_readings(schema, first_code, readings, parse_text=True)[used]
+        event_indexes[rows, feature_codes] = readings.event_indexes[used]
         if readings.times is not None:
-            times[rows, feature_codes] = readings.times[first]
+            times[rows, feature_codes] = readings.times[used]
     if num_repeated:
         tables.skipped_by_reason["repeated events (record and feature)"] = num_repeated
     arrival_ranks = _rank_arrivals(values, event_indexes, times, folder, ties)
@@ -491,7 +537,7 @@ def _encode_long_table(
 
 
 def _fill_in_chunks(matrix: NDArray[Any], value: float) -> None:
-    """Set all elements of a matrix on disk to a value, a part at a time to limit memory."""
+    """Set all elements of a matrix on disk to `value`, `CHUNK_ROWS` rows at a time to limit the memory in use."""
     for start in range(0, len(matrix), CHUNK_ROWS):
         matrix[start : start + CHUNK_ROWS] = value
 
@@ -499,17 +545,18 @@ def _fill_in_chunks(matrix: NDArray[Any], value: float) -> None:
 def encode_readings(
     schema: Schema, feature_code: int, readings: FeatureReadings, parse_text: bool
 ) -> NDArray[np.float32]:
-    """Convert M readings of one feature to the model's units.
+    """Convert M readings of one feature to normalised numbers or label codes.
 
     Args:
         schema: The features.
         feature_code: Index of the feature in the schema.
-        readings: M readings.
-        parse_text: Whether numbers may be written as text, as in the long layout.
+        readings: The M readings.
+        parse_text: Whether numbers may be written as text. This is so in the long layout, in which one column holds the
+            values of all features.
 
     Returns:
-        (M,) normalised numbers or label codes, NaN if missing. The code of a label that did not occur in training is
-        the number of labels.
+        (M,) float32: normalised numbers (measurements) or label codes, NaN if missing. A label's code is its index
+        among the feature's labels. A label that is not among them has the number of labels as its code.
     """
     feature = schema.features[feature_code]
     if feature.kind == "continuous":
@@ -517,6 +564,7 @@ def encode_readings(
         numbers[np.isinf(numbers)] = np.nan
         normalised: NDArray[np.float64] = schema.normalise(np.full(len(numbers), feature_code), numbers)
         return normalised.astype(np.float32)
+    # `labels` are the distinct labels of these readings; their indexes differ from the label codes of the feature.
     label_indexes, labels = encode_labels(readings.values)
     code_by_label, unseen_code = schema.code_by_label[feature_code], len(feature.labels)
     # An infinite number is a missing reading, while the word "inf" may be a label.
@@ -529,11 +577,12 @@ def encode_readings(
             codes.append(code_by_label.get(label, code_by_label.get(_normalize_number_text(label), unseen_code)))
         else:
             codes.append(code_by_label.get(label, unseen_code))
-    return np.array([*codes, np.nan])[label_indexes].astype(np.float32)  # index −1 selects the last element
+    # A missing value has the index −1, which selects the last element.
+    return np.array([*codes, np.nan])[label_indexes].astype(np.float32)
 
 
 def _normalize_number_text(text: str) -> str:
-    """Return a number's text as labels spell it ("1" for "1.0"), and any other text unchanged."""
+    """Return the text of a number in the spelling of labels, such as "1" for "1.0", and any other text unchanged."""
     try:
         return format_label(float(text))
     except ValueError:
@@ -547,35 +596,39 @@ def _rank_arrivals(
     folder: Path,
     ties: TiePolicy,
 ) -> NDArray[np.int16]:
-    """Write the arrival rank of each reading in its record.
+    """Write to disk the arrival rank of each reading: its position in its record's order of arrival.
 
-    Readings are ranked by time. Readings with the same time, and those without one, keep their order in the input.
+    Readings are ranked by time, and readings of the same time by their order in the input. Readings without a time come
+    last, in the order of the input.
 
     Args:
-        values: (N, F) values, NaN if missing.
+        values: (N, F) values of N records and F features, NaN if missing.
         event_indexes: (N, F) position of each reading in the input.
-        times: (N, F) microseconds since 1970 or `NO_TIME`.
-        folder: The folder for the matrix file.
-        ties: With "hold", readings of a record with the same time get the same rank.
+        times: (N, F) times in microseconds since 1970, `NO_TIME` if unknown.
+        folder: The folder in which the file is created.
+        ties: With "hold", readings of a record with the same time get the same rank. Readings without a time get
+            different ranks in any case.
 
     Returns:
-        (N, F) ranks from 0, −1 if missing.
+        (N, F) int16 ranks from 0, −1 if missing.
     """
     ranks = create_array_file(folder / "ranks.npy", np.int16, values.shape)
-    missing_time = np.iinfo(np.int64).max  # missing readings are sorted to the end
-    unknown_time = missing_time - 1
+    # Sort keys that are later than any real time: readings without a time come last, then missing readings.
+    missing_key = np.iinfo(np.int64).max
+    unknown_time_key = missing_key - 1
     for start in range(0, len(values), CHUNK_ROWS):
         chunk = slice(start, start + CHUNK_ROWS)
         is_present = np.isfinite(values[chunk])
-        time = np.where(times[chunk] == NO_TIME, unknown_time, times[chunk])
-        order = np.lexsort((event_indexes[chunk], np.where(is_present, time, missing_time)), axis=1)
-        positions = np.broadcast_to(np.arange(order.shape[1]), order.shape)
+        time_keys = np.where(times[chunk] == NO_TIME, unknown_time_key, times[chunk])
+        order = np.lexsort((event_indexes[chunk], np.where(is_present, time_keys, missing_key)), axis=1)
+        sorted_ranks = np.broadcast_to(np.arange(order.shape[1]), order.shape)
         if ties == "hold":
-            sorted_time = np.take_along_axis(time, order, 1)
-            is_new_time = np.diff(sorted_time, axis=1, prepend=sorted_time[:, :1] - 1) != 0
-            positions = np.cumsum(is_new_time | (sorted_time == unknown_time), 1) - 1
+            # The rank increases at each new time, and at each reading without a time.
+            sorted_keys = np.take_along_axis(time_keys, order, 1)
+            is_new_time = np.diff(sorted_keys, axis=1, prepend=sorted_keys[:, :1] - 1) != 0
+            sorted_ranks = np.cumsum(is_new_time | (sorted_keys == unknown_time_key), 1) - 1
         chunk_ranks = np.empty_like(order)
-        np.put_along_axis(chunk_ranks, order, positions, 1)
+        np.put_along_axis(chunk_ranks, order, sorted_ranks, 1)  # from the sorted order back to the order of features
         ranks[chunk] = np.where(is_present, chunk_ranks, -1)
     ranks.flush()
     return ranks
@@ -587,7 +640,16 @@ def compute_fingerprint(
     arrival_ranks: NDArray[np.int16] | None,
     split: NDArray[np.uint8],
 ) -> str:
-    """Return a hexadecimal digest of everything that training reads, to tell whether the data has changed."""
+    """Return a hexadecimal digest of all data that training reads.
+
+    It is used to check that an interrupted run is continued with the same data.
+
+    Args:
+        schema: The F features.
+        values: (N, F) normalised values of N records.
+        arrival_ranks: (N, F) arrival ranks, or None.
+        split: (N,) `Split` of each record.
+    """
     digest = hashlib.blake2b(schema.fingerprint.encode(), digest_size=8)
     for matrix in (values, arrival_ranks, split):
         if matrix is not None:
