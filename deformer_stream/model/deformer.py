@@ -360,8 +360,8 @@ class DEformer(nn.Module):
         """
         if cache.readings is None and self.has_cached_readings:
             raise ValueError(
-                "the KV cache has no readings (KVCacheView.readings is None), but a model with a Gaussian prior or "
-                "single tokens needs them: store the readings of each StepOutput in the cache"
+                "a KV cache without readings (KVCacheView.readings is None) cannot be used with a model that has a "
+                "Gaussian prior or single tokens: store the readings of each StepOutput in the cache"
             )
         codes = features.clamp(min=0)
         prior = self.compute_prior(features, values, cache) if prior is None else prior
