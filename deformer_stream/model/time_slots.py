@@ -17,7 +17,7 @@ from deformer_stream.model.windows import Window, format_duration
 
 
 def name_time_slot(sensor: str, offset: int) -> str:
-    """Return the name of the feature for a sensor's reading in a time slot, such as `temp+20s`.
+    """Return the name of the feature that holds a sensor's reading in one time slot of a window, such as `temp+20s`.
 
     Args:
         sensor: The name of the sensor.
@@ -27,11 +27,13 @@ def name_time_slot(sensor: str, offset: int) -> str:
 
 
 def expand_time_slots(schema: Schema, window: Window, reported_once: Collection[str] = ()) -> Schema:
-    """Return a schema with a feature for each sensor and time slot of a window.
+    """Return a schema with one feature for each combination of a sensor and a time slot of a window.
+
+    The coordinates of each feature express the time of its time slot.
 
     Args:
         schema: A schema without a window, with one feature for each sensor.
-        window: The window; each of its time slots gets a feature.
+        window: The window of event time that is one record, divided into time slots.
         reported_once: The names of sensors that report at most once in a window. They keep their single feature.
 
     Raises:
@@ -39,11 +41,12 @@ def expand_time_slots(schema: Schema, window: Window, reported_once: Collection[
     """
     if window.slots == 1 or all(f.name in reported_once for f in schema.features):
         return Schema(schema.features, Window(window.width))
-    no_time = (0.0,) * len(_encode_time_slot(0, window))
+    # All features of a schema must have the same number of coordinates.
+    coordinates_without_time = (0.0,) * len(_encode_time_slot(0, window))
     features: list[Feature] = []
     for f in schema.features:
         if f.name in reported_once:
-            features.append(replace(f, coordinates=no_time))
+            features.append(replace(f, coordinates=coordinates_without_time))
             continue
         for slot_index in range(window.slots):
             name = name_time_slot(f.name, window.time_slot_offset(slot_index))
@@ -53,7 +56,12 @@ def expand_time_slots(schema: Schema, window: Window, reported_once: Collection[
 
 
 def collapse_time_slots(schema: Schema) -> Schema:
-    """Return the schema without a window and with one feature for each sensor, the inverse of `expand_time_slots`."""
+    """Return the schema without a window and with one feature for each sensor, the inverse of `expand_time_slots`.
+
+    Args:
+        schema: A schema in which a sensor may have a feature for each time slot. It is returned without change if it
+            has no window.
+    """
     first_feature_by_sensor: dict[str, Feature] = {}
     for f in schema.features:
         first_feature_by_sensor.setdefault(f.sensor_name, f)
@@ -68,7 +76,10 @@ def collapse_time_slots(schema: Schema) -> Schema:
 
 
 def describe_records(schema: Schema) -> str:
-    """Return a sentence for a person that says which windows the records are; empty if records have ids."""
+    """Return a sentence for reports that says which windows of time the records are.
+
+    The sentence is empty if records are no windows, that is, if the input messages contain record ids.
+    """
     if schema.window is None:
         return ""
     text = f"A record is a window of {format_duration(schema.window.width)} of a device's time"
@@ -81,11 +92,18 @@ def describe_records(schema: Schema) -> str:
 
 
 def _encode_time_slot(slot_index: int, window: Window) -> tuple[float, ...]:
-    """Return coordinates that express the time of a time slot within its window.
+    """Return coordinates that express the time of a time slot within its window, as inputs of the network.
 
-    They are the middle of the time slot as a share of the window, and its sine and cosine for periods of the whole
-    window, a half of it, a quarter and so on, as long as the period is longer than two time slots. With sines and
-    cosines, attention can find neighbouring time slots by a scalar product.
+    The first one is the middle of the time slot as a share of the window. Then follow its sines and its cosines for the
+    periods 1, 1/2, 1/4, … of the window, as long as a period is longer than two time slots. With sines and cosines,
+    attention can detect neighbouring time slots by a scalar product.
+
+    Args:
+        slot_index: The index of the time slot in the window, from 0.
+        window: The window.
+
+    Returns:
+        (middle, sines …, cosines …), equally many for all time slots of a window.
     """
     middle = (slot_index + 0.5) / window.slots
     angles = [2 * math.pi * 2**k * middle for k in range(64) if 2 ** (k + 1) < window.slots]

@@ -20,15 +20,16 @@ IntOrArray = TypeVar("IntOrArray", int, NDArray[np.int64])
 """One integer or an int64 array of any shape."""
 
 _MICROSECONDS_BY_UNIT = {"h": 3_600_000_000, "m": 60_000_000, "s": 1_000_000, "ms": 1_000}
-"""Units of a duration from the largest to the smallest, which is the order in which `format_duration` tries them."""
+"""Microseconds of each unit of a duration, in the order in which `format_duration` tries the units."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The width of tumbling windows of event time, and the number of time slots in each.
+    """The width of tumbling windows of event time, and the number of time slots into which each is divided.
 
-    The windows are aligned to 1970-01-01T00:00:00Z. A window includes its start and excludes its end. The names of the
-    attributes are also the keys of the entry `window` in the manifest of a model directory.
+    Each window of a device's readings is one record. The windows are aligned to 1970-01-01T00:00:00Z. A window includes
+    its start and excludes its end. The names of the attributes are also the keys of the entry `window` in the manifest
+    of a model directory.
 
     Attributes:
         width: The width of a window in microseconds.
@@ -51,28 +52,39 @@ class Window:
             )
         if self.width * self.slots >= 2**63:
             raise ValueError(
-                "the product of window width and number of slots exceeds 64 bits: use a shorter window or fewer slots"
+                f"the product of the window width, {self.width} microseconds, and the number of slots, {self.slots}, "
+                "exceeds 64 bits: use a shorter window or fewer slots"
             )
 
     def time_slot_index(self, times: IntOrArray) -> IntOrArray:
-        """Return the index, from 0, of the time slot of its window in which each time lies.
+        """Return the index of the time slot in which each time lies, counted from 0 at the start of its window.
 
         Args:
             times: One time or an array of times, in microseconds since 1970.
+
+        Returns:
+            One index or an array of indexes, as `times`.
         """
         return times % self.width * self.slots // self.width
 
     def time_slot_offset(self, slot_index: int) -> int:
-        """Return the number of microseconds from the start of a window to the start of a time slot."""
+        """Return the number of microseconds from the start of a window to the start of a time slot.
+
+        Args:
+            slot_index: The index of the time slot in the window, from 0.
+        """
         return -(-slot_index * self.width // self.slots)  # division that rounds up
 
     def to_json(self) -> dict[str, int]:
-        """Return the window as an object for the manifest of a model directory."""
+        """Return the width and the number of slots by name, for the manifest (manifest.json) of a model directory."""
         return asdict(self)
 
     @staticmethod
     def from_json(row: dict[str, Any] | None) -> Window | None:
-        """Return the window that `to_json` wrote, or None if the manifest has no window.
+        """Return the window from the JSON object that `to_json` returned.
+
+        Args:
+            row: The object, or None if the manifest has no window; the result is then None.
 
         Raises:
             ValueError: The width and the number of slots do not describe a window.
@@ -86,7 +98,10 @@ def floor_to_window(times: IntOrArray, width: int) -> IntOrArray:
 
     Args:
         times: One time or an array of times, in microseconds since 1970.
-        width: The width of the windows in microseconds.
+        width: The width of the windows in microseconds. A window starts at each of its multiples.
+
+    Returns:
+        One time or an array of times, as `times`, in microseconds since 1970.
     """
     return times // width * width
 
@@ -99,7 +114,7 @@ def format_duration(microseconds: int) -> str:
     """
     if not microseconds:
         return "0s"
-    for unit, size in _MICROSECONDS_BY_UNIT.items():
-        if microseconds % size == 0:
-            return f"{microseconds // size}{unit}"
+    for unit, unit_length in _MICROSECONDS_BY_UNIT.items():
+        if microseconds % unit_length == 0:
+            return f"{microseconds // unit_length}{unit}"
     return f"{microseconds // 1000}.{microseconds % 1000:03}".rstrip("0") + "ms"
