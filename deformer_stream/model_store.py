@@ -7,9 +7,9 @@ A model directory holds:
     report.html         the training report for people; not needed to score
 
 A directory is written under a temporary name and renamed, so that it is never incomplete. The manifest holds its own
-SHA-256 and the size and SHA-256 of the weights, so that a truncated or altered file is refused with its name. Manifests
-can also be forged with valid checksums. Their contents are therefore checked for consistency, and memory is allocated
-only in proportion to the size of the files. Nothing in a model directory is ever executed.
+SHA-256 and the size and SHA-256 of the weights. A truncated or altered file is refused with an error that names it.
+Manifests can also be forged with valid checksums. Their contents are therefore checked for consistency, and memory is
+allocated only in proportion to the size of the files. Nothing in a model directory is ever executed.
 """
 
 from __future__ import annotations
@@ -37,22 +37,26 @@ from deformer_stream.model.deformer import DEformer, ModelConfig, count_state_va
 from deformer_stream.model.schema import Schema
 
 BASE_VERSION, GROUPS_VERSION, TIES_VERSION, WINDOW_VERSION = 1, 2, 3, 4
-"""Format versions of the manifest, each with one addition to the one before.
+"""Format versions of the manifest (manifest.json of a model directory), each with one addition to the one before.
 
-Version 2 has calibrations of groups, version 3 has a rule for readings with equal times, and version 4 has the window
-of the records. A manifest gets the lowest version that describes it, so that older releases can read it unless they
-would ignore an addition.
+Version 2 adds separate calibrations of groups of records, version 3 a rule for readings with equal event times, and
+version 4 the windows of time that are the records. A manifest gets the lowest version that has all of its contents.
+Older releases can therefore read it, unless they would ignore a part of it.
 """
 WEIGHTS, MANIFEST, REPORT = "model.safetensors", "manifest.json", "report.html"
 MAX_NAME_CHARS = 1024
-"""The largest number of characters in the name of a feature or in a label; events with longer ones are refused."""
+"""The largest number of characters in the name of a feature or in a label.
+
+Input messages with longer names or labels are refused, so a model with such a name could never be used.
+"""
 MAX_MANIFEST_BYTES = 64 * 2**20
-"""The largest size of a manifest; one with a million calibration records has half of it."""
+"""The largest size of manifest.json; with a million calibration records, the file has half of it."""
 _INCONSISTENCY_ERRORS = (
     *(AttributeError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, SafetensorError),
 )
-"""The exceptions that building a model from an inconsistent manifest can raise."""
+"""The exceptions that can be raised when a model is built from an inconsistent manifest."""
 _REMEDY = "restore the model directory from a copy, or train again"
+"""What a person should do about a damaged model directory; the end of error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +84,39 @@ class Artifact:
 
 
 def check_output_directory(directory: Path) -> None:
-    """Raise `ConfigError` if writing a model to this path would replace something other than a model."""
+    """Raise `ConfigError` if writing a model to a path would replace something other than a model.
+
+    Args:
+        directory: The path. It may be missing, an empty directory or a model directory, whose model is then replaced.
+    """
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"{directory} is a file, but the model needs a directory: name another path")
+        raise ConfigError(
+            f"the model cannot be written to {directory}, because it is a file and not a directory: name another path"
+        )
     if directory.is_dir() and any(directory.iterdir()) and not (directory / MANIFEST).exists():
         raise ConfigError(
-            f"{directory} is not a model directory, and writing a model would remove its files: name another directory"
+            f"{directory} is not a model directory, and writing a model would remove its files: name a new or empty "
+            "directory"
         )
 
 
 def write(directory: Path, model: DEformer, calibration: Calibration, training: dict[str, Any], report: str) -> str:
     """Write a model directory and return the fingerprint of the model.
 
-    The files are written to a temporary directory beside the final one and synced to disk; then the directory is
-    renamed. A model that the path already holds is replaced. If anything fails, that model stays as it was.
+    The files are written to a temporary directory next to the final one and synced to disk; then the directory is
+    renamed. If the path already holds a model, the new one replaces it. If anything fails, the old model stays as it
+    was.
 
     Args:
         directory: The path of the model directory; missing parents are created.
         model: The network.
-        calibration: The calibration of its scores.
+        calibration: The distribution of the model's scores of normal records, from which p-values are computed.
         training: The training summary, JSON values. Numbers that are not finite are stored as null.
         report: The training report, an HTML page.
+
+    Returns:
+        16 hexadecimal digits that identify the weights, the schema and the calibration together.
 
     Raises:
         ConfigError: The directory cannot be created, or the path holds something other than a model.
@@ -114,41 +129,43 @@ def write(directory: Path, model: DEformer, calibration: Calibration, training: 
     rendered = _render_manifest(_create_manifest(model, calibration, training, weights))
     if len(rendered) > MAX_MANIFEST_BYTES:
         raise ArtifactError(
-            f"{MANIFEST} would have {len(rendered)} bytes, but only {MAX_MANIFEST_BYTES} can be read again: use fewer "
-            "calibration records or fewer labels"
+            f"{MANIFEST} of the model would have {len(rendered)} bytes, but at most {MAX_MANIFEST_BYTES} bytes can be "
+            "read again: use fewer calibration records or fewer labels"
         )
     # Build the model from the bytes, as `read` will, so that a model that cannot be read is not written.
     manifest = json.loads(rendered)
     _build_model(manifest, weights, directory)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     except OSError as error:
-        raise ConfigError(f"{directory} cannot be written ({error.strerror}): name another directory") from error
+        raise ConfigError(
+            f"the model directory {directory} cannot be created ({error.strerror}): name another directory"
+        ) from error
     try:
         with map_write_errors(directory):
-            partial.chmod(0o755)
-            _write_and_sync(partial / WEIGHTS, weights)
-            _write_and_sync(partial / MANIFEST, rendered)
-            _write_and_sync(partial / REPORT, report.encode("utf-8", "backslashreplace"))
-            _sync_directory(partial)
-            _replace_directory(partial, directory)
+            temporary.chmod(0o755)  # mkdtemp allows only the owner to read
+            _write_and_sync(temporary / WEIGHTS, weights)
+            _write_and_sync(temporary / MANIFEST, rendered)
+            _write_and_sync(temporary / REPORT, report.encode("utf-8", "backslashreplace"))
+            _sync_directory(temporary)
+            _replace_directory(temporary, directory)
     finally:
-        if partial.exists():
-            shutil.rmtree(partial)
+        if temporary.exists():
+            shutil.rmtree(temporary)
     return str(manifest["fingerprint"])
 
 
 def _create_manifest(
     model: DEformer, calibration: Calibration, training: dict[str, Any], weights: bytes
 ) -> dict[str, Any]:
-    """Return the manifest of a model, with fingerprints and checksums.
+    """Return the contents of manifest.json for a model, with fingerprints and checksums.
 
     Args:
         model: The network.
-        calibration: The calibration of its scores.
-        training: The training summary.
-        weights: The contents of model.safetensors.
+        calibration: The distribution of the model's scores of normal records.
+        training: The training summary, JSON values.
+        weights: The contents of model.safetensors, for their size and checksum.
     """
     window = model.schema.window
     manifest: dict[str, Any] = {
@@ -169,7 +186,7 @@ def _create_manifest(
 
 
 def _write_and_sync(path: Path, data: bytes) -> None:
-    """Write a file and flush it to the disk."""
+    """Write a file and return only when its contents are on the disk, so that a power failure cannot lose them."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -177,7 +194,7 @@ def _write_and_sync(path: Path, data: bytes) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Flush the entries of a directory to the disk."""
+    """Force new and renamed entries of a directory to the disk, so that a power failure cannot lose them."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -185,18 +202,22 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _replace_directory(partial: Path, directory: Path) -> None:
+def _replace_directory(temporary: Path, directory: Path) -> None:
     """Rename a directory to its final name, and remove the directory that had this name before.
 
     A directory cannot be renamed over another one. The old directory is therefore renamed first, and renamed back if
     the second renaming fails.
+
+    Args:
+        temporary: The directory to rename, next to its final path.
+        directory: The final path.
     """
-    old = partial.with_name(partial.name + ".old")
+    old = temporary.with_name(temporary.name + ".old")
     has_old = directory.exists()
     if has_old:
         directory.rename(old)
     try:
-        partial.rename(directory)
+        temporary.rename(directory)
     except BaseException:
         if has_old:
             old.rename(directory)
@@ -207,7 +228,11 @@ def _replace_directory(partial: Path, directory: Path) -> None:
 
 
 def _replace_non_finite(value: Any) -> Any:
-    """Return a JSON value in which NaN and infinite numbers are None, because JSON cannot express them."""
+    """Return a copy of a JSON value in which None replaces NaN and infinite numbers, which JSON cannot express.
+
+    Args:
+        value: A dict, list, tuple, string, number, boolean or None, nested to any depth.
+    """
     if isinstance(value, dict):
         return {str(key): _replace_non_finite(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
@@ -216,7 +241,11 @@ def _replace_non_finite(value: Any) -> Any:
 
 
 def _determine_version(manifest: dict[str, Any]) -> int:
-    """Return the lowest format version that has everything that a manifest contains."""
+    """Return the lowest format version of manifest.json that has everything that a manifest contains.
+
+    Args:
+        manifest: The parsed manifest; its contents may be invalid.
+    """
     if "window" in manifest:
         return WINDOW_VERSION
     calibration = manifest.get("calibration")
@@ -228,23 +257,27 @@ def _determine_version(manifest: dict[str, Any]) -> int:
 
 
 def _compute_fingerprint(manifest: dict[str, Any]) -> str:
-    """Return 16 hexadecimal digits that identify everything that decides a score or a p-value."""
-    parts = [manifest[key] for key in ("schema_fingerprint", "hyperparameters", "calibration", "files")]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    """Return the fingerprint of a model, 16 hexadecimal digits that identify what its scores and p-values depend on.
+
+    That is the schema, the hyperparameters, the calibration and the checksum of the weights.
+    """
+    entries = [manifest[key] for key in ("schema_fingerprint", "hyperparameters", "calibration", "files")]
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _render_manifest(manifest: dict[str, Any]) -> bytes:
-    """Return the contents of manifest.json."""
+    """Return the bytes of the file manifest.json for the given contents."""
     return json.dumps(manifest, indent=1).encode()
 
 
 def _compute_digest(manifest: dict[str, Any]) -> str:
-    """Return the SHA-256 of a manifest without its entry `sha256`, in hexadecimal digits."""
-    return hashlib.sha256(_render_manifest({key: v for key, v in manifest.items() if key != "sha256"})).hexdigest()
+    """Return the checksum of a manifest: the SHA-256 of all entries but `sha256` itself, in hexadecimal digits."""
+    entries = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(_render_manifest(entries)).hexdigest()
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Return the manifest of a model directory after checking its version and its checksum.
+    """Return the contents of a model directory's manifest.json after checking their version and their checksum.
 
     Raises:
         ArtifactError: The manifest is missing, truncated, altered or of an unknown format version. The message names
@@ -256,7 +289,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise ArtifactError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes, so it was altered: {_REMEDY}")
     try:
         manifest = json.loads(raw)
-        is_genuine = _is_genuine(manifest, raw)
+        is_unaltered = _is_unaltered(manifest, raw)
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path} is not JSON ({error}): it was cut short or altered; {_REMEDY}") from None
     version = manifest.get("format_version") if isinstance(manifest, dict) else None
@@ -267,18 +300,24 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             f"{path} has format version {_shorten(version)}, but this package reads the versions {BASE_VERSION} to "
             f"{WINDOW_VERSION}: {remedy}"
         )
-    if not is_genuine:
+    if not is_unaltered:
         raise ArtifactError(f"{path} was altered (its SHA-256 does not match): {_REMEDY}")
     return dict(manifest)
 
 
 def _read_at_most(path: Path, max_bytes: int, remedy: str = _REMEDY) -> bytes:
-    """Return the contents of a file, but of a longer file only the first `max_bytes` + 1 bytes.
+    """Return the contents of a file of a model directory, limited to `max_bytes` + 1 bytes.
 
-    The path may name anything, such as a device without an end, so only regular files are opened.
+    A result of more than `max_bytes` bytes thus means that the file is too long. The path may name anything, such as a
+    device without an end, so only regular files are opened.
+
+    Args:
+        path: The file.
+        max_bytes: The largest size that the file should have.
+        remedy: What to do if the file is missing; the end of the error message.
 
     Raises:
-        ArtifactError: The file is missing, is not a regular file or cannot be read. The message ends with `remedy`.
+        ArtifactError: The file is missing, is not a regular file or cannot be read.
     """
     try:
         if path.exists() and not path.is_file():
@@ -296,13 +335,13 @@ def _shorten(value: object) -> str:
     return repr(value)[:60]
 
 
-def _is_genuine(manifest: Any, raw: bytes) -> bool:
-    """Return whether a manifest file is exactly as it was written.
+def _is_unaltered(manifest: Any, raw: bytes) -> bool:
+    """Return whether manifest.json has the checksum that it states, and is formatted as `write` formats it.
 
-    Each byte counts, so that two files with equal contents and different bytes cannot both be valid.
+    The format is compared byte by byte, so that two different files with equal contents cannot both be valid.
 
     Args:
-        manifest: The parsed contents, any JSON value.
+        manifest: The parsed contents of the file, any JSON value.
         raw: The bytes of the file.
     """
     if not isinstance(manifest, dict):
@@ -311,7 +350,10 @@ def _is_genuine(manifest: Any, raw: bytes) -> bool:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the torch device of a name; `auto` means a GPU if there is one, else the CPU.
+    """Return the torch device that the option `--device` names.
+
+    Args:
+        name: `cpu`, `cuda` or another name of a torch device; `auto` means a GPU if there is one, else the CPU.
 
     Raises:
         ConfigError: The name is `cuda`, but there is no usable GPU.
@@ -349,30 +391,37 @@ def read(directory: Path, device: str = "cpu", compiled: bool = True) -> Artifac
 
 
 def _get_weights_size(manifest: dict[str, Any], directory: Path) -> int:
-    """Return the size in bytes that the weights file must have.
+    """Return the size in bytes that the weights file must have according to the manifest.
+
+    Args:
+        manifest: The contents of manifest.json.
+        directory: The model directory, for the error message.
 
     Raises:
-        ArtifactError: The manifest has no valid size. The message names the model directory.
+        ArtifactError: The manifest has no valid size.
     """
     try:
         size = manifest["files"][WEIGHTS]["size"]
     except (LookupError, TypeError):
         size = None
     if not isinstance(size, int) or not 0 <= size < 2**63 - 1:
-        raise ArtifactError(f"{directory} contradicts itself (the size of {WEIGHTS} is {_shorten(size)}): {_REMEDY}")
+        raise ArtifactError(
+            f"{directory} contradicts itself (the manifest gives the size of {WEIGHTS} as {_shorten(size)}): {_REMEDY}"
+        )
     return size
 
 
 def _build_model(manifest: dict[str, Any], weights: bytes, directory: Path) -> tuple[DEformer, Calibration]:
-    """Return the model and the calibration that a manifest and the bytes of the weights describe.
+    """Return the model and its calibration from the contents of the files of a model directory.
 
     Args:
-        manifest: The manifest.
-        weights: The contents of the weights file, or a little more if the file is longer than the manifest says.
+        manifest: The contents of manifest.json.
+        weights: The contents of model.safetensors. If the file is longer than the manifest says, one byte more than the
+            manifest says is enough.
         directory: The model directory, for error messages.
 
     Raises:
-        ArtifactError: The weights were altered, or the manifest is inconsistent.
+        ArtifactError: The weights were altered, or the contents of the files contradict each other.
     """
     path = directory / WEIGHTS
     size = _get_weights_size(manifest, directory)
@@ -391,52 +440,65 @@ def _build_model(manifest: dict[str, Any], weights: bytes, directory: Path) -> t
         model.load_state_dict(tensors)
         return model, Calibration.from_json(manifest["calibration"])
     except _INCONSISTENCY_ERRORS as error:
-        message = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        printable = repr(message)[1:-1]  # the message can quote control characters from the file
+        one_line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        printable = repr(one_line)[1:-1]  # the text can contain control characters from the file
         raise ArtifactError(f"{directory} contradicts itself ({printable}): {_REMEDY}") from None
 
 
 def _check_manifest(manifest: dict[str, Any], schema: Schema) -> None:
-    """Raise ValueError if a manifest has an error that `Schema` and `Feature` do not detect themselves."""
+    """Raise ValueError if a manifest has an error that `Schema` and `Feature` do not detect themselves.
+
+    Args:
+        manifest: The contents of manifest.json.
+        schema: The schema that was built from them.
+    """
     if not isinstance(manifest["training"], dict):
-        raise ValueError("the training summary is not an object")
-    if manifest["schema_fingerprint"] != schema.fingerprint or manifest["fingerprint"] != _compute_fingerprint(
-        manifest
-    ):
-        raise ValueError("a fingerprint does not match")
+        raise ValueError(f"the entry `training` of {MANIFEST} is not a JSON object")
+    if manifest["schema_fingerprint"] != schema.fingerprint:
+        raise ValueError(f"the schema fingerprint in {MANIFEST} does not match the features")
+    if manifest["fingerprint"] != _compute_fingerprint(manifest):
+        raise ValueError(f"the fingerprint in {MANIFEST} does not match the schema, calibration and weights")
     for feature in schema.features:
         for text in (feature.name, *feature.labels):
             if not isinstance(text, str) or len(text) > MAX_NAME_CHARS:
                 raise ValueError(
-                    f"{str(text)[:40]!r} is not a string of at most {MAX_NAME_CHARS} characters, as the name of a "
-                    "feature and a label must be"
+                    f"the name of a feature or a label is {str(text)[:40]!r}, but it must be a string of at most "
+                    f"{MAX_NAME_CHARS} characters"
                 )
             text.encode()  # raises a ValueError if a surrogate code point cannot be encoded
         if feature.sensor is not None and (not isinstance(feature.sensor, str) or not feature.sensor):
-            raise ValueError(f"feature {feature.name!r}: the name of its sensor is not a string, or is empty")
+            raise ValueError(f"the name of the sensor of feature {feature.name!r} is not a string, or is empty")
         if not feature.name or not isinstance(feature.reason, str):
-            raise ValueError("the name of a feature is empty, or its reason is not a string")
+            raise ValueError("the name of a feature is empty, or its entry `reason` is not a string")
         numbers = (feature.quantum, feature.low, feature.high, feature.period, *(feature.coordinates or ()))
         if not all(number is None or math.isfinite(number) for number in numbers):
-            raise ValueError(f"feature {feature.name!r}: a number is not finite")
+            raise ValueError(
+                f"feature {feature.name!r} has a number that is not finite (quantum, low, high, period or coordinates)"
+            )
 
 
 def _check_tensors(tensors: dict[str, torch.Tensor], schema: Schema, config: ModelConfig) -> None:
-    """Raise ValueError if the weights are not finite, or if they cannot be those of the described network.
+    """Raise ValueError if the weights are not finite, or if they are far too few for the described network.
 
-    The check comes before the network is built. A forged manifest could otherwise describe a network that is much
+    The check is made before the network is built. A forged manifest could otherwise describe a network that is much
     larger than the weights file, and building it would exhaust the memory.
+
+    Args:
+        tensors: The tensors of model.safetensors by name.
+        schema: The features of the described network.
+        config: The hyperparameters of the described network.
     """
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise ValueError(f"tensor {name} of {WEIGHTS} has values that are not finite")
     # Each layer has tensors of its own. Many tiny layers would take much more memory than their weights.
     if config.layers > len(tensors) or len(config.hidden) > len(tensors):
-        raise ValueError(f"the hyperparameters describe more layers than the {len(tensors)} tensors in {WEIGHTS} hold")
-    num_described = count_state_values(schema, config)
+        raise ValueError(f"the hyperparameters describe more layers than the {len(tensors)} tensors in {WEIGHTS}")
+    num_described_values = count_state_values(schema, config)
     num_values = sum(tensor.numel() for tensor in tensors.values())
-    # A smaller difference takes little memory; `load_state_dict` then reports the name of the tensor that differs.
-    if num_described > 4 * num_values + 1_000_000:
+    # If the difference is smaller, building the network takes little memory, and `load_state_dict` then names the
+    # tensor that differs.
+    if num_described_values > 4 * num_values + 1_000_000:
         raise ValueError(
-            f"the hyperparameters describe a network of {num_described} values, but {WEIGHTS} has {num_values}"
+            f"the hyperparameters describe a network of {num_described_values} values, but {WEIGHTS} has {num_values}"
         )
