@@ -1,5 +1,7 @@
 """The library: `deformer_stream.load(DIR)` returns a `Detector`, which scores, explains and imputes records.
 
+A record is a set of features. Its readings, each a value of one feature, may arrive one by one:
+
 detector = deformer_stream.load("model")
 scorer = detector.scorer(alpha=0.01)
 scorer.update("pump-7/10:34:33", "Pressure", 9.1).p_value      # 0.0008
@@ -12,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +37,28 @@ from deformer_stream.model.schema import Schema
 from deformer_stream.runtime.timing import WallClock
 
 Value = float | int | str | bool | None
-"""The value of a reading. NumPy scalars are accepted as well."""
+"""The value of a reading; None declares that the feature will not be observed. NumPy scalars are accepted as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The result of one reading.
+    """The result of adding one reading to a record: its scores, alerts and rejection.
 
-    The four numbers are NaN if the reading was rejected, if it declares that the feature will not be observed, or if it
-    is waiting.
+    `log_likelihood`, `running_log_likelihood`, `score` and `p_value` are NaN if the reading was rejected, if it
+    declares that the feature will not be observed, or if `is_waiting` is true.
 
     Attributes:
         log_likelihood: Natural logarithm of p(value | earlier readings of the record). It is a density in normalised
-            units, or a probability if the feature is discrete. NaN for a context feature.
-        running_log_likelihood: Sum of the record's log-likelihoods so far.
-        score: The record's running statistic; larger is more anomalous.
-        p_value: Anytime-valid p-value of the record; it never rises within a record.
-        alerts: The alerts that were raised, at most one per alpha, the largest alpha first.
+            units, or a probability if the feature is discrete. NaN for a context feature, which is never scored.
+        running_log_likelihood: Sum of the log-likelihoods of the record's readings so far.
+        score: The anomaly score of the record after its readings so far; larger is more anomalous.
+        p_value: Anytime-valid p-value of the record: the probability that it ever falls to alpha or less is at most
+            alpha for a normal record. It never rises within a record.
+        alerts: The alerts that this call raised for this or other records. A record raises at most one alert for each
+            alpha (false-alarm rate). The alerts of one reading are sorted by alpha, the largest first.
         rejection: Why the reading was rejected, or None if it was accepted.
-        is_waiting: Whether the reading waits for others with the same event time (tie policy "hold"). Its alerts are
-            then part of a later update or of `Scorer.finish`.
+        is_waiting: Whether the reading is not scored yet, because further readings of the record with the same event
+            time may follow (tie policy "hold"). Its alerts are then part of a later update or of `Scorer.finish`.
     """
 
     log_likelihood: float
@@ -67,7 +71,7 @@ class Update:
 
     @property
     def alert(self) -> Alert | None:
-        """The most severe of the alerts (that of the smallest alpha), or None if there is none."""
+        """The last of the alerts, which for one record is that of the smallest alpha; None if there is no alert."""
         return self.alerts[-1] if self.alerts else None
 
 
@@ -76,11 +80,12 @@ class RecordScores:
     """The scores of N complete records, in the order of the records.
 
     Attributes:
-        log_likelihood: (N,) natural logarithm of p(record).
-        anomaly_score: (N,) score for ranking complete records; larger is more anomalous.
-        p_value: (N,) anytime-valid p-values.
-        alert_seq: (N,) place of the reading that raised the first alert, from 0; −1 if there was no alert.
-        score: (N,) final value of the running statistic that raises alerts; larger is more anomalous.
+        log_likelihood: (N,) natural logarithms of p(record), the sums over the readings of a record.
+        anomaly_score: (N,) scores for ranking complete records; larger is more anomalous.
+        p_value: (N,) anytime-valid p-values after the last reading: the probability that such a p-value ever falls to
+            alpha or less is at most alpha for a normal record.
+        alert_seq: (N,) index in the record, from 0, of the reading that raised the first alert; −1 without an alert.
+        score: (N,) scores after the last reading, of the kind from which alerts are raised; larger is more anomalous.
     """
 
     log_likelihood: NDArray[np.float64]
@@ -92,12 +97,12 @@ class RecordScores:
 
 @dataclass(frozen=True, slots=True)
 class Imputation:
-    """The prediction for a missing reading.
+    """The prediction for a missing value of a record, in raw units.
 
     Attributes:
         value: Median of the predicted distribution, or the most probable label of a discrete feature.
-        low: Lower end of the central interval; None for a discrete feature.
-        high: Upper end of the central interval; None for a discrete feature.
+        low: Lower end of the central prediction interval; None for a discrete feature.
+        high: Upper end of the central prediction interval; None for a discrete feature.
         mean: Mean of the predicted distribution; None for a discrete feature.
         mode: Most probable value; None for a discrete feature.
     """
@@ -110,9 +115,10 @@ class Imputation:
 
 
 class Scorer:
-    """Scores readings one by one; the readings of many records may be interleaved.
+    """A scorer of readings that arrive one by one; the readings of many records may be interleaved.
 
-    `Detector.scorer` makes one and explains the arguments. A scorer must not be used by several threads at once.
+    A scorer is created by `Detector.scorer`, which explains the arguments. It must not be used by several threads at
+    the same time.
     """
 
     def __init__(
@@ -134,16 +140,16 @@ class Scorer:
         self._engine = detector.engine(alpha, Limits(timeout_micros, tie_wait=tie_wait_micros), ties)
 
     def update(self, record: str, feature: str, value: Value, time: float | datetime | None = None) -> Update:
-        """Add one reading of a record.
+        """Add one reading to a record, and return its scores and alerts.
 
         A reading that cannot be accepted (an unknown feature, a number that is not finite, a second value of the same
-        feature) changes nothing, and the result states why.
+        feature) changes nothing, and the result states the reason.
 
         Args:
-            record: The record id.
+            record: The record id; a new id opens a new record.
             feature: The feature name.
             value: The value; None declares that the feature will not be observed.
-            time: Event time as seconds since 1970 or as a datetime with a time zone.
+            time: Event time as seconds since 1970 or as a datetime with a time zone; None if it is unknown.
 
         Raises:
             InputError: If an argument has a type that no reading can have.
@@ -151,15 +157,31 @@ class Scorer:
         return self._update({"record": record, "feature": feature, "value": value, "time": time})
 
     def update_device(self, device: str, feature: str, value: Value, time: float | datetime) -> Update:
-        """Add one reading of a device to the time window that contains `time`.
+        """Add one reading of a device to the record of the time window that contains `time`.
 
-        This is for models that were trained on windows. Arguments and result are those of `update`, with the device in
-        place of the record.
+        Use it with models that were trained on windows: each window of a device's readings is one record.
+
+        Args:
+            device: The name of the device.
+            feature: The name of the feature, or of the sensor if it can report several times in a window.
+            value: The value; None declares that the feature will not be observed.
+            time: Event time as seconds since 1970 or as a datetime with a time zone.
+
+        Returns:
+            The scores and alerts, as `update` returns them.
+
+        Raises:
+            InputError: If an argument has a type that no reading can have.
         """
         return self._update({"device": device, "feature": feature, "value": value, "time": time})
 
     def _update(self, event: dict[str, Any]) -> Update:
-        """Decode and score one event, given by its fields."""
+        """Decode and score one reading.
+
+        Args:
+            event: The fields of the reading by the names that JSON messages use: `record` or `device`, `feature`,
+                `value` and `time`.
+        """
         batch, rejections = self._decode(event)
         now = self._clock.at(batch.times)
         # Time has passed since the last update, so records may have timed out before this reading arrived.
@@ -167,8 +189,11 @@ class Scorer:
         effects = self._engine.handle(batch, now)
         alerts = (*timeout_alerts, *effects.alerts)
         scored = effects.scored
-        # If the reading ended a tie group, earlier readings are scored with it; this one has the event index 0.
-        for i in np.flatnonzero(scored.event_indices == 0).tolist():
+        # The call can also score earlier readings, which waited for others with the same event time. This reading has
+        # the event index 0, and no entry if it was rejected or waits itself.
+        own_entries = np.flatnonzero(scored.event_indices == 0).tolist()
+        if own_entries:
+            i = own_entries[0]
             return Update(
                 float(scored.log_likelihood[i]),
                 float(scored.running_log_likelihood[i]),
@@ -177,14 +202,21 @@ class Scorer:
                 alerts,
             )
         rejection = next(iter([*rejections, *effects.rejections]), None)
-        is_waiting = rejection is None and len(batch) > 0 and not np.isnan(batch.values[0])
+        is_declared_missing = len(batch) > 0 and np.isnan(batch.values[0])
+        is_waiting = rejection is None and len(batch) > 0 and not is_declared_missing
         return Update(nan, nan, nan, nan, alerts, rejection, bool(is_waiting))
 
     def _decode(self, event: dict[str, Any]) -> tuple[EventBatch, list[Rejection]]:
-        """Return one event as a batch, or the reason for its rejection, by the rules of JSON messages.
+        """Decode one reading by the rules of JSON messages.
 
-        Values of the usual types are passed to the codec directly. All others are first converted to JSON, so that
+        Values of the usual types are passed to the codec directly. All others are first converted to JSON text, so that
         there is one definition of what they mean.
+
+        Args:
+            event: The fields of the reading by name: `record` or `device`, `feature`, `value` and `time`.
+
+        Returns:
+            A batch with the reading and no rejections, or an empty batch and a rejection that states the reason.
         """
         document = {name: _to_json_type(value) for name, value in event.items()}
         if _NOT_CONVERTED in document.values():
@@ -192,16 +224,21 @@ class Scorer:
         return self._codec.decode_document(document)
 
     def finish(self) -> tuple[Alert, ...]:
-        """Close all open records, and return the alerts of readings that waited for others with the same time."""
+        """Close all open records, and return the alerts that this raises.
+
+        Such alerts come from readings that waited for others with the same event time (tie policy "hold").
+        """
         return tuple(self._engine.finish().alerts)
 
 
 class Detector:
-    """A trained model with its calibration.
+    """A trained model with its calibration, which scores, explains and imputes records.
+
+    `deformer_stream.load` creates it from a model directory.
 
     Attributes:
-        artifact: The model directory's contents.
-        codec: Decodes readings for this model.
+        artifact: The contents of the model directory.
+        codec: The decoder of this model's readings.
     """
 
     def __init__(self, artifact: model_store.Artifact) -> None:
@@ -210,7 +247,7 @@ class Detector:
 
     @cached_property
     def _cpu_kernels(self) -> CpuKernels | None:
-        """The compiled kernels for the model, or None if they cannot be used."""
+        """The compiled kernels that compute the model in place of PyTorch, or None if they do not support the model."""
         return CpuKernels.for_model(self.artifact.model)
 
     @property
@@ -220,7 +257,7 @@ class Detector:
 
     @property
     def fingerprint(self) -> str:
-        """The identifier of the model and its calibration, which is part of each alert."""
+        """16 hexadecimal digits that identify the model and its calibration; each alert contains them."""
         return self.artifact.fingerprint
 
     def scorer(
@@ -234,53 +271,67 @@ class Detector:
         """Return a new scorer for readings that arrive one by one.
 
         Args:
-            alpha: Largest share of normal records that may ever raise an alert; or several such shares, each with
-                alerts of its own.
+            alpha: The false-alarm rate, that is, the largest share of normal records that may ever raise an alert; or
+                several such rates, each with alerts of its own.
             record_timeout: Seconds without a reading after which a record is closed; None for never.
-            ties: What to do with readings of one record that have the same event time. "hold" lets them wait for each
-                other and decides them together, "arrival" scores each when it arrives. None does as in calibration.
-            tie_wait: Seconds without a reading after which waiting readings are decided; None for never. It takes
-                effect with the next update.
-            grace: Seconds that a device's time window accepts readings after its end, for models of windows.
+            ties: What to do with readings of one record that have the same event time. "hold" scores them together when
+                a reading with another time arrives, "arrival" scores each when it arrives. None uses the policy with
+                which the model was calibrated.
+            tie_wait: Seconds without a reading of the record after which "hold" scores the waiting readings; None to
+                wait for the next reading or the end of the record. They are scored by the next call of `update`.
+            grace: Seconds after the end of a time window in which it still accepts readings; for models that were
+                trained on windows.
 
         Raises:
-            ValueError: If a number is out of range.
+            ValueError: If a number is out of range. The message names it.
         """
         return Scorer(self, alpha, record_timeout, ties, tie_wait, grace)
 
     def engine(
         self, alpha: float | Sequence[float], limits: Limits | None = None, ties: TiePolicy | None = None
     ) -> Engine:
-        """Return a new engine for this model; for programs that run the pipeline themselves.
+        """Return a new engine for this model, for programs that run the pipeline (decode, score, write) themselves.
+
+        Args:
+            alpha: The false-alarm rate, that is, the largest share of normal records that may ever raise an alert; or
+                several such rates, each with alerts of its own.
+            limits: Limits on the time and memory that open records may take; by default those of `Limits()`.
+            ties: The tie policy for readings of one record that have the same event time: "hold" scores them together,
+                "arrival" scores each when it arrives. None uses the policy with which the model was calibrated.
 
         Raises:
             ValueError: If an alpha does not lie between 0 and 1.
         """
         alphas = np.atleast_1d(np.asarray(alpha, np.float64))
         if not len(alphas) or not ((alphas > 0) & (alphas < 1)).all():
-            raise ValueError(f"alpha is {alpha}, but it must lie between 0 and 1")
+            raise ValueError(f"alpha is {alpha}, but each false-alarm rate must lie between 0 and 1")
         return Engine(self.artifact.model, self.artifact.calibration, self.fingerprint, alpha, limits, ties=ties)
 
     def score(self, records: Sequence[Mapping[str, Value]], alpha: float = 0.01) -> RecordScores:
-        """Score complete records.
+        """Return the scores of complete records.
 
         Args:
-            records: Values by feature name, in the order of arrival. A feature that is missing, None or NaN is treated
-                as not observed.
-            alpha: The false-alarm rate of the alerts.
+            records: For each record its values by feature name, in the order of arrival. A feature that is missing,
+                None or NaN is treated as not observed.
+            alpha: The false-alarm rate of the alerts in `RecordScores.alert_seq`.
 
         Raises:
             InputError: If a reading cannot be accepted; the message names the record and the feature.
         """
         engine = self.engine(alpha, Limits(max_open_records=max(1, len(records))))
+        # The engine closes a record when it has all features. `finish` closes the others.
         completed = engine.handle(self._make_batch(records), 0).closed
         incomplete = engine.finish().closed
-        index_by_id = {record_id: i for i, record_id in enumerate([*completed.record_ids, *incomplete.record_ids])}
-        # A record without any reading is unknown to the engine. Index -1 refers to its default value at the end.
-        indices = np.array([index_by_id.get(str(i), -1) for i in range(len(records))], np.int64)
+        closed_ids = [*completed.record_ids, *incomplete.record_ids]
+        closed_index_by_id = {record_id: i for i, record_id in enumerate(closed_ids)}
+        # The engine never opened a record without readings. Index -1 selects the default value at the end.
+        closed_indices = np.array([closed_index_by_id.get(str(i), -1) for i in range(len(records))], np.int64)
 
-        def arrange(of_completed: NDArray[Any], of_incomplete: NDArray[Any], default: float) -> NDArray[np.float64]:
-            return np.asarray(np.concatenate([of_completed, of_incomplete, [default]])[indices])
+        def arrange(
+            completed_values: NDArray[Any], incomplete_values: NDArray[Any], default: float
+        ) -> NDArray[np.float64]:
+            """Return one value for each record, in the order of `records`."""
+            return np.asarray(np.concatenate([completed_values, incomplete_values, [default]])[closed_indices])
 
         return RecordScores(
             log_likelihood=arrange(completed.log_likelihood, incomplete.log_likelihood, 0.0),
@@ -291,40 +342,49 @@ class Detector:
         )
 
     def explain(self, record: Mapping[str, Value], alpha: float = 0.01) -> tuple[Contribution, ...]:
-        """Return the contribution of each reading to an alert of the record, the most suspicious first.
+        """Return the contribution of each reading to an alert of the record, the most suspicious reading first.
 
         Args:
-            record: Values by feature name, in the order of arrival.
-            alpha: The false-alarm rate of the alert. If the record raises no alert, no reading is a suspect.
+            record: The values of a complete record by feature name, in the order of arrival.
+            alpha: The false-alarm rate of the alert. If the record raises no alert, `Contribution.suspect` is false for
+                each reading.
         """
         batch = self._make_batch([record])
         if not len(batch):
             return ()
         model, alert_rule = self.artifact.model, self.artifact.calibration.make_alert_rule(alpha)
-        codes, raw = batch.features.astype(np.int64)[None], batch.values[None]
+        codes, raw_values = batch.features.astype(np.int64)[None], batch.values[None]  # (1, L), one record
+        # A record without an id belongs to no calibration group and is compared with all calibration records.
+        record_ids = [""]
         (explanation,) = explain_records(
-            model, codes, raw, [batch.unseen_labels], [""], alert_rule, kernels=self._cpu_kernels
+            model, codes, raw_values, [batch.unseen_labels], record_ids, alert_rule, kernels=self._cpu_kernels
         )
-        survey = survey_records(self._cpu_kernels, model, codes, self.schema.normalise(codes, raw))
-        has_alert = alert_rule(survey.statistics[:, None], [""])[0, 0]
+        scores = survey_records(self._cpu_kernels, model, codes, self.schema.normalise(codes, raw_values))
+        has_alert = alert_rule(scores.statistics[:, None], record_ids)[0, 0]
         contributions = explanation.contributions
-        return contributions if has_alert else tuple(replace(part, suspect=False) for part in contributions)
+        if has_alert:
+            return contributions
+        return tuple(replace(contribution, suspect=False) for contribution in contributions)
 
     def impute(self, record: Mapping[str, Value], interval: float = 0.9) -> dict[str, Imputation]:
-        """Predict each missing feature of a record, given all present ones.
+        """Predict the value of each missing feature of a record, given the values of all present ones.
 
-        Missing context features are left out, because the model has no distribution for them. For whole tables there is
+        Missing context features are left out, because the model has no distribution for them. To impute a table, use
         the command `deformer-stream impute`.
 
         Args:
-            record: Values by feature name.
-            interval: Probability of the central interval.
+            record: The present values by feature name.
+            interval: Probability of the central prediction interval, between 0 and 1.
 
         Returns:
             Predictions by feature name.
+
+        Raises:
+            ValueError: If `interval` does not lie between 0 and 1.
+            InputError: If a value cannot be accepted; the message names the feature.
         """
         if not 0 < interval < 1:
-            raise ValueError(f"interval is {interval}, but it must lie between 0 and 1")
+            raise ValueError(f"interval is {interval}, but it must be a probability between 0 and 1")
         values = self._make_values(record)
         imputed = impute(self.artifact.model, values, np.isnan(values), interval)
         imputations: dict[str, Imputation] = {}
@@ -334,39 +394,49 @@ class Detector:
                 label = feature.labels[int(imputed.median[0, code])]
                 imputations[feature.name] = Imputation(label, None, None)
             else:
-                parts = (imputed.median, imputed.low, imputed.high, imputed.mean, imputed.mode)
-                imputations[feature.name] = Imputation(*(float(part[0, code]) for part in parts))
+                # In the order of the attributes of `Imputation`.
+                statistics = (imputed.median, imputed.low, imputed.high, imputed.mean, imputed.mode)
+                imputations[feature.name] = Imputation(*(float(statistic[0, code]) for statistic in statistics))
         return imputations
 
     def quantiles(self, record: Mapping[str, Value], qs: Sequence[float]) -> dict[str, tuple[float, ...]]:
-        """Return the quantiles of each missing continuous feature, given all present features.
+        """Return quantiles of the predicted distribution of each missing continuous feature of a record.
 
         Args:
-            record: Values by feature name.
+            record: The present values by feature name, on which the predictions depend.
             qs: The probabilities, each between 0 and 1.
 
         Returns:
-            Quantiles by feature name, in the order of `qs`.
+            Quantiles in raw units by feature name, in the order of `qs`.
+
+        Raises:
+            ValueError: If `qs` is empty or a probability does not lie between 0 and 1.
+            InputError: If a value cannot be accepted; the message names the feature.
         """
         if not qs or not all(0 < q < 1 for q in qs):
-            raise ValueError(f"the quantiles are {list(qs)}, but each must lie between 0 and 1")
+            raise ValueError(f"the quantiles are {list(qs)}, but there must be at least one, each between 0 and 1")
         values = self._make_values(record)
         quantiles = impute_quantiles(self.artifact.model, values, np.isnan(values), qs)[:, 0]
         codes = np.flatnonzero(~np.isnan(quantiles[0])).tolist()
         return {self.schema.names[code]: tuple(quantiles[:, code].tolist()) for code in codes}
 
     def complete(self, record: Mapping[str, Value], draws: int = 1, seed: int = 0) -> list[dict[str, float | str]]:
-        """Draw the missing features of a record jointly, given the present ones.
+        """Return copies of a record in which random values replace the missing ones.
 
-        Missing context features stay missing. Equal arguments give equal results.
+        The values are drawn from the joint distribution of the missing features given the present ones. Missing context
+        features stay missing. Equal arguments give equal results.
 
         Args:
-            record: Values by feature name.
-            draws: Number of records to draw.
+            record: The present values by feature name.
+            draws: Number of completed records to return, at least 1.
             seed: The seed of the random numbers.
 
         Returns:
-            The records: numbers as floats, labels as text.
+            The completed records, values by feature name: numbers as floats, labels as text.
+
+        Raises:
+            ValueError: If `draws` is less than 1.
+            InputError: If a value cannot be accepted; the message names the feature.
         """
         if draws < 1:
             raise ValueError(f"draws is {draws}, but it must be at least 1")
@@ -375,46 +445,66 @@ class Detector:
         return [self._make_record(row) for row in completions]
 
     def _make_values(self, record: Mapping[str, Value]) -> NDArray[np.float64]:
-        """Return a record as (1, F) values by feature code, NaN if missing."""
+        """Return the values of a record as an array (1, F) for the F features of the schema.
+
+        The array holds raw values and label codes in the order of the feature codes, and NaN for missing values.
+
+        Raises:
+            InputError: If a value cannot be accepted; the message names the feature.
+        """
         batch = self._make_batch([record])
         values = np.full((1, len(self.schema)), np.nan)
         values[0, batch.features] = batch.values
         return values
 
     def _make_record(self, row: NDArray[np.float64]) -> dict[str, float | str]:
-        """Return (F,) values as a record; missing values and labels that training never saw are left out."""
+        """Return an array of values as a record, a dict of values by feature name.
+
+        Missing values are left out, and so are labels that did not occur in training.
+
+        Args:
+            row: (F,) raw values and label codes of the F features in the order of their codes, NaN if missing.
+        """
         record: dict[str, float | str] = {}
         for feature, value in zip(self.schema.features, row.tolist(), strict=True):
+            # The code after the last label stands for all labels that did not occur in training.
             if feature.labels and value < len(feature.labels):
                 record[feature.name] = feature.labels[int(value)]
-            elif not feature.labels and value == value:
+            elif not feature.labels and not isnan(value):
                 record[feature.name] = value
         return record
 
     def _make_batch(self, records: Sequence[Mapping[str, Value]]) -> EventBatch:
-        """Return the readings of complete records; the record ids are "0", "1", and so on.
+        """Return the readings of complete records, for the engine; the record ids are "0", "1", and so on.
+
+        Args:
+            records: For each record its values by feature name. None and NaN are treated as not observed.
 
         Raises:
-            InputError: If a reading cannot be accepted.
+            InputError: If a reading cannot be accepted; the message names the record and the feature.
         """
-        present = [{name: v for name, v in record.items() if not _is_missing(v)} for record in records]
-        payloads = [_encode_json({"record": str(i), "values": readings}) for i, readings in enumerate(present)]
+        present_values = [{name: v for name, v in record.items() if not _is_missing(v)} for record in records]
+        payloads = [_encode_json({"record": str(i), "values": values}) for i, values in enumerate(present_values)]
         batch, rejections = self.codec.decode(_make_messages(payloads))
         for rejection in rejections:
-            if present[rejection.message_index]:  # a record without any reading is rejected too, but is no error
+            # The codec also rejects a record without any reading, but here this is no error.
+            if present_values[rejection.message_index]:
                 raise InputError(f"record {rejection.message_index}: {rejection.detail} ({rejection.reason.value})")
         return batch
 
 
 _NOT_CONVERTED = object()
-"""The result of `_to_json_type` for a value that must be converted by way of JSON text."""
+"""The result of `_to_json_type` for a value that must first be written as JSON text, so that the codec parses it."""
 
 
 def _to_json_type(value: object) -> object:
-    """Return a Python value as the type that parsing its JSON text would give.
+    """Return a Python value as the type that parsing its JSON text would give, without making the text.
 
-    Returns `_NOT_CONVERTED` for values whose JSON text has special cases: containers, subclasses, integers beyond 64
-    bits, and text that is not valid Unicode.
+    A NumPy scalar becomes a Python scalar, and a datetime becomes text.
+
+    Returns:
+        The converted value. `_NOT_CONVERTED` for values whose JSON text has special cases: containers, subclasses,
+        integers beyond 64 bits, and text that is not valid Unicode.
     """
     value_type = type(value)
     if value is None or value_type is float or value_type is bool:
@@ -432,18 +522,28 @@ def _to_json_type(value: object) -> object:
 
 
 def _to_micros(name: str, seconds: float | None) -> int | None:
-    """Return the argument `name`, in seconds, as microseconds. Raises ValueError if it is not positive."""
+    """Return a duration in microseconds, rounded to an integer.
+
+    Args:
+        name: The name of the argument that holds the duration, for the error message.
+        seconds: The duration in seconds, or None for an unlimited one; the result is then None.
+
+    Raises:
+        ValueError: If the duration is not positive or is 1e12 seconds or more.
+    """
     if seconds is not None and not 0 < seconds < 1e12:
         raise ValueError(f"{name} is {seconds}, but it must be a positive number of seconds, or None for never")
     return None if seconds is None else round(seconds * 1e6)
 
 
 def _make_codec(schema: Schema, grace: float) -> Codec:
-    """Return a codec without limits on size, because the input comes from the same process.
+    """Return a codec (decoder of readings) whose limits on message size never apply to the calls of the library.
+
+    Such limits protect against messages of unknown origin, but here the input comes from the same process.
 
     Args:
         schema: The features of the model.
-        grace: Seconds that windows accept late readings.
+        grace: Seconds after the end of a time window in which it still accepts readings.
     """
     window_assigner = None
     if schema.window is not None:
@@ -453,12 +553,15 @@ def _make_codec(schema: Schema, grace: float) -> Codec:
 
 
 def _is_missing(value: object) -> bool:
-    """Return whether a value is None or NaN, which tables use for values that were not observed."""
+    """Return whether a value is None or NaN, both of which mean that the feature was not observed."""
     return value is None or (isinstance(value, float | np.floating) and bool(np.isnan(value)))
 
 
 def _encode_json(document: dict[str, Any]) -> bytes:
-    """Return a document as JSON. NaN and infinity are kept, so that the codec can name the feature when rejecting them.
+    """Return the JSON text of a message. NaN and infinity are kept, so that the codec rejects them by feature name.
+
+    Args:
+        document: The fields of the message by name, such as `record` and `values`.
 
     Raises:
         InputError: If a value has a type that no reading can have.
@@ -467,11 +570,17 @@ def _encode_json(document: dict[str, Any]) -> bytes:
         return json.dumps(document, default=_convert_for_json).encode()
     except (TypeError, ValueError, RecursionError) as error:
         record_id = document.get("record", document.get("device"))
-        raise InputError(f"record {record_id!r}: {error}; use numbers, text or booleans as values") from None
+        raise InputError(
+            f"record {record_id!r} cannot be read: {error}; use numbers, text or booleans as values"
+        ) from None
 
 
 def _convert_for_json(value: object) -> object:
-    """Return a NumPy scalar as a Python value and a datetime as text. Raises TypeError for other types."""
+    """Return a NumPy scalar as a Python value and a datetime as text, for values that `json.dumps` does not accept.
+
+    Raises:
+        TypeError: If the value has another type.
+    """
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, datetime):
@@ -480,20 +589,23 @@ def _convert_for_json(value: object) -> object:
 
 
 def _make_messages(payloads: Sequence[bytes]) -> Messages:
-    """Return JSON documents as messages without keys and times."""
-    n = len(payloads)
-    partitions, offsets = np.zeros(n, np.int32), np.arange(n, dtype=np.int64)
-    return Messages("library", [None] * n, list(payloads), np.full(n, NO_TIME), partitions, offsets)
+    """Return JSON documents in the form in which the codec accepts messages, without keys and broker timestamps."""
+    num_messages = len(payloads)
+    keys: list[bytes | None] = [None] * num_messages
+    times = np.full(num_messages, NO_TIME)
+    partitions, offsets = np.zeros(num_messages, np.int32), np.arange(num_messages, dtype=np.int64)
+    return Messages("library", keys, list(payloads), times, partitions, offsets)
 
 
 def load(directory: str | Path, device: str = "cpu") -> Detector:
-    """Read and verify a model directory.
+    """Read and verify a model directory, and return its model as a `Detector`, ready to score.
 
     Args:
-        directory: The model directory.
-        device: The torch device for the model.
+        directory: The model directory that `deformer-train` wrote.
+        device: The torch device for the model, such as "cpu" or "cuda"; "auto" means a GPU if there is one.
 
     Raises:
         ArtifactError: If the directory is missing, incomplete or altered; the message names the problem and the remedy.
+        ConfigError: If the device is not available.
     """
     return Detector(model_store.read(Path(directory), device))
