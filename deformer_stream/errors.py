@@ -1,4 +1,4 @@
-"""The exceptions of the package, classified by what the operator does next.
+"""The exceptions of the package, classified by what the operator has to do next.
 
     DeformerError
     ├── ConfigError        (exit code 2)  change an option, an environment variable or the configuration file
@@ -8,8 +8,8 @@
     ├── Unavailable        (exit code 4)  start the service or make it reachable, then run again
     └── InvariantViolated  (exit code 1)  report a bug
 
-A message is one line that states what failed, where, and the remedy. A single event that cannot be accepted does not
-raise an exception out of the codec. It becomes a value, `deformer_stream.engine.events.Rejection`, so that bad input
+A message is one line that states what failed, where, and the remedy. A single reading that cannot be accepted does not
+raise an exception. The decoder returns it as a value, `deformer_stream.engine.events.Rejection`, so that bad input
 never stops the stream.
 """
 
@@ -23,17 +23,17 @@ from pathlib import Path
 class DeformerError(Exception):
     """The base class of all errors whose message is meant for the operator.
 
-    The command line prints the message without a traceback.
+    The command line prints the message without a traceback and ends with the exit code of the class.
 
     Attributes:
-        exit_code: The exit code of the command.
+        exit_code: The exit code of a command that ends with this error.
     """
 
     exit_code = 1
 
 
 class ConfigError(DeformerError):
-    """An impossible request in an option, an environment variable or the configuration file. Exit code 2.
+    """An invalid setting: an option, an environment variable or an entry of the configuration file. Exit code 2.
 
     Raised by the command line, by connectors, and by functions that check a combination of settings. The operator
     changes the setting that the message names.
@@ -92,13 +92,16 @@ class InvariantViolated(DeformerError):  # noqa: N818 - named after the conditio
 
 @contextmanager
 def map_write_errors(path: Path) -> Iterator[None]:
-    """Raise `Unavailable` in place of the operating system's errors while a file is written.
+    """Return a context manager that replaces an `OSError` by `Unavailable`, for code that writes a file.
 
-    `BrokenPipeError` is not replaced. It means that the reader of the output ended first (as in `... | head`), which is
-    not a failure.
+    `BrokenPipeError` is not replaced. It means that the program that reads the output ended first (as in `... | head`),
+    which is not a failure.
 
     Args:
-        path: The file, for the error message.
+        path: The file or directory that is written, for the error message.
+
+    Raises:
+        Unavailable: Writing fails, for example because the disk is full.
     """
     try:
         yield

@@ -13,10 +13,12 @@ import structlog
 
 
 def configure(debug: bool = False) -> None:
-    """Configure the format and the level of logs for the whole process.
+    """Configure logging for the whole process: lines on standard error, with the time and the level of each event.
+
+    The lines are readable text if standard error is a terminal, otherwise JSON.
 
     Args:
-        debug: Whether to log events of all levels. Otherwise the level is "info".
+        debug: Whether to log events of all levels. Otherwise events below the level "info" are dropped.
     """
     renderer = (
         structlog.dev.ConsoleRenderer(colors=True) if sys.stderr.isatty() else structlog.processors.JSONRenderer()
@@ -36,7 +38,11 @@ def configure(debug: bool = False) -> None:
 
 
 def get_logger(component: str) -> structlog.typing.FilteringBoundLogger:
-    """Return a logger whose lines carry the name of a component in the key `logger`."""
+    """Return a logger for a component of the program.
+
+    Args:
+        component: The name of the component, which each log line of the logger contains under the key `logger`.
+    """
     logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(component=component)
     return logger
 
@@ -44,10 +50,18 @@ def get_logger(component: str) -> structlog.typing.FilteringBoundLogger:
 def _name_logger(
     _logger: structlog.typing.WrappedLogger, _method: str, fields: structlog.typing.EventDict
 ) -> structlog.typing.EventDict:
-    """Rename the key `component` of a log line to `logger`.
+    """Rename the key `component` of a log line to `logger`; a processor of structlog.
 
-    `structlog.get_logger` cannot bind the key `logger`, because one of its own parameters has that name. Binding it
-    later would fix the configuration of loggers that are made when a module is imported.
+    `structlog.get_logger` cannot bind the key `logger` itself, because one of its own parameters has that name. If the
+    key were bound by a later call, loggers that are created when a module is imported would ignore `configure`.
+
+    Args:
+        _logger: The logger; not used.
+        _method: The name of the logging method, such as "info"; not used.
+        fields: The keys and values of the log line, which are changed in place.
+
+    Returns:
+        `fields`.
     """
     if "component" in fields:
         fields["logger"] = fields.pop("component")

@@ -13,18 +13,21 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 LOG_INTERVAL_SECONDS = 10.0
+"""The least number of seconds between two log lines that report the progress of an operation."""
 
 
 class Progress:
-    """A progress display, to be used as a context manager.
+    """A display of the progress of a long operation, to be used as a context manager.
+
+    It is a progress bar if standard error is a terminal. Otherwise it logs a line from time to time.
 
     Args:
         title: Name of the operation, for the bar and the log lines.
-        total: Number of units in all, or None if it is unknown.
-        unit: Name of the unit in the plural, for example "rows".
+        total: Number of units of work in the whole operation, or None if it is unknown.
+        unit: Name of the unit of work in the plural, for example "rows".
 
     Attributes:
-        num_done: Number of units so far.
+        num_done: Number of units that are finished.
     """
 
     def __init__(self, title: str, total: int | None, unit: str) -> None:
@@ -34,7 +37,7 @@ class Progress:
         self._bar = _make_bar(title, total, unit) if sys.stderr.isatty() else None
 
     def advance(self, num_units: int) -> None:
-        """Add finished units and update the display."""
+        """Add `num_units` finished units to the progress and update the display."""
         self.num_done += num_units
         if self._bar is not None:
             bar, task = self._bar
@@ -44,7 +47,7 @@ class Progress:
             self._log()
 
     def _log(self) -> None:
-        """Log the progress, with the remaining time if the total is known."""
+        """Log one line with the number of finished units, and the remaining time if the total is known."""
         fields: dict[str, int | None] = {"done": self.num_done, "total": self.total, "rate": round(self.rate)}
         if self.total is not None and self.num_done > 0:
             fields["seconds_left"] = round((self.total - self.num_done) / self.rate)
@@ -56,8 +59,9 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Mean number of units per second so far."""
-        return self.num_done / max(1e-9, time.monotonic() - self._start)
+        """Mean number of units per second since the display was created."""
+        seconds = max(1e-9, time.monotonic() - self._start)  # never 0, to divide by it
+        return self.num_done / seconds
 
     def __enter__(self) -> Progress:
         if self._bar is not None:
@@ -70,7 +74,14 @@ class Progress:
 
 
 def _make_bar(title: str, total: int | None, unit: str) -> tuple[RichProgress, TaskID]:
-    """Return a progress bar and the id of its only task."""
+    """Return a progress bar for the terminal and the id of its only task.
+
+    Args:
+        title: Name of the operation, to the left of the bar.
+        total: Number of units of work in the whole operation, or None if it is unknown.
+        unit: Name of the unit of work in the plural, for the rate.
+    """
+    # Importing rich takes time, and only commands with a terminal need it.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
