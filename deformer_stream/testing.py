@@ -1,6 +1,7 @@
 """An in-memory source, an in-memory sink and a manual clock, to run the pipeline without files, brokers or waiting.
 
-They are for tests, and for programs that pass events to the pipeline from their own code.
+They are for tests, and for programs that pass messages to the pipeline from their own code. The pipeline reads messages
+from a source, decodes and scores them, and writes the results to sinks.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from deformer_stream.engine.events import NO_TIME, Alert, ClosedRecords, Effects
 from deformer_stream.runtime.ports import PollResult
 
 Message = bytes | tuple[bytes | None, bytes | None]
-"""A message value, or a key and a value. A value of None is a tombstone (a message without a value)."""
+"""A message: only its value, or the tuple (key, value). A value of None is a tombstone (a message without a value)."""
 
 
 class MemorySource:
-    """A source that returns messages from an iterable, in order.
+    """A source of the pipeline that returns messages from an iterable, in order.
 
     Args:
-        messages: The messages. The iterable is read only as far as it is polled.
-        chunk: Number of messages per poll.
-        topic: Name of the topic.
-        partitions: Number of partitions. The CRC-32 of a message's key selects the partition; messages without a key go
-            to partition 0. Offsets count up from 0 in each partition.
-        time: Broker timestamp of all messages in microseconds since 1970, or `NO_TIME`.
+        messages: The messages. Each poll takes only the next `chunk` messages from the iterable.
+        chunk: Largest number of messages that a poll returns.
+        topic: Name of the topic that the messages get.
+        partitions: Number of partitions. The CRC-32 of a message's key selects the partition; messages without a key
+            belong to partition 0. Offsets count up from 0 in each partition.
+        time: Broker timestamp of all messages in microseconds since 1970, or `NO_TIME` for none.
 
     Attributes:
-        committed: The offset after the last committed message, by partition.
+        committed: For each partition, the offset after the last message that was polled before the last commit.
         closed: Whether the source was closed.
     """
 
@@ -60,11 +61,15 @@ class MemorySource:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the end of the iterable was reached."""
+        """Whether a poll has reached the end of the iterable, so that no further message follows."""
         return self._is_exhausted
 
     def poll(self, timeout: float) -> PollResult:
-        """Return the next `chunk` messages immediately; the timeout is ignored."""
+        """Return the next messages of the iterable: at most `chunk`, without any at its end.
+
+        Args:
+            timeout: Ignored, because the messages are available immediately.
+        """
         keys: list[bytes | None] = []
         payloads: list[bytes | None] = []
         partitions: list[int] = []
@@ -89,22 +94,25 @@ class MemorySource:
         return PollResult(Messages(self._topic, keys, payloads, times, partition_array, offset_array))
 
     def commit(self) -> None:
-        """Store the offsets after all polled messages in `committed`."""
+        """Commit all polled messages, by storing the offset of the next message of each partition in `committed`."""
         self.committed = dict(self._next_offsets)
 
     def close(self) -> None:
-        """Set `closed`."""
+        """Set the attribute `closed`, which a test can check. The source needs no other cleanup."""
         self.closed = True
 
 
 @dataclass
 class MemorySink:
-    """A sink that keeps all effects in lists.
+    """A sink of the pipeline that stores everything that is written to it in lists.
+
+    The pipeline processes messages in batches. The effects of a batch are its scores, alerts, rejections and closed
+    records.
 
     Attributes:
         effects: The effects that were written, one element per batch.
-        data: The poll of each batch.
-        flushed: How many of the effects had been written at the last flush.
+        data: The polled messages of each batch, in the order of `effects`; None for a batch without messages.
+        flushed: The length of `effects` at the last flush.
         closed: Whether the sink was closed.
     """
 
@@ -114,36 +122,40 @@ class MemorySink:
     closed: bool = False
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        """Append the effects of one batch and its poll to the lists."""
+        """Append the effects of one batch (its scores, alerts, …) and its polled messages to the lists."""
         self.effects.append(effects)
         self.data.append(data)
 
     def flush(self) -> None:
-        """Update `flushed`."""
+        """Store in `flushed` how many batches have been written, so that a test can check when the sink was flushed."""
         self.flushed = len(self.effects)
 
     def close(self) -> None:
-        """Set `closed`."""
+        """Set the attribute `closed`, which a test can check. The sink needs no other cleanup."""
         self.closed = True
 
     @property
     def alerts(self) -> list[Alert]:
-        """All alerts."""
+        """The alerts of all batches, in the order in which they were written."""
         return [alert for effects in self.effects for alert in effects.alerts]
 
     @property
     def rejected(self) -> list[Rejection]:
-        """All rejections."""
+        """The rejected readings of all batches with the reasons, in the order in which they were written."""
         return [rejection for effects in self.effects for rejection in effects.rejections]
 
     @property
     def closings(self) -> list[ClosedRecords]:
-        """The closed records of each batch that closed any."""
+        """The closed records of each batch, without batches that closed no record."""
         return [effects.closed for effects in self.effects if len(effects.closed)]
 
     @property
     def scored(self) -> list[tuple[str, int, int, float, float, float]]:
-        """One tuple per scored event: record id, feature code, place in the record, log-likelihood, score, p-value."""
+        """One tuple for each scored reading, in the order in which the readings were scored.
+
+        A tuple holds the record id, the feature code, the index of the reading in its record (from 0), the
+        log-likelihood of the reading, and the anomaly score and the p-value of the record after the reading.
+        """
         rows: list[tuple[str, int, int, float, float, float]] = []
         for effects in self.effects:
             scored, batch = effects.scored, effects.batch
@@ -155,20 +167,27 @@ class MemorySink:
 
 
 class ManualClock:
-    """A clock that moves only when `advance` is called.
+    """A clock of the pipeline whose time changes only when `advance` is called, for tests of time-outs.
+
+    Args:
+        start: The first time in microseconds since 1970, UTC.
 
     Attributes:
-        time: Microseconds since 1970, UTC.
+        time: The current time in microseconds since 1970, UTC.
     """
 
     def __init__(self, start: int = 0) -> None:
         self.time = start
 
     def at(self, times: NDArray[np.int64]) -> int:
-        """Return the clock's time; the event times are ignored."""
+        """Return the clock's time in microseconds since 1970.
+
+        Args:
+            times: The event times of a batch; ignored. Other clocks derive the time from them.
+        """
         return self.time
 
     def advance(self, seconds: float) -> int:
-        """Move the clock forward and return the new time."""
+        """Move the clock forward by a number of seconds and return the new time in microseconds since 1970."""
         self.time += round(seconds * 1e6)
         return self.time
