@@ -1,4 +1,4 @@
-"""Text for the terminal: the options in force, the table of all options, and rows in aligned columns."""
+"""Text for the terminal: the current value of each option, a table of all options, and rows in aligned columns."""
 
 from __future__ import annotations
 
@@ -21,51 +21,76 @@ from deformer_stream.settings import (
 )
 
 MASK = "**********"
-"""What is shown in place of a secret."""
+"""The text that is shown in place of a password."""
 
 
 def format_options_in_force(cls: type[Settings], config: Path | None, command: str) -> list[str]:
-    """Return one line of TOML per option, with a comment that names the place of its value; secrets are masked.
+    """Return one line of TOML for each option of a command, with its value and a comment about the value's origin.
+
+    The origin is an environment variable or the configuration file; a default has no comment. Passwords are masked.
 
     Args:
-        cls: Settings of the command.
-        config: The configuration file.
+        cls: Settings class of the command, with one field per option.
+        config: The configuration file, None if there is none.
         command: Name of the command.
 
     Raises:
-        ConfigError: A value is not allowed.
+        ConfigError: The configuration file cannot be read, or a value is not allowed.
     """
     return [_format_option(cls, field, *find_value(cls, field, config, command)) for field in cls.model_fields]
 
 
 def _format_option(cls: type[Settings], field: str, value: Any, origin: str) -> str:
-    """Return the line for one option: a TOML entry, or a comment if there is no value or it is a password."""
+    """Return the line for one option: a TOML entry, or a TOML comment if there is no value or it is a password.
+
+    Args:
+        cls: Settings class of the command.
+        field: Name of the option's field.
+        value: Value of the option before validation, None if there is none.
+        origin: Where the value comes from: an environment variable, the path of a file, or "default".
+
+    Raises:
+        ConfigError: The value is not allowed.
+    """
     key = to_flag(field)[2:]
     if value is None:
         return f"# {key} =   ({'required' if cls.model_fields[field].is_required() else 'not set'})"
     _check_value(cls, field, value)
-    if field == "sasl_password":  # a comment, so that the mask is not used as a password when the output is reused
+    if field == "sasl_password":
+        # The line is a comment, so that the mask does not become the password if the output is used as a file.
         return f'# {key} = "{MASK}"   (from {origin})'
     if isinstance(value, bool | int | float):
         text = str(value).lower()
     else:
+        # A URL may contain a login: scheme://user:password@host.
         without_login = re.sub("//[^/]*@", f"//{MASK}@", str(value))
         text = json.dumps(without_login, ensure_ascii=False)
     return f"{key} = {text}" + ("" if origin == "default" else f"   # from {origin}")
 
 
 def _check_value(cls: type[Settings], field: str, value: Any) -> None:
-    """Validate the value of one field without the others, and raise `ConfigError` if it is not allowed."""
+    """Raise `ConfigError` if a value is not allowed for a field, whatever the values of the other fields are.
+
+    Args:
+        cls: The class of settings.
+        field: Name of the field.
+        value: Value before validation, such as the text of an environment variable.
+    """
     info = cls.model_fields[field]
     annotation: Any = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
     try:
         TypeAdapter(annotation).validate_python(value)
     except ValidationError as error:
-        raise ConfigError(f"{to_flag(field)}: {explain_error(error.errors()[0])}; see --help") from None
+        reason = explain_error(error.errors()[0])
+        raise ConfigError(f"the value of {to_flag(field)} is not allowed: {reason}; see --help") from None
 
 
 def format_option_table() -> str:
-    """Return a Markdown table of all options: flag, default, meaning, and the commands that have the option."""
+    """Return a Markdown table of the options of all commands.
+
+    Its columns are the flag, the default, the meaning, and the commands that have the option. Commands that share an
+    option with the same default and meaning share a row.
+    """
     commands_by_row: dict[tuple[str, str, str], list[str]] = {}
     for command, cls in SETTINGS_BY_COMMAND.items():
         for field, info in cls.model_fields.items():
@@ -80,7 +105,11 @@ def format_option_table() -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells as lines of text in which the cells of a column begin at the same position."""
+    """Return a table as text with one line per row, in which the cells of a column begin at the same position.
+
+    Args:
+        rows: The cells of each row. All rows have the same number of cells.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
