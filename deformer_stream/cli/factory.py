@@ -1,6 +1,6 @@
-"""Create the parts of a pipeline from settings: engine, codec, window assigner and source of files.
+"""Functions that create the parts of a pipeline from settings: engine, codec, window assigner and file source.
 
-Heavy packages are imported inside the functions, so that `--help` answers at once.
+Heavy packages are imported inside the functions, so that `--help` is printed without delay.
 """
 
 from __future__ import annotations
@@ -19,16 +19,24 @@ if TYPE_CHECKING:
     from deformer_stream.settings import ConsumeSettings, InputSettings, ReplaySettings, ScoringSettings
 
 MAX_LISTED_GROUPS = 8
+"""Largest number of calibration groups that a warning names."""
+
 MIN_READINGS_LIMIT = 4096
-"""A message may have as many readings as the model has features, and at least this number."""
+"""Smallest limit of the readings in a message. The limit is larger if the model has more features than this."""
 
 
 def load_engine(settings: ConsumeSettings | ReplaySettings, drift_odds: float | None = None) -> tuple[Artifact, Engine]:
-    """Load a model, return it with a new engine, and log a warning if an option makes its guarantee void.
+    """Load the model of a command, and create an engine that scores with it.
+
+    A warning is logged if an option voids the model's false-alarm guarantee, or if an alpha is too small for any alert.
 
     Args:
         settings: Options of the command.
-        drift_odds: Odds at which drift is reported; infinite to track drift without a report, None to ignore drift.
+        drift_odds: Odds at which drift (records that differ from the calibration records) is reported. Infinite to
+            track drift without reporting it, None to ignore drift.
+
+    Returns:
+        The model, and the engine.
     """
     from deformer_stream import model_store
 
@@ -40,32 +48,49 @@ def load_engine(settings: ConsumeSettings | ReplaySettings, drift_odds: float | 
 
 
 def _warn_about_alphas(calibration: Calibration, alphas: Sequence[float]) -> None:
-    """Log a warning for each alpha at which no alert is possible, in all groups or in some."""
+    """Log a warning for each alpha (false-alarm rate) at which the calibration has too few records for any alert.
+
+    Calibration groups (records with a calibration of their own) are checked separately.
+
+    Args:
+        calibration: The calibration of the model.
+        alphas: The alphas of the option `--alpha`.
+    """
     from deformer_stream import log
 
     logger = log.get_logger("model")
     for alpha, num_required in calibration.find_unreachable_alphas(alphas).items():
         logger.warning(
-            f"alpha {alpha:g} is out of reach: with {len(calibration.scores)} calibration records the smallest p-value "
-            f"is {calibration.min_p_value:.2g}, so no alert can be raised; calibrate on at least {num_required} "
-            "records or raise --alpha"
+            f"alpha {alpha:g} is out of reach, so it raises no alert: with {len(calibration.scores)} calibration "
+            f"records the smallest possible p-value is {calibration.min_p_value:.2g}; calibrate on at least "
+            f"{num_required} records or use a larger --alpha"
         )
     groups = calibration.calibration_by_group
     for alpha in alphas:
         names = [name for name, group in groups.items() if group.find_unreachable_alphas([alpha])]
         if names:
             listed = ", ".join(names[:MAX_LISTED_GROUPS]) + (", …" if len(names) > MAX_LISTED_GROUPS else "")
-            logger.warning(f"alpha {alpha:g} is out of reach in {len(names)} of {len(groups)} groups: {listed}")
+            logger.warning(
+                f"alpha {alpha:g} is out of reach in {len(names)} of {len(groups)} groups: {listed}; these calibration "
+                "groups have too few records for an alert; calibrate on more records or use a larger --alpha"
+            )
 
 
 def _warn_about_ties(calibration: Calibration, ties: str | None) -> None:
-    """Log a warning if `--ties` differs from the calibration."""
+    """Log a warning if the option `--ties` differs from the tie policy with which the model was calibrated.
+
+    The tie policy says how readings of one record with the same event time are scored.
+
+    Args:
+        calibration: The calibration of the model.
+        ties: Value of the option, None if it is not set.
+    """
     from deformer_stream import log
 
     if ties is not None and ties != calibration.tie_policy:
         log.get_logger("model").warning(
-            f"--ties {ties}: the model was calibrated with {calibration.tie_policy}, so its false-alarm rate is not "
-            f"guaranteed; leave the option out, or calibrate with it (deformer-stream calibrate --ties {ties})"
+            f"--ties {ties} voids the guarantee of the false-alarm rate, because the model was calibrated with "
+            f"{calibration.tie_policy}; leave the option out, or run deformer-stream calibrate --ties {ties}"
         )
 
 
@@ -77,18 +102,19 @@ def make_engine(
     drift_odds: float | None = None,
     effort: ExplanationEffort = "full",
 ) -> Engine:
-    """Return a new engine.
+    """Return a new engine, which scores events with a model and raises alerts.
 
     Args:
         loaded: The model with its calibration.
-        settings: Limits and the tie policy.
-        alphas: False-alarm rates at which alerts are raised; none to score without alerts.
-        record_timeout: Seconds without an event after which a record is closed; None for no timeout.
-        drift_odds: Odds at which drift is reported, None to ignore drift.
-        effort: How alerts are explained.
+        settings: Options of the command: memory limits, and how readings with the same event time are scored.
+        alphas: False-alarm rates at which alerts are raised; empty to score without alerts.
+        record_timeout: Seconds without an event after which a record is closed; None for no time-out.
+        drift_odds: Odds at which drift (records that differ from the calibration records) is reported. Infinite to
+            track drift without reporting it, None to ignore drift.
+        effort: How thoroughly alerts are explained: "full", "fast" or "off".
 
     Raises:
-        ConfigError: The system refuses to allocate the cache.
+        ConfigError: The memory of the cache (`--cache-memory`) cannot be allocated.
     """
     from deformer_stream.engine.engine import Engine, Limits
     from deformer_stream.errors import ConfigError
@@ -107,22 +133,23 @@ def make_engine(
         )
     except (RuntimeError, MemoryError):  # PyTorch and NumPy raise these if an allocation fails
         raise ConfigError(
-            f"--cache-memory {settings.cache_memory}: this number of bytes cannot be allocated; use a smaller one"
+            f"the cache of {settings.cache_memory} bytes cannot be allocated, because there is not enough memory; "
+            "use a smaller --cache-memory"
         ) from None
 
 
 def _to_micros(seconds: float) -> int:
-    """Return seconds as whole microseconds, the unit of time of the engine."""
+    """Return a number of seconds in microseconds, rounded, because the engine measures time in microseconds."""
     return round(seconds * 1e6)
 
 
 def format_alphas(alphas: Sequence[float]) -> str:
-    """Return alphas as a comma-separated text."""
+    """Return alphas (false-alarm rates) as a comma-separated text, such as "0.05, 0.01"."""
     return ", ".join(f"{alpha:g}" for alpha in alphas)
 
 
 def get_field_names(settings: ScoringSettings) -> FieldNames:
-    """Return the names of the JSON fields of an event."""
+    """Return the names of the JSON fields from which the codec reads events, as set by options."""
     from deformer_stream.codec import FieldNames
 
     return FieldNames(
@@ -136,7 +163,16 @@ def get_field_names(settings: ScoringSettings) -> FieldNames:
 
 
 def make_window_assigner(schema: Schema, settings: ScoringSettings) -> WindowAssigner | None:
-    """Return what assigns events to windows, of the model or of `--window`; None if records have ids of their own.
+    """Return the object that assigns events without a record id to windows.
+
+    A window is a record that collects the readings of one device within an interval of event time.
+
+    Args:
+        schema: The schema of the model, which may contain the length of the windows.
+        settings: Options of the command, which may contain the length of the windows (`--window`).
+
+    Returns:
+        The window assigner; None if there are no windows, since every event contains a record id.
 
     Raises:
         ConfigError: The options contradict the model or each other.
@@ -148,13 +184,20 @@ def make_window_assigner(schema: Schema, settings: ScoringSettings) -> WindowAss
     assigner = WindowAssigner.from_options(schema, width, _to_micros(settings.grace))
     if assigner is not None and settings.device_field == settings.record_field:
         raise ConfigError(
-            "--device-field and --record-field must differ, because an event with a record id belongs to no window"
+            "--device-field and --record-field must differ, because an event that contains a record id belongs to no "
+            "window of its device; name two different JSON fields"
         )
     return assigner
 
 
 def make_codec(loaded: Artifact, settings: ScoringSettings, **others: Any) -> Codec:
-    """Return the codec that decodes events for a model; `others` are further arguments of `Codec`."""
+    """Return the codec that decodes messages into events for a model, and encodes alerts.
+
+    Args:
+        loaded: The model.
+        settings: Options of the command.
+        others: Further arguments of `Codec`.
+    """
     from deformer_stream.codec import Codec
 
     return Codec(
@@ -171,7 +214,16 @@ def make_codec(loaded: Artifact, settings: ScoringSettings, **others: Any) -> Co
 def open_inputs(
     inputs: Sequence[str], loaded: Artifact, settings: InputSettings
 ) -> tuple[Codec, FileSource | StandardInput]:
-    """Open the input files of a command and return the codec for them and the source that reads them."""
+    """Open the input files of a command.
+
+    Args:
+        inputs: Files or folders; `-` is standard input.
+        loaded: The model that scores the events.
+        settings: Options of the command.
+
+    Returns:
+        The codec that decodes the events, and the source that reads them.
+    """
     from connectors.files import open_source
 
     source = open_source(
@@ -190,9 +242,14 @@ def open_inputs(
 
 
 def choose_order_of_rows(loaded: Artifact, settings: InputSettings) -> Order:
-    """Return the order in which the readings of a row of a wide table are scored.
+    """Return the order in which the readings of a row of a wide table (one record per row) are scored.
 
-    Such readings have no order of arrival. The order in which the model was calibrated keeps its guarantee.
+    Such readings have no order of arrival. By default they are scored in the order in which the model was calibrated,
+    because the false-alarm rate is guaranteed only for this order.
+
+    Args:
+        loaded: The model with its calibration.
+        settings: Options of the command. `--order` has precedence.
     """
     if settings.order is not None:
         return settings.order
