@@ -1,4 +1,4 @@
-"""The commands that show something: inspect (a model directory) and config (the options in force)."""
+"""The commands that only print: inspect (the contents of a model directory) and config (the values of options)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import click
 from deformer_stream.cli_utils import HELP, add_debug_option
 
 COMMANDS_WITH_SETTINGS = ["consume", "replay", "calibrate", "produce", "impute", "sample", "demo"]
-"""The keys of `settings.SETTINGS_BY_COMMAND`, repeated here because importing the settings takes time."""
+"""Names of the commands that have settings. They are repeated from `settings.SETTINGS_BY_COMMAND`, because importing
+the settings would delay `--help`."""
 
 
 def build_inspect() -> click.Command:
-    """Return the command `inspect`."""
+    """Return the command `inspect`, which verifies and prints a model directory."""
 
     @click.command("inspect", context_settings=HELP)
     @click.argument("directory", type=click.Path(path_type=Path))
@@ -36,7 +37,7 @@ def build_inspect() -> click.Command:
 
 
 def build_config() -> click.Command:
-    """Return the command `config`."""
+    """Return the command `config`, which prints the current values of options."""
 
     @click.command("config", context_settings=HELP)
     @click.argument("name", metavar="[COMMAND]", required=False, type=click.Choice(COMMANDS_WITH_SETTINGS))
@@ -46,9 +47,9 @@ def build_config() -> click.Command:
     @click.option("--markdown", is_flag=True, help="Print a Markdown table of all options instead.")
     @add_debug_option
     def command(name: str | None, path: Path | None, markdown: bool) -> None:
-        """Print the options in force and the origin of each value. Secrets are masked.
+        """Print the current value of each option and where it comes from. Passwords are masked.
 
-        COMMAND is the command whose options are printed; by default all commands.
+        COMMAND is the command whose options are printed. Default: the options of all commands.
         """
         from deformer_stream.cli.config_report import format_option_table, format_options_in_force
         from deformer_stream.settings import SETTINGS_BY_COMMAND
