@@ -1,7 +1,7 @@
 """The entry points of `deformer-stream` and `deformer-replay`.
 
 The commands are defined in `stream`, `tables` and `inspection`. Each is built when it is first used, and imports heavy
-packages only when it runs, so that `--help` answers at once.
+packages only when it runs, so that `--help` is printed without delay.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SUMMARY_BY_COMMAND = {
 
 
 def build_demo() -> click.Command:
-    """Return the command `demo`."""
+    """Return the command `demo`, which trains a small model on simulated data and shows its alerts."""
     from deformer_stream.settings import DemoSettings, add_options, load_settings
 
     @click.command("demo", context_settings=HELP)
@@ -58,7 +58,7 @@ BUILDER_BY_COMMAND = {
 
 
 def build_group() -> click.Group:
-    """Return the command `deformer-stream` with all its commands."""
+    """Return the command `deformer-stream`, a group that contains all other commands."""
     from deformer_stream import __version__
 
     text = "Anomaly alerts with a guaranteed false-alarm rate, raised before the record is complete."
@@ -68,12 +68,12 @@ def build_group() -> click.Group:
 
 
 def main() -> None:
-    """Run `deformer-stream`."""
+    """Run `deformer-stream` with the arguments of the process; the entry point of the package."""
     run(build_group(), "deformer-stream")
 
 
 def replay_main() -> None:
-    """Run `deformer-replay`, which is the same command as `deformer-stream replay`."""
+    """Run `deformer-replay` with the arguments of the process. It is the same command as `deformer-stream replay`."""
     run(stream.build_replay(), "deformer-replay")
 
 
