@@ -14,7 +14,8 @@ from deformer_stream.model.time_slots import collapse_time_slots, describe_recor
 from deformer_stream.model_store import Artifact
 
 WIDTH = 160
-"""Characters in a line if standard output is no terminal. It is wide because names that are cut cannot be searched."""
+"""Characters per line if standard output is not a terminal. Lines are wide so that no name is truncated, because a
+truncated name cannot be searched."""
 
 MAX_LISTED_LABELS = 6
 """Largest number of labels of a feature that are shown."""
@@ -24,8 +25,8 @@ def print_model(loaded: Artifact, console: Console | None = None) -> None:
     """Print the features, the calibration and the training summary of a model.
 
     Args:
-        loaded: The model.
-        console: Where to print; standard output by default.
+        loaded: The model, read from its directory.
+        console: The rich console that prints the text; standard output by default.
     """
     console = console or Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     config, calibration = loaded.model.config, loaded.calibration
@@ -42,31 +43,36 @@ def print_model(loaded: Artifact, console: Console | None = None) -> None:
     table = Table("training", "", title_justify="left")
     for key, value in loaded.manifest["training"].items():
         if isinstance(value, str | int | float):
-            name = "data fingerprint" if key == "fingerprint" else key.replace("_", " ")  # the model has its own
+            # The key "fingerprint" is that of the training data. The model's own fingerprint is printed above.
+            name = "data fingerprint" if key == "fingerprint" else key.replace("_", " ")
             table.add_row(_escape(name), _escape(_format_value(value)))
     console.print(table)
     for name, group in calibration.calibration_by_group.items():
         prefix = _escape(name + calibration.separator)
-        console.print(f"records {prefix}… are compared with {len(group.scores)} calibration records of their own")
+        console.print(f"records {prefix}… are compared with {len(group.scores)} calibration records of their own group")
     if loaded.schema.is_context.any():
-        console.print("A context feature conditions the others and is never scored.")
+        console.print("A context feature influences the scores of the other features and is never scored itself.")
     if calibration.tie_policy == "hold":
-        console.print("Ties are held: readings of one record with the same event time are scored together.")
+        console.print("Ties are held: readings of one record with the same event time wait and are scored together.")
     if calibration.arrival_order == "random":
         console.print(
-            "Calibrated in random orders: alpha holds if readings arrive in random order, each order as likely."
+            "Calibrated in random orders: alpha is guaranteed if readings arrive in random order, with all orders "
+            "equally likely."
         )
 
 
 def _format_value(value: str | float) -> str:
-    """Return an entry of the training summary as text: yes or no for a boolean, four digits for a float."""
+    """Return an entry of the training summary as text: yes or no for a boolean, four significant digits for a float."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _make_feature_table(features: tuple[Feature, ...]) -> Table:
-    """Return the table of features."""
+    """Return a table with the name, kind, range or labels, resolution and reason of each feature.
+
+    The reason says why the training chose the kind.
+    """
     table = Table("feature", "kind", "range or labels", "resolution", "reason", title="Features", title_justify="left")
     for feature in features:
         kind = feature.kind + (" (context)" if feature.context else "")
@@ -77,24 +83,31 @@ def _make_feature_table(features: tuple[Feature, ...]) -> Table:
 
 
 def _make_alpha_table(loaded: Artifact) -> Table:
-    """Return the table of alphas with the score above which an alert is raised at each."""
+    """Return a table of the default alphas (false-alarm rates) and the anomaly scores above which they raise alerts.
+
+    If the calibration has too few records for an alpha, the table says so instead.
+    """
     calibration = loaded.calibration
     table = Table("alpha", "alert when the score is above")
     for alpha in DEFAULT_ALPHAS:
-        out = calibration.find_unreachable_alphas([alpha])
-        text = "out of reach: too few calibration records" if out else f"{calibration.compute_threshold(alpha):.3f}"
+        is_unreachable = bool(calibration.find_unreachable_alphas([alpha]))
+        threshold = calibration.compute_threshold(alpha)
+        text = "out of reach: too few calibration records" if is_unreachable else f"{threshold:.3f}"
         table.add_row(f"{alpha:g}", text)
     return table
 
 
 def _escape(text: str) -> str:
-    """Return text of a user so that the terminal shows it and interprets neither markup nor control sequences."""
+    """Return a text from the model with markup and control characters escaped, so that rich prints it literally."""
     return escape("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
 
 
 def _format_values(feature: Feature) -> str:
-    """Return the first labels of a discrete feature, or the range of a continuous one in training."""
+    """Return the values of a feature in the training data as text: the first labels, or the range of numbers.
+
+    The range is empty if the model does not store it. The number of labels is appended if not all are listed.
+    """
     if feature.kind == "discrete":
-        shown = ", ".join(feature.labels[:MAX_LISTED_LABELS])
-        return shown + (f", … ({len(feature.labels)})" if len(feature.labels) > MAX_LISTED_LABELS else "")
+        listed = ", ".join(feature.labels[:MAX_LISTED_LABELS])
+        return listed + (f", … ({len(feature.labels)})" if len(feature.labels) > MAX_LISTED_LABELS else "")
     return "" if feature.low is None or feature.high is None else f"{feature.low:.6g} … {feature.high:.6g}"
