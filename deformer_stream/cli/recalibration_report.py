@@ -16,13 +16,16 @@ from deformer_stream.report import charts, pages
 def write_recalibrated_model(
     recalibration: Recalibration, loaded: Artifact, directory: Path, alphas: Sequence[float]
 ) -> str:
-    """Write a model directory with the new calibration, and return its fingerprint.
+    """Write a model directory with the new calibration, and return the fingerprint of the model in it.
+
+    A section about the calibration is appended to the model's report. If the report cannot be read, the new report
+    consists of this section only.
 
     Args:
         recalibration: The new calibration.
         loaded: The model with its old calibration.
-        directory: The directory to write, which may be that of the model.
-        alphas: False-alarm rates that the report shows.
+        directory: The model directory to write. It may be the directory of the old model, which is then replaced.
+        alphas: False-alarm rates whose thresholds the report shows.
     """
     new = recalibration.new
     note = {
@@ -44,11 +47,17 @@ def write_recalibrated_model(
 
 
 def _render_section(recalibration: Recalibration, old_fingerprint: str, alphas: Sequence[float]) -> list[str]:
-    """Return the section about the new calibration."""
+    """Return the HTML blocks of the report's section about the new calibration.
+
+    Args:
+        recalibration: The new calibration.
+        old_fingerprint: Fingerprint of the model with its old calibration.
+        alphas: False-alarm rates whose thresholds the section shows.
+    """
     new = recalibration.new
     ties = " (readings of one record with the same time scored together)" if new.tie_policy == "hold" else ""
     threshold_by_name = {f"α = {alpha:g}": new.compute_threshold(alpha) for alpha in alphas}
-    header = ["α", "statistic that alerted", "statistic that alerts", "in reach?"]
+    header = ["α", "alert above (before)", "alert above (now)", "in reach?"]
     return [
         pages.render_heading("New calibration"),
         pages.render_paragraph(
