@@ -1,7 +1,8 @@
 """The commands that score events: consume (live), replay (historical) and calibrate (a new calibration).
 
-Each `build_…` function returns a command. It reads the settings, connects a source, the engine and sinks to a pipeline,
-and runs it. Heavy packages are imported inside the command, so that `--help` answers at once.
+Each `build_…` function returns a command. The command reads its settings, connects a source of events, the engine and
+sinks (outputs) to a pipeline, and runs the pipeline. Heavy packages are imported inside the command, so that `--help`
+is printed without delay.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def build_consume() -> click.Command:
-    """Return the command `consume`."""
+    """Return the command `consume`, which scores a live stream."""
     from deformer_stream.settings import ConsumeSettings, add_options, load_settings
 
     @click.command("consume", context_settings=HELP)
@@ -57,10 +58,11 @@ def build_consume() -> click.Command:
     def consume(config: Path | None, **flags: Any) -> None:
         """Score a stream of events and raise alerts while records are still open.
 
-        Alerts are written to the alerts topic and to standard output, and rejected events to the dead-letter topic.
-        Offsets are committed after both are written. SIGINT and SIGTERM end the command gracefully.
+        Alerts are written to the alerts topic and to standard output. Rejected events are written to the dead-letter
+        topic. Offsets are committed after both are written. SIGINT and SIGTERM end the command after the current batch;
+        a second signal ends it immediately.
         """
-        # Signals are handled before the imports below, which take seconds.
+        # The handlers are set before the imports below, because these take seconds.
         stop, reload_requested = stop_on_signals(), reload_on_hangup()
         process.reserve_core()
         process.shorten_switch_interval()
@@ -114,16 +116,19 @@ def build_consume() -> click.Command:
 def _connect(
     settings: ConsumeSettings, codec: Codec, model: str, cleanup: ExitStack
 ) -> tuple[EventSource, list[Sink], bool]:
-    """Return the source of events and the sinks for alerts and rejected events.
+    """Open the source of events, and the sinks to which alerts and rejected events are written.
 
     Args:
         settings: Options of `consume`.
         codec: Decodes events and encodes alerts.
         model: Fingerprint of the model.
-        cleanup: Closes the source and the sinks when it ends, the source last.
+        cleanup: The functions that close the source and the sinks are registered here.
 
     Returns:
-        The source, the sinks, and whether the source has an end (a file).
+        The source; the sinks; and whether the source is finite, as a file is and a Kafka topic is not.
+
+    Raises:
+        ConfigError: The options contradict each other.
     """
     from connectors.files import AlertLines, check_no_overwrite, open_source
 
@@ -151,10 +156,12 @@ def _connect(
 
 
 def _find_kafka_topic(settings: ConsumeSettings) -> tuple[str, str | None]:
-    """Return the Kafka brokers and the topic of events; the topic is None if events come from a file.
+    """Return the Kafka brokers (comma-separated host:port) and the topic of events, from `--source` or other options.
+
+    The topic is None if the events come from a file.
 
     Raises:
-        ConfigError: The URL of `--source` names no broker or no topic.
+        ConfigError: The kafka:// URL of `--source` names no broker or no topic.
     """
     from urllib.parse import urlsplit
 
@@ -165,16 +172,25 @@ def _find_kafka_topic(settings: ConsumeSettings) -> tuple[str, str | None]:
         return settings.bootstrap_servers, settings.topic
     servers, topic = urlsplit(url).netloc, urlsplit(url).path.strip("/")
     if not servers or not topic or "/" in topic:
-        raise ConfigError(f"--source {url!r} is not a Kafka topic; write kafka://HOST:PORT/TOPIC")
+        raise ConfigError(f"--source {url!r} does not name a broker and a topic; write kafka://HOST:PORT/TOPIC")
     return servers, topic
 
 
 def _connect_to_kafka(
     settings: ConsumeSettings, servers: str, topic: str, codec: Codec, model: str, cleanup: ExitStack
 ) -> tuple[EventSource, Sink]:
-    """Return a source that reads a topic, and a sink that writes alerts and dead letters to two other topics.
+    """Return a source that reads events from a topic, and a sink that writes alerts and dead letters to other topics.
 
-    Both share a producer, so that alerts, dead letters and offsets can be committed in one transaction.
+    A dead letter is a rejected event with the reason. Source and sink share a producer, so that alerts, dead letters
+    and offsets can be committed in one transaction. Topics that do not exist are created if the options allow it.
+
+    Args:
+        settings: Options of `consume`.
+        servers: Kafka brokers as host:port, comma-separated.
+        topic: The topic with the events.
+        codec: Encodes alerts.
+        model: Fingerprint of the model.
+        cleanup: The functions that close the source and the sink are registered here.
 
     Raises:
         ConfigError: Two of the topics are the same.
@@ -188,8 +204,8 @@ def _connect_to_kafka(
         KafkaSource,
         StateTopic,
         count_partitions,
+        describe_output_topics,
         ensure_topics,
-        output_topics,
     )
     from deformer_stream.codec.state import check_state
     from deformer_stream.errors import ConfigError
@@ -201,10 +217,10 @@ def _connect_to_kafka(
     if len({topic, alerts_topic, dead_letter_topic, state_topic}) < 4:
         raise ConfigError(
             "--topic, --alerts-topic, --dead-letter-topic and --state-topic must differ, because the command would "
-            "read its own output as events"
+            "otherwise read its own output as events; choose four different topics"
         )
     num_partitions = count_partitions(servers, topic, security)
-    topics = output_topics(alerts_topic, dead_letter_topic, state_topic, num_partitions)
+    topics = describe_output_topics(alerts_topic, dead_letter_topic, state_topic, num_partitions)
     limits = ensure_topics(servers, topics, security, settings.missing_topics == "create")
     transactional_id = f"{settings.group}-{settings.instance or uuid.uuid4().hex[:12]}"
     is_transactional = settings.delivery == "exactly-once"
@@ -221,18 +237,18 @@ def _connect_to_kafka(
         session_seconds=settings.session_timeout,
         delivery=delivery,
         state=StateTopic(servers, state_topic, security, limits[state_topic], check_state),
-        lost=settings.lost_state,
+        on_lost_state=settings.lost_state,
         model=model,
         instance=settings.instance,
         patience=settings.patience,
-        bounds=FetchLimits.for_messages_of(settings.max_message_bytes),
+        fetch_limits=FetchLimits.for_messages_of(settings.max_message_bytes),
     )
     cleanup.callback(source.close)
     return source, sink
 
 
 def build_replay() -> click.Command:
-    """Return the command `replay`."""
+    """Return the command `replay`, which scores historical logs."""
     from deformer_stream.settings import ReplaySettings, add_options, load_settings
 
     @click.command("replay", context_settings=HELP)
@@ -257,9 +273,7 @@ def build_replay() -> click.Command:
         with ExitStack() as cleanup:
             sinks = _open_replay_sinks(settings, loaded.schema, cleanup)
             if source.ignored_columns:
-                log.get_logger("replay").info(
-                    "columns_ignored", columns=list(source.ignored_columns)
-                )
+                log.get_logger("replay").info("columns_ignored", columns=list(source.ignored_columns))
             totals = _run_on_files("replay", source, codec, engine, sinks, stop)
             for part in (*sinks, source):
                 part.close()
@@ -270,7 +284,14 @@ def build_replay() -> click.Command:
 
 
 def _open_replay_sinks(settings: ReplaySettings, schema: Schema, cleanup: ExitStack) -> list[Sink]:
-    """Open a sink for each output file of `replay`; `cleanup` discards the files unless the sinks are closed first."""
+    """Return a sink for each output file of `replay`.
+
+    Args:
+        settings: Options of `replay`, which name the output files.
+        schema: Schema of the model.
+        cleanup: Functions that discard the incomplete files are registered here, for the case of an error. They do
+            nothing for a sink that is closed already.
+    """
     from connectors.files import AlertLines, ExplanationsParquet, RecordsParquet, RejectedLines, ScoresParquet
 
     def discard_on_error(sink: FileSink) -> FileSink:
@@ -299,7 +320,18 @@ def _run_on_files(
     sinks: Sequence[Sink],
     stop: threading.Event,
 ) -> Totals:
-    """Run a pipeline over files in event time, with a progress bar, until their end or until `stop` is set."""
+    """Process input files from the beginning to the end, with a progress bar, and return the totals.
+
+    Time-outs follow the event times in the files, not the clock of this machine.
+
+    Args:
+        title: Title of the progress bar.
+        source: The input files.
+        codec: Decodes the events.
+        engine: Scores the events.
+        sinks: Receive the results.
+        stop: The run ends early when this is set.
+    """
     from deformer_stream.progress import Progress
     from deformer_stream.runtime.metrics import Metrics
     from deformer_stream.runtime.pipeline import Pipeline
@@ -313,7 +345,13 @@ def _run_on_files(
 
 
 def _summarize_replay(totals: Totals, alphas: Sequence[float], is_interrupted: bool) -> str:
-    """Return the last line of `replay`: numbers of events, records and alerts."""
+    """Return the last line that `replay` prints: numbers of events, records and alerts.
+
+    Args:
+        totals: The numbers.
+        alphas: False-alarm rates at which alerts were raised.
+        is_interrupted: Whether a signal ended the run before the end of the input.
+    """
     reasons = ", ".join(f"{count} {reason}" for reason, count in totals.rejected.most_common())
     return (
         f"{totals.events} events accepted, {totals.rejected.total()} refused{f' ({reasons})' if reasons else ''}, "
@@ -323,7 +361,7 @@ def _summarize_replay(totals: Totals, alphas: Sequence[float], is_interrupted: b
 
 
 def build_calibrate() -> click.Command:
-    """Return the command `calibrate`."""
+    """Return the command `calibrate`, which replaces the calibration of a model."""
     from deformer_stream.settings import CalibrateSettings, add_options, load_settings
 
     @click.command("calibrate", context_settings=HELP)
@@ -333,7 +371,8 @@ def build_calibrate() -> click.Command:
     def calibrate(inputs: tuple[str, ...], config: Path | None, **flags: Any) -> int:
         """Calibrate a model again on normal records, without training.
 
-        INPUT is a table or log as for replay. Its records must be normal and must not have been used for training.
+        INPUT is a table or log as for the command replay. Its records must be normal, and must not have been used for
+        training.
         """
         from deformer_stream import log, model_store
         from deformer_stream.calibration.recalibrate import CalibrationStatistics, recalibrate
