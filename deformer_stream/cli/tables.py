@@ -1,6 +1,7 @@
 """The commands for tables: produce (send a table as a stream), impute (fill missing values), sample (draw records).
 
-Each function builds one command. Heavy packages are imported inside the command, so that `--help` answers at once.
+Each `build_…` function returns a command. Heavy packages are imported inside the command, so that `--help` is printed
+without delay.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deformer_stream.cli_utils import HELP, add_debug_option, interrupt_on_termination, is_debugging, stop_on_signals
+from deformer_stream.cli_utils import (
+    HELP,
+    INTERRUPTED_EXIT_CODE,
+    add_debug_option,
+    interrupt_on_termination,
+    is_debugging,
+    stop_on_signals,
+)
 
 if TYPE_CHECKING:
     from deformer_stream.codec.encode_events import Packing
@@ -21,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def build_produce() -> click.Command:
-    """Return the command `produce`."""
+    """Return the command `produce`, which sends a table as a stream."""
     from deformer_stream.settings import ProduceSettings, add_options, load_settings
 
     @click.command("produce", context_settings=HELP)
@@ -29,9 +37,9 @@ def build_produce() -> click.Command:
     @add_options(ProduceSettings)
     @add_debug_option
     def command(inputs: tuple[str, ...], config: Path | None, **flags: Any) -> int:
-        """Send a table as an asynchronous stream of readings.
+        """Send the cells of a table one by one, as a stream of readings.
 
-        INPUT is a Parquet or CSV table, a JSON lines file, or a folder of them.
+        INPUT is a Parquet or CSV table, a JSON lines file, or a folder of such files.
         """
         from connectors.files import check_no_overwrite
         from deformer_stream import log
@@ -48,7 +56,7 @@ def build_produce() -> click.Command:
             else:
                 num_sent = _send_to_kafka(events, settings, settings.topic, progress)
         click.echo(f"{num_sent} events sent to {settings.topic or settings.output}", err=True)
-        return 130 if stop.is_set() else 0
+        return INTERRUPTED_EXIT_CODE if stop.is_set() else 0
 
     return command
 
@@ -56,16 +64,21 @@ def build_produce() -> click.Command:
 def _read_events(inputs: Sequence[str], settings: ProduceSettings) -> Iterable[tuple[bytes, bytes, int]]:
     """Return the readings of the input files in the order in which they are sent.
 
+    Args:
+        inputs: Files or folders.
+        settings: Options of `produce`. If they name a model, only its features are returned.
+
     Returns:
-        The key, the JSON message and the event time in microseconds of each reading.
+        For each reading, the message key (the record id), the JSON message, and the event time in microseconds.
     """
     from connectors.files import iterate_events
     from deformer_stream import model_store
 
     features = None
     if settings.model is not None:
-        rows = model_store.read_manifest(settings.model)["features"]
-        features = [str(row.get("sensor") or row["name"]) for row in rows]
+        entries = model_store.read_manifest(settings.model)["features"]
+        # A model of windows has several features per sensor (one per time slot). The input has the sensor's column.
+        features = [str(entry.get("sensor") or entry["name"]) for entry in entries]
     return iterate_events(
         list(inputs),
         shuffle_within=settings.shuffle_within,
@@ -82,7 +95,14 @@ def _read_events(inputs: Sequence[str], settings: ProduceSettings) -> Iterable[t
 def _send_to_kafka(
     events: Iterable[tuple[bytes, bytes, int]], settings: ProduceSettings, topic: str, progress: Progress
 ) -> int:
-    """Send events to a topic and return their number."""
+    """Send events to a Kafka topic and return their number.
+
+    Args:
+        events: The message key, the JSON message and the event time of each reading.
+        settings: Options of `produce`: brokers, rate, and how readings are packed into messages.
+        topic: The topic, which is created if it does not exist.
+        progress: The progress bar.
+    """
     from connectors.kafka import produce
 
     # The message contains the time of the reading. The timestamp None lets the broker set the time of sending.
@@ -109,11 +129,11 @@ def _write_lines(
     """Write events as lines of a file and return their number.
 
     Args:
-        path: The file, or - for standard output.
-        events: The key, the JSON message and the event time of each reading.
-        rate: Events per second; None for as many as possible.
-        advance: Receives the number of readings of each line.
-        packing: Content of a line: one reading, or several of a record.
+        path: The file, or `-` for standard output.
+        events: The message key (the record id), the JSON message and the event time of each reading.
+        rate: Events per second; None for no limit.
+        advance: A function that is called with the number of readings in each line, to advance a progress bar.
+        packing: What a line contains: one reading ("json"), or several readings of a record ("json-many").
     """
     from connectors.files import LinesSink
     from deformer_stream.codec.encode_events import choose_group_size, pack_readings
@@ -132,7 +152,7 @@ def _write_lines(
 
 
 def build_impute() -> click.Command:
-    """Return the command `impute`."""
+    """Return the command `impute`, which fills the missing values of a table."""
     from deformer_stream.settings import ImputeSettings, add_options, load_settings
 
     @click.command("impute", context_settings=HELP)
@@ -140,9 +160,10 @@ def build_impute() -> click.Command:
     @add_options(ImputeSettings)
     @add_debug_option
     def command(table: Path, config: Path | None, **flags: Any) -> None:
-        """Fill the nulls of a wide table given its other values, with intervals or joint draws.
+        """Fill the missing values of a table, given the other values of each row.
 
-        INPUT is a Parquet or CSV table in which a row is a record.
+        Each missing value is replaced by an estimate with an interval, or each row by several random completions
+        (--draws). INPUT is a Parquet or CSV table in which each row is a record.
         """
         interrupt_on_termination()
         from connectors.files import imputation
@@ -153,25 +174,27 @@ def build_impute() -> click.Command:
         log.configure(is_debugging())
         model = model_store.read(settings.model, settings.device).model
         with Progress("impute", None, "rows") as progress:
-            how = imputation.ImputeOptions(
+            options = imputation.ImputeOptions(
                 settings.interval, settings.estimate, settings.quantiles or (), settings.draws, settings.seed
             )
-            cells = imputation.impute_table(table, settings.output, model, how, progress.advance)
+            num_filled = imputation.impute_table(table, settings.output, model, options, progress.advance)
         times = f", {settings.draws} times each" if settings.draws else ""
-        click.echo(f"{cells} missing values filled in {progress.num_done} rows{times}: {settings.output}", err=True)
+        click.echo(
+            f"{num_filled} missing values filled in {progress.num_done} rows{times}: {settings.output}", err=True
+        )
 
     return command
 
 
 def build_sample() -> click.Command:
-    """Return the command `sample`."""
+    """Return the command `sample`, which draws normal records from a model."""
     from deformer_stream.settings import SampleSettings, add_options, load_settings
 
     @click.command("sample", context_settings=HELP)
     @add_options(SampleSettings)
     @add_debug_option
     def command(config: Path | None, **flags: Any) -> None:
-        """Draw records from the distribution that the model has learned, in raw units."""
+        """Draw random normal records from the distribution that the model has learned, in raw units."""
         interrupt_on_termination()
         from connectors.files import imputation
         from deformer_stream import log, model_store
