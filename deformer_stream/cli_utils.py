@@ -1,6 +1,6 @@
-"""What all commands share: a group that builds its commands when they are used, signals, errors and exit codes.
+"""Utilities of all commands: a group that builds its commands on first use, signal handlers, errors and exit codes.
 
-Nothing heavy is imported, so `--help` answers before torch, pydantic or Kafka are loaded.
+No heavy package is imported here, so `--help` is printed before torch, pydantic or the Kafka client are loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deformer_stream.errors import DeformerError
 from deformer_stream.runtime.process import limit_thread_spinning
 
 HELP = {"help_option_names": ["-h", "--help"]}
-"""Context settings of every click command."""
+"""Click context settings of every command: -h prints the help, as --help does."""
 
 BUG_EXIT_CODE, USAGE_EXIT_CODE, INTERRUPTED_EXIT_CODE = 1, 2, 130
 
@@ -27,11 +27,12 @@ CommandBuilder = Callable[[], click.Command]
 
 
 class LazyGroup(click.Group):
-    """A group of commands, each of which is built when it is first used, so that listing the commands is fast.
+    """A group of commands that builds a command only when it is used, so that listing the commands is fast.
 
-    Attributes:
-        builder_by_name: Returns the command, by its name.
-        summary_by_name: The line of help of each command, by its name.
+    Args:
+        builder_by_name: By the name of each command, a function that builds and returns it.
+        summary_by_name: By the name of each command, its line in the help of the group.
+        others: Further arguments of `click.Group`.
     """
 
     def __init__(
@@ -41,32 +42,39 @@ class LazyGroup(click.Group):
         self.builder_by_name, self.summary_by_name = builder_by_name, summary_by_name
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the commands in the order of the help."""
+        """Return the names of the commands in the order in which the help lists them."""
         return list(self.builder_by_name)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Build and return a command; None if there is no command of this name."""
+        """Build and return the command of this name; None if there is no such command."""
         builder = self.builder_by_name.get(cmd_name)
         return builder() if builder else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands into the help without building the commands."""
+        """Write the names and summaries of the commands into the help, without building the commands."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, self.summary_by_name[name]) for name in self.builder_by_name])
 
 
 def add_debug_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option `--debug` to a command. `is_debugging` reads it."""
+    """Add the option `--debug` to a command and return the command. `is_debugging` returns the option's value."""
     return click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks and debug logs.")(function)
 
 
 def is_debugging() -> bool:
-    """Return whether `--debug` was given. It is read from the arguments, since errors occur before they are parsed."""
+    """Return whether `--debug` is among the arguments of the process.
+
+    The arguments are searched directly, because an error can occur before click has parsed them.
+    """
     return "--debug" in sys.argv[1:]
 
 
 def stop_on_signals() -> threading.Event:
-    """Return an event that the first SIGINT or SIGTERM sets; the second one ends the process at once."""
+    """Install handlers for SIGINT and SIGTERM, so that a command can end gracefully.
+
+    Returns:
+        An event that the first signal sets. A second signal of the same kind ends the process immediately.
+    """
     stop = threading.Event()
 
     def request_stop(number: int, frame: object) -> None:
@@ -79,12 +87,12 @@ def stop_on_signals() -> threading.Event:
 
 
 def interrupt_on_termination() -> None:
-    """Let SIGTERM raise `KeyboardInterrupt` like Ctrl-C does, so that the command removes its incomplete output."""
+    """Make SIGTERM raise `KeyboardInterrupt`, as Ctrl-C does, so that the command removes its incomplete output."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def reload_on_hangup() -> threading.Event:
-    """Return an event that SIGHUP sets, which requests that the model is read again."""
+    """Install a handler for SIGHUP, which requests that the model is read again, and return the event that it sets."""
     reload_requested = threading.Event()
     signal.signal(signal.SIGHUP, lambda number, frame: reload_requested.set())
     return reload_requested
@@ -93,13 +101,14 @@ def reload_on_hangup() -> threading.Event:
 def run(command: click.Command, name: str) -> None:
     """Run a command with the arguments of the process, then end the process.
 
-    The exit code is 0 for success, 1 for a bug, 2 for a wrong usage or configuration, 3 for invalid input data or an
-    invalid model directory, 4 for a service that cannot be reached, and 130 for an interruption. A command may return
-    another exit code. An error is one line on standard error, with a traceback only if `--debug` was given.
+    The exit code is 0 for success, 1 for a bug, 2 for wrong usage or configuration, 3 for invalid input data or an
+    invalid model directory, 4 for a service that cannot be reached, and 130 for an interruption. If the command returns
+    a number, it is the exit code. An error is printed as one line on standard error, after its traceback if `--debug`
+    was given.
 
     Args:
-        command: The command.
-        name: Name of the program, which begins the error message.
+        command: The command to run.
+        name: Name of the program, with which an error message begins.
     """
     limit_thread_spinning()
     try:
@@ -122,18 +131,27 @@ def run(command: click.Command, name: str) -> None:
     except (KeyboardInterrupt, click.Abort):
         exit_code = _print_error(name, "interrupted", INTERRUPTED_EXIT_CODE)
     except BrokenPipeError:
-        # The program that reads the output has ended. Python would report that again when it closes standard output.
+        # The program that reads the output, such as `head`, has ended. This is no error. Standard output is redirected
+        # to /dev/null, because Python would otherwise print an error when it flushes the output at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         exit_code = 0
-    except Exception as error:  # any other error is a bug, and must be reported in one line, too
-        message = f"unexpected {type(error).__name__}: {error}"
+    except Exception as error:  # any other error is a bug, and is reported in one line, too
+        cause = f"unexpected {type(error).__name__}: {error}"
         remedy = "this is a bug, please report it with the output of --debug"
-        exit_code = _print_error(name, f"{message}; {remedy}", BUG_EXIT_CODE)
+        exit_code = _print_error(name, f"{cause}; {remedy}", BUG_EXIT_CODE)
     sys.exit(exit_code)
 
 
 def _print_error(name: str, message: str, exit_code: int) -> int:
-    """Print an error as one line, after its traceback if `--debug` was given, and return the exit code."""
+    """Print an error as one line on standard error, and return the exit code unchanged.
+
+    The traceback of the error is printed before it if `--debug` was given.
+
+    Args:
+        name: Name of the program, with which the line begins.
+        message: The error message. Line breaks are replaced by spaces.
+        exit_code: The exit code to return.
+    """
     if is_debugging():
         traceback.print_exc()
     click.echo(f"{name}: {' '.join(message.split())}", err=True)
