@@ -2,8 +2,8 @@
 
 Tables have one of two layouts. In the wide layout a row is a record and a column is a feature. In the long layout a row
 is one reading, with columns for the record, the feature, the value and perhaps the time. Both layouts are converted to
-the same stream of `FeatureReadings`, so that the code that follows does not depend on the layout. Only one batch and,
-for the long layout, the record ids are held in memory.
+the same sequence of `FeatureReadings`, so that other modules need not distinguish them. Only one batch is in memory at
+a time. For the long layout, the ids of the records and the record number of each reading are in memory as well.
 """
 
 from __future__ import annotations
@@ -32,36 +32,41 @@ Layout = Literal["wide", "long"]
 """wide: a row is a record. long: a row is one reading of one feature of a record."""
 
 ValueForm = Literal["number", "boolean", "text", "clock", "time", "other"]
-"""What a column's values are. `clock` is a time of day, which is converted to seconds since midnight; `time` is a date
-or a timestamp; columns of form `other`, such as lists, cannot be features."""
+"""What the values of a column are, according to its Parquet type.
+
+"clock" is a time of day, which is converted to seconds since midnight. "time" is a date or a timestamp. Columns of form
+"other", such as lists, cannot be features.
+"""
 
 RECORD, FEATURE, VALUE, TIME, DEVICE = "record", "feature", "value", "time", "device"
 """Column names of the long layout."""
 
 BATCH_CELLS = 4_000_000
-"""Approximate number of values in one batch, so that wide tables need no more memory than narrow ones."""
+"""Approximate number of values (rows times columns) of a batch, so that wide tables need no more memory."""
 
 MAX_LISTED_LABELS = 50
-"""Distinct labels of one batch that are counted for an error message."""
+"""Largest number of distinct labels of one batch that are counted for an error message."""
 
 _NUMBER_PATTERN = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:nan|inf|infinity)$"
+"""Regular expression of a text that represents a number."""
 
 RecordKey = str | tuple[str, int]
-"""The id of a record, or the device and the start of its window in microseconds since 1970."""
+"""What identifies a record: its id; or, if a record is a window of time, the device and the start of the window in
+microseconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureReadings:
-    """Some readings of one feature, read from one batch of the table.
+    """The M readings of one feature in one batch of the table.
 
     Attributes:
         feature_name: The feature's name.
-        rows: (M,) the row of the training matrix to which each reading belongs.
+        rows: (M,) number of the record to which each reading belongs. It is the row of the training matrix.
         values: M values in the type of the Parquet column.
-        times: (M,) microseconds since 1970, `NO_TIME` if unknown. None for the wide layout.
-        event_indexes: (M,) position of each reading in the input. None for the wide layout.
-        time_slots: (M,) part of the window in which each reading lies, 0 if records are not windows. None for the wide
-            layout.
+        times: (M,) times in microseconds since 1970, `NO_TIME` if unknown. None for the wide layout.
+        event_indexes: (M,) position of each reading in the input, over all files. None for the wide layout.
+        time_slots: (M,) index of the time slot (equal part of the record's window of time) of each reading. 0 if
+            records are not windows. None for the wide layout.
     """
 
     feature_name: str
@@ -74,20 +79,22 @@ class FeatureReadings:
 
 @dataclass
 class InputTables:
-    """The Parquet files of a training run and how to read them.
+    """The Parquet files of a training run, how to read them, and which of their records are normal.
 
     Attributes:
         files: The files, in the order in which they are read.
-        schema: The Arrow schema that all files share.
-        layout: Whether a row is a record (wide) or a reading (long).
-        label_column: The column that tells normal records from others, if there is one.
-        normal_label: The value of `label_column` that marks a normal record.
-        window: The window of time that makes a record. None if records are given by name.
-        feature_columns: The columns that are features (wide layout only).
-        time_column: The column with the time of the record (wide) or of the reading (long).
-        num_records: Number of normal records; set by `index_records`.
-        skipped_by_reason: Number of records or readings that were left out, by reason.
-        row_by_event: (E,) row of the training matrix of each reading of a long table, −1 if it is left out.
+        schema: The Arrow schema of the first file. The other files have the same columns.
+        layout: "wide" if a row is a record, "long" if it is a reading.
+        label_column: The column that distinguishes normal records from others. None if all records are normal.
+        normal_label: The value of `label_column` in normal records.
+        window: The window of time: all readings of a device in one window are a record. None if a column names the
+            record of each reading, or if a row is a record.
+        feature_columns: The columns that may be features (wide layout only).
+        time_column: The column with the time of the record (wide) or of the reading (long). None if there is none.
+        num_records: Number of normal records. `index_records` sets it.
+        skipped_by_reason: By reason as text, the number of records or readings that were left out.
+        row_by_event: (E,) for each of the E readings of a long table, the number of its record among the normal ones;
+            −1 if the reading is left out. None for a wide table and before `index_records`.
     """
 
     files: list[Path]
@@ -103,12 +110,15 @@ class InputTables:
     row_by_event: NDArray[np.int64] | None = None
 
     def iterate_readings(self) -> Iterator[FeatureReadings]:
-        """Yield the readings of all normal records, in the order of the input."""
+        """Yield the readings of all normal records, batch by batch in the order of the input, grouped by feature."""
         return _iterate_wide_readings(self) if self.layout == "wide" else _iterate_long_readings(self)
 
 
 def classify_type(arrow_type: pa.DataType) -> ValueForm:
-    """Return the form of the values of an Arrow type: number, text, time of day and so on."""
+    """Return what the values of an Arrow type are: "number", "text", "clock" (time of day) and so on.
+
+    Columns of null only count as numbers. A dictionary-encoded column is text, as its values are categories.
+    """
     if pa.types.is_dictionary(arrow_type):
         return "text" if classify_type(arrow_type.value_type) in ("text", "number", "boolean") else "other"
     if pa.types.is_boolean(arrow_type):
@@ -155,14 +165,15 @@ def open_tables(
     normal_label: str | None,
     window: Window | None = None,
 ) -> InputTables:
-    """Find the Parquet files and check that they fit each other and the options.
+    """Find the Parquet files and check that they fit each other and the options. Only their metadata is read.
 
     Args:
-        tables: Files and folders.
-        layout: The layout, or None to infer it from the column names.
-        label_column: The column that tells normal records from others (`--label`).
+        tables: Parquet files and folders of Parquet files.
+        layout: "wide" if a row is a record, "long" if it is a reading. None to infer it from the column names.
+        label_column: The column that distinguishes normal records from others (`--label`).
         normal_label: The value of that column in normal records (`--normal`).
-        window: The window of time that makes a record (`--window`). None if records are given by name.
+        window: The window of time (`--window`): all readings of a device in one window are a record. None if the input
+            names its records.
 
     Raises:
         InputError: A file is unreadable or lacks a column, or the files have different columns.
@@ -172,28 +183,56 @@ def open_tables(
     schema = _read_schema(files[0])
     for path in files[1:]:
         _check_same_columns(schema, _read_schema(path), files[0], path)
+    layout = _check_layout(files[0], schema.names, layout, window)
+    if (label_column is None) != (normal_label is None):
+        raise ConfigError(
+            "--label and --normal belong together: set --label to the name of the column, and --normal to the value "
+            "that it has in normal rows"
+        )
+    if label_column is not None and label_column not in schema.names:
+        raise ConfigError(
+            f"--label {label_column}: {files[0]} has no such column; give one of its columns: {', '.join(schema.names)}"
+        )
+    return InputTables(files, schema, layout, label_column, normal_label, window)
+
+
+def _check_layout(path: Path, column_names: list[str], layout: Layout | None, window: Window | None) -> Layout:
+    """Infer the layout of a table if it is None, and check that the columns fit the layout and the window.
+
+    Args:
+        path: The file, for error messages.
+        column_names: The columns of the file.
+        layout: "wide" if a row is a record, "long" if it is a reading, or None.
+        window: The window of time that is a record (`--window`), or None.
+
+    Returns:
+        The layout. It is "long" if the table has all columns of the long layout and the user has not chosen "wide".
+
+    Raises:
+        InputError: A column of the long layout is missing.
+        ConfigError: The option `--window` is missing or does not fit the columns.
+    """
     required = (RECORD, FEATURE, VALUE) if window is None else (DEVICE, FEATURE, VALUE, TIME)
-    missing = [column for column in required if column not in schema.names]
+    missing = [column for column in required if column not in column_names]
     if layout is None:
-        if window is None and {DEVICE, FEATURE, VALUE, TIME} <= set(schema.names) and missing:
+        if window is None and {DEVICE, FEATURE, VALUE, TIME} <= set(column_names) and missing:
             raise ConfigError(
-                f"{files[0]}: a row is a reading of a device: add --window, such as 60s, to make records of them, or "
-                "--layout wide if it is a record"
+                f"{path}: the rows seem to be readings of devices, but no column names their record; "
+                "add --window, such as 60s, to make records of them, or --layout wide if each row is a record"
             )
         layout = "wide" if missing else "long"
-    if window is not None and (layout == "wide" or RECORD in schema.names):
+    if window is not None and (layout == "wide" or RECORD in column_names):
         conflict = f"has a column {RECORD!r}" if layout == "long" else "has rows that are records"
         raise ConfigError(
-            f"--window makes records of columns {', '.join(required)}, and {files[0]} {conflict}; leave one of them out"
+            f"--window makes records from a table with the columns {', '.join(required)}, and {path} {conflict}; "
+            "remove --window, or give another table"
         )
     if layout == "long" and missing:
         column_list = f"{', '.join(required[:-1])} and {required[-1]}"
-        raise InputError(f"{files[0]}: column {missing[0]!r} is missing, the long layout needs {column_list}")
-    if (label_column is None) != (normal_label is None):
-        raise ConfigError("--label and --normal belong together: the column and the value that marks a normal row")
-    if label_column is not None and label_column not in schema.names:
-        raise ConfigError(f"--label {label_column}: {files[0]} has no such column; it has {', '.join(schema.names)}")
-    return InputTables(files, schema, layout, label_column, normal_label, window)
+        raise InputError(
+            f"{path}: column {missing[0]!r} is missing, the long layout needs {column_list}; add or rename the column"
+        )
+    return layout
 
 
 def _read_schema(path: Path) -> pa.Schema:
@@ -204,17 +243,26 @@ def _read_schema(path: Path) -> pa.Schema:
         raise InputError(f"{path}: not a readable Parquet file ({_first_line(error)}); convert or remove it") from error
     if len(set(schema.names)) < len(schema.names):
         repeated = next(name for name in schema.names if schema.names.count(name) > 1)
-        raise InputError(f"{path}: two columns are called {repeated!r}; rename one")
+        raise InputError(f"{path}: two columns are called {repeated!r}; rename one of them")
     return schema
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of an error's message without its full stop, or the error's type if it has no message."""
+    """Return the first line of an error's message, for use inside another message.
+
+    A full stop at its end is removed. If the error has no message, the name of its type is returned.
+    """
     return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
 
 
 def _check_same_columns(first: pa.Schema, other: pa.Schema, first_path: Path, other_path: Path) -> None:
-    """Raise InputError if two files differ in their column names or in the form of a column's values."""
+    """Check that two files have columns of the same names with the same form of values, such as numbers or texts.
+
+    A column without any value in one of the files fits every form.
+
+    Raises:
+        InputError: A column is missing in one of the files, or its values have different forms.
+    """
     for name in first.names:
         if name not in other.names:
             raise InputError(
@@ -224,8 +272,8 @@ def _check_same_columns(first: pa.Schema, other: pa.Schema, first_path: Path, ot
         is_empty = pa.types.is_null(first_type) or pa.types.is_null(other_type)
         if classify_type(first_type) != classify_type(other_type) and not is_empty:
             raise InputError(
-                f"{other_path}: column {name!r} is {other_type}, in {first_path} it is {first_type}; "
-                "convert one of them"
+                f"{other_path}: column {name!r} is of type {other_type}, but in {first_path} it is {first_type}; "
+                "convert the column of one file to the type of the other"
             )
     for name in other.names:
         if name not in first.names:
@@ -235,7 +283,10 @@ def _check_same_columns(first: pa.Schema, other: pa.Schema, first_path: Path, ot
 
 
 def _iterate_batches(tables: InputTables, column_names: list[str]) -> Iterator[tuple[Path, pa.RecordBatch]]:
-    """Yield each file's path with batches of the given columns, in the order of the input.
+    """Read some columns of all files, batch by batch in the order of the input.
+
+    Yields:
+        The path of the file, and a batch of its rows with the columns in the order of `column_names`.
 
     Raises:
         InputError: A file cannot be read to its end.
@@ -243,33 +294,48 @@ def _iterate_batches(tables: InputTables, column_names: list[str]) -> Iterator[t
     batch_rows = int(np.clip(BATCH_CELLS // max(len(column_names), 1), 1024, 65_536))
     for path in tables.files:
         try:
-            # pre_buffer would keep everything that was read in memory until the file is closed.
+            # With pre_buffer, all data that was read would stay in memory until the file is closed.
             with pq.ParquetFile(path, pre_buffer=False) as file:
                 for batch in file.iter_batches(batch_rows, columns=column_names):
                     yield path, batch
         except (pa.ArrowInvalid, OSError) as error:
-            raise InputError(f"{path}: cannot be read to its end ({_first_line(error)}); restore the file") from error
+            raise InputError(
+                f"{path}: the file cannot be read to its end ({_first_line(error)}); restore it from its source"
+            ) from error
 
 
 def match_normal_label(values: pa.Array, normal_label: str) -> NDArray[np.bool_]:
-    """Return which of N label values equal the normal label, (N,). A null is never equal.
+    """Return for each of N values of the label column whether it marks a normal record.
 
-    Values are compared as text. A number matches in each spelling: the label 0.0 equals the option `--normal 0`.
+    Values are compared as text. If the normal label is a number, every spelling of it is accepted: the value 0.0
+    matches the option `--normal 0`.
+
+    Args:
+        values: N values of the column that `--label` names.
+        normal_label: The value of the option `--normal`.
+
+    Returns:
+        (N,) bool, False for null.
     """
     accepted = {normal_label}
     with contextlib.suppress(ValueError):  # the normal label need not be a number
         accepted.add(format_label(float(normal_label)))
     codes, labels = encode_labels(values)
-    is_accepted = np.array([label in accepted for label in labels] + [False])  # code −1 selects the last element
+    # The code of a null is −1, which selects the last element.
+    is_accepted = np.array([label in accepted for label in labels] + [False])
     matches: NDArray[np.bool_] = is_accepted[codes]
     return matches
 
 
 def encode_labels(values: pa.Array) -> tuple[NDArray[np.int64], list[str]]:
-    """Replace N labels by indexes into the list of the distinct labels.
+    """Replace N labels by indexes into a list of their distinct labels.
+
+    Args:
+        values: N labels: numbers, booleans or texts, perhaps dictionary-encoded.
 
     Returns:
-        (N,) index of each value's label, −1 for null and NaN; and the distinct labels as text.
+        (N,) int64 index of each value's label, −1 for null and NaN; and the labels as text. The list may contain labels
+        that no value has.
     """
     encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
     is_numeric = classify_type(encoded.dictionary.type) == "number"
@@ -278,7 +344,7 @@ def encode_labels(values: pa.Array) -> tuple[NDArray[np.int64], list[str]]:
     else:
         labels = [format_label(value.as_py()) for value in encoded.dictionary]
     codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-    if is_numeric and "nan" in labels:
+    if is_numeric and "nan" in labels:  # NaN is a missing value like null
         is_nan = np.array([label == "nan" for label in labels] + [False])
         codes = np.where(is_nan[codes], -1, codes)
     return codes, labels
@@ -287,12 +353,13 @@ def encode_labels(values: pa.Array) -> tuple[NDArray[np.int64], list[str]]:
 def parse_times(values: pa.Array, where: str, first_row: int = 0) -> NDArray[np.int64]:
     """Convert a column of times to microseconds since 1970.
 
-    Timestamps (UTC if they have no zone), dates, epoch seconds and RFC 3339 texts are accepted, as in event streams.
+    The same forms are accepted as in event streams: timestamps (UTC if they have no zone), dates, numbers (seconds
+    since 1970), and RFC 3339 texts with a zone.
 
     Args:
         values: N times.
-        where: File and column for an error message, such as "log.parquet: column 'time'".
-        first_row: Row number of the first value in the file, for an error message.
+        where: File and column for error messages, such as "log.parquet: column 'time'".
+        first_row: Row number of the first value in the file, for error messages.
 
     Returns:
         (N,) int64, `NO_TIME` for null and NaN.
@@ -320,11 +387,24 @@ def parse_times(values: pa.Array, where: str, first_row: int = 0) -> NDArray[np.
 
 
 def _parse_time_texts(values: pa.Array, where: str, first_row: int) -> NDArray[np.int64]:
-    """Convert RFC 3339 texts to microseconds since 1970; arguments, result and errors as in `parse_times`."""
+    """Convert N texts with RFC 3339 times to microseconds since 1970.
+
+    Args:
+        values: N texts.
+        where: File and column for error messages, such as "log.parquet: column 'time'".
+        first_row: Row number of the first value in the file, for error messages.
+
+    Returns:
+        (N,) int64, `NO_TIME` for null.
+
+    Raises:
+        InputError: A text is no RFC 3339 time with a zone.
+    """
     try:
         timestamps = values.cast(pa.timestamp("us", "UTC"))
     except pa.ArrowInvalid:
-        # Arrow's parser is fast, but names no row and rejects leap seconds. The stream's parser decides what is valid.
+        # Arrow's parser is fast, but it rejects leap seconds and its errors do not contain the row. Therefore the
+        # parser of event streams decides which text is invalid.
         times, fault_by_row = columns.parse_times(values, where)
         if fault_by_row:
             row = min(fault_by_row)
@@ -338,9 +418,10 @@ def _parse_time_texts(values: pa.Array, where: str, first_row: int) -> NDArray[n
 
 
 def index_records(tables: InputTables) -> None:
-    """Count the records and find the normal ones: the first of three passes over the input.
+    """Count the normal records of the input. This is the first of three passes over it.
 
-    Sets `num_records` and `skipped_by_reason` and, for the long layout, `row_by_event`.
+    The results are stored in `tables.num_records`, `tables.skipped_by_reason` and, for the long layout,
+    `tables.row_by_event`.
 
     Raises:
         InputError: No record has the normal label, or a time of a long table is malformed.
@@ -354,7 +435,16 @@ def index_records(tables: InputTables) -> None:
 
 
 def _count_normal_rows(tables: InputTables, label_column: str, normal_label: str) -> None:
-    """Set the number of normal records of a wide table; raise InputError if there are none."""
+    """Count the rows of a wide table that have the normal label, and store the number in `tables.num_records`.
+
+    Args:
+        tables: The input. The number of other rows is stored in its `skipped_by_reason`.
+        label_column: The column that distinguishes normal records from others (`--label`).
+        normal_label: The value of that column in normal records (`--normal`).
+
+    Raises:
+        InputError: No row has the normal label.
+    """
     num_rows = 0
     count_by_label: dict[str, int] = {}
     for _, batch in _iterate_batches(tables, [label_column]):
@@ -366,28 +456,32 @@ def _count_normal_rows(tables: InputTables, label_column: str, normal_label: str
     tables.skipped_by_reason["rows that are not normal"] = num_rows - tables.num_records
     if not tables.num_records:
         first_labels = list(count_by_label.items())[:10]
-        contents = ", ".join(f"{label} ({count})" for label, count in first_labels) or "nothing"
+        contents = ", ".join(f"{label} ({count} rows)" for label, count in first_labels) or "nothing"
         raise InputError(
             f"no row of {tables.files[0]} has {label_column} = {normal_label}; the column holds {contents}: "
-            "give another value to --normal"
+            "give one of these values to --normal"
         )
 
 
 def _count_labels(values: pa.Array) -> list[tuple[str, int]]:
-    """Return the first `MAX_LISTED_LABELS` distinct labels, each with its number of occurrences."""
+    """Return the first `MAX_LISTED_LABELS` distinct labels of a column, each with its number of occurrences."""
     codes, labels = encode_labels(values)
     return [(label, int((codes == code).sum())) for code, label in enumerate(labels[:MAX_LISTED_LABELS])]
 
 
 def _index_long_records(tables: InputTables) -> None:
-    """Number the records of a long table by first appearance and set the row of each reading.
+    """Find the normal records of a long table and store the record number of each reading in `tables.row_by_event`.
 
-    A record is normal if each of its readings has the normal label. Readings without record or feature, and readings
-    of records that are not normal, get row −1.
+    Normal records are numbered from 0 in the order of their first readings. A record is normal if each of its readings
+    has the normal label. Readings without record or feature, and readings of other records, get the number −1. The
+    counts in `tables.num_records` and `tables.skipped_by_reason` are also set.
+
+    Raises:
+        InputError: No record is normal, or a time is malformed.
     """
     number_by_key: dict[RecordKey, int] = {}
-    is_normal: list[bool] = []
-    numbers_by_batch: list[NDArray[np.int64]] = []
+    is_normal: list[bool] = []  # by record number
+    numbers_by_batch: list[NDArray[np.int64]] = []  # for each batch the record number of each reading
     num_unusable, first_row, current_path = 0, 0, None
     column_names = [FEATURE, *([RECORD] if tables.window is None else [DEVICE, TIME])]
     for path, batch in _iterate_batches(tables, column_names + ([tables.label_column] if tables.label_column else [])):
@@ -408,17 +502,18 @@ def _index_long_records(tables: InputTables) -> None:
                     is_normal[number] = False
         numbers_by_batch.append(numbers)
         first_row += len(batch)
-    is_kept = np.array(is_normal, bool)
-    row_by_number = np.append(np.where(is_kept, np.cumsum(is_kept) - 1, -1), -1)  # number −1 selects the last element
+    is_normal_record = np.array(is_normal, bool)
+    # Number the normal records without gaps. The number −1 of an unusable reading selects the last element, −1.
+    row_by_number = np.append(np.where(is_normal_record, np.cumsum(is_normal_record) - 1, -1), -1)
     has_batches = bool(numbers_by_batch)
     tables.row_by_event = row_by_number[np.concatenate(numbers_by_batch)] if has_batches else np.empty(0, np.int64)
-    tables.num_records = int(is_kept.sum())
+    tables.num_records = int(is_normal_record.sum())
     if num_unusable:
         owner = "record" if tables.window is None else "device, time"
         tables.skipped_by_reason[f"events without {owner} or feature"] = num_unusable
-    if not is_kept.all():
-        tables.skipped_by_reason["records that are not normal"] = int((~is_kept).sum())
-    if len(is_kept) and not is_kept.any():
+    if not is_normal_record.all():
+        tables.skipped_by_reason["records that are not normal"] = int((~is_normal_record).sum())
+    if len(is_normal_record) and not is_normal_record.any():
         raise InputError(
             f"no record of {tables.files[0]} has {tables.label_column} = {tables.normal_label} in all of its events; "
             "give another value to --normal"
@@ -426,52 +521,62 @@ def _index_long_records(tables: InputTables) -> None:
 
 
 def _number_named_records(batch: pa.RecordBatch, number_by_key: dict[RecordKey, int]) -> NDArray[np.int64]:
-    """Return the number of the record of each of N readings, (N,), −1 if the reading has no record id.
+    """Return the record number of each of N readings whose record is named in the column `record`.
 
-    Records that are new get the next free numbers, which are added to `number_by_key`.
+    Args:
+        batch: N readings.
+        number_by_key: Record number by record id. New records get the next free numbers and are added to it.
+
+    Returns:
+        (N,) record numbers from 0, −1 if the reading has no record id.
     """
     encoded = batch.column(RECORD).cast(pa.string()).dictionary_encode()
     record_ids = encoded.dictionary.to_pylist()
     number_by_code = [number_by_key.setdefault(record_id, len(number_by_key)) for record_id in record_ids]
     codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
-    numbers: NDArray[np.int64] = np.array([*number_by_code, -1], np.int64)[codes]  # code −1 selects the last element
+    # The code of a null is −1, which selects the last element.
+    numbers: NDArray[np.int64] = np.array([*number_by_code, -1], np.int64)[codes]
     return numbers
 
 
 def _number_windows(
     batch: pa.RecordBatch, times: NDArray[np.int64], number_by_key: dict[RecordKey, int], window: Window
 ) -> NDArray[np.int64]:
-    """Return the number of the record of each of N readings, (N,), if a record is a window of a device's time.
+    """Return the record number of each of N readings if all readings of a device in one window of time are a record.
 
     Args:
         batch: N readings with a column `device`.
-        times: (N,) microseconds since 1970 or `NO_TIME`.
-        number_by_key: Record number by device and window start; new windows are added with the next free numbers.
-        window: The window.
+        times: (N,) times in microseconds since 1970, `NO_TIME` if unknown.
+        number_by_key: Record number by device and start of the window (microseconds since 1970). New windows get the
+            next free numbers and are added to it.
+        window: The window, whose width divides time into records.
 
     Returns:
-        (N,) record numbers, −1 if the reading has no device or no time.
+        (N,) record numbers from 0, −1 if the reading has no device or no time.
     """
     encoded = batch.column(DEVICE).cast(pa.string()).dictionary_encode()
     device_codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-    usable = np.flatnonzero((device_codes >= 0) & (times != NO_TIME))
-    keys = np.stack([device_codes[usable], floor_to_window(times[usable], window.width)], 1)
-    _, first_index, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-    devices, number_by_unique_key = encoded.dictionary.to_pylist(), np.empty(len(first_index), np.int64)
-    for i in np.argsort(first_index).tolist():  # numbers follow the order of appearance
-        device_code, start = keys[first_index[i]].tolist()
-        number_by_unique_key[i] = number_by_key.setdefault((devices[device_code], start), len(number_by_key))
+    usable_indexes = np.flatnonzero((device_codes >= 0) & (times != NO_TIME))
+    window_starts = floor_to_window(times[usable_indexes], window.width)
+    keys = np.stack([device_codes[usable_indexes], window_starts], 1)
+    _, first_indexes, unique_key_indexes = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    devices, number_by_unique_key = encoded.dictionary.to_pylist(), np.empty(len(first_indexes), np.int64)
+    for i in np.argsort(first_indexes).tolist():  # new windows are numbered in the order of their first readings
+        device_code, window_start = keys[first_indexes[i]].tolist()
+        number_by_unique_key[i] = number_by_key.setdefault((devices[device_code], window_start), len(number_by_key))
     numbers = np.full(len(times), -1)
-    numbers[usable] = number_by_unique_key[inverse.reshape(-1)]
+    numbers[usable_indexes] = number_by_unique_key[unique_key_indexes.reshape(-1)]
     return numbers
 
 
 def _iterate_wide_readings(tables: InputTables) -> Iterator[FeatureReadings]:
-    """Yield the columns of each batch of a wide table, restricted to normal rows."""
+    """Yield each feature's values in each batch of a wide table, for the rows with the normal label only.
+
+    The normal rows are numbered from 0 over all files.
+    """
     first_row = 0
-    for _, batch in _iterate_batches(
-        tables, tables.feature_columns + ([tables.label_column] if tables.label_column else [])
-    ):
+    column_names = tables.feature_columns + ([tables.label_column] if tables.label_column else [])
+    for _, batch in _iterate_batches(tables, column_names):
         if tables.label_column is not None and tables.normal_label is not None:
             batch = batch.filter(pa.array(match_normal_label(batch.column(tables.label_column), tables.normal_label)))
         rows = np.arange(first_row, first_row + len(batch), dtype=np.int64)
@@ -481,7 +586,12 @@ def _iterate_wide_readings(tables: InputTables) -> Iterator[FeatureReadings]:
 
 
 def _iterate_long_readings(tables: InputTables) -> Iterator[FeatureReadings]:
-    """Yield the readings of each batch of a long table, grouped by feature. `index_records` must have run before."""
+    """Yield the readings of normal records in each batch of a long table, grouped by feature.
+
+    Raises:
+        ValueError: `index_records` has not been called before.
+        InputError: A time is malformed.
+    """
     if tables.row_by_event is None:
         raise ValueError("index_records must run before the readings of a long table are read")
     num_events, first_row, current_path = 0, 0, None
@@ -500,7 +610,8 @@ def _iterate_long_readings(tables: InputTables) -> Iterator[FeatureReadings]:
         first_row += len(batch)
         encoded = batch.column(FEATURE).cast(pa.string()).dictionary_encode()
         feature_codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-        feature_codes[rows < 0] = -1
+        feature_codes[rows < 0] = -1  # leave out readings of records that are not normal
+        # Sort the readings by feature. Those of feature k then lie between bounds[k] and bounds[k + 1].
         order = np.argsort(feature_codes, kind="stable")
         bounds = np.searchsorted(feature_codes[order], np.arange(len(encoded.dictionary) + 1))
         for code, name in enumerate(encoded.dictionary.to_pylist()):
@@ -517,10 +628,14 @@ def _iterate_long_readings(tables: InputTables) -> Iterator[FeatureReadings]:
 
 
 def parse_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Convert N values, perhaps numbers written as text, to floats.
+    """Convert N numbers, texts or times of day to floats.
+
+    Args:
+        values: N numbers, texts that may represent numbers, or times of day (converted to seconds since midnight).
 
     Returns:
-        (N,) numbers, NaN if a value is null or no number; and (N,) whether a value is a text that is no number.
+        (N,) numbers, NaN if a value is null or does not represent a number; and (N,) bool, whether a value is a text
+        that does not represent a number.
     """
     if classify_type(values.type) != "text":
         return _convert_to_floats(values), np.zeros(len(values), bool)
@@ -529,12 +644,16 @@ def parse_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.boo
     text = pc.utf8_trim_whitespace(values.cast(pa.string()))
     is_number = pc.match_substring_regex(text, _NUMBER_PATTERN)
     is_other_text = pc.invert(is_number).fill_null(False).to_numpy(zero_copy_only=False)
-    number_text = pc.if_else(is_number, pc.replace_substring_regex(text, r"^\+", ""), None)
+    number_text = pc.if_else(is_number, pc.replace_substring_regex(text, r"^\+", ""), None)  # Arrow accepts no plus
     return _convert_to_floats(number_text), is_other_text
 
 
 def _convert_to_floats(values: pa.Array) -> NDArray[np.float64]:
-    """Return numbers, number texts or times of day (in seconds since midnight) as (N,) floats, NaN for null."""
+    """Return N numbers, texts that represent numbers, or times of day (in seconds since midnight) as floats.
+
+    Returns:
+        (N,) numbers, NaN for null.
+    """
     seconds_or_numbers = convert_times_of_day(values).cast(pa.float64(), safe=False)
     floats: NDArray[np.float64] = seconds_or_numbers.to_numpy(zero_copy_only=False).astype(np.float64)
     return floats
