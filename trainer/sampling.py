@@ -1,6 +1,7 @@
-"""Draw training samples: records in a fresh random order each, with noise on their values.
+"""Draw training samples: records of the table with noise on their values, each with its readings in a random order.
 
-All random numbers come from a generator that the caller passes, so that an interrupted run continues exactly.
+All random numbers come from a generator that the caller passes. Therefore an interrupted training run that is continued
+draws the same samples as one that was not interrupted.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from trainer.data import PreparedTable
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """The noise that is added to readings, in normalised units.
+    """The random changes of readings in training: noise on measurements, and hidden labels.
 
-    A sensor with a limited resolution reports the same value for all true values that round to it. Uniform noise of one
-    step is therefore added to such readings (dequantisation). Without it, the density of repeated values could grow
-    without bound.
+    A sensor with a limited resolution reports the same value for all true values that round to it. Uniform noise of the
+    width of one step is therefore added to such readings (dequantisation). Without it, training could increase the
+    density at repeated values without bound. All widths are in normalised units, and F is the number of features.
 
     Attributes:
-        quantum_widths: (F,) width of one step of each feature's resolution, 0 if it has none.
-        is_discrete: (F,) whether the feature is a label.
-        label_counts: (F,) number of labels, which is also the code of an unseen label.
-        smoothing: Standard deviation of Gaussian noise on measurements.
-        forget: Probability that a label is replaced by the code of an unseen label, so that the network learns what an
-            unseen label means for the other features.
+        quantum_widths: (F,) width of one step of each sensor's resolution, 0 if the feature has none.
+        is_discrete: (F,) bool, whether the feature is a label.
+        label_counts: (F,) number of labels of each feature. It is also the code of a label that is not among them.
+        smoothing: Standard deviation of additional Gaussian noise on measurements.
+        forget: Probability that a label is hidden: replaced by the code of an unseen label. From such samples the
+            network learns to predict other features when a label is unknown.
     """
 
     quantum_widths: Tensor
@@ -41,7 +42,13 @@ class Noise:
 
     @staticmethod
     def from_schema(schema: Schema, smoothing: float = 0.0, forget: float = 0.0) -> Noise:
-        """Return the noise that suits the features of a schema."""
+        """Return the noise for the features of a schema.
+
+        Args:
+            schema: The features with their resolutions and labels.
+            smoothing: Standard deviation of additional Gaussian noise on measurements, in normalised units.
+            forget: Probability that a label is replaced by the code of an unseen label.
+        """
         widths = [0.0 if f.quantum is None or f.kind == "discrete" else f.quantum / f.scale for f in schema.features]
         return Noise(
             torch.tensor(widths, dtype=torch.float32),
@@ -52,15 +59,17 @@ class Noise:
         )
 
     def apply(self, values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Add noise to the values of B records.
+        """Add noise to the measurements of B records, and hide some of their labels.
 
         Args:
-            values: (B, F) normalised values or label codes, NaN if missing.
+            values: (B, F) normalised values or label codes of F features, NaN if missing.
             generator: The source of random numbers.
 
         Returns:
-            (B, F) noisy values; and (B, F) bool, whether a label was replaced by the code of an unseen label.
+            (B, F) changed values, NaN if missing; and (B, F) bool, whether a label is hidden (replaced by the code of
+            an unseen label).
         """
+        # The resolution width of labels is 0, so their codes stay unchanged.
         offsets = (torch.rand(values.shape, generator=generator) - 0.5) * self.quantum_widths
         if self.smoothing:
             gaussian = torch.randn(values.shape, generator=generator)
@@ -69,17 +78,19 @@ class Noise:
         if self.forget:
             is_chosen = torch.rand(values.shape, generator=generator) < self.forget
             is_hidden = self.is_discrete & is_chosen & ~values.isnan()
-        return torch.where(is_hidden, self.label_counts.expand_as(values), values + offsets), is_hidden
+        unseen_codes = self.label_counts.expand_as(values)
+        return torch.where(is_hidden, unseen_codes, values + offsets), is_hidden
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """B training records with noise and an order.
+    """B training records of F features with noise, and the order in which the readings of each are scored.
 
     Attributes:
-        values: (B, F) noisy values, NaN if missing.
-        keys: (B, F) sort keys: readings are put into ascending order of their keys.
-        is_hidden: (B, F) bool, whether a label was replaced by the code of an unseen label. Such a label is not scored.
+        values: (B, F) normalised values or label codes with noise, NaN if missing.
+        keys: (B, F) sort keys. The readings of a record are scored in ascending order of their keys.
+        is_hidden: (B, F) bool, whether a label was replaced by the code of an unseen label. Such a label does not count
+            in the loss.
     """
 
     values: Tensor
@@ -87,72 +98,91 @@ class Samples:
     is_hidden: Tensor
 
     def __getitem__(self, part: slice) -> Samples:
-        """Return some of the records."""
+        """Return the samples of a slice of the B records."""
         return Samples(self.values[part], self.keys[part], self.is_hidden[part])
 
 
 def draw_samples(
     data: PreparedTable, rows: NDArray[np.int64], noise: Noise, arrival_share: float, generator: torch.Generator
 ) -> Samples:
-    """Return records of the table with fresh noise, each in a fresh order.
+    """Read records of the table, add noise to their values, and draw an order of the readings for each.
 
     Args:
         data: The prepared table.
-        rows: (B,) row numbers of the records.
+        rows: (B,) row numbers of the records in the table.
         noise: The noise to add.
-        arrival_share: Probability that a record gets its logged order of arrival, if the table has one, instead of a
-            random order. Readings of one time get a random order if `data.ties` is "hold".
+        arrival_share: Probability (0 to 1) that a record gets its logged order of arrival, if the table has one,
+            instead of a random order. If `data.ties` is "hold", readings with the same time get a random order among
+            themselves.
         generator: The source of random numbers.
     """
     values, arrival_ranks = read_rows(data, rows)
     values, is_hidden = noise.apply(values, generator)
-    keys = draw_random_keys(values.shape, generator)
-    if arrival_ranks is not None:
-        uses_arrival_order = torch.rand((len(values), 1), generator=generator) < arrival_share
-        arrival_keys = arrival_ranks + keys if data.ties == "hold" else arrival_ranks
-        keys = torch.where(uses_arrival_order, arrival_keys, keys)
+    random_keys = draw_random_keys(values.shape, generator)
+    if arrival_ranks is None:
+        return Samples(values, random_keys, is_hidden)
+    uses_arrival_order = torch.rand((len(values), 1), generator=generator) < arrival_share
+    # Random keys are less than 1 and ranks are integers, so the sum only changes the order of equal ranks.
+    arrival_keys = arrival_ranks + random_keys if data.ties == "hold" else arrival_ranks
+    keys = torch.where(uses_arrival_order, arrival_keys, random_keys)
     return Samples(values, keys, is_hidden)
 
 
 def order_readings(values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort the readings of each of B records by their keys and remove missing ones.
+    """Sort the readings of each record by their keys, and remove missing ones.
 
     Args:
-        values: (B, F) values, NaN if missing.
-        keys: (B, F) sort keys.
+        values: (B, F) values of B records and F features, NaN if missing.
+        keys: (B, F) sort keys, ascending in the wanted order.
 
     Returns:
-        (B, L) feature codes in ascending order of the keys, with −1 as padding at the end, where L is the largest
-        number of readings of a record; and (B, L) the column of `values` from which each reading comes, arbitrary at
-        padding.
+        Two (B, L) tensors, where L is the number of readings of the longest record. The first contains the feature
+        codes (column of `values`) in the wanted order, and −1 as padding at the end. The second is an index for
+        `gather_values`: the same codes, and any valid code at padding.
     """
     is_present = ~values.isnan()
-    columns = torch.argsort(keys.masked_fill(~is_present, torch.inf), dim=1)
-    length = max(1, int(is_present.sum(1).max()))
-    columns = columns[:, :length]
-    return torch.where(is_present.gather(1, columns), columns, -1), columns
+    columns = torch.argsort(keys.masked_fill(~is_present, torch.inf), dim=1)  # missing readings come last
+    max_readings = max(1, int(is_present.sum(1).max()))
+    columns = columns[:, :max_readings]
+    features = torch.where(is_present.gather(1, columns), columns, -1)
+    return features, columns
 
 
 def gather_values(values: Tensor, columns: Tensor) -> Tensor:
-    """Return values (B, F) in the order that `order_readings` returned as `columns` (B, L), 0 at padding."""
+    """Put the values of B records into the order that `order_readings` has determined.
+
+    Args:
+        values: (B, F) values of F features, NaN if missing.
+        columns: (B, L) second result of `order_readings`, where L is the number of readings of the longest record.
+
+    Returns:
+        (B, L) values, 0 at padding.
+    """
     return values.gather(1, columns).nan_to_num(0.0)
 
 
 def move_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on a device. A copy to a GPU uses pinned memory, so that the program does not wait for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    """Return a CPU tensor on a device. A copy to a GPU uses pinned memory, so that it does not block the program."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def draw_random_keys(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Return random sort keys, with which every order of the readings has the same probability."""
+    """Return uniform random numbers in [0, 1) as float64. Sorting by them gives every order the same probability."""
     return torch.rand(shape, generator=generator, dtype=torch.float64)
 
 
 def read_rows(data: PreparedTable, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor | None]:
-    """Read B rows of the matrix on disk.
+    """Read the values and the arrival ranks of B records from the matrices on disk.
+
+    Args:
+        data: The prepared table with F features.
+        rows: (B,) row numbers of the records in the table.
 
     Returns:
-        (B, F) values; and (B, F) arrival ranks as float64, None if the table has no order of arrival.
+        (B, F) float32 normalised values or label codes, NaN if missing; and (B, F) float64 position of each reading in
+        its record's order of arrival, −1 if missing. The second is None if the table has no order of arrival.
     """
     values = torch.from_numpy(np.ascontiguousarray(data.values[rows]))
     if data.arrival_ranks is None:
@@ -161,6 +191,10 @@ def read_rows(data: PreparedTable, rows: NDArray[np.int64]) -> tuple[Tensor, Ten
 
 
 def create_generator(*seeds: int) -> torch.Generator:
-    """Return a random number generator whose state depends on the given numbers alone."""
-    state = np.random.SeedSequence(seeds).generate_state(2, np.uint32)
-    return torch.Generator().manual_seed(int(state[0]) << 31 ^ int(state[1]))
+    """Return a random number generator whose state depends on the given numbers alone.
+
+    Each use passes the user's seed and further numbers, such as that of the training step. Hence the random numbers of
+    different uses are independent, and a run that is continued draws the same numbers.
+    """
+    high, low = np.random.SeedSequence(seeds).generate_state(2, np.uint32)
+    return torch.Generator().manual_seed(int(high) << 31 ^ int(low))
