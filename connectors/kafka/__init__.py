@@ -10,15 +10,15 @@
 
 The client library is kafka-python. Three of its properties shape these files. A consumer belongs to one thread. Its
 rebalance listener runs on the client's own thread while ours waits inside `poll`, `commit` or `close`, so the state
-they share needs no lock. A deserializer that raises makes `poll` loop forever, so keys and values stay bytes until
-the codec decodes them.
+they share needs no lock. A deserializer that raises makes `poll` loop forever, so keys and values stay bytes until the
+codec decodes them.
 """
 
 from connectors.kafka.bounded_fetch import FetchLimits
 from connectors.kafka.client import count_partitions, ensure_topics
 from connectors.kafka.delivery import Delivery
 from connectors.kafka.produce import produce
-from connectors.kafka.sink import AlertEncoder, KafkaSink, output_topics
+from connectors.kafka.sink import AlertEncoder, KafkaSink, describe_output_topics
 from connectors.kafka.source import KafkaSource
 from connectors.kafka.state import StateTopic
 
@@ -30,7 +30,7 @@ __all__ = [
     "KafkaSource",
     "StateTopic",
     "count_partitions",
+    "describe_output_topics",
     "ensure_topics",
-    "output_topics",
     "produce",
 ]

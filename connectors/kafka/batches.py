@@ -17,8 +17,10 @@ BATCH_BYTES = 131_072
 REQUEST_BYTES = 1_048_576
 """Largest sum of batches in one request to a broker, in bytes."""
 
-SEQUENCES = 2**31
+NUM_SEQUENCES = 2**31
+"""Sequence numbers of a producer start again from 0 after this many."""
 MAGIC = 2
+"""Version of the record batch format."""
 
 
 Header = tuple[str, bytes]
@@ -28,9 +30,8 @@ class OutgoingMessage(NamedTuple):
     """A message to be sent.
 
     Attributes:
-        source: Partition of the events topic that caused the message. If this partition moves to another process before
-            the
-            message is committed, the message is dropped.
+        source_partition: Partition of the events topic that caused the message. If it moves to another process before
+            the message is committed, the message is dropped.
         topic: The topic to send to.
         key: The key, or None.
         value: The value, or None for a tombstone.
@@ -38,7 +39,7 @@ class OutgoingMessage(NamedTuple):
         partition: Partition of `topic`, or None to choose it by the key with murmur2, as all Kafka clients do.
     """
 
-    source: int
+    source_partition: int
     topic: str
     key: bytes | None
     value: bytes | None
@@ -80,93 +81,105 @@ class BatchBuilder:
     def __init__(self, producer: int, epoch: int, limits: Mapping[str, int]) -> None:
         self._producer, self._epoch, self._limits = producer, epoch, limits
         self._compression = DefaultRecordBatchBuilder.CODEC_LZ4 if has_lz4() else DefaultRecordBatchBuilder.CODEC_NONE
-        self._next: dict[TopicPartition, int] = defaultdict(int)
+        self._next_sequence: dict[TopicPartition, int] = defaultdict(int)
 
     def build(
-        self, records: Sequence[OutgoingMessage], partition_of: Callable[[OutgoingMessage], TopicPartition]
+        self, messages: Sequence[OutgoingMessage], choose_partition: Callable[[OutgoingMessage], TopicPartition]
     ) -> list[Batch]:
         """Return batches that hold all messages; messages of one partition keep their order.
 
         Args:
-            records: The messages.
-            partition_of: Returns the partition of a message.
+            messages: The messages.
+            choose_partition: Returns the partition of a message.
         """
-        places: dict[TopicPartition, list[int]] = defaultdict(list)
-        for i, record in enumerate(records):
-            places[partition_of(record)].append(i)
-        return [batch for to, of_one in places.items() for batch in self._build_for_partition(to, records, of_one)]
+        indexes_by_partition: dict[TopicPartition, list[int]] = defaultdict(list)
+        for i, message in enumerate(messages):
+            indexes_by_partition[choose_partition(message)].append(i)
+        batches: list[Batch] = []
+        for tp, indexes in indexes_by_partition.items():
+            batches += self._build_for_partition(tp, messages, indexes)
+        return batches
 
     def _build_for_partition(
-        self, to: TopicPartition, records: Sequence[OutgoingMessage], places: Sequence[int]
+        self, tp: TopicPartition, messages: Sequence[OutgoingMessage], indexes: Sequence[int]
     ) -> Iterator[Batch]:
         """Yield the batches of one partition.
 
         Args:
-            to: The partition.
-            records: All messages of the commit.
-            places: Indexes of the messages that go to this partition.
+            tp: The partition.
+            messages: All messages of the commit.
+            indexes: Indexes of the messages that go to this partition.
         """
         first = 0
-        while first < len(places):
+        while first < len(indexes):
             builder = MemoryRecordsBuilder(
                 MAGIC,
                 self._compression,
-                min(BATCH_BYTES, self._limits[to.topic]),
+                min(BATCH_BYTES, self._limits[tp.topic]),
                 transactional=True,
                 producer_id=self._producer,
                 producer_epoch=self._epoch,
-                base_sequence=self._next[to],
+                base_sequence=self._next_sequence[tp],
             )
-            at = first
-            while at < len(places):
-                record = records[places[at]]
-                if builder.append(None, record.key, record.value, record.headers) is None:
-                    break  # it is full
-                at += 1
+            end = first
+            while end < len(indexes):
+                message = messages[indexes[end]]
+                is_full = builder.append(None, message.key, message.value, message.headers) is None
+                if is_full:
+                    break
+                end += 1
             builder.close()
-            yield Batch(to, builder.buffer(), list(places[first:at]))
-            self._next[to] = (self._next[to] + at - first) % SEQUENCES
-            first = at
+            yield Batch(tp, builder.buffer(), list(indexes[first:end]))
+            self._next_sequence[tp] = (self._next_sequence[tp] + end - first) % NUM_SEQUENCES
+            first = end
 
 
-def plan_requests(batches: Sequence[Batch], leader_of: Callable[[TopicPartition], int]) -> list[dict[int, list[int]]]:
+def plan_requests(batches: Sequence[Batch], get_leader: Callable[[TopicPartition], int]) -> list[dict[int, list[int]]]:
     """Return which batches are sent together, as a list of rounds.
 
     The protocol allows one batch per partition in a request, and a request is at most `REQUEST_BYTES` long. Batches of
-    one
-    partition keep their order.
+    one partition keep their order.
 
     Args:
         batches: The batches.
-        leader_of: Returns the id of the broker that leads a partition.
+        get_leader: Returns the id of the broker that leads a partition.
 
     Returns:
         For each round, the indexes of batches by broker.
     """
-    turns: list[dict[int, list[int]]] = []
-    sizes: list[dict[int, int]] = []
-    next_turn: dict[TopicPartition, int] = defaultdict(int)
+    rounds: list[dict[int, list[int]]] = []
+    bytes_by_round: list[dict[int, int]] = []
+    next_round: dict[TopicPartition, int] = defaultdict(int)
     for i, batch in enumerate(batches):
-        leader, size, turn = leader_of(batch.topic_partition), len(batch.records), next_turn[batch.topic_partition]
-        while turn < len(turns) and leader in turns[turn] and sizes[turn][leader] + size > REQUEST_BYTES:
-            turn += 1
-        if turn == len(turns):
-            turns.append(defaultdict(list))
-            sizes.append(defaultdict(int))
-        turns[turn][leader].append(i)
-        sizes[turn][leader] += size
-        next_turn[batch.topic_partition] = turn + 1
-    return turns
+        leader, size, round_index = (
+            get_leader(batch.topic_partition),
+            len(batch.records),
+            next_round[batch.topic_partition],
+        )
+        while (
+            round_index < len(rounds)
+            and leader in rounds[round_index]
+            and bytes_by_round[round_index][leader] + size > REQUEST_BYTES
+        ):
+            round_index += 1
+        if round_index == len(rounds):
+            rounds.append(defaultdict(list))
+            bytes_by_round.append(defaultdict(int))
+        rounds[round_index][leader].append(i)
+        bytes_by_round[round_index][leader] += size
+        next_round[batch.topic_partition] = round_index + 1
+    return rounds
 
 
-def offsets_in_order(batches: Sequence[Batch], first: Sequence[int]) -> list[int]:
+def list_offsets(batches: Sequence[Batch], base_offsets: Sequence[int]) -> list[int]:
     """Return the offset of each message, in the order of the messages.
 
     Args:
         batches: The batches that hold the messages.
-        first: The offset of the first record of each batch.
+        base_offsets: The offset of the first record of each batch.
     """
-    found = {
-        at: base + i for batch, base in zip(batches, first, strict=True) for i, at in enumerate(batch.message_indexes)
-    }
-    return [found[at] for at in range(len(found))]
+    offset_by_message: dict[int, int] = {}
+    for batch, base_offset in zip(batches, base_offsets, strict=True):
+        for i, message_index in enumerate(batch.message_indexes):
+            offset_by_message[message_index] = base_offset + i
+    return [offset_by_message[i] for i in range(len(offset_by_message))]

@@ -15,9 +15,10 @@ MAX_IN_FLIGHT = 32
 """Unanswered requests that a connection may have. A commit has fewer; the client refuses more."""
 
 PAUSE_SECONDS = 0.001
+"""Shortest pause before a request is repeated."""
 PAUSE_SHARE = 0.1
-"""What the broker is not ready for is asked again after a millisecond, or a tenth of the time that it has taken so far:
-mostly it is still ending the transaction before, which takes it a few milliseconds, and an alert waits for that."""
+"""A request is repeated after this share of the time since the first attempt, but not before `PAUSE_SECONDS`. Usually
+the broker is still ending the previous transaction, which takes a few milliseconds."""
 
 COORDINATOR_MOVED = frozenset(
     error.errno
@@ -40,14 +41,10 @@ LEADER_MOVED = frozenset(
         errors.NotEnoughReplicasAfterAppendError,
     )
 )
-"""Error codes that mean: another broker leads the partition or is about to, or the broker does not know the partition
-yet.
-"""
+"""Error codes that mean: another broker leads the partition or is about to, or the partition is not known yet."""
 
 TRANSIENT = COORDINATOR_MOVED | LEADER_MOVED | {errors.ConcurrentTransactionsError.errno}
-"""Error codes after which a request is retried. The last one means that the broker is still ending the previous
-transaction.
-"""
+"""Error codes after which a request is retried. The last one is returned while the previous transaction is ending."""
 
 _FENCED = (errors.InvalidProducerEpochError, errors.ProducerFencedError)
 _REGROUPED = (errors.IllegalGenerationError, errors.UnknownMemberIdError)
@@ -63,13 +60,13 @@ def raise_for_code(code: int) -> None:
         CommitFailedError: The group has assigned its partitions anew.
         KafkaError: Any other error.
     """
-    kind = errors.for_code(code)
-    if issubclass(kind, _FENCED):
+    error_type = errors.for_code(code)
+    if issubclass(error_type, _FENCED):
         raise errors.ProducerFencedError()
-    if issubclass(kind, _REGROUPED):
+    if issubclass(error_type, _REGROUPED):
         raise errors.CommitFailedError()
-    if kind is not errors.NoError:
-        raise kind()
+    if error_type is not errors.NoError:
+        raise error_type()
 
 
 class BrokerClient:
@@ -101,7 +98,7 @@ class BrokerClient:
         self._net = self._manager._net
         self.cluster = self._manager.cluster
         self.cluster.config["allow_auto_create_topics"] = False
-        self._left, self._in_use, self._closed = threading.Event(), threading.Lock(), False
+        self._is_abandoned, self._in_use, self._is_closed = threading.Event(), threading.Lock(), False
         self._deadline = time.monotonic() + patience
         self._manager.bootstrap(bootstrap_timeout_ms)
 
@@ -110,19 +107,20 @@ class BrokerClient:
         try:
             with self._in_use:
                 self._deadline = time.monotonic() + self._patience
-                if self._left.is_set():
+                if self._is_abandoned.is_set():
                     raise errors.KafkaConnectionError("the connections are closed")
                 self._net.poll(timeout_ms=0)  # process what has arrived since the last call
                 call()
         finally:
-            if self._left.is_set():
+            if self._is_abandoned.is_set():
                 self._close_if_unused()
 
     def abandon(self) -> None:
-        """Close the connections. A call that runs in another thread raises soon and closes them itself. May be called
-        from any thread.
+        """Close the connections; may be called from any thread.
+
+        A call that runs in another thread raises soon, and then closes the connections itself.
         """
-        self._left.set()
+        self._is_abandoned.set()
         self._net.wakeup()
         self._close_if_unused()
 
@@ -136,47 +134,51 @@ class BrokerClient:
         The result is the broker's id in the metadata, so that requests use the same connection as others to this
         broker.
         """
-        asked = FindCoordinatorRequest(key=key, key_type=kind.value, coordinator_keys=[key])
-        answer = self.wait_for(self.send(self._manager.least_loaded_node(), asked))
-        found = answer.coordinators[0] if answer.coordinators else answer
-        raise_for_code(found.error_code)
-        return self.cluster.add_coordinator(found, kind, key, synthesize_node_id=False)
+        request = FindCoordinatorRequest(key=key, key_type=kind.value, coordinator_keys=[key])
+        response = self.wait_for(self.send(self._manager.least_loaded_node(), request))
+        coordinator = response.coordinators[0] if response.coordinators else response
+        raise_for_code(coordinator.error_code)
+        return self.cluster.add_coordinator(coordinator, kind, key, synthesize_node_id=False)
 
     def send(self, node: Any, request: Any) -> Any:
         """Send a request to a broker, connecting first if necessary, and return a future of the response."""
-        while (wait := self._manager.connection_delay(node)) > 0:
-            self._pause(wait)
+        while (delay := self._manager.connection_delay(node)) > 0:
+            self._pause(delay)
         connection = self._manager.get_connection(node)
         self.wait_for(connection.init_future)
         while connection.paused:  # the broker throttles this client
             self._pause(PAUSE_SECONDS)
         return connection.send_request(request)
 
-    def wait_for(self, asked: Any) -> Any:
+    def wait_for(self, future: Any) -> Any:
         """Wait for a future of `send` and return the response; raise the client's error if the request failed."""
-        while not asked.is_done:
+        while not future.is_done:
             self._poll_network(self._deadline)
-        if asked.exception is not None:
-            raise asked.exception
-        return asked.value
+        if future.exception is not None:
+            raise future.exception
+        return future.value
 
-    def request_until_settled(
-        self, asked: Any, ask: Callable[[], Any], code_of: Callable[[Any], int], find: Callable[[], object]
+    def request_until_accepted(
+        self,
+        future: Any,
+        send_request: Callable[[], Any],
+        get_error_code: Callable[[Any], int],
+        find_coordinator: Callable[[], object],
     ) -> None:
         """Repeat a request until its response has no transient error code, then raise the error that is left, if any.
 
         Args:
-            asked: Future of the first attempt.
-            ask: Sends the request again; repeating it must be harmless.
-            code_of: Returns the error code of a response.
-            find: Finds the broker again after the coordinator has moved.
+            future: Future of the first attempt.
+            send_request: Sends the request again; repeating it must be harmless.
+            get_error_code: Returns the error code of a response.
+            find_coordinator: Finds the broker again after the coordinator has moved.
         """
-        began = time.monotonic()
-        while (code := code_of(self.wait_for(asked))) in TRANSIENT:
-            self.pause_since(began)
+        first_attempt_at = time.monotonic()
+        while (code := get_error_code(self.wait_for(future))) in TRANSIENT:
+            self.pause_since(first_attempt_at)
             if code in COORDINATOR_MOVED:
-                find()
-            asked = ask()
+                find_coordinator()
+            future = send_request()
         raise_for_code(code)
 
     def retry(self, call: Callable[[], Result], between: Callable[[], object] = lambda: None) -> Result:
@@ -186,23 +188,23 @@ class BrokerClient:
             call: The function.
             between: Called before each retry.
         """
-        began = time.monotonic()
+        first_attempt_at = time.monotonic()
         while True:
             try:
                 return call()
             except errors.RetriableError:
-                if time.monotonic() > self._deadline or self._left.is_set():
+                if time.monotonic() > self._deadline or self._is_abandoned.is_set():
                     raise
-            self.pause_since(began)
+            self.pause_since(first_attempt_at)
             between()
 
-    def pause_since(self, began: float) -> None:
+    def pause_since(self, first_attempt_at: float) -> None:
         """Wait before a retry, longer if the first attempt was made long ago.
 
         Args:
-            began: `time.monotonic()` of the first attempt.
+            first_attempt_at: `time.monotonic()` of the first attempt.
         """
-        self._pause(max(PAUSE_SECONDS, PAUSE_SHARE * (time.monotonic() - began)))
+        self._pause(max(PAUSE_SECONDS, PAUSE_SHARE * (time.monotonic() - first_attempt_at)))
 
     def _pause(self, seconds: float) -> None:
         """Drive the connections for a number of seconds."""
@@ -211,10 +213,16 @@ class BrokerClient:
             self._poll_network(until)
 
     def _poll_network(self, until: float) -> None:
-        """Drive the connections until something happens or `until` is reached; raise KafkaTimeoutError after the
-        deadline.
+        """Drive the connections until something happens or a time is reached.
+
+        Args:
+            until: The time, as `time.monotonic()`.
+
+        Raises:
+            KafkaTimeoutError: The deadline of the call has passed.
+            KafkaConnectionError: The connections were closed by `abandon`.
         """
-        if self._left.is_set():
+        if self._is_abandoned.is_set():
             raise errors.KafkaConnectionError("the transaction was abandoned")
         now = time.monotonic()
         if now > self._deadline:
@@ -225,8 +233,8 @@ class BrokerClient:
         """Close the connections unless a call uses them; that call then closes them when it ends."""
         if self._in_use.acquire(blocking=False):
             try:
-                if not self._closed:
-                    self._closed = True
+                if not self._is_closed:
+                    self._is_closed = True
                     self._client.close()
             finally:
                 self._in_use.release()

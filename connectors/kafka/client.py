@@ -40,12 +40,15 @@ DELIVERY_SECONDS = 30.0
 FLUSH_SECONDS = DELIVERY_SECONDS + CONNECT_SECONDS
 """Seconds after which the client has given up every message that was not acknowledged."""
 
-DEFAULT_LIMIT = 2**20 + 12
+MAX_REMEMBERED_WARNINGS = 1000
+"""Number of different warnings whose repetitions are recognised."""
+
+DEFAULT_MAX_MESSAGE_BYTES = 2**20 + 12
 """Kafka's default of a topic's max.message.bytes."""
 
 _MappingRow = tuple[tuple[type[Exception], ...], type[DeformerError], str]
 
-MAPPING: tuple[_MappingRow, ...] = (
+ERROR_MAPPING: tuple[_MappingRow, ...] = (
     (
         (errors.SaslAuthenticationFailedError, errors.UnacceptableCredentialError),
         ConfigError,
@@ -120,12 +123,12 @@ def translate(error: Exception, bootstrap_servers: str, doing: str) -> DeformerE
     The client's own text is left out, because it may quote settings.
 
     Args:
-        error: An error that `MAPPING` covers.
+        error: An error that `ERROR_MAPPING` covers.
         bootstrap_servers: The brokers, for the message.
         doing: What was attempted, for example "reading topic 'sensors'".
     """
     error_type, remedy = next(
-        (error_type, remedy) for client_errors, error_type, remedy in MAPPING if isinstance(error, client_errors)
+        (error_type, remedy) for client_errors, error_type, remedy in ERROR_MAPPING if isinstance(error, client_errors)
     )
     return error_type(f"Kafka at {bootstrap_servers}: {doing} failed ({type(error).__name__}): {remedy}")
 
@@ -137,7 +140,7 @@ def translate_errors(bootstrap_servers: str, doing: str, *also: type[Exception])
     Args:
         bootstrap_servers: The brokers, for the message.
         doing: What the body attempts, for the message.
-        *also: Further kinds of exceptions to translate; `MAPPING` must cover them.
+        *also: Further kinds of exceptions to translate; `ERROR_MAPPING` must cover them.
     """
     try:
         yield
@@ -149,8 +152,7 @@ class _LogForwarder(logging.Handler):
     """A handler that forwards warnings of the client to our log.
 
     Messages about the pace of the client's event loop are dropped, because they are normal on a busy machine. A
-    repeated
-    message is forwarded once in `REPEAT_SECONDS`, and a warning about an unencrypted login only once.
+    repeated message is forwarded once in `REPEAT_SECONDS`, and a warning about an unencrypted login only once.
     """
 
     def __init__(self) -> None:
@@ -158,29 +160,34 @@ class _LogForwarder(logging.Handler):
         self._forwarded_at: dict[str, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Forward a log record of the client, unless it is a repetition."""
         text, now = record.getMessage(), time.monotonic()
         if record.name == "kafka.net.selector" or now - self._forwarded_at.get(text, -math.inf) < REPEAT_SECONDS:
             return
-        if len(self._forwarded_at) >= 1000:
+        if len(self._forwarded_at) >= MAX_REMEMBERED_WARNINGS:
             self._forwarded_at.clear()
         self._forwarded_at[text] = math.inf if record.name.startswith("kafka.net.sasl") else now
-        log.get_logger("kafka").warning(text)
+        log.get_logger("kafka").warning("client_warning", message=text)
 
 
 class _ConnectErrorCollector(logging.Handler):
     """A handler that keeps the last permanent error that the client logs while it connects.
 
     The client retries after every error and reports the reason only in its log.
+
+    Attributes:
+        permanent_error: The error, or None.
     """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.refusal: errors.KafkaError | None = None
+        self.permanent_error: errors.KafkaError | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Keep an error among the arguments of a log record, if it is permanent."""
         for argument in record.args if isinstance(record.args, tuple) else ():
             if isinstance(argument, errors.KafkaError) and not argument.retriable:
-                self.refusal = argument
+                self.permanent_error = argument
 
 
 _client_log = logging.getLogger("kafka")
@@ -193,6 +200,11 @@ Result = TypeVar("Result")
 def _check_reachable(bootstrap_servers: str, security: dict[str, Any], context: ssl.SSLContext | None) -> None:
     """Connect to one of the brokers and run the preflight check, so that errors appear early and are specific.
 
+    Args:
+        bootstrap_servers: Comma-separated host:port pairs.
+        security: Arguments of the client for encryption and login.
+        context: TLS settings, or None without encryption.
+
     Raises:
         Unavailable: No broker responds.
         ConfigError: An address is malformed, or the broker refuses the connection.
@@ -202,12 +214,12 @@ def _check_reachable(bootstrap_servers: str, security: dict[str, Any], context: 
         host, _, port = server.rpartition(":")
         if not (host and port.isdecimal() and int(port) < 2**16):
             raise ConfigError(f"--bootstrap-servers {bootstrap_servers!r}: {server!r} does not have the form host:port")
-        for last in (False, True):
+        for is_last_attempt in (False, True):
             try:
                 with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as connection:
                     return check_broker(connection, server, security, context)
             except ConnectionClosed:
-                if last:
+                if is_last_attempt:
                     raise
                 time.sleep(REFUSAL_SECONDS)
             except OSError as error:
@@ -262,7 +274,7 @@ def connect(
                     **options,
                 )
             except errors.KafkaTimeoutError as error:
-                raise error_collector.refusal or error from error
+                raise error_collector.permanent_error or error from error
     except DeformerError:
         for client in network_clients:
             client.close()
@@ -276,7 +288,7 @@ def create_producer(bootstrap_servers: str, security: dict[str, Any] | None, **o
     """Create an idempotent producer whose messages are acknowledged by all in-sync replicas.
 
     A message that the broker finds too large stops an idempotent producer. So callers must compare sizes with the
-    topic's     limit first (see `ensure_topics`). Messages are compressed with lz4 if that package is installed.
+    topic's limit first (see `ensure_topics`). Messages are compressed with lz4 if that package is installed.
     """
     return connect(
         KafkaProducer,
@@ -293,23 +305,29 @@ def create_producer(bootstrap_servers: str, security: dict[str, Any] | None, **o
 
 
 def _retry(call: Callable[[], Result]) -> Result:
-    """Call the broker, and retry retriable errors for up to `DELIVERY_SECONDS`.
+    """Return the result of a request to the broker; repeat it on retriable errors for up to `DELIVERY_SECONDS`.
 
-    After a broker restart it takes a while until other brokers lead its partitions.
+    After a broker has restarted, it takes a while until other brokers lead its partitions. The error of a topic that
+    does not exist is not retried.
     """
     deadline = time.monotonic() + DELIVERY_SECONDS
     while True:
         try:
             return call()
         except errors.RetriableError as error:
-            unknown = isinstance(error, errors.UnknownTopicOrPartitionError | errors.UnknownTopicIdError)
-            if unknown or time.monotonic() > deadline:
+            is_unknown_topic = isinstance(error, errors.UnknownTopicOrPartitionError | errors.UnknownTopicIdError)
+            if is_unknown_topic or time.monotonic() > deadline:
                 raise
             time.sleep(0.5)
 
 
 def count_partitions(bootstrap_servers: str, topic: str, security: dict[str, Any] | None = None) -> int:
     """Return how many partitions a topic has, after checking that this user may read it.
+
+    Args:
+        bootstrap_servers: Comma-separated host:port pairs.
+        topic: The topic.
+        security: Arguments of the client for encryption and login.
 
     Raises:
         Unavailable: The topic does not exist, or no broker responds.
@@ -318,13 +336,13 @@ def count_partitions(bootstrap_servers: str, topic: str, security: dict[str, Any
     admin: KafkaAdminClient = connect(KafkaAdminClient, bootstrap_servers, security)
     try:
         with translate_errors(bootstrap_servers, f"looking up topic {topic!r}", ValueError, TypeError):
-            (found,) = _retry(lambda: admin.describe_topics([topic]))
+            (description,) = _retry(lambda: admin.describe_topics([topic]))
     finally:
         admin.close()
-    _check_permission(bootstrap_servers, found, "READ")
-    if not found["partitions"]:
+    _check_permission(bootstrap_servers, description, "READ")
+    if not description["partitions"]:
         raise Unavailable(f"topic {topic!r} does not exist on {bootstrap_servers}: create it or check --topic")
-    return len(found["partitions"])
+    return len(description["partitions"])
 
 
 def ensure_topics(
@@ -333,13 +351,13 @@ def ensure_topics(
     security: dict[str, Any] | None = None,
     create: bool = True,
 ) -> dict[str, int]:
-    """Create missing topics, check existing ones, and return the largest message that each accepts, in bytes.
+    """Create missing topics, check existing ones, and return the maximum message size of each topic in bytes.
 
     Args:
         bootstrap_servers: Comma-separated host:port pairs.
         topics: By name, the arguments of the client's `create_topics` (`num_partitions`, `configs`). The replication
-            factor is the broker's default. If an existing topic should be compacted, it must be, and it must
-            have at least `num_partitions` partitions.
+            factor is the broker's default. If the arguments contain `cleanup.policy`, an existing topic must be
+            compacted and have at least `num_partitions` partitions.
         security: Arguments of the client for encryption and login.
         create: Whether missing topics may be created.
 
@@ -352,8 +370,8 @@ def ensure_topics(
     admin: KafkaAdminClient = connect(KafkaAdminClient, bootstrap_servers, security)
     try:
         with translate_errors(bootstrap_servers, "listing topics"):
-            there = set(_retry(admin.list_topics))
-        missing = sorted(topics.keys() - there)
+            existing = set(_retry(admin.list_topics))
+        missing = sorted(topics.keys() - existing)
         if missing and not create:
             raise ConfigError(
                 f"Kafka at {bootstrap_servers} has no topic {', '.join(missing)}: create it, or use "
@@ -361,25 +379,38 @@ def ensure_topics(
             )
         for name in missing:
             with translate_errors(bootstrap_servers, f"creating topic {name!r}"):
-                _retry(partial(_create, admin, bootstrap_servers, name, topics[name]))
+                _retry(partial(_create_topic, admin, bootstrap_servers, name, topics[name]))
         with translate_errors(bootstrap_servers, "describing the topics"):
-            for found in _retry(lambda: admin.describe_topics(list(topics))):
-                _check_permission(bootstrap_servers, found, "WRITE")
+            for description in _retry(lambda: admin.describe_topics(list(topics))):
+                _check_permission(bootstrap_servers, description, "WRITE")
         with translate_errors(bootstrap_servers, "reading the topics' settings"):
-            settings = _retry(lambda: _settings(admin, topics))
-            for name in topics.keys() & there:
+            settings_by_topic = _retry(lambda: _read_settings(admin, topics))
+            for name in topics.keys() & existing:
                 if "cleanup.policy" in topics[name].get("configs", {}):
-                    partitions = _retry(partial(admin.describe_topics, [name]))[0]["partitions"]
-                    _check_compacted(name, settings[name], len(partitions), topics[name]["num_partitions"])
-        return {name: int(found.get("max.message.bytes", DEFAULT_LIMIT)) for name, found in settings.items()}
+                    num_partitions = len(_retry(partial(admin.describe_topics, [name]))[0]["partitions"])
+                    _check_compacted(name, settings_by_topic[name], num_partitions, topics[name]["num_partitions"])
+        return {
+            name: int(settings.get("max.message.bytes", DEFAULT_MAX_MESSAGE_BYTES))
+            for name, settings in settings_by_topic.items()
+        }
     finally:
         admin.close()
 
 
-def _create(admin: KafkaAdminClient, bootstrap_servers: str, name: str, spec: dict[str, Any]) -> None:
-    """Create a topic and wait until the brokers know it; another process may have created it first."""
+def _create_topic(admin: KafkaAdminClient, bootstrap_servers: str, name: str, arguments: dict[str, Any]) -> None:
+    """Create a topic and wait until the brokers know it. Another process may have created it first.
+
+    Args:
+        admin: The client.
+        bootstrap_servers: The brokers, for messages.
+        name: The topic.
+        arguments: Arguments of the client's `create_topics`.
+
+    Raises:
+        ConfigError: This user may not create the topic.
+    """
     try:
-        admin.create_topics({name: spec})
+        admin.create_topics({name: arguments})
     except errors.TopicAlreadyExistsError:
         pass  # another consumer of the group created it first
     except (errors.AuthorizationError, errors.PolicyViolationError) as error:
@@ -388,43 +419,58 @@ def _create(admin: KafkaAdminClient, bootstrap_servers: str, name: str, spec: di
             f"({type(error).__name__}): create it, or grant the permission"
         ) from error
     else:
-        log.get_logger("kafka").info("topic_created", topic=name, partitions=spec.get("num_partitions"))
+        log.get_logger("kafka").info("topic_created", topic=name, partitions=arguments.get("num_partitions"))
     admin.wait_for_topics([name])
 
 
-def _check_permission(bootstrap_servers: str, found: dict[str, Any], operation: str) -> None:
-    """Raise `ConfigError` if this user may not read or write a topic, given the broker's description of it.
+def _check_permission(bootstrap_servers: str, description: dict[str, Any], operation: str) -> None:
+    """Raise `ConfigError` if this user may not read or write a topic.
 
-    It is checked at start, since the client's own error would appear only with the first alert and is less clear.
+    The check is made at start. The client's own error would appear only with the first alert and is less clear.
+
+    Args:
+        bootstrap_servers: The brokers, for the message.
+        description: The broker's description of the topic.
+        operation: "READ" or "WRITE".
     """
-    allowed = found["authorized_operations"] or [operation]
-    if found["error_code"] == errors.TopicAuthorizationFailedError.errno or operation not in allowed:
+    allowed = description["authorized_operations"] or [operation]
+    is_refused = description["error_code"] == errors.TopicAuthorizationFailedError.errno
+    if is_refused or operation not in allowed:
         raise ConfigError(
-            f"topic {found['name']!r} on {bootstrap_servers} may not be used by this user: grant the permission "
+            f"topic {description['name']!r} on {bootstrap_servers} may not be used by this user: grant the permission "
             f"{operation}"
         )
 
 
-def _settings(admin: KafkaAdminClient, topics: Iterable[str]) -> dict[str, dict[str, str]]:
+def _read_settings(admin: KafkaAdminClient, topics: Iterable[str]) -> dict[str, dict[str, str]]:
     """Return `max.message.bytes` and `cleanup.policy` of each topic, or nothing if this user may not read settings."""
-    settings: dict[str, dict[str, str]] = {name: {} for name in topics}
-    wanted = dict.fromkeys(("max.message.bytes", "cleanup.policy"))
-    asked = [ConfigResource(ConfigResourceType.TOPIC, name, wanted) for name in settings]
+    settings_by_topic: dict[str, dict[str, str]] = {name: {} for name in topics}
+    setting_names = dict.fromkeys(("max.message.bytes", "cleanup.policy"))
+    resources = [ConfigResource(ConfigResourceType.TOPIC, name, setting_names) for name in settings_by_topic]
     try:
-        found = admin.describe_configs(asked, config_filter="all")
+        response = admin.describe_configs(resources, config_filter="all")
     except errors.AuthorizationError:
-        return settings  # a user may be allowed to write a topic but not to read its settings
-    for name, rows in found.get("topic", {}).items():
-        settings[name] = {key: rows[key]["value"] for key in wanted if key in rows}
-    return settings
+        return settings_by_topic  # a user may be allowed to write a topic but not to read its settings
+    for topic, settings in response.get("topic", {}).items():
+        settings_by_topic[topic] = {name: settings[name]["value"] for name in setting_names if name in settings}
+    return settings_by_topic
 
 
-def _check_compacted(name: str, settings: dict[str, str], partitions: int, needed: int) -> None:
-    """Raise `ConfigError` unless the state topic is compacted and has a partition for each partition of the events."""
+def _check_compacted(name: str, settings: dict[str, str], num_partitions: int, num_required: int) -> None:
+    """Raise `ConfigError` unless the state topic is compacted and has a partition for each partition of the events.
+
+    Args:
+        name: The topic.
+        settings: Its settings.
+        num_partitions: The number of its partitions.
+        num_required: The number of partitions of the events topic.
+    """
     policy = settings.get("cleanup.policy", "compact")
     if policy != "compact":
         raise ConfigError(
             f"topic {name!r} has cleanup.policy={policy}, so saved records would expire: set it to compact"
         )
-    if partitions < needed:
-        raise ConfigError(f"topic {name!r} has {partitions} partitions, {needed} are needed: add partitions to it")
+    if num_partitions < num_required:
+        raise ConfigError(
+            f"topic {name!r} has {num_partitions} partitions, {num_required} are needed: add partitions to it"
+        )

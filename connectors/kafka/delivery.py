@@ -1,11 +1,9 @@
 """A buffer of outgoing messages and the producer that sends them, with or without transactions.
 
 With transactions ("exactly-once") messages wait for the commit, which sends them together with the consumed offsets:
-all
-of it becomes visible, or nothing. Without ("at-least-once") they are sent and acknowledged first, and the offsets are
-committed afterwards. In both modes messages that were not acknowledged stay in the buffer and are sent again. Messages
-of
-a partition that has moved to another process are dropped, because that process repeats the work.
+all of it becomes visible, or nothing. Without ("at-least-once") they are sent and acknowledged first, and the offsets
+are committed afterwards. In both modes messages that were not acknowledged stay in the buffer and are sent again.
+Messages of a partition that has moved to another process are dropped, because that process repeats the work.
 
 A failed transaction ends its producer. Its successor uses the same transactional id, so the broker ends the failed
 transaction before the first new message.
@@ -34,6 +32,7 @@ from connectors.kafka.transactions import Offsets, Transactions
 from deformer_stream.errors import DeformerError
 
 BATCH_BYTES = 16_384
+"""Size of the batches of a producer without transactions."""
 TRANSACTION_SECONDS = 30.0
 """Seconds of silence after which the broker aborts a transaction. Readers of the topics wait for it."""
 
@@ -47,12 +46,12 @@ class Delivery:
     Args:
         bootstrap_servers: Comma-separated host:port pairs.
         security: Arguments of the client for encryption and login.
-        limits: Largest message in bytes, by topic.
+        max_bytes_by_topic: Maximum size of a message in bytes, by topic.
         transactional_id: Identifies the producer to the broker, for one process at a time; None sends without
             transactions.
 
     Attributes:
-        failed: Whether the last attempt failed. Whether it took effect is unknown until `renew`.
+        has_failed: Whether the last attempt failed. Whether it took effect is unknown until `renew_producer` returns.
 
     Raises:
         Unavailable: No broker responds.
@@ -63,36 +62,37 @@ class Delivery:
         self,
         bootstrap_servers: str,
         security: dict[str, Any] | None,
-        limits: dict[str, int],
+        max_bytes_by_topic: dict[str, int],
         transactional_id: str | None = None,
     ) -> None:
-        self._servers, self._security, self.limits = bootstrap_servers, security, limits
+        self._servers, self._security = bootstrap_servers, security
+        self.max_bytes_by_topic = max_bytes_by_topic
         self._transactional_id = transactional_id
-        self._pending: list[OutgoingMessage] = []
-        self._sealed: list[OutgoingMessage] = []  # sealed: sent by the next attempt
+        self._pending: list[OutgoingMessage] = []  # written by sinks since the last commit began
+        self._sealed: list[OutgoingMessage] = []  # to be sent by the next attempt
         self._sent: list[OutgoingMessage] = []  # sent by an attempt, not yet committed
         self._producer: KafkaProducer | Transactions | None = None
-        self._call: _BackgroundCall[None] | None = None  # the attempt in the background
-        self.failed = False
-        self.renew()
+        self._background_call: _BackgroundCall[None] | None = None
+        self.has_failed = False
+        self.renew_producer()
 
     @property
-    def exactly_once(self) -> bool:
+    def is_transactional(self) -> bool:
         """Whether messages are sent in transactions."""
         return self._transactional_id is not None
 
     def put(self, message: OutgoingMessage) -> None:
         """Add a message to the buffer; raise `ConfigError` if it is too large for its topic."""
-        if estimate_size(message) > self.limits[message.topic]:
+        if estimate_size(message) > self.max_bytes_by_topic[message.topic]:
             with translate_errors(self._servers, f"writing to topic {message.topic!r}"):
                 raise errors.MessageSizeTooLargeError()
         self._pending.append(message)
 
-    def drop(self, partitions: Iterable[int]) -> None:
-        """Drop messages of partitions that have moved to another process."""
-        gone = set(partitions)
+    def drop_partitions(self, partitions: Iterable[int]) -> None:
+        """Drop the messages that were caused by partitions which have moved to another process."""
+        dropped = set(partitions)
         for messages in (self._sent, self._sealed, self._pending):
-            messages[:] = [message for message in messages if message.source not in gone]
+            messages[:] = [message for message in messages if message.source_partition not in dropped]
 
     def seal_pending(self) -> None:
         """Fix what the next attempt sends: everything put until now. Later messages go with the attempt after it."""
@@ -104,111 +104,119 @@ class Delivery:
         """Whether any message is sealed or sent and not yet committed."""
         return bool(self._sent or self._sealed)
 
-    def send(self, state: Sequence[OutgoingMessage], within: float | None = None) -> list[int]:
-        """Send all sealed messages and then `state`, without a transaction, and wait for the acknowledgements.
+    def send(self, state_messages: Sequence[OutgoingMessage], timeout: float | None = None) -> list[int]:
+        """Send all sealed messages and then the state, without a transaction, and wait for the acknowledgements.
 
         Args:
-            state: Messages of the state topic.
-            within: Seconds to wait, or None for the default.
+            state_messages: Messages of the state topic.
+            timeout: Seconds to wait, or None for the default.
 
         Returns:
-            The offsets of `state`.
+            The offsets of the state messages.
 
         Raises:
             KafkaError: The client's error.
         """
-        messages = self._collect(state)
+        messages = self._collect_messages(state_messages)
         if not messages:
             return []
-        sender = self._require_producer(KafkaProducer)
-        call = _BackgroundCall(lambda: _send_all(sender, messages))
-        return self._guard(lambda: call.result(within))[len(messages) - len(state) :]
+        producer = self._require_producer(KafkaProducer)
+        call = _BackgroundCall(lambda: _send_all(producer, messages))
+        offsets = self._record_failure(lambda: call.result(timeout))
+        return offsets[len(messages) - len(state_messages) :]
 
     def transaction(
         self,
-        state: Sequence[OutgoingMessage],
-        offsets: Callable[[Callable[[], list[int]]], Offsets],
+        state_messages: Sequence[OutgoingMessage],
+        compute_offsets: Callable[[Callable[[], list[int]]], Offsets],
         group: Any,
-        ended: Callable[[], None] = lambda: None,
+        on_committed: Callable[[], None] = lambda: None,
     ) -> Callable[[], None]:
-        """Return a function that commits a transaction with all sealed messages and then `state`.
+        """Return a function that commits a transaction with all sealed messages and then the state.
 
-        Pass it to `commit` or `begin`.
+        Pass the function to `commit` or `begin`.
 
         Args:
-            state: Messages of the state topic.
-            offsets: Returns the offsets to commit. It gets a function that waits for the offsets of `state`.
+            state_messages: Messages of the state topic.
+            compute_offsets: Returns the offsets to commit. Its argument is a function that waits for the offsets of the
+                state messages and returns them.
             group: The consumer group.
-            ended: Called by the same thread after the transaction is committed.
+            on_committed: Called by the same thread after the transaction is committed.
         """
-        messages, transactions = self._collect(state), self._require_producer(Transactions)
+        messages, transactions = self._collect_messages(state_messages), self._require_producer(Transactions)
+        first_state_message = len(messages) - len(state_messages)
 
         def run() -> None:
-            transactions.commit(messages, lambda sent: offsets(lambda: sent()[len(messages) - len(state) :]), group)
-            ended()
+            transactions.commit(
+                messages,
+                lambda wait_for_offsets: compute_offsets(lambda: wait_for_offsets()[first_state_message:]),
+                group,
+            )
+            on_committed()
 
         return run
 
     def commit(self, transaction: Callable[[], None]) -> None:
         """Commit a transaction and return when it is committed; raise the client's errors."""
-        self._guard(transaction)
+        self._record_failure(transaction)
 
     def begin(self, transaction: Callable[[], None]) -> None:
         """Commit a transaction in a background thread; `end` waits for it and raises its errors.
 
-        Prefer `commit` if there is nothing else to do, because noticing the end of another thread's work takes time.
+        If there is nothing else to do meanwhile, `commit` is faster, because it needs no switch between threads.
         """
-        self._call = _BackgroundCall(transaction)
+        self._background_call = _BackgroundCall(transaction)
 
     @property
     def is_in_background(self) -> bool:
         """Whether `begin` was called and `end` was not."""
-        return self._call is not None
+        return self._background_call is not None
 
     @property
     def is_finished(self) -> bool:
         """Whether the background attempt has ended, successfully or not, so that `end` returns at once."""
-        return self._call is not None and self._call.over
+        return self._background_call is not None and self._background_call.is_finished
 
-    def end(self, within: float | None = None) -> None:
+    def end(self, timeout: float | None = None) -> None:
         """Wait for the background attempt and raise its error, if any.
 
         Args:
-            within: Seconds to wait, or None for the default.
+            timeout: Seconds to wait, or None for the default.
         """
-        call, self._call = self._call, None
+        call, self._background_call = self._background_call, None
         if call is not None:
-            self._guard(lambda: call.result(within))
+            self._record_failure(lambda: call.result(timeout))
 
     def mark_committed(self) -> None:
         """Remove the messages of the last attempt, which are committed."""
         self._sent.clear()
 
-    def renew(self) -> None:
-        """Create a new producer, at start and after a failure.
+    def renew_producer(self) -> None:
+        """Create a producer, at start or in place of one that has failed.
 
-        On return the broker has ended the transaction that failed.
+        When the method returns, the broker has ended the transaction that failed.
         """
-        self._abandon()
-        self._call = None
-        self._producer = self._without_transactions() if self._transactional_id is None else self._with_transactions()
-        self.failed = False
+        self._abandon_producer()
+        self._background_call = None
+        is_transactional = self._transactional_id is not None
+        self._producer = self._open_transactions() if is_transactional else self._create_producer()
+        self.has_failed = False
 
-    def _without_transactions(self) -> KafkaProducer:
+    def _create_producer(self) -> KafkaProducer:
         """Return a producer for at-least-once delivery."""
-        sizes = self.limits.values()
+        sizes = self.max_bytes_by_topic.values()
         return create_producer(
             self._servers, self._security, max_request_size=max(sizes), batch_size=min(BATCH_BYTES, *sizes)
         )
 
-    def _with_transactions(self) -> Transactions:
-        """Return a transactional producer, opened."""
+    def _open_transactions(self) -> Transactions:
+        """Return a producer for exactly-once delivery, after the broker has fenced its predecessor."""
         transactions = connect(
             Transactions,
             self._servers,
             self._security,
             transactional_id=self._transactional_id,
-            limits=self.limits,
+            limits=self.max_bytes_by_topic,
             timeout=TRANSACTION_SECONDS,
             patience=DELIVERY_SECONDS,
         )
@@ -216,99 +224,113 @@ class Delivery:
             with translate_errors(self._servers, f"opening a transaction as {self._transactional_id!r}"):
                 transactions.open()
         except DeformerError:
-            transactions.leave()
+            transactions.close()
             raise
         return transactions
 
     def close(self) -> None:
         """Close the producer; messages that were not sent are dropped."""
-        if isinstance(self._producer, KafkaProducer) and not self.failed:
+        if isinstance(self._producer, KafkaProducer) and not self.has_failed:
             with translate_errors(self._servers, "closing the producer"):
                 self._producer.close(timeout=CONNECT_SECONDS)
                 self._producer = None
-        self._abandon()
+        self._abandon_producer()
 
-    def _abandon(self) -> None:
-        """Discard a producer that may have failed, without waiting for messages it still holds.
+    def _abandon_producer(self) -> None:
+        """Discard a producer that may have failed, without waiting for messages that it still holds.
 
-        KafkaProducer would wait for them, and leave its thread running if that fails.
+        `KafkaProducer.close` would wait for them, and leave its thread running if that fails.
         """
         if isinstance(self._producer, Transactions):
-            self._producer.leave()
+            self._producer.close()
         elif self._producer is not None:
             self._producer._sender.force_close()
-            threading.Thread(target=_close, args=(self._producer,), daemon=True).start()
+            threading.Thread(target=_close_producer, args=(self._producer,), daemon=True).start()
         self._producer = None
 
     def _require_producer(self, kind: type[Producer]) -> Producer:
         """Return the producer, or raise KafkaConnectionError if it has failed and must be renewed."""
-        if not isinstance(self._producer, kind) or self.failed:
+        if not isinstance(self._producer, kind) or self.has_failed:
             raise errors.KafkaConnectionError("the producer has failed and is being replaced")
         return self._producer
 
-    def _collect(self, state: Sequence[OutgoingMessage]) -> list[OutgoingMessage]:
-        """Return the messages of the next attempt: those of a failed attempt, those sealed since, and `state`."""
+    def _collect_messages(self, state_messages: Sequence[OutgoingMessage]) -> list[OutgoingMessage]:
+        """Return what the next attempt sends: messages of a failed attempt, those sealed since, and the state."""
         self._sent += self._sealed
         self._sealed.clear()
-        return [*self._sent, *state]
+        return [*self._sent, *state_messages]
 
-    def _guard(self, result: Callable[[], Result]) -> Result:
-        """Return the result of a call to the producer; on any exception mark the producer as failed."""
+    def _record_failure(self, call: Callable[[], Result]) -> Result:
+        """Return the result of a call to the producer; if it raises, mark the producer as failed."""
         try:
-            return result()
+            return call()
         except BaseException:
-            self.failed = True
+            self.has_failed = True
             raise
 
 
-def _send_all(sender: KafkaProducer, messages: Sequence[OutgoingMessage]) -> list[int]:
+def _send_all(producer: KafkaProducer, messages: Sequence[OutgoingMessage]) -> list[int]:
     """Send messages, wait for the acknowledgements, and return the offsets."""
-    sent = [sender.send(m.topic, value=m.value, key=m.key, headers=m.headers, partition=m.partition) for m in messages]
-    sender.flush(timeout=FLUSH_SECONDS)
-    for future in sent:  # the client does not raise the errors of single messages
+    futures = [
+        producer.send(
+            message.topic,
+            value=message.value,
+            key=message.key,
+            headers=message.headers,
+            partition=message.partition,
+        )
+        for message in messages
+    ]
+    producer.flush(timeout=FLUSH_SECONDS)
+    for future in futures:  # `flush` does not raise the errors of single messages
         if future.failed():
             raise future.exception
-    return [int(future.value.offset) for future in sent]
+    return [int(future.value.offset) for future in futures]
 
 
-def _close(sender: KafkaProducer) -> None:
-    """Close a producer whose messages have failed."""
+def _close_producer(producer: KafkaProducer) -> None:
+    """Close a producer whose messages have failed, and ignore errors."""
     with suppress(errors.KafkaError):
-        sender.close(timeout=FLUSH_SECONDS)
+        producer.close(timeout=FLUSH_SECONDS)
 
 
 class _BackgroundCall(Generic[Result]):
-    """A function call in a thread of its own. A call that does not return in time is abandoned."""
+    """A function call in a thread of its own. A call that does not return in time is abandoned.
+
+    Args:
+        call: The function; the thread starts at once.
+    """
 
     def __init__(self, call: Callable[[], Result]) -> None:
-        self._done: list[Result] = []
-        self._failed: list[BaseException] = []
+        self._results: list[Result] = []  # the result, if the call has returned
+        self._errors: list[BaseException] = []  # the exception, if the call has raised one
 
         def run() -> None:
             try:
-                self._done.append(call())
+                self._results.append(call())
             except BaseException as error:  # raised again by `result`
-                self._failed.append(error)
+                self._errors.append(error)
 
         self._thread = threading.Thread(target=run, name="delivery", daemon=True)
         self._thread.start()
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
+        """Whether the call has returned or raised."""
         return not self._thread.is_alive()
 
-    def result(self, within: float | None) -> Result:
+    def result(self, timeout: float | None) -> Result:
         """Wait for the call and return its result.
 
         Args:
-            within: Seconds to wait, or None for the default.
+            timeout: Seconds to wait, or None for the default.
 
         Raises:
             BaseException: What the call raised, or KafkaTimeoutError if it has not returned in time.
         """
-        self._thread.join(FLUSH_SECONDS + DELIVERY_SECONDS if within is None else max(0.0, within))
-        if self._failed:
-            raise self._failed[0]
-        if not self._done:
+        self._thread.join(FLUSH_SECONDS + DELIVERY_SECONDS if timeout is None else max(0.0, timeout))
+        if self._errors:
+            raise self._errors[0]
+        if not self._results:
             raise errors.KafkaTimeoutError("the broker did not respond in time")
-        return self._done[0]
+        return self._results[0]

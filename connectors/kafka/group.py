@@ -1,8 +1,8 @@
 """Partition assignment for a consumer group whose members must all score with the same model.
 
 Each member sends its model's fingerprint when it joins. The member that assigns partitions gives none to a newcomer
-whose model differs from the models of members that already hold partitions, and sends it the reason. Members that
-hold partitions are never refused, so the model can be changed in one process after the other.
+whose model differs from the models of members that already hold partitions, and sends it the reason. Members that hold
+partitions are never refused, so the model can be changed in one process after the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SameModelAssignor(CooperativeStickyAssignor):  # type: ignore[misc]  # the
 
     Attributes:
         model: The fingerprint of this member's model.
-        refused_by: The group's model, if this member was refused because its model differs.
+        conflicting_model: The group's model, if this member was refused because its model differs. Otherwise None.
     """
 
     name = "deformer-cooperative-sticky"
@@ -32,18 +32,18 @@ class SameModelAssignor(CooperativeStickyAssignor):  # type: ignore[misc]  # the
     def __init__(self, model: str) -> None:
         super().__init__()
         self.model = model
-        self.refused_by: str | None = None
+        self.conflicting_model: str | None = None
 
-    def check(self) -> None:
-        """Raise `ConfigError` if the group refused this member."""
-        if self.refused_by is not None:
+    def check_admission(self) -> None:
+        """Raise `ConfigError` if the group refused this member because its model differs from the group's."""
+        if self.conflicting_model is not None:
             raise ConfigError(
-                f"the consumer group uses model {self.refused_by}, this process has model {self.model}: give both the "
-                "same model, or choose another --group"
+                f"the consumer group uses model {self.conflicting_model}, this process has model {self.model}: "
+                "give both the same model, or choose another --group"
             )
 
-    def leave(self) -> None:
-        """Clear the own assignment after the group has continued without this member.
+    def clear_assignment(self) -> None:
+        """Clear this member's assignment after the group has continued without it.
 
         The client would otherwise claim its previous partitions when it rejoins, and two members would own one
         partition.
@@ -57,11 +57,19 @@ class SameModelAssignor(CooperativeStickyAssignor):  # type: ignore[misc]  # the
         return subscription
 
     def assign(self, cluster: Any, members: list[Any]) -> dict[str, ConsumerProtocolAssignment]:
-        """Assign partitions to the members whose model agrees with the group; the others get none and the reason."""
+        """Assign partitions to the members whose model agrees with the group.
+
+        Args:
+            cluster: The client's metadata of the cluster.
+            members: The members with their subscriptions.
+
+        Returns:
+            The assignment by member id. A member with another model gets no partitions, but the group's model.
+        """
         model_by_member = {member.member_id: bytes(member.metadata.user_data or b"") for member in members}
-        holding = {m.member_id for m in members if any(tp.partitions for tp in m.metadata.owned_partitions or ())}
-        accepted_models = {model_by_member[member] for member in holding} or {self.model.encode()}
-        admitted = [m for m in members if m.member_id in holding or model_by_member[m.member_id] in accepted_models]
+        owners = {m.member_id for m in members if any(tp.partitions for tp in m.metadata.owned_partitions or ())}
+        accepted_models = {model_by_member[member_id] for member_id in owners} or {self.model.encode()}
+        admitted = [m for m in members if m.member_id in owners or model_by_member[m.member_id] in accepted_models]
         assignments: dict[str, ConsumerProtocolAssignment] = super().assign(cluster, admitted)
         for member in members:
             if member.member_id not in assignments:
@@ -72,28 +80,36 @@ class SameModelAssignor(CooperativeStickyAssignor):  # type: ignore[misc]  # the
     def on_assignment(self, assignment: ConsumerProtocolAssignment, generation: int) -> None:
         """Store the assignment, and the group's model if this member was refused."""
         super().on_assignment(assignment, generation)
-        self.refused_by = bytes(assignment.user_data).decode() if assignment.user_data else None
+        self.conflicting_model = bytes(assignment.user_data).decode() if assignment.user_data else None
 
 
 class RebalanceListener(AsyncConsumerRebalanceListener):  # type: ignore[misc]  # the client ships no types
     """Callbacks for partitions that are assigned, revoked or lost.
 
-    They are awaited on the client's thread, so they may commit.
+    The client awaits them on its own thread, so they may commit.
+
+    Args:
+        on_assigned: Called with partitions that were assigned to this member.
+        on_revoked: Awaited with partitions that this member must give up; it may still commit them.
+        on_lost: Called with partitions that other members own already.
     """
 
     def __init__(
         self,
-        gain: Callable[[Partitions], None],
-        give_up: Callable[[Partitions], Awaitable[None]],
-        lose: Callable[[Partitions], None],
+        on_assigned: Callable[[Partitions], None],
+        on_revoked: Callable[[Partitions], Awaitable[None]],
+        on_lost: Callable[[Partitions], None],
     ) -> None:
-        self._gain, self._give_up, self._lose = gain, give_up, lose
+        self._on_assigned, self._on_revoked, self._on_lost = on_assigned, on_revoked, on_lost
 
     async def on_partitions_assigned(self, assigned: Partitions) -> None:
-        self._gain(assigned)
+        """Pass assigned partitions on."""
+        self._on_assigned(assigned)
 
     async def on_partitions_revoked(self, revoked: Partitions) -> None:
-        await self._give_up(revoked)
+        """Pass revoked partitions on and wait until they are given up."""
+        await self._on_revoked(revoked)
 
     async def on_partitions_lost(self, lost: Partitions) -> None:
-        self._lose(lost)
+        """Pass lost partitions on."""
+        self._on_lost(lost)

@@ -33,10 +33,10 @@ class LivenessCheck:
 
     def __init__(self, consumer: KafkaConsumer, bootstrap_servers: str, topic: str, patience: float) -> None:
         self._consumer, self._servers, self._patience = consumer, bootstrap_servers, patience
-        self._first = TopicPartition(topic, 0)
-        self._failing: float | None = None  # time of the first of consecutive failures
-        self._warned = -PROBE_SECONDS
-        self._probed = self._answered = time.monotonic()
+        self._first_partition = TopicPartition(topic, 0)
+        self._failing_since: float | None = None  # time of the first of consecutive failures
+        self._warned_at = -PROBE_SECONDS
+        self._requested_at = self._responded_at = time.monotonic()
         self._last_progress: dict[TopicPartition, tuple[int, float]] = {}  # position and time of the last progress
 
     def record_failure(self, error: Exception) -> None:
@@ -46,19 +46,19 @@ class LivenessCheck:
             DeformerError: The error is permanent, or polls have failed for longer than `patience`.
         """
         now = time.monotonic()
-        translated = translate(error, self._servers, f"reading topic {self._first.topic!r}")
+        translated = translate(error, self._servers, f"reading topic {self._first_partition.topic!r}")
         if not isinstance(translated, Unavailable):
             raise translated from error
-        self._failing = self._failing or now
-        if now - self._failing > self._patience:
+        self._failing_since = self._failing_since or now
+        if now - self._failing_since > self._patience:
             raise translated from error
-        if now - self._warned >= PROBE_SECONDS:
-            self._warned = now
+        if now - self._warned_at >= PROBE_SECONDS:
+            self._warned_at = now
             log.get_logger("kafka").warning("poll_failed_retrying", error=type(error).__name__)
 
     def record_success(self) -> None:
         """Record that a poll did not fail, whether or not it returned messages."""
-        self._failing = None
+        self._failing_since = None
 
     def check_progress(self) -> None:
         """Request end offsets if the last request is long enough ago; call it with every poll.
@@ -68,41 +68,42 @@ class LivenessCheck:
             ConfigError: The broker refuses the request.
         """
         now = time.monotonic()
-        if now - self._probed < PROBE_SECONDS:
+        if now - self._requested_at < PROBE_SECONDS:
             return
-        self._probed = now
-        reading = self._consumer.assignment() - self._consumer.paused()
-        self._last_progress = {tp: progress for tp, progress in self._last_progress.items() if tp in reading}
-        idle = [tp for tp in reading if not self._moved(tp, now)]
-        requested = idle if reading else [self._first]
+        self._requested_at = now
+        active = self._consumer.assignment() - self._consumer.paused()
+        self._last_progress = {tp: progress for tp, progress in self._last_progress.items() if tp in active}
+        idle = [tp for tp in active if not self._record_progress(tp, now)]
+        requested = idle if active else [self._first_partition]
         if not requested:
-            self._answered = now
+            self._responded_at = now
             return
         try:
-            ends = self._consumer.end_offsets(requested, timeout_ms=ANSWER_SECONDS * 1000)
+            end_offsets = self._consumer.end_offsets(requested, timeout_ms=ANSWER_SECONDS * 1000)
         except errors.KafkaError as error:
             translated = translate(error, self._servers, "requesting the end offsets of partitions")
             if not isinstance(translated, Unavailable):
                 raise translated from error
-            if now - self._answered > self._patience:
+            silent_seconds = now - self._responded_at
+            if silent_seconds > self._patience:
                 raise Unavailable(
-                    f"Kafka at {self._servers} has not responded for {now - self._answered:.0f} s: check the brokers"
+                    f"Kafka at {self._servers} has not responded for {silent_seconds:.0f} s: check the brokers"
                 ) from error
-            log.get_logger("kafka").warning("broker_not_responding", since_seconds=round(now - self._answered))
+            log.get_logger("kafka").warning("broker_not_responding", since_seconds=round(silent_seconds))
             return
-        self._answered = now
+        self._responded_at = now
         for tp in idle:
-            position, since = self._last_progress[tp]
-            if ends[tp] <= position:
+            position, idle_since = self._last_progress[tp]
+            if end_offsets[tp] <= position:
                 self._last_progress[tp] = position, now
-            elif now - since > self._patience:
+            elif now - idle_since > self._patience:
                 raise Unavailable(
                     f"topic {tp.topic!r}, partition {tp.partition} delivers nothing from offset {position} on, "
-                    f"although it ends at {ends[tp]}: check the brokers"
+                    f"although it ends at {end_offsets[tp]}: check the brokers"
                 )
 
-    def _moved(self, tp: TopicPartition, now: float) -> bool:
-        """Return whether the position of a partition has changed since the last check, and remember it."""
+    def _record_progress(self, tp: TopicPartition, now: float) -> bool:
+        """Return whether the position of a partition has changed since the last check, and store the new position."""
         position = self._consumer.position(tp, timeout_ms=0)
         previous = self._last_progress.get(tp)
         if previous is None or position is None or previous[0] != position:

@@ -13,8 +13,10 @@ from deformer_stream.codec.encode_events import OutgoingMessage, Packing, choose
 from deformer_stream.runtime.timing import limit_rate
 
 BATCH_BYTES = 2**17
+"""Maximum size of a batch of messages."""
 LINGER_MILLISECONDS = 5
-UNSENT_MESSAGES = 10_000
+"""Milliseconds to wait for more messages before a batch is sent."""
+MAX_UNSENT_MESSAGES = 10_000
 """Number of messages after which acknowledgements are awaited, because the client's send buffer is unbounded."""
 
 PROGRESS_SECONDS = 0.1
@@ -48,35 +50,38 @@ def produce(
         Unavailable: No broker responds, or a message is not acknowledged in time.
         ConfigError: The broker refuses the connection or a message.
     """
-    limit = ensure_topics(bootstrap_servers, {topic: {"num_partitions": partitions}}, security)[topic]
+    max_message_bytes = ensure_topics(bootstrap_servers, {topic: {"num_partitions": partitions}}, security)[topic]
     client = create_producer(
         bootstrap_servers,
         security,
         linger_ms=LINGER_MILLISECONDS,
-        batch_size=min(BATCH_BYTES, limit),
-        max_request_size=limit,
+        batch_size=min(BATCH_BYTES, max_message_bytes),
+        max_request_size=max_message_bytes,
     )
     doing = f"writing to topic {topic!r}"
     failures: list[Exception] = []
-    sent = unsent = 0
+    num_sent = num_unacknowledged = 0
     reported = time.monotonic()
     try:
         with translate_errors(bootstrap_servers, doing):
-            there = len(client.partitions_for(topic))
-        for message, stamp in _packed(limit_rate(messages, rate), packing, choose_group_size(rate), there):
+            num_partitions = len(client.partitions_for(topic))
+        packed_messages = _pack_messages(limit_rate(messages, rate), packing, choose_group_size(rate), num_partitions)
+        for message, timestamp in packed_messages:
             with translate_errors(bootstrap_servers, doing):
-                where = None if message.key else message.partition
-                future = client.send(topic, value=message.value, key=message.key, timestamp_ms=stamp, partition=where)
+                partition = None if message.key else message.partition
+                future = client.send(
+                    topic, value=message.value, key=message.key, timestamp_ms=timestamp, partition=partition
+                )
                 future.add_errback(failures.append)
-                sent, unsent = sent + message.num_readings, unsent + 1
-                if unsent == UNSENT_MESSAGES:
+                num_sent, num_unacknowledged = num_sent + message.num_readings, num_unacknowledged + 1
+                if num_unacknowledged == MAX_UNSENT_MESSAGES:
                     client.flush(timeout=FLUSH_SECONDS)
-                    unsent = 0
+                    num_unacknowledged = 0
                 if failures:
                     raise failures[0]
             if progress is not None and time.monotonic() - reported >= PROGRESS_SECONDS:
                 reported = time.monotonic()
-                progress(sent)
+                progress(num_sent)
         with translate_errors(bootstrap_servers, doing):
             client.flush(timeout=FLUSH_SECONDS)
             if failures:
@@ -84,21 +89,28 @@ def produce(
     finally:
         client.close(timeout=CONNECT_SECONDS)
     if progress is not None:
-        progress(sent)
-    return sent
+        progress(num_sent)
+    return num_sent
 
 
-def _packed(
-    messages: Iterable[tuple[bytes | None, bytes, int | None]], packing: Packing, gathered: int, partitions: int
+def _pack_messages(
+    messages: Iterable[tuple[bytes | None, bytes, int | None]], packing: Packing, group_size: int, num_partitions: int
 ) -> Iterator[tuple[OutgoingMessage, int | None]]:
-    """Pack messages of one reading into larger messages; yield each with its timestamp."""
+    """Pack messages of one reading into larger messages; yield each with its timestamp.
+
+    Args:
+        messages: Triples of key, value and timestamp.
+        packing: How readings are packed.
+        group_size: Number of readings that are collected before they are packed.
+        num_partitions: Number of partitions of the topic.
+    """
     if packing == "json":
-        yield from ((OutgoingMessage(key, value), stamp) for key, value, stamp in messages)
+        yield from ((OutgoingMessage(key, value), timestamp) for key, value, timestamp in messages)
         return
     pairs = ((key, value) for key, value, _ in messages)
 
-    def partition_of(key: bytes | None) -> int:
-        """As all clients have it (KIP-480 aside, which is of messages without a key)."""
-        return (int(murmur2(key)) & 0x7FFFFFFF) % partitions if key else 0
+    def choose_partition(key: bytes | None) -> int:
+        """Return the partition of a key by murmur2, as all Kafka clients do."""
+        return (int(murmur2(key)) & 0x7FFFFFFF) % num_partitions if key else 0
 
-    yield from ((message, None) for message in pack_readings(pairs, packing, gathered, partition_of))
+    yield from ((message, None) for message in pack_readings(pairs, packing, group_size, choose_partition))

@@ -56,14 +56,21 @@ class MessageColumns:
     values: list[bytes | None]
 
     def __len__(self) -> int:
+        """Return the number of messages."""
         return len(self.values)
 
     def slice(self, start: int, stop: int) -> MessageColumns:
         """Return the messages from index `start` to before `stop`."""
         if start == 0 and stop >= len(self):
             return self
-        cut = slice(start, stop)
-        return MessageColumns(self.offsets[cut], self.times[cut], self.sizes[cut], self.keys[cut], self.values[cut])
+        selected = slice(start, stop)
+        return MessageColumns(
+            self.offsets[selected],
+            self.times[selected],
+            self.sizes[selected],
+            self.keys[selected],
+            self.values[selected],
+        )
 
     @staticmethod
     def from_records(records: Sequence[DefaultRecord]) -> MessageColumns:
@@ -87,16 +94,16 @@ def read_batch(batch: DefaultRecordBatch) -> Iterator[MessageColumns]:
         Exception: One of `PARSE_ERRORS`, after the records before the damaged one were yielded.
     """
     batch._buffer = bytes(batch._buffer)
-    while (rest := batch._num_records - batch._next_record_index) > 0:
-        count = min(rest, MAX_RECORDS)
-        found = _read_common_form(batch, count)
-        if found is None:
+    while (num_left := batch._num_records - batch._next_record_index) > 0:
+        count = min(num_left, MAX_RECORDS)
+        result = _read_common_form(batch, count)
+        if result is None:
             yield from _parse_with_client(batch, count)
         else:
-            run, batch._pos = found
+            chunk, batch._pos = result
             batch._next_record_index += count
-            yield run
-    next(batch, None)  # raises where bytes are left over
+            yield chunk
+    next(batch, None)  # raises an error if bytes are left over
 
 
 def _parse_with_client(batch: DefaultRecordBatch, count: int) -> Iterator[MessageColumns]:
@@ -118,40 +125,40 @@ class SmallBatches:
     """The records of consecutive batches, as one chunk.
 
     Attributes:
-        run: The records.
-        place: Position in the buffer after the last batch.
+        chunk: The records.
+        end_position: Position in the buffer after the last batch.
         next_offset: Offset after the last batch.
         leader_epoch: Leader epoch of the last batch.
     """
 
-    run: MessageColumns
-    place: int
+    chunk: MessageColumns
+    end_position: int
     next_offset: int
     leader_epoch: int
 
 
-def read_small_batches(buffer: bytes, at: int) -> SmallBatches | None:
+def read_small_batches(buffer: bytes, position: int) -> SmallBatches | None:
     """Read consecutive small batches in one call, because reading each by itself costs as much as a large batch.
 
     Only batches that are uncompressed, outside transactions, of the common form, and with a correct checksum are read.
 
     Args:
         buffer: The fetched bytes.
-        at: Position of the first batch.
+        position: Position of the first batch.
 
     Returns:
         The records, or None if the first batch does not qualify or there is no compiled code.
     """
-    library = _library()
+    library = _load_library()
     if library is None:
         return None
     out, after = np.empty((8, MAX_RECORDS), np.int64), np.empty(3, np.int64)
-    form = MAX_RECORDS, MAX_LENGTH_BYTES, MAX_VARINT_BYTES
-    count = library.read_batches(buffer, len(buffer), at, *form, out.ctypes.data, after.ctypes.data)
+    limits = MAX_RECORDS, MAX_LENGTH_BYTES, MAX_VARINT_BYTES
+    count = library.read_batches(buffer, len(buffer), position, *limits, out.ctypes.data, after.ctypes.data)
     if count == 0:
         return None
     rows = out[:, :count]
-    return SmallBatches(_run(buffer, rows, rows[3], rows[2]), *after.tolist())
+    return SmallBatches(_make_columns(buffer, rows, rows[3], rows[2]), *after.tolist())
 
 
 def _read_common_form(batch: DefaultRecordBatch, count: int) -> tuple[MessageColumns, int] | None:
@@ -168,10 +175,10 @@ def _read_common_form(batch: DefaultRecordBatch, count: int) -> tuple[MessageCol
         times = np.full(count, batch.max_timestamp)
     else:
         times = batch.first_timestamp + millis
-    return _run(batch._buffer, out, batch.base_offset + numbers, times), int(ends[-1])
+    return _make_columns(batch._buffer, out, batch.base_offset + numbers, times), int(ends[-1])
 
 
-def _run(buffer: bytes, rows: Ints, offsets: Ints, times: Ints) -> MessageColumns:
+def _make_columns(buffer: bytes, rows: Ints, offsets: Ints, times: Ints) -> MessageColumns:
     """Build the columns of N records.
 
     Args:
@@ -187,7 +194,7 @@ def _run(buffer: bytes, rows: Ints, offsets: Ints, times: Ints) -> MessageColumn
 
 
 @cache
-def _library(*more: str) -> ctypes.CDLL | None:
+def _load_library(*more: str) -> ctypes.CDLL | None:
     """Return the compiled reader, or None if it cannot be compiled.
 
     Args:
@@ -201,83 +208,89 @@ def _library(*more: str) -> ctypes.CDLL | None:
     return library
 
 
-def _read(buffer: bytes, at: int, out: Ints) -> bool:
+def _read(buffer: bytes, position: int, out: Ints) -> bool:
     """Find the fields of the next N records and write them into `out`.
 
     Args:
         buffer: The bytes of the batch.
-        at: Position of the first record.
+        position: Position of the first record.
         out: (8, N) output. Its rows are: position after the record's length, end position, time and offset relative to
-            the
-            batch's first, position of the key, length of the key (-1 for none), position and length of the value.
+            the batch's first, position of the key, length of the key (-1 for none), position and length of the value.
 
     Returns:
         Whether all records are of the common form.
     """
-    library = _library()
+    library = _load_library()
     if library is not None:
-        form = out.shape[1], MAX_LENGTH_BYTES, MAX_VARINT_BYTES
-        return bool(library.read_records(buffer, len(buffer), at, *form, out.ctypes.data))
-    places = _find_record_bounds(buffer, at, out.shape[1])
-    if places is None:
+        limits = out.shape[1], MAX_LENGTH_BYTES, MAX_VARINT_BYTES
+        return bool(library.read_records(buffer, len(buffer), position, *limits, out.ctypes.data))
+    bounds = _find_record_bounds(buffer, position, out.shape[1])
+    if bounds is None:
         return False
-    out[:2] = places
+    out[:2] = bounds
     starts, ends = out[:2]
-    raw = np.frombuffer(buffer, np.uint8)
+    data = np.frombuffer(buffer, np.uint8)
     try:
-        plain = raw[starts] < 128  # attributes, which mean nothing
-        out[2], place, short = _decode_varints(raw, starts + 1)
-        out[3], place, also = _decode_varints(raw, place)
-        plain &= short & also
+        is_common_form = data[starts] < 128  # the attributes of a record, which are one unused byte
+        out[2], positions, is_short = _decode_varints(data, starts + 1)
+        out[3], positions, is_time_short = _decode_varints(data, positions)
+        is_common_form &= is_short & is_time_short
         for row in (4, 6):
-            out[row + 1], out[row], short = _decode_varints(raw, place)
-            plain &= short & (out[row + 1] >= -1)
-            place = out[row] + np.maximum(out[row + 1], 0)
-        return bool((plain & (raw[place] == 0) & (place + 1 == ends)).all())  # no headers
+            out[row + 1], out[row], is_short = _decode_varints(data, positions)
+            is_common_form &= is_short & (out[row + 1] >= -1)
+            positions = out[row] + np.maximum(out[row + 1], 0)
+        return bool((is_common_form & (data[positions] == 0) & (positions + 1 == ends)).all())  # no headers
     except IndexError:
         return False
 
 
-def _find_record_bounds(buffer: bytes, at: int, count: int) -> tuple[list[int], list[int]] | None:
-    """Return where each of the next `count` records begins (after its length) and ends, or None if one is of another
-    form.
+def _find_record_bounds(buffer: bytes, position: int, count: int) -> tuple[list[int], list[int]] | None:
+    """Return the start (after the length) and the end of each of the next records.
+
+    Args:
+        buffer: The bytes of the batch.
+        position: Position of the first record.
+        count: Number of records.
+
+    Returns:
+        `count` start positions and `count` end positions, or None if a record is not of the common form.
     """
     starts: list[int] = []
     ends: list[int] = []
-    begin, end = starts.append, ends.append
+    append_start, append_end = starts.append, ends.append
     try:
         for _ in range(count):
-            length = buffer[at]
-            at += 1
+            length = buffer[position]
+            position += 1
             if length >= 128:
-                second = buffer[at]
+                second = buffer[position]
                 length += (second - 1) << 7
-                at += 1
+                position += 1
                 if second >= 128:
-                    third, fourth = buffer[at], buffer[at + 1]
+                    third, fourth = buffer[position], buffer[position + 1]
                     length += (third - 1) << 14
-                    at += 1
+                    position += 1
                     if third >= 128:
                         if fourth >= 128:
                             return None
                         length += (fourth - 1) << 21
-                        at += 1
+                        position += 1
             if length & 1:
                 return None
-            begin(at)
-            at += length >> 1
-            end(at)
+            append_start(position)
+            position += length >> 1
+            append_end(position)
     except IndexError:
         return None
-    return None if at > len(buffer) else (starts, ends)
+    return None if position > len(buffer) else (starts, ends)
 
 
-def _decode_varints(raw: NDArray[np.uint8], at: Ints) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+def _decode_varints(data: NDArray[np.uint8], positions: Ints) -> tuple[Ints, Ints, NDArray[np.bool_]]:
     """Decode one zigzag varint per record, for all records together.
 
     Args:
-        raw: The bytes of the batch.
-        at: (N,) positions.
+        data: The bytes of the batch.
+        positions: (N,) positions of the numbers.
 
     Returns:
         (N,) numbers, (N,) positions after them, and (N,) whether each has at most `MAX_VARINT_BYTES` bytes.
@@ -285,37 +298,37 @@ def _decode_varints(raw: NDArray[np.uint8], at: Ints) -> tuple[Ints, Ints, NDArr
     Raises:
         IndexError: A number extends past the end of the batch.
     """
-    byte = raw[at].astype(np.int64)
-    at = at + 1
-    number, more = byte & 127, byte >= 128
-    for place in range(1, MAX_VARINT_BYTES):
-        if not more.any():
+    bytes_ = data[positions].astype(np.int64)
+    positions = positions + 1
+    numbers, has_more = bytes_ & 127, bytes_ >= 128
+    for byte_index in range(1, MAX_VARINT_BYTES):
+        if not has_more.any():
             break
-        byte = np.where(more, raw[at], 0).astype(np.int64)
-        at = at + more
-        number |= (byte & 127) << 7 * place
-        more &= byte >= 128
-    return (number >> 1) ^ -(number & 1), at, ~more
+        bytes_ = np.where(has_more, data[positions], 0).astype(np.int64)
+        positions = positions + has_more
+        numbers |= (bytes_ & 127) << 7 * byte_index
+        has_more &= bytes_ >= 128
+    return (numbers >> 1) ^ -(numbers & 1), positions, ~has_more
 
 
 def _slice_bytes(buffer: bytes, starts: Ints, lengths: Ints) -> list[bytes | None]:
     """Return the byte strings at these positions; None for a negative length."""
     spans = zip(starts.tolist(), lengths.tolist(), strict=True)
-    return [buffer[at : at + length] if length >= 0 else None for at, length in spans]
+    return [buffer[start : start + length] if length >= 0 else None for start, length in spans]
 
 
 def to_messages(topic: str, fetched: Mapping[TopicPartition, list[MessageColumns]]) -> Messages | None:
     """Concatenate the records of a poll, partition by partition; return None if there are none."""
-    pairs = [(tp.partition, run) for tp, runs in fetched.items() for run in runs]
+    pairs = [(tp.partition, chunk) for tp, chunks in fetched.items() for chunk in chunks]
     if not pairs:
         return None
-    millis = np.concatenate([run.times for _, run in pairs])
-    numbers, sizes = [partition for partition, _ in pairs], [len(run) for _, run in pairs]
+    millis = np.concatenate([chunk.times for _, chunk in pairs])
+    partitions, sizes = [partition for partition, _ in pairs], [len(chunk) for _, chunk in pairs]
     return Messages(
         topic=topic,
-        keys=[key for _, run in pairs for key in run.keys],
-        payloads=[value for _, run in pairs for value in run.values],
-        times=np.where((millis < 0) | (millis >= 2**53), NO_TIME, millis * 1000),  # senders may state any
-        partitions=np.repeat(np.array(numbers, np.int32), sizes),
-        offsets=np.concatenate([run.offsets for _, run in pairs]),
+        keys=[key for _, chunk in pairs for key in chunk.keys],
+        payloads=[value for _, chunk in pairs for value in chunk.values],
+        times=np.where((millis < 0) | (millis >= 2**53), NO_TIME, millis * 1000),  # senders may state any number
+        partitions=np.repeat(np.array(partitions, np.int32), sizes),
+        offsets=np.concatenate([chunk.offsets for _, chunk in pairs]),
     )

@@ -6,19 +6,19 @@ from typing import Any, Protocol
 
 from connectors.kafka.batches import Header, OutgoingMessage, estimate_size
 from connectors.kafka.delivery import Delivery
-from connectors.kafka.state import SETTINGS
+from connectors.kafka.state import STATE_TOPIC_SETTINGS
 from deformer_stream.codec import encode_drift, get_message, get_position
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.engine.events import Alert, Effects, Rejection
 
-LETTER_BYTES = 2 * 2**20
+MAX_DEAD_LETTER_BYTES = 2 * 2**20
 """Largest message of a dead-letter topic that is created here, in bytes.
 
 A dead letter is larger than its event, so it is twice Kafka's default.
 """
 
 
-def output_topics(alerts: str, dead_letters: str, state: str, partitions: int) -> dict[str, dict[str, Any]]:
+def describe_output_topics(alerts: str, dead_letters: str, state: str, partitions: int) -> dict[str, dict[str, Any]]:
     """Return the topics that a consumer writes, with the settings to create them with.
 
     Args:
@@ -29,15 +29,16 @@ def output_topics(alerts: str, dead_letters: str, state: str, partitions: int) -
     """
     return {
         alerts: {"num_partitions": partitions},
-        dead_letters: {"num_partitions": partitions, "configs": {"max.message.bytes": str(LETTER_BYTES)}},
-        state: {"num_partitions": partitions, "configs": dict(SETTINGS)},
+        dead_letters: {"num_partitions": partitions, "configs": {"max.message.bytes": str(MAX_DEAD_LETTER_BYTES)}},
+        state: {"num_partitions": partitions, "configs": dict(STATE_TOPIC_SETTINGS)},
     }
 
 
 class AlertEncoder(Protocol):
     """An encoder of alerts; `deformer_stream.codec.Codec` is one."""
 
-    def encode_alert(self, alert: Alert, data: Payload | None) -> bytes: ...
+    def encode_alert(self, alert: Alert, data: Payload | None) -> bytes:
+        """Return an alert as JSON; `data` is the poll that the alert refers to, or None."""
 
 
 class KafkaSink:
@@ -66,7 +67,11 @@ class KafkaSink:
         self._codec, self._delivery = codec, delivery
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        """Put alerts, notices and dead letters into the delivery.
+        """Put alerts, drift notices and dead letters into the delivery.
+
+        Args:
+            effects: What the engine returned.
+            data: The messages that the effects refer to, or None.
 
         Raises:
             ConfigError: An alert is too large for its topic.
@@ -74,16 +79,17 @@ class KafkaSink:
         if self.alerts_topic is not None:
             for alert in effects.alerts:
                 value = self._codec.encode_alert(alert, data)
-                come = data is not None and alert.message_index >= 0  # else the clock decided
-                source = get_position(data, alert.message_index)[1] if data is not None and come else alert.partition
-                self._delivery.put(OutgoingMessage(source, self.alerts_topic, alert.record.encode(), value, []))
+                partition = alert.partition
+                if data is not None and alert.message_index >= 0:  # a message raised the alert, not a time-out
+                    partition = get_position(data, alert.message_index)[1]
+                self._delivery.put(OutgoingMessage(partition, self.alerts_topic, alert.record.encode(), value, []))
             for notice in effects.drift_notices:
                 key, value = notice.record.encode(), encode_drift(notice)
                 self._delivery.put(OutgoingMessage(notice.partition, self.alerts_topic, key, value, []))
         if self.dead_letter_topic is not None and data is not None:
             for rejected in effects.rejections:
-                limit = self._delivery.limits[self.dead_letter_topic]
-                self._delivery.put(_dead_letter(self.dead_letter_topic, rejected, data, limit))
+                max_bytes = self._delivery.max_bytes_by_topic[self.dead_letter_topic]
+                self._delivery.put(_make_dead_letter(self.dead_letter_topic, rejected, data, max_bytes))
 
     def flush(self) -> None:
         """Do nothing; the commit of the source that shares the delivery sends the messages."""
@@ -93,20 +99,32 @@ class KafkaSink:
         self._delivery.close()
 
 
-def _dead_letter(topic: str, rejected: Rejection, data: Payload, limit: int) -> OutgoingMessage:
-    """Return the dead letter for a refused event, cut to at most `limit` bytes."""
+def _make_dead_letter(topic: str, rejected: Rejection, data: Payload, max_bytes: int) -> OutgoingMessage:
+    """Return the dead letter of a rejected event.
+
+    Args:
+        topic: The dead-letter topic.
+        rejected: The rejection.
+        data: The messages of the poll.
+        max_bytes: Maximum size of the letter; a larger one is sent without its value and, if necessary, its key.
+    """
     origin, partition, offset = get_position(data, rejected.message_index)
     key, value = get_message(data, rejected.message_index)
-    said = (("reason", rejected.reason), ("detail", rejected.detail), ("topic", origin))
-    headers: list[Header] = [(name, text.encode()) for name, text in said]
-    headers += [("partition", b"%d" % partition), ("offset", b"%d" % offset)]
-    # A tombstone stays one, unless it has no key either: that the client does not send, so its value becomes empty.
-    tombstone = isinstance(data, Messages) and data.payloads[rejected.message_index] is None and key is not None
-    letter = OutgoingMessage(partition, topic, key, None if tombstone else value, headers)
-    if estimate_size(letter) > limit:
+    headers: list[Header] = [
+        ("reason", rejected.reason.encode()),
+        ("detail", rejected.detail.encode()),
+        ("topic", origin.encode()),
+        ("partition", b"%d" % partition),
+        ("offset", b"%d" % offset),
+    ]
+    # A tombstone (a message without a value) is sent as one. The client sends none without a key, so the value of such
+    # a letter is empty.
+    is_tombstone = isinstance(data, Messages) and data.payloads[rejected.message_index] is None and key is not None
+    letter = OutgoingMessage(partition, topic, key, None if is_tombstone else value, headers)
+    if estimate_size(letter) > max_bytes:
         headers += [("payload_bytes", b"%d" % len(value))]
         letter = letter._replace(value=b"", headers=headers)
-    if key is not None and estimate_size(letter) > limit:
+    if key is not None and estimate_size(letter) > max_bytes:
         headers += [("key_bytes", b"%d" % len(key))]
         letter = letter._replace(key=None, headers=headers)
     return letter

@@ -30,17 +30,16 @@ _REBALANCING = (
     errors.UnknownMemberIdError,
 )
 HEARTBEAT_SECONDS = 1.0
-"""Seconds between heartbeats; so soon does a member learn that partitions will move."""
+"""Seconds between heartbeats. A member is informed of a rebalance with the response to a heartbeat."""
 
 RETRY_SECONDS = 0.5
 """Seconds to wait after a failed poll or commit before the next attempt."""
 CONFIRM_SECONDS = 10.0
-"""Seconds after which unchanged offsets are committed again, so that a process whose instance name was taken learns of
-it.
-"""
+"""Seconds after which unchanged offsets are committed again. If another process uses the same instance name, the broker
+refuses the commit, so that this process ends."""
 
 
-def _keep_nothing(partitions: frozenset[int]) -> Mapping[int, PartitionState]:
+def _collect_no_state(partitions: frozenset[int]) -> Mapping[int, PartitionState]:
     """Return no state to save; the default before the pipeline sets its own function."""
     return NO_STATE
 
@@ -49,11 +48,9 @@ class KafkaSource:
     """A topic as an endless source of events, shared by the members of a consumer group.
 
     Only `commit` commits offsets. They are the offset of the next event to read. When a partition moves to another
-    member,
-    the events of all polls but the last are committed with its state (see `poll`), the next `PollResult` reports it,
-    and it is
-    never committed again. Partitions move one by one (cooperative assignment). Messages of aborted transactions are
-    skipped.
+    member, the events of all polls but the last are committed with its state (see `poll`), the next `PollResult`
+    reports it, and it is never committed again. Partitions move one by one (cooperative assignment). Messages of
+    aborted transactions are skipped.
 
     The object belongs to the thread that created it.
 
@@ -67,11 +64,11 @@ class KafkaSource:
         session_seconds: Seconds of silence after which the group gives this member's partitions to others.
         delivery: Sends messages with a commit; give `delivery` and `state` together or neither.
         state: Encodes saved state.
-        lost: What to do if the saved state is gone.
+        on_lost_state: What to do if the saved state is gone.
         model: Fingerprint of the model; the members of a group must agree on it.
         instance: A name of this process that stays the same over restarts, so that a restart moves no partitions.
         patience: Seconds without a response after which the brokers count as unavailable.
-        bounds: Limits on the size of messages and batches.
+        fetch_limits: Limits on the size of messages and batches.
 
     Raises:
         Unavailable: No broker responds, or the topic does not exist.
@@ -90,27 +87,28 @@ class KafkaSource:
         *,
         delivery: Delivery | None = None,
         state: StateTopic | None = None,
-        lost: LostState = "refuse",
+        on_lost_state: LostState = "refuse",
         model: str = "",
         instance: str | None = None,
         patience: float = 120.0,
-        bounds: FetchLimits | None = None,
+        fetch_limits: FetchLimits | None = None,
     ) -> None:
         self.topic = topic
-        self.collect_state: CollectState = _keep_nothing
+        self.collect_state: CollectState = _collect_no_state
         self._servers, self._start = bootstrap_servers, start
-        self._state, self._lost = state, lost
+        self._state, self._on_lost_state = state, on_lost_state
         self._session, self._patience = session_seconds, patience
         self._assignor = SameModelAssignor(model)
-        self._polled: dict[TopicPartition, int] = {}  # offset of the next event, after all polls
-        self._settled: dict[
-            TopicPartition, int
-        ] = {}  # offset of the next event, after the polls whose effects are written
-        self._gained: dict[TopicPartition, float] = {}  # assigned but not restored, since when
+        # Offset of the next event of each partition, after all polls, and after the polls whose effects are written.
+        self._polled_positions: dict[TopicPartition, int] = {}
+        self._written_positions: dict[TopicPartition, int] = {}
+        # Times at which partitions were assigned that are not restored yet.
+        self._assigned_at: dict[TopicPartition, float] = {}
         self._restore_error = ""  # the last logged reason why a restore failed
-        self._recovering: dict[TopicPartition, int] = {}  # offset at which the history of a partition ends
-        self._revoked: list[int] = []
-        self._closed = False
+        # Committed offsets of partitions whose earlier events (the history) are still being read again.
+        self._history_ends: dict[TopicPartition, int] = {}
+        self._revoked: list[int] = []  # revoked since the last poll
+        self._is_closed = False
         self._consumer: KafkaConsumer = connect(
             KafkaConsumer,
             bootstrap_servers,
@@ -128,12 +126,14 @@ class KafkaSource:
             max_poll_interval_ms=int(max(session_seconds, patience / 2) * 1000),
             heartbeat_interval_ms=int(HEARTBEAT_SECONDS * 1000),
         )
-        limit_fetches(self._consumer, bounds)
+        limit_fetches(self._consumer, fetch_limits)
         self._commits = CommitManager(self._consumer, delivery, state)
         self._liveness = LivenessCheck(self._consumer, bootstrap_servers, topic, patience)
         try:
             with translate_errors(bootstrap_servers, f"looking for topic {topic!r}", ValueError, TypeError):
-                self._consumer.subscribe([topic], listener=RebalanceListener(self._gain, self._give_up, self._leave))
+                self._consumer.subscribe(
+                    [topic], listener=RebalanceListener(self._on_assigned, self._on_revoked, self._on_lost)
+                )
                 self.partitions = len(self._consumer.partitions_for_topic(topic))
             if not self.partitions:
                 raise Unavailable(f"topic {topic!r} does not exist on {bootstrap_servers}: create it or check --topic")
@@ -152,7 +152,7 @@ class KafkaSource:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the source has ended: never, a topic is endless."""
+        """Whether the source has ended. It is always False, because a topic is endless."""
         return False
 
     @property
@@ -164,170 +164,190 @@ class KafkaSource:
         """Return the events that are available, after at most `timeout` seconds, in order within each partition.
 
         Calling it states that the effects of all earlier polls are written. A partition that is revoked during the call
-        is
-        committed up to there. `PollResult.revoked_partitions` were revoked before `PollResult.data` arrived.
+        is committed up to there. `PollResult.revoked_partitions` were revoked before `PollResult.data` arrived.
 
         Raises:
             ConfigError: The group uses another model.
             StateError: The saved state of a partition is gone.
             Unavailable: The brokers have not responded for longer than `patience`.
         """
-        self._settled = dict(self._polled)
-        commits = self._commits
-        if commits.over or (commits.begun and (self._gained or not commits.under_way or self._group() is None)):
+        self._written_positions = dict(self._polled_positions)
+        if self._must_end_commit():
             self.end_commit()
         fetched = self._fetch(timeout)
-        self._end_failed()
-        self._assignor.check()
-        for partition, runs in fetched.items():
-            self._polled[partition] = int(runs[-1].offsets[-1]) + 1
+        self._end_failed_transaction()
+        self._assignor.check_admission()
+        for tp, chunks in fetched.items():
+            self._polled_positions[tp] = int(chunks[-1].offsets[-1]) + 1
         revoked, self._revoked = tuple(sorted(self._revoked)), []
-        restored = tuple(self._restore_gained())
+        restored = tuple(self._restore_assigned())
         with translate_errors(self._servers, f"reading topic {self.topic!r}"):
             self._liveness.check_progress()
-            recovered = self._take_recovered()
-        return PollResult(to_messages(self.topic, fetched), revoked, restored, recovered)
+            caught_up = self._pop_caught_up()
+        return PollResult(to_messages(self.topic, fetched), revoked, restored, caught_up)
+
+    def _must_end_commit(self) -> bool:
+        """Return whether the commit in progress must be ended before the next poll.
+
+        This is the case if its background attempt has finished, if it has none, if partitions wait to be restored, or
+        during a rebalance.
+        """
+        commits = self._commits
+        if commits.is_finished:
+            return True
+        if not commits.has_commit:
+            return False
+        return bool(self._assigned_at) or not commits.is_in_background or self._get_membership() is None
 
     def prefetch(self) -> None:
-        """Start fetching for the next `poll`, without waiting."""
+        """Start to fetch messages for the next `poll`. Does not block."""
         self._consumer._fetcher.prefetch()
 
     def _poll(self, timeout: float) -> dict[TopicPartition, list[MessageColumns]]:
-        """Poll the client; if an exception came from our own rebalance callback, raise it instead of the client's
+        """Poll the client for at most `timeout` seconds and return the messages by partition.
+
+        If a rebalance callback of this class has raised an exception, that exception is raised instead of the client's
         wrapper.
         """
         try:
             return dict(self._consumer.poll(timeout_ms=timeout * 1000))
         except errors.KafkaError as error:
             if type(error) is errors.KafkaError and error.__cause__ is not None:
-                raise error.__cause__ from None  # raised by our own rebalance callback
+                raise error.__cause__ from None  # the exception of the callback
             raise
 
     def _fetch(self, timeout: float) -> dict[TopicPartition, list[MessageColumns]]:
         """Poll the client and handle its errors.
 
-        Partitions whose offset is gone are restored again. If the brokers are away, nothing is returned.
+        Partitions whose offset no longer exists are restored again. If the brokers do not respond, nothing is returned.
         """
         try:
             fetched = self._poll(timeout)
             self._liveness.record_success()
             return fetched
         except errors.OffsetOutOfRangeError as error:
-            # Messages expired before they were read, or the topic was replaced: these partitions are restored again.
-            (gone,) = error.args
-            log.get_logger("kafka").warning("offset_out_of_range", offsets={tp.partition: gone[tp] for tp in gone})
-            self._lose(gone)
-            self._gain(gone)
+            # Messages expired before they were read, or the topic was replaced.
+            (offset_by_partition,) = error.args
+            offsets = {tp.partition: offset_by_partition[tp] for tp in offset_by_partition}
+            log.get_logger("kafka").warning("offset_out_of_range", offsets=offsets)
+            self._remove_partitions(offset_by_partition)
+            self._on_assigned(offset_by_partition)
         except (errors.KafkaError, OSError) as error:
             self._liveness.record_failure(error)
             time.sleep(min(timeout, RETRY_SECONDS))
         return {}
 
-    def _end_failed(self) -> None:
-        """End the transaction that a failed hand-over has left open, because readers of committed offsets wait for it.
+    def _end_failed_transaction(self) -> None:
+        """End the transaction that a failed commit of revoked partitions has left open, because it blocks readers.
 
         If the broker does not respond, the next poll or commit tries again.
         """
-        if self._commits.failed and not self._commits.begun:
+        if self._commits.has_failed and not self._commits.has_commit:
             try:
-                self._commits.renew()
+                self._commits.renew_producer()
             except Unavailable as error:
                 log.get_logger("kafka").debug("producer_renewal_failed", error=str(error))
 
-    def _take_recovered(self) -> tuple[int, ...]:
-        """Return and remove the partitions whose history has been read completely.
+    def _pop_caught_up(self) -> tuple[int, ...]:
+        """Return the partitions whose history (events before the committed offset) was read since the last call.
 
-        After the history there may be transaction markers, which are never returned by a poll.
+        The position of the client counts, because transaction markers at the end of the history are never polled.
         """
-        over = [tp for tp, until in self._recovering.items() if self._position(tp) >= until]
-        for tp in over:
-            del self._recovering[tp]
-            self._polled[tp] = self._position(tp)
-        return tuple(tp.partition for tp in over)
+        caught_up = [tp for tp, end_offset in self._history_ends.items() if self._get_position(tp) >= end_offset]
+        for tp in caught_up:
+            del self._history_ends[tp]
+            self._polled_positions[tp] = self._get_position(tp)
+        return tuple(tp.partition for tp in caught_up)
 
-    def _restore_gained(self) -> Iterator[RestoredPartition]:
-        """Restore the assigned partitions one after another.
+    def _restore_assigned(self) -> Iterator[RestoredPartition]:
+        """Restore the assigned partitions one after another and yield their states.
 
         If the brokers do not respond, the next poll tries again.
+
+        Raises:
+            Unavailable: A partition could not be restored for longer than `patience`.
         """
-        for tp in sorted(self._gained):
+        for tp in sorted(self._assigned_at):
             try:
                 yield self._restore(tp)
             except Unavailable as error:
-                if time.monotonic() - self._gained[tp] > self._patience:
+                if time.monotonic() - self._assigned_at[tp] > self._patience:
                     raise
                 if str(error) != self._restore_error:
                     self._restore_error = str(error)
                     log.get_logger("kafka").warning("restore_failed_retrying", partition=tp.partition, error=str(error))
                 return
-            del self._gained[tp]
+            del self._assigned_at[tp]
             self._restore_error = ""
 
     def _restore(self, tp: TopicPartition) -> RestoredPartition:
-        """Restore one partition and set the reader to the first event that it needs."""
+        """Return the saved state of one partition, and let the consumer continue at the first event that it needs."""
         with translate_errors(self._servers, f"restoring partition {tp.partition} of topic {self.topic!r}"):
-            start = find_start(self._consumer, tp, self._start, self._state, self._lost)
+            start = find_start(self._consumer, tp, self._start, self._state, self._on_lost_state)
             self._consumer.seek(tp, start.position)
             self._consumer.resume(tp)
         if start.reference is not None:
-            self._commits.kept[tp] = start.reference
-        self._recovering[tp] = start.restored.committed_offset
+            self._commits.reference_by_partition[tp] = start.reference
+        self._history_ends[tp] = start.restored.committed_offset
         return start.restored
 
-    def _position(self, tp: TopicPartition) -> int:
+    def _get_position(self, tp: TopicPartition) -> int:
         """Return the offset of the next event of a partition, or -1 if it is unknown."""
         position = self._consumer.position(tp, timeout_ms=0)
         return -1 if position is None else int(position)
 
-    def commit(self, saved: Mapping[int, PartitionState] = NO_STATE) -> None:
-        """Commit the offsets of all partitions with their saved state and the messages of the sinks; block until it is
+    def commit(self, states: Mapping[int, PartitionState] = NO_STATE) -> None:
+        """Commit the offsets of all partitions, the given states, and what sinks have written; block until it is
         done.
 
         During a rebalance the broker accepts no commits. The rebalance is then completed first, without accepting new
-        messages,
-        and the partitions that remain are committed. The next poll reports the others.
+        messages, and the partitions that remain are committed. The next poll reports the others.
+
+        Args:
+            states: State to save, by partition number.
 
         Raises:
             Unavailable: The commit has failed for longer than `patience`.
         """
-        self._begin_commit(saved)
+        self._prepare_commit(states)
         self.end_commit()
 
     def begin_commit(
-        self, saved: Mapping[int, PartitionState] = NO_STATE, ended: Callable[[], None] = lambda: None
+        self, states: Mapping[int, PartitionState] = NO_STATE, on_committed: Callable[[], None] = lambda: None
     ) -> None:
         """Begin a commit, and if it is a transaction, return before it has ended.
 
-        The next `poll` may be called meanwhile; what sinks send then belongs to the next commit. A failed attempt is
-        repeated by
-        the next `poll` or commit.
+        The next `poll` may be called meanwhile; what sinks write then belongs to the next commit. A failed attempt is
+        repeated by the next `poll` or commit.
 
         Args:
-            saved: State to save, by partition number.
-            ended: Called when the first attempt has taken effect, possibly from another thread.
+            states: State to save, by partition number.
+            on_committed: Called when the first attempt has taken effect, possibly from another thread.
         """
-        self._begin_commit(saved)
-        group = self._group()
-        if group is None or not self._commits.begin_sending(group, ended):
+        self._prepare_commit(states)
+        group = self._get_membership()
+        if group is None or not self._commits.begin_sending(group, on_committed):
             self.end_commit()
-            ended()
+            on_committed()
 
-    def _begin_commit(self, saved: Mapping[int, PartitionState]) -> None:
-        """Wait for the previous commit and begin the next one."""
-        self._settled = dict(self._polled)
+    def _prepare_commit(self, states: Mapping[int, PartitionState]) -> None:
+        """Wait for the previous commit and begin the next one, without sending anything."""
+        self._written_positions = dict(self._polled_positions)
         self.end_commit()
-        confirm = time.monotonic() - self._commits.confirmed > CONFIRM_SECONDS
-        self._commits.begin(self._positions(), saved, confirm)
+        confirm_unchanged = time.monotonic() - self._commits.confirmed_at > CONFIRM_SECONDS
+        self._commits.begin(self._collect_positions(), states, confirm_unchanged)
 
     def end_commit(self) -> None:
         """Wait until the commit that was begun, if any, has taken effect.
 
-        Raises what `commit` raises; the commit is then abandoned.
+        Raises:
+            Unavailable: The commit has failed for longer than `patience`. It is then abandoned.
+            ConfigError: The broker refuses the commit. It is then abandoned.
         """
         deadline = time.monotonic() + self._patience
-        logged: set[str] = set()
+        logged_errors: set[str] = set()
         is_retry = False
-        while self._commits.begun:
+        while self._commits.has_commit:
             try:
                 if is_retry:
                     self._finish_rebalance()
@@ -337,88 +357,102 @@ class KafkaSource:
                 if not isinstance(translated, Unavailable) or time.monotonic() > deadline:
                     self._commits.give_up()
                     raise translated from error
-                if (kind := type(error).__name__) not in logged:
-                    log.get_logger("kafka").warning("commit_failed_retrying", error=kind)
-                    logged.add(kind)
+                error_name = type(error).__name__
+                if error_name not in logged_errors:
+                    log.get_logger("kafka").warning("commit_failed_retrying", error=error_name)
+                    logged_errors.add(error_name)
                 if not isinstance(error, _REBALANCING):
                     time.sleep(RETRY_SECONDS)
                 is_retry = True
 
     def _try_to_commit(self) -> None:
-        """Make one attempt to commit; raise the client's errors and ours."""
+        """Make one attempt to commit, or wait for the attempt in the background.
+
+        Raises:
+            KafkaError: The attempt failed; the error is one of the client.
+            Unavailable: The producer could not be renewed after a failed attempt.
+        """
         group = None
-        if not self._commits.under_way:
-            if (group := self._group()) is None:
+        if not self._commits.is_in_background:
+            group = self._get_membership()
+            if group is None:
                 raise errors.RebalanceInProgressError()
             self._commits.recover()
         offsets = self._commits.send(group)
         if offsets is not None:
             self._consumer.commit(offsets, timeout_ms=DELIVERY_SECONDS * 1000)
-        self._commits.conclude()
+        self._commits.mark_committed()
 
-    def _group(self) -> ConsumerGroupMetadata | None:
-        """Return our membership in the group, or None during a rebalance."""
+    def _get_membership(self) -> ConsumerGroupMetadata | None:
+        """Return this process's membership in the group, or None during a rebalance."""
         group = self._consumer.group_metadata()
         return None if self._consumer.assignment() and group.state is not MemberState.STABLE else group
 
-    def _positions(self) -> dict[TopicPartition, int]:
-        """Return the offset of the next event of each partition, except those that are still being restored."""
-        live = [tp for tp in self._consumer.assignment() if tp not in self._recovering and tp not in self._gained]
-        return {tp: at for tp in live if (at := self._position(tp)) >= 0}
+    def _collect_positions(self) -> dict[TopicPartition, int]:
+        """Return the offset of the next event of each partition, except partitions that are still being restored."""
+        restored = [
+            tp for tp in self._consumer.assignment() if tp not in self._history_ends and tp not in self._assigned_at
+        ]
+        positions = {tp: self._get_position(tp) for tp in restored}
+        return {tp: position for tp, position in positions.items() if position >= 0}
 
     def _finish_rebalance(self) -> None:
         """Let the client rejoin its group while all partitions are paused, so that no messages are delivered."""
-        paused = [tp for tp in self._consumer.assignment() if tp not in self._consumer.paused()]
-        self._consumer.pause(*paused)
+        active = [tp for tp in self._consumer.assignment() if tp not in self._consumer.paused()]
+        self._consumer.pause(*active)
         try:
             if self._poll(0.1):
                 raise InvariantViolated("a paused partition has delivered messages; this is a bug, please report it")
         finally:
-            ours = self._consumer.assignment() - self._gained.keys()  # those wait for `_restore`
-            self._consumer.resume(*[tp for tp in paused if tp in ours])
+            restored = self._consumer.assignment() - self._assigned_at.keys()  # `_restore` resumes the others
+            self._consumer.resume(*[tp for tp in active if tp in restored])
 
     def get_lag(self) -> dict[tuple[str, int], int]:
-        """Return the number of unread messages by (topic, partition), where the client knows it without a request."""
-        lags = {}
+        """Return the number of unread messages by topic and partition, as far as it is known without a request."""
+        lag_by_partition = {}
         for tp in self._consumer.assignment():
-            end, here = self._consumer.highwater(tp), self._consumer.position(tp, timeout_ms=0)
-            if end is not None and here is not None:
-                lags[tp.topic, tp.partition] = max(0, end - here)
-        return lags
+            end_offset, position = self._consumer.highwater(tp), self._consumer.position(tp, timeout_ms=0)
+            if end_offset is not None and position is not None:
+                lag_by_partition[tp.topic, tp.partition] = max(0, end_offset - position)
+        return lag_by_partition
 
     def close(self) -> None:
-        """Leave the group without committing, so that others take over at once. With an instance name the membership is
-        kept.
+        """Leave the group without committing, so that its partitions move to other members at once.
+
+        A process with an instance name stays a member until its session times out, so that a restart moves no
+        partitions.
         """
-        self._closed = True
+        self._is_closed = True
         with translate_errors(self._servers, "closing the consumer"):
             self._consumer.close(autocommit=False, timeout_ms=CONNECT_SECONDS * 1000)
 
-    # Called by `RebalanceListener` on the client's thread, while ours waits.
+    # `RebalanceListener` calls the following methods on the client's thread, while the own thread waits.
 
-    def _gain(self, partitions: Iterable[TopicPartition]) -> None:
+    def _on_assigned(self, partitions: Iterable[TopicPartition]) -> None:
         """Pause newly assigned partitions; `_restore` restores and resumes them."""
         for tp in partitions:
             self._consumer.seek(tp, 0)
             self._consumer.pause(tp)
-            self._gained[tp] = time.monotonic()
+            self._assigned_at[tp] = time.monotonic()
         numbers = sorted(tp.partition for tp in partitions)
         log.get_logger("kafka").info("partitions_assigned", topic=self.topic, partitions=numbers)
 
-    async def _give_up(self, partitions: Iterable[TopicPartition]) -> None:
-        """Commit the written events of revoked partitions with their state, so that the next owner begins there.
+    async def _on_revoked(self, partitions: Iterable[TopicPartition]) -> None:
+        """Commit revoked partitions with their state, so that the next owner continues there.
 
-        Nothing is committed while the source is being closed.
+        Only events whose effects are written are committed. Nothing is committed while the source is being closed.
         """
-        leaving = {tp: self._settled[tp] for tp in partitions if tp in self._settled and tp not in self._recovering}
-        if leaving and not self._closed:
-            deadline = time.monotonic() + self._session / 2  # no heartbeat is sent while this waits
+        leaving = {tp for tp in partitions if tp in self._written_positions and tp not in self._history_ends}
+        if leaving and not self._is_closed:
+            deadline = time.monotonic() + self._session / 2  # no heartbeat is sent during this commit
             try:
-                if self._commits.begun:  # its state comes before the state of the partitions that are handed over
+                if self._commits.has_commit:  # it is older than the state of the revoked partitions
                     await self._commit_within(deadline)
-                saved = self.collect_state(frozenset(tp.partition for tp in leaving))
-                settled = {tp: at for tp, at in self._settled.items() if tp not in self._recovering}
-                self._commits.begin(settled, saved)
+                states = self.collect_state(frozenset(tp.partition for tp in leaving))
+                positions = {
+                    tp: offset for tp, offset in self._written_positions.items() if tp not in self._history_ends
+                }
+                self._commits.begin(positions, states)
                 try:
                     await self._commit_within(deadline)
                 finally:
@@ -426,26 +460,27 @@ class KafkaSource:
             except (errors.KafkaError, DeformerError) as error:
                 # The next owner repeats these messages. Raising here would end the group's rebalance instead.
                 log.get_logger("kafka").warning("revoked_partitions_not_committed", error=type(error).__name__)
-        self._lose(partitions)
+        self._remove_partitions(partitions)
 
     async def _commit_within(self, deadline: float) -> None:
         """Make one attempt to commit before the deadline, without finding out how an earlier attempt ended."""
-        if self._commits.failed:
+        if self._commits.has_failed:
             raise errors.KafkaConnectionError("the previous commit has not ended")
         offsets = self._commits.send(self._consumer.group_metadata(), deadline - time.monotonic())
         if offsets is not None:
             await self._consumer.commit_async(offsets)
-        self._commits.conclude()
+        self._commits.mark_committed()
 
-    def _leave(self, partitions: Iterable[TopicPartition]) -> None:
+    def _on_lost(self, partitions: Iterable[TopicPartition]) -> None:
         """Remove all partitions after the group has continued without this member."""
-        self._assignor.leave()
-        self._lose(partitions)
+        self._assignor.clear_assignment()
+        self._remove_partitions(partitions)
 
-    def _lose(self, partitions: Iterable[TopicPartition]) -> None:
+    def _remove_partitions(self, partitions: Iterable[TopicPartition]) -> None:
         """Remove partitions that now belong to another process."""
         for tp in partitions:
-            for known in (self._polled, self._settled, self._recovering, self._gained):
-                known.pop(tp, None)
+            for value_by_partition in (self._polled_positions, self._written_positions, self._history_ends):
+                value_by_partition.pop(tp, None)
+            self._assigned_at.pop(tp, None)
             self._revoked.append(tp.partition)
-        self._commits.lose(partitions)
+        self._commits.remove_partitions(partitions)

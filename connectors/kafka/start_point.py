@@ -41,74 +41,78 @@ def find_start(
     tp: TopicPartition,
     start: Literal["earliest", "latest"],
     state: StateTopic | None,
-    lost: LostState,
+    on_lost_state: LostState,
 ) -> StartPoint:
     """Return where to begin with a partition that was assigned to this process.
 
-    Without a committed offset it is the beginning or the end of the partition, as `start` says. If the committed offset
-    names no saved state, for instance after a commit of another program, reading begins there without open records.
-    Waits for open transactions to end.
+    If the committed offset names no saved state, for instance after a commit of another program, reading begins there
+    without open records. The function waits for open transactions to end.
+
+    Args:
+        consumer: The consumer that owns the partition.
+        tp: The partition.
+        start: Where to begin if there is no committed offset: at the beginning or the end of the partition.
+        state: Reads the saved state, or None if no state is saved.
+        on_lost_state: What to do if the saved state, or events that it needs, are gone.
 
     Raises:
-        StateError: Something that is needed is gone and `lost` is "refuse".
+        StateError: Something that is needed is gone and `on_lost_state` is "refuse".
         KafkaError: The broker does not respond; errors of the client are not translated.
     """
     timeout_ms = int(DELIVERY_SECONDS * 1000)
     committed = consumer.committed(tp, metadata=True, timeout_ms=timeout_ms)
-    first, end = (
-        consumer.beginning_offsets([tp], timeout_ms=timeout_ms)[tp],
-        consumer.end_offsets([tp], timeout_ms=timeout_ms)[tp],
-    )
+    first_offset = consumer.beginning_offsets([tp], timeout_ms=timeout_ms)[tp]
+    end_offset = consumer.end_offsets([tp], timeout_ms=timeout_ms)[tp]
     if committed is None:
         state_partition = TopicPartition("" if state is None else state.topic, tp.partition)
         if state is not None and consumer.end_offsets([state_partition], timeout_ms=timeout_ms)[state_partition]:
-            log.get_logger("kafka").warning(
-                "state_without_committed_offset",
-                partition=tp.partition,
-                start=start,
-            )
-        position = first if start == "earliest" else end
+            log.get_logger("kafka").warning("state_without_committed_offset", partition=tp.partition, start=start)
+        position = first_offset if start == "earliest" else end_offset
         return StartPoint(RestoredPartition(tp.partition, position), position)
-    if committed.offset > end:
-        _handle_lost_state(
-            tp,
-            lost,
-            f"the group has consumed up to offset {committed.offset}, but the topic ends at {end}: it was replaced",
-        )
-        return StartPoint(RestoredPartition(tp.partition, first), first)
-    until = max(committed.offset, first)
-    if committed.offset < first:
-        _handle_lost_state(tp, lost, f"{first - committed.offset} messages expired before they were consumed")
+    if committed.offset > end_offset:
+        loss = f"the group has consumed up to offset {committed.offset}, but the topic ends at {end_offset}"
+        _handle_lost_state(tp, on_lost_state, f"{loss}: it was replaced")
+        return StartPoint(RestoredPartition(tp.partition, first_offset), first_offset)
+    resume_offset = max(committed.offset, first_offset)
+    if committed.offset < first_offset:
+        num_expired = first_offset - committed.offset
+        _handle_lost_state(tp, on_lost_state, f"{num_expired} messages expired before they were consumed")
+    without_state = StartPoint(RestoredPartition(tp.partition, resume_offset), resume_offset)
+    if state is None:
+        return without_state
     try:
-        reference = None if state is None else StateReference.of(committed.metadata)
-        if state is None or reference is None:
-            if state is not None:
-                log.get_logger("kafka").info("commit_without_state", partition=tp.partition)
-            return StartPoint(RestoredPartition(tp.partition, until), until)
+        reference = StateReference.parse(committed.metadata)
+        if reference is None:
+            log.get_logger("kafka").info("commit_without_state", partition=tp.partition)
+            return without_state
         snapshot, decisions = state.read(tp.partition, reference)
     except StateError as error:
-        _handle_lost_state(tp, lost, str(error))
-        position = first if lost == "rebuild" else until
-        return StartPoint(RestoredPartition(tp.partition, until), position)
-    if reference.position < first:
-        _handle_lost_state(
-            tp,
-            lost,
-            f"the saved state needs messages from offset {reference.position} on, but the first one is {first}",
+        _handle_lost_state(tp, on_lost_state, str(error))
+        position = first_offset if on_lost_state == "rebuild" else resume_offset
+        return StartPoint(RestoredPartition(tp.partition, resume_offset), position)
+    if reference.position < first_offset:
+        loss = (
+            f"the saved state needs messages from offset {reference.position} on, but the first one is {first_offset}"
         )
-        if lost == "forget":
-            return StartPoint(RestoredPartition(tp.partition, until), until)
-    return StartPoint(
-        RestoredPartition(tp.partition, until, snapshot, decisions), max(reference.position, first), reference
-    )
+        _handle_lost_state(tp, on_lost_state, loss)
+        if on_lost_state == "forget":
+            return without_state
+    restored = RestoredPartition(tp.partition, resume_offset, snapshot, decisions)
+    return StartPoint(restored, max(reference.position, first_offset), reference)
 
 
-def _handle_lost_state(tp: TopicPartition, lost: LostState, loss: str) -> None:
-    """Raise `StateError` if `lost` is "refuse"; otherwise log what was lost and continue."""
-    where = f"topic {tp.topic!r}, partition {tp.partition}: {loss}"
-    if lost == "refuse":
+def _handle_lost_state(tp: TopicPartition, on_lost_state: LostState, loss: str) -> None:
+    """Raise `StateError` if `on_lost_state` is "refuse"; otherwise log the loss and continue.
+
+    Args:
+        tp: The partition.
+        on_lost_state: What to do.
+        loss: What was lost, in words.
+    """
+    message = f"topic {tp.topic!r}, partition {tp.partition}: {loss}"
+    if on_lost_state == "refuse":
         raise StateError(
-            f"{where}; start once with --lost-state rebuild (reads the remaining messages again, without effects) or "
+            f"{message}; start once with --lost-state rebuild (reads the remaining messages again, without effects) or "
             "--lost-state forget (begins without open records)"
         )
-    log.get_logger("kafka").warning("state_lost", where=where, lost_state=lost)
+    log.get_logger("kafka").warning("state_lost", where=message, lost_state=on_lost_state)

@@ -34,10 +34,10 @@ from kafka.protocol.producer import (
 )
 from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata, TopicPartition
 
-from connectors.kafka.batches import Batch, BatchBuilder, OutgoingMessage, offsets_in_order, plan_requests
+from connectors.kafka.batches import Batch, BatchBuilder, OutgoingMessage, list_offsets, plan_requests
 from connectors.kafka.broker_client import LEADER_MOVED, BrokerClient, raise_for_code
 
-NO_ONE = -1
+NO_PRODUCER = -1
 """The producer id and epoch before the broker has assigned any."""
 
 Offsets = Mapping[TopicPartition, OffsetAndMetadata]
@@ -47,9 +47,8 @@ class Transactions:
     """The only process that writes under a transactional id, one transaction after another.
 
     If a call raises, the transaction may be open, ended or aborted, and this object must not be used again. Opening
-    another
-    one with the same id ends what was left open. Calls belong to one thread at a time, except `leave`. They raise the
-    client's errors, and KafkaTimeoutError after `patience` seconds.
+    another one with the same id ends what was left open. Calls belong to one thread at a time, except `leave`. They
+    raise the client's errors, and KafkaTimeoutError after `patience` seconds.
 
     Args:
         transactional_id: The id; the broker admits one process at a time.
@@ -73,18 +72,19 @@ class Transactions:
     ) -> None:
         self._id, self._limits = transactional_id, limits
         self._timeout, self._patience = timeout, patience
-        self._asking = BrokerClient(patience, kafka_client, bootstrap_timeout_ms, **options)
-        self._cluster, self._partitioner = self._asking.cluster, DefaultPartitioner()
-        self._producer, self._epoch = NO_ONE, NO_ONE
-        self._batcher = BatchBuilder(NO_ONE, NO_ONE, limits)
+        self._client = BrokerClient(patience, kafka_client, bootstrap_timeout_ms, **options)
+        self._cluster, self._partitioner = self._client.cluster, DefaultPartitioner()
+        self._producer, self._epoch = NO_PRODUCER, NO_PRODUCER
+        self._batch_builder = BatchBuilder(NO_PRODUCER, NO_PRODUCER, limits)
         self._coordinator: Any = None  # the broker that coordinates our transactions
         self._groups: dict[str, Any] = {}  # consumer group → the broker that coordinates it
 
     def open(self) -> None:
-        """Become the process that writes under the transactional id. On return the broker has ended what a predecessor
-        left open.
+        """Request a producer id, so that this process is the only one that may write under the transactional id.
+
+        When the method returns, the broker has ended the transaction that a predecessor left open.
         """
-        self._asking.run(self._open)
+        self._client.run(self._open)
 
     def commit(
         self,
@@ -97,17 +97,16 @@ class Transactions:
         Args:
             records: The messages.
             offsets: Returns the offsets to commit. It gets a function that waits for the offsets of the messages and
-                returns
-                them in the order of the messages.
+                returns them in the order of the messages.
             group: The consumer group.
         """
-        self._asking.run(lambda: self._commit(records, offsets, group))
+        self._client.run(lambda: self._commit(records, offsets, group))
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Close the connections; a call that runs in another thread raises soon. May be called from any thread."""
-        self._asking.abandon()
+        self._client.abandon()
 
-    # --- a commit, step by step ---------------------------------------------------------------------------------------
+    # --- the steps of a commit ----------------------------------------------------------------------------------------
 
     def _commit(
         self,
@@ -115,17 +114,18 @@ class Transactions:
         offsets: Callable[[Callable[[], list[int]]], Offsets],
         group: ConsumerGroupMetadata,
     ) -> None:
-        batches = self._batcher.build(records, self._partition)
-        group_added = self.register({batch.topic_partition for batch in batches}, group.group_id)
-        written = self.write(batches)
-        committed = offsets(lambda: offsets_in_order(batches, written()))
-        group_added()
-        offsets_answered = self.send_offsets(committed, group)
-        written()
-        offsets_answered()
+        """Send the requests of one transaction in order; the arguments are those of `commit`."""
+        batches = self._batch_builder.build(records, self._choose_partition)
+        wait_for_group = self.add_partitions_and_group({batch.topic_partition for batch in batches}, group.group_id)
+        wait_for_base_offsets = self.write(batches)
+        committed = offsets(lambda: list_offsets(batches, wait_for_base_offsets()))
+        wait_for_group()
+        wait_for_offset_commit = self.send_offsets(committed, group)
+        wait_for_base_offsets()
+        wait_for_offset_commit()
         self.end()
 
-    def register(self, partitions: Iterable[TopicPartition], group_id: str) -> Callable[[], None]:
+    def add_partitions_and_group(self, partitions: Iterable[TopicPartition], group_id: str) -> Callable[[], None]:
         """Add partitions and a consumer group to the transaction, which begins it.
 
         Returns:
@@ -137,28 +137,32 @@ class Transactions:
 
         def add_partitions() -> Any:
             entry = AddPartitionsToTxnRequest.AddPartitionsToTxnTopic
-            return self._asking.send(
+            return self._client.send(
                 self._coordinator,
                 AddPartitionsToTxnRequest(
                     v3_and_below_transactional_id=self._id,
                     v3_and_below_producer_id=self._producer,
                     v3_and_below_producer_epoch=self._epoch,
                     v3_and_below_topics=[entry(name=name, partitions=numbers) for name, numbers in topics.items()],
-                    max_version=3,  # later ones are for brokers among themselves
+                    max_version=3,  # later versions are for requests between brokers
                 ),
             )
 
         def add_group() -> Any:
-            return self._asking.send(
+            return self._client.send(
                 self._coordinator,
                 AddOffsetsToTxnRequest(**self._signature, group_id=group_id, max_version=4),
             )
 
-        asked = add_partitions() if topics else None
-        group_asked = add_group()
-        if asked is not None:
-            self._asking.request_until_settled(asked, add_partitions, _worst_of_partitions, self._find_coordinator)
-        return lambda: self._asking.request_until_settled(group_asked, add_group, _code, self._find_coordinator)
+        future = add_partitions() if topics else None
+        group_future = add_group()
+        if future is not None:
+            self._client.request_until_accepted(
+                future, add_partitions, _get_partition_error_code, self._find_coordinator
+            )
+        return lambda: self._client.request_until_accepted(
+            group_future, add_group, _get_error_code, self._find_coordinator
+        )
 
     def write(self, batches: Sequence[Batch]) -> Callable[[], list[int]]:
         """Send batches to the leaders of their partitions; batches of one partition are sent in order.
@@ -166,49 +170,51 @@ class Transactions:
         Returns:
             A function that waits for the responses and returns the offset of the first record of each batch.
         """
-        base: dict[int, int] = {}
-        expected: dict[tuple[str, int], int] = {}
-        under_way: list[Any] = []
-        began = time.monotonic()
+        base_offset_by_index: dict[int, int] = {}
+        index_by_partition: dict[tuple[str, int], int] = {}
+        futures: list[Any] = []
+        started_at = time.monotonic()
 
-        def send(leader: int, places: Sequence[int]) -> None:
-            expected.update({tuple(batches[i].topic_partition): i for i in places})
-            under_way.append(self._asking.send(leader, self._produce(batches[i] for i in places)))
+        def send(leader: int, indexes: Sequence[int]) -> None:
+            index_by_partition.update({tuple(batches[i].topic_partition): i for i in indexes})
+            futures.append(self._client.send(leader, self._make_produce_request(batches[i] for i in indexes)))
 
-        def answers() -> Iterator[tuple[int, Any]]:
+        def iterate_responses() -> Iterator[tuple[int, Any]]:
             """Yield the index of each batch with the broker's response."""
-            for asked in under_way:
-                for topic in self._asking.wait_for(asked).responses:
-                    for answer in topic.partition_responses:
-                        yield expected.pop((topic.name, answer.index)), answer
+            for future in futures:
+                for topic in self._client.wait_for(future).responses:
+                    for response in topic.partition_responses:
+                        yield index_by_partition.pop((topic.name, response.index)), response
 
-        def settle() -> None:
-            while under_way:
-                refused: list[int] = []
-                for place, answer in answers():
-                    if answer.error_code in LEADER_MOVED:
-                        refused.append(place)
+        def wait_for_responses() -> None:
+            """Wait until all batches that were sent are written; send rejected ones to the new leader."""
+            while futures:
+                rejected_indexes: list[int] = []
+                for batch_index, response in iterate_responses():
+                    if response.error_code in LEADER_MOVED:
+                        rejected_indexes.append(batch_index)
                     else:
-                        raise_for_code(answer.error_code)
-                        base[place] = int(answer.base_offset)
-                under_way.clear()
-                if refused:  # the broker knows by its number a batch that it has after all
-                    self._asking.pause_since(began)
-                    self._asking.refresh_metadata()
-                for place in refused:
-                    send(self._leader(batches[place].topic_partition), [place])
-            if expected:  # so that it is not taken for written
-                raise errors.KafkaError(f"the broker does not say what became of {sorted(expected)}")
+                        raise_for_code(response.error_code)
+                        base_offset_by_index[batch_index] = int(response.base_offset)
+                futures.clear()
+                if rejected_indexes:  # sending again is harmless: the broker recognises a batch by its sequence number
+                    self._client.pause_since(started_at)
+                    self._client.refresh_metadata()
+                for batch_index in rejected_indexes:
+                    send(self._find_leader(batches[batch_index].topic_partition), [batch_index])
+            if index_by_partition:
+                raise errors.KafkaError(f"the broker did not acknowledge the batches of {sorted(index_by_partition)}")
 
-        def offsets() -> list[int]:
-            settle()
-            return [base[i] for i in range(len(batches))]
+        def wait_for_base_offsets() -> list[int]:
+            """Return the offset of the first record of each batch."""
+            wait_for_responses()
+            return [base_offset_by_index[i] for i in range(len(batches))]
 
-        for turn in plan_requests(batches, self._leader):
-            settle()
-            for leader, places in turn.items():
-                send(leader, places)
-        return offsets
+        for requests_by_leader in plan_requests(batches, self._find_leader):
+            wait_for_responses()
+            for leader, indexes in requests_by_leader.items():
+                send(leader, indexes)
+        return wait_for_base_offsets
 
     def send_offsets(self, offsets: Offsets, group: ConsumerGroupMetadata) -> Callable[[], None]:
         """Commit offsets of the consumer group within the transaction, if the group accepts them from this member.
@@ -220,19 +226,19 @@ class Transactions:
             return lambda: None
         entry = TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
         topics = defaultdict(list)
-        for tp, at in offsets.items():
+        for tp, offset in offsets.items():
             topics[tp.topic].append(
                 entry.TxnOffsetCommitRequestPartition(
                     partition_index=tp.partition,
-                    committed_offset=at.offset,
-                    committed_leader_epoch=at.leader_epoch,
-                    committed_metadata=at.metadata,
+                    committed_offset=offset.offset,
+                    committed_leader_epoch=offset.leader_epoch,
+                    committed_metadata=offset.metadata,
                 )
             )
 
-        def ask() -> Any:
-            return self._asking.send(
-                self._group_coordinator(group.group_id),
+        def send_request() -> Any:
+            return self._client.send(
+                self._find_group_coordinator(group.group_id),
                 TxnOffsetCommitRequest(
                     **self._signature,
                     group_id=group.group_id,
@@ -240,60 +246,65 @@ class Transactions:
                     member_id=group.member_id,
                     group_instance_id=group.group_instance_id,
                     topics=[entry(name=name, partitions=partitions) for name, partitions in topics.items()],
-                    max_version=4,  # from 3 on with the member in it: a stranger is refused
+                    max_version=4,  # from version 3 on, the broker rejects offsets of a non-member
                 ),
             )
 
-        def code_of(answer: Any) -> int:
-            said = {(t.name, p.partition_index): int(p.error_code) for t in answer.topics for p in t.partitions}
-            return next((said[tp] for tp in offsets if said[tp]), 0)
+        def get_error_code(response: Any) -> int:
+            """Return the first error code among the partitions, or 0."""
+            code_by_partition = {
+                (t.name, p.partition_index): int(p.error_code) for t in response.topics for p in t.partitions
+            }
+            return next((code_by_partition[tp] for tp in offsets if code_by_partition[tp]), 0)
 
-        asked = ask()
-        return lambda: self._asking.request_until_settled(
-            asked, ask, code_of, lambda: self._groups.pop(group.group_id, None)
+        future = send_request()
+        return lambda: self._client.request_until_accepted(
+            future, send_request, get_error_code, lambda: self._groups.pop(group.group_id, None)
         )
 
     def end(self) -> None:
         """Commit the transaction."""
 
-        def ask() -> Any:
-            return self._asking.send(self._coordinator, EndTxnRequest(**self._signature, committed=True, max_version=4))
+        def send_request() -> Any:
+            return self._client.send(self._coordinator, EndTxnRequest(**self._signature, committed=True, max_version=4))
 
-        self._asking.request_until_settled(ask(), ask, _code, self._find_coordinator)
+        self._client.request_until_accepted(send_request(), send_request, _get_error_code, self._find_coordinator)
 
     @property
     def _signature(self) -> dict[str, Any]:
         """The fields that identify the producer in every request of a transaction."""
         return {"transactional_id": self._id, "producer_id": self._producer, "producer_epoch": self._epoch}
 
-    # --- what that needs ----------------------------------------------------------------------------------------------
+    # --- producer id, coordinators and leaders ------------------------------------------------------------------------
 
     def _open(self) -> None:
+        """Request a producer id; see `open`."""
         self._cluster.set_topics(self._limits)
-        answer = self._asking.retry(self._become)
-        self._producer, self._epoch = answer.producer_id, answer.producer_epoch
-        self._batcher = BatchBuilder(self._producer, self._epoch, self._limits)
+        response = self._client.retry(self._init_producer)
+        self._producer, self._epoch = response.producer_id, response.producer_epoch
+        self._batch_builder = BatchBuilder(self._producer, self._epoch, self._limits)
 
-    def _become(self) -> Any:
+    def _init_producer(self) -> Any:
         """Request a producer id and epoch from the coordinator, which fences any predecessor."""
-        self._asking.refresh_metadata()
+        self._client.refresh_metadata()
         self._find_coordinator()
-        asked = InitProducerIdRequest(
+        request = InitProducerIdRequest(
             transactional_id=self._id,
             transaction_timeout_ms=int(1000 * self._timeout),
-            producer_id=NO_ONE,
-            producer_epoch=NO_ONE,
+            producer_id=NO_PRODUCER,
+            producer_epoch=NO_PRODUCER,
             max_version=4,
         )
-        answer = self._asking.wait_for(self._asking.send(self._coordinator, asked))
-        raise_for_code(answer.error_code)
-        return answer
+        response = self._client.wait_for(self._client.send(self._coordinator, request))
+        raise_for_code(response.error_code)
+        return response
 
     def _find_coordinator(self) -> None:
-        find = partial(self._asking.find_coordinator, CoordinatorType.TRANSACTION, self._id)
-        self._coordinator = self._asking.retry(find)
+        """Find the broker that coordinates the transactions of this producer."""
+        find = partial(self._client.find_coordinator, CoordinatorType.TRANSACTION, self._id)
+        self._coordinator = self._client.retry(find)
 
-    def _partition(self, record: OutgoingMessage) -> TopicPartition:
+    def _choose_partition(self, record: OutgoingMessage) -> TopicPartition:
         """Return the partition that a message goes to."""
         if record.topic in self._cluster.unauthorized_topics:
             raise errors.TopicAuthorizationFailedError()
@@ -306,51 +317,51 @@ class Transactions:
             record.topic, self._partitioner.partition(record.topic, key, key, value, value, self._cluster)
         )
 
-    def _produce(self, batches: Iterable[Batch]) -> ProduceRequest:
+    def _make_produce_request(self, batches: Iterable[Batch]) -> ProduceRequest:
         """Return the request that writes batches."""
         entry = ProduceRequest.TopicProduceData
         topics = defaultdict(list)
-        for to, records, _ in batches:
-            topics[to.topic].append(entry.PartitionProduceData(index=to.partition, records=records))
+        for tp, records, _ in batches:
+            topics[tp.topic].append(entry.PartitionProduceData(index=tp.partition, records=records))
         return ProduceRequest(
             transactional_id=self._id,
             acks=-1,
             timeout_ms=int(1000 * self._patience),
             topic_data=[entry(name=name, partition_data=partitions) for name, partitions in topics.items()],
             min_version=3,
-            max_version=11,  # later ones add partitions to the transaction by themselves
+            max_version=11,  # later versions add partitions to the transaction implicitly
         )
 
-    def _leader(self, tp: TopicPartition) -> int:
+    def _find_leader(self, tp: TopicPartition) -> int:
         """Return the broker that leads a partition; wait while it has none."""
 
-        def known() -> int:
+        def get_leader() -> int:
             leader = self._cluster.leader_for_partition(tp)
             if leader is None or leader < 0:
                 raise errors.LeaderNotAvailableError()
             return int(leader)
 
-        return self._asking.retry(known, between=self._asking.refresh_metadata)
+        return self._client.retry(get_leader, between=self._client.refresh_metadata)
 
-    def _group_coordinator(self, group: str) -> Any:
+    def _find_group_coordinator(self, group: str) -> Any:
         """Return the broker that coordinates a consumer group."""
         if group not in self._groups:
-            self._groups[group] = self._asking.retry(
-                partial(self._asking.find_coordinator, CoordinatorType.GROUP, group)
+            self._groups[group] = self._client.retry(
+                partial(self._client.find_coordinator, CoordinatorType.GROUP, group)
             )
         return self._groups[group]
 
 
-def _code(answer: Any) -> int:
+def _get_error_code(response: Any) -> int:
     """Return the error code of a response."""
-    return int(answer.error_code)
+    return int(response.error_code)
 
 
-def _worst_of_partitions(answer: Any) -> int:
+def _get_partition_error_code(response: Any) -> int:
     """Return the error code that explains why partitions were not added to the transaction, or 0.
 
     If one partition is refused, the broker does not attempt the others; their code says nothing about the reason.
     """
-    codes = {p.partition_error_code for t in answer.results_by_topic_v3_and_below for p in t.results_by_partition}
+    codes = {p.partition_error_code for t in response.results_by_topic_v3_and_below for p in t.results_by_partition}
     codes.discard(0)
     return int(min(codes, key=lambda code: code == errors.OperationNotAttemptedError.errno, default=0))

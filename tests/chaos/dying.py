@@ -24,7 +24,7 @@ STEPS: dict[str, tuple[type, str, bool]] = {
     "4-writing": (KafkaSink, "write", False),
     "5.1-flushed": (KafkaSink, "flush", True),
     "5.2-saved": (Recovery, "collect_state", True),
-    "5.3-begun": (Transactions, "register", True),
+    "5.3-begun": (Transactions, "add_partitions_and_group", True),
     "5.3-on-its-way": (Transactions, "send_offsets", False),
     "5.3-answered": (Transactions, "end", False),
     "5.3-transaction-ended": (Transactions, "end", True),

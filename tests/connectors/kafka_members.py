@@ -15,7 +15,7 @@ from kafka.admin import MemberToRemove
 from kafka.errors import KafkaError, RetriableError
 from kafka.structs import ConsumerGroupMetadata, OffsetAndMetadata, TopicPartition
 
-from connectors.kafka import Delivery, KafkaSink, KafkaSource, StateTopic, ensure_topics, produce, output_topics
+from connectors.kafka import Delivery, KafkaSink, KafkaSource, StateTopic, ensure_topics, produce, describe_output_topics
 from connectors.kafka.batches import OutgoingMessage
 from deformer_stream.codec.payloads import Messages, Payload
 from deformer_stream.errors import DeformerError
@@ -249,7 +249,7 @@ class Group:
         self.bootstrap, self.topic, self.mode = bootstrap, topic, mode
         self.name = f"g-{topic}"
         self.alerts_topic, self.letters_topic, self.state_topic = f"{topic}-a", f"{topic}-d", f"{topic}-state"
-        self.topics = output_topics(self.alerts_topic, self.letters_topic, self.state_topic, partitions)
+        self.topics = describe_output_topics(self.alerts_topic, self.letters_topic, self.state_topic, partitions)
         self.topics[self.state_topic]["configs"] |= state
         self.limits = ensure_topics(bootstrap, self.topics)
         self.members: list[Member | Reader] = []
@@ -300,7 +300,7 @@ class Group:
         """Send everything put and then `state`, with a transaction that commits a position, or without; offsets of the
         latter. member: none is allowed, for a group that has none. meanwhile: done in the open transaction."""
         delivery.seal_pending()
-        if not delivery.exactly_once:
+        if not delivery.is_transactional:
             return delivery.send(state)
         found: list[int] = []
 

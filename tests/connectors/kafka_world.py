@@ -11,7 +11,7 @@ from typing import Any
 
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 
-from connectors.kafka import Delivery, KafkaSink, ensure_topics, output_topics
+from connectors.kafka import Delivery, KafkaSink, ensure_topics, describe_output_topics
 from deformer_stream.codec.payloads import Payload
 from deformer_stream.engine.events import Alert, ClosedRecords, Effects, EventBatch, Rejection, ScoredReadings
 from tests.integration import programs
@@ -41,7 +41,7 @@ class SentAtFlush(KafkaSink):
 
 def sink_of(bootstrap: str, alerts: str | None, letters: str | None, encoder: Any, partitions: int = 1) -> SentAtFlush:
     """A sink with its topics made as `consume` makes them."""
-    specs = output_topics(alerts or "no alerts", letters or "no letters", "no state", partitions)
+    specs = describe_output_topics(alerts or "no alerts", letters or "no letters", "no state", partitions)
     limits = ensure_topics(bootstrap, {name: specs[name] for name in (alerts, letters) if name is not None})
     return SentAtFlush(alerts, letters, encoder, Delivery(bootstrap, None, limits))
 

@@ -112,8 +112,8 @@ def test_the_bound_is_kept_by_every_compression(
     if codec == SNAPPY:
         send(kafka.bootstrap, name, batch(java_snappy(three(b"x" * 1000)), 3, codec))
     whole = len(three(b"x" * 1000))
-    assert {value for _, value in rows(reader(name, FetchLimits(batch=whole - 1)))} == {(RejectionReason.TOO_LARGE, 3)}
-    assert len(rows(reader(name, FetchLimits(batch=whole)))) == (6 if codec == SNAPPY else 3)
+    assert {value for _, value in rows(reader(name, FetchLimits(batch_bytes=whole - 1)))} == {(RejectionReason.TOO_LARGE, 3)}
+    assert len(rows(reader(name, FetchLimits(batch_bytes=whole)))) == (6 if codec == SNAPPY else 3)
 
 
 def test_a_large_message_within_a_small_batch_is_refused_alone(
@@ -151,7 +151,7 @@ def test_a_poll_takes_no_more_than_its_bytes(
     for _ in range(20):  # 20 small batches that inflate to 20 MiB each
         many = b"".join(record(i, None, b"%06d" % i + b"x" * 2**19) for i in range(40))
         send(kafka.bootstrap, name, batch(compressed(ZSTD, many), 40, ZSTD))
-    found = polls(reader(name, FetchLimits(poll=8 * MIB)))
+    found = polls(reader(name, FetchLimits(poll_bytes=8 * MIB)))
     assert [offset for poll in found for offset, _ in poll] == list(range(800))
     assert max(len(poll) for poll in found) <= 16
     limited = polls(reader(name, max_poll_records=7))

@@ -110,7 +110,7 @@ def stale_group(world: Group, delivery: Delivery, opened: list[Delivery]) -> Non
 
 def closed_producer(world: Group, delivery: Delivery, opened: list[Delivery]) -> None:
     assert isinstance(delivery._producer, Transactions)
-    delivery._producer.leave()
+    delivery._producer.close()
     world.commit(delivery, [kept(world, 0)])
 
 
@@ -143,11 +143,11 @@ def test_a_failed_transaction_shows_nothing_and_is_sent_once_after_renewal(
         delivery.put(message(world, i))
     with pytest.raises(error):
         fail(world, delivery, opened)
-    assert delivery.failed
+    assert delivery.has_failed
     with pytest.raises(refusals.KafkaError):  # a producer that has failed is not used again
         world.commit(delivery)
-    delivery.renew()
-    assert not delivery.failed
+    delivery.renew_producer()
+    assert not delivery.has_failed
     settle(world.bootstrap, world.alerts_topic)
     others = [value for value in values(world) if value == 100]
     assert values(world) == others, "of the failed transaction nothing can be seen"
@@ -175,7 +175,7 @@ def test_a_commit_that_does_not_come_back_is_left_behind(group: Callable[..., Gr
     delivery.begin(delivery.transaction([], hang, stranger))
     with pytest.raises(refusals.KafkaTimeoutError):
         delivery.end(within=0.2)
-    delivery.renew()
+    delivery.renew_producer()
     deliver(world, delivery)
     go.set()
     until(lambda: threading.active_count() <= before, "the end of the one that was left behind")
@@ -190,7 +190,7 @@ def test_producers_that_failed_leave_no_threads(either: Callable[..., Group], op
     for i in range(3):
         delivery.put(message(world, i))
         world.commit(delivery)
-        delivery.renew()
+        delivery.renew_producer()
 
     def ended() -> bool:
         time.sleep(0.05)
@@ -207,7 +207,7 @@ def test_messages_of_partitions_that_moved_are_forgotten(either: Callable[..., G
     delivery = start(world, opened)
     for i in range(6):
         delivery.put(message(world, i, source=i % 3))
-    delivery.drop([1, 7])
+    delivery.drop_partitions([1, 7])
     deliver(world, delivery)
     assert sorted(values(world)) == [0, 2, 3, 5]
 
@@ -222,8 +222,8 @@ def test_messages_of_a_failed_transaction_are_forgotten_too(
         delivery.put(message(world, i, source=i % 2))
     with pytest.raises(refusals.CommitFailedError):
         stale_group(world, delivery, opened)
-    delivery.drop([0])
-    delivery.renew()
+    delivery.drop_partitions([0])
+    delivery.renew_producer()
     deliver(world, delivery)
     assert values(world) == [1, 3]
 
@@ -263,8 +263,8 @@ class LostAnswer:
 
     def __init__(self, member: Member, patch: pytest.MonkeyPatch, takes_effect: bool) -> None:
         self.times = 1
-        last = "end" if member.delivery.exactly_once else "commit"
-        client: Any = Transactions if member.delivery.exactly_once else KafkaConsumer
+        last = "end" if member.delivery.is_transactional else "commit"
+        client: Any = Transactions if member.delivery.is_transactional else KafkaConsumer
         really = getattr(client, last)
 
         def act(*args: Any, **options: Any) -> None:
@@ -320,7 +320,7 @@ def test_handing_over_without_an_answer(
     second = world.join()
     with following(second.turn):
         until(lambda: bool(first.turn()) and answers.times == 0, "the hand-over")
-        assert not first.delivery.failed, "nobody has to wait for what it left open"
+        assert not first.delivery.has_failed, "nobody has to wait for what it left open"
         world.produce(40)
         handled = len(first.handled)
         first.read(handled + 1)

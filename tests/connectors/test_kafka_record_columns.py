@@ -55,11 +55,11 @@ def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     """What reads, with so short runs that a few records are several; None where that is NumPy."""
     found = None
     if request.param != "numpy":
-        found = record_columns._library(*["-DPORTABLE"] * (request.param != "compiled"))
+        found = record_columns._load_library(*["-DPORTABLE"] * (request.param != "compiled"))
         assert found is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(record_columns, "MAX_RECORDS", 4)
-        patch.setattr(record_columns, "_library", lambda: found)
+        patch.setattr(record_columns, "_load_library", lambda: found)
         yield found
 
 
@@ -125,8 +125,8 @@ def read_at_once(wholes: list[bytearray]) -> int:
     if found is None:
         return 0
     ends = list(itertools.accumulate(map(len, wholes), initial=3))
-    read = wholes[: ends.index(found.place)]
-    assert rows_of(found.run) == [row for whole in read for row in expected(bytes(whole))[0]]
+    read = wholes[: ends.index(found.end_position)]
+    assert rows_of(found.chunk) == [row for whole in read for row in expected(bytes(whole))[0]]
     last = DefaultRecordBatch(read[-1])
     assert (found.next_offset, found.leader_epoch) == (last.next_offset, last.leader_epoch)
     return len(read)

@@ -13,7 +13,7 @@ import pytest
 from kafka import errors as refusals
 
 from connectors.kafka import Delivery, KafkaSource, produce
-from connectors.kafka.client import CONNECT_SECONDS, MAPPING, translate
+from connectors.kafka.client import CONNECT_SECONDS, ERROR_MAPPING, translate
 from deformer_stream.errors import ConfigError, DeformerError, Unavailable
 
 pytestmark = pytest.mark.kafka
@@ -179,7 +179,7 @@ def _kinds(base: type[Exception]) -> Iterator[type[Exception]]:
 
 def test_every_error_of_the_client_is_mapped() -> None:
     """A row of its own for whatever connecting can raise; the last row, "see the broker's log", takes none of these."""
-    assert MAPPING[-1][0] == (refusals.KafkaError,)
+    assert ERROR_MAPPING[-1][0] == (refusals.KafkaError,)
     for kind in _kinds(refusals.KafkaError):
         error = kind({}) if kind is refusals.LogTruncationError else kind()
         ours = translate(error, "host:9092", "connecting")
@@ -199,7 +199,7 @@ def test_every_error_of_the_client_is_mapped() -> None:
         refusals.InvalidGroupIdError,
     ]
     for kind in connecting:
-        assert any(issubclass(kind, kinds) for kinds, _, _ in MAPPING[:-1]), f"{kind.__name__} is not mapped"
+        assert any(issubclass(kind, kinds) for kinds, _, _ in ERROR_MAPPING[:-1]), f"{kind.__name__} is not mapped"
     expected = {
         refusals.KafkaTimeoutError: Unavailable,
         refusals.KafkaConnectionError: Unavailable,

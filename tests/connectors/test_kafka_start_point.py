@@ -17,7 +17,7 @@ from kafka.structs import OffsetAndMetadata
 from structlog.testing import capture_logs
 
 from connectors.kafka import ensure_topics, produce
-from connectors.kafka.state import ROOM, StateReference
+from connectors.kafka.state import RESERVED_BYTES, StateReference
 from deformer_stream.errors import StateError
 from deformer_stream.runtime.ports import RestoredPartition, PartitionState
 from tests.connectors.kafka_members import Group, Reader
@@ -26,7 +26,7 @@ from tests.connectors.kafka_world import admin_of, numbered, until
 pytestmark = pytest.mark.kafka
 
 SNAPSHOT = b"snapshot" * 1024  # in several messages
-LARGEST = 2 * ROOM
+LARGEST = 2 * RESERVED_BYTES
 Lost = Literal["refuse", "rebuild", "forget"]
 
 
@@ -48,7 +48,7 @@ def world(group: Callable[..., Group]) -> Group:
 def begin(world: Group, lost: Lost, **options: Any) -> tuple[Reader, list[str]]:
     """A new life that has read all there is; the warnings it gave."""
     with capture_logs() as lines:
-        reader = world.reader(lost=lost, **options)
+        reader = world.reader(on_lost_state=lost, **options)
         reader.settle_on(0)
         until(lambda: reader.poll().data is None and reader.source.get_lag() == {(world.topic, 0): 0}, "the end")
     return reader, [line["event"] for line in lines if line["log_level"] == "warning"]
@@ -106,10 +106,10 @@ def set_policy(world: Group, policy: str) -> None:
 
 
 def snapshot_cut_short(world: Group) -> None:
-    kept = StateReference.of(world.committed()[0].metadata)
+    kept = StateReference.parse(world.committed()[0].metadata)
     assert kept is not None
     set_policy(world, "delete")
-    delete_before(world, world.state_topic, kept.at + 1)
+    delete_before(world, world.state_topic, kept.first_offset + 1)
     set_policy(world, "compact")
 
 
@@ -226,28 +226,28 @@ KEPT = StateReference(10, True, 7, 4, "a-1", "a-2")
 
 @pytest.mark.parametrize("text", ["", "x", "{}", "[]", "17", "null", '{"flink": 1}', '"deformer"', "\u0000"])
 def test_metadata_of_others_name_nothing(text: str) -> None:
-    assert StateReference.of(text) is None
+    assert StateReference.parse(text) is None
 
 
 def test_metadata_are_read_as_they_were_written() -> None:
-    assert StateReference.of(KEPT.metadata()) == KEPT
-    assert len(replace(KEPT, position=2**62, at=2**62, last="x" * 40, commit="x" * 40).metadata()) < 512, "Kafka: 4096"
+    assert StateReference.parse(KEPT.to_metadata()) == KEPT
+    assert len(replace(KEPT, position=2**62, at=2**62, last="x" * 40, commit="x" * 40).to_metadata()) < 512, "Kafka: 4096"
 
 
-@given(st.integers(0, len(KEPT.metadata()) - 1), st.characters(codec="utf-8"))
+@given(st.integers(0, len(KEPT.to_metadata()) - 1), st.characters(codec="utf-8"))
 def test_damaged_metadata_are_never_taken_for_others(place: int, other: str) -> None:
     """Wherever they are cut short; a changed letter may change a name, which is then found nowhere."""
-    text = KEPT.metadata()
+    text = KEPT.to_metadata()
     for damaged in (text[:place], text[:place] + other + text[place + 1 :]):
         if damaged.startswith('{"deformer":'):
             with suppress(StateError):
-                assert isinstance(StateReference.of(damaged), StateReference)
+                assert isinstance(StateReference.parse(damaged), StateReference)
 
 
 @pytest.mark.parametrize("row", ["[]", '[10,1,0,"4","a","b"]', '[-1,1,0,4,"a","b"]', '[1,1,0,4,5,"b"]', "null", "{}"])
 def test_nonsense_is_damage(row: str) -> None:
     with pytest.raises(StateError, match="the commit's metadata is damaged"):
-        StateReference.of(f'{{"deformer":1,"kept":{row}}}')
+        StateReference.parse(f'{{"deformer":1,"kept":{row}}}')
 
 
 def test_the_commit_of_another_program_is_a_position_and_no_more(world: Group) -> None:
@@ -274,7 +274,7 @@ def test_messages_that_expire_under_way(world: Group) -> None:
     time.sleep(1.0)
     produce(world.bootstrap, world.topic, numbered(10))
     delete_before(world, world.topic, 65)
-    reader.source._lost = "refuse"
+    reader.source._on_lost_state = "refuse"
     with pytest.raises(StateError, match="messages have expired before they were consumed"):
         reader.read(40)
 

@@ -106,7 +106,7 @@ def test_what_was_not_committed_does_not_come_back(
             with pytest.raises(Unavailable):
                 reader.source.commit({0: saved})
         assert reader.delivery is not None
-        reader.delivery.renew()  # as a successor does: what is open is aborted
+        reader.delivery.renew_producer()  # as a successor does: what is open is aborted
     world.abandon(reader)
 
     reader, begun = restored(world)
@@ -177,10 +177,10 @@ def test_a_thousand_decisions_come_back_in_order(either: Callable[..., Group]) -
     """Sent together, for speed; each is a commit's."""
     world = either()
     state, delivery = world.state(), world.delivery()
-    messages, kept = state.messages(0, 0, PartitionState(snapshot=LARGE), None, "c")
+    messages, kept = state.encode(0, 0, PartitionState(snapshot=LARGE), None, "c")
     decisions = tuple(b"%d" % i * (i % 7) for i in range(1500))
     for i, decided in enumerate(decisions):
-        more, kept = state.messages(0, i, PartitionState(decisions=decided), kept, f"c{i}")
+        more, kept = state.encode(0, i, PartitionState(decisions=decided), kept, f"c{i}")
         messages += more
     at = world.commit(delivery, messages)[0]
     delivery.close()
@@ -253,7 +253,7 @@ def test_compaction_removes_what_is_superseded_and_never_what_is_in_force(
             reader.source.commit({0: PartitionState(snapshot=LARGE[i : i + 10_000])})
             reader.source.commit({0: PartitionState(decisions=b"%d" % i)})
             time.sleep(0.1)
-        kept = StateReference.of(world.committed()[0].metadata)
+        kept = StateReference.parse(world.committed()[0].metadata)
         assert kept is not None
         until(lambda: first_there() > 0, "the end of the first snapshot")
         with monkeypatch.context() as patch:
@@ -263,7 +263,7 @@ def test_compaction_removes_what_is_superseded_and_never_what_is_in_force(
                     with pytest.raises(Unavailable):
                         reader.source.commit({0: PartitionState(**{kind: saved})})
                 time.sleep(0.1)
-        until(lambda: first_there() == kept.at, "the end of everything before what is in force")
+        until(lambda: first_there() == kept.first_offset, "the end of everything before what is in force")
     reader.close()
     assert restored(world)[1] == RestoredPartition(0, 0, LARGE[3:10_003], (b"3",))
 

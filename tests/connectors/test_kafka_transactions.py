@@ -113,7 +113,7 @@ def test_sequence_numbers_begin_again_at_zero_after_the_largest(
     name = topic(1)
     delivery = Delivery(kafka.bootstrap, None, {name: 100_000}, name)
     assert isinstance(delivery._producer, Transactions)
-    delivery._producer._batcher._next[TopicPartition(name, 0)] = 2**31 - 10
+    delivery._producer._batch_builder._next_sequence[TopicPartition(name, 0)] = 2**31 - 10
     for _ in range(4):
         commit(delivery, [OutgoingMessage(0, name, None, b"%d" % i, [], 0) for i in range(8)])
     delivery.close()
@@ -141,7 +141,7 @@ def test_a_partition_that_comes_into_being_meanwhile(kafka: SimpleNamespace, top
         creation.start()
         assert commit(delivery, [OutgoingMessage(0, name, None, b"early", [], 1)]) == [0]
         creation.join()
-    assert not delivery.failed
+    assert not delivery.has_failed
     delivery.close()
     settle(kafka.bootstrap, name)
     assert [(r.partition, r.value) for r in read(kafka.bootstrap, name)] == [(1, b"early")]
@@ -153,7 +153,7 @@ def test_two_that_have_one_name(kafka: SimpleNamespace, topic: Callable[..., str
     first, second = (Delivery(kafka.bootstrap, None, {name: 100_000}, name) for _ in range(2))
     with pytest.raises(refusals.ProducerFencedError):
         commit(first, [OutgoingMessage(0, name, None, b"first", [], 0)])
-    assert first.failed
+    assert first.has_failed
     commit(second, [OutgoingMessage(0, name, None, b"second", [], 0)])
     for delivery in (first, second):
         delivery.close()
@@ -226,7 +226,7 @@ def test_brokers_take_over_from_each_other(three: Any) -> None:
         for time_of_turn in range(2):
             state = [OutgoingMessage(0, name, None, b"%d" % turn, [], partition) for partition in range(3)]
             assert commit(delivery, state, 2 * turn + time_of_turn)
-            assert not delivery.failed
+            assert not delivery.has_failed
     delivery.close()
     settle(three.bootstrap, name)
     assert sorted(int(r.value) for r in read(three.bootstrap, name)) == sorted([*range(len(turns))] * 6)
