@@ -669,6 +669,7 @@ class Engine:
         Returns:
             The rows of the records in the table, and the reason for closing each.
         """
+        # Records that the readings of the batch have completed are in `accepted.close_reasons`.
         complete = self._select_completed_by_translation(restoring_partitions)
         idle = self._select_timeouts(now, restoring_partitions)
         if complete:
