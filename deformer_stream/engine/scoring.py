@@ -111,19 +111,22 @@ class ModelVersion:
         # Sort by record, with records that have ended first: their pages are free for the others afterwards.
         sort_key = record_index + records.capacity * records.is_open[record_index]
         order = sort_key.argsort(kind="stable")
-        sorted_index, seq = record_index[order], seq[order]
-        boundaries = run_boundaries(sorted_index)
+        sorted_record_index, sorted_seq = record_index[order], seq[order]
+        # The readings of the r-th record are those from boundaries[r] to before boundaries[r + 1].
+        boundaries = run_boundaries(sorted_record_index)
         first, num_new = boundaries[:-1], boundaries[1:] - boundaries[:-1]
-        # One entry per record. All readings before its first new one are scored, so their number is its position.
-        record_index, num_scored_before = sorted_index[first], seq[first]
-        is_tied = records.log.is_tied(sorted_index, seq) if records.holds_ties else None
+        # All readings before a record's first new one are scored, so their number is the position of that reading.
+        distinct_index, num_scored_before = sorted_record_index[first], sorted_seq[first]
+        is_tied = records.log.is_tied(sorted_record_index, sorted_seq) if records.holds_ties else None
         terms, num_rebuilt = self._compute_score_terms(
-            records, cache, record_index, num_scored_before, num_new, is_tied
+            records, cache, distinct_index, num_scored_before, num_new, is_tied
         )
+        # A reading is the last of its tie group if the next reading does not belong to the same group.
         is_group_end = None if is_tied is None else ~np.append(is_tied[1:], False)
+        # Back from the sorted order to the given one.
         columns, num_crossed = np.empty((4, len(seq))), np.empty(len(seq), np.int64)
         columns[:, order], num_crossed[order] = self._update_statistics(
-            records, record_index, boundaries, seq, terms, alphas, is_group_end
+            records, distinct_index, boundaries, sorted_seq, terms, alphas, is_group_end
         )
         return columns, num_crossed, num_rebuilt
 
@@ -138,7 +141,7 @@ class ModelVersion:
             record_index: (R,) row of each record in the table.
         """
         ranking = self.model.ranking
-        centered_nll = records.running["excess"][record_index]
+        centered_nll = records.running["excess"][record_index]  # snapshots store the field under this name
         if ranking is None or not len(record_index):
             return centered_nll
         num_readings = records.num_readings[record_index]
@@ -172,7 +175,7 @@ class ModelVersion:
             the number of records whose KV cache had to be computed again.
         """
         terms = np.empty((3, int(num_new.sum())))
-        first = np.cumsum(num_new) - num_new
+        first = np.cumsum(num_new) - num_new  # index of the first reading of each record among the M readings
         num_rebuilt, num_ended = 0, len(record_index) - int(records.is_open[record_index].sum())
         for pass_records in _split_into_passes(cache, record_index, num_scored_before, num_new, num_ended):
             index, num_before = record_index[pass_records], num_scored_before[pass_records]
@@ -184,21 +187,15 @@ class ModelVersion:
                 cache.free(index[is_stale])
                 num_cached[is_stale] = 0
                 num_rebuilt += int((is_stale & (num_before > 0)).sum())
-            if self.kernels is not None and isinstance(cache, CpuKVCache):
-                out = terms[:, first[pass_records.start] :]
-                counts = num_cached, num_before, num_new[pass_records]
-                self._score_ragged(self.kernels, records, cache, index, *counts, out)
-            elif isinstance(cache, TorchKVCache):
-                for rows in _group_by_length(num_before + num_new[pass_records] - num_cached, num_cached):
-                    group = index[rows], num_cached[rows], num_before[rows], num_new[pass_records][rows]
-                    is_new, padded_terms = self._score_padded(records, cache, *group)
-                    row, column = np.nonzero(is_new)
-                    # The columns before a record's new readings hold readings that were only added to the cache.
-                    offset = column - (num_before - num_cached)[rows][row]
-                    terms[:, first[pass_records][rows][row] + offset] = padded_terms[:, is_new]
+            counts = num_cached, num_before, num_new[pass_records]
             end = int(first[pass_records][-1] + num_new[pass_records][-1])
             span = slice(int(first[pass_records.start]), end)  # the readings of this pass
+            if self.kernels is not None and isinstance(cache, CpuKVCache):
+                self._score_ragged(self.kernels, records, cache, index, *counts, terms[:, span])
+            elif isinstance(cache, TorchKVCache):
+                self._score_padded_groups(records, cache, index, *counts, terms[:, span])
             if is_tied is not None and is_tied[span].any():
+                # The terms of tie groups must not depend on the order of their readings.
                 row, offset = ragged_indices(num_new[pass_records])
                 score_branches = partial(self._score_branches, records, cache)
                 terms[:, span] = average_over_orders(
@@ -230,9 +227,8 @@ class ModelVersion:
             num_cached: (R,) number of each record's first readings that the cache holds.
             num_scored_before: (R,) number of each record's first readings that are scored already.
             num_new: (R,) number of the readings of each record to score, M in total.
-            out: (3, at least M) array whose first M columns receive the results, one record after the other. Its rows
-                are ln p of the value, ln of the highest-density p-value, and centered NLL (−ln p minus its expected
-                value).
+            out: (3, M) array that receives the results, one record after the other. Its rows are ln p of the value, ln
+                of the highest-density p-value, and centered NLL (−ln p minus its expected value).
         """
         # Readings that are scored already but not cached any more are processed as well, to fill the cache.
         num_processed = num_scored_before + num_new - num_cached
@@ -250,8 +246,43 @@ class ModelVersion:
             cache.page_table[record_index],
             num_prefill_only=num_prefill_only if num_prefill_only.any() else None,
         )
-        out[:, : int(num_new.sum())] = kernels.score(cache, ragged_batch)
+        out[:] = kernels.score(cache, ragged_batch)
         cache.num_cached_readings[record_index] += num_processed
+
+    def _score_padded_groups(
+        self,
+        records: RecordTable,
+        cache: TorchKVCache,
+        record_index: Ints,
+        num_cached: Ints,
+        num_scored_before: Ints,
+        num_new: Ints,
+        out: Floats,
+    ) -> None:
+        """Score the new readings of R records by PyTorch, and add them to the cache.
+
+        Records with similar numbers of readings are scored together in one padded batch.
+
+        Args:
+            records: The table of open records, which holds their readings.
+            cache: The KV cache of the records: the network's keys and values of their earlier readings.
+            record_index: (R,) row of each record in the table.
+            num_cached: (R,) number of each record's first readings that the cache holds.
+            num_scored_before: (R,) number of each record's first readings that are scored already.
+            num_new: (R,) number of the readings of each record to score, M in total.
+            out: (3, M) array that receives the results, one record after the other. Its rows are ln p of the value, ln
+                of the highest-density p-value, and centered NLL (−ln p minus its expected value).
+        """
+        first = np.cumsum(num_new) - num_new
+        num_prefill_only = num_scored_before - num_cached  # readings that are only added to the cache
+        for rows in _group_by_length(num_prefill_only + num_new, num_cached):
+            is_new, padded_terms = self._score_padded(
+                records, cache, record_index[rows], num_cached[rows], num_scored_before[rows], num_new[rows]
+            )
+            row, column = np.nonzero(is_new)
+            # In the padded batch, a record's new readings follow those that are only added to the cache.
+            offset = column - num_prefill_only[rows][row]
+            out[:, first[rows][row] + offset] = padded_terms[:, is_new]
 
     def _score_padded(
         self,
@@ -288,11 +319,11 @@ class ModelVersion:
         if self._graph_runner is None or self._graph_runner.cache is not cache:
             self._graph_runner = CudaGraphs(self.model, cache)
         pages, num_tokens = cache.locate_tokens(record_index)
-        token_places, num_kept = cache.allocate_tokens(
-            record_index, num_processed, len(column) * cache.tokens_per_reading
-        )
+        num_tokens_computed = len(column) * cache.tokens_per_reading  # per record, padding included
+        token_places, num_kept = cache.allocate_tokens(record_index, num_processed, num_tokens_computed)
         features, values = np.where(is_valid, codes, -1), self.schema.normalise(codes, raw_values)
         terms = self._graph_runner(ForwardInputs(features, values, pages, num_tokens, token_places))
+        # Readings for which the cache has no memory are not kept. They are computed again with the next new reading.
         cache.num_cached_readings[record_index] += num_kept
         return is_valid & (column >= (num_scored_before - num_cached)[:, None]), terms
 
@@ -333,6 +364,7 @@ class ModelVersion:
                 self._branch_cache = self.kernels.create_cache(MAX_BRANCHES * cache.pages_per_record * cache.page_bytes)
             num_calls = -(-len(record_index) // MAX_BRANCHES)  # rounded up
             for branches in np.array_split(np.arange(len(record_index)), num_calls):
+                # Each branch starts from a copy of the readings before it.
                 self._branch_cache.copy_from(cache, record_index[branches], num_before[branches], length[branches])
                 span = slice(int(first[branches[0]]), int(first[branches[-1]] + length[branches[-1]]))
                 ragged_batch = RaggedBatch(
@@ -345,12 +377,14 @@ class ModelVersion:
                 terms[:, span] = self.kernels.score(self._branch_cache, ragged_batch)
         elif isinstance(cache, TorchKVCache):
             for branches in _group_by_length(length, num_before):
+                # One padded batch of branches with similar lengths; padding has the feature code −1.
                 column = np.arange(int(length[branches].max()))
                 is_valid = column < length[branches, None]
                 reading = np.where(is_valid, first[branches, None] + column, 0)
                 x = to_tensor(values[reading], self.model)
                 features = to_tensor(np.where(is_valid, codes[reading], -1), self.model)
                 with torch.inference_mode():
+                    # The new keys and values are not written to the cache.
                     cached = cache.gather(record_index[branches], num_before[branches])
                     conditional = self.model.forward_cached(features, x, cached).conditional
                     scored = conditional.compute_score_terms(x, conditional.compute_surprisal(x))
@@ -438,18 +472,23 @@ def _advance_running(
     columns[0] = terms[0] if is_scored is None else np.where(is_scored, terms[0], np.nan)
     # Records with similar numbers of readings are processed together, padded to the longest of them.
     for rows in _group_by_length(num_new, np.zeros_like(num_new)):
-        before = running[record_index[rows]]
+        running_before = running[record_index[rows]]
         column = np.arange(int(num_new[rows].max()))
         is_valid = column < num_new[rows, None]
-        reading = np.where(is_valid, first[rows, None] + column, 0)
+        reading = np.where(is_valid, first[rows, None] + column, 0)  # index among the M readings, 0 for padding
         is_counted = is_valid if is_scored is None else is_valid & is_scored[reading]
         log_p, log_p_value, centered_nll = np.where(is_counted, terms[:, reading], 0.0)
-        state = PrefixState(before["scored"], before["total"], before["least"], before["peak"])
+        state = PrefixState(
+            num_scored=running_before["scored"],
+            neg_log_p_sum=running_before["total"],
+            min_log_p=running_before["least"],
+            max_statistic=running_before["peak"],
+        )
         is_decision_point = None if is_group_end is None else is_group_end[reading]
         score, state = advance_prefix_state(state, log_p_value, is_counted, is_decision_point)
         # Sums run in arrival order, so that any division of the readings into batches gives the same bits.
-        log_likelihood = compute_running_sums(before["log_likelihood"], log_p)
-        centered_sum = compute_running_sums(before["excess"], centered_nll)
+        log_likelihood = compute_running_sums(running_before["log_likelihood"], log_p)
+        centered_sum = compute_running_sums(running_before["excess"], centered_nll)
         columns[1:3, reading[is_valid]] = np.stack([log_likelihood, score])[:, is_valid]
         # Padding adds nothing, so the last column holds the sums after each record's last reading.
         last_by_field = {
@@ -560,10 +599,11 @@ def _group_by_length(num_processed: Ints, num_cached: Ints) -> Iterator[Ints]:
         Indexes of the records of one group, each from 0 to R − 1.
     """
     if len(num_processed) * int((num_processed + num_cached).max(initial=0)) <= SMALL_PASS_READINGS:
-        yield np.arange(len(num_processed))
+        yield np.arange(len(num_processed))  # one small pass, whatever its padding
         return
     # Add records from the shortest to the longest, and begin a new group if padding would become too much.
     order = np.argsort(num_processed, kind="stable")
+    # For each distinct length: where its records start in `order`, and how many there are.
     lengths, starts, counts = np.unique(num_processed[order], return_index=True, return_counts=True)
     group_start = num_readings = 0
     for length, start, count in zip(lengths.tolist(), starts.tolist(), counts.tolist(), strict=True):
