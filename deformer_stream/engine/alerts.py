@@ -140,11 +140,13 @@ class AlertBuilder:
         # The event of the batch at which each alert is raised; `batch_size` if that is after all events.
         deciding_event = accepted.event_indices[alerting]
         if self.records.holds_ties:
+            # An alert waits for the next reading of its record, which is found by record and position.
             keys = zip(arrivals.record_indices.tolist(), arrivals.seq.tolist(), strict=True)
             event_by_reading = dict(zip(keys, arrivals.event_indices.tolist(), strict=True))
             next_readings = zip(record_index.tolist(), (accepted.seq[alerting] + 1).tolist(), strict=True)
             deciding_event = np.array([event_by_reading.get(key, batch_size) for key in next_readings], np.int64)
         for i, (index, event) in enumerate(zip(record_index.tolist(), deciding_event.tolist(), strict=True)):
+            # Features that were declared as missing after the alert were still expected when it was raised.
             is_later = (arrivals.missing_record_indices == index) & (arrivals.missing_event_indices > event)
             num_expected[i] += int(is_later.sum())
         return num_expected
