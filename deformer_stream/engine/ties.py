@@ -122,6 +122,7 @@ def average_over_orders(
     codes = records.log.gather_features(record_index, place)
     is_context = records.schema.is_context[codes]
     num_context = np.add.reduceat(is_context.astype(np.int64), group_start)
+    # Only groups with at least two scored readings have other orders.
     permuted_groups = np.flatnonzero(group_size - num_context > 1)
     if not len(permuted_groups):
         return canonical_terms
@@ -202,6 +203,7 @@ def _combine_orders(
     combined[[0, 2]] /= num_orders[group]
     # ln p of each group: the logarithm of the mean of exp(Σ ln p of its readings) over its orders.
     log_mixture = np.add.reduceat(np.where(is_excluded, 0.0, canonical_terms[0]), group_start)
+    # A branch is a group in one of its other orders.
     branch_log_p = np.add.reduceat(np.where(is_excluded[row], 0.0, branch_terms[0]), branches.start)
     np.logaddexp.at(log_mixture, branches.group, branch_log_p)
     log_mixture -= np.log(num_orders)
@@ -240,33 +242,32 @@ def decide_tie_groups(
         decided their group, −1 if no event of this batch did.
     """
     runs = _mark_ties(records, batch, accepted, get_timeout_places)
+    # Records that end without a new reading may have waiting ones.
     runs = runs.extend(np.setdiff1d(ending_indices, runs.record_indices), records)
     records.clear_pending(ending_indices)
     # Of each record, the readings from `first_undecided` up to those that wait further are decided now.
     first_undecided = runs.first_new_place - runs.num_waiting
     num_not_waiting = records.num_readings[runs.record_indices] - records.num_pending[runs.record_indices]
-    row, offset = ragged_indices(num_not_waiting - first_undecided)
-    record_index, place = runs.record_indices[row], first_undecided[row] + offset
+    run, offset = ragged_indices(num_not_waiting - first_undecided)  # `run` indexes the records of `runs`
+    record_index, place = runs.record_indices[run], first_undecided[run] + offset
     # The event of each decided reading, −1 for readings of earlier batches.
-    event_index = np.full(len(row), -1)
-    offset_in_batch = place - runs.first_new_place[row]
+    event_index = np.full(len(run), -1)
+    offset_in_batch = place - runs.first_new_place[run]
     is_new = offset_in_batch >= 0
-    event_index[is_new] = runs.event_indices[(runs.start[row] + offset_in_batch)[is_new]]
+    event_index[is_new] = runs.event_indices[(runs.start[run] + offset_in_batch)[is_new]]
     is_tied = records.log.is_tied(record_index, place)
     group = np.cumsum(~is_tied) - 1
-    event_index = event_index[_sort_groups(records, record_index, place, group)]
+    event_index = event_index[_sort_groups(records, record_index, place, group)]  # events move with their readings
     # Sort by the last event of the group, then by partition, opening of the record, and position in the record.
     last_event = np.maximum.reduceat(event_index, np.flatnonzero(~is_tied)) if len(event_index) else event_index
     sort_keys = place, records.open_order[record_index], records.partition_ids[record_index], last_event[group]
     order = np.lexsort(sort_keys)  # the last key is the primary one
-    row, record_index, place, event_index = row[order], record_index[order], place[order], event_index[order]
+    run, record_index, place, event_index = run[order], record_index[order], place[order], event_index[order]
     # Readings of earlier batches become additional events at the end of the batch.
     is_earlier = event_index < 0
     event_index[is_earlier] = len(batch) + np.arange(int(is_earlier.sum()))
-    run = row[is_earlier]
-    batch = _append_readings(
-        batch, records, record_index[is_earlier], place[is_earlier], runs.tie_time[run], runs.message_index[run]
-    )
+    times, message_indices = runs.tie_time[run[is_earlier]], runs.message_index[run[is_earlier]]
+    batch = _append_readings(batch, records, record_index[is_earlier], place[is_earlier], times, message_indices)
     return batch, AcceptedReadings(event_index, record_index, place, accepted.close_reasons)
 
 
@@ -362,6 +363,7 @@ def _mark_ties(
     # Index at which the last group of each record starts, −1 if it started before this batch. That group waits.
     last_group_start = np.maximum.reduceat(np.where(is_tied, -1, rows), start)
     num_pending = np.where(last_group_start < 0, num_waiting + last - start, last - last_group_start) + 1
+    # A reading without a time does not wait.
     records.set_pending(
         record_indices,
         np.where(has_time[last], num_pending, 0),
