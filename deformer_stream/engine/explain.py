@@ -88,7 +88,7 @@ class _RecordGroup:
         codes: (A, m) feature codes (indexes in the schema) in order of arrival.
         raw_values: (A, m) values in raw units, or label codes.
         values: (A, m) values in normalised units, or label codes.
-        is_decision_point: (A, m) whether the alert rule considers the prefix that ends with this reading.
+        is_decision_point: (A, m) whether the record can raise an alert after this reading.
         given_positions: (A, g) positions of the readings that are never suspects, such as those of context features.
         candidate_positions: (A, n) positions of the candidates, in a random order that depends on the record id only.
         record_ids: Ids of the A records.
@@ -287,8 +287,8 @@ def explain_records(
         effort: How much to compute, see `ExplanationEffort`. With "fast", the most improbable reading comes first, and
             there are no suspects.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
-        is_decision_point: (A, L) whether the alert rule considers the prefix that ends with this reading. In a tie
-            group (readings with the same event time) that is the last reading only. None if all prefixes count.
+        is_decision_point: (A, L) whether the record can raise an alert after this reading. In a tie group (readings
+            with the same event time), that is true for the last reading only. None if it is true for all readings.
 
     Returns:
         One explanation per record, empty if the record has only context features or if the effort is "off".
@@ -298,6 +298,7 @@ def explain_records(
         return explanations
     is_decision_point = np.ones(codes.shape, bool) if is_decision_point is None else is_decision_point
     for rows in _group_similar_records(model.schema, codes):
+        # All records of the group have equally many readings, so no padding is left.
         num_readings = int((codes[rows[0]] >= 0).sum())
         group_codes, group_raw_values = codes[rows, :num_readings], raw_values[rows, :num_readings]
         if effort == "fast":
@@ -384,7 +385,7 @@ def _choose_candidates(
         codes: (A, m) feature codes (indexes in the schema) in order of arrival, without padding. All records have
             equally many context features.
         raw_values: (A, m) values in raw units, or label codes.
-        is_decision_point: (A, m) whether the alert rule considers the prefix that ends with this reading.
+        is_decision_point: (A, m) whether the record can raise an alert after this reading.
         record_ids: The A record ids, from which the random order of the candidates is drawn.
         kernels: The model's compiled kernels, or None to compute with PyTorch.
 
@@ -455,7 +456,7 @@ def _find_suspects(model: DEformer, group: _RecordGroup, alert_rule: AlertRule) 
 
     Args:
         model: The network.
-        group: The A records with their candidates.
+        group: The A records with their candidates (readings that may become suspects).
         alert_rule: Decides whether a record with replaced readings still raises an alert.
     """
     num_records, num_candidates = group.candidate_positions.shape
@@ -465,36 +466,38 @@ def _find_suspects(model: DEformer, group: _RecordGroup, alert_rule: AlertRule) 
     positions = np.concatenate([group.given_positions, group.candidate_positions], 1)
     output = _compute_tree(model, group, positions, build_order_tree(num_given, num_candidates, is_mirrored=True))
     _store_attributions(findings, group, output)
-    rows = np.arange(num_records)  # records whose suspects are not final yet
+    rows = np.arange(num_records)  # the undecided records, to which further suspects may be added
     if num_given:
+        # The first nodes of the tree are the given readings, with the readings before them as ancestors.
         _store_expected_ranges(model, findings, rows, group.given_positions, output, np.arange(num_given))
     suspects, findings.is_silenced[:] = _try_single_suspects(model, group, output, alert_rule)
     for num_suspects in range(1, max_suspects + 1):
-        open_group = group.select(rows)
-        trusted = _remove_from_rows(open_group.candidate_positions, suspects)
-        positions = np.concatenate([open_group.given_positions, trusted, suspects], 1)
+        undecided_group = group.select(rows)
+        trusted = _remove_from_rows(undecided_group.candidate_positions, suspects)
+        positions = np.concatenate([undecided_group.given_positions, trusted, suspects], 1)
         # Every suspect is computed given the trusted readings, and every trusted one given the other trusted ones.
         tree = build_order_tree(num_given, num_candidates - num_suspects, num_suspects)
-        output = _compute_tree(model, open_group, positions, tree)
+        output = _compute_tree(model, undecided_group, positions, tree)
         if num_suspects > 1:  # single suspects have been tested already
             suspect_leaves = tree.leaves[num_candidates - num_suspects :]
             replacements = _compute_replacements(model, output, suspect_leaves)
             # One set per record, which consists of all suspects.
             full_set = np.broadcast_to(np.arange(num_suspects), (len(rows), 1, num_suspects))
-            is_silenced = _test_replacements(model, open_group, suspects, replacements, full_set, alert_rule)
+            is_silenced = _test_replacements(model, undecided_group, suspects, replacements, full_set, alert_rule)
             findings.is_silenced[rows] = is_silenced[:, 0]
         findings.is_suspect[rows[:, None], suspects] = True
-        is_open = ~findings.is_silenced[rows] & (num_suspects < max_suspects)
-        final = np.flatnonzero(~is_open)
-        if len(final):
+        is_undecided = ~findings.is_silenced[rows] & (num_suspects < max_suspects)
+        decided = np.flatnonzero(~is_undecided)
+        if len(decided):
             # The leaves of the tree are first the trusted candidates and then the suspects.
-            candidates = np.concatenate([trusted, suspects], 1)[final]
-            _store_expected_ranges(model, findings, rows[final], candidates, output.select(final), tree.leaves)
-        if not is_open.any():
+            candidates = np.concatenate([trusted, suspects], 1)[decided]
+            _store_expected_ranges(model, findings, rows[decided], candidates, output.select(decided), tree.leaves)
+        if not is_undecided.any():
             break
+        # The next suspect is the trusted candidate whose removal leaves the smallest surprisal.
         next_index = output.sum_without_each_item().argmin(1)
         next_suspect = np.take_along_axis(trusted, next_index[:, None], 1)
-        rows, suspects = rows[is_open], np.concatenate([suspects, next_suspect], 1)[is_open]
+        rows, suspects = rows[is_undecided], np.concatenate([suspects, next_suspect], 1)[is_undecided]
     return findings
 
 
@@ -642,10 +645,11 @@ def _test_replacements(
         (A, C) whether replacing the set avoids the alert.
     """
     num_records, num_sets, _ = sets.shape
-    record = np.arange(num_records)[:, None, None]
-    # (A, C, m): one copy of the record for each set.
+    # (A, C, m): one copy of each record for each set, in which the readings of the set are replaced.
     raw_values = np.repeat(group.raw_values[:, None], num_sets, 1)
+    record = np.arange(num_records)[:, None, None]
     np.put_along_axis(raw_values, positions[record, sets], replacements[record, sets], 2)
+    # (A · C, m): all copies are scored as records of their own.
     flat_raw_values = raw_values.reshape(num_records * num_sets, -1)
     codes = np.repeat(group.codes, num_sets, 0)
     statistics = _compute_max_statistics(
@@ -670,7 +674,7 @@ def _compute_max_statistics(
         kernels: The model's compiled kernels, or None to compute with PyTorch.
         codes: (R, m) feature codes (indexes in the schema) of m readings in order of arrival, without padding.
         values: (R, m) values in normalised units, or label codes.
-        is_decision_point: (R, m) whether the alert rule considers the prefix that ends with this reading.
+        is_decision_point: (R, m) whether the record can raise an alert after this reading.
     """
     compute_conditionals = model.conditionals if kernels is None else kernels.conditionals_of_records
     with torch.inference_mode():
