@@ -67,12 +67,15 @@ def impute(model: DEformer, values: Floats, is_requested: NDArray[np.bool_], int
         values: (N, F) values of N records and F features in raw units or label codes, NaN if missing.
         is_requested: (N, F) which readings to impute. Present readings and context features are skipped.
         interval: Probability that a value lies in the central prediction interval, between 0 and 1.
+
+    Returns:
+        Median, mean, mode and prediction interval of each requested reading.
     """
     imputed = ImputedValues(*(np.full(values.shape, np.nan) for _ in range(5)))
     probabilities = ((1 - interval) / 2, 0.5, (1 + interval) / 2)
     schema = model.schema
     for rows, codes, conditional in iterate_conditionals(model, values, is_requested):
-        cells = rows, codes
+        cells = rows, codes  # where the results of these readings are in the (N, F) arrays
         quantiles = conditional.quantiles(probabilities).double().cpu().numpy()
         for target, quantile in zip((imputed.low, imputed.median, imputed.high), quantiles, strict=True):
             target[cells] = denormalise_within_bounds(schema, codes, quantile)
@@ -83,6 +86,7 @@ def impute(model: DEformer, values: Floats, is_requested: NDArray[np.bool_], int
         imputed.mode[cells] = denormalise_within_bounds(schema, codes, mode)
         for target in (imputed.median, imputed.mode):
             target[cells] = round_to_quantum(schema, codes, target[cells])
+        # A discrete feature has no numbers, only a most probable label.
         is_discrete = schema.is_discrete[codes]
         labels = find_likeliest_labels(schema, codes, conditional)
         imputed.median[cells] = np.where(is_discrete, labels, imputed.median[cells])
@@ -135,9 +139,11 @@ def iterate_conditionals(
     is_requested = is_requested & ~is_present & ~model.schema.is_context
     num_present = is_present.sum(1)
     for group in _group_by_key(num_present, np.flatnonzero(is_requested.any(1))):
-        batch_size = max(1, MAX_READINGS_PER_PASS // (int(num_present[group[0]]) + 1))
+        num_inputs = int(num_present[group[0]]) + 1  # per record: its present readings and the requested one
+        batch_size = max(1, MAX_READINGS_PER_PASS // num_inputs)
         for start in range(0, len(group), batch_size):
             rows = group[start : start + batch_size]
+            # Records of a group have equally many present readings, so their codes form a matrix.
             present_codes = np.nonzero(is_present[rows])[1].reshape(len(rows), -1)
             present_values = np.take_along_axis(values[rows], present_codes, 1)
             past = _cache_readings(model, present_codes, present_values)
@@ -366,6 +372,7 @@ def sample_completions(
         for batch in _split_into_batches(model, len(group), cache_bytes):
             rows = group[batch]
             records = rows % len(values)
+            # All records of a batch have equally many present and requested readings, so their codes form matrices.
             present_codes = np.nonzero(is_present[records])[1].reshape(len(rows), -1)
             requested_codes = np.nonzero(is_requested[records])[1].reshape(len(rows), -1)
             random_order = np.argsort(order_rng.random(requested_codes.shape), 1)
@@ -414,6 +421,7 @@ def _draw_readings(model: DEformer, values: Floats, codes: Ints, num_given: int,
     cache.ensure_capacity(num_records)
     record_indexes = np.arange(num_records)
     drawn = values.copy()
+    # Normalised values in the order of `codes`. They are filled in as readings are drawn.
     normalised = np.zeros(codes.shape)
     given_codes = codes[:, :num_given]
     normalised[:, :num_given] = schema.normalise(given_codes, np.take_along_axis(values, given_codes, 1))
