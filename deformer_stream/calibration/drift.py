@@ -177,13 +177,17 @@ class PartitionEvidence:
         return sum(self.wealth_by_bet) / len(BET_EXPONENTS) + self._unstaked_wealth
 
     def add_record(self, group: str, rank_bins: RankBins, bin_index: int, uniform: float) -> None:
-        """Compute the p-value of a closed record among all earlier records, and update the wealth of each bet with it.
+        """Update the evidence of drift with one closed record.
+
+        The p-value of the record among the calibration records and the earlier records of the partition is computed
+        from counts per bin. Each betting strategy then multiplies its wealth by a factor that is large if the p-value
+        is small.
 
         Args:
             group: The calibration group of the record (records with a calibration of their own); "" if the record is
                 compared with the calibration records of all groups.
             rank_bins: The bins of possible ranks among the calibration records of that group.
-            bin_index: The bin of the record's statistic; bin 0 holds the largest statistics.
+            bin_index: The bin of the record's anomaly score; bin 0 holds the largest scores.
             uniform: Random number, uniform in (0, 1], that places the record at random among the ranks of its bin.
         """
         counts = self.bin_counts_by_group.get(group)
@@ -201,7 +205,7 @@ class PartitionEvidence:
         unstaked_before, self._unstaked_wealth = self._unstaked_wealth, _compute_unstaked_wealth(self.num_records)
         stake = unstaked_before - self._unstaked_wealth
         # A bet multiplies its wealth by ε p^(ε−1), which is large for small p. The mean of this factor over uniform p
-        # is 1, so wealth does not grow on average without drift.
+        # is 1, so wealth does not grow on average without drift. The upper bound lets it fall again soon after a drift.
         self.wealth_by_bet = [
             min((wealth + stake) * exponent * p ** (exponent - 1.0), MAX_WEALTH)
             for wealth, exponent in zip(self.wealth_by_bet, BET_EXPONENTS, strict=True)
@@ -277,12 +281,14 @@ class DriftMonitor:
                 partition, and only if alarms are possible.
         """
         self._changed_partitions.update(partitions)
+        # The readings of recent records are only needed for notices.
         if get_readings is not None and math.isfinite(self.level):
             for partition, indexes in group_indexes_by_key(partitions).items():
                 recent = self._recent_readings.setdefault(partition, deque(maxlen=NUM_RECENT_RECORDS))
                 recent.extend(map(get_readings, indexes[-NUM_RECENT_RECORDS:]))
         # Each record has two random numbers: one breaks ties between statistics, one places it within its bin.
         uniforms = [self._draw_uniforms(record) for record in record_ids]
+        # The calibration group of each record, and the bin of its rank among the calibration records of this group.
         group_and_bin: list[tuple[str, int]] = [("", 0)] * len(record_ids)
         for group, indexes in group_indexes_by_key(map(self._find_group, record_ids)).items():
             tie_breakers = [uniforms[i][0] for i in indexes]
