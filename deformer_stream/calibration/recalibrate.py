@@ -139,6 +139,9 @@ def recalibrate(
         trim: Share of the records with the largest scores that are left out, because they may be anomalies.
         seed: Seed of the random choice if there are more than `MAX_CALIBRATION_RECORDS` records.
 
+    Returns:
+        The new calibration and the old one, with the numbers of records that a report shows.
+
     Raises:
         InputError: There is no record, or no record whose id names a group.
     """
@@ -148,7 +151,7 @@ def recalibrate(
             "there is no record to calibrate on, because the input has no reading of a feature of the model: "
             "check that its feature names are those of the model"
         )
-    generator = np.random.default_rng([seed, 0xCA1B])
+    generator = np.random.default_rng([seed, 0xCA1B])  # other numbers than other users of the same seed draw
     pooled = Calibration.from_statistics(
         trim_largest(_choose_records(scores, generator), trim),
         statistics.arrival_order,
@@ -158,6 +161,7 @@ def recalibrate(
     min_records = max(1, *(Calibration.count_required_records(alpha) for alpha in alphas))
     if group_by is None:
         return Recalibration(old, pooled, len(scores), {}, min_records, 0)
+    # Each group with enough records gets a calibration of its own; the others use the pooled one, of all records.
     separator = WINDOW_SEPARATOR if group_by == DEVICE_GROUP else group_by
     indexes_by_group = group_indexes_by_key(extract_group(record, separator) for record in statistics.record_ids)
     num_ungrouped = len(indexes_by_group.pop("", []))
