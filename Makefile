@@ -1,4 +1,4 @@
-# Every target makes the environment it needs. PYTHON and VENV can be set: make test PYTHON=python3.12 VENV=/tmp/venv
+# Every target creates the environment it needs. PYTHON and VENV can be set: make test PYTHON=python3.12 VENV=/tmp/venv
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -7,13 +7,13 @@ CHAOS ?= full
 FUZZ_SECONDS ?= 60
 WORKERS ?= auto
 SHELL := /bin/bash
-# A file's tests stay in one process; each process has a broker of its own, so that there are not many of them.
+# The tests of a file run in one process. Each process starts its own broker, so the number of processes is limited.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help docs demo test lint check format bench bench-quality chaos fuzz kafka kafka-jars clean
 .DEFAULT_GOAL := help
 
-help: ## this list
+help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 $(VENV)/.made:
@@ -42,35 +42,35 @@ $(VENV)/.docs: $(VENV)/.dev
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
-docs: $(VENV)/.docs ## the documentation site, in site/
+docs: $(VENV)/.docs ## build the documentation site into site/
 	$(BIN)/python docs/generate_reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-demo: $(VENV)/.run ## a simulated fleet, a minute of training, early alerts, a report (Python only)
+demo: $(VENV)/.run ## simulate a fleet, train for a minute, show early alerts and write a report (needs only Python)
 	$(BIN)/deformer-stream demo --output demo-output
 
-test: $(VENV)/.dev kafka-jars ## all tests, against a real Apache Kafka (WORKERS=0: in one process)
+test: $(VENV)/.dev kafka-jars ## run all tests, against a real Apache Kafka (WORKERS=0: in one process)
 	$(PYTEST)
 
-lint: $(VENV)/.dev ## format, lint, types, import rules
+lint: $(VENV)/.dev ## check format, lint rules, types and import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check: lint ## lint, and the fast tests
+check: lint ## run lint and the fast tests
 	$(PYTEST) -q -m "not kafka and not slow and not data"
 
 format: $(VENV)/.dev ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.dev kafka-jars ## speed, as ratios measured in one run, and the whole road; tables into benchmarks/results
+bench: $(VENV)/.dev kafka-jars ## measure speed as ratios within one run, and the pipeline with Kafka; tables go to benchmarks/results
 	$(BIN)/python -m benchmarks.speed
 	$(BIN)/python -m benchmarks.stream
 	$(BIN)/python -m benchmarks.training
 
-bench-quality: $(VENV)/.bench ## detection, early alerts, drift, density, blame and imputation on public data beside their peers (DEFORMER_DATA); tables into benchmarks/results
+bench-quality: $(VENV)/.bench ## measure detection, early alerts, drift, density, attribution and imputation against other methods on public data (DEFORMER_DATA)
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.density
 	$(BIN)/python -m benchmarks.early
@@ -81,18 +81,18 @@ bench-quality: $(VENV)/.bench ## detection, early alerts, drift, density, blame 
 	$(BIN)/python -m benchmarks.attribution
 	$(BIN)/python -m benchmarks.imputation
 
-fuzz: $(VENV)/.fuzz ## coverage-guided fuzzing, FUZZ_SECONDS for each target (Linux); then a million hostile messages
+fuzz: $(VENV)/.fuzz ## fuzz the decoders for FUZZ_SECONDS per target (Linux), then send a million hostile messages
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
 	$(BIN)/python -m tests.fuzz.million --messages 1000000
 
-chaos: $(VENV)/.dev kafka-jars ## consumers killed, moved, cut off: nothing lost, nothing doubled (CHAOS=small: two minutes)
+chaos: $(VENV)/.dev kafka-jars ## kill, move and cut off consumers; fail if anything is lost or doubled (CHAOS=small: two minutes)
 	$(BIN)/python -m tests.chaos --size $(CHAOS)
 
-kafka-jars: $(VENV)/.made ## fetch Apache Kafka by Maven (once)
+kafka-jars: $(VENV)/.made ## fetch Apache Kafka with Maven (once)
 	@if [ -z "$$DEFORMER_TEST_BOOTSTRAP" ]; then $(BIN)/python tests/kafka/broker.py ensure; fi
 
-kafka: $(VENV)/.made ## a broker on localhost:$(KAFKA_PORT), until Ctrl-C
+kafka: $(VENV)/.made ## run a broker on localhost:$(KAFKA_PORT) until Ctrl-C
 	$(BIN)/python tests/kafka/broker.py run --port $(KAFKA_PORT)
 
-clean: ## remove what the targets made
-	rm -rf $(VENV) .kafka .fuzz demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove everything that the targets have made
+	rm -rf $(VENV) .kafka .fuzz site demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
