@@ -1,14 +1,14 @@
-"""The structures and constants that Python shares with the compiled kernels.
+"""The structures and constants that Python shares with the compiled kernels (C code that scores readings).
 
-`csrc/abi.h` declares the same structures in C. `find_differences` compares both sides when a library is loaded, because
-a library with another layout would read wrong memory. The constructor of a structure checks the arrays it gets.
+Python passes arrays to C as addresses in structures, which `csrc/abi.h` declares in C and this module in Python.
+`find_differences` compares both declarations when a library is loaded, because a library with another layout would read
+wrong memory. The constructor of a structure checks dtype and contiguity of each array, because C code cannot.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,18 +22,22 @@ from deformer_stream.model.layers import ACTIVATIONS
 from deformer_stream.model.schema import LINEAR_LIMIT
 
 ABI_VERSION = 1
-"""The version of the meaning of all fields; csrc/abi.h has the same number."""
+"""The version of the interface, the same number as in csrc/abi.h. It is raised if a field gets another meaning."""
 
 COLUMNS = 32
-"""Columns of a tile of packed weights: the number of outputs of a linear map is padded to a multiple of it."""
+"""Number of outputs of a linear map that the kernels compute together. The outputs of each linear map are padded with
+zero weights to a multiple of this number."""
 KV_PAGE_TOKENS = 16
-"""Tokens of a page of the KV cache: a vector of the processor has sixteen lanes, one for each token's score."""
+"""Tokens per page of the KV cache (cached attention keys and values). The attention scores of the sixteen tokens of a
+page fill one vector of the processor."""
 MAX_HEADS = 64
-"""The largest number of attention heads for which the kernels have space."""
+"""The largest number of attention heads of a model that the kernels support."""
 PRIOR_LANES = 8
-"""Components of the Gaussian prior side by side: a vector of the processor holds eight doubles."""
+"""Number of mixture components of the Gaussian prior (a mixture whose exact conditionals are given to the network) that
+the kernels compute together. A vector of the processor holds eight doubles."""
 ROW_EXTRA_VECTORS = 5
-"""Vectors that a reading leaves in the KV cache for the Gaussian prior, besides its row of the Cholesky factor."""
+"""Number of vectors, of one float per component of the Gaussian prior, that the KV cache stores for a reading after its
+row of the Cholesky factor. They are 1 / pivot, whitened residual, feature code, and two for the log-likelihood."""
 
 CONSTANTS: dict[str, float] = {
     "COLUMNS": COLUMNS,
@@ -46,18 +50,19 @@ CONSTANTS: dict[str, float] = {
     "MAX_LOG_SCALE_CHANGE": MAX_LOG_SCALE_CHANGE,
     **{f"ACTIVATION_{name.upper()}": activation.kernel_code for name, activation in ACTIVATIONS.items()},
 }
-"""Constants that both sides define, by the name that they have in C."""
+"""The value of each constant that both Python and C define, by its name in C; `find_differences` compares them."""
 
 INTEGER, REAL, ADDRESS = "integer", "real", "address"
-"""Kinds of fields that are no arrays: an int64, a double, and the address of another structure or of a function."""
+"""Kinds of fields of a structure that hold no array: an int64, a double, the address of a structure or function."""
 
 Kind = str | np.dtype[Any]
-"""What a field is: one of the kinds above, or the dtype of the array whose address it holds."""
+"""The kind of a field of a structure: `INTEGER`, `REAL`, `ADDRESS`, or the dtype of the array whose address it holds.
+The kind "factors" is an array of packed weights, in float32 or bfloat16."""
 
 _INT64, _FLOAT32, _FLOAT64 = np.dtype(np.int64), np.dtype(np.float32), np.dtype(np.float64)
 _BOOL, _BYTES = np.dtype(np.bool_), np.dtype(np.uint8)
 _FACTORS = "factors"
-"""Packed factors of products: float32, or bfloat16, for which NumPy has no dtype."""
+"""Kind of an array of packed weights of a Transformer layer: float32, or bfloat16, for which NumPy has no dtype."""
 
 _TORCH_DTYPES: dict[Kind, tuple[torch.dtype, ...]] = {
     _INT64: (torch.int64,),
@@ -67,15 +72,17 @@ _TORCH_DTYPES: dict[Kind, tuple[torch.dtype, ...]] = {
 }
 _C_OBJECTS = (ctypes.Structure, ctypes.Array, ctypes.c_int64)
 _C_TYPES: dict[Kind, Any] = {INTEGER: ctypes.c_int64, REAL: ctypes.c_double}
+_NO_BYTES = ctypes.c_char * 0
+"""A C type of size 0, which can be placed at the beginning of any buffer, even of an empty one."""
 
 
 def address_of(value: Any, kind: Kind, name: str) -> int | None:
-    """Return the address of an array's first element for compiled code, after checking that the array fits.
+    """Return the address of an array's first element for compiled code, after checking that the code can read it.
 
     Args:
         value: A NumPy array, a tensor, or None for a null pointer.
-        kind: The dtype that compiled code expects.
-        name: What the array is, for the error message.
+        kind: The dtype that compiled code expects, or "factors" (packed weights in float32 or bfloat16).
+        name: The structure and field that the array is for, such as `Batch.values`, for the error message.
 
     Raises:
         TypeError: The array has another dtype, is not contiguous, or is not in the memory of the CPU.
@@ -87,72 +94,110 @@ def address_of(value: Any, kind: Kind, name: str) -> int | None:
             raise TypeError(f"{name} has dtype {value.dtype}, the compiled kernels need {kind}: convert the array")
         if not value.flags.c_contiguous:
             raise TypeError(f"{name} is not contiguous: pass numpy.ascontiguousarray of it to the compiled kernels")
-        return int(value.ctypes.data)
+        return _address_of_array(value)
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} is a {type(value).__name__}, the compiled kernels need an array or a tensor")
+        raise TypeError(
+            f"{name} is a {type(value).__name__}, the compiled kernels need an array or a tensor: convert it with "
+            f"numpy.asarray"
+        )
     if value.dtype not in _TORCH_DTYPES.get(kind, ()):
         raise TypeError(f"{name} has dtype {value.dtype}, the compiled kernels need {kind}: convert the tensor")
     if not value.is_contiguous():
         raise TypeError(f"{name} is not contiguous: pass its contiguous() to the compiled kernels")
-    if value.device.type != "cpu":
+    if not value.is_cpu:
         raise TypeError(f"{name} is on {value.device}, the compiled kernels need it in CPU memory: pass its cpu()")
     return int(value.data_ptr())
 
 
-class KernelStruct(ctypes.Structure):
-    """A structure of csrc/abi.h.
+def _address_of_array(array: Any) -> int:
+    """Return the address of the first element of a contiguous NumPy array.
 
-    The constructor takes every field by keyword. A field of a dtype takes an array or tensor of that dtype, of which it
-    stores the address. An address field takes another structure, an address as a number, or None for a null pointer.
-    The structure keeps all of them alive.
+    `from_buffer` needs about a quarter of the time of `array.ctypes.data`, but refuses read-only arrays.
+    """
+    if array.flags.writeable:
+        return ctypes.addressof(_NO_BYTES.from_buffer(array))
+    return int(array.ctypes.data)
+
+
+_Converter = Callable[[Any, Kind, str], int | None]
+_Conversion = tuple[str, Kind, _Converter | None, str]
+"""How a field is filled: its name, its kind, the function that turns a value into an address (None if the field holds a
+number), and the name of structure and field for error messages."""
+
+
+class KernelStruct(ctypes.Structure):
+    """The base class of the structures that are passed to compiled code, each of which csrc/abi.h declares in C, too.
+
+    The constructor takes the value of every field by keyword. It keeps all values alive as long as the structure:
+
+    - A field with a dtype or "factors" as kind takes an array or tensor of that dtype, and stores its address.
+    - An `ADDRESS` field takes another structure, an address as a number, or None for a null pointer.
+    - An `INTEGER` or `REAL` field takes a number.
 
     Attributes:
-        kinds: What each field is, in the order of the fields in C.
+        kinds: The kind of each field by its name, in the order of the fields in C.
 
     Raises:
-        TypeError: A field is missing, or an array does not fit (see `address_of`).
+        TypeError: A field is missing or unknown, or compiled code cannot read an array (see `address_of`).
     """
 
     kinds: ClassVar[dict[str, Kind]]
-    _steps: ClassVar[list[tuple[str, Kind, bool, str]]]  # field, kind, whether it is an array, name for messages
+    _conversions: ClassVar[list[_Conversion]]
 
     def __init_subclass__(cls) -> None:
-        cls._steps = [
-            (name, kind, isinstance(kind, np.dtype) or kind == _FACTORS, f"{cls.__name__}.{name}")
-            for name, kind in cls.kinds.items()
+        cls._conversions = [
+            (name, kind, _converter_of(kind), f"{cls.__name__}.{name}") for name, kind in cls.kinds.items()
         ]
 
     def __init__(self, **values: Any) -> None:
-        if values.keys() != self.kinds.keys():
+        try:
+            fields = [
+                values[name] if convert is None else convert(values[name], kind, label)
+                for name, kind, convert, label in self._conversions
+            ]
+        except KeyError:  # a field is missing
+            fields = []
+        # No field is missing here, so equal numbers mean that no name is unknown either.
+        if len(fields) != len(values):
             wrong = ", ".join(sorted(values.keys() ^ self.kinds.keys()))
             raise TypeError(f"{type(self).__name__} needs exactly its own fields; missing or unknown: {wrong}")
-        super().__init__(
-            *[
-                address_of(values[name], kind, label) if is_array else _to_number(values[name])
-                for name, kind, is_array, label in self._steps
-            ]
-        )
+        super().__init__(*fields)
         self.referenced = values
 
 
-def _to_number(value: Any) -> Any:
-    """Return a number as it is, and the address of an object of ctypes."""
-    return ctypes.addressof(value) if isinstance(value, _C_OBJECTS) else value
+def _converter_of(kind: Kind) -> _Converter | None:
+    """Return the function that turns a field's value into an address, or None if a field of this kind is a number."""
+    if kind in (INTEGER, REAL):
+        return None
+    return _address_of_object if kind == ADDRESS else address_of
+
+
+def _address_of_object(value: Any, _kind: Kind, _name: str) -> int | None:
+    """Return the address of a structure, array or counter of ctypes; return an address or None as it is."""
+    if isinstance(value, _C_OBJECTS):
+        return ctypes.addressof(value)
+    address: int | None = value
+    return address
 
 
 def pack_array(struct_type: type[KernelStruct], structs: Sequence[KernelStruct]) -> Any:
-    """Return a C array of structures, which keeps alive what the structures point to."""
+    """Return a C array with copies of structures, which keeps alive the arrays to which the structures point."""
     array: Any = (struct_type * len(structs))(*structs)
     array.referenced = list(structs)
     return array
 
 
 def _c_fields(kinds: dict[str, Kind]) -> list[tuple[str, Any]]:
+    """Return the `_fields_` of a ctypes structure: each field's name and C type (`c_void_p` for all addresses).
+
+    Args:
+        kinds: The kind of each field by its name.
+    """
     return [(name, _C_TYPES.get(kind, ctypes.c_void_p)) for name, kind in kinds.items()]
 
 
 class Layer(KernelStruct):
-    """The weights of a Transformer layer."""
+    """The weights of one Transformer layer, packed for the kernels: normalisation, attention and feed-forward part."""
 
     kinds: ClassVar[dict[str, Kind]] = {
         **dict.fromkeys(("norm1_weight", "norm1_bias", "norm2_weight", "norm2_bias"), _FLOAT32),
@@ -163,7 +208,7 @@ class Layer(KernelStruct):
 
 
 class LinearMap(KernelStruct):
-    """A linear map in float32, its columns padded to a multiple of `COLUMNS`."""
+    """The float32 weights of a linear map, whose outputs are padded with zero weights to a multiple of `COLUMNS`."""
 
     kinds: ClassVar[dict[str, Kind]] = {
         "inputs": INTEGER,
@@ -175,7 +220,7 @@ class LinearMap(KernelStruct):
 
 
 class TokenEncoder(KernelStruct):
-    """The weights that make tokens from readings."""
+    """The weights that compute the input tokens of the Transformer from the feature codes and values of readings."""
 
     kinds: ClassVar[dict[str, Kind]] = {
         "width": INTEGER,
@@ -201,7 +246,7 @@ class Prior(KernelStruct):
 
 
 class Head(KernelStruct):
-    """The weights that make conditionals from the network's outputs."""
+    """The weights that compute conditionals (distributions of the next value) from the Transformer's outputs."""
 
     kinds: ClassVar[dict[str, Kind]] = {
         **dict.fromkeys(("num_components", "num_prior_components", "num_labels"), INTEGER),
@@ -214,7 +259,7 @@ class Head(KernelStruct):
 
 
 class Network(KernelStruct):
-    """A model."""
+    """A complete model: its dimensions, and the addresses of the structures with its weights."""
 
     kinds: ClassVar[dict[str, Kind]] = {
         **dict.fromkeys(("d", "num_heads", "feedforward", "num_layers"), INTEGER),
@@ -225,7 +270,7 @@ class Network(KernelStruct):
 
 
 class Batch(KernelStruct):
-    """New readings of several records, which the network scores."""
+    """The arguments of the C function `score_batch`: new readings of several records, their KV cache, and outputs."""
 
     kinds: ClassVar[dict[str, Kind]] = {
         "network": ADDRESS,
@@ -243,7 +288,10 @@ class Batch(KernelStruct):
 
 
 class SurprisalTask(KernelStruct):
-    """Values whose surprisals under mixtures of Gaussians are computed."""
+    """The arguments of the C function `compute_surprisals`: mixtures of Gaussians, one value for each, and the outputs.
+
+    A surprisal is the negative log-density of a value.
+    """
 
     kinds: ClassVar[dict[str, Kind]] = {
         **dict.fromkeys(("log_weights", "means", "scales", "values"), _FLOAT32),
@@ -256,7 +304,7 @@ class SurprisalTask(KernelStruct):
 
 
 class QuantileTask(KernelStruct):
-    """Mixtures of Gaussians whose quantiles are computed."""
+    """The arguments of the C function `compute_quantiles`: mixtures of Gaussians, probabilities, and the output."""
 
     kinds: ClassVar[dict[str, Kind]] = {
         **dict.fromkeys(("log_weights", "means", "scales", "levels", "quantiles"), _FLOAT32),
@@ -267,7 +315,7 @@ class QuantileTask(KernelStruct):
 
 
 class AdvanceTask(KernelStruct):
-    """New score terms by which the running statistics of records advance."""
+    """The arguments of the C function `advance_statistics`: new scores, and the records' running statistics."""
 
     kinds: ClassVar[dict[str, Kind]] = {
         "record_index": _INT64,
@@ -284,7 +332,7 @@ class AdvanceTask(KernelStruct):
 
 
 class ThreadTeam(KernelStruct):
-    """A function of the library that several threads execute together."""
+    """A C function that several threads execute at once, with its argument and a count of the calls still allowed."""
 
     kinds: ClassVar[dict[str, Kind]] = {
         "function": ADDRESS,
@@ -300,11 +348,11 @@ STRUCTS: tuple[type[KernelStruct], ...] = (
     *(Batch, SurprisalTask, QuantileTask, AdvanceTask, ThreadTeam),
 )
 RUNNING_STATE_BYTES = 56
-"""Size of a record's running statistics, the C structure RunningState: `RUNNING_DTYPE` of the engine."""
+"""Size of the running statistics of one record: `RUNNING_DTYPE` of the engine, the structure RunningState in C."""
 
 
 def find_differences(library: ctypes.CDLL) -> list[str]:
-    """Compare a library with this module: version, sizes of all structures, and shared constants.
+    """Compare a loaded library with this module: ABI version, sizes of all structures, and shared constants.
 
     Returns:
         One sentence for each difference; the library must not be used unless the list is empty.
@@ -316,27 +364,40 @@ def find_differences(library: ctypes.CDLL) -> list[str]:
     version.restype = struct_size.restype = ctypes.c_int64
     struct_size.argtypes = constant_value.argtypes = [ctypes.c_char_p]
     constant_value.restype = ctypes.c_double
-    found = [] if version() == ABI_VERSION else [f"ABI version {version()} in the library, {ABI_VERSION} in Python"]
-    sizes = {struct.__name__: ctypes.sizeof(struct) for struct in STRUCTS} | {"RunningState": RUNNING_STATE_BYTES}
-    for name, size in sizes.items():
-        if (in_library := struct_size(name.encode())) != size:
-            found.append(f"structure {name} has {in_library} bytes in the library, {size} in Python")
+    differences = []
+    if version() != ABI_VERSION:
+        differences.append(f"the library has ABI version {version()}, but Python needs version {ABI_VERSION}")
+    expected_sizes = {struct.__name__: ctypes.sizeof(struct) for struct in STRUCTS}
+    expected_sizes["RunningState"] = RUNNING_STATE_BYTES
+    for name, size in expected_sizes.items():
+        library_size = struct_size(name.encode())
+        if library_size != size:
+            differences.append(f"structure {name} has {library_size} bytes in the library, but {size} in Python")
     for name, value in CONSTANTS.items():
-        in_library = constant_value(name.encode())
-        if math.isnan(in_library) or in_library != value:
-            found.append(f"constant {name} is {in_library} in the library, {value} in Python")
-    return found
+        library_value = constant_value(name.encode())  # NaN, which differs from every number, if it has no such name
+        if library_value != value:
+            differences.append(f"constant {name} is {library_value} in the library, but {value} in Python")
+    return differences
 
 
 def running_address(running: NDArray[np.void]) -> int:
-    """Return the address of an array of running statistics.
+    """Return the address of an array of records' running statistics, (records,), for compiled code to update.
+
+    Args:
+        running: An array of the engine's `RUNNING_DTYPE`, whose memory layout is that of the C structure RunningState.
 
     Raises:
-        TypeError: The entries of the array have another size than in compiled code, or it is not contiguous.
+        TypeError: The array is not contiguous, or its entries do not have the size of RunningState.
     """
-    if running.dtype.itemsize != RUNNING_STATE_BYTES:
-        size = running.dtype.itemsize
-        raise TypeError(f"running has {size} bytes per record, the compiled kernels need {RUNNING_STATE_BYTES}")
+    num_bytes = running.dtype.itemsize
+    if num_bytes != RUNNING_STATE_BYTES:
+        raise TypeError(
+            f"running has {num_bytes} bytes per record, the compiled kernels need {RUNNING_STATE_BYTES}: pass an array "
+            f"of the dtype RUNNING_DTYPE"
+        )
     if not running.flags.c_contiguous:
-        raise TypeError("running is not contiguous: the compiled kernels would write to the wrong records")
-    return int(running.ctypes.data)
+        raise TypeError(
+            "running is not contiguous: the compiled kernels would update the statistics of wrong records; pass the "
+            "complete array of running statistics instead of a slice with steps"
+        )
+    return _address_of_array(running)

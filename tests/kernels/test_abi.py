@@ -55,10 +55,10 @@ def test_library_matches_this_module() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "difference"),
     [
-        ("ABI_VERSION", 999, "ABI version 1 in the library, 999 in Python"),
-        ("RUNNING_STATE_BYTES", 48, "structure RunningState has 56 bytes in the library, 48 in Python"),
-        ("CONSTANTS", {"LINEAR_LIMIT": 9.0}, "constant LINEAR_LIMIT is 8.0 in the library, 9.0 in Python"),
-        ("CONSTANTS", {"NO_SUCH": 1.0}, "constant NO_SUCH is nan in the library, 1.0 in Python"),
+        ("ABI_VERSION", 999, "the library has ABI version 1, but Python needs version 999"),
+        ("RUNNING_STATE_BYTES", 48, "structure RunningState has 56 bytes in the library, but 48 in Python"),
+        ("CONSTANTS", {"LINEAR_LIMIT": 9.0}, "constant LINEAR_LIMIT is 8.0 in the library, but 9.0 in Python"),
+        ("CONSTANTS", {"NO_SUCH": 1.0}, "constant NO_SUCH is nan in the library, but 1.0 in Python"),
     ],
 )
 def test_tampered_description_is_reported(
@@ -106,6 +106,13 @@ def test_array_that_does_not_fit_is_refused_by_name(name: str, wrong: Any, messa
     fields = {field: getattr(batch, field) for field in RaggedBatch.__slots__}
     with pytest.raises(TypeError, match=message):
         kernels.score(cache, RaggedBatch(**(fields | {name: wrong})))
+
+
+@pytest.mark.parametrize("array", [np.arange(6.0), np.zeros((0, 3)), np.zeros(2, bool), np.arange(8)[2:]])
+@pytest.mark.parametrize("is_writeable", [True, False])
+def test_address_is_that_of_the_first_element(array: Any, is_writeable: bool) -> None:
+    array.flags.writeable = is_writeable
+    assert abi.address_of(array, array.dtype, "array") == array.ctypes.data
 
 
 def test_running_statistics_of_another_size_are_refused() -> None:
