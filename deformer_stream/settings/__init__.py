@@ -1,9 +1,9 @@
-"""The options of all commands: their types, defaults and help texts, and the places that their values come from.
+"""The options of all commands: their types, defaults and help texts, and where their values come from.
 
-A value comes from a flag, a `DEFORMER_…` environment variable, a TOML file or the default, in this order. The
-command-line options (`add_options`), the output of `deformer-stream config` and the table of all options are made from
-these classes, so each option is defined once. Hyperparameters of a model are not settings: they are stored in the
-model's manifest.
+The value of an option is taken from the first of these places that has one: a flag, a `DEFORMER_…` environment
+variable, a TOML file, the default. Each option is defined once, as a field of a settings class. The command-line
+options (`add_options`), the output of `deformer-stream config` and the table of all options are generated from these
+classes. Hyperparameters of a model are not settings: they are stored in the model's manifest.
 """
 
 from __future__ import annotations

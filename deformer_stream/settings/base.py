@@ -1,7 +1,7 @@
-"""The base class of all settings, the types of option values, and the names of options.
+"""The base class of all settings, the types of option values, and the names of flags and environment variables.
 
-`Settings` defines the precedence of the places that an option can come from. Every command has a subclass in
-`commands`.
+`Settings` defines whether a flag, an environment variable, a file or the default determines the value of an option.
+Every command has a subclass in `deformer_stream.settings.commands`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ _BYTES_BY_UNIT = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb":
 
 
 def parse_duration(value: Any) -> Any:
-    """Return the seconds of a duration such as `250ms`, `30s`, `10m`, `2h`, `1d` or a plain number of seconds.
+    """Convert a duration such as "250ms", "30s", "10m", "2h", "1d" or "30" (seconds) to seconds.
 
-    A value that is not a string is returned as it is, and validated afterwards.
+    Args:
+        value: A text or any other value. A value that is not a text is returned unchanged; pydantic validates it later.
+
+    Raises:
+        ValueError: The text is not a duration.
     """
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*", value, re.ASCII)
@@ -41,9 +45,13 @@ def parse_duration(value: Any) -> Any:
 
 
 def parse_size(value: Any) -> Any:
-    """Return the bytes of a size such as `512MiB`, `1GB` or a plain number of bytes.
+    """Convert a size such as "512MiB", "1GB" or "1000" (bytes) to a number of bytes.
 
-    A value that is not a string is returned as it is, and validated afterwards.
+    Args:
+        value: A text or any other value. A value that is not a text is returned unchanged; pydantic validates it later.
+
+    Raises:
+        ValueError: The text is not a size, or the size is too large for 64 bits.
     """
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower(), re.ASCII)
@@ -73,7 +81,15 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 def parse_shares(value: Any) -> Any:
-    """Return the shares of a comma-separated text such as `0.05,0.01`, or of one number, as a tuple."""
+    """Convert a comma-separated text such as "0.05,0.01", or one number, to a tuple of shares.
+
+    Args:
+        value: The text, the number, or any other value. The shares in a text are still texts in the tuple, because
+            pydantic converts and validates them later. A tuple is returned unchanged.
+
+    Raises:
+        ValueError: The value is a list, such as a TOML array.
+    """
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(","))
     if isinstance(value, list):
@@ -82,7 +98,7 @@ def parse_shares(value: Any) -> Any:
 
 
 def _sort_descending(shares: tuple[float, ...]) -> tuple[float, ...]:
-    """Return shares with the largest first, and raise `ValueError` if one occurs twice."""
+    """Return shares in descending order, and raise `ValueError` if a share occurs twice."""
     if len(set(shares)) < len(shares):
         raise ValueError("a share occurs twice; give each share once")
     return tuple(sorted(shares, reverse=True))
@@ -95,25 +111,35 @@ Shares = Annotated[
 
 
 METAVAR_BY_PARSER: dict[Any, str] = {parse_duration: "TIME", parse_size: "SIZE", parse_shares: "SHARE[,…]"}
-"""The placeholder in the help for a value that is read by each parser."""
+"""By parser, the placeholder that the help shows for a value that the parser converts, such as TIME in `--grace TIME`.
+"""
 
 
 def text_default(default: str | float, description: str) -> Any:
-    """Return a field whose default is written as a person would write it, such as "30s", and parsed like any value."""
+    """Return a pydantic field whose default is a text such as "30s", which is parsed like a value of the user.
+
+    The help then shows the default as a user would write it, and not as a number of seconds or bytes.
+
+    Args:
+        default: The default before parsing.
+        description: Help text of the option.
+    """
     return Field(default, description=description)
 
 
 FILE_SOURCE: ContextVar[Callable[[type[BaseSettings]], PydanticBaseSettingsSource] | None] = ContextVar(
     "FILE_SOURCE", default=None
 )
-"""Returns the source of values from a configuration file, for settings that are created in this context."""
+"""A factory of the source that reads the configuration file, None if there is no file.
+
+`load_settings` sets it while it creates settings, because pydantic-settings has no parameter for the path of a file."""
 
 
 class Settings(BaseSettings):
-    """The options of a command. Each field is an option, and the description of the field is the option's help text.
+    """The base class of the options of a command. A field is an option, and its description is the option's help text.
 
-    A value comes from the first of these places that has one: keyword arguments (the flags), environment variables, the
-    configuration file (`FILE_SOURCE`), the field's default.
+    A value is taken from the first of these places that has one: the keyword arguments (values of flags), the
+    environment variables, the configuration file, the default of the field.
     """
 
     model_config = SettingsConfigDict(
@@ -129,7 +155,10 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Return the sources of values, the one with the highest precedence first."""
+        """Return the sources of values for pydantic-settings, the source with the highest precedence first.
+
+        They are the keyword arguments, the environment variables and, if there is one, the configuration file.
+        """
         make_file_source = FILE_SOURCE.get()
         if make_file_source is None:
             return init_settings, EnvSettingsSource(settings_cls)
@@ -142,10 +171,13 @@ Layout = Literal["wide", "long"]
 
 
 def to_flag(field: str) -> str:
-    """Return the command-line flag of a field: `--record-timeout` for `record_timeout`."""
+    """Return the command-line flag of a settings field, such as `--record-timeout` for `record_timeout`.
+
+    A trailing underscore, which avoids a Python keyword, is dropped: `--from` for `from_`.
+    """
     return "--" + field.rstrip("_").replace("_", "-")
 
 
 def to_variable(field: str) -> str:
-    """Return the environment variable of a field: `DEFORMER_RECORD_TIMEOUT` for `record_timeout`."""
+    """Return the environment variable of a settings field, such as `DEFORMER_RECORD_TIMEOUT` for `record_timeout`."""
     return VARIABLE_PREFIX + field.rstrip("_").upper()

@@ -1,4 +1,4 @@
-"""The settings of each command: every option with its type, default and help text, and which options exclude others."""
+"""The settings of each command: its options with type, default and help text, and checks of their combinations."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from deformer_stream.settings.base import (
 
 
 class _ModelSettings(Settings):
-    """The model and the device on which it runs."""
+    """The options of every command that runs a model: the model directory and the device."""
 
     model: Path = Field(description="Model directory that deformer-train wrote.")
     device: Device = Field("auto", description="Device that runs the network. auto uses a GPU if one is available.")
 
 
 class ScoringSettings(_ModelSettings):
-    """The alert rule, the limits of memory, the names of an event's fields, and windows."""
+    """The options of every command that scores events: alert levels, memory limits, JSON field names and windows."""
 
     alpha: Shares = text_default(
         0.01,
@@ -96,7 +96,7 @@ class ScoringSettings(_ModelSettings):
 
 
 class _AlertSettings(ScoringSettings):
-    """The content of alerts."""
+    """The options of every command that raises alerts."""
 
     explanations: Literal["full", "fast", "off"] = Field(
         "full",
@@ -107,7 +107,7 @@ class _AlertSettings(ScoringSettings):
 
 
 class _KafkaSettings(Settings):
-    """The connection to the Kafka brokers."""
+    """The options of every command that connects to Kafka brokers: addresses, encryption and login."""
 
     bootstrap_servers: str = Field("localhost:9092", description="Kafka brokers as host:port, comma-separated.")
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = Field(
@@ -138,7 +138,10 @@ class _KafkaSettings(Settings):
 
     @model_validator(mode="after")
     def _check_login(self) -> Self:
-        """Reject an incomplete login, since the client would otherwise connect without one and say nothing."""
+        """Raise `ValueError` if the options of the login are incomplete or contradict each other.
+
+        The Kafka client would otherwise connect without a login, and the user would not notice.
+        """
         login = (self.sasl_mechanism, self.sasl_username, self.sasl_password, self.sasl_password_file)
         passwords = [password for password in login[2:] if password is not None]
         if not self.security_protocol.startswith("SASL") and any(part is not None for part in login):
@@ -155,7 +158,7 @@ class _KafkaSettings(Settings):
 
     @model_validator(mode="after")
     def _check_encryption(self) -> Self:
-        """Reject TLS options that would have no effect, since a user would believe that they have one."""
+        """Raise `ValueError` if a TLS option would have no effect, because the user expects an encrypted connection."""
         files = (self.ssl_cafile, self.ssl_certfile, self.ssl_keyfile, self.ssl_password_file)
         if "SSL" not in self.security_protocol and any(file is not None for file in files):
             raise ValueError("certificates and keys (--ssl-… options) require --security-protocol SSL or SASL_SSL")
@@ -164,9 +167,9 @@ class _KafkaSettings(Settings):
         return self
 
     def make_security_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments for the Kafka client that configure encryption and login.
+        """Return the keyword arguments of the Kafka client for encryption and login.
 
-        They contain the password in clear text, so they must never be logged.
+        They contain passwords in clear text, so they must never be logged. Options that are not set are left out.
 
         Raises:
             ConfigError: A password file cannot be read or is empty.
@@ -188,11 +191,14 @@ class _KafkaSettings(Settings):
 
 
 def _read_secret(flag: str, path: Path) -> str:
-    """Return the first line of a file, and raise `ConfigError` if the file cannot be read or the line is empty.
+    """Return the password in the first line of a file.
 
     Args:
         flag: The option that names the file, for the error message.
         path: The file.
+
+    Raises:
+        ConfigError: The file cannot be read, or its first line is empty.
     """
     try:
         secret = path.read_text("utf-8").split("\n", 1)[0]
@@ -219,9 +225,12 @@ class ConsumeSettings(_AlertSettings, _KafkaSettings):
         validation_alias="DEFORMER_FROM",
         description="Where a consumer group without committed offsets starts to read.",
     )
-    alerts_topic: str | None = Field(None, description="Topic for alerts. Default: the topic of events with -alerts.")
+    alerts_topic: str | None = Field(
+        None, description="Topic for alerts. Default: the name of the topic of events, followed by -alerts."
+    )
     dead_letter_topic: str | None = Field(
-        None, description="Topic for rejected events. Default: the topic of events with -dead-letter."
+        None,
+        description="Topic for rejected events. Default: the name of the topic of events, followed by -dead-letter.",
     )
     drift: Odds | None = Field(
         None,
@@ -257,11 +266,12 @@ class ConsumeSettings(_AlertSettings, _KafkaSettings):
         description="Shortest time between two commits of offsets. Consumers see an alert after it is committed.",
     )
     state_topic: str | None = Field(
-        None, description="Compacted topic for snapshots of open records. Default: GROUP-TOPIC-state."
+        None, description="Compacted topic for snapshots (the state of open records). Default: GROUP-TOPIC-state."
     )
     snapshot_interval: Duration = text_default(
         "5s",
-        description="Time between two snapshots of a partition. A shorter time speeds up recovery and writes more.",
+        description="Time between two snapshots of a partition (the state of its open records, from which a restarted "
+        "process continues). A shorter time speeds up restarts and writes more data.",
     )
     lost_state: Literal["refuse", "rebuild", "forget"] = Field(
         "refuse",
@@ -293,7 +303,10 @@ class ConsumeSettings(_AlertSettings, _KafkaSettings):
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
-        """Require one source of events, and reject a login in its URL, which would appear in logs."""
+        """Raise `ValueError` unless exactly one source of events is set and its URL contains no login.
+
+        URLs appear in logs, and a login must not.
+        """
         _require_exactly_one(self, "topic", "source")
         if self.source and re.match(r"kafka://[^/]*@", self.source):
             raise ValueError("--source must not contain a login; use --sasl-username and --sasl-password-file")
@@ -301,7 +314,7 @@ class ConsumeSettings(_AlertSettings, _KafkaSettings):
 
 
 class InputSettings(ScoringSettings):
-    """How input files are converted into events."""
+    """The options of every command that scores files: how their rows are converted into events."""
 
     layout: Layout | None = Field(
         None,
@@ -345,13 +358,13 @@ class ReplaySettings(InputSettings, _AlertSettings):
     rejected: Path | None = Field(None, description="File for rejected events with their reasons, as JSON lines.")
 
     def get_output_by_flag(self) -> dict[str, str | Path | None]:
-        """Return the output files by the flag that names them, None or "" if a flag is not set."""
+        """Return the path of each output file by its flag, such as `--records`; None or "" if the flag is not set."""
         names = ("output", "records", "alerts", "explain", "rejected")
         return {to_flag(name): getattr(self, name) for name in names}
 
     @model_validator(mode="after")
     def _check_explanations(self) -> Self:
-        """Reject a file for explanations if there are none."""
+        """Raise `ValueError` if a file for explanations is requested but explanations are switched off."""
         if self.explain is not None and self.explanations == "off":
             raise ValueError("--explain requires --explanations full or fast")
         return self
@@ -413,7 +426,10 @@ class ProduceSettings(_KafkaSettings):
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
-        """Require one target, and reject Arrow messages in a file of JSON lines."""
+        """Raise `ValueError` unless exactly one target is set, and if Arrow messages would be written to a file.
+
+        A file contains JSON lines, so only a Kafka topic can receive Arrow messages.
+        """
         if self.output is not None and self.payload == "arrow":
             raise ValueError(
                 "--payload arrow requires --topic, because a file contains JSON lines; choose another --payload"
@@ -447,7 +463,7 @@ class ImputeSettings(_ModelSettings):
 
     @model_validator(mode="after")
     def _check_draws(self) -> Self:
-        """Reject options that draws do not use."""
+        """Raise `ValueError` if `--draws` is combined with options of the estimate that it replaces."""
         if self.draws is not None and (self.quantiles is not None or self.estimate != "median"):
             raise ValueError("--draws replaces the estimate; leave out --quantiles and --estimate")
         return self
@@ -470,7 +486,12 @@ class DemoSettings(Settings):
 
 
 def _require_exactly_one(settings: SettingsType, *fields: str) -> SettingsType:
-    """Return the settings, and raise `ValueError` unless exactly one of the fields is set and not empty."""
+    """Return the settings unchanged, and raise `ValueError` unless exactly one of some fields is set and not empty.
+
+    Args:
+        settings: The settings.
+        fields: Names of the fields.
+    """
     values = [getattr(settings, field) for field in fields if getattr(settings, field) is not None]
     if len(values) != 1 or str(values[0]) == "":
         raise ValueError(f"give {' or '.join(map(to_flag, fields))}, exactly one of them")

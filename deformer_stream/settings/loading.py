@@ -1,4 +1,4 @@
-"""Create settings from flags, environment and configuration file, and create the options of a command from settings."""
+"""Functions that create settings from flags, environment variables and a TOML file, and click options from settings."""
 
 from __future__ import annotations
 
@@ -28,32 +28,33 @@ from deformer_stream.settings.base import (
 from deformer_stream.settings.commands import SETTINGS_BY_COMMAND
 
 TRAIN_TABLE = "train"
-"""The table of `deformer-train` in a configuration file that all commands share."""
+"""Name of the table with the options of `deformer-train`, in a configuration file that all commands share."""
 
 MAX_QUOTED_CHARACTERS = 40
-"""Longest value that an error message repeats."""
+"""Length of the longest value, in characters, that an error message repeats."""
 
 
 def load_settings(
     cls: type[SettingsType], flags: dict[str, Any], config: Path | None = None, command: str = ""
 ) -> SettingsType:
-    """Return the settings of a command.
+    """Return the validated settings of a command, from flags, environment variables, a TOML file and defaults.
 
     Args:
-        cls: Class of the settings.
+        cls: Settings class of the command.
         flags: Values of the flags by field name, None for a flag that was not given.
-        config: A TOML file. Its keys are the names of options, at the top or in a table named like the command.
+        config: The TOML file, None if there is none. Its keys are names of options, at the top level or in a table with
+            the name of the command.
         command: Name of the command.
 
     Raises:
         ConfigError: A value is missing or not allowed. The message is one line with the flag, the environment variable
             and the key of the file.
     """
-    given = {get_input_name(cls, name): value for name, value in flags.items() if value is not None}
+    value_by_input = {get_input_name(cls, field): value for field, value in flags.items() if value is not None}
     make_file_source = None if config is None else functools.partial(CommandTableSource, path=config, table=command)
     token = FILE_SOURCE.set(make_file_source)
     try:
-        return cls(**given)
+        return cls(**value_by_input)
     except ValidationError as error:
         raise ConfigError(_format_error(error.errors()[0], command)) from None
     finally:
@@ -61,14 +62,16 @@ def load_settings(
 
 
 def _format_error(error: Mapping[str, Any], command: str) -> str:
-    """Return the message for an option that has no valid value.
+    """Return the error message for an option without a valid value, or for options that contradict each other.
+
+    It names the flag, the environment variable and the key of the TOML file, with the value unless it is a password.
 
     Args:
         error: An item of pydantic's `ValidationError.errors()`.
         command: Name of the command.
     """
     field = str(error["loc"][0]).removeprefix(VARIABLE_PREFIX).lower() if error["loc"] else ""
-    if not field:  # the error is about a combination of options
+    if not field:  # a validator of the whole class has raised the error, about a combination of options
         return f"{command}: {explain_error(error)}; see --help".removeprefix(": ")
     names = f"{to_variable(field)} in the environment, {to_flag(field)[2:]} in the file"
     value = error["input"]
@@ -84,54 +87,55 @@ def _format_error(error: Mapping[str, Any], command: str) -> str:
 
 
 def explain_error(error: Mapping[str, Any]) -> str:
-    """Return in words why pydantic rejected a value.
+    """Return the reason for which pydantic rejected a value, as part of a sentence such as "it is required".
 
     Args:
         error: An item of pydantic's `ValidationError.errors()`.
     """
     if error["type"] == "missing":
         return "it is required"
+    # Remove the parts of pydantic's message that mean nothing to users.
     message: str = error["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
     return re.sub("^(Input|String) should", "it should", message)
 
 
 def get_input_name(cls: type[BaseSettings], field: str) -> str:
-    """Return the name under which a class of settings accepts the value of a field: its alias or its own name."""
+    """Return the keyword under which a settings class accepts the value of a field: its alias, or its own name."""
     alias = cls.model_fields[field].validation_alias if field in cls.model_fields else None
     return alias if isinstance(alias, str) else field
 
 
 class CommandTableSource(TomlConfigSettingsSource):
-    """The values of a command in a TOML file that all commands share.
+    """A source of settings: the values for one command in a TOML file that all commands share.
 
-    Keys at the top apply to every command that has the option. Keys in a table apply to the command of that name and
-    have precedence.
+    Keys at the top level apply to every command that has the option. Keys in a table, such as `[replay]`, apply only to
+    the command of that name, and have precedence.
     """
 
     def __init__(self, settings_cls: type[BaseSettings], path: Path, table: str) -> None:
-        """Read the file.
+        """Read the TOML file.
 
         Args:
-            settings_cls: Class of the settings.
+            settings_cls: Settings class of the command.
             path: The TOML file.
-            table: Name of the table, which is the name of the command.
+            table: Name of the command's table, which is the name of the command.
 
         Raises:
             ConfigError: The file cannot be read or is not valid TOML.
         """
         self._path, self._table = path, table
         try:
-            with path.open("rb"):  # pydantic-settings would ignore a file that does not exist
+            with path.open("rb"):  # raises an error for a missing file, which pydantic-settings would ignore
                 pass
             super().__init__(settings_cls, path)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"--config {path} cannot be read ({error}): check the path and the TOML syntax") from None
 
     def __call__(self) -> dict[str, Any]:
-        """Return the values for the settings' fields.
+        """Return the values of the file that apply to the command, by the keyword of the settings class.
 
         Raises:
-            ConfigError: The file has a table that is no command, or a key that is no option.
+            ConfigError: The file has a table that is not named like a command, or a key that is not an option.
         """
         path, table = self._path, self._table
         top_values = {key: value for key, value in self.toml_data.items() if not isinstance(value, dict)}
@@ -146,21 +150,22 @@ class CommandTableSource(TomlConfigSettingsSource):
         field_by_name = {field.rstrip("_"): field for field in self.settings_cls.model_fields}
         all_classes = (*SETTINGS_BY_COMMAND.values(), self.settings_cls)
         all_names = {field.rstrip("_") for cls in all_classes for field in cls.model_fields}
+        # A top-level key may be an option of any command; a key of the table must be an option of this command.
         values = self._select_values(top_values, all_names, field_by_name)
         return values | self._select_values(table_values, field_by_name.keys(), field_by_name)
 
     def _select_values(
         self, value_by_key: Mapping[str, Any], allowed: Collection[str], field_by_name: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Return the values of keys that are options of this command.
+        """Return the values of those keys that are options of this command, by the keyword of the settings class.
 
         Args:
-            value_by_key: Values by their key in the file.
-            allowed: Names of options that may occur, with underscores.
-            field_by_name: Field of each option of this command.
+            value_by_key: Values of a part of the file, by key.
+            allowed: Names of the options that this part may contain, with underscores.
+            field_by_name: Name of the settings field of each option of this command, by the name of the option.
 
         Raises:
-            ConfigError: A key is not allowed.
+            ConfigError: The part contains a key that is not allowed.
         """
         values = {}
         for key, value in value_by_key.items():
@@ -173,9 +178,12 @@ class CommandTableSource(TomlConfigSettingsSource):
 
 
 def _to_click_type(annotation: Any) -> tuple[Any, bool]:
-    """Return the click type for a field, and whether the option is a switch without a value.
+    """Return the click type of a settings field, and whether its option is a switch without a value.
 
-    The type only affects the help and the choices, because pydantic validates the value.
+    The type only affects the help and the choices, because pydantic converts and validates the value.
+
+    Args:
+        annotation: Type annotation of the field. Of a union, the first member that is not None counts.
     """
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
@@ -188,7 +196,14 @@ def _to_click_type(annotation: Any) -> tuple[Any, bool]:
 
 
 def _choose_metavar(info: FieldInfo) -> str | None:
-    """Return the placeholder for a field's value in the help; None for choices and switches, which need none."""
+    """Return the placeholder for the value of a field in the help, such as TIME, N or PATH.
+
+    It is None for choices and switches, for which click chooses the text, and for other texts.
+
+    Args:
+        info: The field.
+    """
+    # The parser of a value is in the metadata of the field or, for a type such as `Duration | None`, of a union member.
     members = [info.annotation, *get_args(info.annotation)]
     annotations = [*info.metadata, *(item for member in members for item in getattr(member, "__metadata__", ()))]
     for annotation in annotations:
@@ -199,17 +214,21 @@ def _choose_metavar(info: FieldInfo) -> str | None:
 
 
 def format_default(info: FieldInfo) -> str | None:
-    """Return the default of a field as a person would write it; None if there is none or it is empty."""
+    """Return the default of a field as a user would write it, such as "30s"; None if there is none or it is empty."""
     if info.is_required() or info.default in (None, ""):
         return None
     return str(info.default)
 
 
 def add_options(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds one option per field of the settings, and `--config`, to a click command."""
+    """Return a decorator that adds options to the function of a click command: one per settings field, and `--config`.
+
+    Args:
+        cls: The settings class.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        # Click shows the option that is added last first.
+        # Click lists options in the reverse order of their decorators, so the last field is added first.
         for name, info in reversed(list(cls.model_fields.items())):
             click_type, is_switch = _to_click_type(info.annotation)
             default = format_default(info)
@@ -228,16 +247,17 @@ def add_options(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callable[
 
 
 def find_value(cls: type[Settings], field: str, config: Path | None, command: str) -> tuple[Any, str]:
-    """Return the unvalidated value of an option that no flag sets, and the name of the place that it comes from.
+    """Return the value that an option has without flags, before validation, and where the value comes from.
 
     Args:
-        cls: Class of the settings.
-        field: The option's field.
-        config: The configuration file.
+        cls: Settings class of the command.
+        field: Name of the option's field.
+        config: The TOML configuration file, None if there is none.
         command: Name of the command.
 
     Returns:
-        The value, None if there is none; and the environment variable, the path of the file, or "default".
+        The value, or None if there is none; and its origin: the name of the environment variable, the path of the file,
+        or "default".
     """
     values_by_origin: list[tuple[dict[str, Any], str]] = [(read_environment(cls), to_variable(field))]
     if config is not None:
@@ -251,5 +271,9 @@ def find_value(cls: type[Settings], field: str, config: Path | None, command: st
 
 
 def read_environment(cls: type[Settings]) -> dict[str, Any]:
-    """Return the unvalidated values of environment variables for the settings, by the name of the input."""
+    """Return the values of environment variables before validation, by the keyword of the settings class.
+
+    Args:
+        cls: The settings class. Variables of options that it does not have are ignored.
+    """
     return EnvSettingsSource(cls)()
