@@ -1,10 +1,10 @@
 """Fit the Gaussian prior: a mixture of Gaussians whose exact conditionals are given to the network as input.
 
-The mixture is fitted by expectation-maximisation before the network is trained. The number of components is chosen by
-cross-validation. If the network were trained with conditionals from a mixture that was fitted to the same records, it
-would trust them too much, the more so the fewer records there are. Therefore the training records are divided into
-folds. In training, each record gets the conditionals of a variant that was refitted without its fold. A model that
-scores uses the mixture that was fitted to all training records.
+The mixture is fitted by expectation-maximisation before the network is trained. The number of components (Gaussians) is
+chosen by cross-validation. A mixture predicts the records to which it was fitted better than other records. If the
+network were trained with such predictions, it would rely on them too much. Therefore the training records are divided
+into folds. In training, each record gets the conditionals of a variant of the mixture that was refitted without its
+fold. A trained model uses the mixture that was fitted to all training records.
 """
 
 from __future__ import annotations
@@ -26,63 +26,75 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 NUM_FOLDS = 5
+"""Number of parts into which the training records are divided for cross-validation."""
 
 MAX_ROWS = 6000
-"""Training records to which the mixture is fitted. More records improve it little and take longer."""
+"""Largest number of training records to which the mixture is fitted. More records improve it little."""
 
 MAX_FEATURES = 64
-"""With more continuous features, the Cholesky factors cost more than the network, so there is no prior."""
+"""Largest number of continuous features for which a prior is fitted.
+
+With more features, its Cholesky factors would take longer to compute than the network.
+"""
 
 MIN_ROWS_PER_COMPONENT = 4
+"""Smallest number of training records per component (Gaussian) of a mixture."""
 
 COMPONENT_COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Numbers of components that are tried, one after the other."""
+"""Numbers of components (Gaussians) that are tried after a single one, in this order."""
 
 MIN_GAIN = 0.01
-"""Decrease of the cross-validated −ln p, in nats per record, from which a larger number of components is preferred."""
+"""A larger number of components is preferred if it decreases the cross-validated −ln p by more than this, in nats per
+record."""
 
 MAX_ROUNDS = 60
-"""Rounds of expectation-maximisation for a mixture that is fitted to all records."""
+"""Largest number of rounds of expectation-maximisation for a mixture that is fitted to all records."""
 
 MAX_REFIT_ROUNDS = 4
-"""Rounds of expectation-maximisation for a variant without one fold, which begins with the mixture of all records."""
+"""Largest number of rounds of expectation-maximisation for a variant that is refitted without one fold.
+
+It needs few rounds, because it begins with the mixture that was fitted to all records.
+"""
 
 MIN_ROUND_GAIN = 1e-3
-"""Increase of the log-likelihood, in nats per record, from which another round follows."""
+"""Expectation-maximisation ends if a round increases the log-likelihood by less than this, in nats per record."""
 
 RIDGE = 1e-3
-"""Standard deviation that is added to each feature, in normalised units, so that covariances can be inverted."""
+"""Standard deviation of the noise that is added to each covariance, in normalised units, so that it is invertible."""
 
 DIAGONAL_SHARES = (0.02, 0.2)
-"""Candidates for `Shrinkage.diagonal_share`."""
+"""Candidates for `Shrinkage.diagonal_share`, of which cross-validation selects one."""
 
 REPEATED_SHARE = 0.1
-"""Share of a feature's readings that must be nearly equal for their value to count as a repeated value."""
+"""A value is a repeated value if at least this share of the feature's readings is nearly equal to it."""
 
 REPEATED_WIDTH = 0.05
-"""Readings within this many standard deviations of the feature are nearly equal."""
+"""Readings that differ by at most this many standard deviations of the feature are nearly equal."""
 
 REPEATED_DISTANCE = 2.0
-"""Distance, in the first clustering, between readings that are a repeated value and all others."""
+"""Weight of the indicators of repeated values as additional features of the first clustering.
+
+The other features have a standard deviation of 1 there.
+"""
 
 MAX_STRENGTH, MIN_STRENGTH = 10.0, 1e-5
-"""Largest and smallest `Shrinkage.strength`."""
+"""Largest and smallest `Shrinkage.strength`, as a number of records."""
 
 NUM_DRAWS_ONE_COMPONENT, NUM_DRAWS_MIXTURE = 20, 2
 """How often missing readings are imputed at random: first from a single Gaussian, then from the mixture."""
 
 FIT_SEED, DRAW_SEED = 0x6A55, 0x6A56
-"""Constants that separate the random numbers of this module from others of the same seed."""
+"""Constants that are combined with the user's seed, so that this module's random numbers differ from others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A mixture of K Gaussians over D features.
+    """A mixture of K Gaussians (components) over D continuous features.
 
     Attributes:
         log_weights: (K,) natural logarithm of the components' probabilities.
-        means: (K, D), in normalised units.
-        covariances: (K, D, D), positive definite.
+        means: (K, D) means in normalised units.
+        covariances: (K, D, D) covariance matrices, positive definite.
     """
 
     log_weights: Floats
@@ -90,11 +102,20 @@ class Mixture:
     covariances: Floats
 
     def compute_log_densities(self, x: Floats) -> Floats:
-        """Return ln(weight · density) of each of N records in each component, (N, K). x: (N, D)."""
+        """Return ln(weight · density) of each record under each of the K components.
+
+        The logarithm of the sum over the components is the log-density of the record.
+
+        Args:
+            x: (N, D) records with D features, without missing values.
+
+        Returns:
+            (N, K) log-densities in nats.
+        """
         K, D = self.means.shape
         cholesky_factors = np.linalg.cholesky(self.covariances)
         inverse_factors = np.linalg.inv(cholesky_factors)
-        # One matrix product whitens the records for all components at once.
+        # Whitened records have uncorrelated features of variance 1. One matrix product serves all components.
         whitened_means = (inverse_factors @ self.means[:, :, None]).reshape(K * D)
         whitened = x @ inverse_factors.reshape(K * D, D).T - whitened_means
         half_log_determinants = np.log(np.diagonal(cholesky_factors, axis1=1, axis2=2)).sum(1)
@@ -106,11 +127,14 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Shrinkage:
-    """How far the covariances of the components are moved towards a common one.
+    """How far the covariances of a mixture's components are moved towards a common one, against overfitting.
+
+    The common covariance is that of the records around the means of their components.
 
     Attributes:
-        strength: Weight of the common covariance, as a number of records that are added to each component.
-        diagonal_share: Share of the diagonal in the common covariance; 1 would remove all correlations.
+        strength: Weight of the common covariance in each component, as a number of records.
+        diagonal_share: How far correlations in the common covariance are reduced: they are multiplied by
+            1 − `diagonal_share`.
     """
 
     strength: float
@@ -122,10 +146,10 @@ class CrossFittedPriors:
     """The Gaussian prior of a model and the variants of it that are used in training.
 
     Attributes:
-        full: The prior that was fitted to all training records.
-        by_fold: Variants of it, each refitted without one fold of the training records.
-        fold_by_row: (N,) the fold of each record of the table, by row number.
-        nll: Cross-validated −ln p of a record's continuous features, in nats. Smaller is better.
+        full: The prior that was fitted to all training records. The trained model uses it.
+        by_fold: A prior with one variant for each fold. Variant k was refitted without the training records of fold k.
+        fold_by_row: (N,) the fold of each of the N records of the table, by row number.
+        nll: Cross-validated −ln p of a record's continuous features, mean over the records, in nats. Smaller is better.
     """
 
     full: GaussianPrior
@@ -135,16 +159,20 @@ class CrossFittedPriors:
 
     @property
     def num_components(self) -> int:
-        """The number of Gaussians."""
+        """The number of Gaussians in the mixture."""
         return self.full.num_components
 
     def compute_conditionals(self, features: Tensor, values: Tensor, rows: Ints) -> PriorConditional:
-        """Return the conditionals that B training records get, each from the variant fitted without the record's fold.
+        """Return the conditional distributions that are given to the network in training.
+
+        The conditional of a reading is its distribution under the mixture, given the earlier readings of the record.
+        Each record gets the conditionals of the variant that was fitted without the record's fold.
 
         Args:
-            features: (B, L) feature codes in arrival order, −1 for padding.
-            values: (B, L) values in normalised units.
-            rows: (B,) row numbers of the records.
+            features: (B, L) feature codes of B records in arrival order, where L is the number of readings of the
+                longest record; −1 as padding.
+            values: (B, L) values in normalised units, arbitrary at padding.
+            rows: (B,) row numbers of the records in the table.
         """
         folds = torch.from_numpy(self.fold_by_row[rows]).to(features.device)
         with torch.no_grad():
@@ -157,17 +185,18 @@ def fit_priors(
 ) -> CrossFittedPriors | None:
     """Fit a mixture of Gaussians to the continuous features of the training records.
 
-    Missing readings are imputed at random from the mixture that was fitted before, so that they do not make the
-    covariances too small.
+    Missing readings are imputed several times, each time at random from the mixture that was fitted before. Imputing
+    the expected values would make the covariances too small.
 
     Args:
         data: The prepared table.
         max_components: Largest number of Gaussians; 0 for no prior.
         seed: Seed of folds, noise and imputed readings.
-        is_time_short: Called before a larger number of Gaussians is tried. If true, the best mixture so far is used.
+        is_time_short: Called before a larger number of Gaussians is tried. If it returns True, the best mixture so far
+            is used.
 
     Returns:
-        The prior, or None if there is no continuous feature or more than `MAX_FEATURES`.
+        The prior. None if `max_components` is 0, or if there are no continuous features or more than `MAX_FEATURES`.
     """
     linear_codes = np.flatnonzero(data.schema.is_linear)
     rng = np.random.default_rng([seed, FIT_SEED])
@@ -185,18 +214,25 @@ def fit_priors(
     folds = fold_by_row[rows]
 
     def impute(mixture: Mixture, draw: int) -> Floats:
-        """Return the records with missing readings drawn from a mixture, given the readings that are there."""
+        """Return the records with missing readings drawn at random from a mixture, given the observed readings.
+
+        Args:
+            mixture: The mixture.
+            draw: Number of the draw, for different random numbers in each.
+        """
         observed = torch.from_numpy(np.where(is_missing, np.nan, x))
         prior = build_prior(data.schema, [mixture])
         return np.asarray(prior.sample_missing(observed, create_generator(seed, DRAW_SEED, draw)))
 
     if is_missing.any():
+        all_in_one_component = np.ones((len(x), 1))
         for draw in range(NUM_DRAWS_ONE_COMPONENT):
-            one_component = np.ones((len(x), 1))
-            x = impute(_maximize(x, one_component, Shrinkage(1.0, DIAGONAL_SHARES[0])), draw)
+            single_gaussian = _maximize(x, all_in_one_component, Shrinkage(1.0, DIAGONAL_SHARES[0]))
+            x = impute(single_gaussian, draw)
     best = _select_mixture(x, folds, max_components, seed, is_time_short)
     if is_missing.any():
-        for draw in range(NUM_DRAWS_MIXTURE):  # the number of components and the shrinkage stay as selected
+        # Impute again from the better mixture and refit it. The number of components and the shrinkage stay the same.
+        for draw in range(NUM_DRAWS_MIXTURE):
             x = impute(best.full, NUM_DRAWS_ONE_COMPONENT + draw)
             num_components = len(best.full.means)
             best = _cross_validate(x, folds, num_components, best.shrinkage, seed, best.separates_repeated)
@@ -206,16 +242,26 @@ def fit_priors(
 
 
 def _impute_from_columns(x: Floats, is_missing: NDArray[np.bool_], rng: np.random.Generator) -> Floats:
-    """Return (N, D) records with missing readings drawn from the observed readings of the same feature.
+    """Replace each missing reading by a random observed reading of the same feature.
 
-    A feature without any reading, such as a time slot in which a sensor never reports, gets standard normal values, as
-    normalised readings have mean 0 and standard deviation 1.
+    A feature without any reading, such as a time slot in which a sensor never reports, gets standard normal values,
+    because normalised readings have mean 0 and standard deviation 1.
+
+    Args:
+        x: (N, D) records with D features.
+        is_missing: (N, D) which readings are missing.
+        rng: The source of random numbers.
+
+    Returns:
+        (N, D) a copy of the records without missing readings.
     """
     x = x.copy()
-    for column, is_gap in zip(x.T, is_missing.T, strict=True):
-        if is_gap.any():
-            num_gaps = int(is_gap.sum())
-            column[is_gap] = rng.normal(size=num_gaps) if is_gap.all() else rng.choice(column[~is_gap], num_gaps)
+    for column, is_gap in zip(x.T, is_missing.T, strict=True):  # a column is a view, so assigning to it changes x
+        num_gaps = int(is_gap.sum())
+        if num_gaps == len(column):
+            column[is_gap] = rng.normal(size=num_gaps)
+        elif num_gaps:
+            column[is_gap] = rng.choice(column[~is_gap], num_gaps)
     return x
 
 
@@ -224,11 +270,12 @@ class _CandidateMixture:
     """A fitted mixture with its cross-validation result.
 
     Attributes:
-        nll: Cross-validated −ln p of a record, nats. Smaller is better.
-        shrinkage: The shrinkage with which it was fitted.
-        separates_repeated: Whether the first clustering separated repeated values from others.
+        nll: Cross-validated −ln p of a record, mean over the records, in nats. Smaller is better.
+        shrinkage: The shrinkage of covariances with which it was fitted.
+        separates_repeated: Whether the clustering that initialised it separated repeated values (a value that many
+            readings of a feature share) from others.
         full: The mixture fitted to all records.
-        by_fold: The mixtures refitted without one fold each.
+        by_fold: For each fold, the mixture refitted without the records of the fold.
     """
 
     nll: float
@@ -241,10 +288,18 @@ class _CandidateMixture:
 def _select_mixture(
     x: Floats, folds: Ints, max_components: int, seed: int, is_time_short: Callable[[], bool]
 ) -> _CandidateMixture:
-    """Return the mixture with the smallest cross-validated −ln p.
+    """Return the mixture with the smallest cross-validated −ln p, with the best number of components.
 
-    A value that many readings share, such as the zeros of a flow meter while a pump is off, is seldom found by
-    clustering. If there is such a value, the mixture is also fitted with a first clustering that separates it.
+    A value that many readings share, such as the zeros of a flow meter while a pump is off, should have a component of
+    its own. Clustering seldom finds it. If there is such a value, the mixture is also fitted beginning with a
+    clustering that separates it.
+
+    Args:
+        x: (N, D) records with D features, without missing values.
+        folds: (N,) fold of each record.
+        max_components: Largest number of components.
+        seed: Seed of the clustering.
+        is_time_short: If it returns True, no further mixture is tried.
     """
     plain = _increase_components(x, folds, max_components, seed, is_time_short, separates_repeated=False)
     if not _mark_repeated_values(x).shape[1] or is_time_short():
@@ -256,17 +311,25 @@ def _select_mixture(
 def _increase_components(
     x: Floats, folds: Ints, max_components: int, seed: int, is_time_short: Callable[[], bool], separates_repeated: bool
 ) -> _CandidateMixture:
-    """Return the best mixture found by increasing the number of components until this fails to help twice.
+    """Increase the number of components until two numbers in a row bring no improvement, and return the best mixture.
 
-    The share of the diagonal is selected with one component. Each larger number of components is tried with the best
-    strength of shrinkage so far and with a tenth of it, because a narrow cluster is blurred by a strong common
-    covariance.
+    `Shrinkage.diagonal_share` is selected with one component. Each larger number of components is tried with the best
+    `Shrinkage.strength` so far and with a tenth of it, because strong shrinkage makes narrow clusters too wide.
+
+    Args:
+        x: (N, D) records with D features, without missing values.
+        folds: (N,) fold of each record.
+        max_components: Largest number of components.
+        seed: Seed of the clustering that initialises each mixture.
+        is_time_short: If it returns True, no larger number is tried.
+        separates_repeated: Whether the clustering separates repeated values (a value that many readings of a feature
+            share) from others.
     """
-    single = (
+    single_gaussians = (
         _cross_validate(x, folds, 1, Shrinkage(MAX_STRENGTH, share), seed, separates_repeated)
         for share in DIAGONAL_SHARES
     )
-    best = min(single, key=lambda candidate: candidate.nll)
+    best = min(single_gaussians, key=lambda candidate: candidate.nll)
     num_failures = 0
     for num_components in COMPONENT_COUNTS:
         is_too_large = num_components > max_components or num_components * MIN_ROWS_PER_COMPONENT > len(x)
@@ -275,7 +338,7 @@ def _increase_components(
         weaker = replace(best.shrinkage, strength=max(best.shrinkage.strength / 10.0, MIN_STRENGTH))
         candidates = (
             _cross_validate(x, folds, num_components, shrinkage, seed, separates_repeated)
-            for shrinkage in {best.shrinkage, weaker}
+            for shrinkage in {best.shrinkage, weaker}  # one element if the strength is already the smallest
         )
         candidate = min(candidates, key=lambda candidate: candidate.nll)
         if candidate.nll < best.nll - MIN_GAIN:
@@ -288,29 +351,55 @@ def _increase_components(
 def _cross_validate(
     x: Floats, folds: Ints, num_components: int, shrinkage: Shrinkage, seed: int, separates_repeated: bool
 ) -> _CandidateMixture:
-    """Fit a mixture to all records, refit it without each fold, and evaluate each refit on the records of its fold."""
+    """Fit a mixture to all records, refit it without each fold, and evaluate each refit on the records of its fold.
+
+    Args:
+        x: (N, D) records with D features, without missing values.
+        folds: (N,) fold of each record.
+        num_components: Number of components of the mixture.
+        shrinkage: How far covariances are moved towards a common one.
+        seed: Seed of the clustering that initialises the mixture.
+        separates_repeated: Whether the clustering separates repeated values (a value that many readings of a feature
+            share) from others.
+    """
     memberships = _initialize_memberships(x, num_components, seed, separates_repeated)
     full = _run_expectation_maximization(x, memberships, shrinkage, MAX_ROUNDS)
     by_fold = [_refit(x[folds != fold], full, shrinkage) for fold in range(NUM_FOLDS)]
-    log_likelihoods = [
-        np.logaddexp.reduce(mixture.compute_log_densities(x[folds == fold]), 1) for fold, mixture in enumerate(by_fold)
-    ]
-    nll = -float(np.concatenate(log_likelihoods).mean())
+    nll = compute_cross_validated_nll(x, folds, by_fold)
     return _CandidateMixture(nll, shrinkage, separates_repeated, full, by_fold)
+
+
+def compute_cross_validated_nll(x: Floats, folds: Ints, by_fold: list[Mixture]) -> float:
+    """Return the mean −ln p of the records in nats, each under the mixture that was fitted without its fold.
+
+    Args:
+        x: (N, D) records with D features, without missing values.
+        folds: (N,) fold of each record.
+        by_fold: For each fold, the mixture fitted without the records of the fold.
+    """
+    log_likelihoods = []
+    for fold, mixture in enumerate(by_fold):
+        log_densities = mixture.compute_log_densities(x[folds == fold])
+        log_likelihoods.append(np.logaddexp.reduce(log_densities, 1))
+    return -float(np.concatenate(log_likelihoods).mean())
 
 
 def _mark_repeated_values(x: Floats) -> Floats:
     """Return one indicator column for each feature that has a repeated value.
 
+    A repeated value is a value to which at least `REPEATED_SHARE` of the feature's readings are nearly equal.
+
     Args:
-        x: (N, D) records.
+        x: (N, D) records with D features, without missing values.
 
     Returns:
-        (N, A), for each of the A features with a repeated value 1 if a reading is nearly equal to it, otherwise 0.
+        (N, A) float64, one column for each of the A features with a repeated value: 1 if the record's reading is nearly
+        equal to the repeated value, otherwise 0.
     """
     indicators = []
     for column in x.T:
         ordered, width = np.sort(column), REPEATED_WIDTH * column.std()
+        # For each reading, count the readings between it and it + width. The largest count marks the repeated value.
         counts = np.searchsorted(ordered, ordered + width, "right") - np.arange(len(x))
         lowest = ordered[counts.argmax()]
         if REPEATED_SHARE * len(x) <= counts.max() < len(x):
@@ -319,49 +408,65 @@ def _mark_repeated_values(x: Floats) -> Floats:
 
 
 def _initialize_memberships(x: Floats, num_components: int, seed: int, separates_repeated: bool) -> Floats:
-    """Assign each of N records to one of K components by k-means, and return (N, K) memberships that are 0 or 1.
+    """Assign each record to one of K components by k-means clustering, as the start of expectation-maximisation.
 
     The centres are initialised by k-means++ (Arthur and Vassilvitskii, SODA 2007).
 
     Args:
-        x: (N, D) records.
+        x: (N, D) records with D features, without missing values.
         num_components: The number K.
-        seed: Seed of the first centres.
-        separates_repeated: Whether indicators of repeated values are features of the clustering.
+        seed: Seed of the initial centres.
+        separates_repeated: Whether the clustering separates repeated values (a value that many readings of a feature
+            share) from others. Indicators of such values are then additional features.
+
+    Returns:
+        (N, K) float64: 1 for the component of the record, 0 for all others.
     """
     rng = np.random.default_rng([seed, num_components])
-    x = x / (x.std(0) + 1e-9)
+    x = x / (x.std(0) + 1e-9)  # all features get the same weight
     if separates_repeated:
         indicators = _mark_repeated_values(x)
         x = np.concatenate([x, REPEATED_DISTANCE * indicators / (indicators.std(0) + 1e-9)], 1)
     centres = x[rng.integers(len(x), size=1)]
     while len(centres) < num_components:
+        # k-means++: the next centre is a record, chosen in proportion to its squared distance to the nearest centre.
         weights = _compute_squared_distances(x, centres).min(1)
         weights = weights if weights.sum() > 0 else np.ones(len(x))
-        centres = np.concatenate([centres, x[rng.choice(len(x), 1, p=weights / weights.sum())]])
+        next_index = rng.choice(len(x), 1, p=weights / weights.sum())
+        centres = np.concatenate([centres, x[next_index]])
     for _ in range(10):
         nearest = _compute_squared_distances(x, centres).argmin(1)
         centres = np.stack(
             [x[nearest == k].mean(0) if (nearest == k).any() else centre for k, centre in enumerate(centres)]
         )
-    return np.asarray(np.eye(num_components)[_compute_squared_distances(x, centres).argmin(1)])
+    nearest = _compute_squared_distances(x, centres).argmin(1)
+    return np.asarray(np.eye(num_components)[nearest])
 
 
 def _compute_squared_distances(x: Floats, centres: Floats) -> Floats:
-    """Return the squared distance of each of N records, (N, D), to each of K centres, (K, D), as (N, K)."""
+    """Return the squared Euclidean distance of each record to each centre.
+
+    Args:
+        x: (N, D) N records with D features.
+        centres: (K, D) K centres.
+
+    Returns:
+        (N, K) squared distances.
+    """
+    # |x − c|² = |x|² − 2 x·c + |c|². Rounding errors could make it negative.
     products = x @ centres.T
     distances: Floats = (x**2).sum(1)[:, None] - 2 * products + (centres**2).sum(1)
     return np.maximum(distances, 0.0)
 
 
 def _run_expectation_maximization(x: Floats, memberships: Floats, shrinkage: Shrinkage, max_rounds: int) -> Mixture:
-    """Fit a mixture to records, beginning with given memberships.
+    """Fit a mixture of K Gaussians to records by expectation-maximisation, beginning with given memberships.
 
     Args:
-        x: (N, D) records.
-        memberships: (N, K) share of each record that belongs to each component.
+        x: (N, D) records with D features, without missing values.
+        memberships: (N, K) share of each record that belongs to each component. The sum of a row is 1.
         shrinkage: How far covariances are moved towards a common one.
-        max_rounds: Largest number of rounds; fewer if the likelihood hardly increases.
+        max_rounds: Largest number of rounds. There are fewer if the likelihood hardly increases.
     """
     previous_mean = -np.inf
     for _ in range(max_rounds):
@@ -376,9 +481,14 @@ def _run_expectation_maximization(x: Floats, memberships: Floats, shrinkage: Shr
 
 
 def _refit(x: Floats, initial: Mixture, shrinkage: Shrinkage) -> Mixture:
-    """Refit a mixture to fewer records in a few rounds.
+    """Refit a mixture to fewer records in a few rounds of expectation-maximisation.
 
     The order of the components stays the same, because the network identifies components by their index.
+
+    Args:
+        x: (N, D) records with D features, without missing values.
+        initial: The mixture that was fitted to all records.
+        shrinkage: How far covariances are moved towards a common one.
     """
     log_densities = initial.compute_log_densities(x)
     memberships = np.exp(log_densities - np.logaddexp.reduce(log_densities, 1)[:, None])
@@ -386,39 +496,54 @@ def _refit(x: Floats, initial: Mixture, shrinkage: Shrinkage) -> Mixture:
 
 
 def _maximize(x: Floats, memberships: Floats, shrinkage: Shrinkage) -> Mixture:
-    """Return the mixture that fits records best for given memberships: the M step of expectation-maximisation.
+    """Return the mixture that fits the records for given memberships: the M step of expectation-maximisation.
 
     Args:
-        x: (N, D) records.
-        memberships: (N, K) share of each record that belongs to each component.
+        x: (N, D) records with D features, without missing values.
+        memberships: (N, K) share of each record that belongs to each of K components. The sum of a row is 1.
         shrinkage: How far covariances are moved towards a common one.
     """
     (N, D), K = x.shape, memberships.shape[1]
-    sizes = memberships.sum(0) + 1e-9
+    sizes = memberships.sum(0) + 1e-9  # (K,) number of records of each component
     means = memberships.T @ x / sizes[:, None]
+    # Scatter matrices (K, D, D): Σ membership · (x − mean)(x − mean)ᵀ = Σ membership · x xᵀ − size · mean meanᵀ.
     second_moments = np.stack([x.T @ (x * weights[:, None]) for weights in memberships.T])
     scatter = second_moments - sizes[:, None, None] * _compute_outer_products(means)
+    # The common covariance contains a tenth of a record with the variances of all data, so that it is never singular.
     common = (scatter.sum(0) + 0.1 * np.diag(x.var(0) + 1e-9)) / (N + 1.0)
     diagonal = np.diag(np.diag(common))
     common = common + shrinkage.diagonal_share * (diagonal - common)
     strength = shrinkage.strength
     covariances = (scatter + strength * common) / (sizes + strength)[:, None, None] + RIDGE**2 * np.eye(D)
-    return Mixture(np.log((sizes + 1.0) / (sizes.sum() + K)), means, covariances)
+    weights = (sizes + 1.0) / (sizes.sum() + K)  # one additional record in each component keeps its weight positive
+    return Mixture(np.log(weights), means, covariances)
 
 
 def _compute_outer_products(vectors: Floats) -> Floats:
-    """Return the outer product of each of K vectors, (K, D), with itself, as (K, D, D)."""
+    """Return the outer product of each of K vectors with itself.
+
+    Args:
+        vectors: (K, D) K vectors of length D.
+
+    Returns:
+        (K, D, D) outer products.
+    """
     return np.asarray(vectors[:, :, None] * vectors[:, None, :])
 
 
 def extract_mixture(prior: GaussianPrior) -> Mixture:
-    """Return the first variant of a prior as float64 arrays."""
+    """Return the first variant of a prior (the only one in a trained model) as a mixture of float64 arrays."""
     tensors = (prior.log_weights[0], prior.means[0], prior.covariances[0])
     return Mixture(*(tensor.double().cpu().numpy() for tensor in tensors))
 
 
 def build_prior(schema: Schema, mixtures: list[Mixture]) -> GaussianPrior:
-    """Return a prior with one variant for each of the given mixtures."""
+    """Return a prior that computes conditionals from mixtures, with one variant for each mixture.
+
+    Args:
+        schema: The features of the model.
+        mixtures: Mixtures with the same number of components over the continuous features of the schema, in its order.
+    """
     prior = GaussianPrior(schema, len(mixtures[0].means), len(mixtures))
     prior.log_weights = torch.from_numpy(np.stack([mixture.log_weights for mixture in mixtures]))
     prior.means = torch.from_numpy(np.stack([mixture.means for mixture in mixtures]))
