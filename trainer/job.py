@@ -1,4 +1,8 @@
-"""A training job from Parquet tables to a model directory: prepare, train, calibrate, evaluate, write."""
+"""Run a training job from Parquet tables to a model directory: prepare, train, calibrate, evaluate, write.
+
+Under a time limit (`--max-time`), the job measures before training how long the phases after it take. It then reserves
+this time and reduces the batch and the numbers of records as needed.
+"""
 
 from __future__ import annotations
 
@@ -70,35 +74,43 @@ HELD_OUT_ROWS, HELD_OUT_ORDERS = 2000, 4
 """Largest number of records of the held-out figures, and the number of orders in which each is scored."""
 
 AFTER_SHARE = 0.4
-"""Share of a time limit that calibration, ranking and held-out figures may take together, unless the smallest numbers
-of records take longer."""
+"""Share of a time limit that is reserved for calibration, ranking and held-out figures together.
+
+More is reserved only if the smallest possible numbers of records take longer.
+"""
 
 PRIOR_SHARE = 0.15
-"""Share of a time limit after which no larger number of Gaussians is tried."""
+"""Share of a time limit after which no larger number of Gaussians is tried for the Gaussian prior."""
 
 MIN_STEPS = 20
-"""Steps that a time limit should allow. The batch is reduced for it, and fewer steps are reported to the user."""
+"""Number of training steps that a time limit should allow.
+
+The batch is reduced to make so many steps possible. If training ends with fewer, the user gets a message.
+"""
 
 SAFETY_FACTOR = 1.1
-"""Factor for measured costs, as a few records do not show all of them."""
+"""Factor by which measured costs are multiplied, because measurements on a few records are too low."""
 
 FIXED_SECONDS, FIXED_SECONDS_PER_FEATURE = 2.0, 0.002
-"""Estimated seconds to render the report, write the model directory and end the process."""
+"""Estimated seconds to render the report, write the model directory and end the process.
+
+The second number is added for each feature.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingOutput:
-    """Everything that a finished training job has produced.
+    """The results of a finished training job.
 
     Attributes:
-        directory: The model directory.
-        fingerprint: The model's fingerprint.
+        directory: The model directory that was written.
+        fingerprint: The model's fingerprint: a hexadecimal digest that identifies it.
         data: The prepared table.
-        model: The trained model with its ranking.
+        model: The trained model, with its exemplars for the ranking of complete records.
         training_result: The result of the training loop.
         calibration: The calibration of the alert rule.
-        held_out: The likelihood of held-out records.
-        summary: The training summary of the manifest.
+        held_out: The likelihood of records that were not used for training.
+        summary: The entry `training` of the manifest in the model directory.
     """
 
     directory: Path
@@ -112,10 +124,10 @@ class TrainingOutput:
 
 
 class StopSignals:
-    """A context in which SIGINT and SIGTERM request a stop after the current training step.
+    """A context manager in which SIGINT and SIGTERM request a stop after the current training step.
 
-    Calling the object returns whether a signal was received. A second signal has its usual effect: it ends the process
-    at once.
+    Calling the object returns whether a signal was received, so it can be passed as `should_stop`. A second signal of
+    the same kind ends the process at once.
 
     Attributes:
         received: Number of the signal that was received, 0 if none.
@@ -126,7 +138,7 @@ class StopSignals:
         self._handler_before_by_signal: dict[int, Any] = {}
 
     def __call__(self) -> bool:
-        """Return whether a signal was received."""
+        """Return whether SIGINT or SIGTERM was received."""
         return self.received != 0
 
     def __enter__(self) -> StopSignals:
@@ -141,14 +153,22 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _request_stop(self, number: int, frame: FrameType | None) -> None:
-        """Store the number of the signal and restore the previous handler, so that a second signal ends the process."""
+        """Store the number of a received signal, and restore the previous handler for the next signal of its kind.
+
+        The previous handler usually ends the process, so a user can force the end with a second signal.
+        """
         self.received = number
         signal.signal(number, self._handler_before_by_signal[number])
 
 
 @dataclass(frozen=True, slots=True)
 class _PlannedRun:
-    """A training run with the measured costs of the phases after it; None without a time limit."""
+    """A training run that is ready to start.
+
+    Attributes:
+        run: The training run.
+        costs: Measured costs of the phases after training. None without a time limit.
+    """
 
     run: TrainingRun
     costs: PhaseCosts | None
@@ -165,21 +185,21 @@ def train(
     budget: TimeBudget | None = None,
     ranks: Ranks = SINGLE_PROCESS,
 ) -> TrainingOutput:
-    """Train a model and write its directory.
+    """Train a model on tables, calibrate and evaluate it, and write the model directory.
 
     Args:
-        tables: Parquet files and folders.
-        settings: All options.
-        on_prepared: Called with the prepared table before training.
+        tables: Parquet files and folders of Parquet files.
+        settings: All options of `deformer-train`.
+        on_prepared: Called once with the prepared table, before training.
         on_status: Called after every training step.
-        on_message: Called with one line of text at the begin of each phase and now and then during it.
-        should_stop: Called after every training step. If it returns true, a checkpoint is written and training stops.
+        on_message: Called with one line of text at the beginning of each phase, and for its progress.
+        should_stop: Called after every training step. If it returns True, a checkpoint is written and training stops.
         budget: The time that the job may take; by default `settings.max_time` from now.
         ranks: The processes that train together. This process must be the first; the others call `run_worker_rank`.
 
     Raises:
         DeformerError: A file or an option cannot be used.
-        Interrupted: `should_stop` returned true.
+        Interrupted: `should_stop` returned True.
     """
     from trainer.report import render
 
@@ -188,30 +208,34 @@ def train(
         planned = _prepare_run(tables, settings, folder, budget, ranks, on_prepared, on_message)
         run, data = planned.run, planned.run.data
         order = choose_order(settings.order, data)
-        result = _train_model(planned, settings, should_stop, on_status)
+        result = _train_model(planned, should_stop, on_status)
         if ranks.world_size > 1:
-            budget.clock = run.budget.clock = time.monotonic  # the other processes have ended their part
+            # The other processes have finished, so their shared clock (a collective operation) can no longer be read.
+            budget.clock = run.budget.clock = time.monotonic
         if result.steps < MIN_STEPS and budget.limit is not None:
-            on_message(f"--max-time left next to no time to train (steps: {result.steps}); allow more")
-        finishing = _Finishing(settings, budget, planned.costs, on_message)
-        scores = finishing.score_calibration_records(result.model, data, order, settings.seed)
-        for number, fold_data in enumerate(
-            split_folds(data, settings.folds, settings.seed) if settings.folds else (), 2
-        ):
+            on_message(
+                f"--max-time left next to no time to train (steps: {result.steps}): "
+                "the model may be poor; allow more time"
+            )
+        final_phases = _FinalPhases(settings, budget, planned.costs, on_message)
+        scores = final_phases.score_calibration_records(result.model, data, order, settings.seed)
+        # Cross-conformal calibration: the records of each further fold are scored by a model trained without them.
+        fold_tables = split_folds(data, settings.folds, settings.seed) if settings.folds else ()
+        for number, fold_data in enumerate(fold_tables, 2):
             on_message(f"fold {number} of {settings.folds}")
-            fold_run = _create_fold_run(fold_data, settings, number, folder, budget, finishing)
-            fold_model = _train_model(fold_run, settings, should_stop).model
-            scores += finishing.score_calibration_records(fold_model, fold_data, order, settings.seed + number)
+            fold_run = _create_fold_run(fold_data, settings, number, folder, budget, final_phases)
+            fold_model = _train_model(fold_run, should_stop).model
+            scores += final_phases.score_calibration_records(fold_model, fold_data, order, settings.seed + number)
         calibration = build_calibration(scores, data.schema, order, settings.contamination, data.ties)
-        model = finishing.add_ranking(result.model, data)
-        held_out = finishing.evaluate_held_out(model, data)
-        finishing.warn_if_unreachable(calibration, data)
+        model = final_phases.add_ranking(result.model, data)
+        held_out = final_phases.evaluate_held_out(model, data)
+        final_phases.warn_if_unreachable(calibration, data)
         on_message("writing the report and the model directory")
         summary = _summarize_training(settings, data, run.recipe, result, held_out, budget, str(model.device))
         summary["records_used"] = {
             "calibration": len(scores.statistics),
             "exemplars": model.config.exemplars,
-            "ranking": finishing.num_ranking_records,
+            "ranking": final_phases.num_ranking_records,
             "held_out": len(held_out.nll_by_record),
         }
         page = render(data, result, calibration, held_out, summary)
@@ -223,22 +247,36 @@ def train(
 def run_worker_rank(
     tables: Sequence[Path], settings: TrainConfig, should_stop: Callable[[], bool], budget: TimeBudget, ranks: Ranks
 ) -> None:
-    """Take part in a training as a process that is not the first: compute gradients, and write no model.
+    """Run the training loop in a process that is not the first: compute gradients of a part of each batch.
 
-    The arguments are those of `train`.
+    The first process calls `train` at the same time. It alone writes files and calibrates the model.
+
+    Args:
+        tables: Parquet files and folders, as in `train`.
+        settings: All options of `deformer-train`, as in `train`.
+        should_stop: Called after every training step. If it returns True, all processes stop.
+        budget: The time that training may take, with the same clock in all processes.
+        ranks: The processes that train together.
+
+    Raises:
+        DeformerError: A file or an option cannot be used.
+        Interrupted: `should_stop` returned True in one of the processes.
     """
-    with tempfile.TemporaryDirectory() as name:
-        _train_model(_prepare_run(tables, settings, Path(name), budget, ranks), settings, should_stop)
+    with tempfile.TemporaryDirectory() as folder:
+        _train_model(_prepare_run(tables, settings, Path(folder), budget, ranks), should_stop)
 
 
-class _Finishing:
+class _FinalPhases:
     """The phases after training: calibration, ranking and held-out figures, within the time that is left.
 
     Args:
-        settings: All options.
+        settings: All options of `deformer-train`.
         budget: The time that the job may take.
-        costs: Measured costs of the phases. None without a time limit.
-        on_message: Called with one line of text about the progress.
+        costs: Measured costs of the phases. None without a time limit; all records are then used.
+        on_message: Called with a line of text at the beginning of each phase, and for its progress.
+
+    Attributes:
+        num_ranking_records: Number of records from which the typical values for the ranking were computed.
     """
 
     def __init__(
@@ -248,7 +286,14 @@ class _Finishing:
         self.num_ranking_records = 0
 
     def score_calibration_records(self, model: DEformer, data: PreparedTable, order: Order, seed: int) -> RecordScores:
-        """Score as many calibration records as the time permits, in the given arrival-order distribution."""
+        """Score as many calibration records as the time permits.
+
+        Args:
+            model: The trained model.
+            data: The prepared table, in which the records of `Split.CALIBRATION` are scored.
+            order: The arrival-order distribution from which the order of each record's readings is drawn.
+            seed: Seed of the choice of records and of random orders.
+        """
         rows = data.select_rows(Split.CALIBRATION)
         if self.costs is None:
             phase = self._start_phase("calibrating", len(rows), 0, 0.0)
@@ -257,13 +302,19 @@ class _Finishing:
         minimum = compute_min_counts(maximum)
         num_records = self._plan(maximum).calibration
         rows = _shuffle(rows, seed)[:num_records]
-        later = replace(minimum, calibration=0).estimate_seconds(self.costs)
-        phase = self._start_phase("calibrating", num_records, minimum.calibration, later, maximum.calibration)
+        later_seconds = replace(minimum, calibration=0).estimate_seconds(self.costs)  # ranking and held-out figures
+        phase = self._start_phase("calibrating", num_records, minimum.calibration, later_seconds, maximum.calibration)
         batch_size = choose_batch_size(self.costs.calibration, CALIBRATION_BATCH_SIZE)
         return score_calibration_records(model, data, rows, order, seed, batch_size, phase.should_continue)
 
     def add_ranking(self, model: DEformer, data: PreparedTable) -> DEformer:
-        """Add exemplars to the model; see `trainer.exemplars.add_ranking`."""
+        """Add exemplars (stored training records) and typical values of normal records to the model, for its ranking.
+
+        As many records as the time permits are used for the typical values.
+
+        Returns:
+            The model that was passed.
+        """
         max_exemplars, seed = choose_exemplars(self.settings), self.settings.seed
         maximum = replace(count_all_records(data), calibration=0)
         self.num_ranking_records = maximum.ranking if max_exemplars else 0
@@ -272,15 +323,18 @@ class _Finishing:
             return add_ranking(model, data, max_exemplars, seed, should_continue=phase.should_continue)
         minimum = compute_min_counts(maximum)
         num_records = self._plan(maximum).ranking
-        later = replace(minimum, ranking=0).estimate_seconds(self.costs)
-        phase = self._start_phase("ranking", num_records, minimum.ranking, later, maximum.ranking)
+        later_seconds = replace(minimum, ranking=0).estimate_seconds(self.costs)  # held-out figures
+        phase = self._start_phase("ranking", num_records, minimum.ranking, later_seconds, maximum.ranking)
         self.num_ranking_records = min(self.num_ranking_records, num_records)
         seconds_per_record = self.costs.ranking + self.costs.calibration
         batch_size = choose_batch_size(seconds_per_record, MAX_REFERENCE_RECORDS)
         return add_ranking(model, data, max_exemplars, seed, num_records, batch_size, phase.should_continue)
 
     def evaluate_held_out(self, model: DEformer, data: PreparedTable) -> HeldOutLikelihood:
-        """Compute the held-out figures on calibration records."""
+        """Compute the likelihood of calibration records, which training has not used, for the report.
+
+        As many records and orders of their readings as the time permits are used.
+        """
         rows, seed = data.select_rows(Split.CALIBRATION), self.settings.seed
         if self.costs is None:
             sampled = sample_rows(rows, seed, HELD_OUT_ROWS)
@@ -290,10 +344,10 @@ class _Finishing:
             )
         maximum = replace(count_all_records(data), calibration=0, ranking=0)
         num_passes = self._plan(maximum).held_out_passes
-        # With very few records, more records in one order say more than fewer records in several.
-        num_orders = (
-            HELD_OUT_ORDERS if num_passes >= 100 * HELD_OUT_ORDERS or num_passes == maximum.held_out_passes else 1
-        )
+        # A pass is one record in one order. If there is time for few passes, different records give a more precise mean
+        # than several orders of the same records.
+        has_many_passes = num_passes >= 100 * HELD_OUT_ORDERS or num_passes == maximum.held_out_passes
+        num_orders = HELD_OUT_ORDERS if has_many_passes else 1
         num_records = max(1, num_passes // num_orders)
         phase = self._start_phase("held-out figures", num_records, 0, 0.0, min(len(rows), HELD_OUT_ROWS))
         batch_size = choose_batch_size(self.costs.held_out, EVALUATION_BATCH_SIZE)
@@ -303,17 +357,25 @@ class _Finishing:
         )
 
     def warn_if_unreachable(self, calibration: Calibration, data: PreparedTable) -> None:
-        """Send a message if the time limit left too few calibration records for one of the default alphas."""
+        """Send a message if one of `DEFAULT_ALPHAS` cannot be used, because the time limit was too short.
+
+        An alert rule with false-alarm rate alpha needs about 1 / alpha calibration records. There is no message if the
+        table has fewer than that.
+        """
         num_available = len(data.select_rows(Split.CALIBRATION))
         for alpha, num_needed in calibration.find_unreachable_alphas(DEFAULT_ALPHAS).items():
             if self.costs is not None and num_needed <= num_available:
                 self.on_message(
-                    f"alpha {alpha:g} needs {num_needed:,} calibration records; --max-time left time for "
-                    f"{len(calibration.scores):,} of {num_available:,}: allow more time"
+                    f"alerts with alpha {alpha:g} need {num_needed:,} calibration records; --max-time left time for "
+                    f"{len(calibration.scores):,} of {num_available:,} records: allow more time"
                 )
 
     def _plan(self, maximum: RecordCounts) -> RecordCounts:
-        """Return the numbers of records that the remaining phases can use in the time that is left."""
+        """Return the numbers of records that the remaining phases can use in the time that is left.
+
+        Args:
+            maximum: The numbers without a time limit, 0 for phases that are finished.
+        """
         if self.costs is None:
             return maximum
         return plan_record_counts(self.costs, self.budget.remaining - self.costs.fixed, maximum)
@@ -321,17 +383,17 @@ class _Finishing:
     def _start_phase(
         self, name: str, num_records: int, min_records: int, later_seconds: float, num_available: int | None = None
     ) -> Phase:
-        """Announce a phase and return the object that ends it in time.
+        """Send a message that a phase begins, and return the object that ends the phase at its deadline.
 
         Args:
-            name: What the phase does.
+            name: What the phase does, such as "calibrating".
             num_records: Number of records that it uses.
             min_records: Number of records that it uses even if the time is over.
             later_seconds: Seconds that must be left for the phases after it.
-            num_available: Number of records that it would use without a time limit.
+            num_available: Number of records that it would use without a time limit. None if there is no limit.
         """
-        of_available = "" if num_available in (None, num_records) else f" of {num_available:,}"
-        self.on_message(f"{name}: {num_records:,}{of_available} records")
+        total = "" if num_available in (None, num_records) else f" of {num_available:,}"
+        self.on_message(f"{name}: {num_records:,}{total} records")
         deadline, clock = math.inf, self.budget.clock
         if self.costs is not None:
             deadline = clock() + self.budget.remaining - self.costs.fixed - later_seconds
@@ -339,7 +401,7 @@ class _Finishing:
 
 
 def count_all_records(data: PreparedTable) -> RecordCounts:
-    """Return the numbers of records that the phases after training use if there is time for all of them."""
+    """Return the numbers of records that the phases after training use without a time limit."""
     num_calibration = int((data.split == Split.CALIBRATION).sum())
     return RecordCounts(
         min(num_calibration, MAX_CALIBRATION_RECORDS),
@@ -349,20 +411,29 @@ def count_all_records(data: PreparedTable) -> RecordCounts:
 
 
 def _shuffle(rows: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-    """Return the rows in random order, so that the first of them are a random sample if time runs out."""
+    """Return row numbers in random order. If the time ends early, the rows used so far are then a random sample."""
     return np.random.default_rng([seed, 0xCA12]).permutation(rows)
 
 
 def _train_model(
     planned: _PlannedRun,
-    settings: TrainConfig,
     should_stop: Callable[[], bool],
     on_status: Callable[[TrainingStatus], None] = lambda status: None,
 ) -> TrainingResult:
-    """Run the training loop. Under a time limit, keep the time that the phases after it need."""
+    """Run the training loop. Under a time limit, it leaves the time that the phases after it need.
+
+    Args:
+        planned: The training run with the measured costs of the phases after it.
+        should_stop: Called after every training step. If it returns True, a checkpoint is written and training stops.
+        on_status: Called after every training step.
+
+    Raises:
+        Interrupted: `should_stop` returned True.
+        ConfigError: Training diverged.
+    """
 
     def compute_costs(model: DEformer) -> Costs:
-        """Return the time to reserve for the phases after training, and the cost of validating a record."""
+        """Return the seconds to reserve for the phases after training, and the seconds to validate a record."""
         if planned.costs is None or planned.run.budget.limit is None:
             return Costs(0.0, 0.0)
         after = _compute_reserve(planned.costs, planned.run.data, planned.run.budget.limit)
@@ -372,14 +443,20 @@ def _train_model(
 
 
 def _compute_reserve(costs: PhaseCosts, data: PreparedTable, limit: float) -> float:
-    """Return the seconds to reserve for the phases after training.
+    """Return the seconds to reserve for the phases after training: calibration, ranking and held-out figures.
 
-    They get the time for all records or `AFTER_SHARE` of the limit, but never less than the smallest numbers of records
-    need.
+    They are the seconds for all records, but at most `AFTER_SHARE` of the time limit. If the smallest possible numbers
+    of records take longer than that, their time is reserved.
+
+    Args:
+        costs: Measured costs of the phases.
+        data: The prepared table.
+        limit: The time limit in seconds.
     """
     maximum = count_all_records(data)
     seconds = min(maximum.estimate_seconds(costs), AFTER_SHARE * limit - costs.fixed)
-    return costs.fixed + max(seconds, compute_min_counts(maximum).estimate_seconds(costs))
+    min_seconds = compute_min_counts(maximum).estimate_seconds(costs)
+    return costs.fixed + max(seconds, min_seconds)
 
 
 def _prepare_run(
@@ -391,16 +468,19 @@ def _prepare_run(
     on_prepared: Callable[[PreparedTable], None] = lambda data: None,
     on_message: Callable[[str], None] = lambda line: None,
 ) -> _PlannedRun:
-    """Prepare the table and create the training run, or restore it from a checkpoint.
+    """Prepare the table and create the training run. With `--resume`, restore it from the checkpoint if there is one.
 
     Args:
-        tables: Parquet files and folders.
-        settings: All options.
-        folder: The folder for the matrix of the table.
+        tables: Parquet files and folders of Parquet files.
+        settings: All options of `deformer-train`.
+        folder: An existing folder for the matrix of the table.
         budget: The time that the job may take.
         ranks: The processes that train together.
-        on_prepared: Called with the prepared table.
-        on_message: Called with one line of text.
+        on_prepared: Called once with the prepared table.
+        on_message: Called with a line of text for the user.
+
+    Raises:
+        DeformerError: A file or an option cannot be used.
     """
     checkpoint_folder = _get_working_folder(settings.out)
     state = _load_previous_run(checkpoint_folder, settings)
@@ -409,13 +489,13 @@ def _prepare_run(
     data = drop_outliers(data, settings.contamination, settings.seed)
     on_prepared(data)
     choose_order(settings.order, data)  # raises before training if the order is impossible
-    part = budget.create_equal_part(settings.folds or 1)
-    planned = _create_run(data, settings, checkpoint_folder, part, old_model, state, ranks, on_message)
+    first_budget = budget.create_equal_part(settings.folds or 1)  # with --folds, several models share the time
+    planned = _create_run(data, settings, checkpoint_folder, first_budget, old_model, state, ranks, on_message)
     if state is not None:
         planned.run.restore(state)
         on_message(f"continuing at step {planned.run.step} of {planned.run.steps}")
     elif settings.resume:
-        on_message(f"nothing to resume in {checkpoint_folder}: starting from the beginning")
+        on_message(f"there is nothing to resume in {checkpoint_folder}: starting from the beginning")
     return planned
 
 
@@ -429,88 +509,136 @@ def _create_run(
     ranks: Ranks = SINGLE_PROCESS,
     on_message: Callable[[str], None] = lambda line: None,
 ) -> _PlannedRun:
-    """Create the model, its prior and the training run. Under a time limit, measure costs and choose the batch.
+    """Create the model, its Gaussian prior (mixture fitted before training) and the training run.
+
+    Under a time limit, the costs of the phases after training are measured, and the batch is reduced if necessary.
 
     Args:
         data: The prepared table.
-        settings: All options.
-        folder: The folder for checkpoints.
+        settings: All options of `deformer-train`.
+        folder: An existing folder for checkpoints.
         budget: The time that training may take.
-        old_model: The model that is adapted (`--init-from`).
-        state: State of the interrupted run that is continued.
+        old_model: The model that is adapted (`--init-from`). None to train a new model.
+        state: JSON state of the interrupted run that is continued. None to start from the beginning.
         ranks: The processes that train together.
-        on_message: Called with one line of text.
+        on_message: Called with a line of text for the user.
     """
     device = ranks.choose_device(model_store.resolve_device(settings.device))
     recipe = choose_recipe(settings, int((data.split == Split.TRAIN).sum()))
     torch.manual_seed(settings.seed)
-    if old_model is not None:
-        model, priors = _adapt_model(old_model, data, settings.seed)
+    if old_model is None:
+        model, priors = _create_model(data, settings, budget, state)
     else:
-        max_gaussians = choose_gaussians(settings)
-        is_time_short: Callable[[], bool] = lambda: budget.is_share_used(PRIOR_SHARE)  # noqa: E731
-        if state is not None:  # the same number as in the interrupted run, whatever the time
-            max_gaussians, is_time_short = state["identity"]["gaussians"], lambda: False
-        priors = gaussian_prior.fit_priors(data, max_gaussians, settings.seed, is_time_short)
-        config = model_config(settings, data.schema.has_repeating_sensors)
-        model = DEformer(data.schema, replace(config, gaussians=priors.num_components if priors else 0))
+        model, priors = _adapt_model(old_model, data, settings.seed)
     if priors is not None:
         model.gaussians = priors.full
         priors.by_fold.to(device)
     model = model.to(device)
 
-    def create(recipe: Recipe) -> TrainingRun:
+    def create_run(recipe: Recipe) -> TrainingRun:
+        """Return the training run with the given hyperparameters."""
         identity = _describe_identity(settings, data, model.config, recipe) | {"processes": ranks.world_size}
         return TrainingRun(data, model, recipe, settings.seed, folder, budget, identity, priors, ranks)
 
-    run = create(recipe)
+    run = create_run(recipe)
     if budget.limit is None:
         return _PlannedRun(run, None)
     costs = _measure_phase_costs(run.averaged_model, data, settings, budget.clock)
+    # An interrupted run is continued with its own batch.
     batch = state["identity"]["batch"] if state is not None else _choose_affordable_batch(run, costs, on_message)
-    return _PlannedRun(run if batch == recipe.batch else create(replace(recipe, batch=batch)), costs)
+    if batch != recipe.batch:
+        run = create_run(replace(recipe, batch=batch))
+    return _PlannedRun(run, costs)
+
+
+def _create_model(
+    data: PreparedTable, settings: TrainConfig, budget: TimeBudget, state: dict[str, Any] | None
+) -> tuple[DEformer, CrossFittedPriors | None]:
+    """Fit the Gaussian prior (a mixture of Gaussians) to the table, and create a model with new weights.
+
+    Args:
+        data: The prepared table.
+        settings: All options of `deformer-train`.
+        budget: The time limit, after a share of which no larger number of Gaussians is tried.
+        state: JSON state of the interrupted run that is continued, or None.
+
+    Returns:
+        The model; and the prior with its variants for training, None if the model has no prior.
+    """
+    # An interrupted run is continued with its own number of Gaussians, regardless of the time.
+    max_gaussians = choose_gaussians(settings) if state is None else state["identity"]["gaussians"]
+
+    def is_time_short() -> bool:
+        """Return whether fitting the prior must end."""
+        return state is None and budget.is_share_used(PRIOR_SHARE)
+
+    priors = gaussian_prior.fit_priors(data, max_gaussians, settings.seed, is_time_short)
+    config = model_config(settings, data.schema.has_repeating_sensors)
+    num_gaussians = priors.num_components if priors else 0
+    return DEformer(data.schema, replace(config, gaussians=num_gaussians)), priors
 
 
 def _measure_phase_costs(
     model: DEformer, data: PreparedTable, settings: TrainConfig, clock: Callable[[], float]
 ) -> PhaseCosts:
-    """Measure the costs of calibration, ranking and held-out figures on a few records."""
+    """Measure on a few records how long calibration, ranking and held-out figures take.
+
+    Args:
+        model: The model before training, which takes as long as the trained one.
+        data: The prepared table.
+        settings: All options of `deformer-train`.
+        clock: A function that returns the current time in seconds.
+    """
     rows = data.select_rows(Split.CALIBRATION)
     order = choose_order(settings.order, data)
-    calibration = measure_seconds_per_record(
-        lambda n: compute_statistics(model, data, rows[:n], order, 0), clock, len(rows)
+    calibration_seconds = measure_seconds_per_record(
+        lambda num_records: compute_statistics(model, data, rows[:num_records], order, 0), clock, len(rows)
     )
-    held_out = measure_seconds_per_record(lambda n: evaluate_held_out(model, data, rows[:n], 1, 0), clock, len(rows))
-    ranking = measure_distance_seconds(model, data, choose_exemplars(settings), settings.seed, clock)
-    fixed = FIXED_SECONDS + FIXED_SECONDS_PER_FEATURE * len(data.schema)
-    return PhaseCosts(SAFETY_FACTOR * calibration, SAFETY_FACTOR * ranking, SAFETY_FACTOR * held_out, fixed)
+    held_out_seconds = measure_seconds_per_record(
+        lambda num_records: evaluate_held_out(model, data, rows[:num_records], 1, 0), clock, len(rows)
+    )
+    ranking_seconds = measure_distance_seconds(model, data, choose_exemplars(settings), settings.seed, clock)
+    return PhaseCosts(
+        calibration=SAFETY_FACTOR * calibration_seconds,
+        ranking=SAFETY_FACTOR * ranking_seconds,
+        held_out=SAFETY_FACTOR * held_out_seconds,
+        fixed=FIXED_SECONDS + FIXED_SECONDS_PER_FEATURE * len(data.schema),
+    )
 
 
 def _choose_affordable_batch(run: TrainingRun, costs: PhaseCosts, on_message: Callable[[str], None]) -> int:
-    """Return a batch with which a time limit allows at least `MIN_STEPS` steps, at most the batch of the recipe.
+    """Return the number of records per batch with which the time limit allows at least `MIN_STEPS` training steps.
 
-    A message is sent if the batch is reduced, or if the limit is too short even for a single record.
+    It is the batch of the recipe or a smaller power of two. If the batch is reduced, or if the limit is too short even
+    for one step with one record, a message is sent.
+
+    Args:
+        run: The training run with the batch of its recipe.
+        costs: Measured costs of the phases after training.
+        on_message: Called with a line of text for the user.
     """
     budget, recipe = run.budget, run.recipe
     limit = budget.limit or math.inf
     seconds_per_record = measure_seconds_per_record(
         run.measure_step_seconds, budget.clock, min(recipe.batch, len(run.train_rows)), warm_up=False
     )
+    # There are at least two validations: of the initial weights and of the trained ones.
     validation_seconds = 2 * MIN_VALIDATION_ROWS * VALIDATION_ORDERS * costs.held_out
-    minimum = compute_min_counts(count_all_records(run.data)).estimate_seconds(costs) + costs.fixed
-    least = budget.elapsed + seconds_per_record * recipe.accumulate + validation_seconds + minimum
-    if least > limit:
+    min_final_seconds = compute_min_counts(count_all_records(run.data)).estimate_seconds(costs) + costs.fixed
+    # The shortest training is one step with one record in each of its batches.
+    min_limit = budget.elapsed + seconds_per_record * recipe.accumulate + validation_seconds + min_final_seconds
+    if min_limit > limit:
         on_message(
-            f"--max-time {limit:g}s is too short for this table on this machine: the least is about {least:.0f} s; "
+            f"--max-time {limit:g}s is too short for this table on this machine: the least is about {min_limit:.0f} s; "
             "training for one step and finishing as early as possible"
         )
         return 1
-    seconds = budget.remaining - _compute_reserve(costs, run.data, limit) - validation_seconds
-    num_affordable = seconds / (MIN_STEPS * recipe.accumulate * max(seconds_per_record, 1e-9))
+    training_seconds = budget.remaining - _compute_reserve(costs, run.data, limit) - validation_seconds
+    num_affordable = training_seconds / (MIN_STEPS * recipe.accumulate * max(seconds_per_record, 1e-9))
     if num_affordable >= recipe.batch:
         return recipe.batch
-    batch = 1 << int(math.log2(max(num_affordable, 1.0)))
-    on_message(f"batch reduced from {recipe.batch} to {batch} records, so that --max-time allows enough steps")
+    batch = 1 << int(math.log2(max(num_affordable, 1.0)))  # the largest power of two that is affordable
+    on_message(f"the batch is reduced from {recipe.batch} to {batch} records, so that --max-time allows enough steps")
     return batch
 
 
@@ -520,35 +648,42 @@ def _create_fold_run(
     number: int,
     folder: Path,
     budget: TimeBudget,
-    finishing: _Finishing,
+    final_phases: _FinalPhases,
 ) -> _PlannedRun:
-    """Create the training run of one further fold of cross-conformal calibration. It cannot be resumed.
+    """Create the training run of one further model for cross-conformal calibration (`--folds`).
+
+    In cross-conformal calibration, one model is trained for each fold of the records, without the fold. The first model
+    is trained by the main run. The runs of the others cannot be resumed.
 
     Args:
-        fold_data: The table with the split of this fold.
-        settings: All options.
-        number: Number of the fold, from 2.
+        fold_data: The table, with the fold as its calibration records.
+        settings: All options of `deformer-train`.
+        number: Number of the model, from 2 to `settings.folds`.
         folder: The working folder of the job.
-        budget: The time that the job may take.
-        finishing: The phases after training, for which time is kept.
+        budget: The time that the job may take. The models that remain share it equally.
+        final_phases: The phases after training, for which time is reserved.
     """
     fold_folder = folder / f"fold-{number}"
     fold_folder.mkdir(exist_ok=True)
     final_seconds = 0.0
-    if finishing.costs is not None:
+    if final_phases.costs is not None:
         minimum = replace(compute_min_counts(count_all_records(fold_data)), calibration=0)
-        final_seconds = minimum.estimate_seconds(finishing.costs) + finishing.costs.fixed
-    num_parts = (settings.folds or 1) + 1 - number
-    part = budget.create_equal_part(num_parts, final_seconds)
+        final_seconds = minimum.estimate_seconds(final_phases.costs) + final_phases.costs.fixed
+    num_remaining = (settings.folds or 1) + 1 - number
+    fold_budget = budget.create_equal_part(num_remaining, final_seconds)
     fold_settings = settings.model_copy(update={"seed": settings.seed + number})
-    return _create_run(fold_data, fold_settings, fold_folder, part, _read_old_model(settings))
+    return _create_run(fold_data, fold_settings, fold_folder, fold_budget, _read_old_model(settings))
 
 
 @contextmanager
 def _lock_working_folder(out: Path) -> Iterator[Path]:
-    """Create the folder `DIR.training` next to the model directory and lock it while the context is open.
+    """Create the working folder of a job and lock it while the context is open.
 
-    The folder is deleted at the end, unless it contains the checkpoint of an interrupted run.
+    The folder `DIR.training`, next to the model directory `DIR`, contains the matrix of the table and the checkpoint.
+    It is deleted when the context closes, unless it contains the checkpoint of an interrupted run.
+
+    Args:
+        out: The model directory (`--out`).
 
     Raises:
         ConfigError: The folder cannot be written, or another process is using it.
@@ -560,14 +695,16 @@ def _lock_working_folder(out: Path) -> Iterator[Path]:
         lock = (folder / "lock").open("w")
     except OSError as error:
         raise ConfigError(
-            f"--out {out}: {folder} cannot be written ({error.strerror}); choose another folder"
+            f"--out {out}: the working folder {folder} cannot be written ({error.strerror}); "
+            "choose a model directory in another folder"
         ) from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"--out {out}: another deformer-train is using {folder}; wait for its end or choose another name"
+                f"--out {out}: another deformer-train process is using {folder}; "
+                "wait until it has ended, or choose another model directory"
             ) from None
         try:
             yield folder
@@ -577,30 +714,36 @@ def _lock_working_folder(out: Path) -> Iterator[Path]:
 
 
 def _get_working_folder(out: Path) -> Path:
-    """Return the path of the working folder that belongs to a model directory."""
+    """Return the working folder of a training job: the path of the model directory with `.training` appended."""
     return out.absolute().with_name(out.absolute().name + ".training")
 
 
 def _load_previous_run(folder: Path, settings: TrainConfig) -> dict[str, Any] | None:
-    """Return the state of an interrupted run, None if there is none.
+    """Return the JSON state of the interrupted training run in a folder; None if the folder contains no checkpoint.
 
     Raises:
-        ConfigError: There is one, and `--resume` was not given.
+        ConfigError: There is an interrupted run, and the option `--resume` is not set.
+        InputError: The checkpoint is damaged.
     """
     state = checkpoint.load_state(folder)
     if state is not None and not settings.resume:
         raise ConfigError(
             f"{folder} holds an interrupted run (step {state['step']} of {state['steps']}): "
-            f"add --resume to continue it, or delete the folder to start anew"
+            f"add --resume to continue it, or delete the folder to train from the beginning"
         )
     return state
 
 
 def _create_data_options(settings: TrainConfig, old_model: DEformer | None) -> DataOptions:
-    """Return the options that concern the tables."""
+    """Return the options that say how to read the training tables.
+
+    Args:
+        settings: All options of `deformer-train`.
+        old_model: The model that is adapted (`--init-from`), or None. Its features are kept.
+    """
     window = None
     if settings.window is not None:
-        window = Window(round(settings.window * 1e6), settings.slots or 1)
+        window = Window(round(settings.window * 1e6), settings.slots or 1)  # seconds to microseconds
     return DataOptions(
         layout=settings.layout,
         label=settings.label,
@@ -620,21 +763,37 @@ def _create_data_options(settings: TrainConfig, old_model: DEformer | None) -> D
 
 
 def _read_old_model(settings: TrainConfig) -> DEformer | None:
-    """Return the model that `--init-from` names, None without that option.
+    """Read the model that is adapted to the tables (`--init-from`).
+
+    Returns:
+        The model in training mode; None if the option is not set.
 
     Raises:
-        ConfigError: The settings ask for other hyperparameters than those of that model.
+        ConfigError: The settings contain hyperparameters of the network, which are fixed by that model.
     """
     if settings.init_from is None:
         return None
     for name in ("gaussians", *SHAPE):
         if getattr(settings, name, None) is not None:
-            raise ConfigError(f"--init-from: {name} is that of the model in {settings.init_from}; leave it out")
+            raise ConfigError(
+                f"--init-from: {name} is that of the model in {settings.init_from} and cannot be changed; "
+                f"remove the setting {name}"
+            )
     return model_store.read(settings.init_from).model.train()
 
 
 def _adapt_model(old_model: DEformer, data: PreparedTable, seed: int) -> tuple[DEformer, CrossFittedPriors | None]:
-    """Return a model with the old model's weights for the table's features, and its adapted Gaussian priors."""
+    """Create a model from the weights of an old model, and adapt the old Gaussian prior to the table (`--init-from`).
+
+    Args:
+        old_model: The model that is adapted.
+        data: The prepared table, whose schema begins with the features of the old model.
+        seed: Seed of folds, noise and imputed readings.
+
+    Returns:
+        The model, with additional weights for new features; and the adapted prior with its variants for training. The
+        prior is None if the old model has none.
+    """
     priors = None
     if old_model.gaussians is not None:
         priors = finetune.adapt_priors(old_model.gaussians, data, len(old_model.schema), seed)
@@ -646,7 +805,16 @@ def _adapt_model(old_model: DEformer, data: PreparedTable, seed: int) -> tuple[D
 def _describe_identity(
     settings: TrainConfig, data: PreparedTable, config: ModelConfig, recipe: Recipe
 ) -> dict[str, Any]:
-    """Return everything that must be the same for an interrupted run to be continued, ready for JSON."""
+    """Return what must be unchanged when an interrupted run is continued: data, seed, hyperparameters and old model.
+
+    The keys are names for an error message, and the values can be written as JSON.
+
+    Args:
+        settings: All options of `deformer-train`.
+        data: The prepared table.
+        config: Hyperparameters of the network.
+        recipe: Hyperparameters of training.
+    """
     old_fingerprint = None
     if settings.init_from is not None:
         old_fingerprint = model_store.read_manifest(settings.init_from)["fingerprint"]
@@ -667,7 +835,19 @@ def _summarize_training(
     budget: TimeBudget,
     device: str,
 ) -> dict[str, Any]:
-    """Return the training summary of the manifest, ready for JSON."""
+    """Return the entry `training` of the model's manifest: facts about the data, the training and its quality.
+
+    The values can be written as JSON.
+
+    Args:
+        settings: All options of `deformer-train`.
+        data: The prepared table.
+        recipe: Hyperparameters of training.
+        result: The result of the training loop.
+        held_out: The likelihood of records that were not used for training.
+        budget: The budget whose elapsed time is stored.
+        device: Name of the device on which the model was trained.
+    """
     num_scored = max(1, int((~data.schema.is_context).sum()))
     log_likelihood_by_feature = {
         name: -float(nll)
