@@ -1,7 +1,8 @@
-"""The options of `deformer-train`. This module imports nothing heavy, because `--help` is built from it.
+"""The options of `deformer-train`.
 
-`TrainSettings` holds the command-line flags. `TrainConfig` adds the hyperparameters of model and training, which come
-from the configuration file or the environment. A value of None means that it follows from the preset and the table.
+`TrainSettings` contains the command-line flags. `TrainConfig` adds the hyperparameters of model and training, which
+come from the configuration file or the environment. If a hyperparameter is None, it follows from the preset and the
+table. This module imports neither PyTorch nor other heavy modules, so that `--help` is shown at once.
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ Optimizer = Literal["muon", "adamw", "adam"]
 
 
 def _join_list(value: Any) -> Any:
-    """Return a list from the configuration file as text with commas, as on the command line; other values unchanged."""
+    """Convert a list from the configuration file to text with commas, as on the command line.
+
+    Any other value is returned unchanged.
+    """
     return ",".join(str(item) for item in value) if isinstance(value, list) else value
 
 
 def _convert_to_text(value: Any) -> Any:
-    """Return a number or boolean from the configuration file as text: `normal = 0` means the label "0"."""
+    """Convert a number or boolean from the configuration file to text, so that `normal = 0` means the label "0".
+
+    Any other value is returned unchanged.
+    """
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value) if isinstance(value, int | float) else value
@@ -36,15 +43,18 @@ Text = Annotated[str, BeforeValidator(_convert_to_text)]
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """Return the names in a text that are separated by commas: "a, b" becomes ("a", "b")."""
+    """Split a text into the names that it lists, separated by commas: "a, b" becomes ("a", "b")."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def parse_periods(text: str) -> tuple[tuple[str, float], ...]:
-    """Return columns with their periods: "hour=24, heading=360" becomes (("hour", 24.0), ("heading", 360.0)).
+    """Parse the option `--cycle`, which lists columns with the periods of their cycles.
+
+    "hour=24, heading=360" becomes (("hour", 24.0), ("heading", 360.0)). If a column is listed twice, the last period is
+    used.
 
     Raises:
-        ValueError: A part of the text is no column with a positive period.
+        ValueError: A part of the text is not a column with a positive period.
     """
     period_by_name: dict[str, float] = {}
     for part in split_names(text):
@@ -54,13 +64,15 @@ def parse_periods(text: str) -> tuple[tuple[str, float], ...]:
         except ValueError:
             period = 0.0
         if not name.strip() or not 0 < period < math.inf:
-            raise ValueError(f"{part!r} is no column with a positive period, like heading=360")
+            raise ValueError(
+                f"{part!r} is no column with a positive period; write each column as name=period, such as heading=360"
+            )
         period_by_name[name.strip()] = period
     return tuple(period_by_name.items())
 
 
 def _check_periods(text: str) -> str:
-    """Return the text unchanged if it names columns with positive periods; raise ValueError otherwise."""
+    """Check the text of the option `--cycle` and return it unchanged; raise ValueError if it cannot be parsed."""
     parse_periods(text)
     return text
 
@@ -69,122 +81,144 @@ Cycles = Annotated[str, BeforeValidator(_join_list), AfterValidator(_check_perio
 
 
 class TrainSettings(Settings):
-    """`deformer-train`"""
+    """The command-line flags of `deformer-train`. The description of each field is its text in `--help`."""
 
-    out: Path = Field(description="Model directory to write. An existing model directory is replaced at the end.")
+    out: Path = Field(
+        description="Model directory to write. An existing model directory is replaced when training has succeeded."
+    )
     layout: Literal["wide", "long"] | None = Field(
         None,
         description="Layout of the tables. wide: a row is a record. long: a row is a reading, with columns record, "
-        "feature, value and time. Inferred from the columns by default.",
+        "feature, value and perhaps time. By default the layout is inferred from the columns.",
     )
     label: str | None = Field(
-        None, description="Column that marks normal rows, such as 'fault'. It is never a feature. Needs --normal."
+        None,
+        description="Column that says whether a row is normal, such as 'fault'. It is never a feature. Give the value "
+        "of normal rows with --normal.",
     )
-    normal: Text | None = Field(None, description="Value of --label in normal rows. Other rows are not used.")
+    normal: Text | None = Field(
+        None, description="Value of the column --label in normal rows. Other rows are not used for training."
+    )
     exclude: Names = Field("", description="Columns to ignore, separated by commas, such as ids and indexes.")
     context: Names = Field(
-        "", description="Columns that the other features may depend on but that are never scored, separated by commas."
+        "",
+        description="Columns that only help to predict other columns, separated by commas. They are never scored.",
     )
     discrete: Names = Field(
-        "", description="Columns whose values are labels, separated by commas. Inferred for all other columns."
+        "",
+        description="Columns whose values are labels, separated by commas. For columns without this option, the kind "
+        "is inferred.",
     )
     continuous: Names = Field(
-        "", description="Columns whose values are measurements, separated by commas. Inferred for all other columns."
+        "",
+        description="Columns whose values are measurements, separated by commas. For columns without this option, the "
+        "kind is inferred.",
     )
     cycle: Cycles = Field(
         "",
-        description="Columns whose values are positions on a cycle, with the period in the column's unit, separated by "
-        "commas: hour=24,heading=360. Columns of times of day are detected.",
+        description="Columns whose values are positions on a cycle, such as angles, with the period in the column's "
+        "unit, separated by commas: hour=24,heading=360. Times of day (Parquet type time) are detected automatically.",
     )
     window: WindowWidth | None = Field(
         None,
-        description="Length of a time window of a device that makes a record, such as 60s. The table must be long, "
-        "with columns device, feature, value, time.",
+        description="Length of a time window, such as 60s. All readings of a device in one window are a record. The "
+        "table must be long, with columns device, feature, value, time.",
     )
     slots: int | None = Field(
         None,
         ge=1,
         le=1000,
-        description="Number of equal time slots of a window. A feature may report once in each of them. By default it "
-        "reports once in a window.",
+        description="Number of equal time slots into which each --window is divided. A feature may report once in each "
+        "time slot. By default it may report once in a window.",
     )
     once: Names = Field(
-        "", description="Features that report once in a window in spite of --slots, separated by commas."
+        "",
+        description="Features that report only once in a window, although --slots divides it, separated by commas.",
     )
     preset: Preset = Field(
-        "small", description="Size of the model. 'paper' is the model of the DEformer paper and needs a GPU."
+        "small",
+        description="Size of the model. 'paper' is the large model of the DEformer paper and needs a GPU.",
     )
     epochs: int | None = Field(
-        None, ge=1, description="Passes over the training rows. By default the number suits the table and the preset."
+        None,
+        ge=1,
+        description="Number of passes over the training rows. By default it is chosen for the table and the preset.",
     )
     max_time: Duration | None = Field(
         None,
         gt=0,
         description="Time limit for the whole command, such as 90s, 10m or 2h. It includes reading, calibration and "
-        "the report. If it is short, fewer records are used for calibration, and the output says how many.",
+        "the report. If it is short, fewer records are used for calibration, and their number is printed.",
     )
     device: Device = Field("auto", description="Device to train on. 'auto' uses a GPU if there is one.")
-    seed: int = Field(0, ge=0, description="Seed of the split, orders, noise and initial weights.")
+    seed: int = Field(
+        0, ge=0, description="Seed of all random choices: split of the records, orders, noise and initial weights."
+    )
     resume: bool = Field(
-        False, description="Continue an interrupted run. If there is none, training starts from the beginning."
+        False, description="Continue an interrupted run of --out. If there is none, start from the beginning."
     )
     training_precision: Precision | None = Field(
         None,
-        description="Precision of matrix products in training. 'auto', the default, uses bfloat16 if the processor is "
-        "faster with it.",
+        description="Precision of matrix products in training. 'auto', the default, uses bfloat16 if the processor or "
+        "GPU is faster with it.",
     )
     accumulate: int | None = Field(
         None,
         ge=1,
-        description="Batches whose gradients are added for one step. Set it if a large batch does not fit into memory.",
+        description="Number of batches whose gradients are added for one training step. Use it if the batch that you "
+        "want does not fit into memory.",
     )
     init_from: Path | None = Field(
         None,
-        description="Model directory to start from. The model is adapted to the few records of one machine; columns "
-        "may be added.",
+        description="Model directory to start from. Its model is adapted to the tables, such as the few records of one "
+        "machine. The tables may have additional columns.",
     )
     calibration_share: Share = Field(
-        0.2, description="Share of the records that are used for calibration and not for training."
+        0.2, description="Share (0 to 1) of the records that are used for calibration and not for training."
     )
     folds: int | None = Field(
         None,
         ge=2,
         le=20,
-        description="Train this many models, each without another part of the records, and calibrate on all records. "
-        "Use it for tables that are too small for --calibration-share, which is then 1/folds.",
+        description="Number of equal parts of the records, for each of which a model is trained without it. "
+        "Calibration then uses all records. Use it for small tables; it replaces --calibration-share.",
     )
     contamination: MinorityShare = Field(
         0,
-        description="Share of the records that may be anomalies. The most unusual ones are left out of training and "
-        "calibration. If the records have no anomalies, up to this share of normal records raises alerts in addition "
-        "to alpha.",
+        description="Share (0 to 1) of the records that may be anomalies. The most unusual ones are left out of "
+        "training and calibration. If there are no anomalies, up to this share of normal records raises alerts in "
+        "addition to alpha.",
     )
     order: Literal["arrival", "random", "schema"] | None = Field(
         None,
-        description="Order in which the readings of a record will arrive. By default the order of the table if it has "
-        "one, otherwise random.",
+        description="Order in which the readings of a record will arrive. arrival: as in a long table. random: any "
+        "order. schema: the order of the columns. By default arrival for a long table, otherwise random.",
     )
     ties: Literal["arrival", "hold"] = Field(
         "arrival",
-        description="Treatment of readings of one record with the same time in a long table. arrival: scored one after "
-        "the other in the order of the table. hold: scored together, as their order has no meaning.",
+        description="How readings of one record with the same time are scored (long tables). arrival: one after the "
+        "other, in the order of the table. hold: together, because their order has no meaning.",
     )
 
     @model_validator(mode="after")
     def _check_window_options(self) -> Self:
-        """Raise ValueError if an option has no effect because the option that it belongs to is missing."""
+        """Check that options without effect are not set: --slots without --window, and --once without --slots.
+
+        Raises:
+            ValueError: The option that another one needs is missing.
+        """
         if self.slots is not None and self.window is None:
-            raise ValueError("--slots needs --window")
+            raise ValueError("--slots needs --window, because it divides the window; add --window, such as 60s")
         if self.once and (self.slots or 1) == 1:
-            raise ValueError("--once needs --slots")
+            raise ValueError("--once needs --slots, because without time slots every feature reports once in a window")
         return self
 
 
 class TrainConfig(TrainSettings):
-    """All settings of `deformer-train`: flags, and hyperparameters of the model and of training.
+    """All settings of `deformer-train`: command-line flags, and hyperparameters of the model and of training.
 
-    `ModelConfig` and `trainer.fit.Recipe` describe the hyperparameters. None means that they follow from preset and
-    table.
+    The hyperparameters are described in `ModelConfig` and `trainer.fit.Recipe`. A value of None means that the
+    hyperparameter follows from the preset and the table.
     """
 
     d_model: int | None = Field(None, ge=1)
@@ -200,8 +234,11 @@ class TrainConfig(TrainSettings):
     memory: Literal["all", "values"] | None = None
     tokens: Literal["pair", "single"] | None = None
     precision: Literal["float32", "bfloat16"] | None = None
-    gaussians: int | None = Field(None, ge=0, description="Largest number of Gaussians of the prior, 0 for none.")
-
+    gaussians: int | None = Field(
+        None,
+        ge=0,
+        description="Largest number of Gaussians in the mixture that is fitted before training, 0 for no mixture.",
+    )
     exemplars: int | None = Field(
         None,
         ge=0,
