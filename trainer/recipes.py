@@ -1,4 +1,8 @@
-"""Choose the hyperparameters of model and training: presets, adapted to the table, with the user's changes."""
+"""Choose the hyperparameters of model and training.
+
+They follow from a preset (a named size of the model) and the number of training records. Values that the user has set
+take precedence.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +19,19 @@ from trainer.fit import Recipe
 from trainer.settings import TrainConfig
 
 SHAPE = {f.name for f in fields(ModelConfig)} - {"gaussians", "exemplars"}
-"""Hyperparameters of the model that a user may set; the numbers of Gaussians and exemplars depend on the table."""
+"""Names of the hyperparameters that determine the shape of the network.
+
+The numbers of Gaussians and exemplars (stored training records) are not among them, because they depend on the table.
+"""
 
 
 def model_config(settings: TrainConfig, has_repeating_sensors: bool = False) -> ModelConfig:
-    """Return the model's hyperparameters: those of the preset, except for those that the user has set.
+    """Return the hyperparameters of the network: those that the user has set, and those of the preset for all others.
 
     Args:
-        settings: All options.
-        has_repeating_sensors: Whether a sensor reports several times in a record, so that the network needs to know
-            both the sensor and the time slot of a reading.
+        settings: All options of `deformer-train`.
+        has_repeating_sensors: Whether a sensor reports several times in a record. The network then gets both the sensor
+            and the time slot of a reading as inputs.
 
     Raises:
         ConfigError: The hyperparameters contradict each other.
@@ -35,19 +42,22 @@ def model_config(settings: TrainConfig, has_repeating_sensors: bool = False) -> 
     try:
         return replace(PRESETS[settings.preset], **_drop_none(changes))
     except ValueError as error:
-        raise ConfigError(f"the model cannot be built: {error}; change the hyperparameters") from None
+        raise ConfigError(
+            f"the model cannot be built, because its hyperparameters contradict each other: {error}; "
+            "change them in the file that --config names"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class _TrainingPreset:
-    """Training hyperparameters of a preset. All others have the defaults of `Recipe`.
+    """The training hyperparameters of a preset that differ from the defaults of `Recipe`.
 
     Attributes:
         steps: Number of training steps.
-        max_batch: Largest batch; smaller tables get smaller batches.
-        learning_rate: The largest learning rate.
-        max_gaussians: Largest number of Gaussians of the prior.
-        changes: Fields of `Recipe` that differ from its defaults.
+        max_batch: Largest number of records in a batch. Small tables get smaller batches.
+        learning_rate: The largest learning rate of the schedule.
+        max_gaussians: Largest number of Gaussians of the Gaussian prior (mixture fitted before training).
+        changes: Other fields of `Recipe` by name, with their values.
     """
 
     steps: int
@@ -65,19 +75,24 @@ _TRAINING_PRESETS = {
 }
 
 MIN_BATCH, RECORDS_PER_BATCH = 64, 32
-"""A table with n training records gets a batch of about n / 32 records, at least 64."""
+"""A table with n training records gets batches of about n / RECORDS_PER_BATCH records, but of at least MIN_BATCH."""
 
 
 def choose_gaussians(settings: TrainConfig) -> int:
-    """Return the largest number of Gaussians of the prior, 0 for no prior."""
-    return _TRAINING_PRESETS[settings.preset].max_gaussians if settings.gaussians is None else settings.gaussians
+    """Return the largest number of Gaussians of the Gaussian prior (mixture fitted before training), 0 for no prior."""
+    if settings.gaussians is not None:
+        return settings.gaussians
+    return _TRAINING_PRESETS[settings.preset].max_gaussians
 
 
 def choose_recipe(settings: TrainConfig, num_rows: int) -> Recipe:
-    """Return the training hyperparameters for a table, except for those that the user has set.
+    """Return the training hyperparameters for a table.
+
+    They are those that the user has set. All others follow from the preset and the number of training records: the
+    batch grows with the table, and the number of epochs is such that the preset's number of steps is reached.
 
     Args:
-        settings: All options.
+        settings: All options of `deformer-train`.
         num_rows: Number of training records.
     """
     preset = _TRAINING_PRESETS[settings.preset]
@@ -89,15 +104,16 @@ def choose_recipe(settings: TrainConfig, num_rows: int) -> Recipe:
     epochs = settings.epochs or max(1, round(preset.steps / steps_per_epoch))
     rate_factor = finetune.LEARNING_RATE_FACTOR if settings.init_from is not None else 1.0
     recipe = replace(Recipe(batch, preset.learning_rate * rate_factor, epochs), **dict(preset.changes))
-    settable = (field.name for field in fields(Recipe) if field.name not in ("batch", "epochs"))
-    return replace(recipe, **_drop_none({name: getattr(settings, name) for name in settable}))
+    other_names = [field.name for field in fields(Recipe) if field.name not in ("batch", "epochs")]
+    user_values = _drop_none({name: getattr(settings, name) for name in other_names})
+    return replace(recipe, **user_values)
 
 
 def _drop_none(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries that are not None."""
+    """Return the entries of a dictionary whose value is not None. None means that the user has not set the value."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def choose_exemplars(settings: TrainConfig) -> int:
-    """Return the largest number of exemplars with which the ranking compares complete records, 0 for none."""
+    """Return the largest number of exemplars (training records stored to rank complete records), 0 for none."""
     return MAX_EXEMPLARS if settings.exemplars is None else settings.exemplars
