@@ -59,7 +59,7 @@ def parse_size(value: Any) -> Any:
             raise ValueError("a size is a number with KiB, MiB or GiB, like 512MiB")
         num_bytes = float(match[1]) * _BYTES_BY_UNIT[match[2]]
         if num_bytes >= 2**63:
-            raise ValueError("a size must be below 8 EiB")
+            raise ValueError("a size must be below 8 EiB; give a smaller one")
         return int(num_bytes)
     return value
 
@@ -93,7 +93,7 @@ def parse_shares(value: Any) -> Any:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(","))
     if isinstance(value, list):
-        raise ValueError('write several shares as one text, like "0.05,0.01"')
+        raise ValueError('several shares cannot be a list; write them as one text, like "0.05,0.01"')
     return (value,) if isinstance(value, int | float) else value
 
 

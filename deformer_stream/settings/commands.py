@@ -145,15 +145,21 @@ class _KafkaSettings(Settings):
         login = (self.sasl_mechanism, self.sasl_username, self.sasl_password, self.sasl_password_file)
         passwords = [password for password in login[2:] if password is not None]
         if not self.security_protocol.startswith("SASL") and any(part is not None for part in login):
-            raise ValueError("a login (--sasl-… options) requires --security-protocol SASL_SSL or SASL_PLAINTEXT")
+            raise ValueError(
+                "a login (--sasl-… options) requires --security-protocol SASL_SSL or SASL_PLAINTEXT; set one of these, "
+                "or leave the login out"
+            )
         if len(passwords) > 1:
             raise ValueError("both --sasl-password and --sasl-password-file are set; give one of them")
         if self.security_protocol.startswith("SASL"):
-            needed = {"--sasl-mechanism": self.sasl_mechanism, "--sasl-username": self.sasl_username}
-            missing = [flag for flag, value in needed.items() if not value]
+            value_by_flag = {"--sasl-mechanism": self.sasl_mechanism, "--sasl-username": self.sasl_username}
+            missing = [flag for flag, value in value_by_flag.items() if not value]
             missing += [] if passwords else ["--sasl-password-file or DEFORMER_SASL_PASSWORD"]
             if missing:
-                raise ValueError(f"--security-protocol {self.security_protocol} needs {', '.join(missing)}")
+                raise ValueError(
+                    f"the login of --security-protocol {self.security_protocol} needs {', '.join(missing)}; set these "
+                    "options"
+                )
         return self
 
     @model_validator(mode="after")
@@ -161,9 +167,14 @@ class _KafkaSettings(Settings):
         """Raise `ValueError` if a TLS option would have no effect, because the user expects an encrypted connection."""
         files = (self.ssl_cafile, self.ssl_certfile, self.ssl_keyfile, self.ssl_password_file)
         if "SSL" not in self.security_protocol and any(file is not None for file in files):
-            raise ValueError("certificates and keys (--ssl-… options) require --security-protocol SSL or SASL_SSL")
+            raise ValueError(
+                "certificates and keys (--ssl-… options) require --security-protocol SSL or SASL_SSL; set one of "
+                "these, or leave the certificates and keys out"
+            )
         if self.ssl_certfile is None and any(file is not None for file in files[2:]):
-            raise ValueError("--ssl-keyfile and --ssl-password-file require --ssl-certfile")
+            raise ValueError(
+                "--ssl-keyfile and --ssl-password-file require --ssl-certfile, because the key belongs to a certificate"
+            )
         return self
 
     def make_security_arguments(self) -> dict[str, Any]:
@@ -366,7 +377,7 @@ class ReplaySettings(InputSettings, _AlertSettings):
     def _check_explanations(self) -> Self:
         """Raise `ValueError` if a file for explanations is requested but explanations are switched off."""
         if self.explain is not None and self.explanations == "off":
-            raise ValueError("--explain requires --explanations full or fast")
+            raise ValueError("--explain requires --explanations full or fast, because off computes no explanations")
         return self
 
 

@@ -141,11 +141,14 @@ class CommandTableSource(TomlConfigSettingsSource):
         top_values = {key: value for key, value in self.toml_data.items() if not isinstance(value, dict)}
         tables = self.toml_data.keys() - top_values.keys()
         for name in tables - SETTINGS_BY_COMMAND.keys() - {table, TRAIN_TABLE}:
-            raise ConfigError(f"--config {path}: unknown table [{name}]; a table must be named like a command")
+            raise ConfigError(
+                f"--config {path}: unknown table [{name}], because no command has this name; correct the name"
+            )
         table_values = self.toml_data.get(table, {})
         if not isinstance(table_values, dict):
             raise ConfigError(
-                f"--config {path}: {table!r} is the name of a command; write its options into a table [{table}]"
+                f"--config {path}: the key {table!r} is the name of a command and cannot have a value; write the "
+                f"options of the command into a table [{table}]"
             )
         field_by_name = {field.rstrip("_"): field for field in self.settings_cls.model_fields}
         all_classes = (*SETTINGS_BY_COMMAND.values(), self.settings_cls)
@@ -171,7 +174,10 @@ class CommandTableSource(TomlConfigSettingsSource):
         for key, value in value_by_key.items():
             name = key.replace("-", "_")
             if name not in allowed:
-                raise ConfigError(f"--config {self._path}: unknown key {key!r}; use the name of an option, see --help")
+                raise ConfigError(
+                    f"--config {self._path}: unknown key {key!r}, because no option has this name; --help lists the "
+                    "options"
+                )
             if name in field_by_name:
                 values[get_input_name(self.settings_cls, field_by_name[name])] = value
         return values
@@ -205,12 +211,15 @@ def _choose_metavar(info: FieldInfo) -> str | None:
     """
     # The parser of a value is in the metadata of the field or, for a type such as `Duration | None`, of a union member.
     members = [info.annotation, *get_args(info.annotation)]
-    annotations = [*info.metadata, *(item for member in members for item in getattr(member, "__metadata__", ()))]
-    for annotation in annotations:
-        if isinstance(annotation, BeforeValidator) and annotation.func in METAVAR_BY_PARSER:
-            return METAVAR_BY_PARSER[annotation.func]
+    metadata = [*info.metadata, *(item for member in members for item in getattr(member, "__metadata__", ()))]
+    for item in metadata:
+        if isinstance(item, BeforeValidator) and item.func in METAVAR_BY_PARSER:
+            return METAVAR_BY_PARSER[item.func]
     plain_types = {get_args(member)[0] if get_origin(member) is Annotated else member for member in members}
-    return next((word for kind, word in {int: "N", float: "X", Path: "PATH"}.items() if kind in plain_types), None)
+    for plain_type, metavar in {int: "N", float: "X", Path: "PATH"}.items():
+        if plain_type in plain_types:
+            return metavar
+    return None
 
 
 def format_default(info: FieldInfo) -> str | None:
