@@ -54,7 +54,8 @@ def _format_option(cls: type[Settings], field: str, value: Any, origin: str) -> 
     """
     key = to_flag(field)[2:]
     if value is None:
-        return f"# {key} =   ({'required' if cls.model_fields[field].is_required() else 'not set'})"
+        state = "required" if cls.model_fields[field].is_required() else "not set"
+        return f"# {key} =   ({state})"
     _check_value(cls, field, value)
     if field == "sasl_password":
         # The line is a comment, so that the mask does not become the password if the output is used as a file.
