@@ -1,11 +1,12 @@
 """The training loop: it minimises the negative log-likelihood of records whose readings are in random order.
 
-The loss of a record is −Σ ln p(value | earlier readings) / F over its F scored features, with a fresh random order for
-each sample (equation 2 of arXiv 2106.06989). The learning rate rises linearly at first and then falls along half a
-cosine. The model that results has averaged weights, those with the smallest validation loss.
+The loss of a record is −Σ ln p(value | earlier readings) / F. The sum is over its readings, F is the number of scored
+features, and each sample has a new random order (equation 2 of arXiv 2106.06989). The learning rate rises linearly at
+first and then falls along half a cosine. The weights are averaged over the last steps. The result is the average with
+the smallest validation loss.
 
-All random numbers of step t depend on the seed and t alone. Therefore a run that was interrupted and continued ends
-with the same bits as one that was not, unless a time limit was set.
+All random numbers of step t depend on the seed and t alone. Therefore a run that was interrupted and continued has
+bit-identical results to one that was not, unless a time limit is set.
 """
 
 from __future__ import annotations
@@ -44,23 +45,25 @@ from trainer.sampling import (
 from trainer.settings import Optimizer, Precision
 
 EVALUATIONS = 30
-"""Number of validations in a run that is not stopped early."""
+"""Number of validations in a run that is not stopped early. They are at equal distances."""
 
 VALIDATION_ROWS, VALIDATION_ORDERS = 1000, 4
-"""Largest number of validation records, and the number of orders in which each is scored."""
+"""Largest number of validation records, and the number of orders of its readings in which each is scored."""
 
 MIN_VALIDATION_ROWS = 2
-"""Validation records that are used even if they take more than `VALIDATION_SHARE` of a time limit."""
+"""Number of validation records that are used even if they take more than `VALIDATION_SHARE` of a time limit."""
 
 VALIDATION_SHARE = 0.1
 """Share of a time limit that all validations together may take."""
 
 CHECKPOINT_SECONDS = 30.0
+"""Seconds between two checkpoints."""
 
 MUON_RATE_FACTOR = 10.0
 """Learning rate of the matrices that Muon updates, relative to that of AdamW for all other weights."""
 
 SINGLE_PROCESS = Ranks()
+"""The group of processes if one process trains alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +73,26 @@ class Recipe:
     Defaults are those of the preset `small`; `trainer.recipes` sets what differs for other presets and table sizes.
 
     Attributes:
-        batch: Records in one batch.
-        learning_rate: The largest learning rate.
-        epochs: Passes over the training records.
-        weight_decay: Decoupled weight decay of matrices.
-        warmup: Steps in which the learning rate rises.
-        clip: Largest norm of the gradient; longer gradients are scaled down.
-        smoothing: Standard deviation of Gaussian noise on measurements, in units of their scale. It makes alerts on
-            tables with exact relations more reliable and reduces the held-out likelihood a little.
-        forget: Probability that a label is replaced by an unseen label.
-        arrival_share: Share of the samples in their logged order of arrival, if the table has one. Such samples train
-            the model on the orders that it will score (Shih et al., 2022).
-        averaging: The average of the weights covers about this share of the steps so far.
-        patience: Validations without improvement after which training stops. By default it never stops early, because a
-            falling learning rate improves the model most at the end.
-        accumulate: Batches whose gradients are added for one step, which equals a step of one batch this many times as
-            large in less memory.
-        training_precision: Precision of the layers' matrix products. "auto" is bfloat16 if the processor is faster with
-            it.
+        batch: Number of records in one batch.
+        learning_rate: The largest learning rate of the schedule.
+        epochs: Number of passes over the training records.
+        weight_decay: Decoupled weight decay of weight matrices. Vectors have none.
+        warmup: Number of steps in which the learning rate rises.
+        clip: Largest norm of the gradient. Longer gradients are scaled to this norm.
+        smoothing: Standard deviation of Gaussian noise that is added to measurements, in normalised units. Without it,
+            exact relations between features make densities extremely narrow, and alerts less reliable. It reduces the
+            held-out likelihood a little.
+        forget: Probability that a label is replaced by the code of an unseen label, so that the network learns what to
+            predict after an unseen label.
+        arrival_share: Share (0 to 1) of the samples in their logged order of arrival, if the table has one. The others
+            have random orders. Logged orders train the model on the orders that it will score (Shih et al., 2022).
+        averaging: Share (0 to 1) of the steps so far, the latest ones, that the average of the weights covers.
+        patience: Number of validations without improvement after which training stops. By default it never stops early,
+            because a falling learning rate improves the model most at the end.
+        accumulate: Number of batches whose gradients are added for one step. The step is that of one batch this many
+            times as large, but needs less memory.
+        training_precision: Precision of the layers' matrix products. "auto" selects bfloat16 if the processor or GPU is
+            faster with it.
         optimizer: "adamw"; "muon" for the matrices of the layers, with AdamW for other weights; or "adam" with a
             constant learning rate, as in the paper.
     """
@@ -113,12 +118,12 @@ class TrainingStatus:
     """The state of a running training, for a progress display.
 
     Attributes:
-        step: Steps done.
-        steps: Steps of the whole schedule.
-        epoch: Complete passes over the training records.
-        progress: Share of the schedule that is done, by steps or by time.
-        train_nll: Mean loss of a record since the last validation, in nats. NaN if unknown.
-        validation_nll: Validation loss of a record, in nats. NaN if unknown.
+        step: Number of steps that are done.
+        steps: Number of steps of the complete schedule.
+        epoch: Number of complete passes over the training records.
+        progress: Share (0 to 1) of the schedule that is done, by steps or by time, whichever is larger.
+        train_nll: Mean −ln p of a training record since the last validation, in nats. NaN before the first step.
+        validation_nll: Mean −ln p of a record in the last validation, in nats. NaN before the first validation.
     """
 
     step: int
@@ -134,11 +139,13 @@ class TrainingResult:
     """The result of the training loop.
 
     Attributes:
-        model: The model with the averaged weights that had the smallest validation loss.
-        history: One row for each validation, with step, epoch, seconds, learning rate and losses.
-        steps: Steps done.
-        epochs: Passes over the training records.
-        stopped_early: Whether training stopped because the validation loss no longer improved.
+        model: The model in evaluation mode, with the averaged weights that had the smallest validation loss.
+        history: One entry for each validation: "step", "epoch", "seconds" since the start, "learning_rate", and the
+            mean −ln p of a record in nats in "train" and "validation".
+        steps: Number of steps that were done.
+        epochs: Number of passes over the training records, perhaps fractional.
+        stopped_early: Whether training stopped before the end of its schedule, because the validation loss no longer
+            improved.
     """
 
     model: DEformer
@@ -157,13 +164,14 @@ class TrainingRun:
 
     Args:
         data: The prepared table.
-        model: The model to train.
-        recipe: The hyperparameters.
+        model: The model to train, on the device for training.
+        recipe: The hyperparameters of training.
         seed: Seed of orders, noise and batches.
-        folder: The folder for checkpoints.
+        folder: An existing folder for checkpoints.
         budget: The time that training may take.
-        identity: Options and data fingerprint. A checkpoint is only continued if they are the same.
-        priors: Variants of the model's Gaussian prior that are used in training. None if the model has no prior.
+        identity: Options and fingerprint of the data, by name. A checkpoint can only be continued if they are the same.
+        priors: The Gaussian prior (mixture fitted before training) with the variants that are used in training. None if
+            the model has no prior.
         ranks: The processes that train together.
     """
 
@@ -210,7 +218,7 @@ class TrainingRun:
 
     @property
     def progress(self) -> float:
-        """Share of the schedule that is done, by steps or by time, whichever is larger."""
+        """Share (0 to 1) of the schedule that is done, by steps or by time, whichever is larger."""
         return min(1.0, max(self.step / self.steps, self.budget.compute_training_progress()))
 
     def run(
@@ -222,12 +230,13 @@ class TrainingRun:
         """Train until the schedule or the time ends, for at least one step.
 
         Args:
-            should_stop: Called after every step. If it returns true, a checkpoint is written and training stops.
+            should_stop: Called after every step. If it returns True, a checkpoint is written and training stops.
             on_status: Called after every step.
-            measure_costs: Called once before the first step if there is a time limit.
+            measure_costs: Called with the model before the first step if there is a time limit. It returns the seconds
+                that validation and the work after training take.
 
         Raises:
-            Interrupted: `should_stop` returned true.
+            Interrupted: `should_stop` returned True.
             ConfigError: Training diverged.
         """
         if self.budget.limit is not None and not self.has_measured_costs:
@@ -262,22 +271,31 @@ class TrainingRun:
         return TrainingResult(self.averaged_model, self.history, self.step, num_epochs, stopped_early)
 
     def _is_too_late(self, step_seconds: float) -> bool:
-        """Return whether half of another step would end after the time for training."""
+        """Return whether another step would end after the time for training by more than half of its duration.
+
+        Args:
+            step_seconds: Seconds that the last step took.
+        """
         if self.budget.limit is None:
             return False
         return self.budget.elapsed + 0.5 * step_seconds > self.budget.limit - self.budget.reserve
 
     def _reserve_time(self, costs: Costs, limit: float) -> None:
-        """Reserve time for the work after training, and limit the validation records.
+        """Reserve time for the last validation and the work after training, and limit the validation records.
 
         All validations together may take `VALIDATION_SHARE` of the limit.
+
+        Args:
+            costs: Measured costs of validation and of the work after training.
+            limit: The time limit in seconds.
         """
         self.has_measured_costs = True
         seconds_per_record = max(VALIDATION_ORDERS * costs.record, 1e-9)
         num_affordable = VALIDATION_SHARE * limit / EVALUATIONS / seconds_per_record
         self.validation_rows = self.validation_rows[: max(MIN_VALIDATION_ROWS, int(num_affordable))]
         self.validation_batch_size = choose_batch_size(costs.record, BATCH_SIZE)
-        self.budget.reserve = costs.after + len(self.validation_rows) * seconds_per_record  # for the last validation
+        last_validation_seconds = len(self.validation_rows) * seconds_per_record
+        self.budget.reserve = costs.after + last_validation_seconds
 
     def get_status(self) -> TrainingStatus:
         """Return the state of the training for a progress display."""
@@ -287,7 +305,10 @@ class TrainingRun:
         return TrainingStatus(self.step, self.steps, epoch, self.progress, train_nll, last["validation"])
 
     def measure_step_seconds(self, num_records: int) -> float:
-        """Return the seconds of a forward and backward pass of some records, without changing any weight."""
+        """Return the seconds of a forward and backward pass of the first `num_records` training records.
+
+        No weight is changed.
+        """
         rows = self.train_rows[:num_records]
         samples = draw_samples(self.data, rows, self.noise, self.recipe.arrival_share, create_generator(self.seed))
         started = self.budget.elapsed
@@ -300,7 +321,8 @@ class TrainingRun:
     def _choose_batch_rows(self) -> NDArray[np.int64]:
         """Return the row numbers of the records of this step, ascending.
 
-        Every epoch has a permutation of its own. Records that do not fill a batch at its end are left out.
+        Every epoch has its own random permutation of the training records. If the last records of an epoch do not fill
+        a batch, they are not used in it.
         """
         epoch, batch_index = divmod(self.step, self.steps_per_epoch)
         if self._epoch_permutation[0] != epoch:
@@ -310,10 +332,10 @@ class TrainingRun:
         return np.sort(self._epoch_permutation[1][first : first + self.batch_size])
 
     def _train_step(self) -> None:
-        """Compute the gradient of one batch and update the weights and their average.
+        """Compute the gradient of one batch, and update the weights and their average.
 
         Raises:
-            ConfigError: The gradient is not finite.
+            ConfigError: The gradient is not finite, so training has diverged.
         """
         rows = self._choose_batch_rows()
         generator = create_generator(self.seed, 0x57E9, self.step)
@@ -321,7 +343,7 @@ class TrainingRun:
         self.model.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.model.device)
         for part in self.ranks.select_slices(len(rows), self.recipe.accumulate):
-            if self.model.config.dropout:  # dropout uses the global generator
+            if self.model.config.dropout:  # dropout uses PyTorch's global generator, which must depend on the step
                 torch.manual_seed(create_generator(self.seed, 0x57E9, self.step, part.start).initial_seed())
             loss += self._accumulate_gradients(samples[part], rows[part], len(rows))
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -348,15 +370,15 @@ class TrainingRun:
             optimizer.step()
 
     def _accumulate_gradients(self, samples: Samples, rows: NDArray[np.int64], num_records: int) -> Tensor:
-        """Add the gradient of some records of a batch to the gradients of the weights.
+        """Compute the gradient of a part of a batch and add it to the gradients of the weights.
 
         Args:
-            samples: The records, with noise and order.
-            rows: (B,) their row numbers.
-            num_records: Number of records of the whole batch, by which the loss is divided.
+            samples: The B records of the part, with noise and order.
+            rows: (B,) row numbers of these records in the table.
+            num_records: Number of records in the complete batch, by which the loss is divided.
 
         Returns:
-            The share of these records in the loss of the batch.
+            A scalar: the part's share of the batch's loss. The sum over all parts is the mean loss of a record.
         """
         device = self.model.device
         features, columns = order_readings(samples.values, samples.keys)
@@ -365,7 +387,7 @@ class TrainingRun:
         conditionals = None if self.priors is None else self.priors.compute_conditionals(features, values, rows)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.is_low_precision):
             log_p = self.model.log_prob(features, values, conditionals)
-        log_p = log_p.masked_fill(is_hidden, 0.0)
+        log_p = log_p.masked_fill(is_hidden, 0.0)  # hidden labels (replaced by an unseen one) are not to be predicted
         loss = -log_p.sum() / num_records / self.num_scored_features
         torch.autograd.backward(loss)
         return loss.detach()
@@ -373,8 +395,8 @@ class TrainingRun:
     def _compute_learning_rate(self) -> float:
         """Return the learning rate of this step.
 
-        It rises linearly, for at most 8% of the schedule, and then falls along half a cosine to 1% of its peak. Adam,
-        the paper's optimizer, has a constant rate.
+        It rises linearly for `recipe.warmup` steps, but at most for 8% of the schedule. It is multiplied by a factor
+        that falls along half a cosine from 1 to 0.01. With "adam", the paper's optimizer, it is constant.
         """
         if self.recipe.optimizer == "adam":
             return self.recipe.learning_rate
@@ -383,19 +405,22 @@ class TrainingRun:
         return self.recipe.learning_rate * warmup_factor * cosine_factor
 
     def _update_average(self) -> None:
-        """Add the new weights to their power-function average, whose length grows with the run.
+        """Update the running average of the weights after a step.
 
-        The formula is equation 121 of Karras et al., arXiv 2312.02696.
+        The average always covers about the last `recipe.averaging` share of all steps, so it becomes longer in the
+        course of training. In step t, the old average has the factor β = (1 − 1/t)^(γ + 1), where γ = 1 / averaging
+        (equation 121 of Karras et al., arXiv 2312.02696). The new weights have the factor 1 − β.
         """
         gamma = 1.0 / self.recipe.averaging
-        old_weight = (1.0 - 1.0 / self.step) ** (gamma + 1.0)
+        old_weight = (1.0 - 1.0 / self.step) ** (gamma + 1.0)  # β
         with torch.no_grad():
             torch._foreach_lerp_(self.averaged_parameters, self.parameters, 1.0 - old_weight)
 
     def _is_validation_due(self) -> bool:
-        """Return whether to validate now: at every thirtieth of the schedule.
+        """Return whether to validate after this step.
 
-        Under a time limit, validation takes at most a ninth of the time.
+        There are `EVALUATIONS` validations at equal distances in the schedule. Under a time limit, a validation is
+        postponed until training has taken eight times as long as the last validation.
         """
         if self.progress < self.next_validation_progress:
             return False
@@ -406,11 +431,12 @@ class TrainingRun:
     def _validate_and_record(self) -> None:
         """Validate the averaged weights, keep them if they are the best so far, and add a row to the history."""
         started = self.budget.clock()
-        if math.isinf(self.best_validation):
+        if math.isinf(self.best_validation):  # this is the first validation
             self.best_validation = self._validate_initial_weights()
         nll = self._validate()
         self._validated_at = self.budget.clock()
         self._validation_seconds = self._validated_at - started
+        # The next multiple of 1 / EVALUATIONS; 1e-9 compensates rounding errors of the progress.
         self.next_validation_progress = (math.floor(self.progress * EVALUATIONS + 1e-9) + 1) / EVALUATIONS
         self.validations_since_best += 1
         if nll < self.best_validation:
@@ -431,7 +457,8 @@ class TrainingRun:
     def _validate(self) -> float:
         """Return the mean −ln p of the validation records under the averaged weights, in nats.
 
-        The records and their orders are always the same. As in training, some of the orders are logged ones.
+        The records and the orders of their readings are the same in every validation. As in training, the share
+        `recipe.arrival_share` of the orders is the logged order of arrival.
         """
         held_out = evaluate_held_out(
             self.averaged_model,
@@ -445,21 +472,25 @@ class TrainingRun:
         return self.ranks.broadcast(held_out.mean_nll)
 
     def _validate_initial_weights(self) -> float:
-        """Return the validation loss of the weights with which training began.
+        """Return the mean −ln p of the validation records under the initial weights, in nats.
 
-        These weights give the prior's conditionals, or those of the model that is adapted. No run ends with weights
-        that are worse.
+        The initial weights reproduce the predictions of the Gaussian prior, or of the model that is adapted. They are
+        kept if training does not improve them. The method may only be called before the first validation.
         """
-        current = [parameter.clone() for parameter in self.averaged_parameters]
+        averaged_weights = [parameter.clone() for parameter in self.averaged_parameters]
         with torch.no_grad():
+            # Until the first validation, `best_weights` are the initial weights.
             torch._foreach_copy_(self.averaged_parameters, list(self.best_weights.values()))
             nll = self._validate()
-            torch._foreach_copy_(self.averaged_parameters, current)
+            torch._foreach_copy_(self.averaged_parameters, averaged_weights)
         return nll
 
     def save(self) -> None:
-        """Write the checkpoint, if this is the process that writes files."""
-        elapsed = self.budget.elapsed
+        """Write a checkpoint, from which `restore` can continue the run. Each process must call this method.
+
+        Only the first process writes the file.
+        """
+        elapsed = self.budget.elapsed  # read in all processes, because they share the first one's clock
         if not self.ranks.is_first:
             return
         tensors: dict[str, Tensor] = {f"model.{name}": p for name, p in self.model.named_parameters()}
@@ -485,20 +516,21 @@ class TrainingRun:
         checkpoint.save(self.folder, tensors, state)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the checkpoint in the folder.
+        """Set weights, optimizers and progress to those of the checkpoint in the folder, so that `run` continues it.
 
         Args:
-            state: The part of the checkpoint that `checkpoint.load_state` returns.
+            state: The JSON state of the checkpoint, from `checkpoint.load_state`.
 
         Raises:
             ConfigError: The checkpoint was written with other data or options.
         """
         for name, value in self.identity.items():
-            before = state["identity"].get(name)
-            if before != value:
+            previous_value = state["identity"].get(name)
+            if previous_value != value:
                 raise ConfigError(
-                    f"--resume: {name} was {before}, now it is {value}; "
-                    f"use the same data and options as before, or delete {self.folder} to start anew"
+                    f"--resume: the interrupted run cannot be continued, because {name} was {previous_value}, "
+                    f"now it is {value}; use the same data and options as before, or delete {self.folder} to train "
+                    "from the beginning"
                 )
         self.step, self.validations_since_best = state["step"], state["since_best"]
         self.best_validation, self.history = state["best_validation"], state["history"]
@@ -523,11 +555,11 @@ class TrainingRun:
 
 
 def low_precision(requested: Precision, device: torch.device) -> bool:
-    """Return whether to compute the layers' matrix products in bfloat16.
+    """Return whether to compute the layers' matrix products in bfloat16 instead of float32.
 
     Args:
-        requested: The precision that the user has chosen. "auto" selects bfloat16 on a GPU and on a CPU with AMX tiles;
-            on other CPUs, PyTorch multiplies float32 faster.
+        requested: The precision that the user has chosen. "auto" selects bfloat16 on a GPU and on a CPU with AMX
+            instructions. On other CPUs, PyTorch multiplies float32 matrices faster.
         device: The device on which the model is trained.
     """
     if requested != "auto" or device.type == "cuda":
@@ -536,11 +568,15 @@ def low_precision(requested: Precision, device: torch.device) -> bool:
 
 
 def _create_optimizers(model: DEformer, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of a model, each for some of its weights.
+    """Return the optimizers of a model. Each weight is updated by exactly one of them.
 
-    With "muon", the matrices of the layers are updated by Muon (K. Jordan and others, 2024), whose steps are orthogonal
-    matrices, with the learning rate scaled by the size of the matrix as in arXiv 2502.16982. Weight decay applies to
-    matrices only.
+    With "muon", the weight matrices of the layers are updated by Muon (K. Jordan and others, 2024), whose update of a
+    matrix is orthogonal. The learning rate is scaled by the size of the matrix as in arXiv 2502.16982. AdamW updates
+    all other weights. Weight decay applies to matrices only.
+
+    Args:
+        model: The model to train.
+        recipe: The hyperparameters of training, of which the optimizer, the learning rate and weight decay are used.
     """
     if recipe.optimizer == "adam":
         return [torch.optim.Adam(model.parameters(), lr=recipe.learning_rate, fused=True)]
@@ -598,14 +634,17 @@ def _create_muon(matrix_by_name: dict[str, nn.Parameter], recipe: Recipe) -> tor
 
 @contextmanager
 def _deterministic_algorithms(device: torch.device) -> Iterator[None]:
-    """Use deterministic algorithms on the CPU while the context is open, so that runs can be repeated to the bit."""
+    """Use deterministic algorithms while the context is open, so that a run can be repeated with the same bits.
+
+    On a GPU nothing is changed, because deterministic algorithms would be slower there.
+    """
     settings: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    was_enabled, filled_memory = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True)
         settings.fill_uninitialized_memory = False  # this code never reads memory that it has not written
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        settings.fill_uninitialized_memory = before[1]
+        torch.use_deterministic_algorithms(was_enabled)
+        settings.fill_uninitialized_memory = filled_memory
