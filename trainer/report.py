@@ -1,4 +1,7 @@
-"""The training report: the page report.html of a model directory."""
+"""Render the training report: the page `report.html` of a model directory.
+
+The page shows how the model was trained, how well it predicts held-out records, and at which scores it raises alerts.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ from trainer.evaluate import HeldOutLikelihood
 from trainer.fit import TrainingResult
 
 MAX_LISTED_LABELS = 6
-"""Largest number of labels of a feature that are shown."""
+"""Largest number of labels of a feature that are listed in the table of features."""
 
 MAX_BARS = 60
-"""Features in the chart of held-out likelihoods. Thousands of bars are unreadable and take a minute to draw."""
+"""Largest number of features in the chart of held-out likelihoods. Thousands of bars would be unreadable and slow."""
 
 
 def render(
@@ -29,14 +32,14 @@ def render(
     held_out: HeldOutLikelihood,
     training: dict[str, Any],
 ) -> str:
-    """Return the page as an HTML document.
+    """Return the training report as an HTML document.
 
     Args:
-        data: The training table.
-        fitted: The trained weights and the history of the losses.
-        calibration: The calibration of the model.
+        data: The prepared training table.
+        fitted: The result of the training loop, with the history of the losses.
+        calibration: The calibration of the alert rule.
         held_out: Likelihood of records that were not used for training.
-        training: The training summary of the model's manifest.
+        training: The entry `training` of the model's manifest.
     """
     num_rows_by_part = training["rows"]
     num_scored_features = int((~data.schema.is_context).sum())
@@ -63,7 +66,7 @@ def render(
 
 
 def _render_learning_curves(fitted: TrainingResult) -> list[str]:
-    """Return the section with the losses during training and the step whose weights were kept."""
+    """Return the HTML blocks of the section with the losses during training and the step whose weights were kept."""
     steps = [row["step"] for row in fitted.history]
     best = min(fitted.history, key=lambda row: row["validation"])
     end = "stopped early, because validation did not improve" if fitted.stopped_early else "ran its complete schedule"
@@ -71,9 +74,10 @@ def _render_learning_curves(fitted: TrainingResult) -> list[str]:
         pages.render_heading("Learning"),
         pages.render_paragraph(
             f"Training {end}: {fitted.steps:,} steps, {fitted.epochs:.1f} passes over the training records. "
-            f"The weights kept are the averaged ones of step {best['step']:,.0f}. Smaller is better. A training curve "
-            "far below the validation curve is a sign of overfitting. It can be above: training adds noise to the "
-            "readings, and its weights are the current ones, not the averaged ones."
+            f"The model has the averaged weights of step {best['step']:,.0f}, which have the smallest validation loss. "
+            "Smaller is better. A training curve far below the validation curve is a sign of overfitting. The training "
+            "curve can be above the validation curve, because training adds noise to the readings and uses the "
+            "current weights instead of the averaged ones."
         ),
         charts.draw_lines(
             {
@@ -89,22 +93,22 @@ def _render_learning_curves(fitted: TrainingResult) -> list[str]:
 
 
 def _render_feature_likelihoods(data: PreparedTable, held_out: HeldOutLikelihood) -> list[str]:
-    """Return the section that shows how well each feature is predicted, the worst first."""
+    """Return the HTML blocks of the section that shows how well each feature is predicted, the worst feature first."""
     nll = held_out.nll_by_feature
-    worst_first = np.argsort(-np.nan_to_num(nll, nan=-np.inf))
-    scored_codes = [code for code in worst_first if np.isfinite(nll[code])]
+    # Features that were never scored have NaN, and come last.
+    codes_worst_first = np.argsort(-np.nan_to_num(nll, nan=-np.inf))
+    scored_codes = [code for code in codes_worst_first if np.isfinite(nll[code])]
     codes = scored_codes[:MAX_BARS]
-    selection = (
-        f" The {MAX_BARS} worst of {len(scored_codes):,} features are shown." if len(scored_codes) > MAX_BARS else ""
-    )
+    is_truncated = len(scored_codes) > MAX_BARS
+    selection = f" The {MAX_BARS} worst of {len(scored_codes):,} features are shown." if is_truncated else ""
     return [
         pages.render_heading("What is predictable"),
         pages.render_paragraph(
-            "Mean −ln p of each feature given the readings before it, over "
-            f"{len(held_out.nll_by_record):,} held-out records in {held_out.num_orders} random orders each. For "
-            "numbers p is a density in units of the feature's own spread: 1.42 is a normal distribution without any "
-            "help from the other features, smaller is better, and negative values are sharp predictions. For labels p "
-            f"is a probability, and 0 is certainty.{selection}"
+            "Mean −ln p of each feature given the earlier readings of the record. It is the mean over "
+            f"{len(held_out.nll_by_record):,} held-out records in {held_out.num_orders} random orders each. Smaller is "
+            "better. For numbers, p is a density in units of the feature's standard deviation. A normally distributed "
+            "feature that the other features do not help to predict has 1.42, and precise predictions have negative "
+            f"values. For labels, p is a probability, and 0 means that labels are predicted with certainty.{selection}"
         ),
         charts.draw_bars(
             [data.schema.names[code] for code in codes],
@@ -116,7 +120,10 @@ def _render_feature_likelihoods(data: PreparedTable, held_out: HeldOutLikelihood
 
 
 def _render_calibration(calibration: Calibration) -> list[str]:
-    """Return the section that shows at which statistic alerts are raised."""
+    """Return the HTML blocks of the section that shows at which anomaly score each default alpha raises alerts.
+
+    Alpha is the guaranteed largest share of normal records that raise an alert.
+    """
     threshold_by_alpha = {alpha: calibration.compute_threshold(alpha) for alpha in DEFAULT_ALPHAS}
     marks = {f"α = {alpha:g}": value for alpha, value in threshold_by_alpha.items() if np.isfinite(value)}
     ties = ", with readings of the same time scored together" if calibration.tie_policy == "hold" else ""
@@ -131,11 +138,12 @@ def _render_calibration(calibration: Calibration) -> list[str]:
     return [
         pages.render_heading("When it raises alerts"),
         pages.render_paragraph(
-            f"The largest running statistic of each of {len(calibration.scores):,} normal records that were held out "
-            f"from the start, in {calibration.arrival_order} order{ties}. A record raises an alert as soon as its "
-            "statistic passes the line of its α. At most a share α of normal records like these ever raises an alert, "
-            "however good or bad the model is. The guarantee becomes weaker if the order of arrival changes, if the "
-            "data drift, or if records depend on each other (consecutive seconds of one machine)."
+            "The statistic of a record is its anomaly score, which is computed after each reading. The histogram shows "
+            f"its largest value in each of {len(calibration.scores):,} normal records that were not used for training, "
+            f"in {calibration.arrival_order} order{ties}. A record raises an alert when its statistic exceeds the "
+            "threshold of the chosen α. At most a share α of normal records like these ever raises an alert, whether "
+            "the model is good or bad. The guarantee becomes weaker if the order of arrival changes, if the data "
+            "drift, or if records depend on each other (such as consecutive seconds of one machine)."
         ),
         charts.draw_histogram(
             calibration.scores, "Largest statistic of normal records", "statistic, nats", vertical=marks
@@ -145,7 +153,12 @@ def _render_calibration(calibration: Calibration) -> list[str]:
 
 
 def describe_feature(feature: Feature) -> tuple[str, str, str]:
-    """Return the kind, the values in training and the resolution of a feature in words."""
+    """Describe a feature in words for a table.
+
+    Returns:
+        Its kind, such as "continuous context"; its values in training (mean ± standard deviation and range, or labels);
+        and its resolution, empty if it has none.
+    """
     kind = feature.kind + (" context" if feature.context else "")
     kind += f", a cycle of {feature.period:g}" if feature.period is not None else ""
     if feature.kind == "discrete":
@@ -159,7 +172,7 @@ def describe_feature(feature: Feature) -> tuple[str, str, str]:
 
 
 def _render_features(data: PreparedTable) -> Sequence[str]:
-    """Return the section with the table of features and the columns that are no features."""
+    """Return the HTML blocks of the section with the table of features and the columns that are not features."""
     rows = [
         [feature.name, *describe_feature(feature), feature.reason, data.missing_by_feature.get(feature.name, 0)]
         for feature in collapse_time_slots(data.schema).features
@@ -175,9 +188,11 @@ def _render_features(data: PreparedTable) -> Sequence[str]:
 
 
 def _render_row_counts(data: PreparedTable, training: dict[str, Any]) -> list[str]:
-    """Return the section with the numbers of records and of rejected readings."""
+    """Return the HTML blocks of the section with the numbers of records, and of readings that were left out."""
     rows = [[f"records for {part}", count] for part, count in training["rows"].items()]
-    rows += [[f"infinite readings of {name}, refused", count] for name, count in data.infinite_by_feature.items()]
+    rows += [
+        [f"infinite readings of {name}, treated as missing", count] for name, count in data.infinite_by_feature.items()
+    ]
     rows += [[f"left out: {reason}", count] for reason, count in data.skipped_by_reason.items()]
     return [
         pages.render_heading("Data"),
