@@ -1,1 +1,1 @@
-"""Train models: from Parquet tables to a model directory, by the command `deformer-train`."""
+"""Train models from Parquet tables and write model directories (the command `deformer-train`)."""
