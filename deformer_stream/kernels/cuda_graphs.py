@@ -1,12 +1,12 @@
 """Forward passes of the PyTorch model over a KV cache; on a GPU, passes of common shapes are captured as CUDA graphs.
 
-A forward pass consists of some hundred small operators. A GPU finishes one of them before Python can launch the next. A
-CUDA graph holds the launches of a whole pass and replays them at once. A graph has fixed shapes and fixed addresses, so
-shapes are rounded up, and inputs are copied to fixed memory. The padding this adds is written to a page of the cache
-that no record has. Inputs are sent in one copy from pinned memory, and the results come back in one copy.
+A forward pass consists of some hundred small operators, and a GPU finishes each of them before Python can launch the
+next one. A CUDA graph contains the launches of a whole pass and replays them at once. Its shapes and addresses are
+fixed. Therefore shapes are rounded up, and inputs are copied to fixed memory: in one copy, from pinned memory. The
+tokens of the padding that this adds are written to a page of the cache that belongs to no record.
 
-The conditionals of the Gaussian prior are computed before each replay, because libraries that factorise matrices do not
-guarantee that they can be captured.
+The conditionals of the Gaussian prior (a mixture whose exact conditionals are inputs of the network) are computed
+before each replay, because libraries that factorise matrices do not guarantee that they can be captured.
 """
 
 from __future__ import annotations
@@ -28,59 +28,72 @@ from deformer_stream.model.gaussian_prior import PriorConditional
 T = TypeVar("T", NDArray[Any], Tensor)
 Floats = NDArray[np.float64]
 ForwardPass = Callable[[], Tensor]
-"""A forward pass that reads its inputs from fixed memory and returns the score terms."""
+"""A function that runs a forward pass on inputs in fixed memory. It returns the score terms, (3, R, L) for R records
+with L readings each."""
 Capture = Callable[[ForwardPass], ForwardPass]
-"""A function that captures a forward pass and returns a function that replays it."""
+"""A function that captures a forward pass as a CUDA graph, and returns a function that replays the graph."""
 
 MIN_RECORDS, MAX_RECORDS = 16, 1024
-"""Passes of fewer records are padded; passes of more records are not captured, because their operators are large."""
+"""Numbers of records of captured passes. A pass with fewer records is padded to the minimum. A pass with more than the
+maximum is not captured: its operators are so large that the time to launch them does not matter."""
 MAX_READINGS = 4
 """The largest number of new readings per record for which a pass is captured."""
 MAX_GRAPHS = 64
-"""Captured shapes that are kept, the most recently used ones."""
+"""The largest number of captured graphs that are kept. If there are more, the least recently used one is dropped."""
 NUM_WARM_UP_PASSES = 3
-"""Passes before a capture: libraries initialise themselves at their first use, which cannot be captured."""
+"""Number of passes that are executed before a capture, because libraries initialise themselves at their first uses and
+this initialisation cannot be captured."""
 
 
 class ForwardInputs(NamedTuple, Generic[T]):
-    """The inputs of a forward pass over L new readings of each of R records.
+    """The inputs of a forward pass over L new readings of each of R records, as NumPy arrays or as tensors.
 
     Attributes:
-        features: (R, L) feature codes, −1 for padding at the end.
-        values: (R, L) values in normalised units.
-        pages: (R, P) the pages of each record's cached tokens, see `TorchKVCache.locate_tokens`.
-        num_tokens: (R,) the number of each record's cached tokens.
-        places: (R, T) where the new tokens are written, see `TorchKVCache.allocate_tokens`.
+        features: (R, L) feature codes; −1 for padding at the end.
+        values: (R, L) values in normalised units, or label codes.
+        pages: (R, P) the numbers of the at most P pages that hold each record's cached tokens, padded at the end, from
+            `TorchKVCache.locate_tokens`.
+        num_tokens: (R,) the number of cached tokens of each record.
+        token_places: (R, T) where each of the T new tokens of a record is written in the cache, from
+            `TorchKVCache.allocate_tokens`.
     """
 
     features: T
     values: T
     pages: T
     num_tokens: T
-    places: T
+    token_places: T
 
 
 class CudaGraphs:
-    """Runs forward passes of a model, writes the new keys and values into a cache, and returns the score terms.
+    """A runner of forward passes of one model over one KV cache, which captures CUDA graphs on a GPU.
 
-    On a GPU it captures a CUDA graph for each common shape.
+    A pass writes the keys and values of the new readings into the cache and returns their score terms. On a GPU, a pass
+    of a common shape is captured the first time and replayed afterwards.
 
     Args:
         model: The model, in eval mode.
         cache: The cache of the records.
+
+    Attributes:
+        capture: The function that captures a pass; None if the device is no GPU or a capture has failed.
+        graph_by_shape: The captured graphs by their shape, the most recently used one at the end.
     """
 
     def __init__(self, model: DEformer, cache: TorchKVCache) -> None:
         self.model, self.cache = model, cache
         self.capture = create_capture(model.device)
-        self.graph_by_shape: dict[BatchShape, CapturedGraph] = {}  # the most recently used one at the end
+        self.graph_by_shape: dict[BatchShape, CapturedGraph] = {}
 
     def __call__(self, inputs: ForwardInputs[NDArray[Any]]) -> Floats:
-        """Run one forward pass.
+        """Run one forward pass over the new readings of R records, and write their keys and values into the cache.
+
+        Args:
+            inputs: The inputs, with at most L new readings per record.
 
         Returns:
-            (3, R, L): natural logarithm of the density or mass at each value, natural logarithm of the p-value, and
-            centered NLL. The entries of padding have no meaning.
+            (3, R, L) for each reading ln p of the value, ln of the p-value (probability of a value at most as likely),
+            and centered NLL (−ln p minus its expected value). The entries of padding have no meaning.
         """
         with torch.inference_mode():
             graph = self._find_or_capture(inputs)
@@ -90,54 +103,76 @@ class CudaGraphs:
             return np.asarray(self.compute_score_terms(tensors, self.compute_prior(tensors)).cpu().numpy())
 
     def compute_prior(self, inputs: ForwardInputs[Tensor]) -> PriorConditional | None:
-        """Return the Gaussian prior's conditionals of the new readings, or None if the model has no prior."""
+        """Return the distributions of the new readings, (R, L), under the Gaussian prior; None if the model has none.
+
+        Args:
+            inputs: The inputs of a forward pass. Earlier readings are read from the pages of the cache.
+        """
         cached_readings = self.cache.gather_readings(inputs.pages)
-        return self.model.compute_prior(
-            inputs.features, inputs.values, KVCacheView((), (), inputs.num_tokens, cached_readings)
-        )
+        # The prior depends on the earlier readings only, so the keys and values of the layers are left out.
+        cache_view = KVCacheView((), (), inputs.num_tokens, cached_readings)
+        return self.model.compute_prior(inputs.features, inputs.values, cache_view)
 
     def compute_score_terms(self, inputs: ForwardInputs[Tensor], prior: PriorConditional | None) -> Tensor:
-        """Run the network and return the score terms, see `__call__`.
+        """Run the network, write the new keys and values into the cache, and return the score terms.
 
-        No operation here depends on what a tensor holds or creates a tensor on the CPU, so all can be captured.
+        A CUDA graph can capture this method, because no operation depends on the contents of a tensor or creates a
+        tensor on the CPU.
+
+        Args:
+            inputs: The inputs, with L new readings for each of R records.
+            prior: The result of `compute_prior` for these inputs.
+
+        Returns:
+            (3, R, L) for each reading ln p of the value, ln of the p-value, and centered NLL.
         """
         cached = self.cache.gather_pages(inputs.pages, inputs.num_tokens)
         output = self.model.forward_cached(inputs.features, inputs.values, cached, prior)
-        self.cache.write(output, inputs.places)
+        self.cache.write(output, inputs.token_places)
         conditional = output.conditional
         terms = conditional.compute_score_terms(inputs.values, conditional.compute_surprisal(inputs.values))
         return torch.stack([terms.log_prob, terms.log_p_value, terms.centered_nll]).double()
 
     def _find_or_capture(self, inputs: ForwardInputs[NDArray[Any]]) -> CapturedGraph | None:
-        """Return the graph for the shape of the inputs, captured if necessary; None if such passes are not captured."""
-        shape = None if self.capture is None else round_up_shape(inputs)
-        if shape is None or self.capture is None:
+        """Return the graph for the shape of the inputs, and capture it if there is none yet.
+
+        Returns:
+            The graph; None if passes of this shape are not captured, or if a capture has failed.
+        """
+        if self.capture is None:
             return None
-        graph = self.graph_by_shape.pop(shape, None)
+        shape = round_up_shape(inputs)
+        if shape is None:
+            return None
+        graph = self.graph_by_shape.pop(shape, None)  # inserted again below, at the end
         if graph is None:
             try:
                 graph = CapturedGraph(self, shape, self.capture)
             except RuntimeError as error:  # errors of CUDA are RuntimeErrors, too
                 warnings.warn(
-                    f"CUDA graphs are not used, scoring on the GPU is slower: {error}", RuntimeWarning, stacklevel=2
+                    f"scoring on the GPU is slower, because a CUDA graph could not be captured: {error}",
+                    RuntimeWarning,
+                    stacklevel=2,
                 )
                 self.capture = None
                 return None
         self.graph_by_shape[shape] = graph
         if len(self.graph_by_shape) > MAX_GRAPHS:
-            del self.graph_by_shape[next(iter(self.graph_by_shape))]
+            least_recently_used = next(iter(self.graph_by_shape))
+            del self.graph_by_shape[least_recently_used]
         return graph
 
 
 BatchShape = tuple[int, int, int]
-"""The shape of a forward pass: number of records, new readings per record, and pages per record."""
+"""The shape of a forward pass: number of records, number of new readings per record, number of pages per record."""
 
 
 def round_up_shape(inputs: ForwardInputs[NDArray[Any]]) -> BatchShape | None:
-    """Return the shape to which inputs are padded for a CUDA graph.
+    """Return the shape to which inputs are padded for a CUDA graph, or None if such a pass is not captured.
 
-    Its numbers are powers of two, so that there are few different shapes. None if a pass is so large that the time to
-    launch its operators does not matter.
+    The numbers of the shape are powers of two, so that there are few different shapes. A pass with more than
+    `MAX_RECORDS` records or `MAX_READINGS` new readings per record is so large that the time to launch its operators
+    does not matter.
     """
     (num_records, num_readings), num_pages = inputs.features.shape, inputs.pages.shape[1]
     if num_records > MAX_RECORDS or num_readings > MAX_READINGS:
@@ -150,25 +185,29 @@ def round_up_shape(inputs: ForwardInputs[NDArray[Any]]) -> BatchShape | None:
 
 
 def _round_up_to_power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least `n`, which must be positive."""
     return 1 << (n - 1).bit_length()
 
 
 class CapturedGraph:
-    """A captured forward pass of one shape, with the memory from which it reads its inputs.
+    """The CUDA graph of a forward pass of one shape, with the fixed memory from which it reads its inputs.
 
     Args:
-        graphs: The model and the cache.
+        graphs: The runner with the model and the cache.
         shape: The shape of the inputs, padding included.
-        capture: Captures a forward pass.
+        capture: The function that captures a forward pass.
     """
 
     def __init__(self, graphs: CudaGraphs, shape: BatchShape, capture: Capture) -> None:
-        (num_records, num_readings, num_pages), model = shape, graphs.model
-        padding_page = graphs.cache.padding_page
-        padding_place = padding_page * graphs.cache.PAGE_TOKENS
+        (num_records, num_readings, num_pages), model, cache = shape, graphs.model, graphs.cache
         self.device, is_pinned = model.device, model.device.type == "cuda"
+        # Padding is read from the blank page and written to the padding page, so that it changes no score.
         self.padding: ForwardInputs[Any] = ForwardInputs(
-            features=-1, values=0.0, pages=padding_page, num_tokens=0, places=padding_place
+            features=-1,
+            values=0.0,
+            pages=cache.blank_page,
+            num_tokens=0,
+            token_places=cache.padding_page * cache.PAGE_TOKENS,
         )
         readings_shape = num_records, num_readings
         shapes: ForwardInputs[Any] = ForwardInputs(
@@ -176,22 +215,27 @@ class CapturedGraph:
             values=readings_shape,
             pages=(num_records, num_pages),
             num_tokens=(num_records,),
-            places=(num_records, num_readings * model.cached_tokens_per_reading),
+            token_places=(num_records, num_readings * model.cached_tokens_per_reading),
         )
         dtypes: ForwardInputs[Any] = ForwardInputs(
-            features=torch.int64, values=model.dtype, pages=torch.int64, num_tokens=torch.int64, places=torch.int64
+            features=torch.int64,
+            values=model.dtype,
+            pages=torch.int64,
+            num_tokens=torch.int64,
+            token_places=torch.int64,
         )
-        sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
-        # All inputs lie in one block of memory, so that they reach the device in one copy.
-        self.host_block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_pinned)
-        self.device_block = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        num_bytes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        # All inputs lie in one block of memory, so that they are copied to the device together.
+        self.host_block = torch.empty(sum(num_bytes), dtype=torch.uint8, pin_memory=is_pinned)
+        self.device_block = torch.empty(sum(num_bytes), dtype=torch.uint8, device=self.device)
         self.host_result = torch.empty(3, *readings_shape, dtype=torch.float64, pin_memory=is_pinned)
 
         def split(block: Tensor) -> ForwardInputs[Tensor]:
-            parts = zip(torch.split(block, sizes), dtypes, shapes, strict=True)
-            return ForwardInputs(*(part.view(dtype).view(shape) for part, dtype, shape in parts))
+            """Return the inputs as views of a block of bytes."""
+            pieces = zip(torch.split(block, num_bytes), dtypes, shapes, strict=True)
+            return ForwardInputs(*(piece.view(dtype).view(shape) for piece, dtype, shape in pieces))
 
-        self.host_arrays = [part.numpy() for part in split(self.host_block)]
+        self.host_arrays = [tensor.numpy() for tensor in split(self.host_block)]
         inputs = split(self.device_block)
         self._send(())  # the pass that is captured consists of padding only, and changes no record's pages
         self.inputs, self.prior = inputs, graphs.compute_prior(inputs)
@@ -202,36 +246,47 @@ class CapturedGraph:
         inputs: ForwardInputs[NDArray[Any]],
         compute_prior: Callable[[ForwardInputs[Tensor]], PriorConditional | None],
     ) -> Floats:
-        """Replay the pass with new inputs and return the score terms, (3, R, L), see `CudaGraphs.__call__`.
+        """Replay the pass with new inputs, which also writes the new keys and values into the cache.
 
         Args:
-            inputs: Inputs that are not larger than the shape of the graph.
-            compute_prior: Returns the Gaussian prior's conditionals of the padded inputs.
+            inputs: The inputs, L new readings of each of R records. They must not be larger than the graph's shape.
+            compute_prior: Returns the distributions of the padded inputs under the Gaussian prior.
+
+        Returns:
+            (3, R, L) for each reading ln p of the value, ln of the p-value (probability of a value at most as likely),
+            and centered NLL (−ln p minus its expected value).
         """
         num_records, num_readings = inputs.features.shape
         self._send(inputs)
         prior = compute_prior(self.inputs)
         if self.prior is not None and prior is not None:
+            # The graph reads the prior from the memory that it had when the pass was captured.
             for captured, new in zip(self.prior.tensors, prior.tensors, strict=True):
                 captured.copy_(new)
         self.host_result.copy_(self.replay(), non_blocking=True)
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+            torch.cuda.current_stream(self.device).synchronize()  # until the copy has ended
         return self.host_result[:, :num_records, :num_readings].numpy().copy()
 
     def _send(self, inputs: ForwardInputs[NDArray[Any]] | tuple[()]) -> None:
-        """Copy inputs to the memory of the graph, surrounded by padding; without inputs, padding only."""
-        for array, padding in zip(self.host_arrays, self.padding, strict=True):
-            array.fill(padding)
-        for array, part in zip(self.host_arrays, inputs, strict=False):
-            array[tuple(map(slice, part.shape))] = part
+        """Copy inputs to the memory from which the graph reads.
+
+        Args:
+            inputs: The inputs, which are padded to the graph's shape; or an empty tuple to copy only padding.
+        """
+        for host_array, padding in zip(self.host_arrays, self.padding, strict=True):
+            host_array.fill(padding)
+        for host_array, array in zip(self.host_arrays, inputs, strict=False):
+            first_entries = tuple(slice(length) for length in array.shape)
+            host_array[first_entries] = array
         self.device_block.copy_(self.host_block, non_blocking=True)
 
 
 def create_capture(device: torch.device) -> Capture | None:
-    """Return a function that captures CUDA graphs on a device; None if the device is no GPU.
+    """Return a function that captures forward passes on a device as CUDA graphs; None if the device is no GPU.
 
-    All graphs share one pool of memory. This is safe, because one replay ends before the next begins.
+    All graphs that it captures share one pool of memory for intermediate results. This is safe, because each replay
+    ends before the next one begins.
     """
     if device.type != "cuda":
         return None
@@ -239,6 +294,7 @@ def create_capture(device: torch.device) -> Capture | None:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(forward_pass: ForwardPass) -> ForwardPass:
+        """Capture the operators of a forward pass, and return a function that replays them."""
         current_stream = torch.cuda.current_stream(device)
         stream.wait_stream(current_stream)
         with torch.cuda.stream(stream):
@@ -251,6 +307,7 @@ def create_capture(device: torch.device) -> Capture | None:
             result = forward_pass()
 
         def replay() -> Tensor:
+            """Replay the graph, and return the tensor in which it always leaves its result."""
             graph.replay()
             return result
 

@@ -1,9 +1,9 @@
 """Caches of attention keys and values of open records, in fixed-size pages within a bound of memory.
 
-A cached record scores its next reading without computing its earlier readings again. The cache only accelerates: a
-record that is evicted is computed again from its log of readings, with the same scores. `PagePool` decides which pages
-a record gets and which records are evicted. `TorchKVCache` and `CpuKVCache` hold the pages, for PyTorch and for the
-compiled kernels.
+With the keys and values of a record's earlier readings in the cache, only its new readings go through the network. The
+cache changes no score: an evicted record is computed again from its stored readings. `PagePool` decides which pages a
+record gets and which records are evicted. Two subclasses hold the contents of the pages: `TorchKVCache` for PyTorch,
+and `CpuKVCache` for the compiled kernels (C code that scores on the CPU).
 """
 
 from __future__ import annotations
@@ -27,38 +27,46 @@ from deformer_stream.ragged import ragged_indices
 Ints = NDArray[np.int64]
 
 CACHE_LINE_BYTES = 64
-"""Pages begin at a multiple of this, so that no vector of a page lies in two cache lines of the processor."""
+"""Pages begin at an address that is a multiple of this, so that no vector of a page lies in two cache lines of the
+processor."""
 
 
 class PagePool:
-    """A pool of pages of one size, with a page table that says which pages each record has.
+    """A pool of pages of equal size, and a page table that lists the pages of each record.
 
-    Records are named by their index in the engine's record table. A record may have pages of several kinds, for example
-    of keys and values and of Cholesky factors. Its row of the page table holds first the pages of the first kind, then
-    those of the second, and so on. If there are too few free pages, the least recently used records are evicted.
+    A record is identified by its row in the engine's table of open records. It can have pages for several purposes (one
+    range of columns in the page table for each): first those with keys and values, then those with the rows of the
+    Cholesky factors of a Gaussian prior. If there are too few free pages, the least recently used records are evicted:
+    their pages become free, and their readings are computed again when they are next needed.
 
     Args:
         max_readings: The largest number of readings of a record.
-        num_pages_by_kind: For each kind a function from numbers of readings, (R,), to numbers of pages, (R,). It must
-            not decrease.
-        page_bytes: The size of a page.
-        max_bytes: The bytes that all pages together may have; the pool always has the pages of one record.
+        page_count_functions: One function for each purpose. It maps numbers of readings, (R,) for R records, to the
+            numbers of pages that they need, (R,), and must not decrease with the number of readings.
+        page_bytes: The size of a page in bytes.
+        max_bytes: The largest size of all pages together in bytes. The pool is larger only if it would otherwise not
+            hold one record of `max_readings` readings.
 
     Attributes:
-        num_pages: The number of pages of the pool.
+        num_pages: The number of pages of the pool, free or not.
         pages_per_record: The number of pages of a record with `max_readings` readings, the width of the page table.
-        page_table: (records, pages_per_record) the numbers of each record's pages.
-        num_cached_readings: (records,) readings of each record whose keys and values are cached; 0 if it is evicted.
+        first_columns: The first column of each purpose in the page table, then the width of the table.
+        free_pages: (num_pages,) page numbers, of which the first `num_free_pages` are free.
         num_free_pages: The number of free pages.
-        high_water: The largest number of pages that were ever in use at once. Pages are reused last in, first out, so
-            memory beyond it was never touched.
+        page_table: (rows, pages_per_record) the page numbers of the record in each row of the engine's table. Columns
+            beyond the record's own pages have no meaning.
+        num_cached_readings: (rows,) the number of readings of each record in the cache; 0 if the record is evicted.
+        last_used: (rows,) the value of `clock` when each record was last protected by `mark_in_use`.
+        clock: The number of calls of `mark_in_use`.
+        high_water: The largest number of pages that were ever in use at once. The page that was freed last is used
+            first, so memory beyond this number of pages was never touched.
     """
 
     def __init__(
-        self, max_readings: int, num_pages_by_kind: Sequence[Callable[[Ints], Ints]], page_bytes: int, max_bytes: int
+        self, max_readings: int, page_count_functions: Sequence[Callable[[Ints], Ints]], page_bytes: int, max_bytes: int
     ) -> None:
-        widths = [int(num_pages(np.array([max_readings]))[0]) for num_pages in num_pages_by_kind]
-        self.num_pages_by_kind = num_pages_by_kind
+        widths = [int(count_pages(np.array([max_readings]))[0]) for count_pages in page_count_functions]
+        self.page_count_functions = page_count_functions
         self.first_columns = np.cumsum([0, *widths])
         self.pages_per_record = sum(widths)
         self.page_bytes = page_bytes
@@ -73,11 +81,11 @@ class PagePool:
 
     @property
     def bytes_in_use(self) -> int:
-        """Return the size of all pages that are in use."""
+        """Return the size in bytes of all pages that belong to a record."""
         return int(self.num_pages - self.num_free_pages) * self.page_bytes
 
     def ensure_capacity(self, num_records: int) -> None:
-        """Extend the page table so that it has a row for each record index below `num_records`."""
+        """Extend the page table to at least `num_records` rows, so that records with a row below it can be cached."""
         num_missing = num_records - len(self.num_cached_readings)
         if num_missing > 0:
             rows = np.zeros((num_missing, self.pages_per_record), np.int64)
@@ -86,47 +94,61 @@ class PagePool:
             self.last_used = np.concatenate([self.last_used, np.zeros(num_missing, np.int64)])
 
     def num_pages_for(self, num_readings: Ints) -> Ints:
-        """Return the number of pages of all kinds that records with these numbers of readings need, (R,) → (R,)."""
-        first, *others = self.num_pages_by_kind
-        return sum((num_pages(num_readings) for num_pages in others), first(num_readings))
-
-    def needs_untouched_pages(self, record_index: Ints, num_readings: Ints) -> bool:
-        """Return whether these records need pages that were never in use before.
+        """Return how many pages R records need, (R,), pages for all purposes together.
 
         Args:
-            record_index: (R,) the records.
-            num_readings: (R,) how many readings each of them is to have.
+            num_readings: (R,) the number of readings of each record.
+        """
+        first, *others = self.page_count_functions
+        return sum((count_pages(num_readings) for count_pages in others), first(num_readings))
+
+    def needs_untouched_pages(self, record_index: Ints, num_readings: Ints) -> bool:
+        """Return whether R records would need pages that were never in use, so that resident memory would grow.
+
+        Args:
+            record_index: (R,) the row of each record in the page table.
+            num_readings: (R,) how many readings of each record shall be cached, at least as many as are cached now.
         """
         num_more = self.num_pages_for(num_readings) - self.num_pages_for(self.num_cached_readings[record_index])
-        num_free_touched = self.high_water - (self.num_pages - self.num_free_pages)
+        num_in_use = self.num_pages - self.num_free_pages
+        num_free_touched = self.high_water - num_in_use  # free pages that were in use before
         return int(num_more.sum()) > num_free_touched
 
     def mark_in_use(self, record_index: Ints) -> None:
-        """Protect these records, and only these, from eviction until the next call."""
+        """Protect these records, and no others, from eviction until the next call of this method.
+
+        Args:
+            record_index: (R,) the row of each record in the page table.
+        """
         self.clock += 1
         self.last_used[record_index] = self.clock
 
     def allocate(self, record_index: Ints, num_new: Ints) -> NDArray[np.bool_]:
-        """Give records the pages that their new readings need, and evict other records if necessary.
+        """Allocate the pages that R records need for new readings, and evict other records if necessary.
+
+        Only records that `mark_in_use` does not protect are evicted. The caller must add the new readings to
+        `num_cached_readings` after it has written them.
 
         Args:
-            record_index: (R,) the records.
-            num_new: (R,) how many readings each of them gets.
+            record_index: (R,) the row of each record in the page table.
+            num_new: (R,) the number of new readings of each record.
 
         Returns:
-            (R,) whether the record got its pages. Records are served in order until the pages are used up.
+            (R,) whether the record got its pages. Records are served in the given order until no page is free.
         """
         before = self.num_cached_readings[record_index]
         after = before + num_new
         growth = self._page_growth(before, after)
-        num_needed = sum((added for _, added in growth[1:]), growth[0][1])
+        num_needed = sum((num_added for _, num_added in growth[1:]), growth[0][1])
         total = int(num_needed.sum())
         fits = np.ones(len(record_index), bool)
         if total > self.num_free_pages:
             self._evict(total - self.num_free_pages)
             fits = num_needed.cumsum() <= self.num_free_pages
+            # A record that does not fit gets no page: its number of readings does not change.
             growth = self._page_growth(np.where(fits, before, after), after)
-        row, column = self._table_places(growth)
+        row, column = self._table_entries(growth)
+        # Free pages are used from the end of the list.
         self.num_free_pages -= len(row)
         new_pages = self.free_pages[self.num_free_pages : self.num_free_pages + len(row)]
         self.page_table[record_index[row], column] = new_pages
@@ -134,7 +156,11 @@ class PagePool:
         return fits
 
     def allocate_all(self, record_index: Ints, num_new: Ints) -> None:
-        """Give records the pages that their new readings need, see `allocate`.
+        """Allocate the pages that R records need for new readings, as `allocate` does, but fail if some get none.
+
+        Args:
+            record_index: (R,) the row of each record in the page table.
+            num_new: (R,) the number of new readings of each record.
 
         Raises:
             InvariantViolated: There are too few pages. Callers choose batches that fit, so this is a bug.
@@ -147,81 +173,122 @@ class PagePool:
             )
 
     def free(self, record_index: Ints) -> None:
-        """Free the pages of these records; their readings are computed again when the records are next scored."""
-        if not len(record_index):
-            return
-        nothing = np.zeros(len(record_index), np.int64)
-        row, column = self._table_places(self._page_growth(nothing, self.num_cached_readings[record_index]))
-        self.free_pages[self.num_free_pages : self.num_free_pages + len(row)] = self.page_table[
-            record_index[row], column
-        ]
-        self.num_free_pages += len(row)
-        self.num_cached_readings[record_index] = 0
-
-    def _page_growth(self, before: Ints, after: Ints) -> list[tuple[Ints, Ints]]:
-        """Return for each kind of page how many R records have, (R,), and how many more they need, (R,).
+        """Free all pages of R records; their readings are computed again when the records are next scored.
 
         Args:
-            before: (R,) readings that the records have.
-            after: (R,) readings that they are to have.
+            record_index: (R,) the row of each record in the page table.
         """
-        counts = [(num_pages(before), num_pages(after)) for num_pages in self.num_pages_by_kind]
-        return [(have, need - have) for have, need in counts]
+        if not len(record_index):
+            return
+        no_readings = np.zeros(len(record_index), np.int64)
+        # The pages that growth from no reading to the cached ones has required are all pages of a record.
+        row, column = self._table_entries(self._page_growth(no_readings, self.num_cached_readings[record_index]))
+        pages = self.page_table[record_index[row], column]
+        self.free_pages[self.num_free_pages : self.num_free_pages + len(pages)] = pages
+        self.num_free_pages += len(pages)
+        self.num_cached_readings[record_index] = 0
+        if len(pages):
+            self._clear_pages(pages)
 
-    def _table_places(self, growth: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
-        """Return where the additional pages go in the page table: rows among the R records, and columns."""
+    def _clear_pages(self, pages: Ints) -> None:
+        """Prepare pages that were just freed for their next record; a subclass overrides this if it is necessary.
+
+        Args:
+            pages: Numbers of at least one page.
+        """
+
+    def _page_growth(self, before: Ints, after: Ints) -> list[tuple[Ints, Ints]]:
+        """Return how many pages R records have, and how many more they need if their numbers of readings grow.
+
+        Args:
+            before: (R,) the number of readings that each record has.
+            after: (R,) the number of readings that it shall have.
+
+        Returns:
+            One pair of arrays for each purpose of pages: (R,) pages that each record has, (R,) pages to add.
+        """
+        counts = [(count_pages(before), count_pages(after)) for count_pages in self.page_count_functions]
+        return [(num_before, num_after - num_before) for num_before, num_after in counts]
+
+    def _table_entries(self, growth: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
+        """Return which entries of the page table R records use for additional pages.
+
+        Args:
+            growth: The result of `_page_growth`: for each purpose, pages that each record has, and pages to add.
+
+        Returns:
+            Two arrays with one element per added page: the index of the record among the R records, and the column.
+        """
         rows, columns = [], []
-        for (have, added), first_column in zip(growth, self.first_columns.tolist(), strict=False):
-            row, place = ragged_indices(added)
+        for (num_before, num_added), first_column in zip(growth, self.first_columns.tolist(), strict=False):
+            row, offset = ragged_indices(num_added)  # the record of each added page, and its number among them from 0
             rows.append(row)
-            columns.append(place + (have[row] + first_column))
+            columns.append(first_column + num_before[row] + offset)
         return np.concatenate(rows), np.concatenate(columns)
 
     def _evict(self, num_pages: int) -> None:
-        """Free the least recently used records until `num_pages` pages are free or only protected records are left."""
+        """Free the pages of the least recently used records.
+
+        Records that `mark_in_use` protects are not evicted, so fewer pages than requested may become free.
+
+        Args:
+            num_pages: The number of pages that shall become free.
+        """
         candidates = np.flatnonzero((self.num_cached_readings > 0) & (self.last_used < self.clock))
         candidates = candidates[np.argsort(self.last_used[candidates], kind="stable")]
-        freed = np.cumsum(self.num_pages_for(self.num_cached_readings[candidates]))
-        self.free(candidates[: int(np.searchsorted(freed, num_pages)) + 1])
+        num_freed = np.cumsum(self.num_pages_for(self.num_cached_readings[candidates]))
+        num_evicted = int(np.searchsorted(num_freed, num_pages)) + 1  # the first of them that free enough pages
+        self.free(candidates[:num_evicted])
 
 
 def allocate_zeroed(num_bytes: int) -> NDArray[np.uint8]:
-    """Return an array of zero bytes whose memory becomes resident only when it is touched.
+    """Return an array of `num_bytes` zero bytes whose memory becomes resident only when it is touched.
 
-    A cache can thus reserve its bound at once. The memory consists of huge pages if the system has them, because caches
-    are read at random places. The array begins at a multiple of `CACHE_LINE_BYTES`.
+    A cache can thus reserve its largest size at once. If the operating system has huge pages, the memory consists of
+    them, because that makes reads at random addresses faster. The address of the array is a multiple of
+    `CACHE_LINE_BYTES`.
 
     Raises:
-        MemoryError: The system refuses to reserve so much memory.
+        MemoryError: The system refuses to reserve this many bytes.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         raw = np.zeros(num_bytes + CACHE_LINE_BYTES, np.uint8)
-        first = -raw.ctypes.data % CACHE_LINE_BYTES
-        return raw[first : first + num_bytes]
+        num_skipped = -raw.ctypes.data % CACHE_LINE_BYTES  # up to the next multiple of CACHE_LINE_BYTES
+        return raw[num_skipped : num_skipped + num_bytes]
     try:
         area = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"the system refuses {num_bytes} bytes for a KV cache: lower its size ({error})") from error
+        raise MemoryError(
+            f"the system refuses {num_bytes} bytes for the KV cache: set a smaller cache size ({error})"
+        ) from error
     with contextlib.suppress(OSError):  # raised by systems without huge pages
         area.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(area, np.uint8)
 
 
 def _num_token_pages(tokens_per_reading: int, page_tokens: int, num_readings: Ints) -> Ints:
-    """Return how many pages the tokens of records with these numbers of readings need, (R,) → (R,).
+    """Return how many pages the cached tokens of R records fill, (R,).
 
-    It is no method of the caches, because a pool that refers to itself is freed late, by the garbage collector, and two
-    caches would be in memory when the model changes.
+    This is not a method of the caches: a pool would then refer to itself through its list of functions, and only the
+    garbage collector would free it. If the model is replaced, the old and the new cache would be in memory together.
+
+    Args:
+        tokens_per_reading: The number of cached tokens of a reading.
+        page_tokens: The number of tokens of a page.
+        num_readings: (R,) the number of cached readings of each record.
     """
-    return -(-num_readings * tokens_per_reading // page_tokens)
+    return -(-num_readings * tokens_per_reading // page_tokens)  # rounded up
 
 
 CacheShape = tuple[object, ...]
-"""The properties that two models must have in common to use one cache."""
+"""The properties of a model that determine the layout of its KV cache. Models with equal ones can share a cache."""
 
 
 def cache_shape(model: DEformer) -> CacheShape:
-    """Return the properties of a model on which the layout of its cache depends."""
+    """Return the properties of a model that determine the layout of its KV cache.
+
+    If a model is replaced by one with the same properties, the cache can be kept.
+    """
     config = model.config
     num_prior_components = 0 if model.gaussians is None else model.gaussians.num_components
     network = config.layers, config.heads, config.d_model, num_prior_components, model.has_cached_readings
@@ -229,187 +296,254 @@ def cache_shape(model: DEformer) -> CacheShape:
 
 
 class TorchKVCache(PagePool):
-    """A cache of keys and values that PyTorch reads and writes, with one pool of pages per layer.
+    """A cache of attention keys and values that PyTorch reads and writes, with one pool of pages per layer.
 
     Methods on NumPy arrays decide which pages are used (`locate_tokens`, `allocate_tokens`). Methods on tensors read
-    and write those pages on the model's device (`gather_pages`, `gather_readings`, `write`). The operations of the
-    latter do not depend on what the tensors hold, so they can be captured in a CUDA graph.
+    and write those pages on the device of the model (`gather_pages`, `gather_readings`, `write`). The operations of
+    these do not depend on the contents of the tensors, so that a CUDA graph can capture them.
+
+    Padding is read with an attention weight of 0. Because 0 · NaN is NaN, no number that is not finite may be read as
+    padding: a record for which a damaged model computed NaN would change the scores of other records. Therefore padding
+    is written to one page and read from another, and the values in pages are set to zero when the pages are freed.
 
     Args:
         model: The model whose keys and values are cached.
-        max_bytes: The bytes that all pages may have together; the pages of one record always fit.
+        max_bytes: The largest size of all pages together in bytes; the pages of one record always fit.
 
     Attributes:
-        tokens_per_reading: Cached tokens of a reading.
-        padding_page: The number of an additional page, to which padding is written.
+        tokens_per_reading: The number of cached tokens of a reading: 2 if its query token z (which feature) is cached
+            beside its observation token u (feature and value), else 1.
+        padding_page: The number of an additional page, to which padding is written. It is never read for a record.
+        blank_page: The number of an additional page, from which padding is read. It is never written and holds zeros.
+        keys: One tensor per layer, (pages, heads, PAGE_TOKENS, width of a head).
+        values: One tensor per layer, of the same shape as the keys.
+        readings: (pages, PAGE_TOKENS, 2) for each token the feature code and the normalised value of its reading; None
+            if the model does not need them.
     """
 
     PAGE_TOKENS = 8
-    """Tokens of a page: few enough that short records waste little, enough that gathering copies long stretches."""
+    """Tokens of a page: few, so that short records waste little; not fewer, so that pages are copied in long pieces."""
 
     def __init__(self, model: DEformer, max_bytes: int) -> None:
         config = model.config
         self.tokens_per_reading, self.heads = model.cached_tokens_per_reading, config.heads
         self.device = model.device
+        # Per token: a key and a value of width d_model in each layer; perhaps the code and the value of its reading.
         numbers_per_token = 2 * config.layers * config.d_model + 2 * model.has_cached_readings
         page_bytes = numbers_per_token * self.PAGE_TOKENS * model.dtype.itemsize
-        num_pages = partial(_num_token_pages, self.tokens_per_reading, self.PAGE_TOKENS)
-        super().__init__(len(model.schema), (num_pages,), page_bytes, max_bytes)
-        self.padding_page = self.num_pages
+        count_pages = partial(_num_token_pages, self.tokens_per_reading, self.PAGE_TOKENS)
+        super().__init__(len(model.schema), (count_pages,), page_bytes, max_bytes)
+        self.padding_page, self.blank_page = self.num_pages, self.num_pages + 1
         # Heads before tokens, so that a record's pages of one head are gathered into one contiguous matrix.
-        shape = (self.num_pages + 1, config.heads, self.PAGE_TOKENS, config.d_model // config.heads)
+        shape = (self.num_pages + 2, config.heads, self.PAGE_TOKENS, config.d_model // config.heads)
         self.keys, self.values = ([_zeros(shape, model) for _ in range(config.layers)] for _ in range(2))
-        self.readings = _zeros((self.num_pages + 1, self.PAGE_TOKENS, 2), model) if model.has_cached_readings else None
+        self.readings = _zeros((self.num_pages + 2, self.PAGE_TOKENS, 2), model) if model.has_cached_readings else None
 
     def locate_tokens(self, record_index: Ints, num_readings: Ints | None = None) -> tuple[Ints, Ints]:
-        """Return where the cached tokens of R records are.
+        """Return which pages hold the cached tokens of R records.
 
         Args:
-            record_index: (R,) the records.
-            num_readings: (R,) how many of each record's first readings are wanted; by default all cached ones.
+            record_index: (R,) the row of each record in the page table.
+            num_readings: (R,) how many of each record's first readings to locate; by default all cached ones.
 
         Returns:
-            (R, P) page numbers, where P is the number of pages of the longest record, and (R,) numbers of tokens.
+            (R, P) page numbers, where P is the number of pages of the longest record; shorter records are padded with
+            the blank page. And (R,) the number of tokens of each record.
         """
         num_readings = self.num_cached_readings[record_index] if num_readings is None else num_readings
-        num_pages = int(self.num_pages_for(num_readings.max(keepdims=True))[0]) if len(record_index) else 0
-        return self.page_table[record_index, :num_pages], num_readings * self.tokens_per_reading
+        num_pages = self.num_pages_for(num_readings)
+        column = np.arange(int(num_pages.max(initial=0)))
+        pages = self.page_table[record_index, : len(column)]
+        pages[column >= num_pages[:, None]] = self.blank_page  # a copy, because `record_index` is an array
+        return pages, num_readings * self.tokens_per_reading
 
     def allocate_tokens(self, record_index: Ints, num_new: Ints, num_tokens: int) -> tuple[Ints, Ints]:
-        """Allocate pages for the first new readings of R records.
+        """Allocate pages for new readings of R records, and return where to write the tokens of a forward pass.
+
+        If there are too few pages for a record, all its pages are freed and its new readings are not cached.
 
         Args:
-            record_index: (R,) the records. A record for which there are no pages is freed.
-            num_new: (R,) how many new readings of each record are to be cached; the rest is padding.
-            num_tokens: The number T of tokens that a forward pass computes for each record, padding included.
+            record_index: (R,) the row of each record in the page table.
+            num_new: (R,) how many new readings of each record to cache; the rest of the pass is padding.
+            num_tokens: The number T of tokens that the forward pass computes for each record, padding included.
 
         Returns:
-            (R, T) the place of each token in the pools, on the padding page if it is not cached; and (R,) how many new
-            readings of each record are cached.
+            (R, T) for each token its page number times `PAGE_TOKENS` plus its position in the page; tokens that are not
+            cached have the padding page. And (R,) how many new readings of each record are cached.
         """
         fits = self.allocate(record_index, num_new)
         num_new = np.where(fits, num_new, 0)
-        column = np.arange(num_tokens)
-        token = (self.num_cached_readings[record_index] * self.tokens_per_reading)[:, None] + column
-        is_cached = column < (num_new * self.tokens_per_reading)[:, None]
+        new_token = np.arange(num_tokens)
+        num_cached_tokens = self.num_cached_readings[record_index] * self.tokens_per_reading
+        token = num_cached_tokens[:, None] + new_token  # (R, T) position in the record
+        is_cached = new_token < (num_new * self.tokens_per_reading)[:, None]
         table_column = np.where(is_cached, token // self.PAGE_TOKENS, 0)
         page = np.take_along_axis(self.page_table[record_index], table_column, 1)
-        places = np.where(is_cached, page, self.padding_page) * self.PAGE_TOKENS + token % self.PAGE_TOKENS
+        page = np.where(is_cached, page, self.padding_page)
+        token_places = page * self.PAGE_TOKENS + token % self.PAGE_TOKENS
         self.free(record_index[~fits])
-        return places, num_new
+        return token_places, num_new
 
     def gather_pages(self, pages: Tensor, num_tokens: Tensor) -> KVCacheView:
-        """Return copies of the keys and values in these pages, padded to the longest record.
+        """Return copies of the cached keys and values of R records, padded to the same number of tokens.
 
         Args:
-            pages: (R, P) page numbers, see `locate_tokens`.
-            num_tokens: (R,) cached tokens of each record.
+            pages: (R, P) the numbers of the pages that hold each record's tokens, from `locate_tokens`.
+            num_tokens: (R,) the number of cached tokens of each record; those after them are padding.
+
+        Returns:
+            Keys and values of each layer, (R, heads, P · PAGE_TOKENS, width of a head), and the readings of the tokens.
         """
         R, P = pages.shape
-        # (R, H, P) in that order: index (page, head) pairs of the pools.
-        pairs = pages.unsqueeze(1) * self.heads + torch.arange(self.heads, device=pages.device).unsqueeze(1)
+        # A pool is a list of blocks, one per page and head. (R, heads, P) is the order in which they are gathered.
+        blocks = pages.unsqueeze(1) * self.heads + torch.arange(self.heads, device=pages.device).unsqueeze(1)
 
         def gather_pool(pool: Tensor) -> Tensor:
-            rows = pool.view(len(pool) * self.heads, -1).index_select(0, pairs.flatten())
-            return rows.view(R, self.heads, P * self.PAGE_TOKENS, pool.shape[-1])
+            gathered = pool.view(len(pool) * self.heads, -1).index_select(0, blocks.flatten())
+            return gathered.view(R, self.heads, P * self.PAGE_TOKENS, pool.shape[-1])
 
         keys, values = ([gather_pool(pool) for pool in pools] for pools in (self.keys, self.values))
         return KVCacheView(keys, values, num_tokens, self.gather_readings(pages))
 
     def gather_readings(self, pages: Tensor) -> Tensor | None:
-        """Return the readings that belong to the tokens in (R, P) pages, (R, P · PAGE_TOKENS, 2) codes and values.
+        """Return the readings to which the cached tokens of R records belong.
 
-        None if the model does not cache readings.
+        Args:
+            pages: (R, P) the numbers of the pages that hold each record's tokens, from `locate_tokens`.
+
+        Returns:
+            (R, P · PAGE_TOKENS, 2) for each token the feature code and the normalised value of its reading; None if the
+            model does not cache readings.
         """
         if self.readings is None:
             return None
         R, P = pages.shape
         return self.readings.index_select(0, pages.flatten()).view(R, P * self.PAGE_TOKENS, 2)
 
-    def write(self, output: StepOutput, places: Tensor) -> None:
-        """Write the keys and values of a forward pass to places in the pools, (R, T), see `allocate_tokens`."""
-        heads = torch.arange(self.heads, device=places.device).unsqueeze(1)
-        page, within = places.unsqueeze(1) // self.PAGE_TOKENS, places.unsqueeze(1) % self.PAGE_TOKENS
-        flat = ((page * self.heads + heads) * self.PAGE_TOKENS + within).flatten()
-        for pools, layers in ((self.keys, output.keys), (self.values, output.values)):
-            for pool, layer in zip(pools, layers, strict=True):
-                pool.view(-1, pool.shape[-1]).index_copy_(0, flat, layer.reshape(-1, pool.shape[-1]))
+    def write(self, output: StepOutput, token_places: Tensor) -> None:
+        """Write the keys and values of a forward pass into the pages.
+
+        Args:
+            output: The result of the pass, with T tokens for each of R records.
+            token_places: (R, T) where each token is written, from `allocate_tokens`.
+        """
+        heads = torch.arange(self.heads, device=token_places.device).unsqueeze(1)
+        page = token_places.unsqueeze(1) // self.PAGE_TOKENS
+        position = token_places.unsqueeze(1) % self.PAGE_TOKENS
+        # (R, heads, T) the index of each token in a pool of the shape (pages, heads, PAGE_TOKENS).
+        index = ((page * self.heads + heads) * self.PAGE_TOKENS + position).flatten()
+        for pools, new_by_layer in ((self.keys, output.keys), (self.values, output.values)):
+            for pool, new in zip(pools, new_by_layer, strict=True):
+                width = pool.shape[-1]
+                pool.view(-1, width).index_copy_(0, index, new.reshape(-1, width))
         if self.readings is not None and output.readings is not None:
-            self.readings.view(-1, 2).index_copy_(0, places.flatten(), output.readings.reshape(-1, 2))
+            self.readings.view(-1, 2).index_copy_(0, token_places.flatten(), output.readings.reshape(-1, 2))
 
     def gather(self, record_index: Ints, num_readings: Ints | None = None) -> KVCacheView:
-        """Return the cached keys and values of R records, or of the first `num_readings` readings of each, (R,)."""
+        """Return copies of the cached keys and values of R records, padded to the same number of tokens.
+
+        Args:
+            record_index: (R,) the row of each record in the page table.
+            num_readings: (R,) how many of each record's first readings to return; by default all cached ones.
+        """
         pages, num_tokens = self.locate_tokens(record_index, num_readings)
         return self.gather_pages(self._to_device(pages), self._to_device(num_tokens))
 
     def append(self, record_index: Ints, output: StepOutput, num_new: Ints) -> None:
-        """Cache the first `num_new` (R,) new readings of each record; a record without free pages is freed."""
-        places, num_new = self.allocate_tokens(record_index, num_new, output.keys[0].shape[2])
-        self.write(output, self._to_device(places))
+        """Add the first new readings of R records to the cache; a record for which there are no pages is freed.
+
+        Args:
+            record_index: (R,) the row of each record in the page table.
+            output: The result of the forward pass over the new readings.
+            num_new: (R,) how many new readings of each record to cache; the rest of the pass is padding.
+        """
+        token_places, num_new = self.allocate_tokens(record_index, num_new, output.keys[0].shape[2])
+        self.write(output, self._to_device(token_places))
         self.num_cached_readings[record_index] += num_new
 
+    def _clear_pages(self, pages: Ints) -> None:
+        """Set the values in freed pages to zero, because the unused tokens of their next record are read as padding.
+
+        Keys need not be cleared: the scores that are computed from padded keys are replaced by −∞.
+
+        Args:
+            pages: Page numbers.
+        """
+        page_index = self._to_device(pages)
+        with torch.inference_mode():
+            for pool in self.values:
+                pool.index_fill_(0, page_index, 0.0)
+
     def _to_device(self, array: Ints) -> Tensor:
+        """Return an array as a tensor on the device of the model."""
         return torch.from_numpy(array).to(self.device)
 
 
 def _zeros(shape: tuple[int, ...], model: DEformer) -> Tensor:
-    """Return zeros of the model's dtype and device.
+    """Return a tensor of zeros with the dtype and the device of the model.
 
-    Zeros are needed, because unused tokens of a page are multiplied by a weight of 0, and 0 · NaN is NaN.
+    On the CPU its memory becomes resident only when it is touched. Zeros are needed, because padding is multiplied by a
+    weight of 0, and 0 · NaN is NaN.
     """
     if model.device.type != "cpu":
         return torch.zeros(shape, dtype=model.dtype, device=model.device)
-    raw = torch.from_numpy(allocate_zeroed(math.prod(shape) * model.dtype.itemsize))
-    return raw.view(model.dtype).view(shape)
+    zero_bytes = torch.from_numpy(allocate_zeroed(math.prod(shape) * model.dtype.itemsize))
+    return zero_bytes.view(model.dtype).view(shape)
 
 
 class CpuKVCache(PagePool):
-    """A cache that the compiled kernels read and write: keys and values of all layers in one pool of pages.
+    """A cache that the compiled kernels (C code for the CPU) read and write, with the pages of all layers in one array.
 
-    A model with a Gaussian prior has a second kind of pages, which hold the rows of each record's Cholesky factor (one
-    row per reading, in float32, for all components of the prior).
+    A page holds the keys and values of some tokens for all layers. If the model has a Gaussian prior (a mixture whose
+    exact conditionals are inputs of the network), a record has further pages. They hold the Cholesky factors of the
+    covariances of its readings: one row per reading, in float32, for all components of the mixture.
 
     Args:
         model: The model whose keys and values are cached.
-        item_bytes: The size of a cached number: 4, or 2 in bfloat16.
-        max_bytes: The bytes that all pages may have together; the pages of one record always fit.
+        item_bytes: The size of a cached number in bytes: 4, or 2 in bfloat16.
+        max_bytes: The largest size of all pages together in bytes; the pages of one record always fit.
 
     Attributes:
-        row_page: (readings of a record,) the column of the page table whose page has the k-th reading's row.
-        row_place: (readings of a record,) the first vector of that row in the page.
-        pool: The bytes of all pages.
+        row_page: (largest number of readings of a record,) for the k-th reading of a record the column of the page
+            table whose page holds its row of the Cholesky factors; only with a Gaussian prior.
+        row_place: Of the same shape, the position of that row in the page, counted in vectors with one float per
+            component.
+        pool: (bytes of all pages,) uint8, the contents of all pages.
     """
 
     PAGE_TOKENS = KV_PAGE_TOKENS
-    """Tokens of a page: the scores of a page's tokens fill one vector of the processor."""
+    """Tokens of a page: the attention scores of these tokens fill one vector of the processor."""
 
     def __init__(self, model: DEformer, item_bytes: int, max_bytes: int) -> None:
         config, max_readings = model.config, len(model.schema)
-        page_bytes = 2 * config.layers * config.d_model * self.PAGE_TOKENS * item_bytes
-        num_token_pages = partial(_num_token_pages, model.cached_tokens_per_reading, self.PAGE_TOKENS)
-        num_pages_by_kind: list[Callable[[Ints], Ints]] = [num_token_pages]
+        page_bytes = 2 * config.layers * config.d_model * self.PAGE_TOKENS * item_bytes  # 2: key and value
+        count_token_pages = partial(_num_token_pages, model.cached_tokens_per_reading, self.PAGE_TOKENS)
+        page_count_functions: list[Callable[[Ints], Ints]] = [count_token_pages]
         if model.gaussians is not None:
-            vector_bytes = 4 * -(-model.gaussians.num_components // PRIOR_LANES) * PRIOR_LANES
+            padded_components = -(-model.gaussians.num_components // PRIOR_LANES) * PRIOR_LANES
+            vector_bytes = 4 * padded_components
+            # A page must hold the longest row, because no row is split. Pages are whole cache lines.
             longest_row_bytes = (max_readings + ROW_EXTRA_VECTORS) * vector_bytes
             page_bytes = -(-max(page_bytes, longest_row_bytes) // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
             self.row_page, self.row_place = _place_rows(max_readings, page_bytes // vector_bytes)
-            num_row_pages = np.concatenate([[0], self.row_page + 1])
-            num_pages_by_kind.append(lambda num_readings: num_row_pages[num_readings])
-        super().__init__(max_readings, num_pages_by_kind, page_bytes, max_bytes)
+            num_row_pages = np.concatenate([[0], self.row_page + 1])  # by number of readings
+            page_count_functions.append(lambda num_readings: num_row_pages[num_readings])
+        super().__init__(max_readings, page_count_functions, page_bytes, max_bytes)
         if model.gaussians is not None:
-            self.row_page += self.first_columns[1]
+            self.row_page += self.first_columns[1]  # rows follow the pages of keys and values in the page table
         self.pool = allocate_zeroed(self.num_pages * page_bytes)
 
     def copy_from(self, other: CpuKVCache, record_index: Ints, num_readings: Ints, num_new: Ints) -> None:
-        """Replace the contents of this cache by the first readings of R records of another cache.
+        """Replace the contents of this cache by copies of the first readings of R records of another cache.
 
-        The records get the indexes 0 to R − 1 here, and pages for further readings.
+        The copies get the rows 0 to R − 1 of the page table, and pages for further readings. They are used to score
+        continuations of open records without a change of the records themselves.
 
         Args:
-            other: The cache to copy from, of the same shape.
-            record_index: (R,) the records there.
-            num_readings: (R,) how many of each record's readings are copied.
-            num_new: (R,) for how many further readings each record gets pages.
+            other: The cache to copy from, created for the same model.
+            record_index: (R,) the row of each record in the page table of `other`.
+            num_readings: (R,) how many readings of each record are copied.
+            num_new: (R,) for how many further readings each copy gets pages.
 
         Raises:
             InvariantViolated: This cache has too few pages.
@@ -418,23 +552,33 @@ class CpuKVCache(PagePool):
         self.ensure_capacity(len(record_index))
         own_index = np.arange(len(record_index))
         self.allocate_all(own_index, num_readings + num_new)
-        row, column = self._table_places(self._page_growth(np.zeros_like(num_readings), num_readings))
+        # All pages with copied readings: those that growth from no reading to `num_readings` requires.
+        row, column = self._table_entries(self._page_growth(np.zeros_like(num_readings), num_readings))
         own_pages, other_pages = (cache.pool.reshape(cache.num_pages, -1) for cache in (self, other))
         own_pages[self.page_table[row, column]] = other_pages[other.page_table[record_index[row], column]]
         self.num_cached_readings[own_index] = num_readings + num_new
 
 
 def _place_rows(num_readings: int, vectors_per_page: int) -> tuple[Ints, Ints]:
-    """Return page and place of the rows of a record's Cholesky factor, (num_readings,) each; no row lies in two pages.
+    """Assign the rows of a record's Cholesky factors to pages, so that no row lies in two pages.
 
-    Row k has k vectors of the factor, and `ROW_EXTRA_VECTORS` more.
+    A vector has one float per component of the Gaussian prior. Row k has k vectors of the factor, and
+    `ROW_EXTRA_VECTORS` more.
+
+    Args:
+        num_readings: The number of rows, one for each reading of the longest record.
+        vectors_per_page: The number of vectors of a page, enough for the longest row.
+
+    Returns:
+        (num_readings,) the number of each row's page among these pages, from 0; and (num_readings,) the position of the
+        row's first vector in its page.
     """
-    page, place, places = 0, 0, []
+    page, first_vector, places = 0, 0, []
     for k in range(num_readings):
         row_vectors = k + ROW_EXTRA_VECTORS
-        if place + row_vectors > vectors_per_page:
-            page, place = page + 1, 0
-        places.append((page, place))
-        place += row_vectors
+        if first_vector + row_vectors > vectors_per_page:
+            page, first_vector = page + 1, 0
+        places.append((page, first_vector))
+        first_vector += row_vectors
     columns = np.array(places, np.int64).reshape(-1, 2).T
     return np.ascontiguousarray(columns[0]), np.ascontiguousarray(columns[1])
