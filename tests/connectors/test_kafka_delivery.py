@@ -174,7 +174,7 @@ def test_a_commit_that_does_not_come_back_is_left_behind(group: Callable[..., Gr
 
     delivery.begin(delivery.transaction([], hang, stranger))
     with pytest.raises(refusals.KafkaTimeoutError):
-        delivery.end(within=0.2)
+        delivery.end(timeout=0.2)
     delivery.renew_producer()
     deliver(world, delivery)
     go.set()

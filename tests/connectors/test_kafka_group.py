@@ -37,7 +37,7 @@ def test_another_model_is_refused_with_the_reason(group: Callable[..., Group]) -
     with following(first.turn):
         said = refused(world.join(model=theirs))
         assert said == (
-            f"the consumer group scores with model {ours}, this process has {theirs}: give them the same model, or "
+            f"the consumer group uses model {ours}, this process has model {theirs}: give both the same model, or "
             "choose another --group"
         )
         second = world.join(model=ours)
@@ -66,7 +66,7 @@ def test_of_two_models_that_start_together_one_is_refused(group: Callable[..., G
     assert len(failed) == 1
     ((loser, error),) = failed.items()
     assert isinstance(error, ConfigError)
-    assert f"the consumer group scores with model {'ab'[1 - loser]}" in str(error)
+    assert f"the consumer group uses model {'ab'[1 - loser]}" in str(error)
     members[1 - loser].settle_on(0, 1, 2, 3)
 
 
@@ -83,10 +83,10 @@ def test_a_model_is_changed_in_one_process_after_the_other(group: Callable[..., 
             third = world.join(model="new")
             until(lambda: bool(third.turn()) and len(third.source.assigned_partitions) == 2, "2 + 2 + 2")
             with following(third.turn):
-                assert "scores with model" in refused(world.join(model="newer"))
+                assert "uses model" in refused(world.join(model="newer"))
             second.source.model_fingerprint = "new"
             third.close()
-            assert "scores with model new, this process has old" in refused(world.join(model="old"))
+            assert "uses model new, this process has model old" in refused(world.join(model="old"))
             until(lambda: len(first.source.assigned_partitions) == len(second.source.assigned_partitions) == 3, "3 + 3 again")
 
 
@@ -150,7 +150,7 @@ def test_of_two_processes_with_one_name_the_older_is_told(
             older.commit()
             return False
 
-        with pytest.raises(ConfigError, match="another process of the group has this name: give each process its own"):
+        with pytest.raises(ConfigError, match="another process of the group uses this instance name: give each process its own"):
             until(told, "that there is another process")
         older.close()
         produce(world.bootstrap, world.topic, numbered(40, first=80))

@@ -59,7 +59,7 @@ def test_a_partition_that_delivers_nothing(kafka: SimpleNamespace, topic: Topic,
     watch.check_progress()
     time.sleep(SOON)
     with pytest.raises(
-        Unavailable, match=r"partition 0 delivers nothing from offset 1 on, though it ends at 3"
+        Unavailable, match=r"partition 0 delivers nothing from offset 1 on, although it ends at 3"
     ) as caught:
         until(lambda: watch.check_progress() is None and time.sleep(0.05) is not None, "a complaint")
     assert tp.topic in str(caught.value)
@@ -157,7 +157,7 @@ def test_a_broker_that_is_away(own: Any, worlds: list[Group], monkeypatch: pytes
         waiting = [pool.submit(newcomer.turn, 8.0) for newcomer in newcomers]
         for member in impatient:
             with pytest.raises(
-                Unavailable, match=f"Kafka at {own.bootstrap} has not answered for \\d+ s: look at the b"
+                Unavailable, match=f"Kafka at {own.bootstrap} has not responded for \\d+ s: check the brokers"
             ):
                 until(lambda member=member: bool(member.turn()) and False, "an end")
         with pytest.raises(Unavailable, match=f"Kafka at {own.bootstrap}"):

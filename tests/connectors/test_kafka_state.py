@@ -184,7 +184,7 @@ def test_a_thousand_decisions_come_back_in_order(either: Callable[..., Group]) -
         messages += more
     at = world.commit(delivery, messages)[0]
     delivery.close()
-    assert state.read(0, replace(kept, at=at)) == (LARGE, decisions)
+    assert state.read(0, replace(kept, first_offset=at)) == (LARGE, decisions)
 
 
 def test_decisions_may_be_larger_than_a_message(either: Callable[..., Group]) -> None:
@@ -202,7 +202,7 @@ def test_decisions_may_be_larger_than_a_message(either: Callable[..., Group]) ->
 
 def test_too_small_a_topic_is_refused(group: Callable[..., Group]) -> None:
     world = group(**{"max.message.bytes": "5000"})
-    with pytest.raises(ConfigError, match=f"{world.state_topic}' has max.message.bytes=5000: set it to 8192 or more"):
+    with pytest.raises(ConfigError, match=f"{world.state_topic}' has max.message.bytes=5000, too small for saved state: set it to 8192 or more"):
         world.state()
 
 
