@@ -321,7 +321,7 @@ def _read_lag(consumer: Consume) -> int:
 
 def sustained(options: argparse.Namespace, folder: Path) -> Rows:
     """Measure the consumer lag every second while messages are produced at a steady rate."""
-    with load_broker_script().start(lasting=True) as broker:
+    with load_broker_script().start(is_long_running=True) as broker:
         topic = _create_topic(broker.bootstrap)
         with _run_consumer(options, folder, broker.bootstrap, topic) as consumer:
             consumer.wait_until_ready()
@@ -364,7 +364,7 @@ def latency(options: argparse.Namespace, folder: Path) -> Rows:
 
 def _measure_latency(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the row of one rate."""
-    with load_broker_script().start(lasting=True) as broker:
+    with load_broker_script().start(is_long_running=True) as broker:
         topic = _create_topic(broker.bootstrap)
         with _run_consumer(options, folder, broker.bootstrap, topic) as consumer:
             consumer.wait_until_ready()
@@ -421,7 +421,7 @@ def start(options: argparse.Namespace, folder: Path, times: int = 5) -> Rows:
     """Measure the seconds from the start of a process until `/readyz` reports that its partitions are restored."""
     options = argparse.Namespace(**{**vars(options), "preset": "small", "features": 40})
     seconds = []
-    with load_broker_script().start(lasting=True) as broker:
+    with load_broker_script().start(is_long_running=True) as broker:
         for _ in range(times):
             topic = _create_topic(broker.bootstrap)
             began = time.monotonic()

@@ -81,7 +81,7 @@ class Fort:
         """The words that lead to that listener, with our authority where it is needed."""
         protocol = {"LOGIN": "SASL_PLAINTEXT", "BOTH": "SASL_SSL"}.get(door, "SSL")
         trusted = ["--ssl-cafile", self.authority] if protocol.endswith("SSL") else []
-        return ["--bootstrap-servers", self.broker.guarded[door], "--security-protocol", protocol, *trusted]
+        return ["--bootstrap-servers", self.broker.address_by_listener[door], "--security-protocol", protocol, *trusted]
 
     def user(self, name: str = "plant", mechanism: str = "PLAIN", password: Path | None = None) -> Words:
         """The words that log in."""

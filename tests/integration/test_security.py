@@ -191,7 +191,7 @@ def test_no_way_in(case: str, fort: Fort, table: Path, cli: Cli) -> None:
 def test_rights_that_are_missing(user: str, said: str, fort: Fort, model_dir: Path, cli: Cli) -> None:
     words = [*fort.to("LOGIN"), *fort.user(user), "--group", RIGHTS, "--instance", "here", "--model", model_dir]
     line = refusal(cli, 2, "consume", "--topic", RIGHTS, "--alerts", "", *words)
-    assert said.format(fort.broker.guarded["LOGIN"]) in line
+    assert said.format(fort.broker.address_by_listener["LOGIN"]) in line
 
 
 def test_writing_that_is_not_allowed(fort: Fort, table: Path, cli: Cli) -> None:

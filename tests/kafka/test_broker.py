@@ -1,4 +1,4 @@
-"""The development broker as a person uses it."""
+"""Tests of the script that runs a Kafka broker for development and tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 
 from tests.conftest import ROOT, load_broker_script, start_broker
 
-SCRIPT = ROOT / "deploy" / "kafka" / "broker.py"
+SCRIPT = ROOT / "tests" / "kafka" / "broker.py"
 
 
 def test_compose_runs_the_version_of_the_pom() -> None:
@@ -24,7 +24,7 @@ def test_compose_runs_the_version_of_the_pom() -> None:
 
 
 @pytest.mark.kafka
-def test_run_serves_until_interrupted_and_leaves_nothing(tmp_path: Path) -> None:
+def test_run_ends_on_interrupt_and_removes_its_data(tmp_path: Path) -> None:
     script = load_broker_script()
     (port,) = script.free_ports(1)
     process = subprocess.Popen(
@@ -33,20 +33,20 @@ def test_run_serves_until_interrupted_and_leaves_nothing(tmp_path: Path) -> None
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
-        # As from a terminal: shells let what they start in the background ignore Ctrl-C, and that is inherited.
+        # Processes in the background of a shell inherit that SIGINT is ignored; in a terminal it is not.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
     )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert f"127.0.0.1:{port}" in line
-        assert script.brokers_known(f"127.0.0.1:{port}") == [1]
+        assert script.list_brokers(f"127.0.0.1:{port}") == [1]
         assert len(list(tmp_path.glob("deformer-kafka-*"))) == 1
-        again = subprocess.run(
+        second_run = subprocess.run(
             [sys.executable, str(SCRIPT), "run", "--port", str(port)], capture_output=True, check=False
         )
-        assert again.returncode == 4
-        assert b"already has a broker" in again.stderr
+        assert second_run.returncode == 4
+        assert b"already has a broker" in second_run.stderr
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=300)
     finally:
@@ -54,18 +54,19 @@ def test_run_serves_until_interrupted_and_leaves_nothing(tmp_path: Path) -> None
         process.wait()
     assert process.returncode == 0, err
     assert "Traceback" not in err
-    assert script.brokers_known(f"127.0.0.1:{port}") == []
+    assert script.list_brokers(f"127.0.0.1:{port}") == []
     assert list(tmp_path.glob("deformer-kafka-*")) == []
 
 
 def send(bootstrap: str, value: bytes) -> None:
+    """Send a message to the topic `t`."""
     producer = KafkaProducer(bootstrap_servers=bootstrap, acks="all")
     producer.send("t", value, partition=0).get(30)
     producer.close()
 
 
 @pytest.mark.kafka
-def test_a_broker_that_was_killed_comes_back_with_its_data() -> None:
+def test_killed_broker_is_restarted_with_its_data() -> None:
     script = load_broker_script()
     with start_broker() as broker:
         admin = KafkaAdminClient(bootstrap_servers=broker.bootstrap)
@@ -73,10 +74,10 @@ def test_a_broker_that_was_killed_comes_back_with_its_data() -> None:
         admin.close()
         send(broker.bootstrap, b"1")
         broker.kill(1)
-        assert script.brokers_known(broker.bootstrap) == []
-        assert not broker.running()
+        assert script.list_brokers(broker.bootstrap) == []
+        assert not broker.is_running()
         broker.start_node(1)
-        broker.start_node(1)  # it is up already: no harm
+        broker.start_node(1)  # a running broker stays as it is
         send(broker.bootstrap, b"2")
         reader = KafkaConsumer(
             bootstrap_servers=broker.bootstrap, auto_offset_reset="earliest", consumer_timeout_ms=30_000
@@ -88,20 +89,20 @@ def test_a_broker_that_was_killed_comes_back_with_its_data() -> None:
             broker.kill(2)
         broker.stop_node(1)
         broker.stop_node(1)
-        assert script.brokers_known(broker.bootstrap) == []
+        assert script.list_brokers(broker.bootstrap) == []
         assert Path(broker.folder).is_dir()
     assert not Path(broker.folder).exists()
 
 
 @pytest.mark.parametrize("words", [["ensure"], ["run"], ["start"]])
-def test_without_any_means_one_line_says_what_to_do(
+def test_missing_java_and_container_engine_are_reported_in_one_line(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = load_broker_script()
-    means = sys.modules["means"]
-    for name in ("has_java", "has_jars", "container_engine"):
-        monkeypatch.setattr(means, name, lambda: None)
-    monkeypatch.setattr(means.shutil, "which", lambda name: None)
+    installation = sys.modules["installation"]
+    for name in ("has_java", "has_jars", "find_container_engine"):
+        monkeypatch.setattr(installation, name, lambda: None)
+    monkeypatch.setattr(installation.shutil, "which", lambda name: None)
     assert script.main(words) == 4
     out, err = capsys.readouterr()
     assert out == ""
@@ -110,9 +111,9 @@ def test_without_any_means_one_line_says_what_to_do(
     assert "DEFORMER_TEST_BOOTSTRAP" in err
 
 
-def test_missing_jars_are_no_reason_to_fetch_them_in_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_does_not_download_missing_jars(monkeypatch: pytest.MonkeyPatch) -> None:
     script = load_broker_script()
     monkeypatch.setattr(script, "has_jars", lambda: False)
-    monkeypatch.setattr(script, "container_engine", lambda: None)
+    monkeypatch.setattr(script, "find_container_engine", lambda: None)
     with pytest.raises(script.BrokerError, match=r"broker\.py ensure"):
         script.start()
