@@ -1,9 +1,11 @@
 """A priority queue of open records, ordered by how long they have been idle.
 
 A record moves to the end of the queue each time one of its events is accepted. Moving its entry would need a search, so
-the queue only appends: each poll adds one chunk of entries (record index and time of the last accepted event). An entry
-is outdated if its record has a later event or is closed. Outdated entries are dropped when they reach the front.
-Each entry is appended once and dropped once, so the cost per accepted event does not depend on the number of records.
+the queue only appends: each poll adds one chunk of entries. An entry holds the record's row in the record table, its
+order of opening, and the time of the accepted event. It is outdated if the record has a later event or is closed. A row
+is reused after its record is closed; the order of opening shows which record an entry belongs to. Outdated entries are
+dropped when they reach the front. Each entry is appended once and dropped once, so the cost per accepted event does not
+depend on the number of records.
 """
 
 from __future__ import annotations
@@ -33,28 +35,37 @@ class _Chunk:
 
     Attributes:
         record_indices: (E,) rows of the records in the record table.
+        open_orders: (E,) numbers that are larger the later a record was opened. Each record has its own.
         times: (E,) when an event of each record was accepted, microseconds since 1970. It was the record's last event
             when the entry was made.
         is_ordered: Whether entries with equal times are also ordered by partition and then by when the records were
             opened. If not, `IdleQueue._ordered` sorts them when they are needed.
     """
 
-    def __init__(self, record_indices: NDArray[np.int32], times: Ints, is_ordered: bool) -> None:
-        self.record_indices, self.times, self.is_ordered = record_indices, times, is_ordered
+    def __init__(self, record_indices: NDArray[np.int32], open_orders: Ints, times: Ints, is_ordered: bool) -> None:
+        self.record_indices, self.open_orders, self.times = record_indices, open_orders, times
+        self.is_ordered = is_ordered
 
     def __len__(self) -> int:
         return len(self.record_indices)
 
     def split(self, num_first: int) -> tuple[_Chunk, _Chunk]:
         """Return two chunks: the first `num_first` entries, and the entries after them."""
-        return (
-            _Chunk(self.record_indices[:num_first], self.times[:num_first], self.is_ordered),
-            _Chunk(self.record_indices[num_first:], self.times[num_first:], self.is_ordered),
-        )
+        return self.take(slice(None, num_first)), self.take(slice(num_first, None))
 
     def filter(self, is_kept: Bools) -> _Chunk:
         """Return a chunk of those of the E entries for which `is_kept`, (E,), is true."""
-        return self if is_kept.all() else _Chunk(self.record_indices[is_kept], self.times[is_kept], self.is_ordered)
+        return self if is_kept.all() else self.take(is_kept)
+
+    def take(self, entries: Bools | Ints | slice, is_ordered: bool | None = None) -> _Chunk:
+        """Return a chunk of some entries.
+
+        Args:
+            entries: A slice, a mask (E,), or indices of entries in the order of the new chunk.
+            is_ordered: Whether the new chunk is ordered; by default as this chunk is.
+        """
+        is_ordered = self.is_ordered if is_ordered is None else is_ordered
+        return _Chunk(self.record_indices[entries], self.open_orders[entries], self.times[entries], is_ordered)
 
 
 class IdleQueue:
@@ -68,8 +79,9 @@ class IdleQueue:
     selection that does not exclude their partition.
 
     Args:
-        is_current: A function of record indices (E,) and times (E,). It returns (E,) whether each record is open and
-            its last event was accepted at that time. Entries for which it returns false are dropped as outdated.
+        is_current: A function of record indices (E,) and times (E,). It returns (E,) whether the record in each row is
+            open and its last event was accepted at that time. Entries for which it returns false are dropped as
+            outdated, and so are entries of records whose row another record has now.
         partitions_of: A function of record indices (E,). It returns (E,) the partition of each record.
         open_order_of: A function of record indices (E,). It returns (E,) numbers that are larger the later a record was
             opened.
@@ -106,7 +118,8 @@ class IdleQueue:
             record_indices, times = record_indices[order], times[order]
         # Records with equal times are not sorted here. Most entries become outdated before they are needed, so only the
         # selected ones are sorted, by `_ordered`.
-        self._push_chunk(_Chunk(record_indices.astype(np.int32), times, is_ordered=False))
+        open_orders = self._open_order_of(record_indices)
+        self._push_chunk(_Chunk(record_indices.astype(np.int32), open_orders, times, is_ordered=False))
         if self._num_entries > self._compact_at:
             self._compact()
 
@@ -250,7 +263,9 @@ class IdleQueue:
 
     def _drop_outdated(self, chunk: _Chunk) -> _Chunk:
         """Return the entries whose records are open and have no later event."""
-        return chunk.filter(self._is_current(chunk.record_indices.astype(np.int64), chunk.times))
+        indices = chunk.record_indices.astype(np.int64)
+        is_same_record = self._open_order_of(indices) == chunk.open_orders
+        return chunk.filter(is_same_record & self._is_current(indices, chunk.times))
 
     def _exclude(self, chunk: _Chunk, partitions: Collection[int]) -> _Chunk:
         """Move the entries of some partitions to the separate queues of these partitions, and return the others."""
@@ -284,18 +299,16 @@ class IdleQueue:
         """
         indices = chunk.record_indices.astype(np.int64)
         # The last key of `lexsort` is the primary one.
-        order = np.lexsort((self._open_order_of(indices), self._partitions_of(indices), chunk.times))
+        order = np.lexsort((chunk.open_orders, self._partitions_of(indices), chunk.times))
         sorted_indices = indices[order]
         is_first_of_record = np.ones(len(order), np.bool_)
         np.not_equal(sorted_indices[1:], sorted_indices[:-1], out=is_first_of_record[1:])
-        order = order[is_first_of_record]
-        return _Chunk(chunk.record_indices[order], chunk.times[order], is_ordered=True)
+        return chunk.take(order[is_first_of_record], is_ordered=True)
 
     def _compact(self) -> None:
         """Remove all outdated entries, so that the queue's memory is bounded even if nothing is ever selected."""
         chunk = _concatenate([self._drop_outdated(chunk) for chunk in self.pop_chunks()])
-        order = chunk.times.argsort(kind="stable")
-        chunk = _Chunk(chunk.record_indices[order], chunk.times[order], is_ordered=False)
+        chunk = chunk.take(chunk.times.argsort(kind="stable"), is_ordered=False)
         self._push_chunk(chunk)
         self._compact_at = max(MIN_ENTRIES_TO_COMPACT, GROWTH_TO_COMPACT * len(chunk))
 
@@ -306,9 +319,10 @@ def _concatenate(chunks: list[_Chunk]) -> _Chunk:
     The entries are in general no longer sorted by time; the caller sorts them.
     """
     if not chunks:
-        return _Chunk(np.empty(0, np.int32), np.empty(0, np.int64), is_ordered=True)
+        return _Chunk(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64), is_ordered=True)
     return _Chunk(
         np.concatenate([chunk.record_indices for chunk in chunks]),
+        np.concatenate([chunk.open_orders for chunk in chunks]),
         np.concatenate([chunk.times for chunk in chunks]),
         is_ordered=len(chunks) == 1 and chunks[0].is_ordered,
     )
