@@ -1,9 +1,9 @@
-"""Compiled code that is built on the user's machine when it is first needed.
+"""Compile C code on the user's machine when it is first needed, and load the resulting shared libraries.
 
-The C compiler (`cc`, or the command in the environment variable CC) makes a shared library for the processor of this
-machine. The library is kept in the user's cache directory. Its name holds a digest of its sources, compiler and flags,
-and a digest of its own content, by which a damaged file is recognised and built again. If there is no compiler or the
-build fails, the reason is logged and NumPy and PyTorch do the work, several times slower.
+The C compiler (`cc`, or the command in the environment variable CC) compiles for the processor of this machine. The
+library is stored in the user's cache directory. Its file name has a digest (hash) of its sources, compiler and flags,
+and a digest of its own content. With the second digest, a damaged file is recognised, and compiled again. If there is
+no compiler or compilation fails, the reason is logged, and NumPy and PyTorch do the work several times slower.
 """
 
 from __future__ import annotations
@@ -29,20 +29,27 @@ from deformer_stream import log
 from deformer_stream.kernels.abi import find_differences
 
 SOURCES = Path(__file__).parent / "csrc"
+"""The folder with the C sources of the scoring kernels."""
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi")
+"""Flags of the C compiler for all libraries: optimised for the processor of this machine, as a shared library."""
 COMPILE_TIMEOUT_SECONDS = 120
+"""How long the compiler may run."""
 MAX_ERROR_CHARACTERS = 500
-"""How much of a compiler's error output is logged: its end, which names the error."""
+"""How many characters of a compiler's error output are logged: the last ones, which state the error."""
 BFLOAT16_FLAG, NO_BFLOAT16_DOT_FLAG = "-DBFLOAT16_FACTORS", "-DNO_BFLOAT16_DOT"
+"""Flags of the kernels: round factors to bfloat16; do so without the processor's dot products of bfloat16 pairs."""
 SLOW_SCORING = "scoring runs without compiled code, several times slower"
 
 
 @cache
 def load_kernels(low_precision: bool) -> ctypes.CDLL | None:
-    """Return the library of the scoring kernels, built if necessary; None if it cannot be had.
+    """Return the library of the scoring kernels, and compile it if it is not in the cache.
 
     Args:
-        low_precision: Whether the factors of the layers' products are rounded to bfloat16.
+        low_precision: Whether the kernels round the factors of matrix products in the layers to bfloat16.
+
+    Returns:
+        The library; None if it cannot be compiled or loaded, or does not match the Python code. The reason is logged.
     """
     flags = [BFLOAT16_FLAG] if low_precision else []
     if low_precision and not has_fast_bfloat16_dot():
@@ -58,10 +65,10 @@ def load_kernels(low_precision: bool) -> ctypes.CDLL | None:
 
 
 def has_fast_bfloat16_dot() -> bool:
-    """Return whether the processor multiplies vectors of bfloat16 faster than vectors of float32.
+    """Return whether dot products of bfloat16 vectors are faster on this processor than those of float32 vectors.
 
-    Intel's processors have the instruction, but it takes four times as long as one for float32, for twice as many
-    numbers.
+    On Intel's processors they are slower: the instruction processes twice as many numbers as the one for float32, but
+    takes four times as long.
     """
     get_capabilities: Any = getattr(torch.cpu, "get_capabilities", None)  # missing in older versions of PyTorch
     capabilities = {} if get_capabilities is None else get_capabilities()
@@ -69,31 +76,35 @@ def has_fast_bfloat16_dot() -> bool:
 
 
 def build_library(sources: Path, consequence: str, *flags: str) -> ctypes.CDLL | None:
-    """Return the library of all C files of a folder, built if it is not in the cache; None if it cannot be had.
+    """Return a library of all C files of a folder, and compile it if it is not in the cache.
 
     Args:
         sources: The folder with the C files.
-        consequence: What it means for the user if there is no library, for the log.
+        consequence: A clause for the log that states what happens without the library, such as "scoring is slower".
         *flags: Compiler flags in addition to `FLAGS`.
+
+    Returns:
+        The library; None if it cannot be compiled or loaded. The reason is logged.
     """
     logger = log.get_logger("kernels")
     compiler = find_compiler()
     if compiler is None:
-        reason = "there is no C compiler: install cc, or name one in the environment variable CC"
+        reason = "there is no C compiler: install one as `cc`, or set the environment variable CC to its command"
         logger.info("compiled_code_unavailable", consequence=consequence, reason=reason)
         return None
     all_flags = (*FLAGS, *flags)
     try:
         return _load_or_build(compiler, all_flags, sources, _cache_directory())
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        logger.warning("compiled_code_unavailable", consequence=consequence, reason=_reason(error))
+        logger.warning("compiled_code_unavailable", consequence=consequence, reason=_describe_failure(error))
         return None
 
 
 def find_compiler() -> list[str] | None:
-    """Return the command of the C compiler with its options, or None if its program is not installed.
+    """Return the command of the C compiler as a list of words, or None if its program is not installed.
 
-    CC may hold options or a wrapper, as in `gcc -O2` or `ccache gcc`.
+    The command is `cc` or the value of the environment variable CC, which can include options or a wrapper, such as
+    `gcc -O2` or `ccache gcc`.
     """
     words = shlex.split(os.environ.get("CC") or "cc")
     program = shutil.which(words[0]) if words else None
@@ -101,10 +112,16 @@ def find_compiler() -> list[str] | None:
 
 
 def _load_or_build(compiler: Sequence[str], flags: Sequence[str], sources: Path, directory: Path) -> ctypes.CDLL:
-    """Load a library from the cache directory, and build it first if it is missing, damaged, or another user's.
+    """Load a library from the cache directory, and compile it if it is missing, damaged, or writable by other users.
+
+    Args:
+        compiler: The command of the compiler as a list of words.
+        flags: The flags of the compiler.
+        sources: The folder with the C files.
+        directory: The cache directory.
 
     Raises:
-        OSError: The library that was just built cannot be loaded, or the cache directory cannot be written.
+        OSError: The cache directory cannot be written, or the library that was just compiled cannot be loaded.
         subprocess.SubprocessError: The compiler failed.
     """
     digest = _digest_of_inputs(compiler, flags, sources)
@@ -119,73 +136,96 @@ def _load_or_build(compiler: Sequence[str], flags: Sequence[str], sources: Path,
 
 
 def _check_cached(path: Path, digest: str) -> None:
-    """Raise OSError if a library in the cache is not what `_compile` has written there.
+    """Check that a library in the cache is unchanged since `_compile` wrote it, and that only this user can change it.
 
-    The content is compared before the library is loaded, because loading one that was cut short can end the process.
+    This must be done before the library is loaded, because loading an incomplete file can end the process.
+
+    Args:
+        path: The file of the library.
+        digest: The digest of its inputs, with which its name begins.
+
+    Raises:
+        PermissionError: Another user owns the file or can write to it.
+        OSError: The file cannot be read, or its content does not match the digest in its name.
     """
     if not _is_private(path):
-        raise PermissionError("another user owns the library or can write to it")
+        raise PermissionError(f"another user owns {path} or can write to it, so the library is compiled again")
     if path.stem != f"{digest}-{_digest_of_content(path)}":
-        raise OSError("the library is damaged: its content does not match its name")
+        raise OSError(
+            f"the library {path} is damaged: its content does not match the digest in its name; it is compiled again, "
+            f"and if this repeats, check the disk"
+        )
 
 
-def _reason(error: Exception) -> str:
-    """Return what a compiler printed on standard error, or the text of another error."""
-    printed = getattr(error, "stderr", None)
-    return printed.strip()[-MAX_ERROR_CHARACTERS:] if printed else str(error)
+def _describe_failure(error: Exception) -> str:
+    """Return why a library could not be built: the end of the compiler's error output, or else the error's own text."""
+    error_output = getattr(error, "stderr", None)  # errors of a failed process have this attribute
+    return error_output.strip()[-MAX_ERROR_CHARACTERS:] if error_output else str(error)
 
 
 def _is_private(path: Path) -> bool:
-    """Return whether a file or folder belongs to this user and only this user can write to it."""
+    """Return whether this user owns a file or folder and no other user can write to it."""
     status = path.stat()
     is_writable_by_others = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
     return status.st_uid == os.getuid() and not is_writable_by_others
 
 
 def _cache_directory() -> Path:
-    """Return the folder of built libraries, created if necessary.
+    """Return the folder in which compiled libraries are stored, and create it if necessary.
+
+    It is `deformer-stream` in the folder XDG_CACHE_HOME (an environment variable), or else in `~/.cache`.
 
     Raises:
-        PermissionError: Other users can write to the folder, and could have placed a library there.
-        RuntimeError: The user has no home directory.
+        PermissionError: Another user owns the folder or can write to it, and could have placed a library there.
+        RuntimeError: The user has no home directory, and XDG_CACHE_HOME is not set.
     """
     try:
         cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:
         raise RuntimeError(
-            "this user has no home directory for compiled code: set XDG_CACHE_HOME to a folder that only it can write"
+            "compiled code cannot be stored, because this user has no home directory: set the environment variable "
+            "XDG_CACHE_HOME to a folder to which only this user can write"
         ) from error
     directory = cache_home / "deformer-stream"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_private(directory):
         raise PermissionError(
-            f"other users own {directory} or can write to it, and may have placed a library there: "
-            f"delete the whole folder, it is created again"
+            f"another user owns the folder {directory} or can write to it, and may have placed a library there: "
+            f"delete the whole folder; it is created again"
         )
     return directory
 
 
 def _digest_of_inputs(compiler: Sequence[str], flags: Sequence[str], sources: Path) -> str:
-    """Return a digest of all that a library is built from: sources, compiler, flags and processor."""
-    version = _run([*compiler, "--version"])
+    """Return a hex digest of everything that determines a library: sources, compiler, flags and processor.
+
+    Args:
+        compiler: The command of the compiler as a list of words.
+        flags: The flags of the compiler.
+        sources: The folder with the C files.
+    """
+    compiler_version = _run([*compiler, "--version"])
     machine = platform.machine(), _processor_features()
-    digest = hashlib.sha256(repr((version, tuple(compiler), tuple(flags), *machine)).encode())
+    digest = hashlib.sha256(repr((compiler_version, tuple(compiler), tuple(flags), *machine)).encode())
     for source in sorted(sources.glob("*.[ch]")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:32]
 
 
 def _digest_of_content(path: Path) -> str:
-    """Return a digest of a file."""
+    """Return a hex digest of the content of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
 
 
 def _run(command: Sequence[str]) -> str:
     """Run a command and return its standard output.
 
+    Args:
+        command: The program and its arguments.
+
     Raises:
         OSError: The program cannot be started.
-        subprocess.SubprocessError: It failed, or took longer than `COMPILE_TIMEOUT_SECONDS`.
+        subprocess.SubprocessError: The program failed, or ran longer than `COMPILE_TIMEOUT_SECONDS`.
     """
     completed = subprocess.run(  # noqa: S603
         command, capture_output=True, text=True, errors="replace", timeout=COMPILE_TIMEOUT_SECONDS, check=True
@@ -194,29 +234,41 @@ def _run(command: Sequence[str]) -> str:
 
 
 def _processor_features() -> str:
-    """Return the instruction sets of the processor.
+    """Return a text that lists the instruction sets of the processor.
 
-    They are part of the digest, because machines that share a home directory may have different processors.
+    It is part of the digest of a library, because machines with different processors can share a home directory.
     """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
+    # The line begins with "flags" on x86 and with "Features" on ARM.
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
 def _compile(compiler: Sequence[str], flags: Sequence[str], sources: Path, directory: Path, digest: str) -> Path:
-    """Compile a library under a temporary name, write it to disk, rename it, and return its path.
+    """Compile a library into the cache directory and return its path.
 
-    Two processes that build the same library at once thus do not disturb each other, and a power failure leaves either
-    a complete library or none.
+    The compiler writes to a temporary file, which is renamed when it is complete and on disk. Two processes can thus
+    compile the same library at once, and a power failure leaves a complete library or none.
+
+    Args:
+        compiler: The command of the compiler as a list of words.
+        flags: The flags of the compiler.
+        sources: The folder with the C files.
+        directory: The cache directory.
+        digest: The digest of the inputs, with which the file name begins.
+
+    Raises:
+        OSError: The compiler cannot be started, or the directory cannot be written.
+        subprocess.SubprocessError: The compiler failed.
     """
-    handle, name = tempfile.mkstemp(suffix=".tmp", dir=directory)
+    handle, temporary_name = tempfile.mkstemp(suffix=".tmp", dir=directory)
     os.close(handle)
-    temporary = Path(name)
+    temporary = Path(temporary_name)
     try:
         c_files = [str(source) for source in sorted(sources.glob("*.c"))]
-        _run([*compiler, *flags, "-o", name, *c_files, "-lm"])
+        _run([*compiler, *flags, "-o", temporary_name, *c_files, "-lm"])
         temporary.chmod(stat.S_IRWXU)
         _sync_to_disk(temporary)
         path = directory / f"{digest}-{_digest_of_content(temporary)}.so"
@@ -225,11 +277,11 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], sources: Path, direc
             _sync_to_disk(directory)
         return path
     finally:
-        temporary.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)  # it no longer exists if it was renamed
 
 
 def _sync_to_disk(path: Path) -> None:
-    """Wait until a file or folder is on disk."""
+    """Write the buffered changes of a file or folder to disk, so that they survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
