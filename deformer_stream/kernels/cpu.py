@@ -1,9 +1,10 @@
-"""The compiled CPU kernels: a model's weights in their layout, and the calls that score readings with them.
+"""The compiled CPU kernels: a model's weights in their memory layout, and the calls that score readings with them.
 
-The kernels compute the same as `DEformer.forward_cached` and `DEformer.conditionals`, which are the reference. They
-read the keys and values of open records directly from the pages of `CpuKVCache`, and work without padding. A reading's
-score is the same bits however its record is cut into batches, and whatever else is in the batch. PyTorch computes the
-scores if there is no compiler, on a GPU, and for models that `is_supported` excludes.
+The kernels are C code that computes the same as `DEformer.forward_cached` and `DEformer.conditionals`, which are the
+reference. They read the attention keys and values of open records directly from the pages of `CpuKVCache`, and need no
+padding. A reading gets the same score to the last bit, however its record is split into batches and whatever other
+records are in the batch. PyTorch computes the scores if there is no C compiler, if the model is on a GPU, and if
+`is_supported` excludes the model.
 """
 
 from __future__ import annotations
@@ -36,15 +37,18 @@ Doubles = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 TOKENS_PER_UNIT = 96
-"""Tokens that go through a layer together: few enough to stay in the processor's cache, enough to reuse weights."""
+"""Number of tokens that go through a layer together. They are few enough to stay in the processor's cache, and enough
+that weights are read from memory once for many tokens."""
 READINGS_PER_STEP = 32
-"""Readings that a thread takes at once to compute surprisals or quantiles, as in csrc/mixture_queries.c."""
+"""Number of readings for which a thread computes surprisals or quantiles before it takes more from the shared counter.
+The same number is in csrc/mixture_queries.c."""
 
 
 def is_supported(model: DEformer) -> bool:
-    """Return whether the compiled kernels can score for this model.
+    """Return whether the compiled kernels can score readings with this model.
 
-    They need float32 weights on the CPU, two tokens per reading, and widths that fill whole vectors.
+    They need float32 weights on the CPU, two tokens per reading (a query token and an observation token), and
+    layers whose widths fill whole vectors of the processor.
     """
     config = model.config
     has_whole_vectors = config.d_model % 64 == 0 and config.d_model // config.heads % 16 == 0
@@ -55,19 +59,20 @@ def is_supported(model: DEformer) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """New readings of R records, one record after the other, M readings in all.
+    """New readings of R records, concatenated in the order of the records; M readings in total.
 
     Attributes:
-        features: (M,) feature codes.
-        values: (M,) values in normalised units; label codes of discrete features.
-        offsets: (R + 1,) where each record's readings begin; the last entry is M.
-        num_cached: (R,) readings of each record that its pages hold.
-        page_table: (R, columns) rows of the cache's page table.
-        depths: (M,) how many readings of its record each reading sees. The reading is written to the cache behind
-            those, over what was there. A tree of orders can thus be a record, with its nodes depth first. None if each
-            reading sees all readings before it.
-        num_prefill_only: (R,) how many of each record's first readings are only written to the cache and not scored.
-            None if all readings are scored.
+        features: (M,) feature codes (indexes in the schema).
+        values: (M,) values in normalised units; label codes for discrete features.
+        offsets: (R + 1,) the index of each record's first reading among the M readings; the last entry is M.
+        num_cached: (R,) the number of each record's readings that are in the KV cache before the call.
+        page_table: (R, columns) the rows of the cache's page table that belong to the records.
+        depths: (M,) for each new reading the number of its record's cached readings that it sees. A reading of depth k
+            sees the first k cached readings, and is then written to the cache as reading number k (from 0), over an
+            earlier one. Several orders of readings can so be scored as one record: orders that begin alike share nodes
+            of a tree, and the nodes are listed depth first. With None, a reading sees all readings before it.
+        num_prefill_only: (R,) how many of each record's first new readings are only written to the cache and not
+            scored, because they were scored before. With None, all new readings are scored.
     """
 
     features: Ints
@@ -80,57 +85,72 @@ class RaggedBatch:
 
     @property
     def query_offsets(self) -> Ints:
-        """Return where each record's scored readings begin among all scored readings, (R + 1,)."""
+        """Return the index of each record's first scored reading among all scored readings, (R + 1,).
+
+        The last entry is the number of scored readings.
+        """
         if self.num_prefill_only is None:
             return self.offsets
-        offsets: Ints = self.offsets - np.append(0, np.cumsum(self.num_prefill_only))
+        num_unscored_before = np.append(0, np.cumsum(self.num_prefill_only))
+        offsets: Ints = self.offsets - num_unscored_before
         return offsets
 
     def query_mask(self) -> Bools | slice:
-        """Return a mask of the readings that are scored, (M,), or a full slice if all are."""
+        """Return an index that selects the scored readings among the new ones: a mask, (M,), or a slice of all."""
         if self.num_prefill_only is None:
             return slice(None)
-        lengths = np.diff(self.offsets)
-        place = np.arange(self.offsets[-1]) - self.offsets[:-1].repeat(lengths)
-        is_query: Bools = place >= self.num_prefill_only.repeat(lengths)
-        return is_query
+        num_new = np.diff(self.offsets)
+        first_of_record = self.offsets[:-1].repeat(num_new)
+        position = np.arange(self.offsets[-1]) - first_of_record  # among the new readings of the record, from 0
+        is_scored: Bools = position >= self.num_prefill_only.repeat(num_new)
+        return is_scored
 
 
 def round_up(n: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least n."""
+    """Return the smallest multiple of `multiple` that is at least `n`."""
     return -(-n // multiple) * multiple
 
 
 def pad_with_zeros(t: Tensor, num_rows: int, num_columns: int | None = None) -> Tensor:
-    """Return a vector or matrix with zeros appended, so that it has this many rows and columns."""
-    columns = () if t.dim() == 1 else (0, 0 if num_columns is None else num_columns - t.shape[1])
-    return nn.functional.pad(t.detach(), (*columns, 0, num_rows - len(t)))
+    """Return a vector or matrix with zeros appended.
+
+    Args:
+        t: A vector or a matrix.
+        num_rows: The number of rows of the result (of entries, for a vector).
+        num_columns: The number of columns of the result; by default that of the matrix. Ignored for a vector.
+    """
+    num_added_rows = num_rows - len(t)
+    if t.dim() == 1:
+        return nn.functional.pad(t.detach(), (0, num_added_rows))
+    num_added_columns = 0 if num_columns is None else num_columns - t.shape[1]
+    return nn.functional.pad(t.detach(), (0, num_added_columns, 0, num_added_rows))
 
 
 def _float32(t: Tensor) -> Tensor:
-    """Return a contiguous float32 copy of a weight, detached from the graph of gradients."""
+    """Return a contiguous float32 tensor with the numbers of `t` and without gradients; a copy only if necessary."""
     return t.detach().float().contiguous()
 
 
 def _int64(t: Any) -> Tensor:
-    """Return a contiguous tensor of int64."""
+    """Return a tensor or array-like as a contiguous tensor of int64."""
     return torch.as_tensor(t).to(torch.int64).contiguous()
 
 
 class _WeightPacker:
-    """Packs a model's weights into the structures of csrc/abi.h.
+    """A converter of a model's weights into the structures that compiled code reads (csrc/abi.h).
 
     Args:
         model: The model.
-        dot_width: How many factors of a product lie side by side (2 if pairs of bfloat16 are multiplied, else 1).
-        cache: An empty cache of the model, whose layout the structure of the Gaussian prior needs.
+        dot_width: How many factors of a matrix product one instruction multiplies and adds, and which therefore lie
+            side by side: 2 for pairs of bfloat16, else 1.
+        cache: An empty cache of the model, from which the layout of the Gaussian prior's rows in pages is read.
     """
 
     def __init__(self, model: DEformer, dot_width: int, cache: CpuKVCache) -> None:
         self.model, self.dot_width, self.cache = model, dot_width, cache
 
     def pack(self) -> abi.Network:
-        """Return the structure of the model, which keeps all packed weights alive."""
+        """Return the structure of the complete model, which keeps all packed weights alive."""
         config = self.model.config
         layers = [self._pack_layer(cast(TransformerLayer, layer)) for layer in self.model.blocks]
         return abi.Network(
@@ -148,6 +168,7 @@ class _WeightPacker:
         )
 
     def _pack_layer(self, layer: TransformerLayer) -> abi.Layer:
+        """Return the weights of a Transformer layer: of two normalisations and four linear maps."""
         norms = {
             f"{name}_{part}": _float32(getattr(getattr(layer, name), part))
             for name in ("norm1", "norm2")
@@ -158,34 +179,47 @@ class _WeightPacker:
         return abi.Layer(**norms, **biases, **{name: self._pack_factors(linear) for name, linear in linears.items()})
 
     def _pack_factors(self, linear: nn.Linear) -> Tensor:
-        """Return the weights of a layer's map, (columns / 32, inputs / dot_width, 32, dot_width)."""
+        """Return the weights of a linear map in the order in which the kernels read them.
+
+        Returns:
+            (outputs / 32, inputs / dot_width, 32, dot_width), in bfloat16 if `dot_width` is 2, else in float32. So 32
+            outputs, and for each of them `dot_width` inputs, lie side by side.
+        """
         weight = linear.weight.detach()
         if self.model.config.precision == "bfloat16":
             weight = round_to_bfloat16(weight)
-        n, k = weight.shape
-        packed = weight.view(n // COLUMNS, COLUMNS, k // self.dot_width, self.dot_width).transpose(1, 2)
+        num_outputs, num_inputs = weight.shape
+        blocks = weight.view(num_outputs // COLUMNS, COLUMNS, num_inputs // self.dot_width, self.dot_width)
+        packed = blocks.transpose(1, 2)
         return packed.to(torch.bfloat16 if self.dot_width == 2 else torch.float32).contiguous()
 
     def _pack_map(self, weight: Tensor, bias: Tensor, num_inputs: int) -> abi.LinearMap:
-        """Return a float32 map, padded with zeros to `num_inputs` inputs and to a multiple of 32 outputs.
+        """Return the structure of a linear map, in float32 whatever precision the layers have.
 
         Args:
-            weight: (outputs, inputs)
-            bias: (outputs,)
-            num_inputs: Inputs of the packed map, at least those of the weight.
+            weight: (outputs, inputs) the weights. They are padded with zeros to a multiple of 32 outputs.
+            bias: (outputs,) the bias, padded in the same way.
+            num_inputs: The number of inputs of the packed map, at least that of the weight. The rest is zeros.
         """
         columns = round_up(len(weight), COLUMNS)
+        # (columns / 32, inputs, 32): the weights of 32 outputs for one input lie side by side.
         packed = pad_with_zeros(weight, columns, num_inputs).view(-1, COLUMNS, num_inputs).transpose(1, 2)
         padded_bias = pad_with_zeros(bias, columns)
         return abi.LinearMap(inputs=num_inputs, columns=columns, weights=_float32(packed), bias=_float32(padded_bias))
 
     def _pack_encoder(self) -> abi.TokenEncoder:
-        """Return the weights of query and observation tokens; the factor √d of tokens is part of the last map."""
+        """Return the weights that compute query tokens z (which feature is next) and observation tokens u.
+
+        An observation token (feature and value of a reading) is the output of several linear maps with ReLU between
+        them. The model multiplies tokens by √d, for tokens of width d. Here this factor is part of the weights.
+        """
         model = self.model
-        root = math.sqrt(model.config.d_model)
+        root = math.sqrt(model.config.d_model)  # √d
         linears = cast(Sequence[nn.Linear], model.value_encoder.maps)
         weights = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
         weights[-1] = root * weights[-1][0], root * weights[-1][1]
+        # The first map is split by `_split_first_map`. The inputs of each later map are the padded outputs of the one
+        # before it.
         width = round_up(len(weights[0][1]), COLUMNS)
         maps, num_inputs = [], width
         for weight, bias in weights[1:]:
@@ -193,7 +227,8 @@ class _WeightPacker:
             num_inputs = maps[-1].columns
         with torch.no_grad():
             identity, prior_map = model.embed_query_tokens(torch.arange(len(model.schema)), None), None
-            if model.guidance is not None:  # its bias is added to every query token, so it goes into the identities
+            if model.guidance is not None:  # the linear map that adds the prior's conditional to a query token
+                # Its bias is added to every query token, so it is made a part of the identities.
                 identity = identity + root * model.guidance.bias
                 no_bias = torch.zeros_like(model.guidance.bias)
                 prior_map = self._pack_map(root * model.guidance.weight, no_bias, model.guidance.in_features)
@@ -209,15 +244,27 @@ class _WeightPacker:
         )
 
     def _split_first_map(self, weight: Tensor, bias: Tensor, width: int) -> dict[str, Tensor]:
-        """Split the first map of observation tokens into the shares of features, values and labels.
+        """Split the first linear map of observation tokens into terms that can be computed beforehand.
 
-        The input of that map is a concatenation, so its output is a sum with one term for each part. The terms of the
-        features and of the labels can be computed beforehand.
+        The input of the map is a concatenation of four vectors: feature identity, value, sine and cosine (for features
+        on a cycle), and label embedding. Its output is therefore a sum of four terms. For F features, the term of each
+        feature and of each label is computed here once.
+
+        Args:
+            weight: (outputs, inputs) the weights of the map.
+            bias: (outputs,) the bias of the map, which is added to the terms of the features.
+            width: The number of outputs, padded with zeros.
+
+        Returns:
+            The arrays of `TokenEncoder` in csrc/abi.h by their names: feature_share (F, width), value_share (3, width)
+            for value, sine and cosine, cycle (F, 2) angle of the value 0 and angle per unit, and label_share (rows of
+            the label embedding, width).
         """
         model = self.model
         identities = model.embed_identities().detach().double()
-        parts = [identities.shape[1], 1, 2 if model.cycle_angles is not None else 0, model.label_width]
-        by_feature, by_value, by_cycle, by_label = torch.split(pad_with_zeros(weight, width).double(), parts, 1)
+        input_widths = [identities.shape[1], 1, 2 if model.cycle_angles is not None else 0, model.label_width]
+        padded_weight = pad_with_zeros(weight, width).double()
+        by_feature, by_value, by_cycle, by_label = torch.split(padded_weight, input_widths, 1)
         labels = torch.zeros(1, 0) if model.label_embedding is None else model.label_embedding.weight.detach()
         cycle = torch.zeros(len(identities), 2) if model.cycle_angles is None else model.cycle_angles
         return {
@@ -228,12 +275,17 @@ class _WeightPacker:
         }
 
     def _pack_prior(self, prior: GaussianPrior) -> abi.Prior:
-        """Return the first variant of the prior, components last, padded by components of weight 0."""
+        """Return the parameters of the Gaussian prior in float64, with the components in the last dimension.
+
+        Components of weight 0 are added up to a multiple of `PRIOR_LANES`. If the prior has several variants, the first
+        one is packed: it is the one that is used for scoring.
+        """
         padded = round_up(prior.num_components, PRIOR_LANES)
 
         def pad(t: Tensor, fill: float) -> Tensor:
-            added = (0, padded - prior.num_components)
-            return nn.functional.pad(t.double(), added, value=fill).contiguous()
+            """Return a tensor with `fill` for the additional components in its last dimension."""
+            padding = (0, padded - prior.num_components)
+            return nn.functional.pad(t.double(), padding, value=fill).contiguous()
 
         return abi.Prior(
             num_components=prior.num_components,
@@ -248,10 +300,12 @@ class _WeightPacker:
         )
 
     def _pack_head(self) -> abi.Head:
+        """Return the weights that compute the distribution of the next value from the output at a query token."""
         model, head, d = self.model, self.model.head, self.model.config.d_model
         norm = model.norm if isinstance(model.norm, nn.LayerNorm) else None
+        # (F, 2) for each of F features ln of the probability of all labels that training has seen, and of all others.
         log_masses = torch.stack([torch.log1p(-head.unseen_mass), torch.log(head.unseen_mass)], 1)
-        adjust = head.adjust
+        adjust = head.adjust  # its outputs change log weight, mean and log scale of each component of the prior
         return abi.Head(
             num_components=head.num_components,
             num_prior_components=0 if adjust is None else adjust.out_features // 3,
@@ -267,14 +321,15 @@ class _WeightPacker:
 
 
 class CpuKernels:
-    """The compiled kernels with one model's weights.
+    """The compiled kernels (C code that scores readings on the CPU) together with the packed weights of one model.
 
     Args:
-        model: A model that `is_supported`.
-        library: The library of the model's precision, see `build.load_kernels`.
+        model: A model for which `is_supported` returns True.
+        library: The library that `build.load_kernels` returns for the precision of the model.
 
     Attributes:
-        bytes_per_record: Bytes of the cache pages of a record with all its readings.
+        bytes_per_record: The size in bytes of the cache pages of a record that has a reading of every feature.
+        network: The packed weights.
     """
 
     def __init__(self, model: DEformer, library: ctypes.CDLL) -> None:
@@ -288,27 +343,43 @@ class CpuKernels:
 
     @staticmethod
     def for_model(model: DEformer) -> CpuKernels | None:
-        """Return the kernels for a model, or None if no library is attached to it or the kernels do not support it."""
+        """Return the kernels with the weights of a model.
+
+        Returns:
+            The kernels; None if `model.kernel_library` is None, or if the kernels do not support the model.
+        """
         if model.kernel_library is None or not is_supported(model):
             return None
         return CpuKernels(model, model.kernel_library)
 
     def create_cache(self, max_bytes: int) -> CpuKVCache:
-        """Return an empty KV cache of at most `max_bytes`; the pages of one record always fit."""
+        """Return an empty KV cache for the model.
+
+        Args:
+            max_bytes: The largest size of the cache in bytes. It is larger only if one record would otherwise not fit.
+        """
         return CpuKVCache(self.model, int(self.library.kv_item_bytes()), max_bytes)
 
     def score(self, kv_cache: CpuKVCache, batch: RaggedBatch) -> Floats:
-        """Score readings and write their keys and values into the cache.
+        """Score new readings, and write their keys and values into the cache.
 
-        The pages of all readings must be allocated before.
+        Args:
+            kv_cache: The cache. The caller must have allocated the pages of all new readings, and must add them to
+                `num_cached_readings` afterwards.
+            batch: The new readings, Z of which are scored.
 
         Returns:
-            (3, Z), for the Z scored readings: natural logarithm of the density or mass at the value (larger is
-            likelier), natural logarithm of the p-value, and centered NLL (−ln p minus its expectation).
+            (3, Z) for each scored reading ln p of the value (its density or probability), ln of the p-value
+            (probability of a value at most as likely), and centered NLL (−ln p minus its expected value).
+
+        Raises:
+            MemoryError: There is too little memory for intermediate results.
+            TypeError: An array of the batch has another dtype than `RaggedBatch` states, or is not contiguous.
         """
         if batch.num_prefill_only is not None and self.model.cached_tokens_per_reading == 2:
-            # Query tokens are cached, too, so all readings must go through the layers as scored ones.
-            return self.score(kv_cache, replace(batch, num_prefill_only=None))[:, batch.query_mask()]
+            # Query tokens are cached, too, so all readings must go through the layers like scored ones.
+            terms_of_all = self.score(kv_cache, replace(batch, num_prefill_only=None))
+            return terms_of_all[:, batch.query_mask()]
         score_terms = np.empty((3, int(batch.query_offsets[-1])), np.float32)
         self._score_batch(kv_cache, batch, score_terms=score_terms)
         return score_terms
@@ -324,19 +395,22 @@ class CpuKernels:
         columns: Doubles,
         p_value_exponent: float,
     ) -> None:
-        """Advance the running statistics of R records by M new readings, one record after the other.
+        """Update the running statistics of R records with M new readings, reading by reading.
 
         Args:
-            running: The running statistics of all records (`RUNNING_DTYPE`), updated except for the p-value.
-            record_index: (R,) the entries of the records in `running`.
-            offsets: (R + 1,) where each record's readings begin.
+            running: The running statistics of all records in the engine's table (`RUNNING_DTYPE`). Those of the R
+                records are updated, except for the p-value.
+            record_index: (R,) the entry of each record in `running`.
+            offsets: (R + 1,) the index of each record's first reading among the M readings; the last entry is M.
             score_terms: (3, M) the result of `score`, in float64.
-            is_scored: (M,) False for readings that change nothing, such as those of context features; None if all
+            is_scored: (M,) False for readings that change no statistic, such as those of context features; None if all
                 readings count.
-            is_decided: (M,) whether the statistic of the prefix that ends here counts; None if it does everywhere.
-            columns: (3 or more, M) output. Its first rows get ln p (NaN if not scored), the running sum of ln p, and
-                the running statistic (larger is more anomalous).
-            p_value_exponent: The power to which p-values are raised before they are combined.
+            is_decided: (M,) False for readings after which the anomaly score is not updated, because readings with the
+                same event time follow; None if it is updated after each reading.
+            columns: (3 or more, M) output. The first three rows receive, for each reading, ln p of the value (NaN if
+                the reading is not scored), the sum of ln p over the record so far, and the record's anomaly score so
+                far (larger is more anomalous).
+            p_value_exponent: The power to which p-values of readings are raised before they are combined.
         """
         task = abi.AdvanceTask(
             record_index=record_index,
@@ -352,9 +426,13 @@ class CpuKernels:
         self.library.advance_statistics(ctypes.byref(task))
 
     def conditionals(self, kv_cache: CpuKVCache, batch: RaggedBatch) -> Conditional:
-        """Return the conditional distributions of new readings, (M,), and write the readings into the cache.
+        """Return the distributions of the values of M new readings, (M,), and write the readings into the cache.
 
-        All readings of the batch must be scored ones (`num_prefill_only` is None).
+        Each distribution is conditional on the earlier readings of the same record.
+
+        Args:
+            kv_cache: The cache, in which the pages of all new readings are allocated.
+            batch: The new readings. All must be scored ones: `num_prefill_only` is None.
         """
         hidden = torch.empty(len(batch.features), self.model.config.d_model)
         prior = self._score_batch(kv_cache, batch, hidden=hidden)
@@ -363,16 +441,17 @@ class CpuKernels:
         return conditional
 
     def conditionals_of_records(self, features: Tensor, values: Tensor, depths: Ints | None = None) -> Conditional:
-        """Return what `DEformer.conditionals` returns: the conditionals of all readings of complete records.
+        """Return the conditional distributions of all readings of complete records, like `DEformer.conditionals`.
 
         Args:
             features: (N, L) feature codes of N records with L readings each, without padding.
-            values: (N, L) values in normalised units.
-            depths: (L,) for a tree of orders instead of a record, the depth of each node, nodes depth first. A node
-                sees only its ancestors.
+            values: (N, L) values in normalised units, or label codes.
+            depths: (L,) None for records. Otherwise each row of `features` is a tree, in which orders of readings that
+                begin alike share nodes, and this is the depth of each node (0 for a root). Nodes are listed depth
+                first, and a node sees only its ancestors.
 
         Returns:
-            Conditionals of shape (N, L).
+            Distributions of shape (N, L).
         """
         N, L = features.shape
         kv_cache = self.create_cache(N * self.bytes_per_record)
@@ -387,7 +466,17 @@ class CpuKernels:
         return self.conditionals(kv_cache, batch).reshape(N, L)
 
     def surprisal(self, conditional: Conditional, values: Tensor) -> Surprisal | None:
-        """Return what `Conditional.compute_surprisal` returns: surprisals of values, and moments of the surprisal."""
+        """Return the surprisal (−ln p) of each value, and the moments of the surprisal under its distribution.
+
+        This computes the same as `Conditional.compute_surprisal`.
+
+        Args:
+            conditional: Distributions of some shape S.
+            values: (*S) one value for each distribution, in normalised units.
+
+        Returns:
+            Surprisals of shape S; None if the distributions have no continuous part (no mixture components).
+        """
         num_components = conditional.means.shape[-1]
         if not num_components:
             return None
@@ -403,15 +492,24 @@ class CpuKernels:
             num_components=num_components,
             next_reading=ctypes.c_int64(0),
         )
-        _run_on_threads(self.library, "compute_surprisals", task, -(-values.numel() // READINGS_PER_STEP))
+        num_steps = -(-values.numel() // READINGS_PER_STEP)  # rounded up
+        _run_on_threads(self.library, "compute_surprisals", task, num_steps)
         return Surprisal(surprisal, minimum, mean, variance)
 
     def quantiles(self, conditional: Conditional, probabilities: Sequence[float]) -> Tensor:
-        """Return what `Conditional.quantiles` returns; the quantiles of mixtures are computed in float32."""
+        """Return quantiles of distributions, like `Conditional.quantiles`, but those of mixtures in float32.
+
+        Args:
+            conditional: Distributions of some shape S.
+            probabilities: Q probabilities; a quantile is the value below which the distribution has this probability.
+
+        Returns:
+            (Q, *S) values in normalised units, or label codes.
+        """
         continuous = torch.empty(len(probabilities), *conditional.discrete.shape)
         num_components, num_readings = conditional.means.shape[-1], conditional.discrete.numel()
         if not num_components or not continuous.numel():
-            return conditional.quantiles(probabilities)
+            return conditional.quantiles(probabilities)  # there is no mixture, or nothing to compute
         task = abi.QuantileTask(
             **_mixture_arrays(conditional),
             levels=torch.tensor(probabilities, dtype=torch.float32),
@@ -421,7 +519,8 @@ class CpuKernels:
             num_levels=len(probabilities),
             next_reading=ctypes.c_int64(0),
         )
-        _run_on_threads(self.library, "compute_quantiles", task, -(-num_readings // READINGS_PER_STEP))
+        num_steps = -(-num_readings // READINGS_PER_STEP)  # rounded up
+        _run_on_threads(self.library, "compute_quantiles", task, num_steps)
         return conditional.quantiles(probabilities, continuous)
 
     def _score_batch(
@@ -431,16 +530,19 @@ class CpuKernels:
         hidden: Tensor | None = None,
         score_terms: Floats | None = None,
     ) -> PriorConditional | None:
-        """Run the network over new readings and write one of the two outputs.
+        """Run the network over new readings, and write one of two kinds of output into an array.
 
         Args:
-            kv_cache: The cache, which gets the keys and values of all readings.
-            batch: The readings, Z of which are scored.
-            hidden: (Z, d) output: the outputs of the layers at query tokens; or None.
-            score_terms: (3, Z) output, see `score`; or None.
+            kv_cache: The cache, into which the keys and values of all new readings are written.
+            batch: The new readings, Z of which are scored.
+            hidden: (Z, d) output, for tokens of width d: what the last layer computes at each query token. None if
+                `score_terms` is wanted.
+            score_terms: (3, Z) output: ln p, ln of the p-value, and centered NLL of each scored reading. None if
+                `hidden` is wanted.
 
         Returns:
-            The conditionals of the Gaussian prior that the network was given, or None if the model has no prior.
+            The distributions of the scored readings under the Gaussian prior (an input of the network), (Z,); None if
+            the model has no prior.
         """
         prior, query_offsets = self.model.gaussians, batch.query_offsets
         prior_terms: Tensor | None = None
@@ -468,47 +570,49 @@ class CpuKernels:
             page_bytes=kv_cache.page_bytes,
             tokens_per_unit=TOKENS_PER_UNIT,
         )
-        num_units = int(batch.offsets[-1] + query_offsets[-1]) // TOKENS_PER_UNIT + 1
+        num_tokens = int(batch.offsets[-1] + query_offsets[-1])  # an observation token each, a query token if scored
+        num_units = num_tokens // TOKENS_PER_UNIT + 1  # as in the C function
         _run_on_threads(self.library, "score_batch", task, num_units)
         if prior is None or prior_terms is None:
             return None
-        has_prior = prior.column_by_code[torch.from_numpy(batch.features)] >= 0
-        log_weights, means, scales = prior_terms[..., : prior.num_components]
+        has_prior = prior.column_by_code[torch.from_numpy(batch.features)] >= 0  # else the prior lacks the feature
+        log_weights, means, scales = prior_terms[..., : prior.num_components]  # without padding
         return PriorConditional(log_weights, means, scales, has_prior)
 
 
 def _mixture_arrays(conditional: Conditional) -> dict[str, Tensor]:
+    """Return log weights, means and scales of the mixtures of distributions, as fields of a kernel's arguments."""
     return {name: _float32(getattr(conditional, name)) for name in ("log_weights", "means", "scales")}
 
 
 @contextlib.contextmanager
 def attached_kernels(model: DEformer) -> Iterator[CpuKernels | None]:
-    """Attach the compiled library to the model within a `with` block, as reading it from a model directory does.
+    """Attach the compiled kernels to a model that was not read from a model directory, within a `with` block.
 
     Yields:
         The model's kernels, or None if compiled code is not available or does not support the model.
     """
-    before = model.kernel_library
-    if before is None:
+    previous_library = model.kernel_library
+    if previous_library is None:
         model.kernel_library = build.load_kernels(model.config.precision == "bfloat16")
     try:
         yield CpuKernels.for_model(model)
     finally:
-        model.kernel_library = before
+        model.kernel_library = previous_library
 
 
 def _run_on_threads(library: ctypes.CDLL, function: str, task: abi.KernelStruct, num_units: int) -> None:
-    """Execute a function of the library on all threads, which take units of work from a counter of the task.
+    """Call a C function on all threads of PyTorch, which share one task and take units of work from its counter.
 
     Args:
         library: The compiled kernels.
-        function: The name of a function that takes the address of a task and returns a negative number if memory is
-            short.
-        task: The task, which has a counter that all threads share.
-        num_units: The number of units of work; there is no use for more threads.
+        function: The name of the C function. It takes the address of a task, and returns a negative number if it cannot
+            allocate memory.
+        task: The arguments of the function, with a counter from which each thread takes its next unit of work.
+        num_units: The number of units of work. At most this many threads are used.
 
     Raises:
-        MemoryError: A thread could not allocate its scratch memory.
+        MemoryError: A thread could not allocate memory for intermediate results.
     """
     num_threads = torch.get_num_threads()
     team = abi.ThreadTeam(function=_function_address(library, function), task=task, calls_left=num_units, failed=0)
@@ -518,26 +622,33 @@ def _run_on_threads(library: ctypes.CDLL, function: str, task: abi.KernelStruct,
     else:
         run_parallel(library.run_one_thread, ctypes.byref(team), num_threads, 0)
     if team.failed:
-        raise MemoryError(f"the compiled kernels have too little memory for {function}: free memory or lower the batch")
+        raise MemoryError(
+            f"the compiled kernels could not allocate memory for {function}: "
+            f"free memory, or score fewer records at once"
+        )
 
 
 @cache
 def _function_address(library: ctypes.CDLL, name: str) -> int | None:
-    """Return the address of a function of the library."""
+    """Return the address of a function of a library, so that C code can call it."""
     return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
 
 
 @cache
 def _openmp_runner() -> Callable[..., None] | None:
-    """Return OpenMP's function that calls another one on several threads, from the library that PyTorch has loaded.
+    """Return the function `GOMP_parallel` of GNU OpenMP, which calls another C function on several threads.
 
-    Its arguments are the function, the function's argument, the number of threads and 0. PyTorch's operators run on the
-    same threads, which wait actively for a while after their work. Other threads would compete with them for the cores.
-    None if PyTorch was built with another OpenMP or none; the kernels then run on one thread.
+    It takes the address of that function, its argument, the number of threads, and flags (0). The function is that of
+    the OpenMP library that PyTorch has loaded, so kernels run on the threads of PyTorch's operators. These threads wait
+    actively for a while after their work, and threads of our own would compete with them for the processor's cores.
+
+    Returns:
+        The function; None if PyTorch uses no GNU OpenMP. The kernels then run on one thread.
     """
     runner: Any = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     if runner is None:
-        log.get_logger("kernels").info("kernels_single_threaded", reason="PyTorch has not loaded GNU OpenMP (libgomp)")
+        reason = "PyTorch has not loaded GNU OpenMP (libgomp): install a build of PyTorch that uses it"
+        log.get_logger("kernels").info("kernels_single_threaded", reason=reason)
         return None
     runner.restype, runner.argtypes = None, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     return cast("Callable[..., None]", runner)
