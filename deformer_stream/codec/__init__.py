@@ -1,13 +1,13 @@
 """The public event format: bytes and table rows are decoded into events, and alerts are encoded as bytes.
 
-An event is one JSON object per message or line, in one of these forms. The last one is for models whose records are
-time windows of a device:
+An event is one JSON object per message or line, in one of these three forms. The first one is a single reading, the
+second one holds several readings of a record. The third one is for models whose records are time windows of a device:
 
     {"record": "pump-7/10:34:33", "feature": "Pressure", "value": 0.054711, "time": 1583750073.0}
     {"record": "pump-7/10:34:33", "time": "2020-03-09T10:34:33Z", "values": {"Pressure": 0.054711, "Current": 1.30128}}
     {"device": "pump-7", "feature": "Pressure", "value": 0.054711, "time": 1583750073.0}
 
-If an object has a key twice, the last one counts. The modules are:
+If a JSON object has a key twice, the last value counts. The modules are:
 
     payloads         what a connector hands to a decoder: messages, or rows of a table
     validation       the checks that all decoders share, and the exception that reports a failed check
@@ -46,8 +46,9 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.model.schema import Schema
 
 Order = Literal["arrival", "schema", "random"]
-"""The order of the readings within a row of a wide table: the table's column order, the model's feature order, or an
-independent random permutation per record."""
+"""The order of the readings within a row of a wide table (one record per row, one column per feature). "arrival" is the
+table's column order, "schema" is the model's feature order, "random" is an independent random permutation per
+record."""
 
 __all__ = [
     "MAX_TEXT_CHARS",
@@ -69,19 +70,22 @@ __all__ = [
 
 
 class Codec:
-    """The decoder for everything that a poll can return, and the encoder for alerts.
+    """Decoder for everything that a connector's poll can return (messages or table rows), and encoder for alerts.
 
     Args:
         schema: The features of the model.
-        field_names: The names of an event's fields and of a long table's columns.
-        order: The order of the readings of a wide row.
-        seed: The seed of the random order. That order depends only on the seed and the record id, not on how the input
-            is cut into chunks.
+        field_names: The names of an event's fields, and of the columns of a table with one reading per row. None
+            selects the default names.
+        order: The order of the readings of a row of a wide table (one record per row): "arrival" for the table's column
+            order, "schema" for the model's feature order, "random" for a random permutation per record.
+        seed: The seed of the random order. That order depends only on the seed, the record id and the feature codes,
+            not on how the input is cut into chunks.
         max_message_bytes: Maximum size of a message; a larger one is rejected as too large.
         max_readings: Maximum number of readings of a JSON message; one with more is rejected as too large.
-        window_assigner: The windows that contain events without a record id. Without it such events are rejected.
-        max_ahead_micros: Maximum distance in microseconds of an event's own time into the future, compared with the
-            broker's timestamp, or with the wall clock if there is none. None accepts all times.
+        window_assigner: Assigns events without a record id to time windows of their device. Without it such events are
+            rejected.
+        max_ahead_micros: How many microseconds an event's own time may lie after the broker's timestamp of its message,
+            or after the wall clock if there is no such timestamp. None accepts all times.
 
     Raises:
         ConfigError: If the order is unknown.
@@ -100,7 +104,7 @@ class Codec:
         max_ahead_micros: int | None = None,
     ) -> None:
         if order not in ("arrival", "schema", "random"):
-            raise ConfigError(f"the order {order!r} is unknown; use arrival, schema or random")
+            raise ConfigError(f"the order of readings {order!r} is unknown; use arrival, schema or random")
         field_names = field_names or FieldNames()
         self.schema = schema
         self.field_names = field_names
@@ -113,16 +117,21 @@ class Codec:
         self._wide_decoder = WideDecoder(schema, order, seed, time_limit)
 
     def decode(self, data: Payload) -> tuple[EventBatch, list[Rejection]]:
-        """Return the events of a poll in order of arrival, and the rejections.
+        """Decode what a poll of a connector returned.
 
-        Every message and every row gives at least one event or rejection. A bad reading among several is rejected
-        alone. There is one rejection per message and reason; it states the number of readings that it stands for.
+        Every message and every row gives at least one event or rejection. If a message holds several readings and one
+        of them is bad, only this one is rejected.
 
         Args:
             data: Messages or table rows.
 
+        Returns:
+            The events in order of arrival. One rejection per message and reason, with the number of readings that are
+            rejected for this reason.
+
         Raises:
-            InputError: If a table lacks a required column, or if a column's type cannot be right. Messages never raise.
+            InputError: If a table lacks a required column, or if a column has a type that no reading can have. Messages
+                are untrusted and never raise.
         """
         match data:
             case Messages():
@@ -133,13 +142,22 @@ class Codec:
                 return self._wide_decoder.decode(data)
 
     def decode_document(self, document: Mapping[str, object]) -> tuple[EventBatch, list[Rejection]]:
-        """Return the events and rejections of one event given as a Python mapping, by the rules of JSON messages.
+        """Decode one event that is a Python mapping instead of JSON bytes, by the rules of JSON messages.
 
         Args:
             document: The fields of the event. Values must have the types that `json.loads` returns.
+
+        Returns:
+            The accepted readings as events, and one rejection per reason.
         """
         return self._message_decoder.decode_document(document)
 
     def encode_alert(self, alert: Alert, data: Payload | None) -> bytes:
-        """Return an alert as JSON in the public format; see `deformer_stream.codec.encode_outputs.encode_alert`."""
+        """Return an alert as one JSON object in the public format.
+
+        Args:
+            alert: The alert.
+            data: The poll that `alert.message_index` refers to, from which the alert's source position (topic,
+                partition and offset) is read. If it is None, the alert states no source position.
+        """
         return encode_alert(alert, data)
