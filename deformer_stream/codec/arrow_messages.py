@@ -1,12 +1,12 @@
 """Decoder for messages that are Arrow IPC streams: many readings per message, decoded one column at a time.
 
-    record | feature | value | time            one reading per row; the time may be omitted, as in JSON
-    record | time | Pressure | Current | …     one record per row; null declares that a feature will not be observed
+    record | feature | value | time            long layout: one reading per row; the time may be omitted, as in JSON
+    record | time | Pressure | Current | …     wide layout: one record per row; null means "will not be observed"
 
 Messages are untrusted. Decoding never raises, and its memory is proportional to the size of the message. Compressed
-streams, columns of unexpected types and streams with too many rows are rejected before they are read. (Kafka compresses
-whole batches, within its own limits, so producers lose nothing.) Arrow then validates the rest before any value is
-used.
+streams, columns of unexpected types and streams with too many rows are rejected before they are read. (Producers can
+still use Kafka's own compression, which has limits of its own.) All other streams are validated by Arrow before any
+value is used.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Schema
 
 MAX_READINGS = 65_536
-"""Maximum number of readings of one message: its rows, or its rows times its features."""
+"""Maximum number of readings of one message. In long layout each row is a reading. In wide layout (one record per row,
+one column per feature) each cell is a reading."""
 
 _DICTIONARY_BATCH, _RECORD_BATCH = 2, 3
-"""The kinds of messages in an Arrow stream that contain columns (`MessageHeader` in Arrow's Message.fbs)."""
+"""The two kinds of Arrow messages that contain columns, as numbers of the union `MessageHeader` in Arrow's
+Message.fbs."""
 
 _READ_ERRORS = (pa.ArrowException, OSError, UnicodeError, OverflowError, MemoryError)
 """What Arrow may raise for invalid bytes. It reads lazily, so these can be raised by any access to a column."""
@@ -50,13 +52,14 @@ Columns = dict[str, pa.Array]
 
 
 class ArrowDecoder:
-    """Decoder for one message that is an Arrow IPC stream.
+    """Decoder for messages that are Arrow IPC streams, each with one reading or one record per row.
 
     Args:
         schema: The features of the model.
-        field_names: The names of the columns.
+        field_names: The names of the columns that are not features, such as the record id and the time.
         max_bytes: Maximum size of a message.
-        window_assigner: The windows that contain rows without a record id, or None if record ids are required.
+        window_assigner: Assigns rows without a record id to time windows of their device. None if record ids are
+            required.
         future_time_limit: The rule for times in the future, or None to accept all times.
     """
 
@@ -77,11 +80,11 @@ class ArrowDecoder:
         self._feature_columns = schema.code_by_name.keys() | schema.slot_layout_by_sensor.keys()
 
     def decode(self, payload: bytes, key: bytes | None, broker_time: int) -> tuple[list[EventBatch], list[Rejection]]:
-        """Return the events and rejections of a message, at least one of the two.
+        """Return the events and rejections of a message. It gives at least one event or one rejection.
 
         Args:
-            payload: The bytes of the stream.
-            key: The message key, which replaces missing record ids or devices.
+            payload: The value of the message: the bytes of the Arrow stream.
+            key: The message key, or None. It replaces missing record ids, or missing devices if records are windows.
             broker_time: The time of rows that state none, in microseconds since 1970, or `NO_TIME`.
 
         Returns:
@@ -110,10 +113,11 @@ class ArrowDecoder:
         """Read the known columns of a stream.
 
         Returns:
-            The record batches, validated, and the names of columns that may be features unknown to the model.
+            The record batches, validated. The names of columns that are rejected as unknown features: in wide layout
+            (one record per row) all columns that are unknown to the model, in long layout (one reading per row) none.
 
         Raises:
-            RejectionError: If the message is too large, compressed, or has no row or no known column.
+            RejectionError: If the message is too large or compressed, or if it has no row or no known column.
         """
         if len(payload) > self._max_bytes:
             raise RejectionError(
@@ -141,8 +145,12 @@ class ArrowDecoder:
     def _select_columns(self, schema: pa.Schema) -> tuple[list[int], list[str]]:
         """Choose the columns to read. Of several columns with the same name the last one counts, as in JSON.
 
+        Args:
+            schema: The columns of the Arrow stream.
+
         Returns:
-            The indices of the known columns, and the names of the other columns if the layout is wide.
+            The indices of the known columns. The names of all other columns in wide layout (one record per row); no
+            names in long layout (one reading per row), in which additional columns are ignored.
 
         Raises:
             RejectionError: If a known column has a type that no reading has, or if there is no column with readings.
@@ -157,7 +165,9 @@ class ArrowDecoder:
             is_time = pa.types.is_timestamp(column_type) or pa.types.is_date(column_type) or is_time_of_day(column_type)
             if not (is_scalar(column_type) or is_time):
                 raise RejectionError(
-                    RejectionReason.WRONG_TYPE, f"column {quote(schema.names[i])} is {quote(str(column_type))}"
+                    RejectionReason.WRONG_TYPE,
+                    f"column {quote(schema.names[i])} is {quote(str(column_type))}; "
+                    "numbers, text, booleans or times are expected",
                 )
         unknown_names = [] if is_long else [name for name in index_by_name if name not in known_names]
         if not is_long and not any(schema.names[i] in self._feature_columns for i in column_indices):
@@ -173,7 +183,13 @@ class ArrowDecoder:
     def _decode_record_batch(
         self, record_batch: pa.RecordBatch, key: bytes | None, broker_time: int
     ) -> tuple[EventBatch, list[Rejection]]:
-        """Return the events and rejections of one record batch, in long or wide layout."""
+        """Return the events and rejections of one Arrow record batch.
+
+        Args:
+            record_batch: N rows, in long layout (one reading per row) or in wide layout (one record per row).
+            key: The message key, which replaces missing record ids or devices.
+            broker_time: The time of rows that state none, in microseconds since 1970, or `NO_TIME`.
+        """
         columns = dict(zip(record_batch.schema.names, record_batch.columns, strict=True))
         columns[self._id_column] = self._fill_ids(columns.get(self._id_column), key, record_batch.num_rows)
         data = LongRows("Arrow", pa.RecordBatch.from_arrays(list(columns.values()), list(columns)), 0)
@@ -182,13 +198,18 @@ class ArrowDecoder:
         return self._decode_wide(data, columns, broker_time)
 
     def _fill_ids(self, column: pa.Array | None, key: bytes | None, num_rows: int) -> pa.Array:
-        """Return a column of N record ids or devices, with the message key in place of missing ones.
+        """Return a column of N record ids or device names, in which the message key replaces missing ones.
+
+        Args:
+            column: N ids as text or integers, null if missing; None if the whole column is missing.
+            key: The message key, or None if the message has no key. Then missing ids stay null.
+            num_rows: N.
 
         Raises:
             RejectionError: If the key is needed but is not UTF-8 text.
         """
-        has_column = column is not None
-        ids = convert_ids(column, f"column {self._id_column!r}") if has_column else pa.nulls(num_rows, pa.string())
+        is_missing = column is None
+        ids = pa.nulls(num_rows, pa.string()) if is_missing else convert_ids(column, f"column {self._id_column!r}")
         if not ids.null_count or not key:
             return ids
         try:
@@ -200,7 +221,17 @@ class ArrowDecoder:
             ) from None
 
     def _decode_wide(self, data: LongRows, columns: Columns, broker_time: int) -> tuple[EventBatch, list[Rejection]]:
-        """Return the events and rejections of N rows in wide layout, the readings of a row in column order."""
+        """Return the events and rejections of N rows in wide layout: one record per row, one column per feature.
+
+        Args:
+            data: The N rows.
+            columns: The same columns by name.
+            broker_time: The time of rows that state none, in microseconds since 1970, or `NO_TIME`.
+
+        Returns:
+            The events row by row, and in the order of the columns within a row. One rejection per rejected row, and one
+            per rejected cell of the other rows.
+        """
         times, row_errors = self._long_decoder.parse_times(data, columns, broker_time)
         record_ids, devices, id_errors = self._long_decoder.parse_record_ids(data, columns, times, row_errors)
         row_errors |= id_errors
@@ -210,32 +241,36 @@ class ArrowDecoder:
         time_slots = self._long_decoder.find_time_slots(devices, times)
         codes = find_feature_codes(self._schema, names, np.arange(len(names))[None, :], time_slots[:, None])
         has_unknown_codes = bool((codes < 0).any())
-        codes = np.broadcast_to(codes, (len(data), len(names)))  # time_slots may have one row for all rows
+        # All arrays from here on have the shape (N rows, C feature columns). If `time_slots` has a single entry, it
+        # holds for all rows.
+        codes = np.broadcast_to(codes, (len(data), len(names)))
 
         values = np.empty(codes.shape)
         is_accepted = np.ones(codes.shape, bool)
-        unseen_labels: dict[tuple[int, int], str] = {}
-        for place, name in enumerate(names):
-            values[:, place], exceptions = self._parse_cells(columns[name], name)
+        unseen_labels: dict[tuple[int, int], str] = {}  # text of an unseen label by row and column index
+        for column_index, name in enumerate(names):
+            values[:, column_index], exceptions = self._parse_cells(columns[name], name)
             if has_unknown_codes:
-                for row in np.flatnonzero(codes[:, place] < 0).tolist():
+                for row in np.flatnonzero(codes[:, column_index] < 0).tolist():
                     exceptions[row] = unknown_feature_error(self._schema, name, int(time_slots[row % len(time_slots)]))
             for row, exception in exceptions.items():
                 if isinstance(exception, RejectionError):
-                    is_accepted[row, place] = False
+                    is_accepted[row, column_index] = False
                     if row not in row_errors:
                         rejections.append(Rejection(0, exception.reason, exception.detail))
                 else:
-                    unseen_labels[row, place] = exception
+                    unseen_labels[row, column_index] = exception
         is_accepted[list(row_errors)] = False
 
-        rows, places = np.nonzero(is_accepted)
+        rows, column_indices = np.nonzero(is_accepted)
+        # Accepted cells become events in row-major order, so the number of accepted cells before one is its event
+        # index.
         event_indices = np.cumsum(is_accepted).reshape(is_accepted.shape) - 1
         zeros = np.zeros(len(rows), np.int32)
         batch = EventBatch(
             record_ids[rows].tolist(),
-            codes[rows, places],
-            values[rows, places],
+            codes[rows, column_indices],
+            values[rows, column_indices],
             times[rows],
             zeros,
             zeros,
@@ -252,7 +287,8 @@ class ArrowDecoder:
             name: The name of a feature, or of a sensor with one feature per time slot, which all have the same kind.
 
         Returns:
-            (N,) values or label codes, NaN for null. By row, the text of an unseen label or the reason for a rejection.
+            (N,) values or label codes, NaN for null. By row, the text of a label that training never saw, or the error
+            for which a cell is rejected.
         """
         code = self._schema.code_by_name.get(name)
         if code is None:
@@ -261,7 +297,10 @@ class ArrowDecoder:
         if feature.kind == "continuous":
             column = convert_times_of_day(column)
         if not is_scalar(column.type):
-            detail = f"feature {quote(feature.sensor_name)}: the column has the type {quote(str(column.type))}"
+            detail = (
+                f"feature {quote(feature.sensor_name)}: the column has the type {quote(str(column.type))}; "
+                "numbers, text or booleans are expected"
+            )
             error = RejectionError(RejectionReason.WRONG_TYPE, detail)
             return np.full(len(column), np.nan), dict.fromkeys(range(len(column)), error)
         if feature.kind == "continuous":
@@ -273,20 +312,26 @@ class ArrowDecoder:
 def _reject_compressed(messages: Iterable[Any]) -> None:
     """Raise `RejectionError` if a stream has compressed columns, which could expand to any amount of memory.
 
-    Compression is declared in the metadata of the stream's messages. The metadata are Flatbuffers (Arrow's Message.fbs
-    and Schema.fbs) that Arrow has verified, but pyarrow does not expose these fields.
+    Compression is declared in the metadata of each message of the stream. The metadata is a Flatbuffer that Arrow has
+    verified, but pyarrow does not expose the declaration. So its fields are read here by their numbers in Arrow's
+    Message.fbs.
+
+    Args:
+        messages: The messages of the stream (`pyarrow.ipc.Message`).
     """
     for message in messages:
         metadata = message.metadata.to_pybytes()
         try:
-            (root,) = struct.unpack_from("<I", metadata)
-            kind_offset, body = _find_field(metadata, root, 1), _follow_field(metadata, root, 2)
+            (message_table,) = struct.unpack_from("<I", metadata)
+            # Table Message: field 1 is the kind of its header, 2 the header, 4 the custom metadata.
+            kind_offset, header = _find_field(metadata, message_table, 1), _follow_field(metadata, message_table, 2)
             kind = metadata[kind_offset] if kind_offset else None
             if kind == _DICTIONARY_BATCH:
-                body = _follow_field(metadata, body, 1)
+                header = _follow_field(metadata, header, 1)  # field 1 of DictionaryBatch is its RecordBatch
             has_columns = kind in (_DICTIONARY_BATCH, _RECORD_BATCH)
-            is_compressed = has_columns and bool(_find_field(metadata, body, 3))
-            has_custom_metadata = bool(_find_field(metadata, root, 4))  # early Arrow versions declared compression here
+            is_compressed = has_columns and bool(_find_field(metadata, header, 3))  # field 3 of RecordBatch
+            # Early Arrow versions declared compression in the custom metadata.
+            has_custom_metadata = bool(_find_field(metadata, message_table, 4))
         except (struct.error, IndexError):
             raise RejectionError(RejectionReason.NOT_JSON, _explain_unreadable("its metadata is damaged")) from None
         if is_compressed or has_custom_metadata:
@@ -300,6 +345,9 @@ def _reject_compressed(messages: Iterable[Any]) -> None:
 def _find_field(data: bytes, table: int, field_number: int) -> int:
     """Return the offset of a field of a Flatbuffers table, or 0 if the table does not have the field.
 
+    A table begins with the distance to its vtable. The vtable holds its own size, the size of the table, and for each
+    field the distance from the start of the table (two bytes each, 0 for a missing field).
+
     Args:
         data: The Flatbuffer.
         table: The offset of the table.
@@ -308,24 +356,34 @@ def _find_field(data: bytes, table: int, field_number: int) -> int:
     (vtable_distance,) = struct.unpack_from("<i", data, table)
     vtable = table - vtable_distance
     (vtable_size,) = struct.unpack_from("<H", data, vtable)
-    entry = 4 + 2 * field_number
-    if entry >= vtable_size:
+    entry_offset = 4 + 2 * field_number  # the two sizes take 4 bytes
+    if entry_offset >= vtable_size:
         return 0
-    (field_offset,) = struct.unpack_from("<H", data, vtable + entry)
+    (field_offset,) = struct.unpack_from("<H", data, vtable + entry_offset)
     return table + int(field_offset) if field_offset else 0
 
 
 def _follow_field(data: bytes, table: int, field_number: int) -> int:
-    """Return the offset of the table that a field refers to, or 0 if there is no such field; see `_find_field`."""
+    """Return the offset of the Flatbuffers table that a field refers to, or 0 if there is no such field.
+
+    Args:
+        data: The Flatbuffer.
+        table: The offset of the table that has the field.
+        field_number: The number of the field in its definition, from 0.
+    """
     field = _find_field(data, table, field_number)
     return field + int(struct.unpack_from("<I", data, field)[0]) if field else 0
 
 
 def _explain_unknown_feature(name: str) -> str:
-    """Return the detail of the rejection of a column that is not a feature of the model."""
+    """Return the detail text of a rejection, for a column whose name is not a feature of the model."""
     return f"feature {quote(name)} is unknown to the model"
 
 
 def _explain_unreadable(problem: str) -> str:
-    """Return the detail of the rejection of bytes that are not a valid Arrow stream."""
+    """Return the detail text of a rejection, for bytes that are not a valid Arrow stream.
+
+    Args:
+        problem: The error message of Arrow, of which the first line is quoted.
+    """
     return f"not a readable Arrow stream: {quote(problem.splitlines()[0], 100)}"
