@@ -1,8 +1,9 @@
 """Conversion of Arrow columns to arrays of values, label codes, times and ids.
 
-Each `parse_...` function converts one column. It returns the converted values together with a dictionary of
-`RejectionError` by row, so that one bad cell does not affect the other rows. A column whose type can never be right
-raises `InputError`. Text and labels are converted once per distinct value and not once per row.
+The functions `parse_labels`, `parse_times` and `parse_numbers` convert one column each. They return the converted
+values together with a dictionary of `RejectionError` by row, so that one bad cell does not affect the other rows. A
+column whose type can never be right raises `InputError`. Text and labels are converted once per distinct value and not
+once per row.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from deformer_stream.errors import InputError
 from deformer_stream.model.schema import SECONDS_PER_DAY, Feature, format_label
 
 _UNITS_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+"""Arrow's names of time units, with the number of units in a second."""
 
 
 def parse_labels(
@@ -38,8 +40,8 @@ def parse_labels(
 ) -> tuple[NDArray[np.float64], dict[int, str | RejectionError]]:
     """Convert a column of discrete values to label codes.
 
-    A table that was stored as text loses types (`3` becomes `3.0`, `true` becomes `True`). If a text is not a label, it
-    is therefore also compared as the number or the boolean that it spells.
+    A table that was stored as text loses types (`3` becomes `3.0`, `true` becomes `True`). A text that is not a known
+    label is therefore also tried in other spellings: in lower case, and as the number that it spells.
 
     Args:
         column: N cells.
@@ -48,11 +50,11 @@ def parse_labels(
 
     Returns:
         (N,) label codes: NaN for null and NaN, the number of labels for an unseen label, infinity for a rejected cell.
-        By row, the text of an unseen label or the reason for the rejection.
+        By row, the text of an unseen label (one that training never saw), or the error for which a cell is rejected.
     """
     indices, distinct_values = encode_distinct(column)
-    codes = [nan] * (len(distinct_values) + 1)
-    exceptions: dict[int, str | RejectionError] = {}
+    codes = [nan] * (len(distinct_values) + 1)  # the last one is the code of null
+    exceptions: dict[int, str | RejectionError] = {}  # by index of the distinct value
     for index, value in enumerate(distinct_values):
         if isinstance(value, float) and not isfinite(value):
             is_nan = value != value
@@ -71,7 +73,16 @@ def parse_labels(
 
 
 def _choose_label(value: object, code_by_label: dict[str, int]) -> str:
-    """Return the label for a cell: its canonical text, or a known label that the text spells in another way."""
+    """Return the label that a cell stands for.
+
+    Args:
+        value: The cell as a Python object.
+        code_by_label: The codes of the labels that were seen in training.
+
+    Returns:
+        The canonical text of the value. If this is not a known label and the value is a text, another spelling of the
+        text (in lower case, or as a number) that is a known label, if there is one.
+    """
     label = format_label(value)
     if label in code_by_label or not isinstance(value, str):
         return label
@@ -79,7 +90,7 @@ def _choose_label(value: object, code_by_label: dict[str, int]) -> str:
 
 
 def _list_spellings(text: str) -> list[str]:
-    """Return the labels that a text may mean: the text in lower case, and the number that it spells."""
+    """Return other spellings of a label: the text in lower case, and the number that it spells as canonical text."""
     spellings = [text.strip().lower()]
     spelled_number = parse_number(text)
     if spelled_number is not None and isfinite(spelled_number):
@@ -95,7 +106,7 @@ def parse_times(column: pa.Array, description: str) -> tuple[NDArray[np.int64], 
         description: The file and the column, for error messages.
 
     Returns:
-        (N,) microseconds, `NO_TIME` for null. By row, why a cell is rejected.
+        (N,) microseconds, `NO_TIME` for null. By row, the error for which a cell is rejected.
 
     Raises:
         InputError: If the column has any other type, or timestamps that no 64-bit integer of microseconds can hold.
@@ -109,16 +120,31 @@ def parse_times(column: pa.Array, description: str) -> tuple[NDArray[np.int64], 
         return _parse_epoch_seconds(column)
     if is_text(column_type):
         return _parse_time_texts(column)
-    raise InputError(f"{description} is {column_type}; a timestamp, epoch seconds or RFC 3339 text is expected")
+    raise InputError(
+        f"{description} is {column_type}; a timestamp, epoch seconds or RFC 3339 text is expected: convert the column"
+    )
 
 
 def _parse_timestamps(column: pa.Array, description: str) -> tuple[NDArray[np.int64], dict[int, RejectionError]]:
-    """Convert a column of Arrow timestamps or dates; see `parse_times` for arguments and results."""
+    """Convert a column of N Arrow timestamps or dates to microseconds since 1970.
+
+    Args:
+        column: The cells. Timestamps without a time zone count as UTC.
+        description: The file and the column, for error messages.
+
+    Returns:
+        (N,) microseconds, `NO_TIME` for null. By row, the error for a time outside the years 1 to 9999.
+
+    Raises:
+        InputError: If no 64-bit integer of microseconds can hold a time.
+    """
     zone = column.type.tz if pa.types.is_timestamp(column.type) else None
     try:
         times = column.cast(pa.timestamp("us", zone), safe=False).cast(pa.int64())
     except pa.ArrowInvalid as error:
-        raise InputError(f"{description}: {error}; times must lie in the years 1 to 9999") from error
+        raise InputError(
+            f"{description}: a time cannot be converted ({error}); times must lie in the years 1 to 9999"
+        ) from error
     micros = np.where(_is_null(column), NO_TIME, times.fill_null(0).to_numpy())
     is_outside = (micros != NO_TIME) & ((micros < MIN_MICROS) | (micros > MAX_MICROS))
     errors_by_row = {
@@ -129,13 +155,17 @@ def _parse_timestamps(column: pa.Array, description: str) -> tuple[NDArray[np.in
 
 
 def _parse_epoch_seconds(column: pa.Array) -> tuple[NDArray[np.int64], dict[int, RejectionError]]:
-    """Convert a column of seconds since 1970; see `parse_times` for the results."""
+    """Convert a column of N numbers, seconds since 1970, to microseconds since 1970.
+
+    Returns:
+        (N,) microseconds, `NO_TIME` for null and for rejected cells. By row, the error for which a cell is rejected.
+    """
     seconds = to_float64(column)
     is_inside = (seconds >= MIN_SECOND) & (seconds <= MAX_SECOND)
     errors_by_row: dict[int, RejectionError] = {}
     for row in np.flatnonzero(~is_inside & ~_is_null(column)).tolist():
         try:
-            seconds_to_micros(float(seconds[row]))
+            seconds_to_micros(float(seconds[row]))  # raises, because the time is out of range; the error says how
         except RejectionError as error:
             errors_by_row[row] = error
     micros = np.round(np.where(is_inside, seconds, 0.0) * 1e6).astype(np.int64)
@@ -143,9 +173,13 @@ def _parse_epoch_seconds(column: pa.Array) -> tuple[NDArray[np.int64], dict[int,
 
 
 def _parse_time_texts(column: pa.Array) -> tuple[NDArray[np.int64], dict[int, RejectionError]]:
-    """Convert a column of RFC 3339 texts; see `parse_times` for the results."""
+    """Convert a column of N RFC 3339 texts to microseconds since 1970.
+
+    Returns:
+        (N,) microseconds, `NO_TIME` for null and for rejected cells. By row, the error for which a cell is rejected.
+    """
     indices, distinct_texts = encode_distinct(column)
-    micros = [NO_TIME] * (len(distinct_texts) + 1)
+    micros = [NO_TIME] * (len(distinct_texts) + 1)  # the last one is the time of null
     errors: list[RejectionError | None] = [None] * (len(distinct_texts) + 1)
     for index, text in enumerate(distinct_texts):
         try:
@@ -156,7 +190,7 @@ def _parse_time_texts(column: pa.Array) -> tuple[NDArray[np.int64], dict[int, Re
 
 
 def convert_ids(column: pa.Array, description: str) -> pa.Array:
-    """Return a column of record ids or device names as strings; integers become text.
+    """Return a column of record ids or device names as N strings; integers become text, null stays null.
 
     Args:
         column: N texts or integers.
@@ -181,7 +215,7 @@ def parse_numbers(column: pa.Array, feature: Feature) -> tuple[NDArray[np.float6
         feature: The feature, for its period and its name in error messages.
 
     Returns:
-        (N,) values, NaN for null. By row, why a cell is rejected.
+        (N,) values, NaN for null. By row, the error for which a cell is rejected.
     """
     name = feature.sensor_name
     if pa.types.is_null(column.type):
@@ -191,15 +225,15 @@ def parse_numbers(column: pa.Array, feature: Feature) -> tuple[NDArray[np.float6
         bad_rows = np.flatnonzero(~np.isfinite(values) & ~_is_null(column)).tolist()
         return values, {row: not_finite_error(name, values[row]) for row in bad_rows}
     indices, distinct_values = encode_distinct(column)
-    numbers = [nan] * (len(distinct_values) + 1)
+    numbers = [nan] * (len(distinct_values) + 1)  # the last one is the number for null
     errors: list[RejectionError | None] = [None] * (len(distinct_values) + 1)
     for index, cell in enumerate(distinct_values):
         number = None if isinstance(cell, bool) else parse_number(cell)
         if number is None and feature.period == SECONDS_PER_DAY and isinstance(cell, str):
             number = parse_time_of_day(cell)
         if number is None:
-            found = "a boolean" if isinstance(cell, bool) else f"text {quote(cell, 20)}"
-            detail = f"feature {quote(name)}: {found} where a number is expected"
+            cell_description = "a boolean" if isinstance(cell, bool) else f"text {quote(cell, 20)}"
+            detail = f"feature {quote(name)}: {cell_description} where a number is expected"
             errors[index] = RejectionError(RejectionReason.WRONG_TYPE, detail)
         elif not isfinite(number):
             errors[index] = not_finite_error(name, number)
@@ -209,7 +243,10 @@ def parse_numbers(column: pa.Array, feature: Feature) -> tuple[NDArray[np.float6
 
 
 def parse_number(text: str) -> float | None:
-    """Return the number that a text spells, or None. Digit groups (`1_000`), which Python accepts, are refused."""
+    """Return the number that a text spells, possibly NaN or infinite; None for other text.
+
+    Digit groups (`1_000`) count as other text, although Python accepts them.
+    """
     try:
         return None if "_" in text else float(text)
     except ValueError:
@@ -217,13 +254,13 @@ def parse_number(text: str) -> float | None:
 
 
 def encode_distinct(column: pa.Array) -> tuple[NDArray[np.int64], list[Any]]:
-    """Split a column into its distinct values and an index per cell.
+    """Split a column into its D distinct values and an index per cell, so that each value is converted only once.
 
     Args:
         column: N cells.
 
     Returns:
-        (N,) index of each cell into the distinct values; a null cell has the index `len(distinct_values)`.
+        (N,) index of each cell into the distinct values; a null cell has the index D.
         The D distinct values as Python objects.
     """
     if pa.types.is_null(column.type):
@@ -252,11 +289,11 @@ def to_python_values(column: pa.Array) -> list[Any]:
 
 
 def spread_errors(indices: NDArray[np.int64], errors: Sequence[RejectionError | None]) -> dict[int, RejectionError]:
-    """Return errors by row, given errors by distinct value.
+    """Return errors by row of a column, given the errors of the column's distinct values.
 
     Args:
-        indices: (N,) index of each row into the distinct values.
-        errors: The error of each distinct value, None if it is valid.
+        indices: (N,) index of each row into the distinct values, as returned by `encode_distinct`.
+        errors: The error of each distinct value, None if the value is valid.
     """
     bad_indices = [index for index, error in enumerate(errors) if error is not None]
     if not bad_indices:
@@ -272,7 +309,7 @@ def to_float64(column: pa.Array) -> NDArray[np.float64]:
 
 
 def _is_null(column: pa.Array) -> NDArray[np.bool_]:
-    """Return (N,) whether each cell is null."""
+    """Return a boolean array of shape (N,) that states for each of the N cells whether it is null."""
     return np.asarray(column.is_null().to_numpy(zero_copy_only=False))
 
 
@@ -282,30 +319,35 @@ def decode_dictionary(column: pa.Array) -> pa.Array:
 
 
 def format_labels(column: pa.Array) -> pa.Array:
-    """Return each cell as the canonical text of its label, null for null and NaN."""
+    """Return a column of N discrete values as N canonical label texts, null for null and NaN.
+
+    Text that is not valid UTF-8 keeps its bytes, so that a later check of the label can reject it.
+    """
     indices, distinct_values = encode_distinct(column)
     labels = [None if isinstance(value, float) and value != value else format_label(value) for value in distinct_values]
-    raw = [None if label is None else label.encode("utf-8", "surrogateescape") for label in [*labels, None]]
-    return pa.array(raw, pa.binary()).view(pa.string()).take(pa.array(indices))
+    labels_and_null = [*labels, None]
+    label_bytes = [None if label is None else label.encode("utf-8", "surrogateescape") for label in labels_and_null]
+    # Viewing bytes as strings skips the validation of UTF-8.
+    return pa.array(label_bytes, pa.binary()).view(pa.string()).take(pa.array(indices))
 
 
 def is_numeric(column_type: pa.DataType) -> bool:
-    """Return whether a column holds integers, floating-point numbers or decimals, or only nulls."""
+    """Return whether a column of this type holds integers, floating-point numbers or decimals, or only nulls."""
     return _has_type(column_type, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null)
 
 
 def is_text(column_type: pa.DataType) -> bool:
-    """Return whether a column holds text."""
+    """Return whether a column of this type holds text."""
     return _has_type(column_type, pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
 
 
 def is_scalar(column_type: pa.DataType) -> bool:
-    """Return whether a column holds numbers, text or booleans, the types that a reading can have."""
+    """Return whether a column of this type holds numbers, text or booleans, the types that a reading can have."""
     return is_numeric(column_type) or is_text(column_type) or _has_type(column_type, pa.types.is_boolean)
 
 
 def is_time_of_day(column_type: pa.DataType) -> bool:
-    """Return whether a column holds times of day."""
+    """Return whether a column of this type holds times of day (Arrow's `time32` and `time64`)."""
     return _has_type(column_type, pa.types.is_time)
 
 
@@ -319,7 +361,12 @@ def convert_times_of_day(column: pa.Array) -> pa.Array:
 
 
 def _has_type(column_type: pa.DataType, *type_tests: Callable[[pa.DataType], bool]) -> bool:
-    """Return whether a column type passes one of the tests. For dictionary encoding, the type of its values counts."""
+    """Return whether a column type passes at least one test. For dictionary encoding, the type of the values counts.
+
+    Args:
+        column_type: The type of the column.
+        type_tests: Functions such as `pyarrow.types.is_integer`, which return whether a type belongs to a family.
+    """
     if pa.types.is_dictionary(column_type):
         column_type = column_type.value_type
     return any(type_test(column_type) for type_test in type_tests)
