@@ -1,6 +1,7 @@
 """Encoding of events for `deformer-stream produce`: single readings are packed into messages with many readings.
 
-A message holds one reading (JSON), several readings of one record (JSON), or readings of many records (Arrow).
+Messages with many readings cost the broker and the consumer less work per reading. A message holds one reading (JSON),
+several readings of one record (JSON), or readings of many records (an Arrow stream).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from deformer_stream.model.schema import format_label
 Packing = Literal["json", "json-many", "arrow"]
 
 MAX_GROUP_SIZE = 1000
-"""Maximum number of readings that are collected before they are sent."""
+"""Maximum number of readings that are collected before they are packed into messages and sent."""
 MAX_EXACT_INTEGER = 2**53
-"""Integers up to this size are exact as floating-point numbers."""
+"""Largest magnitude up to which float64 represents every integer exactly."""
 
 _REQUIRED_FIELDS = {"record", "feature", "value"}
 _FIELDS = {*_REQUIRED_FIELDS, "time"}
@@ -28,9 +29,11 @@ _FIELDS = {*_REQUIRED_FIELDS, "time"}
 def choose_group_size(rate: float | None) -> int:
     """Return how many readings to collect before they are packed and sent.
 
+    It is the number of readings in a tenth of a second, so that no reading is delayed for longer, but at least 1 and at
+    most `MAX_GROUP_SIZE`.
+
     Args:
-        rate: Readings per second, or None for no limit. At a low rate, a tenth of a second's readings are collected, so
-            that readings are not delayed for long.
+        rate: Readings per second, or None for no limit.
     """
     return MAX_GROUP_SIZE if rate is None else max(1, min(MAX_GROUP_SIZE, int(rate / 10)))
 
@@ -42,7 +45,7 @@ class OutgoingMessage(NamedTuple):
         key: The message key, or None.
         value: The message value.
         partition: The partition to send to if there is no key, or None to let the producer choose.
-        num_readings: How many readings the message holds.
+        num_readings: How many readings the message holds, for progress reports.
     """
 
     key: bytes | None
@@ -59,16 +62,19 @@ def pack_readings(
 ) -> Iterator[OutgoingMessage]:
     """Pack JSON messages of one reading each into fewer messages, keeping the order within each record.
 
-    A message that is not one reading of a named record (for example several readings, or a time as text) is passed on
+    A message that is not one reading of a named record (for example several readings, or a time as text) is yielded
     unchanged, after the readings before it.
 
     Args:
-        messages: Keys and values.
-        packing: "json" passes on every message, "json-many" makes one JSON object per record, "arrow" makes one Arrow
-            stream per partition.
-        group_size: How many messages are collected before they are packed.
-        partition_of: The partition of a key. An Arrow stream holds the readings of one partition only, so that each
-            record stays in its partition. The default is one partition.
+        messages: The key (or None) and the value of each message.
+        packing: "json" yields every message unchanged. "json-many" makes one JSON object of the readings of each record
+            in a group. "arrow" makes one Arrow stream of all readings of each partition in a group.
+        group_size: The number of consecutive messages in a group, which are collected before they are packed.
+        partition_of: Returns the partition of a message key. An Arrow stream holds the readings of one partition only,
+            so that each record stays in its partition. The default is one partition, number 0.
+
+    Yields:
+        The messages to send.
     """
     if packing == "json":
         yield from (OutgoingMessage(key, value) for key, value in messages)
@@ -89,7 +95,14 @@ def pack_readings(
 
 
 def _parse_reading(value: bytes) -> dict[str, Any] | None:
-    """Return the fields of a message that is one reading of a named record, with a numeric time or none; else None."""
+    """Return the fields of a message if it can be packed with others, else None.
+
+    It can be packed if it is one reading of a named record: a JSON object with the fields `record`, `feature` and
+    `value`, at most a numeric `time` in addition, and no other field.
+
+    Args:
+        value: The value of the message.
+    """
     try:
         document = orjson.loads(value)
     except orjson.JSONDecodeError:
@@ -108,7 +121,17 @@ def _pack_group(
     packing: Packing,
     find_partition: Callable[[bytes | None], int],
 ) -> Iterator[OutgoingMessage]:
-    """Yield the messages for a group of readings, given as (key, fields); see `pack_readings` for the arguments."""
+    """Pack a group of readings into messages.
+
+    Args:
+        readings: The message key and the fields of each reading, in order of arrival.
+        packing: "arrow" for one Arrow stream per partition, otherwise one JSON object per record. A record with several
+            values of a feature needs several objects, because an object holds each feature once.
+        find_partition: Returns the partition of a message key.
+
+    Yields:
+        The messages in the order of their first readings.
+    """
     if packing == "arrow":
         readings_by_partition: dict[int, list[dict[str, Any]]] = {}
         for key, reading in readings:
@@ -120,7 +143,7 @@ def _pack_group(
     documents_by_record: dict[tuple[bytes | None, str], list[dict[str, Any]]] = {}
     for key, reading in readings:
         documents = documents_by_record.setdefault((key, reading["record"]), [])
-        # A second value of a feature needs a second document, because an object has each feature once.
+        # A second value of a feature needs a second document, because an object holds each feature once.
         if not documents or reading["feature"] in documents[-1]["values"]:
             documents.append({"record": reading["record"], "time": None, "values": {}})
         documents[-1]["values"][reading["feature"]] = reading["value"]
@@ -131,9 +154,13 @@ def _pack_group(
 
 
 def encode_arrow_stream(readings: list[dict[str, Any]]) -> bytes:
-    """Return readings (dictionaries with record, feature, value and perhaps time) as the rows of an Arrow IPC stream.
+    """Return readings as an Arrow IPC stream with one reading per row.
 
-    Values are sent as float64 if all of them are numbers that float64 represents exactly, otherwise as label texts.
+    The column `value` is float64 if float64 represents all values exactly, otherwise it holds the values as label
+    texts. Null values stay null.
+
+    Args:
+        readings: The fields of each reading: record, feature, value and perhaps time (seconds since 1970).
     """
     values = [reading["value"] for reading in readings]
     is_numeric = all(
