@@ -1,4 +1,8 @@
-"""Encoding of outputs: alerts, drift notices and dead letters as JSON, with the source position of each."""
+"""Encoding of outputs as JSON: alerts, drift notices, and dead letters (messages that were rejected).
+
+An alert and a dead letter state the source position of their message: topic, partition and offset, or for tables the
+file and the row.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +21,20 @@ from deformer_stream.codec.timestamps import format_rfc3339
 from deformer_stream.engine.events import Alert, Contribution, Rejection
 
 MAX_ALERT_BYTES = 2**19
-"""Maximum size of an alert: half of the default limit of a Kafka topic. Without it, long labels from the input could
-make an alert too large to send."""
+"""Maximum size of an alert in bytes: half of the default limit of a Kafka topic. Without it, long labels from the input
+could make an alert too large to send."""
 
 
 def encode_alert(alert: Alert, data: Payload | None) -> bytes:
-    """Return an alert as JSON, with its keys in the order of the public format.
+    """Return an alert as a JSON object, with its keys in the order of the public format.
 
     Numbers that are not finite and an unknown time become null. If the alert would exceed `MAX_ALERT_BYTES`, only its
-    first contributions are kept.
+    first contributions (the most important readings) are kept.
 
     Args:
         alert: The alert.
-        data: The poll that `alert.message_index` refers to. Without it, or if the index is negative, the alert's
-            `source` is null.
+        data: The poll with the message that raised the alert, at the index `alert.message_index`. If it is None, or if
+            the index is negative (no message raised the alert), the alert's `source` is null.
     """
     source = None
     if data is not None and alert.message_index >= 0:
@@ -59,7 +63,7 @@ def encode_alert(alert: Alert, data: Payload | None) -> bytes:
 
 
 def _contribution_to_json(contribution: Contribution) -> dict[str, Any]:
-    """Return one reading's contribution to an alert as the JSON object of the public format."""
+    """Return a reading's contribution to an alert (how it explains the alert) as a JSON object of the public format."""
     expected = contribution.expected
     return {
         "feature": contribution.feature,
@@ -74,7 +78,13 @@ def _contribution_to_json(contribution: Contribution) -> dict[str, Any]:
 
 
 def encode_drift(notice: DriftNotice) -> bytes:
-    """Return a drift notice as JSON. Its field `kind` distinguishes it from alerts, which do not have the field."""
+    """Return a drift notice as a JSON object of the public format.
+
+    Its field `kind` distinguishes it from an alert, which does not have this field.
+
+    Args:
+        notice: The notice that a partition's records no longer resemble the calibration records.
+    """
     document = {
         "kind": "drift",
         "id": notice.id,
@@ -94,13 +104,15 @@ def encode_drift(notice: DriftNotice) -> bytes:
 
 
 def encode_rejected(rejection: Rejection, data: Payload) -> bytes:
-    """Return a dead letter as JSON: reason, detail, source position and the rejected message.
+    """Return a dead letter (the report of a rejected message) as a JSON object.
 
-    The key and the payload of the message are written as text, or in base64 if they are not UTF-8.
+    Its fields are the reason, the detail, the source position, the key and the payload of the message. The key and the
+    payload of the message are written as text, or in base64 if they are not UTF-8. Then their fields are named
+    `key_base64` and `payload_base64`.
 
     Args:
         rejection: Which message was rejected and why.
-        data: The poll that contains the message.
+        data: The poll that contains the message, at the index `rejection.message_index`.
     """
     topic, partition, offset = get_position(data, rejection.message_index)
     key, payload = get_message(data, rejection.message_index)
@@ -118,9 +130,13 @@ def encode_rejected(rejection: Rejection, data: Payload) -> bytes:
 
 
 def get_position(data: Payload, message_index: int) -> tuple[str, int, int]:
-    """Return the topic, partition and offset of a message.
+    """Return where a message was read: its topic, partition and offset.
 
-    For a table row these are its file, 0 and the row number within the file.
+    For a table row these are its file, 0 and its row number within the file.
+
+    Args:
+        data: The messages or rows of a poll.
+        message_index: The index of the message or row in `data`.
     """
     match data:
         case Messages():
@@ -134,9 +150,13 @@ def get_position(data: Payload, message_index: int) -> tuple[str, int, int]:
 
 
 def get_message(data: Payload, message_index: int) -> tuple[bytes | None, bytes]:
-    """Return the key and the value of a message as received.
+    """Return the key and the value of a message as they were received. A missing value becomes empty bytes.
 
-    For a table row these are its record id (None in long layout) and the row as a JSON object.
+    For a table row these are its record id (None if the table has one reading per row) and the row as a JSON object.
+
+    Args:
+        data: The messages or rows of a poll.
+        message_index: The index of the message or row in `data`.
     """
     if isinstance(data, Messages):
         return data.keys[message_index], data.payloads[message_index] or b""
@@ -151,9 +171,13 @@ def get_message(data: Payload, message_index: int) -> tuple[bytes | None, bytes]
 
 
 def _cell_to_json(cell: pa.Array) -> Any:
-    """Return a cell, given as a column of length 1, as a value that JSON can express, for a person to read.
+    """Return a cell of a rejected table row as a value that orjson can encode, for a person to read.
 
-    Invalid UTF-8 is escaped, and a value that Python cannot express is replaced by the name of its type.
+    Invalid UTF-8 is escaped, a number that is not finite becomes null, and a value that Python cannot express is
+    replaced by the name of its type in parentheses.
+
+    Args:
+        cell: A column with this cell only.
     """
     try:
         if pa.types.is_timestamp(cell.type):
