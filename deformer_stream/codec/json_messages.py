@@ -1,8 +1,9 @@
 """Decoder for JSON messages: message bytes in, one `EventBatch` and a list of rejections out.
 
-`MessageDecoder` has a fast path for the common message, one number of a known feature. `DocumentReader` handles every
-other JSON document and states the reason if it must be rejected; the library's `Scorer.update` uses it as well, with
-Python values in place of JSON. Decoding never raises, whatever the bytes are.
+`MessageDecoder` has a fast path for the common message: one number of a known feature, parsed by msgspec. Every other
+message takes an exact path: orjson parses it, and `DocumentReader` checks each field and states the reason if the
+document must be rejected. The library's `Scorer.update` uses `DocumentReader` as well, with Python values in place of
+JSON. Decoding never raises, whatever the bytes are.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ ARROW_PREFIX = b"\xff\xff\xff\xff"
 """First bytes of an Arrow IPC stream. No JSON document starts with them."""
 
 MAX_NUMBER_CHARS = 400
-"""Maximum number of characters of an integer that is parsed exactly. Longer ones exceed float64 (about 309 digits), and
-`int` refuses text of more than 4,300 digits."""
+"""Maximum number of characters of an integer that is converted. A longer one counts as infinite, since float64 holds
+about 309 digits. The limit is also below the 4,300 digits from which `int` refuses text."""
 
 _JSON_TYPE_NAMES = {
     dict: "an object",
@@ -62,22 +63,26 @@ _JSON_TYPE_NAMES = {
 }
 
 Reading: TypeAlias = tuple[str, int, float, str | None, int, str]
-"""One reading as (record id, feature code, value or label code, text of an unseen label, time in microseconds, device).
-The device is "" if the record is not a time window. This is a plain tuple because one is made per reading."""
+"""One reading as (record id, feature code, value, text of an unseen label, time, device).
+
+The value is NaN if the feature was declared as "will not be observed", and the label code of a discrete feature. The
+text is None unless training never saw the label. The time is in microseconds since 1970, or `NO_TIME`. The device is ""
+if the record is not a time window. This is a plain tuple and no class for speed, because one is made per reading."""
 
 TableDecoder = Callable[[bytes, bytes | None, int], tuple[list[EventBatch], list[Rejection]]]
-"""Decodes a message that is an Arrow stream, given the payload, the key and the broker's timestamp; the method
-`deformer_stream.codec.arrow_messages.ArrowDecoder.decode`."""
+"""Decodes a message that is an Arrow stream into event batches and rejections. The arguments are its payload, its key
+and the broker's timestamp (microseconds since 1970); see `deformer_stream.codec.arrow_messages.ArrowDecoder.decode`."""
 
 
 class DocumentReader:
-    """Validates decoded JSON objects and converts them to readings.
+    """Validator of parsed JSON objects (documents), which converts them to readings or rejections.
 
     Args:
         schema: The features of the model.
         field_names: The names of the fields of an event.
-        max_readings: Maximum number of readings in one document.
-        window_assigner: The windows that contain events without a record id, or None if record ids are required.
+        max_readings: Maximum number of readings in one document. A document with more is rejected.
+        window_assigner: Assigns events without a record id to time windows of their device. None if record ids are
+            required.
         future_time_limit: The rule for times in the future, or None to accept all times.
     """
 
@@ -98,18 +103,19 @@ class DocumentReader:
     def read(
         self, message_index: int, document: Mapping[str, object], key: bytes | None, broker_time: int
     ) -> tuple[list[Reading], list[Rejection]]:
-        """Return the readings of a document and its rejections, at least one of the two.
+        """Return the readings of a document and its rejections. A document gives at least one reading or rejection.
 
         Args:
-            message_index: The index of the message in its poll, for the rejections.
+            message_index: The index of the message in its poll, which the rejections state.
             document: The fields of the event.
-            key: The message key, which replaces a missing record id or device.
+            key: The message key, or None. It replaces a missing record id or device.
             broker_time: The time of an event that states none, in microseconds since 1970, or `NO_TIME`.
 
         Returns:
             The accepted readings, and one rejection per reason.
         """
         try:
+            # An event belongs to a record that it names, or to the window of its device that contains its time.
             if self._window_assigner is None or document.get(self._field_names.record) is not None:
                 record_id, device = self._read_id(document, self._field_names.record, key), ""
                 time, time_slot = self._read_time(document, broker_time), NO_TIME_SLOT
@@ -132,10 +138,15 @@ class DocumentReader:
         return readings, Rejection.merge_by_message(rejections)
 
     def _read_id(self, document: Mapping[str, object], field_name: str, key: bytes | None) -> str:
-        """Return the record id or the device of an event.
+        """Return the record id or the device name of an event.
 
         If the field is missing or null, the message key replaces it, because producers key readings by record or
         device.
+
+        Args:
+            document: The fields of the event.
+            field_name: The name of the field with the record id or the device name.
+            key: The message key, or None.
 
         Raises:
             RejectionError: If there is no id, or if it is not text of acceptable length.
@@ -166,7 +177,11 @@ class DocumentReader:
         return text
 
     def _read_time(self, document: Mapping[str, object], broker_time: int) -> int:
-        """Return the event's own time in microseconds, or the broker's timestamp if it states none.
+        """Return the event's own time in microseconds since 1970, or the broker's timestamp if the event states none.
+
+        Args:
+            document: The fields of the event.
+            broker_time: The broker's timestamp in microseconds since 1970, or `NO_TIME`.
 
         Raises:
             RejectionError: If the time is malformed, outside the years 1 to 9999, or too far in the future.
@@ -188,7 +203,11 @@ class DocumentReader:
         return micros
 
     def _list_values(self, document: Mapping[str, object]) -> list[tuple[object, object]]:
-        """Return the feature names and values of an event, not yet validated.
+        """Return (feature name, value) of each reading of an event, in the order of the document and not yet validated.
+
+        Args:
+            document: The fields of the event. One reading has the fields `feature` and `value`. Several readings are an
+                object in the field `values`, with the feature names as keys.
 
         Raises:
             RejectionError: If the fields for one reading or for several readings are missing, mixed or malformed.
@@ -212,23 +231,27 @@ class DocumentReader:
                 RejectionReason.WRONG_TYPE, f"{names.values!r} is {_name_json_type(values)}; an object is expected"
             )
         if not values:
-            raise RejectionError(RejectionReason.MISSING_FIELD, f"{names.values!r} is empty")
+            raise RejectionError(
+                RejectionReason.MISSING_FIELD, f"{names.values!r} is empty; at least one reading is expected"
+            )
         if len(values) > self._max_readings:
             raise RejectionError(
-                RejectionReason.TOO_LARGE, f"{len(values)} readings; at most {self._max_readings} are accepted"
+                RejectionReason.TOO_LARGE,
+                f"the message has {len(values)} readings; at most {self._max_readings} are accepted",
             )
         return list(values.items())
 
     def _read_value(self, name: object, value: object, time_slot: int) -> tuple[int, float, str | None]:
-        """Validate one reading.
+        """Validate one reading and encode its feature and its value.
 
         Args:
-            name: The feature name of the event.
-            value: The value of the event; None declares that no reading will follow for this feature.
+            name: The feature name of the reading, not yet validated.
+            value: The value of the reading; None declares that no reading will follow for this feature.
             time_slot: The time slot (part of a window) of the event, or `NO_TIME_SLOT`.
 
         Returns:
-            The feature code. The number or label code, NaN for None. The text of a label that training never saw.
+            The feature code. The number of a continuous feature or the label code of a discrete one, NaN for None. The
+            text of a label that training never saw, else None.
 
         Raises:
             RejectionError: If the feature is unknown, or if the value does not fit it.
@@ -261,14 +284,15 @@ class DocumentReader:
 
 
 class MessageDecoder:
-    """Decoder for `Messages`: JSON documents, and Arrow streams through `table_decoder`.
+    """Decoder for the messages of a poll: JSON documents, and Arrow streams if there is a `table_decoder`.
 
     Args:
         schema: The features of the model.
         field_names: The names of the fields of an event.
         max_bytes: Maximum size of a message.
         max_readings: Maximum number of readings in one JSON message.
-        window_assigner: The windows that contain events without a record id, or None if record ids are required.
+        window_assigner: Assigns events without a record id to time windows of their device. None if record ids are
+            required.
         future_time_limit: The rule for times in the future, or None to accept all times.
         table_decoder: Decodes messages that are Arrow streams; without it they are rejected.
     """
@@ -295,10 +319,14 @@ class MessageDecoder:
         }
 
     def decode(self, data: Messages) -> tuple[EventBatch, list[Rejection]]:
-        """Return the events of N messages in order, and the rejections. Takes about a microsecond per common message.
+        """Return the events of N messages in their order, and the rejections.
 
         The first part of the loop is the fast path for the common message: one number of a known feature, with a text
-        record id, and with a numeric time or none. Any other message, valid or not, goes through `_decode_other`.
+        record id, and with a numeric time or none. It takes less than a microsecond per message. Any other message,
+        valid or not, is decoded by `_decode_other`.
+
+        Args:
+            data: The N messages.
         """
         events = _EventColumns()
         rejections: list[Rejection] = []
@@ -317,7 +345,7 @@ class MessageDecoder:
                     if (
                         0 < len(record_id) <= MAX_TEXT_CHARS
                         and (time is None or MIN_SECOND <= time <= max_seconds[i])
-                        and event.values is msgspec.UNSET
+                        and event.values is msgspec.UNSET  # no second form of readings in the same message
                         and (payload.isascii() or is_utf8(payload))  # type: ignore[union-attr, arg-type]
                     ):
                         record_ids.append(record_id)
@@ -332,12 +360,15 @@ class MessageDecoder:
         return events.to_batch(data, self._window_assigner), rejections
 
     def decode_document(self, document: Mapping[str, object]) -> tuple[EventBatch, list[Rejection]]:
-        """Return the events and rejections of one event that is given as a Python mapping instead of JSON bytes.
+        """Decode one event that is a Python mapping instead of JSON bytes.
 
         The rules are those of JSON messages. The event has message index 0, no key, no broker timestamp, partition 0.
 
         Args:
             document: The fields of the event. Values must have the types that `json.loads` returns.
+
+        Returns:
+            The accepted readings as events, and one rejection per reason.
         """
         events = _EventColumns()
         readings, rejections = self._documents.read(0, document, None, NO_TIME)
@@ -348,7 +379,10 @@ class MessageDecoder:
         """Return the latest time that each message may state, in seconds since 1970.
 
         Args:
-            broker_times: (N,) broker timestamps in microseconds, or `NO_TIME`.
+            broker_times: (N,) broker timestamp of each of N messages in microseconds since 1970, or `NO_TIME`.
+
+        Returns:
+            N numbers of seconds, at most `MAX_SECOND`.
         """
         if self._future_time_limit is None:
             return [MAX_SECOND] * len(broker_times)
@@ -359,7 +393,15 @@ class MessageDecoder:
     def _decode_other(
         self, message_index: int, payload: bytes | None, key: bytes | None, broker_time: int, events: _EventColumns
     ) -> list[Rejection]:
-        """Decode a message that the fast path does not handle; append its events and return its rejections."""
+        """Decode a message that the fast path does not handle: append its events to `events`, return its rejections.
+
+        Args:
+            message_index: The index of the message in its poll.
+            payload: The value of the message; None for a tombstone.
+            key: The message key, or None.
+            broker_time: The broker's timestamp in microseconds since 1970, or `NO_TIME`.
+            events: The events of the poll so far, to which the message's events are appended.
+        """
         if self._table_decoder is not None and payload is not None and payload[:4] == ARROW_PREFIX:
             batches, rejections = self._table_decoder(payload, key, broker_time)
             for batch in batches:
@@ -376,7 +418,14 @@ class MessageDecoder:
         return rejections
 
     def _parse_document(self, payload: bytes | None) -> dict[str, object]:
-        """Return a message as a JSON object. Raises `RejectionError` if it is not one, or too large."""
+        """Parse the value of a message as a JSON object.
+
+        Args:
+            payload: The value; None for a tombstone (a Kafka message without a value).
+
+        Raises:
+            RejectionError: If the value is missing, too large, or not a JSON object.
+        """
         if payload is None:
             raise RejectionError(RejectionReason.NOT_JSON, "the message has no value (a tombstone)")
         if len(payload) > self._max_bytes:
@@ -395,14 +444,20 @@ class MessageDecoder:
 
 
 def _make_event_parser(field_names: FieldNames) -> Callable[[Any], Any]:
-    """Return a function that parses a common message into an object with the fields of an event.
+    """Return the parser of the fast path: a function from the bytes of a common message to an object.
 
-    The function raises ValueError or RecursionError for any other message. It skips unknown fields without checking
-    that their text is valid UTF-8.
+    A common message is a JSON object of one reading whose value is a number. The object has the attributes `record`,
+    `feature`, `value`, `time` (None if missing) and `values` (`msgspec.UNSET` if missing). For any other message the
+    function raises ValueError or RecursionError, or returns an object without these attributes. It skips unknown fields
+    without checking that their text is valid UTF-8.
+
+    Args:
+        field_names: The names of these attributes as keys of the JSON object.
     """
     names = {name: getattr(field_names, name) for name in ("record", "feature", "value", "time", "values")}
     if len(set(names.values())) < len(names):
-        return orjson.loads  # a struct needs distinct names; a dictionary lacks the attributes, so nothing is common
+        # A struct needs distinct names. A dictionary lacks the attributes, so every message takes the exact path.
+        return orjson.loads
     event_type = msgspec.defstruct(
         "Event",
         [
@@ -419,7 +474,17 @@ def _make_event_parser(field_names: FieldNames) -> Callable[[Any], Any]:
 
 
 class _EventColumns:
-    """The columns of an `EventBatch` under construction, as lists that grow by one element per event."""
+    """The columns of an `EventBatch` under construction, as lists that grow by one element per event.
+
+    Attributes:
+        record_ids: The record id of each event.
+        features: The feature code of each event.
+        values: The number or the label code of each event, NaN for a feature that will not be observed.
+        times: The time of each event, microseconds since 1970 or `NO_TIME`.
+        message_indices: The index of each event's message in the poll.
+        unseen_labels: By event index, the text of a label that training never saw.
+        devices: By event index, the device of an event that names a device instead of a record.
+    """
 
     def __init__(self) -> None:
         self.record_ids: list[str] = []
@@ -431,7 +496,12 @@ class _EventColumns:
         self.devices: dict[int, str] = {}
 
     def add_readings(self, message_index: int, readings: list[Reading]) -> None:
-        """Append the readings of one JSON document."""
+        """Append the readings of one JSON document as events.
+
+        Args:
+            message_index: The index of the document's message in the poll.
+            readings: The readings, in the order of the document.
+        """
         for record_id, code, value, unseen_label, time, device in readings:
             if unseen_label is not None:
                 self.unseen_labels[len(self.record_ids)] = unseen_label
@@ -444,11 +514,16 @@ class _EventColumns:
             self.message_indices.append(message_index)
 
     def add_batch(self, message_index: int, batch: EventBatch) -> None:
-        """Append the events of a message that is a table."""
-        first = len(self.record_ids)
-        self.unseen_labels |= {first + i: text for i, text in batch.unseen_labels.items()}
+        """Append the events of a message that is an Arrow stream.
+
+        Args:
+            message_index: The index of the message in the poll, which replaces the message indices of the batch.
+            batch: The events of the stream.
+        """
+        num_earlier_events = len(self.record_ids)
+        self.unseen_labels |= {num_earlier_events + i: text for i, text in batch.unseen_labels.items()}
         if batch.windows is not None:
-            self.devices |= {first + i: device for i, device in enumerate(batch.windows.devices) if device}
+            self.devices |= {num_earlier_events + i: device for i, device in enumerate(batch.windows.devices) if device}
         self.record_ids += batch.record_ids
         self.features += batch.features.tolist()
         self.values += batch.values.tolist()
@@ -459,8 +534,9 @@ class _EventColumns:
         """Return the columns as an `EventBatch`.
 
         Args:
-            data: The messages of the events, for their partitions; None sets partition 0.
-            window_assigner: The windows of events that name a device, if any.
+            data: The messages of the poll, from which the partitions of the events are read; None sets partition 0.
+            window_assigner: Computes the deadlines at which the windows of events with a device close. None if record
+                ids are required.
         """
         message_indices, times = np.asarray(self.message_indices, np.int32), np.asarray(self.times, np.int64)
         if data is None:
@@ -484,20 +560,27 @@ class _EventColumns:
 
 
 def _wrong_value_error(name: str, value: object, expected: str) -> RejectionError:
-    """Return the exception for a reading whose JSON type does not fit its feature."""
+    """Return the exception for a reading whose JSON type does not fit its feature.
+
+    Args:
+        name: The feature name.
+        value: The parsed JSON value, whose type the message states.
+        expected: The type that the feature requires, with an article, such as "a number".
+    """
     detail = f"feature {quote(name)}: {_name_json_type(value)} where {expected} is expected"
     return RejectionError(RejectionReason.WRONG_TYPE, detail)
 
 
 def _name_json_type(value: object) -> str:
-    """Return the name of a decoded value's JSON type, with an article, for error messages."""
+    """Return the name of the JSON type of a parsed value for error messages, such as "a list" or "null"."""
     return "null" if value is None else _JSON_TYPE_NAMES[type(value)]
 
 
 def _parse_lenient(payload: bytes, error: str) -> object:
-    """Parse JSON as Python's `json` writes it, with `NaN`, `Infinity` and numbers beyond float64.
+    """Parse text as Python's `json` writes it: JSON with `NaN`, `Infinity` and numbers beyond float64.
 
-    Such a message is not JSON. Parsing it nevertheless lets the rejection name the feature that is not finite.
+    Such a text is not JSON, so the message will be rejected. It is parsed so that the rejection can name the feature
+    whose value is not finite.
 
     Args:
         payload: A message that the strict parser refused.
@@ -508,14 +591,14 @@ def _parse_lenient(payload: bytes, error: str) -> object:
     """
     try:
         document = json.loads(payload.decode(), parse_int=_parse_integer)
-        orjson.dumps(document)  # refuses lone surrogates and deep nesting, which no output could contain
+        orjson.dumps(document)  # raises for lone surrogates and deep nesting, which a dead letter cannot contain
     except (ValueError, TypeError, RecursionError):
         raise RejectionError(RejectionReason.NOT_JSON, error.splitlines()[0] if error else "not JSON") from None
     return document
 
 
 def _parse_integer(text: str) -> int | float:
-    """Return an integer literal as the strict parser does: exact within 64 bits, otherwise a float, possibly inf."""
+    """Return an integer literal as orjson does: exact if it fits in 64 bits, else as a float, possibly infinite."""
     if len(text) > MAX_NUMBER_CHARS:
         return inf
     number = int(text)
