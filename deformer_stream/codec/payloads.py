@@ -1,6 +1,6 @@
-"""The input of a decoder: messages of a broker, or rows of a table.
+"""The input of the decoders: messages of a broker, or rows of a table.
 
-A connector returns one of these values from each poll; `deformer_stream.codec.Codec` decodes it into events.
+Each poll of a connector returns one of these values, and `deformer_stream.codec.Codec` decodes it into events.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 
 
 class UnreadablePayload(bytes):
-    """An empty payload that stands for messages that the connector could not read.
+    """An empty payload in place of messages that the connector could not read, such as those of a damaged batch.
 
-    It subclasses `bytes` so that it fits in `Messages.payloads`; the decoder rejects it with the given reason.
+    It subclasses `bytes`, so that it can be an element of `Messages.payloads`. The decoder rejects it with the given
+    reason and detail.
 
     Attributes:
         reason: Why the messages were not readable.
         detail: One line that describes the problem.
-        num_messages: How many messages it stands for. It is more than 1 if only the number of messages in a broken
-            batch is known.
+        num_messages: How many messages it replaces. It is more than 1 if only the number of messages in a damaged batch
+            is known.
     """
 
     reason: RejectionReason
@@ -46,9 +47,10 @@ class Messages:
     Attributes:
         topic: The topic, or the name of the file for JSON lines.
         keys: N message keys, None for a message without a key.
-        payloads: N message values. None is a tombstone (a Kafka message without a value).
-        times: (N,) broker timestamps in microseconds since 1970, or `NO_TIME`.
-        partitions: (N,) partition of each message.
+        payloads: N message values. None is a tombstone (a Kafka message without a value), and an `UnreadablePayload`
+            replaces messages that could not be read.
+        times: (N,) broker timestamps in microseconds since 1970, `NO_TIME` for a message without one.
+        partitions: (N,) partition number of each message.
         offsets: (N,) offset of each message within its partition.
     """
 
@@ -60,10 +62,11 @@ class Messages:
     offsets: NDArray[np.int64]
 
     def __len__(self) -> int:
+        """Return the number of messages."""
         return len(self.payloads)
 
     def take(self, indices: NDArray[np.int64]) -> Messages:
-        """Return the messages at the given indices, in that order."""
+        """Return the messages at these indices, (K,) integers from 0 to N − 1, in the order of the indices."""
         index_list = indices.tolist()
         return Messages(
             self.topic,
@@ -77,7 +80,7 @@ class Messages:
 
 @dataclass(frozen=True, slots=True)
 class LongRows:
-    """N rows of a table in long layout: one reading per row, in columns `record`, `feature`, `value` and `time`.
+    """N rows of a table in long layout: one reading per row, in columns such as `record`, `feature` and `value`.
 
     Attributes:
         origin: The file of the table, for error messages and source positions.
@@ -90,6 +93,7 @@ class LongRows:
     first_row: int
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return int(self.table.num_rows)
 
 
@@ -102,7 +106,7 @@ class WideRows:
         table: The N rows.
         record_ids: The N record ids.
         first_row: The row number of the first row within its file.
-        time_column: The column with the time of the record, or None if the table has no times.
+        time_column: The name of the column with the time of the record, or None if the table has no times.
     """
 
     origin: str
@@ -112,6 +116,7 @@ class WideRows:
     time_column: str | None = None
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return int(self.table.num_rows)
 
 
