@@ -1,14 +1,17 @@
-"""Encoding of saved state: a partition's snapshot, and the decisions made after it, as bytes and back.
+"""Encoding of saved state as bytes, and decoding: a partition's snapshot, and the decisions made after it.
+
+A snapshot is the complete state of one partition of the input, such as its open records. Decisions are what was decided
+since then and cannot be derived from the partition's messages (time-outs, evictions, alerts raised). The format is:
 
     magic (8 bytes) | kind (1) | format version (2, big-endian) | SHA-256 of the body (32) | body
 
-The body is an Arrow IPC stream with one row, in which every column is a list. Its buffers are compressed with zstd if
-there is enough data to gain from it. The body is parsed only after its checksum is verified, and every invariant that
-the engine relies on is checked before a decoded value is returned.
+The body is an Arrow IPC stream with one row, in which every column is a list. A large body is compressed with zstd. The
+body is parsed only after its checksum is verified, and every invariant that the engine relies on is checked before a
+decoded value is returned.
 
 Format versions: version 3 is written if tie groups are in use (readings of one record with the same event time are
-decided together), otherwise version 2, which earlier releases can read. Version 1 had a single alpha and is still read.
-It does not record at which alpha a record had alerted, so such a record does not alert again.
+scored together), otherwise version 2, which earlier releases can read. Version 1 is still read. It does not state at
+which alpha (false-alarm rate) a record raised its alert, so such a record raises no further alert.
 """
 
 from __future__ import annotations
@@ -34,12 +37,12 @@ MAGIC = b"deformer"
 FORMAT_VERSION = 3
 HEADER = struct.Struct(">8scH32s")
 SNAPSHOT, DECISIONS = b"S", b"D"
-"""The kinds of saved state."""
+"""The byte `kind` of the header, for the two kinds of saved state."""
 MIN_COMPRESSED_BYTES = 16_384
-"""Size in bytes from which state is compressed. The decisions that an alert waits for are smaller: compression would
-not make them smaller, and would take four times as long."""
+"""Size in bytes from which state is compressed. An alert has to wait until the decisions of its commit are encoded.
+They are below this size, at which compression gains nothing and makes encoding take four times as long."""
 MAX_AGE = 2**61
-"""Upper bound of the age of a record in microseconds, for the plausibility check."""
+"""Largest plausible time since a record's last event, in microseconds. A snapshot with a larger one is damaged."""
 REMEDY = "restore the saved state from a backup, or choose with --lost-state how to continue without it"
 
 Column: TypeAlias = "Sequence[str] | StringColumn | NDArray[Any]"
@@ -47,7 +50,8 @@ Columns = Mapping[str, Column]
 
 _TEXT = pa.large_string()  # all ids of a partition together may exceed the 2 GiB of `pa.string`
 
-# The names and types of the stored columns are the file format. The fields of `Snapshot` have the same names.
+# The names and types of the stored columns are the file format and must not change. The columns of `_SNAPSHOT_COLUMNS`
+# are explained at the fields of `Snapshot`, which have the same names.
 _VOCABULARY_COLUMNS = {"names": _TEXT, "kinds": _TEXT, "label_counts": pa.int32(), "labels": _TEXT}
 _SNAPSHOT_COLUMNS = _VOCABULARY_COLUMNS | {
     "models": _TEXT,
@@ -85,8 +89,12 @@ _DRIFT_COLUMNS = {
     "drift_bins": pa.int32(),
     "drift_counts": pa.int64(),
 }
-"""The drift monitor's state: no model fingerprint or one; the number of records, 1 if an alarm was raised (else 0) and
-the wealth of each bet; the calibration groups; the number of bins of each group; the counts of all bins."""
+"""The columns of the state of a drift monitor (`DriftState`); all are empty if there is no monitor.
+
+drift_model: the fingerprint of the model. drift: the number of records, 1 if an alarm is raised (else 0), and the
+wealth of each bet (the evidence of drift). drift_groups: the calibration groups (records with a calibration of their
+own).
+drift_bins: the number of bins of each group. drift_counts: the number of records in each bin, group after group."""
 _TIE_COLUMNS = {"tied": pa.uint8(), "held": pa.int32(), "instant": pa.int64()}
 _DECISION_COLUMNS = {
     "closed": _TEXT,
@@ -95,18 +103,21 @@ _DECISION_COLUMNS = {
     "alert_alpha": pa.float64(),
 } | _DRIFT_COLUMNS
 _TIE_DECISION_COLUMNS = {"waited": _TEXT, "waited_at": pa.int32()}
+"""The columns of tie timeouts. waited: a record id for each tie group that was scored because of a time-out. waited_at:
+the number of readings that this record had then."""
 _COLUMNS_ADDED_IN_VERSION = {2: {"alert_alpha", *_DRIFT_COLUMNS}, 3: {*_TIE_COLUMNS, *_TIE_DECISION_COLUMNS}}
 
 _KIND_NAMES = {SNAPSHOT: "a snapshot", DECISIONS: "decisions"}
+# Columns with one floating-point number per record, updated with each reading; explained at `Snapshot`.
 _RUNNING_SUMS = ("log_likelihood", "total", "least", "peak", "excess", "p_value")
 
 
 class _InvalidStateError(Exception):
-    """Raised inside this module if bytes are not valid state; the public functions turn it into `StateError`."""
+    """Raised inside this module if bytes are not valid state. The public functions convert it to `StateError`."""
 
 
 def encode_snapshot(snapshot: Snapshot) -> bytes:
-    """Return a snapshot as bytes."""
+    """Return the snapshot of a partition (its complete state) as bytes, to be saved with a commit of offsets."""
     vocabulary = snapshot.vocabulary
     columns: dict[str, Column] = {
         "names": vocabulary.names,
@@ -130,7 +141,7 @@ def decode_snapshot(data: bytes, description: str = "the saved snapshot") -> Sna
 
     Args:
         data: The result of `encode_snapshot`.
-        description: What to call the data in the error message.
+        description: The name of the data in the error message.
 
     Raises:
         StateError: If the data is damaged, has an unsupported format version, or contradicts itself.
@@ -142,7 +153,11 @@ def decode_snapshot(data: bytes, description: str = "the saved snapshot") -> Sna
 
 
 def encode_decisions(decisions: Decisions) -> bytes:
-    """Return decisions as bytes."""
+    """Return decisions as bytes, to be saved with a commit of offsets.
+
+    Args:
+        decisions: What was decided since the last commit and cannot be derived from the partition's messages.
+    """
     alert_states = decisions.alert_states
     columns: dict[str, Column] = {
         "closed": decisions.closed_ids,
@@ -163,7 +178,7 @@ def decode_decisions(data: bytes, description: str = "the saved decisions") -> D
 
     Args:
         data: The result of `encode_decisions`.
-        description: What to call the data in the error message.
+        description: The name of the data in the error message.
 
     Raises:
         StateError: If the data is damaged, has an unsupported format version, or contradicts itself.
@@ -179,27 +194,27 @@ def check_state(snapshot: bytes, decisions: Iterable[bytes]) -> None:
 
     Args:
         snapshot: An encoded snapshot.
-        decisions: Encoded decisions that were saved after it.
+        decisions: Encoded decisions, one element for each commit after the snapshot.
 
     Raises:
-        StateError: If one of them cannot be decoded. The message states the cause without a remedy, because the caller
-            can name the options that its source offers.
+        StateError: If one of them cannot be decoded. The message states the cause without a remedy. The caller adds the
+            remedy, because it depends on where the state is stored.
     """
     try:
         _decode_snapshot(snapshot)
     except _InvalidStateError as error:
         raise StateError(f"the saved snapshot: {error}") from error
     try:
-        for part in decisions:
-            _decode_decisions(part)
+        for data in decisions:
+            _decode_decisions(data)
     except _InvalidStateError as error:
         raise StateError(f"the saved decisions: {error}") from error
 
 
 def _decode_snapshot(data: bytes) -> Snapshot:
-    """Return the snapshot that was encoded as `data`. Raises `_InvalidStateError`."""
+    """Return the snapshot that was encoded as `data`. Raises `_InvalidStateError` if the data is not valid."""
     columns = _decode(SNAPSHOT, data, _SNAPSHOT_COLUMNS | _DRIFT_COLUMNS | _TIE_COLUMNS)
-    # Version 1 does not have this column.
+    # Format version 1 does not have the column "alert_alpha": a record with an alert raises no further alert.
     columns.setdefault("alert_alpha", np.where(columns["alert_seq"] < 0, NO_ALERT, SUPPRESS_ALL))
     vocabulary = _decode_vocabulary(*(columns.pop(name) for name in _VOCABULARY_COLUMNS))
     drift = _pop_drift(columns)
@@ -211,7 +226,7 @@ def _decode_snapshot(data: bytes) -> Snapshot:
 
 
 def _decode_decisions(data: bytes) -> Decisions:
-    """Return the decisions that were encoded as `data`. Raises `_InvalidStateError`."""
+    """Return the decisions that were encoded as `data`. Raises `_InvalidStateError` if the data is not valid."""
     columns = _decode(DECISIONS, data, _DECISION_COLUMNS | _TIE_DECISION_COLUMNS)
     alerted_ids, seq = columns["alerted"], columns["alert_seq"]
     alpha = columns.get("alert_alpha", np.full(len(seq), SUPPRESS_ALL))
@@ -226,21 +241,34 @@ def _decode_decisions(data: bytes) -> Decisions:
 
 
 def _pop_ties(columns: dict[str, Any]) -> TieGroups:
-    """Remove the columns of tie groups and return them as `TieGroups`. Raises `_InvalidStateError`."""
+    """Remove the columns of tie groups (readings of one record with the same event time) and return their content.
+
+    Args:
+        columns: The columns of a snapshot by name. The columns `_TIE_COLUMNS` are removed.
+
+    Raises:
+        _InvalidStateError: If the column that marks tied readings has a number other than 0 and 1.
+    """
     is_tied, num_pending, tie_time = (columns.pop(name) for name in _TIE_COLUMNS)
     _require(bool((is_tied <= 1).all()), "the mark of a tied reading is neither 0 nor 1")
     return TieGroups(is_tied.astype(bool), num_pending, tie_time)
 
 
 def _decode_tie_timeouts(record_ids: list[str], num_readings: NDArray[np.int32]) -> dict[str, tuple[int, ...]]:
-    """Return by record id the numbers of readings at which a tie group was decided by a time-out.
+    """Return which tie groups (readings of one record with the same event time) were scored because of a time-out.
+
+    Such a group is scored without waiting for an event with a later time, so the messages do not determine the
+    decision.
 
     Args:
-        record_ids: One record id per time-out; an id may occur several times.
-        num_readings: The number of readings that the record had at each time-out.
+        record_ids: T record ids, one per time-out; an id may occur several times.
+        num_readings: (T,) the number of readings that the record had at each time-out.
+
+    Returns:
+        By record id, the numbers of readings at its time-outs.
 
     Raises:
-        _InvalidStateError: If the two do not match, or if a number is not positive.
+        _InvalidStateError: If the arguments have different lengths, or if a number is not positive.
     """
     _require(len(record_ids) == len(num_readings), "the time-outs of tie groups and their records do not match")
     _require(bool((num_readings > 0).all()), "a tie group was decided before the first reading of its record")
@@ -251,7 +279,7 @@ def _decode_tie_timeouts(record_ids: list[str], num_readings: NDArray[np.int32])
 
 
 def _drift_to_columns(drift: DriftState | None) -> dict[str, Column]:
-    """Return the state of a drift monitor as the columns `_DRIFT_COLUMNS`, empty if there is no monitor."""
+    """Return the state of a drift monitor as the columns `_DRIFT_COLUMNS`, all empty if there is no monitor (None)."""
     if drift is None:
         return {
             "drift_model": [],
@@ -271,7 +299,13 @@ def _drift_to_columns(drift: DriftState | None) -> dict[str, Column]:
 
 
 def _pop_drift(columns: dict[str, Any]) -> DriftState | None:
-    """Remove the columns of the drift monitor and return its state, None if there is none (as in format version 1).
+    """Remove the columns of the drift monitor and return its state.
+
+    Args:
+        columns: The decoded columns by name. The columns `_DRIFT_COLUMNS` are removed.
+
+    Returns:
+        The state, or None if there is no monitor. Format version 1 has none.
 
     Raises:
         _InvalidStateError: If the columns contradict each other.
@@ -279,6 +313,7 @@ def _pop_drift(columns: dict[str, Any]) -> DriftState | None:
     model, numbers, groups, bins_per_group, counts = (columns.pop(name, ()) for name in _DRIFT_COLUMNS)
     if not len(model):
         return None
+    # `numbers` holds the number of records, whether an alarm is raised, and the wealth of each bet.
     _require(
         len(model) == 1 and len(numbers) == 2 + len(BET_EXPONENTS),
         "the drift state does not have one model and one wealth per bet",
@@ -302,18 +337,18 @@ def _pop_drift(columns: dict[str, Any]) -> DriftState | None:
 
 
 def _split(values: NDArray[Any], lengths: NDArray[np.int32]) -> list[tuple[Any, ...]]:
-    """Return consecutive parts of an array, one per length."""
+    """Return an array cut into consecutive tuples with the given lengths, which add up to the array's length."""
     ends = np.cumsum(lengths).tolist()
     return [tuple(values[end - length : end].tolist()) for end, length in zip(ends, lengths.tolist(), strict=True)]
 
 
 def _encode(kind: bytes, columns: Columns, types: Mapping[str, pa.DataType]) -> bytes:
-    """Return columns as bytes with a header.
+    """Return columns as bytes: a header with a checksum, then an Arrow IPC stream with one row of lists.
 
     Args:
         kind: `SNAPSHOT` or `DECISIONS`.
         columns: The columns by name.
-        types: The Arrow type of each column.
+        types: The Arrow type of each column by its name.
     """
     lists = [
         pa.LargeListArray.from_arrays([0, len(column)], _to_arrow(column, types[name]))
@@ -321,7 +356,8 @@ def _encode(kind: bytes, columns: Columns, types: Mapping[str, pa.DataType]) -> 
     ]
     batch = pa.RecordBatch.from_arrays(lists, list(columns))
     sink = pa.BufferOutputStream()
-    # Compression threads would each keep memory of their own, and the other cores are busy with scoring.
+    # One thread only: compression threads would each keep memory of their own, and the other cores are used for
+    # scoring.
     compression = "zstd" if batch.nbytes >= MIN_COMPRESSED_BYTES else None
     options = pa.ipc.IpcWriteOptions(compression=compression, use_threads=False)
     with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
@@ -333,7 +369,7 @@ def _encode(kind: bytes, columns: Columns, types: Mapping[str, pa.DataType]) -> 
 
 
 def _to_arrow(column: Column, column_type: pa.DataType) -> pa.Array:
-    """Return one column as an Arrow array, without copying a `StringColumn`."""
+    """Return one column as an Arrow array of the type `column_type`, without copying a `StringColumn`."""
     if isinstance(column, StringColumn):
         return pa.LargeStringArray.from_buffers(len(column), pa.py_buffer(column.offsets), pa.py_buffer(column.utf8))
     return pa.array(column, column_type)
@@ -381,7 +417,7 @@ def _decode(kind: bytes, data: bytes, types: Mapping[str, pa.DataType]) -> dict[
 
 
 def _require(condition: bool, problem: str) -> None:
-    """Raise `_InvalidStateError` with the description of the problem unless the condition holds."""
+    """Raise `_InvalidStateError` with the message `problem` unless the condition holds."""
     if not condition:
         raise _InvalidStateError(problem)
 
@@ -389,22 +425,22 @@ def _require(condition: bool, problem: str) -> None:
 def _decode_vocabulary(
     names: list[str], kinds: list[Any], label_counts: NDArray[np.int32], labels: list[str]
 ) -> Vocabulary:
-    """Return the features and labels that the codes of a snapshot refer to.
+    """Return the features and labels that the feature codes and label codes of a snapshot stand for.
 
     Args:
-        names: The feature names.
-        kinds: The feature kinds.
+        names: F feature names, in the order of the feature codes.
+        kinds: F feature kinds, "continuous" or "discrete".
         label_counts: (F,) the number of labels of each feature.
-        labels: The labels of all features, one after the other.
+        labels: The labels of all features, feature after feature, each in the order of the label codes.
 
     Raises:
-        _InvalidStateError: If they contradict each other.
+        _InvalidStateError: If the arguments contradict each other.
     """
     _require(len(names) == len(kinds) == len(label_counts) == len(set(names)), "a feature name is missing or repeated")
     _require(set(kinds) <= {"continuous", "discrete"}, "the kind of a feature is unknown")
     _require(
         bool((label_counts >= 0).all()) and int(label_counts.sum()) == len(labels),
-        "the number of labels is not that of the features",
+        "the list of labels does not have the length that the features state",
     )
     ends = np.cumsum(label_counts).tolist()
     labels_by_code = [tuple(labels[end - count : end]) for end, count in zip(ends, label_counts.tolist(), strict=True)]
@@ -412,10 +448,10 @@ def _decode_vocabulary(
 
 
 def _check_snapshot(snapshot: Snapshot) -> None:
-    """Check the invariants of a snapshot that the engine relies on.
+    """Check that a snapshot is consistent, so that damaged state cannot cause errors in the engine.
 
     Raises:
-        _InvalidStateError: If one is violated.
+        _InvalidStateError: If arrays do not have matching lengths, or if an index or a value is out of range.
     """
     num_records, num_features = len(snapshot), len(snapshot.vocabulary)
     for name in ("model", "age", "counts", "absent_counts", "scored", "alert_seq", "alert_alpha", *_RUNNING_SUMS):
@@ -426,12 +462,12 @@ def _check_snapshot(snapshot: Snapshot) -> None:
     _check_values(snapshot)
     _require(
         bool((snapshot.alert_seq >= -1).all()) and bool((snapshot.scored >= 0).all()),
-        "the place of an alert or the number of scored readings is negative",
+        "the position of an alert or the number of scored readings is negative",
     )
     is_alpha_valid = (snapshot.alert_alpha >= 0) & (snapshot.alert_alpha <= NO_ALERT)
     _require(bool(is_alpha_valid.all()), "the alpha of an alert is not between 0 and 1")
     is_alert_consistent = (snapshot.alert_seq < 0) == (snapshot.alert_alpha == NO_ALERT)
-    _require(bool(is_alert_consistent.all()), "an alert has an alpha without a place, or a place without an alpha")
+    _require(bool(is_alert_consistent.all()), "only one of the position and the alpha of an alert is stated")
     if snapshot.ties is not None:
         _check_ties(snapshot, snapshot.ties)
 
@@ -457,7 +493,16 @@ def _check_snapshot(snapshot: Snapshot) -> None:
 
 
 def _check_readings(snapshot: Snapshot, num_records: int, num_features: int) -> None:
-    """Check that each record has each feature at most once. Raises `_InvalidStateError`."""
+    """Check the readings and the absent features of a snapshot: each record may have each feature at most once.
+
+    Args:
+        snapshot: The snapshot.
+        num_records: Number of its records.
+        num_features: Number of features in its vocabulary.
+
+    Raises:
+        _InvalidStateError: If a length does not match, a feature code is out of range, or a record has a feature twice.
+    """
     _require(
         _is_within(snapshot.counts, num_features + 1) and _is_within(snapshot.absent_counts, num_features + 1),
         "the number of readings of a record is out of range",
@@ -465,12 +510,13 @@ def _check_readings(snapshot: Snapshot, num_records: int, num_features: int) -> 
     num_readings, num_absent = int(snapshot.counts.sum()), int(snapshot.absent_counts.sum())
     _require(
         len(snapshot.features) == len(snapshot.values) == num_readings and len(snapshot.absent) == num_absent,
-        "the number of readings is not that of the records",
+        "the list of readings does not have the length that the records state",
     )
     _require(
         _is_within(snapshot.features, num_features) and _is_within(snapshot.absent, num_features),
         "a reading belongs to no feature",
     )
+    # A feature that occurs twice in a record sets the same element twice, so fewer elements than readings are set.
     has_feature = np.zeros((num_records, num_features), bool)
     has_feature[ragged_indices(snapshot.counts)[0], snapshot.features] = True
     has_feature[ragged_indices(snapshot.absent_counts)[0], snapshot.absent] = True
@@ -481,13 +527,13 @@ def _check_ties(snapshot: Snapshot, ties: TieGroups) -> None:
     """Check the tie groups of a snapshot (readings of one record with the same event time).
 
     Raises:
-        _InvalidStateError: If they do not fit the records, or if a tie group is decided in part.
+        _InvalidStateError: If they do not fit the records, or if a tie group is scored in part.
     """
     num_readings = int(snapshot.counts.sum())
     _require(len(ties.is_tied) == num_readings, "the ties do not have one value per reading")
     _require(len(ties.num_pending) == len(ties.tie_time) == len(snapshot), "the ties do not have one value per record")
     _require(_is_within(ties.num_pending, snapshot.counts + 1), "more readings are undecided than the record has")
-    is_tied = np.append(ties.is_tied, False)
+    is_tied = np.append(ties.is_tied, False)  # so that the index after the last reading is valid
     first_readings = np.cumsum(snapshot.counts) - snapshot.counts
     _require(
         not is_tied[first_readings[snapshot.counts > 0]].any(),
@@ -499,7 +545,9 @@ def _check_ties(snapshot: Snapshot, ties: TieGroups) -> None:
 
 
 def _check_values(snapshot: Snapshot) -> None:
-    """Check that numbers are finite, and that label codes are those of a label or of an unseen label.
+    """Check that the numbers of a snapshot are finite, and that each label code stands for a label.
+
+    The codes of a feature with K labels are 0 to K − 1, and K for a label that training never saw.
 
     Raises:
         _InvalidStateError: If a number is out of range.
