@@ -1,8 +1,8 @@
 """Decoders for rows of tables (Parquet, CSV): table rows in, one `EventBatch` and a list of rejections out.
 
 A table in long layout has one reading per row and is treated like a stream of messages: a bad row is rejected and the
-others are accepted. A table in wide layout has one record per row; a column of the wrong type raises `InputError`. Both
-decoders process one column at a time and do no Python work per cell.
+others are accepted. A table in wide layout has one record per row and one column per feature; a column of the wrong
+type raises `InputError`. Both decoders process one column at a time, since Python code per cell would be slow.
 """
 
 from __future__ import annotations
@@ -48,15 +48,17 @@ from deformer_stream.errors import InputError
 from deformer_stream.model.schema import Schema
 
 ROW_NUMBER_COLUMN, ROW_FILE_COLUMN = "__row__", "__file__"
-"""Columns that hold each row's original row number and file, in a long table whose rows were reordered."""
+"""Columns that hold each row's original row number and file, in a table in long layout whose rows were reordered."""
 
 ErrorsByRow = dict[int, RejectionError]
+"""By row number within a poll, the error for which the row is rejected."""
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+"""The increment of the SplitMix64 generator: 2^64 divided by the golden ratio, as an odd number."""
 
 
 def hash_record_ids(record_ids: Iterable[str]) -> NDArray[np.uint64]:
-    """Return (N,) hashes of record ids (CRC-32), the input of `compute_shuffle_keys`."""
+    """Return the hashes (CRC-32) of N record ids, (N,), from which `compute_shuffle_keys` computes random orders."""
     return np.array([zlib.crc32(record_id.encode("utf-8", "surrogatepass")) for record_id in record_ids], np.uint64)
 
 
@@ -64,25 +66,26 @@ def compute_shuffle_keys(record_hashes: NDArray[np.uint64], codes: NDArray[Any],
     """Return sort keys that put the readings of each record in a random order.
 
     The order depends on the seed, the record id and the feature codes alone. How the input is cut into chunks, its file
-    format and the other records do not change it. The values are part of the contract of `--order random --seed`.
+    format and the other records do not change it. The keys must not change between releases, so that
+    `--order random --seed N` keeps its results.
 
     Args:
-        record_hashes: Hashes from `hash_record_ids`.
-        codes: Feature codes; the shapes of `record_hashes` and `codes` must broadcast.
+        record_hashes: Hash of the record of each reading, from `hash_record_ids`.
+        codes: Feature code of each reading. The shapes of `record_hashes` and `codes` must broadcast.
         seed: Any integer.
 
     Returns:
-        Keys of the broadcast shape.
+        The key of each reading, in the broadcast shape. Smaller keys come first.
     """
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # sums wrap around at 2^64 by design
         record_seeds = _mix_bits(record_hashes + _mix_bits(np.array(seed % 2**64, np.uint64)))
         return _mix_bits(record_seeds + np.asarray(codes).astype(np.uint64) * np.uint64(_GOLDEN_GAMMA))
 
 
 def _mix_bits(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the output function of the SplitMix64 generator (Steele, Lea and Flood, 2014), elementwise.
+    """Return the output of the SplitMix64 generator for each state in `z` (Steele, Lea and Flood, 2014).
 
-    It is a bijection of 64-bit integers whose results look random. The arithmetic wraps around by design.
+    It is a bijection of 64-bit integers whose results look random. The arithmetic wraps around at 2^64 by design.
     """
     z = z + np.uint64(_GOLDEN_GAMMA)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -93,9 +96,9 @@ def _mix_bits(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 class WideDecoder:
     """Decoder for tables in wide layout: each row is a record and gives one event per feature of the model.
 
-    The events of a record are contiguous. Features that are not observed (null, NaN, or no column) come first, as
-    declarations that no reading will follow. The readings follow in the chosen order, so the record is complete after
-    its last reading.
+    The events of a record are contiguous. The first ones are those of features that are not observed (null, NaN, or no
+    column); such an event declares that no reading will follow. The readings follow in the chosen order, so the record
+    is complete after its last reading.
 
     Args:
         schema: The features of the model.
@@ -111,7 +114,14 @@ class WideDecoder:
         self._future_time_limit = future_time_limit
 
     def decode(self, data: WideRows) -> tuple[EventBatch, list[Rejection]]:
-        """Return the events of N rows and the rejected cells. Takes well under a microsecond per event."""
+        """Return the events of N rows with one record each, and a rejection for each bad row or cell.
+
+        Args:
+            data: The N rows.
+
+        Raises:
+            InputError: If a column's type does not fit its feature, or if a time is not valid.
+        """
         columns = self._columns_by_code(data)
         values = np.full((len(data), len(self._schema)), np.nan)
         exceptions_by_code: dict[int, dict[int, str | RejectionError]] = {}
@@ -119,23 +129,26 @@ class WideDecoder:
             values[:, code], exceptions_by_code[code] = self._parse_column(data, code, column)
         times = self._parse_times(data)
 
+        # (N, F): row i lists the feature codes of record i in the order of its events. Values are put in the same
+        # order.
         codes = self._order_features(data, list(columns), values)
         values = np.take_along_axis(values, codes, axis=1)
         row_errors = check_future_times(self._future_time_limit, times) | check_ids(data.record_ids, "the record id")
-        is_accepted = ~np.isinf(values)
+        is_accepted = ~np.isinf(values)  # infinite marks a rejected cell, NaN a feature that is not observed
         is_accepted[list(row_errors)] = False
 
-        rows, places = np.nonzero(is_accepted)  # in row-major order: the events of a record are contiguous
-        features = codes[rows, places].astype(np.int32)
+        rows, positions = np.nonzero(is_accepted)  # in row-major order: the events of a record are contiguous
+        features = codes[rows, positions].astype(np.int32)
+        is_first_of_record = np.diff(rows, prepend=-1) != 0
         batch = EventBatch(
             np.array(data.record_ids, object)[rows].tolist(),
             features,
-            values[rows, places],
+            values[rows, positions],
             times[rows],
             rows.astype(np.int32),
             np.zeros(len(rows), np.int32),
             _collect_unseen_labels(rows, features, exceptions_by_code),
-            row_boundaries=np.append(np.flatnonzero(np.diff(rows, prepend=-1)), len(rows)),
+            row_boundaries=np.append(np.flatnonzero(is_first_of_record), len(rows)),
         )
         return batch, self._collect_rejections(row_errors, values, codes, exceptions_by_code)
 
@@ -148,11 +161,16 @@ class WideDecoder:
     def _parse_column(
         self, data: WideRows, code: int, column: pa.Array
     ) -> tuple[NDArray[np.float64], dict[int, str | RejectionError]]:
-        """Convert one column of N cells.
+        """Convert the column of one feature.
+
+        Args:
+            data: The N rows, for the file name in error messages.
+            code: The feature code.
+            column: The N cells of the feature.
 
         Returns:
             (N,) raw values or label codes, NaN if not observed, infinite if rejected.
-            By row, the text of an unseen label or the reason for the rejection of a label.
+            By row, the text of a label that training never saw, or the error for which a label is rejected.
 
         Raises:
             InputError: If the column's type does not fit the feature.
@@ -172,24 +190,31 @@ class WideDecoder:
         return parse_labels(column, self._schema.code_by_label[code], feature.name)
 
     def _parse_times(self, data: WideRows) -> NDArray[np.int64]:
-        """Return (N,) times of the records in microseconds, `NO_TIME` if the table has none. Raises `InputError`."""
+        """Return the times of N records, (N,) microseconds since 1970, or `NO_TIME` if the table has no times.
+
+        Raises:
+            InputError: If a time is not valid.
+        """
         if data.time_column is None:
             return np.full(len(data), NO_TIME)
         column = data.table.column(data.time_column)
         times, errors = parse_times(column, f"{data.origin}: column {data.time_column!r}")
-        for row, error in errors.items():
+        for row, error in errors.items():  # the first one is enough
             raise InputError(f"{data.origin}: row {data.first_row + row}: column {data.time_column!r}: {error.detail}")
         return times
 
     def _order_features(
         self, data: WideRows, present_codes: list[int], values: NDArray[np.float64]
     ) -> NDArray[np.intp]:
-        """Return (N, F) the feature codes in the order in which the events of each row are emitted.
+        """Return the order of the events of each record: the features that are not observed first, then the readings.
 
         Args:
-            data: The N rows.
-            present_codes: The features that have a column, in the table's column order.
-            values: (N, F) values by feature code, NaN if not observed.
+            data: N rows with one record each.
+            present_codes: The codes of the features that have a column, in the table's column order.
+            values: (N, F) values of the F features of the model by feature code, NaN if not observed.
+
+        Returns:
+            (N, F) feature codes. Row i is a permutation of 0 to F − 1, in the order of the events of record i.
         """
         num_rows, num_features = values.shape
         if self._order == "random":
@@ -198,8 +223,9 @@ class WideDecoder:
         else:
             present = set(present_codes)
             absent_codes = [code for code in range(num_features) if code not in present]
-            common = present_codes + absent_codes if self._order == "arrival" else list(range(num_features))
-            codes = np.broadcast_to(np.array(common, np.intp), (num_rows, num_features))
+            order_of_all_rows = present_codes + absent_codes if self._order == "arrival" else list(range(num_features))
+            codes = np.broadcast_to(np.array(order_of_all_rows, np.intp), (num_rows, num_features))
+        # Rows with missing values: a stable sort moves the missing features to the front.
         is_missing = np.isnan(values)
         rows = np.flatnonzero(is_missing.any(axis=1))
         if len(rows):
@@ -217,22 +243,25 @@ class WideDecoder:
         codes: NDArray[np.intp],
         exceptions_by_code: dict[int, dict[int, str | RejectionError]],
     ) -> list[Rejection]:
-        """Return the rejections of whole rows, and of the cells without a finite value in the other rows.
+        """Return the rejections of whole rows, and of the rejected cells in the other rows.
 
         Args:
-            row_errors: By row, why the whole row is rejected.
-            values: (N, F) values in the order of emission, infinite if rejected.
+            row_errors: By row, the error for which the whole row is rejected.
+            values: (N, F) values of N records and F features in the order of the events, infinite if rejected.
             codes: (N, F) the feature codes of these values.
-            exceptions_by_code: By feature code and row, unseen labels and rejected labels.
+            exceptions_by_code: By feature code and row, the text of an unseen label or the error of a rejected label.
+
+        Returns:
+            One rejection per row and reason.
         """
         rejections = [Rejection(row, error.reason, error.detail) for row, error in row_errors.items()]
-        for row, place in np.argwhere(np.isinf(values)).tolist():
+        for row, position in np.argwhere(np.isinf(values)).tolist():
             if row in row_errors:
                 continue
-            code = int(codes[row, place])
+            code = int(codes[row, position])
             error = exceptions_by_code.get(code, {}).get(row)
-            if not isinstance(error, RejectionError):
-                error = not_finite_error(self._schema.names[code], values[row, place])
+            if not isinstance(error, RejectionError):  # not a rejected label, so a number that is infinite
+                error = not_finite_error(self._schema.names[code], values[row, position])
             rejections.append(Rejection(row, error.reason, error.detail))
         return Rejection.merge_by_message(rejections)
 
@@ -242,12 +271,13 @@ def _collect_unseen_labels(
     features: NDArray[np.int32],
     exceptions_by_code: dict[int, dict[int, str | RejectionError]],
 ) -> dict[int, str]:
-    """Return the texts of unseen labels by event index.
+    """Return the texts of labels that training never saw, by the index of their event among E events.
 
     Args:
         rows: (E,) the row of each event.
         features: (E,) the feature code of each event.
-        exceptions_by_code: By feature code and row, unseen labels and rejected labels. Rejected cells have no event.
+        exceptions_by_code: By feature code and row, the text of an unseen label or the error of a rejected label.
+            Rejected cells have no event.
     """
     unseen_labels: dict[int, str] = {}
     for code, exceptions in exceptions_by_code.items():
@@ -261,11 +291,14 @@ def _collect_unseen_labels(
 
 
 def check_ids(ids: Iterable[str | None], name: str) -> ErrorsByRow:
-    """Return by index what is wrong with a record id or device name: missing, empty, too long or not UTF-8.
+    """Return the errors of record ids or device names that are missing, empty, too long or not UTF-8.
 
     Args:
         ids: The ids, None if missing.
-        name: What to call the id in the error message.
+        name: The name of the id in the error message, such as "the record id".
+
+    Returns:
+        The error by the index of the id in `ids`. Valid ids have no entry.
     """
     errors: ErrorsByRow = {}
     for index, text in enumerate(ids):
@@ -287,9 +320,9 @@ def check_future_times(
 
     Args:
         future_time_limit: The rule, or None to accept all times.
-        times: (N,) microseconds since 1970.
-        broker_time: The broker's timestamp of the message that holds the rows. The default compares with the wall
-            clock.
+        times: (N,) event time of each row, microseconds since 1970, or `NO_TIME`, which is never too late.
+        broker_time: The broker's timestamp of the message that holds the rows, microseconds since 1970. The default
+            selects the wall clock.
     """
     errors: ErrorsByRow = {}
     if future_time_limit is None:
@@ -297,7 +330,7 @@ def check_future_times(
     reference_times = future_time_limit.reference_times(np.full(len(times), broker_time))
     for row in np.flatnonzero(times > reference_times + future_time_limit.max_micros).tolist():
         try:
-            future_time_limit.check(int(times[row]), int(reference_times[row]))
+            future_time_limit.check(int(times[row]), int(reference_times[row]))  # raises with the message
         except RejectionError as error:
             errors[row] = error
     return errors
@@ -312,13 +345,18 @@ def find_feature_codes(
 
     Args:
         schema: The features of the model.
-        names: The distinct feature names.
-        name_indices: The index of each reading's name into `names`.
-        time_slots: The time slot of each reading, or `NO_TIME_SLOT`; broadcasts to the shape of `name_indices`.
+        names: The distinct feature names, None for a missing name.
+        name_indices: The index of each reading's name in `names`.
+        time_slots: The time slot (part of a window) of each reading, or `NO_TIME_SLOT` if the name alone determines the
+            feature. The shapes of `name_indices` and `time_slots` must broadcast.
+
+    Returns:
+        The feature codes in the broadcast shape.
     """
     codes_by_name = np.array([schema.code_by_name.get(name or "", -1) for name in names], np.int32)[name_indices]
     if not schema.has_repeating_sensors:
         return codes_by_name
+    # A sensor has the code `first_code + codes_per_slot * time_slot` in each time slot. An unknown name gives −1 + 0.
     layouts = [schema.slot_layout_by_sensor.get(name or "", (-1, 0)) for name in names]
     first_codes, codes_per_slot = np.array(layouts, np.int32).reshape(-1, 2).T
     codes_by_slot = first_codes[name_indices] + codes_per_slot[name_indices] * time_slots
@@ -328,13 +366,14 @@ def find_feature_codes(
 class LongDecoder:
     """Decoder for tables in long layout: each row gives one event, in the table's row order.
 
-    Values are numbers, or texts (which may spell numbers for continuous features), or numbers with a second column that
-    holds the labels of discrete features.
+    The column of values holds numbers or texts. A text spells the number of a continuous feature, or is the label of a
+    discrete one. A numeric column may have a second column next to it, which holds the labels of discrete features.
 
     Args:
         schema: The features of the model.
         field_names: The names of the columns.
-        window_assigner: The windows that contain rows without a record id, or None if record ids are required.
+        window_assigner: Assigns rows without a record id to time windows of their device. None if record ids are
+            required.
         future_time_limit: The rule for times in the future, or None to accept all times.
     """
 
@@ -351,14 +390,14 @@ class LongDecoder:
         self._future_time_limit = future_time_limit
 
     def decode(self, data: LongRows, broker_time: int = NO_TIME) -> tuple[EventBatch, list[Rejection]]:
-        """Return the events of N rows and the rejected rows.
+        """Return the events of N rows with one reading each, and one rejection for each other row.
 
         Args:
-            data: The rows.
-            broker_time: The time of rows that state none, in microseconds since 1970.
+            data: The N rows.
+            broker_time: The time of rows that state none, in microseconds since 1970, or `NO_TIME`.
 
         Raises:
-            InputError: If a column is missing, or if its type cannot be right.
+            InputError: If a required column is missing, or if a column has a type that no reading can have.
         """
         columns = dict(zip(data.table.schema.names, data.table.columns, strict=True))
         for name in self._field_names.required_columns(columns, self._window_assigner is not None):
@@ -380,7 +419,7 @@ class LongDecoder:
         is_accepted = np.ones(len(data), bool)
         is_accepted[list(errors)] = False
         rows = np.flatnonzero(is_accepted)
-        event_indices = np.cumsum(is_accepted) - 1
+        event_indices = np.cumsum(is_accepted) - 1  # accepted rows become events in the order of the rows
         batch = EventBatch(
             record_ids[rows].tolist(),
             codes[rows],
@@ -396,12 +435,16 @@ class LongDecoder:
     def parse_times(
         self, data: LongRows, columns: dict[str, pa.Array], broker_time: int = NO_TIME
     ) -> tuple[NDArray[np.int64], ErrorsByRow]:
-        """Return (N,) event times in microseconds, and errors by row.
+        """Convert the column of event times.
 
         Args:
             data: The N rows.
             columns: The columns by name.
-            broker_time: The time of rows that state none.
+            broker_time: The time of rows that state none, in microseconds since 1970, or `NO_TIME`.
+
+        Returns:
+            (N,) event times in microseconds since 1970, or `NO_TIME`. By row, the error of a time that is not valid or
+            too far in the future.
         """
         column = columns.get(self._field_names.time)
         if column is None:
@@ -413,12 +456,12 @@ class LongDecoder:
     def make_membership(
         self, devices: list[str] | None, times: NDArray[np.int64], rows: NDArray[np.intp]
     ) -> WindowMembership | None:
-        """Return the windows of events, or None if all rows name their records.
+        """Return the device and the window deadline of each event, for the engine. None if there are no windows.
 
         Args:
-            devices: The device of each row, "" if the row names its record; None if there are no windows.
-            times: (N,) the time of each row.
-            rows: (E,) the row of each event.
+            devices: The device of each of N rows, "" if the row names its record; None if there are no windows.
+            times: (N,) the time of each row, microseconds since 1970.
+            rows: (E,) the row of each of E events.
         """
         if self._window_assigner is None or devices is None:
             return None
@@ -427,16 +470,17 @@ class LongDecoder:
     def parse_record_ids(
         self, data: LongRows, columns: dict[str, pa.Array], times: NDArray[np.int64], time_errors: ErrorsByRow
     ) -> tuple[NDArray[np.object_], list[str] | None, ErrorsByRow]:
-        """Return the record of each row, given by its id or by its device and time.
+        """Return the record id of each row, which the row states or which follows from its device and time.
 
         Args:
             data: The N rows.
             columns: The columns by name.
-            times: (N,) the time of each row, microseconds.
-            time_errors: By row, why a time is rejected.
+            times: (N,) the time of each row, microseconds since 1970, or `NO_TIME`.
+            time_errors: By row, the error of a time that is rejected.
 
         Returns:
-            (N,) record ids. N devices, "" if the row names its record; None if there are no windows. Errors by row.
+            (N,) record ids, None for a row with an error. The N devices, "" if the row names its record; None instead
+            of the list if there are no windows. Errors by row.
         """
         names, assigner = self._field_names, self._window_assigner
         if names.record in columns:
@@ -455,13 +499,22 @@ class LongDecoder:
                 record_ids[row] = None if error else assigner.assign(names, devices[row], int(times[row]))
             except RejectionError as window_error:
                 error = window_error
-            errors.pop(row, None)
+            errors.pop(row, None)  # "the record id is missing" does not hold for a row with a device
             if error:
                 errors[row] = error
         return record_ids, devices, errors
 
     def _parse_ids(self, data: LongRows, column: pa.Array, name: str) -> tuple[NDArray[np.object_], ErrorsByRow]:
-        """Return (N,) record ids or device names from the column `name`, None if missing, and errors by row."""
+        """Convert a column of record ids or device names.
+
+        Args:
+            data: The N rows, for the file name in error messages.
+            column: N texts or integers.
+            name: The name of the column, for error messages.
+
+        Returns:
+            (N,) ids as Python strings, None if missing. By row, the error of an id that is missing or not acceptable.
+        """
         column = convert_ids(column, f"{data.origin}: column {name!r}")
         indices, distinct_ids = encode_distinct(column)
         ids = [*distinct_ids, None]
@@ -473,10 +526,10 @@ class LongDecoder:
 
         Args:
             devices: N devices, "" if the row names its record; None if there are no windows.
-            times: (N,) microseconds.
+            times: (N,) the time of each row, microseconds since 1970.
 
         Returns:
-            (N,) time slots, or (1,) if all rows have the same.
+            (N,) time slots, counted from 0 in each window. (1,) instead if all rows have the same time slot.
         """
         window = self._schema.window
         if window is None or not self._schema.has_repeating_sensors:
@@ -489,12 +542,18 @@ class LongDecoder:
     def _parse_features(
         self, data: LongRows, column: pa.Array, time_slots: NDArray[np.int64]
     ) -> tuple[NDArray[np.int32], ErrorsByRow]:
-        """Return (N,) feature codes, −1 if there is none, and errors by row.
+        """Convert the column of feature names.
 
         Args:
-            data: The N rows.
-            column: The column of feature names.
-            time_slots: (N,) or (1,) time slots from `find_time_slots`.
+            data: The N rows, for the file name in error messages.
+            column: The N feature names.
+            time_slots: (N,) or (1,) time slots (parts of a window) from `find_time_slots`.
+
+        Returns:
+            (N,) feature codes, −1 if the name is missing or unknown to the model. By row, the error of such a name.
+
+        Raises:
+            InputError: If the column does not hold text.
         """
         field_name = self._field_names.feature
         if not (is_text(column.type) or pa.types.is_null(column.type)):
@@ -504,18 +563,24 @@ class LongDecoder:
         indices, distinct_names = encode_distinct(column)
         names = [*distinct_names, None]
         codes = find_feature_codes(self._schema, names, indices, time_slots)
-        error_by_feature: dict[tuple[int, int], RejectionError] = {}
+        # Rows with the same name and the same time slot share their error, because making one takes long.
+        error_by_name_and_slot: dict[tuple[int, int], RejectionError] = {}
         errors: ErrorsByRow = {}
         for row in np.flatnonzero(codes < 0).tolist():
-            feature = int(indices[row]), int(time_slots[row % len(time_slots)])
-            if feature not in error_by_feature:
-                name_index, time_slot = feature
-                error_by_feature[feature] = self._make_feature_error(names[name_index], time_slot)
-            errors[row] = error_by_feature[feature]
+            name_index, time_slot = int(indices[row]), int(time_slots[row % len(time_slots)])
+            if (name_index, time_slot) not in error_by_name_and_slot:
+                error = self._make_feature_error(names[name_index], time_slot)
+                error_by_name_and_slot[name_index, time_slot] = error
+            errors[row] = error_by_name_and_slot[name_index, time_slot]
         return codes, errors
 
     def _make_feature_error(self, name: str | None, time_slot: int) -> RejectionError:
-        """Return the error for a feature name that is missing (None) or unknown to the model."""
+        """Return the error for a feature name that is missing or unknown to the model.
+
+        Args:
+            name: The name, or None if it is missing.
+            time_slot: The time slot (part of a window) of the reading, or `NO_TIME_SLOT`.
+        """
         if name is None:
             return RejectionError(RejectionReason.MISSING_FIELD, f"{self._field_names.feature!r} is missing")
         return unknown_feature_error(self._schema, name, time_slot)
@@ -531,7 +596,11 @@ class LongDecoder:
             codes: (N,) feature codes, −1 for rows whose feature is rejected.
 
         Returns:
-            (N,) values, NaN for null. Texts of unseen labels by row. Errors by row.
+            (N,) raw values or label codes, NaN for null. By row, the text of a label that training never saw. By row,
+            the error of a value that does not fit its feature.
+
+        Raises:
+            InputError: If the column of values has a type that no reading can have.
         """
         schema = self._schema
         value_column = convert_times_of_day(columns[self._field_names.value])
@@ -544,7 +613,8 @@ class LongDecoder:
         values = np.full(len(data), np.nan)
         unseen_labels: dict[int, str] = {}
         errors: ErrorsByRow = {}
-        # The features of one sensor (one per time slot) have the same kind and labels.
+        # The features of one sensor (one per time slot) have the same kind and labels, so they are converted together.
+        # The appended −1 is the sensor index of the feature code −1.
         sensor_indexes = np.append(schema.sensor_indexes, -1)[codes] if schema.has_repeating_sensors else codes
         for sensor_index in np.unique(sensor_indexes[sensor_indexes >= 0]).tolist():
             code = int(schema.first_codes[sensor_index])
@@ -554,6 +624,7 @@ class LongDecoder:
             if feature.kind == "continuous":
                 values[rows], cell_errors = parse_numbers(cells, feature)
             else:
+                # A label in the column of labels takes precedence over the number in the column of values.
                 if label_column is not None and is_text(label_column.type):
                     cells = pc.coalesce(decode_dictionary(label_column.take(pa.array(rows))), format_labels(cells))
                 values[rows], exceptions = parse_labels(cells, schema.code_by_label[code], feature.sensor_name)
