@@ -20,12 +20,13 @@ from deformer_stream.engine.events import NO_TIME, RejectionReason
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MIN_SECOND, MAX_SECOND = -62_135_596_800, 253_402_300_799
-"""First and last second of the years 1 to 9999, in seconds since 1970. Every output format can express these years.
-Milliseconds that are sent as seconds fall outside, so they are rejected instead of misread."""
+"""First and last second of the years 1 to 9999, in seconds since 1970. Every output format can express these years. A
+present time that was sent in milliseconds lies outside, so it is rejected instead of read as seconds."""
 MIN_MICROS, MAX_MICROS = MIN_SECOND * 1_000_000, MAX_SECOND * 1_000_000
+"""The same two times in microseconds since 1970. Both are accepted."""
 
 _MICROSECOND, _SECOND, _DAY = timedelta(microseconds=1), timedelta(seconds=1), timedelta(days=1)
-_FINER_UNITS = (("milliseconds", 1e3), ("microseconds", 1e6), ("nanoseconds", 1e9))
+_FINER_UNITS = (("milliseconds", 1e3), ("microseconds", 1e6), ("nanoseconds", 1e9))  # with their number per second
 _YEAR_2100 = 4_102_444_800
 _LEAP_SECOND = re.compile(r"(.{10}[T ]\d\d:\d\d:)60((?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d))", re.ASCII)
 _TIME_OF_DAY = re.compile(r"([01]\d|2[0-3]):([0-5]\d)(?::([0-5]\d(?:\.\d{1,9})?))?", re.ASCII)
@@ -34,7 +35,8 @@ _TIME_OF_DAY = re.compile(r"([01]\d|2[0-3]):([0-5]\d)(?::([0-5]\d(?:\.\d{1,9})?)
 def format_rfc3339(micros: int) -> str | None:
     """Return microseconds since 1970 as RFC 3339 text in UTC, or None outside the years 1 to 9999.
 
-    A fraction of a second is written only if there is one. `NO_TIME` lies outside these years, so it gives None.
+    A fraction of a second is written only if there is one. `NO_TIME` (no time is known) lies outside these years, so it
+    gives None.
     """
     if not MIN_MICROS <= micros <= MAX_MICROS:
         return None
@@ -42,7 +44,7 @@ def format_rfc3339(micros: int) -> str | None:
 
 
 def seconds_to_micros(seconds: float) -> int:
-    """Return seconds since 1970 as microseconds.
+    """Return seconds since 1970 as microseconds since 1970, rounded.
 
     Raises:
         RejectionError: If the time is not finite, or lies outside the years 1 to 9999.
@@ -55,14 +57,21 @@ def seconds_to_micros(seconds: float) -> int:
 
 
 def _explain_out_of_range(seconds: float) -> str:
-    """Return what is wrong with a time, naming the unit that the sender probably used instead of seconds."""
+    """Return the second half of an error message about a time outside the years 1 to 9999.
+
+    It names the unit that the sender probably used instead of seconds: the coarsest unit in which the number is a time
+    between 1970 and 2100.
+
+    Args:
+        seconds: The time as it was sent.
+    """
     likely_unit = next((unit for unit, per_second in _FINER_UNITS if 0 < seconds / per_second <= _YEAR_2100), None)
     hint = "" if likely_unit is None else f", these look like {likely_unit}"
     return f"lies outside the years 1 to 9999; send seconds since 1970{hint}"
 
 
 def parse_rfc3339(text: str) -> int:
-    """Return RFC 3339 text as microseconds since 1970. A leap second counts as the second after it, as in POSIX.
+    """Return RFC 3339 text as microseconds since 1970. A leap second (23:59:60) counts as the second after it.
 
     Raises:
         RejectionError: If the text is not RFC 3339, has no UTC offset, or lies outside the years 1 to 9999.
@@ -84,7 +93,7 @@ def parse_rfc3339(text: str) -> int:
 
 
 def _parse_datetime(text: str) -> datetime:
-    """Return ISO 8601 text as a datetime, accepting second 60 at the end of a day.
+    """Return ISO 8601 text as a datetime. A leap second (second 60 at the end of a day in UTC) becomes the next second.
 
     Raises:
         ValueError: If the text is not a date and time.
@@ -96,8 +105,9 @@ def _parse_datetime(text: str) -> datetime:
         leap_second = _LEAP_SECOND.fullmatch(text)
         if leap_second is None:
             raise
+    # Group 1 is the text up to the minute, group 2 the fraction and the UTC offset.
     next_second = datetime.fromisoformat(f"{leap_second[1]}59{leap_second[2]}") + _SECOND
-    if (next_second - EPOCH) % _DAY >= _SECOND:
+    if (next_second - EPOCH) % _DAY >= _SECOND:  # the second after a leap second is the first one of a day
         raise ValueError("a leap second can only be the last second of a day")
     return next_second
 
@@ -114,10 +124,13 @@ def parse_time_of_day(text: str) -> float | None:
 def drop_impossible_times(times: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return broker timestamps, with `NO_TIME` in place of those outside the years 1 to 9999.
 
-    A Kafka timestamp may come from the producer, whose clock can be wrong by any amount.
+    They must be checked, because a Kafka timestamp may come from a producer whose clock is wrong by any amount.
 
     Args:
         times: (N,) microseconds since 1970, one per message.
+
+    Returns:
+        (N,) microseconds since 1970, or `NO_TIME`.
     """
     is_possible = (times >= MIN_MICROS) & (times <= MAX_MICROS)
     return np.where(is_possible, times, NO_TIME)
@@ -128,7 +141,7 @@ class FutureTimeLimit:
     """The rule that rejects events whose own time lies too far in the future.
 
     An event's time is compared with the broker's timestamp of its message. The wall clock is used only if there is no
-    such timestamp, because a message that is read again must be judged as it was before.
+    such timestamp, because a message that is read again after a restart must give the same result as before.
 
     Attributes:
         max_micros: Maximum distance into the future in microseconds, at least 0.
@@ -137,10 +150,12 @@ class FutureTimeLimit:
     max_micros: int
 
     def reference_times(self, broker_times: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the present time for each message: the broker's timestamp, or the wall clock if there is none.
+        """Return the time with which the own times of each message's events are compared.
+
+        It is the broker's timestamp of the message, or the wall clock if there is none.
 
         Args:
-            broker_times: (N,) microseconds since 1970, or `NO_TIME`.
+            broker_times: (N,) broker timestamp of each of N messages in microseconds since 1970, or `NO_TIME`.
 
         Returns:
             (N,) microseconds since 1970.
@@ -152,7 +167,8 @@ class FutureTimeLimit:
 
         Args:
             time: The event's own time, microseconds since 1970.
-            broker_time: The broker's timestamp of the message, or `NO_TIME`.
+            broker_time: The broker's timestamp of the message, microseconds since 1970. `NO_TIME` selects the wall
+                clock.
         """
         reference = clock.time_ns() // 1000 if broker_time == NO_TIME else broker_time
         if time - reference > self.max_micros:
