@@ -1,8 +1,8 @@
 """Checks that every decoder applies to an event, and the exception that reports a failed check.
 
-JSON messages, Arrow messages and table rows are accepted or rejected by the same rules. The functions here look up
-feature codes, label codes and time slots, and raise `RejectionError` if an event breaks a rule. The decoders catch that
-exception and return a `Rejection` (an engine value), so bad input never stops the stream.
+JSON messages, Arrow messages and table rows are accepted or rejected by the same rules. The functions of this module
+find feature codes, label codes and time slots (parts of a window), and raise `RejectionError` if an event breaks a
+rule. The decoders catch that exception and return a `Rejection`, so that bad input never stops the stream.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ MAX_TEXT_CHARS = 1024
 """Maximum length of a record id, a device name and a label, in characters."""
 
 NO_TIME_SLOT = -1
-"""Time slot of a reading whose feature name alone determines the feature code. This is the case if the event names its
-record explicitly, or if no sensor of the model reports several times per window."""
+"""Stands for the time slot (part of a window) of a reading whose feature name alone determines the feature code. This
+is the case if the event names its record explicitly, or if no sensor of the model reports several times per window."""
 
 
 class RejectionError(Exception):
-    """Raised inside the codec if an event cannot be accepted; the decoders turn it into a `Rejection`.
+    """Raised inside the codec if an event cannot be accepted. The decoders convert it to a `Rejection`.
 
     Attributes:
         reason: The rule that the event breaks.
-        detail: One line that names the offending field or value.
+        detail: One line that names the field or the value that breaks the rule.
     """
 
     def __init__(self, reason: RejectionReason, detail: str) -> None:
@@ -37,7 +37,17 @@ class RejectionError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """The names of an event's fields in JSON messages, and of the columns in a table with one reading per row."""
+    """The names of an event's fields in JSON messages, and of the columns in a table with one reading per row.
+
+    Attributes:
+        record: Field with the record id.
+        feature: Field with the feature name of a single reading.
+        value: Field with the value of a single reading.
+        values: Field with an object of several readings, with feature names as keys; JSON only.
+        time: Field with the event time.
+        label: Column with the labels of discrete features, next to a numeric value column; tables only.
+        device: Field with the device name, from which a record id is made if records are time windows.
+    """
 
     record: str = "record"
     feature: str = "feature"
@@ -52,7 +62,7 @@ class FieldNames:
 
         Args:
             columns: The columns of the table.
-            has_windows: Whether a device and a time may replace the record id, because records are time windows.
+            has_windows: Whether records are time windows, so that a device and a time may replace the record id.
 
         Returns:
             Column names. The first one identifies the record, by its id or by its device.
@@ -63,14 +73,15 @@ class FieldNames:
 
 
 def quote(text: str, max_chars: int = 60) -> str:
-    """Return untrusted text as a quoted, printable, single-line string of bounded length."""
+    """Return untrusted text for an error message: quoted, printable, on one line, cut after `max_chars` characters."""
     return repr(text) if len(text) <= max_chars else repr(text[:max_chars]) + "…"
 
 
 def is_unicode(text: str) -> bool:
     """Return whether a string can be encoded as UTF-8.
 
-    Text read from a table that is not valid UTF-8 contains lone surrogates (PEP 383), which cannot be encoded.
+    Text that was not valid UTF-8 when it was read from a table contains lone surrogates (PEP 383). They cannot be
+    encoded.
     """
     if text.isascii():
         return True
@@ -91,9 +102,15 @@ def is_utf8(data: bytes) -> bool:
 
 
 def find_time_slot(schema: Schema, time: int) -> int:
-    """Return the time slot (part of a window) that contains a time, in microseconds since 1970.
+    """Return the time slot (part of a window) that contains a time.
 
-    Returns `NO_TIME_SLOT` if no sensor of the model reports several times per window.
+    Args:
+        schema: The features of the model.
+        time: Microseconds since 1970.
+
+    Returns:
+        The index of the time slot in its window, or `NO_TIME_SLOT` if no sensor of the model reports several times per
+        window.
     """
     return (
         schema.window.time_slot_index(time)
@@ -103,12 +120,13 @@ def find_time_slot(schema: Schema, time: int) -> int:
 
 
 def find_feature_code(schema: Schema, name: str, time_slot: int) -> int | None:
-    """Return the code of the feature that an event refers to.
+    """Return the code of the feature that an event names.
 
     Args:
         schema: The features of the model.
-        name: The feature name in the event: a feature of the model, or a sensor that reports once per time slot.
-        time_slot: The time slot of the reading, or `NO_TIME_SLOT`.
+        name: The feature name in the event. With a time slot it is the name of a sensor, which has one or more features
+            per time slot; without one it is the name of a feature.
+        time_slot: The time slot (part of a window) of the reading, or `NO_TIME_SLOT`.
 
     Returns:
         The feature code, or None if the model does not have such a feature.
@@ -125,7 +143,13 @@ def find_feature_code(schema: Schema, name: str, time_slot: int) -> int | None:
 def unknown_feature_error(schema: Schema, name: str, time_slot: int) -> RejectionError:
     """Return the exception for a feature name that the model does not have.
 
-    If the name is that of a sensor with several time slots, the message says how to address one of them.
+    If the name is that of a sensor with one feature per time slot (part of a window), the message states how to name
+    one of these features.
+
+    Args:
+        schema: The features of the model.
+        name: The feature name in the event.
+        time_slot: The time slot of the reading, or `NO_TIME_SLOT` if the event names its record.
     """
     detail = f"feature {quote(name)} is unknown to the model"
     if time_slot == NO_TIME_SLOT and name in schema.slot_layout_by_sensor:
@@ -138,20 +162,21 @@ def unknown_feature_error(schema: Schema, name: str, time_slot: int) -> Rejectio
 
 
 def not_finite_error(name: str, value: object) -> RejectionError:
-    """Return the exception for a reading of a feature whose value is NaN or infinite."""
+    """Return the exception for a reading of the feature `name` whose value is NaN or infinite."""
     return RejectionError(RejectionReason.NOT_FINITE, f"feature {quote(name)}: {value!s} is not a finite number")
 
 
 def encode_label(text: str, code_by_label: dict[str, int], name: str) -> tuple[float, str | None]:
-    """Return the code of a discrete value.
+    """Return the label code of a discrete value.
 
     Args:
-        text: The label as canonical text.
+        text: The label as canonical text (see `deformer_stream.model.schema.format_label`).
         code_by_label: The codes of the labels that were seen in training.
         name: The feature name, for error messages.
 
     Returns:
-        The label's code and None. For a label that training never saw: the number of labels and the label's text.
+        For a label that was seen in training, its code and None. For an unseen label, the number of labels (the code of
+        all unseen labels) and the label's text.
 
     Raises:
         RejectionError: If an unseen label is too long or cannot be encoded as UTF-8.
