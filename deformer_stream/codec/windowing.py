@@ -1,6 +1,7 @@
 """Assignment of readings to time windows: a record is then all readings of one device within one window.
 
-An event may name its device and its time instead of a record. Its record id is the device and the window's start:
+An event may name its device and its time instead of a record. Its record id consists of the device and the window's
+start:
 
     {"device": "pump-7", "feature": "Pressure", "value": 0.054711, "time": 1583750073.0}  →  pump-7@2020-03-09T10:34:30Z
 """
@@ -25,11 +26,14 @@ _format_window_start = lru_cache(maxsize=4096)(format_rfc3339)  # consecutive ev
 
 @dataclass(frozen=True, slots=True)
 class WindowAssigner:
-    """Tumbling windows of event time, aligned to 1970-01-01T00:00:00Z; the start is inclusive, the end exclusive.
+    """Assigns readings to tumbling windows (adjacent windows of equal length) of event time.
+
+    Windows are aligned to 1970-01-01T00:00:00Z. The start of a window belongs to it, its end belongs to the next one.
 
     Attributes:
         width: Length of a window in microseconds, at least 1.
-        grace: Microseconds that a window stays open after its end, measured by the event times of the device.
+        grace: Microseconds after the end of a window for which late readings are still accepted. A window is closed
+            when an event of its device has a time at least this long after the end.
     """
 
     width: int
@@ -44,7 +48,7 @@ class WindowAssigner:
 
     @staticmethod
     def from_options(schema: Schema, width: int | None, grace: int) -> WindowAssigner | None:
-        """Return the windows for a model and the options `--window` and `--grace`.
+        """Return the window assigner for a model and the options `--window` and `--grace`.
 
         Args:
             schema: The features of the model, with the window that it was trained on, if any.
@@ -52,7 +56,8 @@ class WindowAssigner:
             grace: Requested grace period in microseconds.
 
         Returns:
-            The windows of the model, otherwise windows of the requested width; None if neither exists.
+            An assigner to windows of the model's width, or of the requested width if the model was not trained on
+            windows. None if there is no width; then each event must name its record.
 
         Raises:
             ConfigError: If the request contradicts the model, or if there is a grace period without a window.
@@ -84,7 +89,7 @@ class WindowAssigner:
         return None if start is None else f"{device}{WINDOW_SEPARATOR}{start}"
 
     def assign(self, field_names: FieldNames, device: str, time: int) -> str:
-        """Return the record id of an event that names its device and its time.
+        """Return the record id of an event that names its device and its time, and check that it is acceptable.
 
         Args:
             field_names: The names of the event's fields, for error messages.
@@ -101,7 +106,7 @@ class WindowAssigner:
             )
         record_id = self.make_record_id(device, time)
         if record_id is None:
-            raise RejectionError(RejectionReason.WRONG_TYPE, "time lies in a window that starts before the year 1")
+            raise RejectionError(RejectionReason.WRONG_TYPE, "the time lies in a window that starts before the year 1")
         if len(record_id) > MAX_TEXT_CHARS:
             raise RejectionError(
                 RejectionReason.TOO_LARGE,
@@ -111,7 +116,10 @@ class WindowAssigner:
         return record_id
 
     def make_membership(self, devices: list[str], times: NDArray[np.int64]) -> WindowMembership:
-        """Return the device and the closing deadline of each event, for the engine.
+        """Return the device of each of N events and the deadline of its window, from which the engine closes windows.
+
+        The deadline is the end of the window plus the grace period. The window is closed when an event of the device
+        has this time or a later one.
 
         Args:
             devices: N device names, "" for an event that names its record explicitly.
