@@ -1,7 +1,8 @@
-"""Find the data files in a folder of input, for replay, training and every other command that accepts folders.
+"""Search for the data files in a folder of input, for replay, training and every other command that accepts folders.
 
-Hidden files are skipped. The folder of a Delta Lake or Apache Iceberg table is accepted only if each of its data files
-belongs to the table's current version, because no command reads the table's own list of files.
+Hidden files are skipped. The folder of a Delta Lake or Apache Iceberg table may also hold files of older versions of
+the table. Such a folder is accepted only if each data file belongs to the current version, because the table's own list
+of files is not used.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ import orjson
 from deformer_stream.errors import InputError
 
 _DELTA_LOG = "_delta_log"
-_FIRST_DELTA_COMMIT = f"{0:020}.json"
+_FIRST_DELTA_COMMIT = f"{0:020}.json"  # a commit file is named after the version, with 20 digits
 _ICEBERG_METADATA = "metadata"
 
 
 def list_data_files(folder: Path, suffixes: Collection[str]) -> list[Path]:
     """Return the data files in a folder and in its subfolders, sorted by path.
 
-    Skipped are files and folders whose name begins with a dot or an underscore, which marks hidden and temporary files,
-    and the `metadata` folder of an Iceberg table.
+    Files and folders are skipped if their name begins with a dot or an underscore, which marks hidden and temporary
+    files. The `metadata` folder of an Iceberg table is skipped as well.
 
     Args:
         folder: The folder.
-        suffixes: Endings of file names in lower case, such as ".parquet". Case is ignored.
+        suffixes: Endings of the names of data files in lower case, such as ".parquet". Files with the same ending in
+            upper case count as well.
 
     Raises:
         InputError: The folder contains a Delta Lake or Iceberg table that may hold files of older versions.
@@ -55,13 +57,16 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _check_delta_log(log_folder: Path) -> None:
-    """Raise `InputError` unless all files that were ever added to a Delta Lake table are complete parts of it today.
+    """Check that all rows in the files of a Delta Lake table belong to its current version.
 
     A commit that removes a file leaves the file in the folder for a while, and a deletion vector marks rows of a file
-    as deleted. Either would make outdated rows part of the input.
+    as deleted. In both cases outdated rows would become part of the input.
 
     Args:
         log_folder: The folder `_delta_log` of the table, with one file of JSON lines per commit.
+
+    Raises:
+        InputError: If a commit removed a file or deleted rows, or if the log is incomplete or not readable.
     """
     table = log_folder.parent
     if not (log_folder / _FIRST_DELTA_COMMIT).is_file():
@@ -75,12 +80,16 @@ def _check_delta_log(log_folder: Path) -> None:
 
 
 def _check_iceberg_metadata(metadata_file: Path) -> None:
-    """Raise `InputError` if a snapshot of an Iceberg table did anything else than append files.
+    """Check that all rows in the files of an Iceberg table belong to its current version.
 
-    Overwritten and deleted files stay in the folder until they expire, and files of row deletions look like data.
+    This holds if each snapshot (version) of the table only appended files. Files that were overwritten or deleted stay
+    in the folder until they expire, and files that list deleted rows look like data files.
 
     Args:
-        metadata_file: A file `metadata/*.metadata.json` of the table.
+        metadata_file: A file `metadata/*.metadata.json` of the table, which lists its snapshots.
+
+    Raises:
+        InputError: If a snapshot did anything other than append files, or if the file is not readable.
     """
     table = metadata_file.parent.parent
     for document in _read_json_lines(metadata_file, table, is_one_document=True):
@@ -93,12 +102,12 @@ def _check_iceberg_metadata(metadata_file: Path) -> None:
 
 
 def _read_json_lines(path: Path, table: Path, is_one_document: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in a metadata file.
+    """Yield the JSON objects in a metadata file of a table.
 
     Args:
         path: The file.
         table: The folder of the table, for error messages.
-        is_one_document: Whether the file holds one object, instead of one object per line.
+        is_one_document: Whether the file holds one object (Iceberg), instead of one object per line (Delta Lake).
 
     Raises:
         InputError: The file cannot be read as JSON.
@@ -115,7 +124,13 @@ def _read_json_lines(path: Path, table: Path, is_one_document: bool = False) -> 
 
 
 def _make_outdated_error(table: Path, kind: str, reason: str) -> InputError:
-    """Return the error for a table whose folder may hold rows that are no longer part of the table."""
+    """Return the error for a table whose folder may hold rows that no longer belong to the table.
+
+    Args:
+        table: The folder of the table.
+        kind: The format of the table, "Delta Lake" or "Iceberg".
+        reason: Why the folder may hold such rows, as a clause for the message.
+    """
     return InputError(
         f"{table}: this {kind} table may hold files of older versions ({reason}), and all files would be read; "
         "write the current version to plain Parquet files and give their folder"
