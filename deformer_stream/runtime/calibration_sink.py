@@ -1,4 +1,7 @@
-"""A sink that collects what a new calibration needs from a replay of normal records."""
+"""A sink that collects anomaly scores and readings during a replay of normal records, to make a new calibration.
+
+A calibration holds the scores of normal records, to which the scores of new records are compared for their p-values.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,15 @@ NUM_RECORDS_WITH_READINGS = 2_000
 
 
 class MaxStatisticSink:
-    """A sink that keeps the largest prefix statistic of every record that is closed with at least one reading.
+    """A sink that keeps the final anomaly score of every record that is closed with at least one reading.
+
+    The score is the largest prefix statistic of the record. A prefix statistic is the anomaly score of the record after
+    its first k readings.
 
     Attributes:
-        record_ids: Ids of these records.
-        has_wide_rows: Whether rows of wide tables, which have no order of arrival, were among the input.
-        has_ordered_readings: Whether readings with an order of arrival were among the input.
+        record_ids: Ids of these records, in the order in which they were closed.
+        has_wide_rows: Whether the input had rows of wide tables (one record per row), which have no order of arrival.
+        has_ordered_readings: Whether the input had other readings, which have an order of arrival.
     """
 
     def __init__(self) -> None:
@@ -32,11 +38,19 @@ class MaxStatisticSink:
 
     @property
     def max_statistics(self) -> NDArray[np.float64]:
-        """(N,) the largest prefix statistic of each of the N records of `record_ids`, larger is more anomalous."""
+        """The final anomaly score of each of the N records of `record_ids`, (N,); larger is more anomalous.
+
+        It is the largest prefix statistic (anomaly score of the record after its first k readings).
+        """
         return np.concatenate([np.empty(0), *self._max_statistics])
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        """Collect the records that were closed in one step of the pipeline, and the readings that were scored."""
+        """Collect the scores of the records that were closed in one step of the pipeline, and the scored readings.
+
+        Args:
+            effects: The results of the step.
+            data: The messages or table rows of the step, or None if there were none.
+        """
         is_wide = isinstance(data, WideRows)
         self.has_wide_rows |= is_wide
         self.has_ordered_readings |= data is not None and not is_wide
@@ -47,7 +61,11 @@ class MaxStatisticSink:
         self._max_statistics.append(closed.score[has_readings])
 
     def _keep_readings(self, effects: Effects) -> None:
-        """Keep the scored readings of the first records."""
+        """Keep the scored readings of the first `NUM_RECORDS_WITH_READINGS` records; other readings are not needed.
+
+        Args:
+            effects: The results of one step of the pipeline.
+        """
         batch, events = effects.batch, effects.scored.event_indices
         rows = zip(events.tolist(), batch.features[events].tolist(), batch.values[events].tolist(), strict=True)
         for event, code, value in rows:
@@ -56,26 +74,39 @@ class MaxStatisticSink:
                 self._readings_by_record.setdefault(record, []).append((code, value))
 
     def average_neg_log_p_by_feature(self, model: DEformer) -> dict[str, float]:
-        """Return the mean of −ln p over the kept readings of each feature, in nats."""
-        columns = (tuple(zip(*readings, strict=True)) for readings in self._readings_by_record.values())
+        """Return the mean negative log p-value of the kept readings of each feature, to detect drift of a feature
+        later.
+
+        Args:
+            model: The model that computes the p-value of a reading: the probability of a value that is at most as
+                likely as the observed one, given the other readings of its record.
+
+        Returns:
+            The mean of −ln p by feature name, in nats.
+        """
+        columns_by_record = (tuple(zip(*readings, strict=True)) for readings in self._readings_by_record.values())
         return average_neg_log_p_by_feature(
-            model, [(np.array(codes, np.int64), np.array(values)) for codes, values in columns]
+            model, [(np.array(codes, np.int64), np.array(values)) for codes, values in columns_by_record]
         )
 
     def find_arrival_order(self, order_of_rows: str, requested_order: str | None) -> str:
-        """Return the distribution of arrival orders in which the collected records were scored.
+        """Return the name of the order in which the readings of the collected records were scored.
+
+        The calibration states it, because it holds only for new records whose readings arrive in the same kind of
+        order.
 
         Args:
-            order_of_rows: Order of the readings of a row of a wide table.
-            requested_order: Order that the user requested for all input, if any.
+            order_of_rows: Order in which the readings of a row of a wide table (one record per row) were scored:
+                "arrival", "schema" or "random".
+            requested_order: Order that the user requested with `--order` for all input; None without the option.
 
         Raises:
-            ConfigError: The input has records with two different orders.
+            ConfigError: If some records were scored in another order than the others.
         """
         if self.has_wide_rows and self.has_ordered_readings and requested_order is None and order_of_rows != "arrival":
             raise ConfigError(
-                "rows of wide tables have no order of arrival and the other files have one: give --order, or only "
-                "one kind of file"
+                "the input has tables with one record per row, which have no order of arrival, and other files, which "
+                "have one; give --order, or only one kind of file"
             )
         return order_of_rows if self.has_wide_rows else requested_order or "arrival"
 
