@@ -1,7 +1,7 @@
 """The HTTP server of `consume --http`, with the paths `/metrics`, `/healthz` and `/readyz`.
 
-`prometheus_client` can start a server by itself, but it serves the metrics only. This server adds the two health checks
-to its WSGI application.
+The server of `prometheus_client` serves the metrics only. This server adds the two health checks to that package's WSGI
+application.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from deformer_stream.errors import ConfigError
 from deformer_stream.runtime.metrics import Metrics
 
 CLIENT_TIMEOUT_SECONDS = 10.0
+"""A connection is closed if the client sends nothing for this long."""
 
 
 class _ThreadingServer(ThreadingMixIn, WSGIServer):
@@ -27,7 +28,7 @@ class _ThreadingServer(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore errors of a connection, which are clients that disconnect or time out."""
+        """Ignore the error of a connection, since its cause is a client that disconnected or timed out."""
 
 
 class _IPv6Server(_ThreadingServer):
@@ -42,7 +43,7 @@ class _RequestHandler(WSGIRequestHandler):
     timeout = CLIENT_TIMEOUT_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Suppress the access log, which would get a line for every scrape."""
+        """Write no access log, because it would get a line for each request of a monitoring system."""
 
 
 def start_http_server(address: str, metrics: Metrics) -> Callable[[], None]:
@@ -73,6 +74,7 @@ def start_http_server(address: str, metrics: Metrics) -> Callable[[], None]:
     thread.start()
 
     def stop() -> None:
+        """Stop the server and wait for its thread."""
         server.shutdown()
         server.server_close()
         thread.join()
@@ -81,7 +83,14 @@ def start_http_server(address: str, metrics: Metrics) -> Callable[[], None]:
 
 
 def _make_app(metrics: Metrics) -> Callable[..., Iterable[bytes]]:
-    """Return the WSGI application that serves the metrics and the health checks."""
+    """Return the WSGI application that serves the metrics and the health checks.
+
+    A health check answers with status 200 if it passes, otherwise with 503. `/healthz` passes if the pipeline has made
+    progress recently. `/readyz` also requires that partitions are assigned and restored. Other paths give 404.
+
+    Args:
+        metrics: The metrics, and the health and readiness of the pipeline.
+    """
     metrics_app = make_wsgi_app(metrics.registry)
     check_by_path: dict[str, Callable[[], bool]] = {
         "/healthz": metrics.is_healthy,
@@ -89,6 +98,7 @@ def _make_app(metrics: Metrics) -> Callable[..., Iterable[bytes]]:
     }
 
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """Answer one request; `environ` and `start_response` are those of the WSGI protocol (PEP 3333)."""
         path = environ.get("PATH_INFO", "")
         if path == "/metrics":
             page: Iterable[bytes] = metrics_app(environ, start_response)
