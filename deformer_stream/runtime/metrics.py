@@ -1,4 +1,4 @@
-"""All Prometheus metrics of a consumer."""
+"""All Prometheus metrics of a consumer (a process that reads events and raises alerts)."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ _BATCH_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 _SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 
 STALL_SECONDS = 30.0
-"""The pipeline is unhealthy if it has made no progress for this long. Without input it still makes several turns per
-second."""
+"""The pipeline is unhealthy if it has completed no turn of its loop for this long. Without input it still completes
+several turns per second."""
 
 
 class Metrics:
-    """The metrics of one consumer, in a registry of its own.
+    """The metrics of one consumer, in a registry of its own, so that several consumers can exist in one process.
 
     Args:
-        now: Returns monotonic seconds; it is used to detect a stalled pipeline.
+        now: Returns monotonic seconds. It is used to detect a pipeline that makes no progress.
 
     Attributes:
-        last_progress: When the pipeline last completed a turn, in monotonic seconds.
-        is_ready: Whether partitions are assigned, their state is restored and a model is loaded.
+        registry: The registry with all metrics; the other public attributes without a description are its metrics.
+        last_progress: When the pipeline last completed a turn of its loop, in monotonic seconds.
+        is_ready: Whether partitions are assigned and their state is restored.
+        num_misrouted: Number of records that were found in two partitions since the start.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.registry = CollectorRegistry()
         self._now = now
-        # Otherwise every counter gets a second series with the time of its creation.
+        # Without this call every counter would get a second series with the time of its creation.
         disable_created_metrics()  # type: ignore[no-untyped-call]  # the package has no annotations here
 
         self.events = self._counter("events_total", "Number of events accepted.")
@@ -84,7 +86,8 @@ class Metrics:
             "odds of 100 to 1.",
             ["partition"],
         )
-        for reason in RejectionReason:  # a series that starts at 0 shows its first increase
+        # Create the series of all reasons with the value 0, so that the first rejection is visible as an increase.
+        for reason in RejectionReason:
             self.rejected.labels(reason.value)
         for close_reason in CloseReason:
             self.closed.labels(close_reason.value)
@@ -95,16 +98,24 @@ class Metrics:
         self._partitions_with_drift: set[int] = set()
 
     def _counter(self, name: str, description: str, labels: Sequence[str] = ()) -> Counter:
+        """Return a new counter in the registry; `name` is its name without the prefix."""
         return Counter(_PREFIX + name, description, labels, registry=self.registry)
 
     def _gauge(self, name: str, description: str, labels: Sequence[str] = ()) -> Gauge:
+        """Return a new gauge in the registry; `name` is its name without the prefix."""
         return Gauge(_PREFIX + name, description, labels, registry=self.registry)
 
     def _histogram(self, name: str, description: str, buckets: Sequence[float]) -> Histogram:
+        """Return a new histogram in the registry; `buckets` are the upper bounds of its buckets."""
         return Histogram(_PREFIX + name, description, buckets=buckets, registry=self.registry)
 
     def observe_batch(self, effects: Effects, scoring_seconds: float) -> None:
-        """Count the effects of one batch, and note that the pipeline made progress."""
+        """Count the effects of one batch, and record that the pipeline made progress.
+
+        Args:
+            effects: What the engine returned for the batch: scored readings, rejections, closed records and alerts.
+            scoring_seconds: How long it took to score the batch.
+        """
         self.last_progress = self._now()
         if len(effects.batch):
             self.batch.observe(len(effects.batch))
@@ -117,14 +128,21 @@ class Metrics:
         self.alerts.inc(len(effects.alerts))
 
     def observe_alert_delays(self, effects: Effects) -> None:
-        """Record how long the alerts of a batch took from their event time until now, when they have been sent."""
+        """Record the delay of each alert of a batch, from the time of its event until now.
+
+        It is called when the alerts have just been sent.
+        """
         now = time.time()
         for alert in effects.alerts:
             if alert.time != NO_TIME:
                 self.delay.observe(max(0.0, now - alert.time / 1e6))
 
     def set_lag(self, lag: Mapping[tuple[str, int], int]) -> None:
-        """Set the lag of the assigned partitions, by topic and partition; remove the series of all others."""
+        """Set the number of unprocessed messages of the assigned partitions, and remove the series of all others.
+
+        Args:
+            lag: Number of messages by topic and partition.
+        """
         for topic, partition in self._partitions_with_lag - set(lag):
             self.lag.remove(topic, str(partition))
         self._partitions_with_lag = set(lag)
@@ -132,7 +150,12 @@ class Metrics:
             self.lag.labels(topic, str(partition)).set(num_messages)
 
     def set_drift(self, log10_evidence: Mapping[int, float]) -> None:
-        """Set the evidence of drift of the assigned partitions; remove the series of all others."""
+        """Set the evidence of drift of the assigned partitions, and remove the series of all others.
+
+        Args:
+            log10_evidence: By partition, the base-10 logarithm of the evidence that its records differ from the
+                calibration records.
+        """
         for partition in self._partitions_with_drift - set(log10_evidence):
             self.drift.remove(str(partition))
         self._partitions_with_drift = set(log10_evidence)
@@ -140,26 +163,34 @@ class Metrics:
             self.drift.labels(str(partition)).set(evidence)
 
     def set_misrouted(self, num_records: int) -> None:
-        """Set the total number of records found in two partitions since the start."""
+        """Set the total number of records that were found in two partitions since the start.
+
+        The counter is increased by the difference from the last call, because a Prometheus counter cannot be set.
+        """
         self.misrouted.inc(num_records - self.num_misrouted)
         self.num_misrouted = num_records
 
     def set_model(self, fingerprint: str) -> None:
-        """Set the model in use."""
+        """Set the fingerprint of the model in use, and remove the series of the previous model."""
         self.model.clear()
         self.model.labels(fingerprint).set(1)
 
     def set_snapshot(self, partition: int, num_bytes: int) -> None:
-        """Record that a snapshot of the partition has just been committed."""
+        """Record that a snapshot (saved state) of a partition has just been committed.
+
+        Args:
+            partition: Number of the partition.
+            num_bytes: Size of the snapshot.
+        """
         committed_at = self._now()
         self.snapshot_bytes.labels(str(partition)).set(num_bytes)
         self.snapshot_age.labels(str(partition)).set_function(lambda: self._now() - committed_at)
 
     def remove_snapshot(self, partition: int) -> None:
-        """Remove the snapshot series of a partition that was revoked."""
+        """Remove the series with the size and the age of a partition's snapshot, because the partition was revoked."""
         for gauge in (self.snapshot_bytes, self.snapshot_age):
             gauge.remove(str(partition))
 
     def is_healthy(self) -> bool:
-        """Return whether the pipeline has made progress within the last `STALL_SECONDS`."""
+        """Return whether the pipeline has completed a turn of its loop within the last `STALL_SECONDS`."""
         return self._now() - self.last_progress < STALL_SECONDS
