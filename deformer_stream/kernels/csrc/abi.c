@@ -1,9 +1,10 @@
-/* Functions by which Python checks that this library has the structures it expects, and the entry point of threads. */
+/* Functions that describe this library to Python, which compares them with its own structures, and the entry point of
+ * threads. */
 #include "abi.h"
 
 int64_t abi_version(void) { return ABI_VERSION; }
 
-/* Return the size in bytes of the structure of this name, or -1 if there is none. */
+/* Return the size in bytes of the structure with this name, or -1 if there is none. */
 int64_t struct_size(const char *name) {
 #define SIZE_OF(type) {#type, sizeof(type)}
     static const struct { const char *name; int64_t size; } structs[] = {
@@ -16,7 +17,7 @@ int64_t struct_size(const char *name) {
     return -1;
 }
 
-/* Return the constant of this name, or NaN if there is none. */
+/* Return the value of the constant with this name, or NaN if there is none. */
 double constant_value(const char *name) {
 #define VALUE_OF(constant) {#constant, constant}
     static const struct { const char *name; double value; } constants[] = {
@@ -29,13 +30,15 @@ double constant_value(const char *name) {
     return NAN;
 }
 
-/* Return how many factors of a product are packed side by side: 2 in bfloat16 with fast dot products, else 1. */
+/* Return how many factors of a matrix product are packed side by side: 2 for pairs of bfloat16, else 1. */
 int64_t dot_width(void) { return DOT_WIDTH; }
 
 /* Return the size in bytes of a number in the KV cache. */
 int64_t kv_item_bytes(void) { return sizeof(kv_t); }
 
-/* Execute one thread's part of a task; more threads than there are units of work return at once. */
+/* Execute a thread's share of the work: call the function of the team, unless enough threads have called it before.
+ *
+ * Each thread calls this once. `calls_left` is the number of units of work, so no thread starts without work. */
 void run_one_thread(ThreadTeam *team) {
     int64_t calls_left = __atomic_sub_fetch(&team->calls_left, 1, __ATOMIC_RELAXED);
     if (calls_left >= 0 && team->function(team->task) < 0) __atomic_store_n(&team->failed, 1, __ATOMIC_RELAXED);
