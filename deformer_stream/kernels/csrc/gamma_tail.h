@@ -6,8 +6,8 @@
 /* Return ln Q(a, x), the log of the probability that a Gamma(a, 1) variable exceeds x, to a relative error of about
  * `tolerance`.
  *
- * Below a + 1 it is the series of 1 - Q (DLMF 8.11.4). Above it is Lentz's continued fraction (DLMF 8.9.2), which ends
- * after finitely many terms if a is an integer. */
+ * For x < a + 1 it sums the series of 1 - Q (Digital Library of Mathematical Functions, 8.11.4). Otherwise it evaluates
+ * the continued fraction 8.9.2 by Lentz's algorithm; the fraction is finite if a is an integer. */
 INLINE double log_gamma_sf(double a, double x, double tolerance) {
     if (!(x > 0)) return 0;
     int sign;
@@ -17,6 +17,7 @@ INLINE double log_gamma_sf(double a, double x, double tolerance) {
         for (double n = a + 1; term > tolerance * total; n++) total += term *= x / n;
         return log1p(-fmin(exp(log_factor) * total, 1 - 1e-16));
     }
+    /* Names as in Lentz's algorithm: h is the value so far, which each step multiplies by c d. */
     double b = x + 1 - a, c = 1e300, d = 1 / b, h = d, step = 0;
     for (int i = 1; fabs(step - 1) > tolerance && i < 1000; i++) {
         double t = i * (a - i);
