@@ -1,8 +1,10 @@
-/* Exact conditionals of the Gaussian prior: for each component, the mean and scale of the next value given the values
- * before it, and the components' posterior weights.
+/* Exact conditionals of the Gaussian prior, a mixture of Gaussians over the continuous features.
  *
- * Each reading extends the Cholesky factor L of its record's covariance matrix by one row. The rows stay in the KV
- * cache, so a new reading costs one triangular solve. All components are computed side by side. */
+ * A conditional is the distribution of a reading's value given the values before it: for each component the mean, the
+ * scale, and the posterior weight. Each reading extends the Cholesky factor L of the covariance matrix of its record's
+ * readings by one row. The rows stay in the KV cache, so a new reading costs one triangular solve. Vectors hold one
+ * number per component. Letters: D is the number of features of the prior, C (or "padded") that of its components,
+ * rounded up to whole vectors, and k the number of readings before the new one. */
 #ifndef GAUSSIAN_PRIOR_H
 #define GAUSSIAN_PRIOR_H
 #include "token_encoder.h"
@@ -13,30 +15,36 @@ typedef float f32x8 __attribute__((vector_size(32)));
 INLINE f64x8 load8(const double *p) { f64x8 v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store8(double *p, f64x8 v) { memcpy(p, &v, sizeof v); }
 
-/* Rows are stored as floats, which halves the memory to read, and computed in doubles from the stored floats. The
- * result is the exact factor of a matrix that differs from the covariances by one part in 10^7. */
+/* Read eight floats as doubles.
+ *
+ * Rows of the factor are stored as floats, which halves the memory to read. Later rows are computed in doubles from the
+ * stored floats. They thus form the exact factor of a matrix that differs from the covariances by one part in 10^7. */
 INLINE f64x8 load8_floats(const float *p) {
     f32x8 v;
     memcpy(&v, p, sizeof v);
     return __builtin_convertvector(v, f64x8);
 }
 
-/* Store doubles as floats, and return what was stored. */
+/* Store eight doubles as floats, and return the rounded numbers. */
 INLINE f64x8 store8_floats(float *p, f64x8 v) {
     f32x8 stored = __builtin_convertvector(v, f32x8);
     memcpy(p, &stored, sizeof stored);
     return __builtin_convertvector(stored, f64x8);
 }
 
-/* Return the address of the row of a record's k-th reading: k vectors of the factor, then ROW_EXTRA_VECTORS more. */
+/* Return the address of the row of a record's k-th reading: k vectors of the factor, then ROW_EXTRA_VECTORS more.
+ *
+ * pages: the record's row of the page table. */
 INLINE float *factor_row(const Prior *prior, const Batch *batch, const int64_t *pages, int64_t k) {
     char *page = batch->page_pool + pages[prior->row_page[k]] * batch->page_bytes;
     return (float *)page + prior->row_place[k] * prior->padded_components;
 }
 
-/* Solve L w = c by forward substitution, and store w as the new row of the factor.
+/* Solve L w = c by forward substitution, where c are the covariances of the new reading with the k earlier ones, and
+ * store w as the new row of the factor.
  *
- * covariance: (D, padded) covariances of the new feature with all features. w: (k, padded) output. */
+ * covariance: (D, padded) covariances of the new feature with all features. new_row: output, w as floats. w: output,
+ * (k, padded), the same as doubles. The sum over j has four parts, so that additions do not wait for each other. */
 static void solve_factor(const Prior *prior, const Batch *batch, const int64_t *pages, int64_t k,
                          const double *covariance, float *new_row, double *w) {
     int64_t C = prior->padded_components;
@@ -59,7 +67,7 @@ static void solve_factor(const Prior *prior, const Batch *batch, const int64_t *
     }
 }
 
-/* Normalise the logarithms of C weights so that the weights sum to one. */
+/* Subtract a constant from the logarithms of C weights, so that the weights sum to one. */
 static void normalise_log_weights(int64_t C, const double *log_weights, float *out) {
     double largest = -INFINITY, total = 0;
     for (int64_t c = 0; c < C; c++) largest = log_weights[c] > largest ? log_weights[c] : largest;
@@ -67,10 +75,11 @@ static void normalise_log_weights(int64_t C, const double *log_weights, float *o
     for (int64_t c = 0; c < C; c++) out[c] = (float)(log_weights[c] - largest - log(total));
 }
 
-/* Extend the factor by reading m, the k-th of its record, and compute the prior conditional of its value.
+/* Extend the Cholesky factor by a reading, and compute the prior's conditional of its value.
  *
- * query: place of the conditional among the outputs, negative if it is not wanted. w: scratch, (k, padded). A feature
- * that the prior does not have gets a row of zeros and leaves the weights as they are. */
+ * m: index of the reading in the batch. k: its index in the record. query: index of the conditional among the outputs,
+ * negative if it is not wanted. w: scratch, (k, padded). A feature that the prior lacks gets a row of zeros, and leaves
+ * the posterior weights unchanged. */
 static void add_reading(const Prior *prior, const Batch *batch, const int64_t *pages, int64_t k, int64_t m,
                         int64_t query, double *w) {
     int64_t C = prior->padded_components, feature = prior->column_by_code[batch->features[m]];
@@ -114,11 +123,12 @@ static void add_reading(const Prior *prior, const Batch *batch, const int64_t *p
         }
     }
     memcpy(extra + ROW_LIKELIHOOD * C, likelihood, sizeof likelihood);
+    /* ln of the posterior weights given the readings before this one, up to a constant */
     for (int64_t c = 0; c < C; c++) likelihood_before[c] += prior->log_weights[c];
     if (query >= 0) normalise_log_weights(C, likelihood_before, log_weights);
 }
 
-/* Request the cached rows of a record, so that they arrive from memory while another record is computed. */
+/* Prefetch the cached rows of a record, so that they are in the processor's cache when the record is computed. */
 static void prefetch_rows(const Prior *prior, const Batch *batch, int64_t record) {
     const int64_t *pages = batch->page_table + record * batch->page_table_columns;
     for (int64_t k = 0; k < batch->num_cached[record]; k++) {
@@ -128,7 +138,9 @@ static void prefetch_rows(const Prior *prior, const Batch *batch, int64_t record
     }
 }
 
-/* Compute the prior conditionals of the records [from, to). w: scratch, (most readings of a record, padded). */
+/* Compute the prior's conditionals of the scored readings of the records from `from` to before `to`.
+ *
+ * w: scratch, (largest number of readings of a record, padded). */
 static void compute_prior(const Prior *prior, const Batch *batch, int64_t from, int64_t to, double *w) {
     for (int64_t r = from; r < to; r++) {
         const int64_t *pages = batch->page_table + r * batch->page_table_columns;
@@ -141,9 +153,10 @@ static void compute_prior(const Prior *prior, const Batch *batch, int64_t from, 
     }
 }
 
-/* Scale the prior conditionals of the records [from, to) to numbers of the size of a network's inputs.
+/* Convert the prior's conditionals to inputs of the network, for the scored readings of the records from `from` to
+ * before `to`. Numbers are clipped and scaled to the order of magnitude of 1.
  *
- * inputs: (queries, 3, components) output: log weights, means and log scales; 0 for features that the prior lacks. */
+ * inputs: (scored readings, 3, components) output: log weights, means, log scales; 0 if the prior lacks the feature. */
 static void scale_prior_inputs(const Prior *prior, const Batch *batch, int64_t from, int64_t to, float *inputs) {
     int64_t C = prior->num_components;
     for (int64_t i = from; i < to; i++)
