@@ -1,7 +1,7 @@
-/* Matrix products of a few rows with packed weights, in float32 or bfloat16.
+/* Matrix products of a few rows with packed weights, in float32 or bfloat16, and conversions of their factors.
  *
- * Weights are packed by blocks of 32 columns: (columns / 32, inputs / DOT_WIDTH, 32, DOT_WIDTH). Every sum runs over
- * the inputs in the same order, whatever else is in the matrix: a row's result is the same bits in any batch.
+ * Weights are packed in blocks of 32 columns: (columns / 32, inputs / DOT_WIDTH, 32, DOT_WIDTH). Each sum adds the
+ * inputs in one fixed order. The result of a row is thus the same to the last bit, whatever other rows are computed.
  *
  * BFLOAT16_FACTORS (compiler flag): factors are rounded to bfloat16 and sums are float32. If the processor has fast dot
  * products of bfloat16 pairs, factors are stored as bfloat16. Otherwise (no such instruction, or the flag
@@ -51,7 +51,7 @@ typedef float kv_t;
 #define KV_WIDTH 1
 #endif
 
-/* Write sixteen numbers to the KV cache. */
+/* Write sixteen floats as numbers of the KV cache. */
 INLINE void store_kv(kv_t *p, f32x16 v) {
 #ifdef BFLOAT16_FACTORS
     u16x16 halves = __builtin_convertvector(to_bfloat16(v), u16x16);
@@ -61,7 +61,7 @@ INLINE void store_kv(kv_t *p, f32x16 v) {
 #endif
 }
 
-/* Write or read sixteen factors. */
+/* Write sixteen floats as factors (store_factors), or read sixteen factors as floats (load_factors). */
 INLINE void store_factors(factor_t *p, f32x16 v) {
 #if DOT_WIDTH == KV_WIDTH
     store_kv(p, v);
@@ -79,8 +79,9 @@ INLINE f32x16 load_factors(const factor_t *p) {
 #endif
 }
 
-/* Write or read 32 numbers of the KV cache as two vectors. In bfloat16 the two are interleaved, so that each vector is
- * one operation away from the 64 bytes that hold both. */
+/* Write two vectors as 32 numbers of the KV cache (store_kv_pair), or read them (load_kv_pair).
+ *
+ * In bfloat16 their numbers alternate, so that one shift or one mask separates them when they are read. */
 INLINE void store_kv_pair(kv_t *p, f32x16 low, f32x16 high) {
 #ifdef BFLOAT16_FACTORS
     i32x16 both = to_bfloat16(low) | to_bfloat16(high) << 16;
@@ -112,7 +113,7 @@ INLINE f32x16 multiply_add(f32x16 total, const factor_t *a, const factor_t *b) {
 #endif
 }
 
-/* The same with b from the KV cache, where KV_WIDTH factors of a lane lie side by side. */
+/* Return total + a b as `multiply_add` does, but with b from the KV cache, where KV_WIDTH factors lie side by side. */
 INLINE f32x16 multiply_add_kv(f32x16 total, const factor_t *a, const kv_t *b) {
 #if DOT_WIDTH == KV_WIDTH
     return multiply_add(total, a, b);
@@ -123,21 +124,22 @@ INLINE f32x16 multiply_add_kv(f32x16 total, const factor_t *a, const kv_t *b) {
 #endif
 }
 
-/* Convert n floats (a multiple of 16) to factors. */
+/* Convert n floats to factors; n is a multiple of 16. */
 static void convert_to_factors(const float *x, size_t n, factor_t *out) {
     for (size_t i = 0; i < n; i += LANES) store_factors(out + i, load(x + i));
 }
 
-/* Allocate zeros at the alignment of a cache line; return NULL if there is not enough memory. */
+/* Allocate zeroed memory that begins at a cache line; return NULL if there is not enough memory. */
 static void *allocate_zeroed(size_t bytes) {
     void *p = aligned_alloc(64, round_up(bytes, 64));
     if (p) memset(p, 0, bytes);
     return p;
 }
 
-/* Compute one tile of a product: ROWS rows of a times 32 columns of packed weights.
+/* Compute one tile of a product: ROWS rows of a matrix times 32 columns of packed weights.
  *
- * a: ROWS rows of `inputs` factors, `stride` apart. weights: (inputs / DOT_WIDTH, 32, DOT_WIDTH). sums: the result. */
+ * a: ROWS rows of `inputs` factors, `stride` factors apart. weights: (inputs / DOT_WIDTH, 32, DOT_WIDTH). sums: output,
+ * two vectors of 16 columns for each row. */
 INLINE void gemm_tile(const factor_t *a, size_t stride, size_t inputs, const factor_t *weights, f32x16 sums[ROWS][2]) {
 #ifdef __AVX512F__
     f32x16 c[ROWS][2];
@@ -195,8 +197,9 @@ INLINE f32x16 normal_cdf_for_gelu(f32x16 x) {
 }
 INLINE f32x16 gelu(f32x16 x) { return x * normal_cdf_for_gelu(x); }
 
-/* A list of pages whose keys and values the next attention will read. Products request a few cache lines of them at a
- * time, so that the lines arrive from memory while the processor computes. */
+/* A list of pages of the KV cache whose keys and values the next attention will read, and the progress of prefetching.
+ *
+ * Each tile of a matrix product prefetches a few cache lines, so that they are loaded while the processor computes. */
 typedef struct {
     const char **pages;            /* (num_pages) */
     size_t num_pages;
@@ -205,7 +208,7 @@ typedef struct {
     size_t lines_per_tile;         /* how many lines each tile of a product requests */
 } PagePrefetch;
 
-/* Request the next lines of the list. */
+/* Prefetch the next `lines_per_tile` cache lines of the listed pages. */
 INLINE void prefetch_some(PagePrefetch *p) {
     for (size_t n = 0; n < p->lines_per_tile && p->page_index < p->num_pages; n++) {
         __builtin_prefetch(p->pages[p->page_index] + p->offset + p->line, 0, 2);
@@ -213,7 +216,7 @@ INLINE void prefetch_some(PagePrefetch *p) {
     }
 }
 
-/* What `gemm` does with a result. */
+/* What `gemm` does with its result: overwrite, add, or overwrite with an activation of the result. */
 enum { STORE, ADD, STORE_GELU, STORE_RELU };
 
 /* The rows of a product: their number, and the distances between rows of the factor and of the result. */
@@ -221,10 +224,11 @@ typedef struct {
     size_t count, factor_stride, out_stride;
 } Rows;
 
-/* Compute a W + bias for packed weights W, and store it according to `kind`, a constant.
+/* Compute a W + bias for packed weights W, and store it according to `kind`, a compile-time constant.
  *
  * STORE: out (float) = result. ADD: out (float) += result. STORE_GELU, STORE_RELU: out (factor_t) = activation(result).
- * a: (rows, inputs); rows up to the next multiple of ROWS are read, and ignored. bias: (columns). */
+ * a: (rows, inputs), of which whole tiles are read: memory must extend to the next multiple of ROWS. bias: (columns).
+ * prefetch: the pages of which each tile prefetches a part. */
 INLINE void gemm(int kind, const factor_t *a, Rows rows, size_t inputs, const factor_t *weights, const float *bias,
                  size_t columns, void *out, PagePrefetch *prefetch) {
     for (size_t n = 0; n < columns; n += COLUMNS, weights += COLUMNS * inputs)
