@@ -1,9 +1,12 @@
-/* Linear maps in float32, whatever precision the Transformer layers have. */
+/* Linear maps in float32, for encoder and output head. The Transformer layers use gemm.h, in float32 or bfloat16. */
 #ifndef LINEAR_MAP_H
 #define LINEAR_MAP_H
 #include "abi.h"
 
-/* Compute one tile of a map: `num_rows` rows (a constant) times the 32 columns from `column` on. See `apply_map`. */
+/* Compute 32 outputs of a linear map, from number `column` on, for `num_rows` (a compile-time constant) inputs.
+ *
+ * x, out: the first row of inputs and of outputs; rows are `stride` and `out_stride` floats apart. is_added: whether to
+ * add the result to `out` instead of overwriting it. */
 INLINE void apply_map_tile(const LinearMap *map, const float *x, size_t stride, size_t num_rows, int is_added,
                            size_t column, float *out, size_t out_stride) {
     const float *weights = map->weights + column * map->inputs;
@@ -27,8 +30,9 @@ INLINE void apply_map_tile(const LinearMap *map, const float *x, size_t stride, 
 
 /* Compute out = x W + bias, or out += x W + bias if `is_added`.
  *
- * x: (num_rows, inputs), rows `stride` apart. out: (num_rows, columns), rows `out_stride` apart. Every number is a sum
- * in one fixed order, so a row's result does not depend on the other rows. */
+ * x: (num_rows, inputs), rows `stride` floats apart. out: (num_rows, columns), rows `out_stride` floats apart. Each sum
+ * has one fixed order, so the result of a row does not depend on the other rows. Rows are computed by ROWS, then by
+ * four, then one by one. */
 static void apply_map(const LinearMap *map, const float *x, size_t stride, size_t num_rows, int is_added, float *out,
                       size_t out_stride) {
     for (size_t n = 0; n < (size_t)map->columns; n += COLUMNS) {
