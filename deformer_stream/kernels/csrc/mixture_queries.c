@@ -1,17 +1,18 @@
-/* Surprisals and quantiles of given mixtures of Gaussians. Threads take readings from a shared counter. */
+/* Surprisals (-ln p of values) and quantiles of mixtures of Gaussians. Threads take readings from a shared counter. */
 #include "abi.h"
 #include "surprisal.h"
 
 #define READINGS_PER_STEP 32 /* readings that a thread takes from the counter at once */
-#define MASS_LIMIT 12.0f     /* scales from a component's mean beyond which its mass is neglected */
-#define BISECTION_STEPS 30
+#define MASS_LIMIT 12.0f     /* the mass of a component farther than this many scales from its mean is neglected */
+#define BISECTION_STEPS 30   /* each step halves the interval in which a quantile lies */
 
-/* Take the next readings from a shared counter; return the first of them. */
+/* Take the next READINGS_PER_STEP readings from the shared counter; return the index of the first of them. */
 INLINE int64_t take_readings(int64_t *next_reading) {
     return __atomic_fetch_add(next_reading, READINGS_PER_STEP, __ATOMIC_RELAXED);
 }
 
-/* Execute one thread's part of a SurprisalTask. Returns 0, or -1 if memory is short. */
+/* Compute surprisals until no reading of the task is left; each thread calls this once. Returns 0, or -1 if memory
+ * cannot be allocated. */
 int64_t compute_surprisals(const SurprisalTask *task) {
     size_t n = task->num_components, C = round_up(n, LANES);
     float *w = malloc(SURPRISAL_ROWS * C * sizeof *w);
@@ -40,9 +41,9 @@ INLINE f32x16 normal_cdf(f32x16 z) {
     return select_lanes(z < splat(0), tail, 1.0f - tail);
 }
 
-/* Return the value below which the mixture has the mass `level`, by bisection between low and high.
+/* Return the value below which a mixture has the probability `level`, by bisection between low and high.
  *
- * w: (3, C) means, inverse scales, weights. */
+ * w: (3, C) means, inverse scales and weights of the components; C is their number, rounded up to whole vectors. */
 static float find_quantile(const float *w, size_t C, float low, float high, float level) {
     for (int i = 0; i < BISECTION_STEPS; i++) {
         float middle = 0.5f * (low + high);
@@ -55,7 +56,8 @@ static float find_quantile(const float *w, size_t C, float low, float high, floa
     return 0.5f * (low + high);
 }
 
-/* Execute one thread's part of a QuantileTask. Returns 0, or -1 if memory is short. */
+/* Compute quantiles until no reading of the task is left; each thread calls this once. Returns 0, or -1 if memory
+ * cannot be allocated. */
 int64_t compute_quantiles(const QuantileTask *task) {
     size_t n = task->num_components, C = round_up(n, LANES);
     float *w = malloc(3 * C * sizeof *w);
