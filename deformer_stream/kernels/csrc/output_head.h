@@ -1,4 +1,7 @@
-/* From the network's outputs to the score terms of readings: ln p, ln of the p-value, and the centered NLL. */
+/* Computation of score terms from the outputs of the network.
+ *
+ * The score terms of a reading are ln p of its value, ln of the p-value (probability of a value at most as likely), and
+ * the centered NLL (-ln p minus its expected value). */
 #ifndef OUTPUT_HEAD_H
 #define OUTPUT_HEAD_H
 #include "gamma_tail.h"
@@ -8,11 +11,11 @@
 /* Return ln(1 + e^x). */
 INLINE f32x16 softplus(f32x16 x) {
     f32x16 y = exponential(vector_min(x, splat(20.0f))), s = y / (y + 2.0f), t = s * s;
-    f32x16 p = log_ratio_series(t); /* ln(1 + y) = 2 atanh(y / (y + 2)) */
+    f32x16 p = log_ratio_series(t); /* ln(1 + y) = 2 atanh(s), with y = e^x; used for small y */
     return select_lanes(x > 20.0f, x, select_lanes(y < 0.4f, p * s, logarithm(1.0f + y)));
 }
 
-/* Return ln of the sum of e^x over n numbers. Whole vectors are read, and numbers behind the first n are ignored. */
+/* Return ln of the sum of e^x over the n numbers x. Whole vectors are read; numbers after the first n are ignored. */
 static float log_sum_exp(const float *x, size_t n) {
     f32x16 lanes = lane_numbers(), largest = splat(-INFINITY), total = splat(0);
     for (size_t j = 0; j < n; j += LANES)
@@ -28,8 +31,9 @@ static float log_sum_exp(const float *x, size_t n) {
 /* Compute the score terms of a continuous value: out[0] = ln p, out[stride] = ln of the p-value, out[2 stride] =
  * centered NLL.
  *
- * The p-value is the probability that a draw has a surprisal at least as large. Surprisals are taken to follow a
- * shifted Gamma distribution with the mixture's own minimum, mean and variance (model/distributions.py explains it). */
+ * s: surprisal (-ln p) of the value, and minimum, mean and variance of the surprisal of values drawn from the mixture.
+ * The p-value is the probability that a drawn value has a surprisal at least as large. It is computed from a shifted
+ * Gamma distribution with that minimum, mean and variance (model/distributions.py gives the reasons). */
 static void score_continuous(Surprisal s, float *out, size_t stride) {
     float minimum = fminf(s.minimum, s.value), gap = fmaxf(s.mean - minimum, 0.1f);
     float theta = fminf(fmaxf(s.variance / gap, 1), 100), shape = fminf(fmaxf(gap / theta, 0.01f), 50);
@@ -38,14 +42,15 @@ static void score_continuous(Surprisal s, float *out, size_t stride) {
     out[2 * stride] = s.value - s.mean;
 }
 
-/* Compute the mixture of a continuous reading: w (3, C) log weights, means, scales.
+/* Compute the mixture of a continuous reading from the network's own components and those of the prior.
  *
- * outputs: of mixture_map for this reading. adjustments: of adjust_map: changes of the prior's log weights, means and
- * log scales. prior_...: the prior conditional of the reading. */
+ * outputs: outputs of mixture_map for the reading. adjustments: outputs of adjust_map, the changes of the prior's log
+ * weights, means and log scales. prior_...: the prior's conditional. w: output, (3, C), normalised log weights, means
+ * and scales; C is the number of components, rounded up to whole vectors. */
 static void build_mixture(const Head *head, float scale_floor, const float *outputs, const float *adjustments,
                           const float *prior_log_weights, const float *prior_means, const float *prior_scales, float *w,
                           size_t C) {
-    size_t J = head->num_components, K = head->num_prior_components;
+    size_t J = head->num_components, K = head->num_prior_components; /* of the network, of the prior */
     memcpy(w, outputs, J * sizeof *w);
     memcpy(w + C, outputs + 2 * J, J * sizeof *w);
     for (size_t j = 0; j < J; j += LANES) {
@@ -64,10 +69,10 @@ static void build_mixture(const Head *head, float scale_floor, const float *outp
     for (size_t j = 0; j < J + K; j++) w[j] -= total;
 }
 
-/* Compute the score terms of a label: see `score_continuous`. The p-value is the mass of all labels that are at most as
- * likely.
+/* Compute the score terms of a label: out[0] = ln p, out[stride] = ln of the p-value, out[2 stride] = centered NLL.
  *
- * logits: (labels of the feature). log_mass: scratch, (labels + 1). */
+ * The p-value is the probability of all labels that are at most as likely. logits: (labels of the feature). value: the
+ * label code. log_mass: scratch, (labels + 1), for ln p of each label and of all labels that training has not seen. */
 static void score_label(const Head *head, int64_t feature, const float *logits, float value, float *log_mass,
                         float *out, size_t stride) {
     int64_t count = head->label_counts[feature];
@@ -84,16 +89,17 @@ static void score_label(const Head *head, int64_t feature, const float *logits, 
     out[2 * stride] = -own - entropy;
 }
 
-/* Return how many floats of scratch `score_queries` needs. */
+/* Return the number of floats that `score_queries` needs as scratch memory. */
 static size_t head_scratch_size(const Head *head) {
     size_t columns = head->mixture_map->columns + (head->adjust_map ? head->adjust_map->columns : 0);
     size_t mixture = SURPRISAL_ROWS * round_up(head->num_components + head->num_prior_components, LANES);
     return ROWS_TOGETHER * columns + mixture + head->num_labels + 1 + 2 * LANES;
 }
 
-/* Compute the score terms of the scored readings of the records [from, to) into batch->score_terms.
+/* Write the score terms of the scored readings of the records from `from` to before `to` into batch->score_terms.
  *
- * x: (queries, d) the network's outputs at z, after the final normalisation. scratch: `head_scratch_size` floats. */
+ * x: (scored readings, d) the network's outputs at query tokens z, after the final normalisation. scratch:
+ * `head_scratch_size` floats. The linear maps are applied to ROWS_TOGETHER readings at once. */
 static void score_queries(const Head *head, const Prior *prior, const Batch *batch, int64_t from, int64_t to, size_t d,
                           const float *x, float *scratch) {
     size_t num_queries = batch->query_offsets[to] - batch->query_offsets[from];
