@@ -1,19 +1,24 @@
-/* The running statistics of records, reading by reading. `advance` of calibration/conformal.py is the definition. */
+/* The running statistics of records, updated with each scored reading. `advance_prefix_state` of
+ * calibration/conformal.py computes the same, and is the reference. */
 #include "abi.h"
 #include "gamma_tail.h"
 
 #define TOLERANCE 1e-15 /* relative error of Fisher's statistic */
 
-/* Return Sidak's statistic -ln(1 - (1 - p)^count) of the smallest p-value; by its series if that would cancel. */
+/* Return Sidak's statistic -ln(1 - (1 - p)^count) of the smallest of `count` p-values.
+ *
+ * If p is tiny, 1 - (1 - p)^count would lose its digits, and is approximated by count p. */
 static double sidak(int64_t count, double min_log_p) {
     if (min_log_p < -25) return -min_log_p - log(count);
     return -log(-expm1(count * log1p(-exp(fmin(min_log_p, -1e-12)))));
 }
 
-/* Return Fisher's statistic of `count` p-values with this sum of negative logarithms. */
+/* Return Fisher's statistic of `count` p-values: -ln of the probability that their -ln p have a larger sum.
+ *
+ * For uniform p-values, the sum has a Gamma(count, 1) distribution. */
 static double fisher(int64_t count, double neg_log_p_sum) { return -log_gamma_sf(count, neg_log_p_sum, TOLERANCE); }
 
-/* Advance the running statistics of R records by their new readings: see AdvanceTask. */
+/* Update the running statistics of R records with their new readings; AdvanceTask (abi.h) describes all arrays. */
 void advance_statistics(const AdvanceTask *task) {
     int64_t M = task->offsets[task->num_records];
     for (int64_t i = 0; i < task->num_records; i++) {
