@@ -1,6 +1,6 @@
 /* Vectors of sixteen floats, in the vector extensions of GCC and Clang.
  *
- * The compiler builds their operations from whatever vector instructions the processor has. AVX-512 intrinsics are used
+ * The compiler translates their operations to the vector instructions of the processor. AVX-512 intrinsics are used
  * only where the compiler's own code would be slower. */
 #ifndef SIMD_H
 #define SIMD_H
@@ -22,7 +22,7 @@ typedef uint16_t u16x16 __attribute__((vector_size(32)));
 /* Return the smallest multiple of `multiple` that is at least n. */
 INLINE size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-/* Return the smaller or the larger of two sizes. */
+/* Return the smaller (min_size) or the larger (max_size) of two sizes. */
 INLINE size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 INLINE size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
 
@@ -36,12 +36,12 @@ INLINE f32x16 splat(float x) { return x - (f32x16){0}; }
 /* Return a vector with the numbers 0 to 15, to compare a lane's position with a length. */
 INLINE f32x16 lane_numbers(void) { return (f32x16){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
-/* Return, lane by lane, a if the mask is -1, or b if it is 0. */
+/* Return a vector with the lanes of a where the mask is -1, and those of b where it is 0. */
 INLINE f32x16 select_lanes(i32x16 mask, f32x16 a, f32x16 b) {
     return (f32x16)((mask & (i32x16)a) | (~mask & (i32x16)b));
 }
 
-/* Return the lane-wise maximum or minimum. */
+/* Return a vector with the larger (vector_max) or smaller (vector_min) number of each lane of a and b. */
 #ifdef __AVX512F__
 INLINE f32x16 vector_max(f32x16 a, f32x16 b) { return (f32x16)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE f32x16 vector_min(f32x16 a, f32x16 b) { return (f32x16)_mm512_min_ps((__m512)a, (__m512)b); }
@@ -50,7 +50,7 @@ INLINE f32x16 vector_max(f32x16 a, f32x16 b) { return select_lanes(a > b, a, b);
 INLINE f32x16 vector_min(f32x16 a, f32x16 b) { return select_lanes(a < b, a, b); }
 #endif
 
-/* Return the sum or the maximum of the sixteen lanes. The order of the additions is fixed. */
+/* Return the sum or the maximum of the sixteen lanes. Additions have a fixed order, so results are reproducible. */
 #ifdef __AVX512F__
 INLINE float reduce_sum(f32x16 v) { return _mm512_reduce_add_ps((__m512)v); }
 INLINE float reduce_max(f32x16 v) { return _mm512_reduce_max_ps((__m512)v); }
