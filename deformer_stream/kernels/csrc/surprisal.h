@@ -1,18 +1,23 @@
-/* The surprisal -ln p of a mixture of Gaussians: at a value, and its moments over values drawn from the mixture. */
+/* The surprisal -ln p of a value under a mixture of Gaussians, and the moments of -ln p(V) for V drawn from it.
+ *
+ * The moments are computed by Gauss-Hermite quadrature with three nodes (values V) per component. C is the number of
+ * components, rounded up to whole vectors. */
 #ifndef SURPRISAL_H
 #define SURPRISAL_H
 #include "simd.h"
 
 #define NODE_VECTORS 4 /* vectors of quadrature nodes that are summed side by side */
 #define LOG_SQRT_2PI 0.91893853f
-#define SURPRISAL_ROWS 7 /* rows of scratch for `compute_surprisal` */
+#define SURPRISAL_ROWS 7 /* rows of C floats in the scratch memory of `compute_surprisal` */
 
-/* value: -ln p at the value. minimum, mean, variance: of -ln p(V), for V drawn from the mixture. */
+/* The surprisal of a value, and the minimum, mean and variance of -ln p(V) for V drawn from the mixture. */
 typedef struct {
     float value, minimum, mean, variance;
 } Surprisal;
 
-/* Return -ln p(value). w: (4, C) log heights, means, inverse scales, weights of the components. */
+/* Return -ln p(value).
+ *
+ * w: (4, C) for each component: ln of the density at its mean times its weight, mean, inverse scale, weight. */
 static float surprisal_at(const float *w, size_t C, float value) {
     f32x16 largest = splat(-INFINITY), total = splat(0);
     for (size_t j = 0; j < C; j += LANES) {
@@ -27,10 +32,10 @@ static float surprisal_at(const float *w, size_t C, float value) {
     return -peak - logarithm(splat(reduce_sum(total)))[0];
 }
 
-/* Compute -ln p at the three Gauss-Hermite nodes of each component: out (3, C).
+/* Compute -ln p at the three Gauss-Hermite nodes of each component: out (3, C). w: as in `surprisal_at`.
  *
- * Sums are taken relative to the node's own component. The mixture's density is either within the range of floats of
- * that, or so far below the highest component that the node has no weight. w: as in `surprisal_at`. */
+ * The density at a node is summed relative to that of the node's own component, to avoid overflow. Nodes whose density
+ * is e^80 times smaller than the highest peak have practically no weight in the moments. */
 static void surprisal_at_nodes(const float *w, size_t C, size_t num_components, float *out) {
     static const float node[3] = {-1.7320508f, 0, 1.7320508f};
     float highest = -INFINITY;
@@ -54,7 +59,7 @@ static void surprisal_at_nodes(const float *w, size_t C, size_t num_components, 
     }
 }
 
-/* Return the surprisal of a value under a mixture.
+/* Return the surprisal of a value under a mixture, and the moments of the surprisal.
  *
  * w: (SURPRISAL_ROWS, C), C being the number of components rounded up to whole vectors. Its first three rows hold log
  * weights, means and scales; the other rows are scratch. All rows are overwritten. The padding of C repeats the first
@@ -74,6 +79,7 @@ static Surprisal compute_surprisal(float *w, size_t num_components, float value)
     for (size_t j = num_components; j < C; j++) w[j] = -INFINITY, w[3 * C + j] = 0;
     f32x16 minimum = splat(INFINITY), mean_sums = splat(0), variance = splat(0);
     for (size_t n = 0; n < 3 * C; n += LANES) {
+        /* weight of the component times the quadrature weight of the node: 1/6, 2/3, 1/6 */
         f32x16 share = load(w + 3 * C + n % C) * (n / C == 1 ? 2.0f / 3 : 1.0f / 6);
         minimum = vector_min(minimum, load(at_nodes + n));
         mean_sums += share * load(at_nodes + n);
