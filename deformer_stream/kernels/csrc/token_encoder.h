@@ -1,22 +1,23 @@
-/* Tokens from readings: query tokens z (which feature is next) and observation tokens u (a feature and its value). */
+/* Computation of the Transformer's input tokens from readings: query tokens z (which feature is next) and observation
+ * tokens u (feature and value). */
 #ifndef TOKEN_ENCODER_H
 #define TOKEN_ENCODER_H
 #include "linear_map.h"
 
-#define ROWS_TOGETHER 96 /* readings that go through an encoder or an output map together, to stay in the cache */
+#define ROWS_TOGETHER 96 /* readings to which a linear map is applied at once: few enough for the processor's cache */
 
-/* Return the place in `features` and `values` of a record's i-th scored reading. */
+/* Return the index of a record's i-th scored reading among all new readings of the batch. */
 INLINE int64_t query_place(const Batch *batch, int64_t record, int64_t i) {
     int64_t num_queries = batch->query_offsets[record + 1] - batch->query_offsets[record];
     return batch->offsets[record + 1] - num_queries + i;
 }
 
-/* Return the label code of a value; codes beyond a feature's labels mean "unseen", which has the code `num_labels`. */
+/* Return the label code of a value; labels that training has not seen have the code `num_labels`. */
 INLINE int64_t label_code(float value, int64_t num_labels) {
     return value > 0 ? (value < num_labels ? (int64_t)value : num_labels) : 0;
 }
 
-/* Compute the first hidden layer of an observation token before its activation: out (width). */
+/* Compute the output of the first map of an observation token, before ReLU: out (width). */
 static void encode_reading(const TokenEncoder *e, int64_t feature, float value, float *out) {
     size_t width = e->width;
     const float *feature_share = e->feature_share + feature * width;
@@ -26,7 +27,7 @@ static void encode_reading(const TokenEncoder *e, int64_t feature, float value, 
         int64_t row = e->first_label_row[feature] + label_code(value, e->num_labels[feature]);
         const float *label_share = e->label_share + row * width;
         for (size_t i = 0; i < width; i += LANES) store(out + i, load(feature_share + i) + load(label_share + i));
-    } else if (angle_per_unit != 0) { /* on a cycle: undo the compression of far values, then sine and cosine */
+    } else if (angle_per_unit != 0) { /* a value on a cycle: undo the logarithmic compression beyond LINEAR_LIMIT */
         float size = fabsf(number), far = copysignf(LINEAR_LIMIT + expm1f(size - LINEAR_LIMIT), number);
         float angle = e->cycle[2 * feature] + angle_per_unit * (size > LINEAR_LIMIT ? far : number);
         float y = sinf(angle), x = cosf(angle);
@@ -38,14 +39,14 @@ static void encode_reading(const TokenEncoder *e, int64_t feature, float value, 
             store(out + i, load(feature_share + i) + number * load(e->value_share + i));
 }
 
-/* Return the width of the widest hidden layer. */
+/* Return the largest number of outputs of a map except the last, whose output is the token. */
 static size_t widest_layer(const TokenEncoder *e) {
     size_t widest = e->width;
     for (int64_t m = 0; m + 1 < e->num_maps; m++) widest = max_size(widest, e->maps[m].columns);
     return widest;
 }
 
-/* Compute observation tokens: u (count, d). scratch: (2, ROWS_TOGETHER, widest layer). */
+/* Compute the observation tokens of `count` readings: u (count, d). scratch: (2, ROWS_TOGETHER, `widest_layer`). */
 static void encode_observations(const TokenEncoder *e, size_t d, const int64_t *features, const float *values,
                                 size_t count, float *scratch, float *u) {
     for (size_t from = 0; from < count; from += ROWS_TOGETHER, u += ROWS_TOGETHER * d) {
@@ -65,9 +66,9 @@ static void encode_observations(const TokenEncoder *e, size_t d, const int64_t *
     }
 }
 
-/* Compute the query tokens of the scored readings of the records [from, to): z (queries, d).
+/* Compute the query tokens of the scored readings of the records from `from` to before `to`: z (scored readings, d).
  *
- * prior_inputs: (queries, inputs of prior_map) the prior conditionals as network inputs, or NULL. */
+ * prior_inputs: (scored readings, inputs of prior_map) the prior's conditionals as network inputs, or NULL. */
 static void encode_queries(const TokenEncoder *e, size_t d, const Batch *batch, int64_t from, int64_t to,
                            const float *prior_inputs, float *z) {
     float *out = z;
