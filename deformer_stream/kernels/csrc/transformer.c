@@ -1,12 +1,12 @@
 /* The Transformer over new readings of many records, with keys and values in the pages of the KV cache.
  *
- * A scored reading has two tokens: the query token z and the observation token u. A reading that only enters the cache
- * again has u alone, which in the last layer needs neither attention nor the feed-forward part.
+ * A scored reading has two tokens: the query token z (which feature is next) and the observation token u (feature and
+ * value). A reading that was scored before and is only written to the cache again has u alone. In the last layer only
+ * outputs at z are used, so u needs neither attention nor the feed-forward part there.
  *
- * A unit of work is a few whole records, whose tokens go through the layers together. Units are independent, and each
- * thread takes the next unit when it has finished one. Every sum runs in an order that does not depend on the rest of
- * the unit. Thus a reading's score is the same bits however its record is cut into batches, and whatever else is in the
- * batch.
+ * A unit of work consists of a few records, whose tokens go through the layers together. Units are independent: each
+ * thread takes the next unit when it has finished one. The order of each sum does not depend on the rest of the unit.
+ * Thus a reading has the same score to the last bit, however its record is split into batches.
  *
  * A page holds the keys and values of KV_PAGE_TOKENS tokens of all layers. Per layer: keys as columns, (d / KV_WIDTH,
  * KV_PAGE_TOKENS, KV_WIDTH), so that a vector holds one number of sixteen keys. Then values as rows, (KV_PAGE_TOKENS,
@@ -16,7 +16,7 @@
 #define FEEDFORWARD_ROWS 96 /* rows whose hidden layer stays in the second-level cache */
 #define VALUE_VECTORS 4     /* vectors of attended values that are summed side by side */
 
-/* Memory of one thread. rows: tokens of the largest unit, its z first and then its u. */
+/* The scratch memory of one thread. "rows" is the number of tokens of the largest unit: first all z, then all u. */
 typedef struct {
     float *x;               /* (rows, d) tokens */
     factor_t *a;            /* (rows, d) factor of the next product */
@@ -34,12 +34,12 @@ typedef struct {
 /* Return the number of pages that hold `tokens` tokens. */
 INLINE size_t pages_of(size_t tokens) { return (tokens + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS; }
 
-/* Return the first byte of the page at a column of a record's row of the page table. */
+/* Return the address of the page in a column of a record's row of the page table. */
 INLINE char *page_address(const Batch *batch, int64_t record, int64_t column) {
     return batch->page_pool + batch->page_table[record * batch->page_table_columns + column] * batch->page_bytes;
 }
 
-/* Return 1 / standard deviation of d numbers, and their mean. */
+/* Return 1 / standard deviation of d numbers, and write their mean to `mean`. */
 INLINE float inverse_deviation(const float *x, size_t d, float *mean) {
     f32x16 total = splat(0), squares = splat(0);
     for (size_t i = 0; i < d; i += LANES) total += load(x + i);
@@ -51,7 +51,9 @@ INLINE float inverse_deviation(const float *x, size_t d, float *mean) {
     return 1.0f / sqrtf(reduce_sum(squares) / d + 1e-5f);
 }
 
-/* Apply layer normalisation to a token; write it as floats, as factors, or both. Either output may be NULL. */
+/* Apply layer normalisation to a token x, (d), and write the result as floats, as factors, or both.
+ *
+ * One of the two outputs may be NULL. floats may be x itself. */
 static void layer_norm(const float *x, size_t d, const float *weight, const float *bias, float *floats,
                        factor_t *factors) {
     float mean, scale = inverse_deviation(x, d, &mean);
@@ -62,7 +64,8 @@ static void layer_norm(const float *x, size_t d, const float *weight, const floa
     }
 }
 
-/* Write a token's key and value into a page, at the place of a token. qkv: (3 d). */
+/* Write the key and the value of a token into a page. qkv: (3 d) its query, key and value. place: its index in the
+ * page. */
 static void write_key_value(const float *qkv, size_t d, kv_t *page, size_t place) {
     kv_t key[LANES];
     for (size_t i = 0; i < d; i += LANES) {
@@ -89,9 +92,10 @@ typedef struct {
     size_t max_tokens;
 } Attention;
 
-/* Compute one head's scores of all tokens in the pages; return, lane by lane, the largest score of each query.
+/* Compute the attention scores (query times key) of one head for all tokens in the pages, and write them to a->weights.
  *
- * `queries` is a constant, 1 or 2. Scores go to a->weights; those of tokens that a query does not see are -infinity. */
+ * Scores of tokens that a query does not see are -infinity. queries: how many queries there are, 1 or 2, a compile-time
+ * constant. largest: output, a vector for each query, whose largest lane is the largest score. */
 INLINE void score_keys(int queries, const Attention *a, size_t head, size_t num_pages, f32x16 largest[2]) {
     for (int q = 0; q < queries; q++) largest[q] = splat(-INFINITY);
     for (size_t p = 0; p < num_pages; p++) {
@@ -115,7 +119,7 @@ INLINE void score_keys(int queries, const Attention *a, size_t head, size_t num_
     }
 }
 
-/* Return one head's score of the first query with its own key, rounded as the keys in pages are. */
+/* Return one head's attention score of the first query for its own key, which is rounded like the keys in pages. */
 INLINE float score_own_key(const Attention *a, size_t head) {
     factor_t key[LANES];
     f32x16 product = splat(0);
@@ -126,7 +130,8 @@ INLINE float score_own_key(const Attention *a, size_t head) {
     return reduce_sum(product);
 }
 
-/* Replace the scores of a query and a head by e^(score - peak), 0 for tokens that it does not see; return their sum. */
+/* Replace the scores of one query and head by e^(score - peak), and return the sum. Tokens that the query does not see
+ * get 0. */
 INLINE float exponentiate(float *scores, size_t num_pages, size_t num_seen, float peak) {
     f32x16 total = splat(0);
     for (size_t p = 0; p < num_pages; p++) {
@@ -139,7 +144,9 @@ INLINE float exponentiate(float *scores, size_t num_pages, size_t num_seen, floa
     return reduce_sum(total);
 }
 
-/* Sum the values in the pages, weighted by a->weights: VALUE_VECTORS vectors of the output, from number `from` on. */
+/* Sum the values in the pages, weighted by a->weights, into VALUE_VECTORS vectors of each query's output.
+ *
+ * from: the index among d of the first number of these vectors. */
 INLINE void sum_values(int queries, const Attention *a, size_t from, f32x16 out[2][VALUE_VECTORS]) {
     const float *w[2][VALUE_VECTORS];
     f32x16 c[2][VALUE_VECTORS];
@@ -161,7 +168,8 @@ INLINE void sum_values(int queries, const Attention *a, size_t from, f32x16 out[
         for (int v = 0; v < VALUE_VECTORS; v++) out[q][v] = c[q][v];
 }
 
-/* Compute the attention of one reading. `queries` is a constant, 1 or 2. out: (queries) rows of d factors. */
+/* Compute the attention of one reading's queries. queries: their number, 1 or 2, a compile-time constant. out: for each
+ * query the d factors of its output. */
 INLINE void attend(int queries, const Attention *a, factor_t *const *out) {
     size_t d = a->d, num_pages = pages_of(a->num_seen[queries - 1]);
     float query_scale = 1.0f / sqrtf((float)a->d_head);
@@ -207,12 +215,14 @@ INLINE void attend(int queries, const Attention *a, factor_t *const *out) {
     }
 }
 
-/* `attend` for one query or two, compiled once each. The structure is passed by value, so that its fields can stay in
- * registers: the compiler must assume that a store through a pointer changes what other pointers refer to. */
+/* Call `attend` for one query (attend_one) or for two (attend_both), so that it is compiled once for each.
+ *
+ * The structure is passed by value, so that its fields can stay in registers: the compiler must assume that a write
+ * through a pointer changes whatever other pointers refer to. */
 static void attend_one(Attention a, factor_t *const *out) { attend(1, &a, out); }
 static void attend_both(Attention a, factor_t *const *out) { attend(2, &a, out); }
 
-/* Return how many readings a record has in its pages after its new readings. */
+/* Return the number of readings that a record's pages hold after its new readings have been written. */
 static size_t final_length(const Batch *batch, int64_t record) {
     size_t longest = 0, count = batch->offsets[record + 1] - batch->offsets[record];
     if (!batch->depths) return batch->num_cached[record] + count;
@@ -222,8 +232,8 @@ static size_t final_length(const Batch *batch, int64_t record) {
 
 /* Compute the attention of one record's new readings in a layer, and write their keys and values into its pages.
  *
- * z, u: (readings, 3 d) queries, keys and values of the record's scored readings and of all its new readings.
- * attended_z, attended_u: (readings, d) outputs in the same order. */
+ * z: (scored readings, 3 d) query, key and value of each query token. u: (new readings, 3 d) those of each observation
+ * token. attended_z, attended_u: outputs, (scored readings, d) and (new readings, d). */
 static void attend_record(const Network *net, const Batch *batch, int64_t record, size_t layer, const float *z,
                           const float *u, Scratch *s, factor_t *attended_z, factor_t *attended_u) {
     size_t d = net->d, begin = batch->offsets[record], count = batch->offsets[record + 1] - begin;
@@ -257,7 +267,7 @@ static void attend_record(const Network *net, const Batch *batch, int64_t record
     }
 }
 
-/* Apply the output map of attention and the feed-forward part to rows of tokens.
+/* Apply the rest of a layer after attention: the output map, the feed-forward part, and both residual connections.
  *
  * x: (num_rows, d) tokens, updated. attended: (num_rows, d) outputs of attention, overwritten. */
 static void finish_layer(const Network *net, const Layer *layer, float *x, factor_t *attended, size_t num_rows,
@@ -283,7 +293,7 @@ static void finish_layer(const Network *net, const Layer *layer, float *x, facto
     }
 }
 
-/* List the cached pages of the records [from, to). */
+/* List the pages that hold cached tokens of the records from `from` to before `to`, so that they can be prefetched. */
 static void list_pages(const Network *net, const Batch *batch, int64_t from, int64_t to, PagePrefetch *p) {
     p->num_pages = 0;
     for (int64_t i = from; i < to; i++)
@@ -291,7 +301,9 @@ static void list_pages(const Network *net, const Batch *batch, int64_t from, int
             p->pages[p->num_pages++] = page_address(batch, i, column);
 }
 
-/* Start to prefetch the listed pages' keys and values of a layer, spread over so many tiles of products. */
+/* Start to prefetch the keys and values of a layer in the listed pages.
+ *
+ * num_tiles: the number of tiles of matrix products until they are needed, each of which prefetches an equal part. */
 static void start_prefetch(const Network *net, size_t layer, size_t num_tiles, PagePrefetch *p) {
     p->bytes = 2 * KV_PAGE_TOKENS * net->d * sizeof(kv_t);
     p->offset = layer * p->bytes;
@@ -299,7 +311,8 @@ static void start_prefetch(const Network *net, size_t layer, size_t num_tiles, P
     p->lines_per_tile = layer < (size_t)net->num_layers ? p->num_pages * (p->bytes / 64) / num_tiles + 1 : 0;
 }
 
-/* Compute the tokens of the records [from, to) into s->x: z of the scored readings, then u of all readings. */
+/* Compute the input tokens of the records from `from` to before `to` into s->x: z of the scored readings, then u of all
+ * new readings. */
 static void encode_unit(const Network *net, const Batch *batch, int64_t from, int64_t to, Scratch *s) {
     int64_t begin = batch->offsets[from], num_queries = batch->query_offsets[to] - batch->query_offsets[from];
     if (net->prior) {
@@ -311,7 +324,8 @@ static void encode_unit(const Network *net, const Batch *batch, int64_t from, in
                         batch->offsets[to] - begin, s->floats, s->x + num_queries * net->d);
 }
 
-/* Score the records [from, to): encode their readings, apply all layers, and write the outputs of the batch. */
+/* Score the records from `from` to before `to`: encode their readings, apply all layers, and write batch->hidden or
+ * batch->score_terms. */
 static void run_unit(const Network *net, const Batch *batch, int64_t from, int64_t to, Scratch *s) {
     int64_t begin = batch->offsets[from], first_query = batch->query_offsets[from];
     size_t d = net->d, wide = net->feedforward, num_queries = batch->query_offsets[to] - first_query;
@@ -347,7 +361,10 @@ static void run_unit(const Network *net, const Batch *batch, int64_t from, int64
     score_queries(net->head, net->prior, batch, from, to, d, x, s->floats);
 }
 
-/* Return the first record of a unit. A unit has the records whose first token is one of its `tokens_per_unit`. */
+/* Return the first record of a unit of work, by bisection.
+ *
+ * Unit i has the tokens from i tokens_per_unit on, counted over the batch, and the records whose first token is one of
+ * them. */
 static int64_t first_record(const Batch *batch, int64_t unit) {
     int64_t low = 0, high = batch->num_records;
     while (low < high) {
@@ -358,7 +375,7 @@ static int64_t first_record(const Batch *batch, int64_t unit) {
     return low;
 }
 
-/* Allocate a thread's scratch memory for the largest of the units. Returns whether there was enough memory. */
+/* Allocate a thread's scratch memory, enough for the largest unit. Returns 1, or 0 if there is not enough memory. */
 static int allocate_scratch(const Network *net, const Batch *batch, int64_t num_units, Scratch *s) {
     size_t num_rows = 0, longest = 0, num_pages = 0, d = net->d;
     for (int64_t unit = 0; unit < num_units; unit++) {
@@ -387,13 +404,14 @@ static int allocate_scratch(const Network *net, const Batch *batch, int64_t num_
            s->prefetch.pages;
 }
 
-/* Free the memory of `allocate_scratch`. */
+/* Free the memory that `allocate_scratch` has allocated; pointers may be NULL. */
 static void free_scratch(Scratch *s) {
     free(s->x), free(s->a), free(s->qkv), free(s->hidden), free(s->query), free(s->weights), free(s->floats);
     free(s->prior_rows), free(s->pages), free(s->prefetch.pages);
 }
 
-/* Execute one thread's part of a batch: take units of work until none is left. Returns 0, or -1 if memory is short. */
+/* Score units of the batch until none is left; each thread calls this once. Returns 0, or -1 if memory cannot be
+ * allocated. */
 int64_t score_batch(const Batch *batch) {
     const Network *net = batch->network;
     int64_t num_tokens = batch->offsets[batch->num_records] + batch->query_offsets[batch->num_records];
