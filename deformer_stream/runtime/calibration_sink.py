@@ -74,8 +74,9 @@ class MaxStatisticSink:
                 self._readings_by_record.setdefault(record, []).append((code, value))
 
     def average_neg_log_p_by_feature(self, model: DEformer) -> dict[str, float]:
-        """Return the mean negative log p-value of the kept readings of each feature, to detect drift of a feature
-        later.
+        """Return the mean negative log p-value of the kept readings of each feature.
+
+        It is stored with the calibration, so that a later change of a feature can be detected.
 
         Args:
             model: The model that computes the p-value of a reading: the probability of a value that is at most as
