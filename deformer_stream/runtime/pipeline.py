@@ -1,15 +1,16 @@
-"""The pipeline: the loop that takes events from a source to alerts in the sinks.
+"""The pipeline: the loop that reads events from a source, scores them, and writes alerts to sinks.
 
     1. poll      source.poll returns the messages that arrived, after a bounded wait
-    2. decode    codec.decode turns them into events; messages that cannot be read are rejected
+    2. decode    codec.decode converts them to events; messages that cannot be read are rejected
     3. handle    engine.handle scores the events and returns effects (scores, alerts, closed records)
-    4. write     sinks.write receives the effects
+    4. write     sink.write receives the effects, for each sink
     5. commit    the effects are made durable, then the offsets of the messages, in this order:
        5.1 the sinks are flushed; sinks that share a transaction with the source leave their messages to step 5.3
-       5.2 `Recovery.collect_state` returns the state to save: a snapshot, or the decisions since the last commit
+       5.2 `Recovery.collect_state` returns the state to save for each partition: a snapshot (its complete state), or
+           the decisions since the last commit (time-outs, evictions and alerts raised)
        5.3 the source commits offsets, state and the messages of such sinks, either all or nothing
 
-Delivery guarantee: the offset of a message is committed together with, or after, all effects of that message. With
+Delivery guarantee: the offset of a message is committed together with all effects of that message or after them. With
 Kafka transactions nothing is lost and nothing is delivered twice. Without transactions, a crash repeats some work, and
 repeated alerts have equal ids.
 
@@ -52,12 +53,13 @@ from deformer_stream.runtime.timing import CommitSchedule
 SUMMARY_SECONDS = 60.0
 """How often the totals are logged."""
 BEHIND_MESSAGES = 8192
-"""The pipeline is behind if more messages than this wait to be read. It is about the size of one poll."""
+"""The pipeline is behind (throughput then has priority over latency) if more messages than this are not yet read. It is
+about the number of messages that one poll returns."""
 
 
 @dataclass(slots=True)
 class Totals:
-    """What a run has processed.
+    """The number of events, alerts and records that a run has processed.
 
     Attributes:
         events: Number of accepted events.
@@ -86,25 +88,25 @@ class Totals:
 
 @dataclass(slots=True)
 class Pipeline:
-    """The pipeline with its source, its sinks and everything in between.
+    """The pipeline from a source through codec and engine to the sinks; `run` is its loop.
 
     Attributes:
-        source: Where events come from.
-        codec: Decodes them.
-        engine: Scores them.
-        sinks: Where effects go.
-        clock: The time at which batches are handled.
+        source: The connector that returns messages or table rows.
+        codec: Decodes them into events.
+        engine: Scores the events and returns effects (scores, alerts, closed records).
+        sinks: The connectors that write effects.
+        clock: Returns the time at which a batch is handled, for time-outs.
         metrics: Receives counts and timings.
         is_finite: Whether open records are closed and reported at the end of the input. A live stream leaves them open.
         max_wait: Maximum seconds that a poll waits for messages.
-        commit_interval: Seconds between commits, if no alert is waiting.
+        commit_interval: Seconds between commits. An alert is committed earlier.
         snapshot_interval: Seconds between two snapshots of a partition.
-        open_records: What happens to open records when the model changes.
-        take_new_model: Returns a new model to use from now on, or None. Without it the model does not change.
+        open_records: What happens to open records when the model changes (`OpenRecordPolicy`).
+        take_new_model: Returns a new model to use from now on, or None. Without this function the model never changes.
         make_codec: Returns the codec for a new model.
         report_progress: Called after each poll that returned data, with the number of messages.
-        totals: What the run has processed.
-        recovery: Restores partitions, and collects the state to save.
+        totals: The number of events, alerts and records that the run has processed.
+        recovery: Restores partitions from saved state, and collects the state to save with each commit.
     """
 
     source: EventSource
@@ -138,7 +140,11 @@ class Pipeline:
             self._partitioned_source.collect_state = self._prepare_handover
 
     def run(self, stop: threading.Event) -> Totals:
-        """Process events until `stop` is set or the source is exhausted, then commit and return the totals."""
+        """Process events until `stop` is set or the source is exhausted, then commit and return the totals.
+
+        Args:
+            stop: Set from outside to end the run after the current turn, for example by a signal handler.
+        """
         self._last_summary = time.monotonic()
         self.metrics.set_model(self.engine.fingerprint)
         while not stop.is_set() and not self.source.is_exhausted:
@@ -161,22 +167,24 @@ class Pipeline:
     # The five stages
 
     def _poll(self) -> PollResult:
-        """Stage 1: return what has arrived."""
+        """Stage 1: return what has arrived at the source, after at most `max_wait` seconds."""
         return self.source.poll(self.max_wait)
 
     def _decode(self, data: Payload | None) -> tuple[EventBatch, list[Rejection]]:
-        """Stage 2: return the events and the rejected messages of a poll."""
+        """Stage 2: return the events and the rejected messages of a poll; both are empty if it has no data (None)."""
         return (EventBatch.empty(), []) if data is None else self.codec.decode(data)
 
     def _handle(self, batch: EventBatch, rejections: list[Rejection]) -> tuple[Effects, float]:
         """Stage 3: score the events.
+
+        Records of partitions whose history is still being read are not closed.
 
         Args:
             batch: The events.
             rejections: The rejections of the decoder, which are added to those of the engine.
 
         Returns:
-            The effects, and the seconds that scoring took.
+            The effects (scores, alerts, closed records, rejections), and the seconds that scoring took.
         """
         start = time.perf_counter()
         effects = self.engine.handle(batch, self.clock.at(batch.times), self.recovery.restoring_partitions)
@@ -185,13 +193,23 @@ class Pipeline:
         return replace(effects, rejections=merged), seconds
 
     def _write(self, effects: Effects, data: Payload | None) -> None:
-        """Stage 4: pass the effects to the sinks, and keep their decisions for the next commit."""
+        """Stage 4: pass the effects to the sinks, and keep the decisions in them until the next commit saves them.
+
+        Args:
+            effects: The effects of one step (scores, alerts, closed records).
+            data: The messages or table rows that the effects refer to, or None if there are none.
+        """
         for sink in self.sinks:
             sink.write(effects, data)
         self.recovery.record_effects(effects)
 
     def _commit_if_due(self, effects: Effects) -> None:
-        """Stage 5: commit if the schedule says so, then start to fetch the next messages."""
+        """Stage 5: commit if a commit is due, then start to fetch the next messages in the background.
+
+        Args:
+            effects: The effects of this turn. If they contain an alert or a drift notice, a commit is due at once,
+                because consumers of a Kafka topic see a message only when its transaction is committed.
+        """
         has_alert = self._partitioned_source is not None and bool(effects.alerts or effects.drift_notices)
         if self._commit_schedule.is_due(has_alert, self._is_behind):
             self._commit()
@@ -199,11 +217,13 @@ class Pipeline:
             self._async_source.prefetch()
 
     def _commit(self, is_final: bool = False) -> None:
-        """Make all effects durable, then commit the offsets; see the module's docstring for the order.
+        """Make all effects durable, then commit the offsets of their messages together with the state to save.
+
+        The commit runs in the background if the source supports it and no alert waits for it.
 
         Args:
-            is_final: Whether the run ends. Then all partitions get a snapshot, so that the next run has nothing to
-                replay.
+            is_final: Whether the run ends. Then a snapshot (complete state) of every partition is saved, so that the
+                next run has no messages to process again.
         """
         start = time.perf_counter()
 
@@ -213,17 +233,18 @@ class Pipeline:
         source = self._partitioned_source
         with self._commit_schedule.time_commit():
             for sink in self.sinks:
-                sink.flush()  # 5.1
+                sink.flush()  # step 5.1 of the module's docstring
             if source is None:
                 self.source.commit()
                 observe_duration()
                 return
-            states = self.recovery.collect_state(self._now(), source.assigned_partitions if is_final else ())  # 5.2
+            final_partitions = source.assigned_partitions if is_final else ()
+            states = self.recovery.collect_state(self._now(), final_partitions)  # step 5.2
             can_wait = not self._commit_schedule.is_urgent or self._is_behind()
             if self._async_source is not None and not is_final and can_wait:
-                self._async_source.begin_commit(states, observe_duration)  # 5.3
+                self._async_source.begin_commit(states, observe_duration)  # step 5.3
             else:
-                source.commit(states)  # 5.3
+                source.commit(states)  # step 5.3
                 observe_duration()
             self.recovery.mark_committed(states)
         self.metrics.set_lag(source.get_lag())
@@ -232,7 +253,13 @@ class Pipeline:
     # Partitions and models
 
     def _update_partitions(self, polled: PollResult) -> Payload | None:
-        """Follow the partitions that were revoked or assigned, and replay the history of the assigned ones.
+        """Drop revoked partitions, and restore assigned ones from their saved state and their history.
+
+        The history of a partition is the messages after its snapshot that a previous run has processed. They are
+        processed again without effects.
+
+        Args:
+            polled: The result of a poll: data, and the partitions that were revoked or assigned.
 
         Returns:
             The data of the poll without the history, or None if nothing remains.
@@ -252,13 +279,22 @@ class Pipeline:
         return data
 
     def _prepare_handover(self, partitions: frozenset[int]) -> dict[int, PartitionState]:
-        """Return the state to save before partitions are given up. The source calls this during a poll or a commit."""
+        """Return the state to save before partitions are given up to another consumer.
+
+        The source calls this during a poll or a commit, when the partitions are revoked.
+
+        Args:
+            partitions: The partitions that are given up.
+
+        Returns:
+            The state to save, by partition. It also contains the state of partitions that stay, if it is due.
+        """
         for sink in self.sinks:
             sink.flush()
         return self.recovery.collect_state(self._now(), partitions)
 
     def _replace_model(self) -> None:
-        """Use a new model from now on, if there is one and its codec can be made."""
+        """Use a new model from now on, if there is one. It is refused if it does not fit the options of the run."""
         artifact = self.take_new_model() if self.take_new_model is not None else None
         if artifact is None or self.make_codec is None:
             return
@@ -279,21 +315,21 @@ class Pipeline:
         )
 
     def _is_behind(self) -> bool:
-        """Return whether more messages wait to be read than one poll returns."""
+        """Return whether more than `BEHIND_MESSAGES` messages are not yet read, about as many as one poll returns."""
         source = self._partitioned_source
         return source is not None and sum(source.get_lag().values()) > BEHIND_MESSAGES
 
     def _now(self) -> int:
-        """Return the pipeline's time without new events, microseconds since 1970."""
+        """Return the present time of the pipeline's clock, microseconds since 1970."""
         return self.clock.at(np.empty(0, np.int64))
 
     # Logs and metrics
 
     def _report(self, effects: Effects, scoring_seconds: float) -> None:
-        """Log and count the effects of one batch, after they have been written so that alerts are not delayed.
+        """Log and count the effects of one batch. It is called after they were written, so that no alert is delayed.
 
         Args:
-            effects: The effects.
+            effects: The effects (scores, alerts, closed records, rejections).
             scoring_seconds: How long it took to score the batch.
         """
         self._log_effects(effects)
@@ -312,7 +348,7 @@ class Pipeline:
         metrics.is_ready = has_partitions and not self.recovery.restoring_partitions
 
     def _log_effects(self, effects: Effects) -> None:
-        """Log the alerts of a live stream, and the drift notices of any stream."""
+        """Log the alerts of a live stream, and the drift notices of a live stream or a finite input."""
         logger = log.get_logger("runtime")
         for alert in effects.alerts if not self.is_finite else ():
             logger.info(
@@ -342,9 +378,10 @@ class Pipeline:
         )
 
     def _report_misrouted(self) -> None:
-        """Count record ids that are open in two partitions, and log the first one.
+        """Count record ids that are open in two partitions at the same time, and log the first one.
 
-        Such a record counts as two records. It shows that producers do not key messages by record id.
+        The readings of such an id are scored as two records. The cause is a producer that does not use the record id as
+        the message key.
         """
         records = self.engine.records
         if not records.num_misrouted or records.misrouted_example is None:
