@@ -1,6 +1,7 @@
 """Protocols that connectors implement: sources of events, sinks of effects, and clocks.
 
-The pipeline uses nothing else of a connector. The contract tests in `tests/contracts` run against every implementation.
+The pipeline uses a connector only through these protocols. The contract tests in `tests/contracts` run against every
+implementation.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PartitionState:
-    """The encoded state of one partition that is saved with a commit; either a snapshot or decisions.
+    """The encoded state of one partition that is saved with a commit: either a snapshot or decisions.
 
     Attributes:
-        snapshot: The complete state. It replaces everything that was saved before.
+        snapshot: The complete state, or None. It replaces everything that was saved before.
         decisions: What was decided since the last commit and cannot be derived from the partition's messages
-            (time-outs, evictions, alerts raised). It is saved in addition to what was saved before.
+            (time-outs, evictions, alerts raised), or None. It is saved in addition to what was saved before.
     """
 
     snapshot: bytes | None = None
@@ -42,8 +43,9 @@ class RestoredPartition:
     Attributes:
         partition: Number of the partition.
         committed_offset: Offset of the first message whose effects were not committed.
-        snapshot: The last saved snapshot, or None if there is none.
-        decisions: The decisions that were saved after the snapshot, in order.
+        snapshot: The last saved snapshot (encoded complete state), or None if there is none.
+        decisions: The encoded decisions of each commit after the snapshot, in order. Decisions are what the messages do
+            not determine: time-outs, evictions and alerts raised.
     """
 
     partition: int
@@ -58,10 +60,11 @@ class PollResult:
 
     Attributes:
         data: The messages or table rows, or None if there are none.
-        revoked_partitions: Partitions that were taken away since the last poll, before `data` was read.
-        restored_partitions: Partitions that were assigned since the last poll. Their messages come with this poll or
-            later ones.
-        caught_up_partitions: Partitions whose history ends with `data` or ended before it.
+        revoked_partitions: Partitions that were revoked since the last poll, before `data` was read.
+        restored_partitions: Partitions that were assigned since the last poll, with their saved state. Their messages
+            are part of `data` or of later polls.
+        caught_up_partitions: Assigned partitions whose history (messages that a previous run has processed) ends with
+            `data` or ended before it. Each partition is listed once.
     """
 
     data: Payload | None
@@ -71,14 +74,15 @@ class PollResult:
 
 
 NO_STATE: Mapping[int, Any] = MappingProxyType({})
-"""The state to save with a commit if no partition has any."""
+"""The empty mapping: the state by partition for a commit that saves no state."""
 
 CollectState = Callable[[frozenset[int]], Mapping[int, PartitionState]]
-"""Returns the state to save, by partition, before the given partitions are handed over to another consumer."""
+"""A function from the partitions that are given up to another consumer to the state that must be saved first, by
+partition."""
 
 
 class EventSource(Protocol):
-    """A connector that delivers events."""
+    """A connector that reads messages or table rows, for example from files or from a Kafka topic."""
 
     @property
     def is_exhausted(self) -> bool:
@@ -87,12 +91,15 @@ class EventSource(Protocol):
     def poll(self, timeout: float) -> PollResult:
         """Return what is available, after at most `timeout` seconds.
 
-        It must not block for longer, so that records time out even if no events arrive. Calling it again states that
-        the effects of the earlier polls have been written to the sinks.
+        It must not block for longer, so that records time out even if no events arrive. The next call of `poll` means
+        that the effects of the earlier polls have been written to the sinks.
+
+        Args:
+            timeout: Maximum time to wait for data, in seconds.
         """
 
     def commit(self) -> None:
-        """Record that all polled events are processed and their effects are safe. Blocks until this is durable.
+        """Record durably that all polled events are processed and their effects are durable. Blocks until it is done.
 
         After a restart the source continues after the last commit. A source without offsets, such as a file, does
         nothing.
@@ -107,14 +114,14 @@ class EventSource(Protocol):
 
 @runtime_checkable
 class PartitionedSource(EventSource, Protocol):
-    """A source whose partitions are shared with other consumers and keep the state that is saved with their offsets.
+    """A source whose partitions are divided among several consumers, and that stores the state saved with offsets.
 
-    Partitions may be revoked and assigned at any poll. A partition that is revoked during a poll is first committed, as
-    far as its effects are written, with the state that `collect_state` returns for it.
+    Partitions may be revoked and assigned at any poll. Before a partition is given up, the source commits the messages
+    whose effects are written, together with the state that `collect_state` returns for it.
 
     Attributes:
-        collect_state: Set by the pipeline; the source calls it before it gives up partitions.
-        model_fingerprint: The model in use. All consumers that share the partitions must use the same one.
+        collect_state: Set by the pipeline. The source calls it before it gives up partitions.
+        model_fingerprint: Fingerprint of the model in use. All consumers of the same group must use the same model.
     """
 
     collect_state: CollectState
@@ -122,19 +129,19 @@ class PartitionedSource(EventSource, Protocol):
 
     @property
     def assigned_partitions(self) -> frozenset[int]:
-        """The partitions that belong to this process now."""
+        """The partitions that are assigned to this process now."""
 
     def commit(self, states: Mapping[int, PartitionState] = NO_STATE) -> None:
-        """Commit the offsets of all polled messages, the given states, and what sinks wrote to the same transaction.
+        """Commit the offsets of all polled messages, the states, and what sinks have written in the same transaction.
 
-        Either all of it takes effect or nothing. Blocks until it has taken effect.
+        Either all of this takes effect or nothing. Blocks until it has taken effect.
 
         Args:
             states: State to save, by partition.
         """
 
     def get_lag(self) -> dict[tuple[str, int], int]:
-        """Return the number of messages that are not yet read, by topic and partition, as far as it is known."""
+        """Return the number of messages that are not yet read, by topic and partition. Unknown numbers are omitted."""
 
 
 @runtime_checkable
@@ -145,10 +152,10 @@ class AsyncCommitSource(PartitionedSource, Protocol):
         """Start to fetch messages in the background, so that the next `poll` returns sooner. Does not block."""
 
     def begin_commit(self, states: Mapping[int, PartitionState], on_committed: Callable[[], None]) -> None:
-        """Start a commit as `commit` does, without waiting for its end.
+        """Start a commit like `commit`, and return without waiting for its end.
 
-        The source may be polled while the commit is running. What sinks write in the meantime belongs to the next
-        commit, which first waits for this one.
+        The source may be polled while the commit is running. Whatever sinks write in the meantime belongs to the next
+        commit, which first waits for the end of this one.
 
         Args:
             states: State to save, by partition.
@@ -161,15 +168,15 @@ class Sink(Protocol):
     """A connector that receives the effects of the engine, for example alerts."""
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        """Accept the effects of one batch; they may stay in a buffer.
+        """Write the effects of one batch; they may stay in a buffer until `flush`.
 
         Args:
-            effects: What the engine returned.
-            data: The poll that the effects refer to, or None if they have no poll.
+            effects: What the engine returned: scores, alerts, closed records, rejections.
+            data: The messages or table rows that indices in the effects refer to, or None if there are none.
         """
 
     def flush(self) -> None:
-        """Make everything that was written durable; blocks until it is.
+        """Make everything durable that was written; blocks until it is.
 
         A sink that shares a transaction with the source may leave this to the source's next commit.
         """
@@ -179,7 +186,7 @@ class Sink(Protocol):
 
 
 class Clock(Protocol):
-    """The time at which a batch is handled. It never runs backwards."""
+    """A clock that states the time at which a batch is handled. It never runs backwards."""
 
     def at(self, times: NDArray[np.int64]) -> int:
         """Return the present time in microseconds since 1970, UTC.
