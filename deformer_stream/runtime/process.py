@@ -1,7 +1,7 @@
 """Process-wide settings: memory of the C library, the garbage collector, thread switching and the number of threads.
 
-Each function changes a global setting of the process, so only programs call them and the library does not. Importing
-this module loads nothing heavy, because some settings must be made before torch is imported.
+Each function changes a global setting of the process, so only the command-line programs call them and the library does
+not. This module imports no large package, because some settings must be made before torch is imported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _M_ARENA_MAX = -8
-"""The `mallopt` parameter of that name in the GNU C library's malloc.h."""
+"""The number of the `mallopt` parameter `M_ARENA_MAX` in the GNU C library's malloc.h."""
 _LIBC = ctypes.CDLL(None)
 # Only the GNU C library has these functions; on other systems the settings have no effect.
 _mallopt, _malloc_trim = (getattr(_LIBC, name, None) for name in ("mallopt", "malloc_trim"))
@@ -23,10 +23,11 @@ _SWITCH_INTERVAL_SECONDS = 0.0005
 
 
 def limit_malloc_arenas() -> None:
-    """Let all threads that start from now on allocate from the main heap.
+    """Let all threads that start from now on allocate from one common arena (memory area of malloc).
 
     By default malloc gives each thread an arena of its own, and memory that is freed in one arena cannot be reused by
-    the others. Call this before other libraries are imported, because some start threads on import.
+    the others, so a long run needs more and more memory. Call this before other libraries are imported, because some
+    start threads on import.
     """
     if _mallopt is not None:
         _mallopt(_M_ARENA_MAX, 1)
@@ -35,8 +36,8 @@ def limit_malloc_arenas() -> None:
 def release_free_memory() -> None:
     """Return free memory to the operating system. Takes less than a millisecond.
 
-    The C library and Arrow keep freed memory for later use, so that without this call the process stays as large as its
-    largest temporary data.
+    The C library and Arrow keep freed memory for later use. Without this call the process would keep the size that it
+    had with its largest temporary data.
     """
     import pyarrow
 
@@ -46,27 +47,27 @@ def release_free_memory() -> None:
 
 
 def limit_thread_spinning() -> None:
-    """Let idle OpenMP threads of torch sleep instead of spin. Takes effect if called before torch is imported.
+    """Let idle OpenMP threads of torch sleep after a short time instead of spin. Call it before torch is imported.
 
-    Spinning threads occupy cores that other threads need. On a busy machine this makes scoring up to forty times
-    slower; on an idle one, sleeping costs nothing that can be measured. A value set by the user is kept.
+    A spinning thread occupies a core that other threads need, which makes scoring up to forty times slower on a busy
+    machine. On an idle machine, sleeping has no measurable cost. An environment variable set by the user is kept.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
 def reserve_core() -> None:
-    """Let torch use one thread less than there are cores. Takes effect if called before torch is imported.
+    """Let torch use one thread less than there are cores. Call it before torch is imported.
 
     The Kafka client's thread needs a core, and on a small machine so does the broker. Scoring a poll consists of about
-    a hundred short parallel steps, and each of them is delayed if another process occupies the last core. A value set
-    by the user is kept.
+    a hundred short parallel steps, and each of them is delayed if another process occupies the last core. An
+    environment variable set by the user is kept.
     """
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores - 1)))
 
 
 def shorten_switch_interval() -> None:
-    """Let a thread that waits for the GIL have it after 0.5 ms instead of 5 ms.
+    """Let a thread that waits for the GIL (Python's interpreter lock) get it after 0.5 ms instead of 5 ms.
 
     The Kafka client's thread needs the GIL about a dozen times per commit, for a few microseconds each, while the main
     thread scores readings.
