@@ -2,12 +2,12 @@
 
 The state of a partition is determined by its messages and by a few decisions that the messages do not determine (alerts
 raised, records closed by a time-out or evicted). Every commit therefore saves the decisions made since the last one.
-Every few seconds it saves a snapshot, which replaces everything before. A process that takes over the partition
-continues exactly where the previous one stopped, in three steps:
+Every few seconds a commit saves a snapshot (the complete state of a partition), which replaces everything saved before.
+A process to which the partition is assigned continues exactly where the previous one stopped, in three steps:
 
     1. start_restore    load the snapshot
-    2. replay_history   process the messages up to the committed offset again, without effects
-    3. finish_restore   apply the saved decisions; from now on messages have effects
+    2. replay_history   process the messages between the snapshot and the committed offset again, without effects
+    3. finish_restore   apply the saved decisions; all later messages have effects
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from deformer_stream.runtime.metrics import Metrics
 from deformer_stream.runtime.ports import PartitionState, RestoredPartition
 
 MAX_SNAPSHOT_TIME_SHARE = 0.05
-"""Maximum share of the running time that is spent on snapshots. If the state is large, snapshots are taken less often,
-and a restart has more messages to replay."""
+"""Maximum share of the running time that is spent on snapshots. If the state is large, snapshots are therefore taken
+less often, and after a restart more messages must be processed again."""
 
 
 class Recovery:
-    """Restores the engine's partitions and collects the state that is saved with each commit.
+    """Restores the engine's partitions from saved state, and collects the state that is saved with each commit.
 
-    A source whose partitions never move, such as a file, restores nothing; then nothing is saved either.
+    A source that saves no state, such as a file, has no partitions to restore. Then `collect_state` returns nothing.
 
     Args:
-        engine: The engine that holds the partitions.
+        engine: The engine with the state of the partitions.
         metrics: Receives the size and age of snapshots.
         interval: Seconds between two snapshots of a partition.
         now: Returns monotonic seconds.
@@ -61,15 +61,15 @@ class Recovery:
 
     @property
     def restoring_partitions(self) -> frozenset[int]:
-        """The partitions whose history is not completely replayed."""
+        """The partitions whose history is still being read; their records must not be closed."""
         return frozenset(self._restoring)
 
     def start_restore(self, restored: RestoredPartition, now: int) -> None:
-        """Load the saved snapshot of a partition, if there is one.
+        """Load the saved snapshot of a partition, if there is one, and give the engine its saved decisions.
 
         Args:
             restored: The partition and its saved state.
-            now: The pipeline's time, microseconds since 1970.
+            now: The time of the pipeline's clock, microseconds since 1970.
 
         Raises:
             StateError: If the saved state cannot be read.
@@ -82,18 +82,21 @@ class Recovery:
         self._restoring[restored.partition] = restored
 
     def replay_history(self, data: Payload | None, codec: Codec, now: int) -> Payload | None:
-        """Process those messages again that a previous run has processed already.
+        """Process the messages again that a previous run has processed already, without effects.
+
+        These are the messages of partitions that are being restored whose offset is below the committed offset.
 
         Args:
             data: What the source returned, or None.
             codec: Decodes the messages.
-            now: The pipeline's time, microseconds since 1970.
+            now: The time of the pipeline's clock, microseconds since 1970.
 
         Returns:
             The messages that are new, or None if there are none.
         """
         if not self._restoring or not isinstance(data, Messages):
             return data
+        # By partition number; 0 for a partition that is not being restored, which has no history.
         committed_offsets = np.zeros(int(data.partitions.max()) + 1, np.int64)
         for partition, restored in self._restoring.items():
             if partition < len(committed_offsets):
@@ -106,18 +109,23 @@ class Recovery:
         return data if len(data) else None
 
     def finish_restore(self, partition: int) -> None:
-        """Apply the saved decisions of a partition whose history is replayed. From now on its events have effects."""
+        """End the restoration of a partition: apply its saved decisions. From now on its events have effects.
+
+        Args:
+            partition: The partition. All messages before its committed offset have been processed again.
+        """
         restored = self._restoring.pop(partition)
         for decisions in self._decode_decisions(restored):
             self._engine.apply_decisions(partition, decisions)
         self._unsaved_decisions[partition] = Decisions()
-        if restored.snapshot is None:
+        if restored.snapshot is None:  # the first commit must save a snapshot, since decisions alone are not enough
             self._next_snapshot[partition] = self._now()
             self._changed.add(partition)
         else:
             self._metrics.set_snapshot(partition, len(restored.snapshot))
             self._has_snapshot.add(partition)
-            # Spread over the interval, so that one commit does not have to save all partitions.
+            # The partitions' next snapshots are spread over 0.5 to 1 intervals, so that no commit has to save all of
+            # them.
             self._next_snapshot[partition] = self._now() + self._interval * (0.5 + partition % 8 / 16)
         log.get_logger("recovery").info(
             "partition_restored",
@@ -127,11 +135,15 @@ class Recovery:
         )
 
     def _decode_decisions(self, restored: RestoredPartition) -> list[Decisions]:
-        """Return the saved decisions of a partition, in order. Raises `StateError` if they cannot be read."""
+        """Return the saved decisions of a partition, one element per commit.
+
+        Raises:
+            StateError: If they cannot be decoded.
+        """
         return [decode_decisions(data, _describe("decisions", restored)) for data in restored.decisions]
 
     def drop_partitions(self, partitions: Iterable[int]) -> None:
-        """Remove everything about partitions that were revoked."""
+        """Remove the unsaved decisions, the schedule and the metrics of partitions that were revoked."""
         for partition in partitions:
             self._restoring.pop(partition, None)
             self._unsaved_decisions.pop(partition, None)
@@ -141,7 +153,11 @@ class Recovery:
             self._metrics.remove_snapshot(partition)
 
     def record_effects(self, effects: Effects) -> None:
-        """Keep the decisions of a batch, and which partitions it changed, until the next commit saves them."""
+        """Keep the decisions of a batch, and which partitions it changed, until the next commit saves them.
+
+        Args:
+            effects: What the engine returned for the batch.
+        """
         if not self._unsaved_decisions:
             return
         for partition, decisions in effects.decisions().items():
@@ -152,15 +168,15 @@ class Recovery:
             self._changed.update(np.unique(effects.batch.partitions).tolist())
 
     def collect_state(self, now: int, final_partitions: Iterable[int] = ()) -> dict[int, PartitionState]:
-        """Return what the next commit must save with the offsets as they are.
+        """Return the state that a commit of the present offsets must save.
 
         Args:
-            now: The pipeline's time, microseconds since 1970.
-            final_partitions: Partitions that this process gives up. They get a snapshot, so that the process that takes
-                them over has nothing to replay.
+            now: The time of the pipeline's clock, microseconds since 1970.
+            final_partitions: Partitions that this process gives up. Their snapshot is saved if they have changed, so
+                that the process to which they are assigned next has no messages to process again.
 
         Returns:
-            A snapshot of each partition that needs one, and the unsaved decisions of each other partition.
+            By partition, a snapshot if one is due, otherwise the unsaved decisions if there are any.
         """
         final = set(final_partitions)
         states: dict[int, PartitionState] = {}
@@ -183,12 +199,17 @@ class Recovery:
             self._changed.add(partition)
 
     def _take_snapshot(self, partition: int, now: int) -> bytes:
-        """Return the encoded state of a partition, and set when its next snapshot is due."""
+        """Return the encoded snapshot of a partition, and set when its next snapshot is due.
+
+        Args:
+            partition: The partition.
+            now: The time of the pipeline's clock, microseconds since 1970.
+        """
         start = self._now()
         snapshot = encode_snapshot(self._engine.snapshot(partition, now))
         process.release_free_memory()  # encoding uses several times the size of the snapshot
         duration = self._now() - start
-        # All partitions together must not exceed the share of time.
+        # If every partition takes this long once per `min_interval`, all together take MAX_SNAPSHOT_TIME_SHARE of it.
         min_interval = duration * len(self._unsaved_decisions) / MAX_SNAPSHOT_TIME_SHARE
         self._next_snapshot[partition] = self._now() + max(self._interval, min_interval)
         log.get_logger("recovery").info(
@@ -197,7 +218,11 @@ class Recovery:
         return snapshot
 
     def mark_committed(self, states: Mapping[int, PartitionState]) -> None:
-        """Record that a commit has saved these states, by partition."""
+        """Record that a commit has saved the result of `collect_state`, so that it is not saved again.
+
+        Args:
+            states: The saved states by partition.
+        """
         for partition, state in states.items():
             if partition not in self._unsaved_decisions:
                 continue
@@ -209,5 +234,10 @@ class Recovery:
 
 
 def _describe(kind: str, restored: RestoredPartition) -> str:
-    """Return what to call saved state in an error message, for example "snapshot of partition 3 at offset 17"."""
+    """Return a name for saved state in error messages, such as "saved snapshot of partition 3 at offset 17".
+
+    Args:
+        kind: "snapshot" or "decisions".
+        restored: The partition and its committed offset.
+    """
     return f"saved {kind} of partition {restored.partition} at offset {restored.committed_offset}"
