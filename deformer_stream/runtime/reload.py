@@ -15,21 +15,24 @@ from deformer_stream import log, model_store
 from deformer_stream.model_store import Artifact
 
 CHECK_SECONDS = 5.0
-"""How often the model directory is checked for a change."""
+"""How often the model directory is checked for a change, in seconds."""
 
 DirectoryState = tuple[int, int, int] | None
+"""Inode, modification time in nanoseconds and size in bytes of the manifest of a model directory, which change if the
+model is replaced. None if there is no manifest."""
 
 
 class ModelReloader:
-    """Watches a model directory and provides its new model.
+    """Watches a model directory, and returns the new model after the directory has changed.
 
-    If the new model cannot be read, for whatever reason, the model in use stays. The failure is logged once per state
-    of the directory and error, and the directory is read again at each check until it can be read.
+    If the new model cannot be read, for whatever reason, the model in use stays. The directory is then read again at
+    each check until it can be read. The same failure is logged only once, unless the directory changes.
 
     Args:
         artifact: The model in use; its directory is watched.
-        device: The device for the new model, as in `model_store.read`.
-        reload_requested: Set from outside (by SIGHUP) to have the directory read at the next call.
+        device: The device (such as "cpu") for the new model, as in `model_store.read`.
+        reload_requested: Set from outside (by SIGHUP), so that the next call reads the directory without waiting for a
+            change.
         compiled: Whether to use compiled kernels, as in `model_store.read`.
         now: Returns monotonic seconds.
     """
@@ -52,9 +55,10 @@ class ModelReloader:
         self._logged_failure: tuple[DirectoryState, str] | None = None
 
     def take_new_model(self) -> Artifact | None:
-        """Return a model that differs from the last one, if it has been read by now. Never blocks.
+        """Return a new model if one has been read completely, else None. Never blocks.
 
-        Each new model is returned once. The call also starts to read the directory if it has changed.
+        Each new model is returned once. If the directory has changed, the call starts to read it in the background, and
+        a later call returns the model.
         """
         if self._reader is not None:
             return None if self._reader.is_alive() else self._finish_reading()
@@ -69,7 +73,7 @@ class ModelReloader:
         return None
 
     def _finish_reading(self) -> Artifact | None:
-        """Return the model that the background thread has read, if it has read one and it is another model."""
+        """Return the model that the background thread has read, or None if it failed or read the model in use."""
         self._reader = None
         artifact, self._new_artifact = self._new_artifact, None
         if artifact is None or artifact.fingerprint == self._fingerprint:
@@ -78,10 +82,11 @@ class ModelReloader:
         return artifact
 
     def _read(self, state: DirectoryState) -> None:
-        """Read the model directory; runs in the background thread.
+        """Read the model directory and keep the model for `take_new_model`. Runs in the background thread.
 
         Args:
-            state: The state of the directory before reading.
+            state: The state of the directory before reading. It is remembered if the model can be read, so that only a
+                later change is read again.
         """
         try:
             self._new_artifact = model_store.read(self._directory, self._device, self._compiled)
@@ -100,7 +105,10 @@ class ModelReloader:
 
 
 def _get_directory_state(directory: Path) -> DirectoryState:
-    """Return inode, modification time and size of the manifest, which change if it is replaced; None without one."""
+    """Return inode, modification time in nanoseconds and size of the manifest, or None if there is no manifest.
+
+    At least one of them changes if the model in the directory is replaced.
+    """
     try:
         status = (directory / model_store.MANIFEST).stat()
     except OSError:
