@@ -16,19 +16,22 @@ Item = TypeVar("Item")
 
 
 class WallClock:
-    """The time of day, in microseconds since 1970. It stands still while the system clock is set back."""
+    """A clock that shows the system's time, in microseconds since 1970.
+
+    It never runs backwards: if the system clock is set back, it stands still until that clock has caught up.
+    """
 
     def __init__(self) -> None:
         self._now = 0
 
     def at(self, times: NDArray[np.int64]) -> int:
-        """Return the time at which a batch is handled; the event times are ignored."""
+        """Return the present time. The argument (the event times of a batch) is ignored."""
         self._now = max(self._now, time.time_ns() // 1000)
         return self._now
 
 
 class EventClock:
-    """The latest event time so far, in microseconds since 1970, and 0 before the first event.
+    """A clock that shows the latest event time so far, in microseconds since 1970, and 0 before the first event.
 
     A replay uses it, so that records time out as they would have done when the events were recorded.
     """
@@ -37,7 +40,11 @@ class EventClock:
         self._now = 0
 
     def at(self, times: NDArray[np.int64]) -> int:
-        """Return the latest event time so far, including the given times, (N,) microseconds or `NO_TIME`."""
+        """Return the latest event time so far.
+
+        Args:
+            times: (N,) the event times of the next batch, in microseconds since 1970 or `NO_TIME`. They count as well.
+        """
         known_times = times[times != NO_TIME]
         if len(known_times):
             self._now = max(self._now, int(known_times.max()))
@@ -45,10 +52,10 @@ class EventClock:
 
 
 class CommitSchedule:
-    """Decides when to commit: at regular intervals, and at once if an alert waits for the commit to become visible.
+    """A schedule of commits: at regular intervals, and at once for an alert, which becomes visible with its commit.
 
-    If the pipeline is behind (more messages wait than one poll returns), throughput has priority: commits for alerts
-    then take at most a fifth of the time.
+    If the pipeline is behind (more messages are unread than one poll returns), throughput has priority. Commits for
+    alerts then take at most a fifth of the time.
 
     Args:
         interval: Seconds between two commits.
@@ -74,11 +81,12 @@ class CommitSchedule:
         elapsed = self._now() - self._last_end
         if elapsed >= self._interval:
             return True
+        # A commit of duration d after 4d without a commit takes a fifth of the time.
         return self.is_urgent and (elapsed >= 4 * self._last_duration or not is_behind())
 
     @contextmanager
     def time_commit(self) -> Iterator[None]:
-        """Measure a commit, which is made inside the context."""
+        """Measure the duration of a commit that is made inside the context, and end the urgency of alerts."""
         start = self._now()
         yield
         self._last_end = self._now()
