@@ -67,10 +67,11 @@ class RaggedBatch:
         offsets: (R + 1,) the index of each record's first reading among the M readings; the last entry is M.
         num_cached: (R,) the number of each record's readings that are in the KV cache before the call.
         page_table: (R, columns) the rows of the cache's page table that belong to the records.
-        depths: (M,) for each new reading the number of its record's cached readings that it sees. A reading of depth k
-            sees the first k cached readings, and is then written to the cache as reading number k (from 0), over an
-            earlier one. Several orders of readings can so be scored as one record: orders that begin alike share nodes
-            of a tree, and the nodes are listed depth first. With None, a reading sees all readings before it.
+        depths: (M,) the depth of each new reading. A reading of depth k sees the first k readings of its record in the
+            cache, including those that this call has written. It is then written to the cache as reading number k (from
+            0), over an earlier one. Several orders of readings can thus be scored as one record: orders that begin
+            alike share nodes of a tree, and the nodes are listed depth first. With None, a reading sees all readings
+            of its record before it.
         num_prefill_only: (R,) how many of each record's first new readings are only written to the cache and not
             scored, because they were scored before. With None, all new readings are scored.
     """
