@@ -61,9 +61,13 @@ def _warn_about_alphas(calibration: Calibration, alphas: Sequence[float]) -> Non
     logger = log.get_logger("model")
     for alpha, num_required in calibration.find_unreachable_alphas(alphas).items():
         logger.warning(
-            f"alpha {alpha:g} is out of reach, so it raises no alert: with {len(calibration.scores)} calibration "
-            f"records the smallest possible p-value is {calibration.min_p_value:.2g}; calibrate on at least "
-            f"{num_required} records or use a larger --alpha"
+            "alpha_out_of_reach",
+            alpha=alpha,
+            calibration_records=len(calibration.scores),
+            required_records=num_required,
+            message=f"alpha {alpha:g} is out of reach, so it raises no alert: with {len(calibration.scores)} "
+            f"calibration records the smallest possible p-value is {calibration.min_p_value:.2g}; calibrate on "
+            f"at least {num_required} records or use a larger --alpha",
         )
     groups = calibration.calibration_by_group
     for alpha in alphas:
@@ -71,8 +75,12 @@ def _warn_about_alphas(calibration: Calibration, alphas: Sequence[float]) -> Non
         if names:
             listed = ", ".join(names[:MAX_LISTED_GROUPS]) + (", …" if len(names) > MAX_LISTED_GROUPS else "")
             logger.warning(
-                f"alpha {alpha:g} is out of reach in {len(names)} of {len(groups)} groups: {listed}; these calibration "
-                "groups have too few records for an alert; calibrate on more records or use a larger --alpha"
+                "alpha_out_of_reach_in_groups",
+                alpha=alpha,
+                groups=names[:MAX_LISTED_GROUPS],
+                message=f"alpha {alpha:g} is out of reach in {len(names)} of {len(groups)} groups: {listed}; these "
+                "calibration groups have too few records for an alert; calibrate on more records or use a larger "
+                "--alpha",
             )
 
 
@@ -89,8 +97,11 @@ def _warn_about_ties(calibration: Calibration, ties: str | None) -> None:
 
     if ties is not None and ties != calibration.tie_policy:
         log.get_logger("model").warning(
-            f"--ties {ties} voids the guarantee of the false-alarm rate, because the model was calibrated with "
-            f"{calibration.tie_policy}; leave the option out, or run deformer-stream calibrate --ties {ties}"
+            "tie_policy_differs_from_calibration",
+            ties=ties,
+            calibrated_ties=calibration.tie_policy,
+            message=f"--ties {ties} voids the guarantee of the false-alarm rate, because the model was calibrated with "
+            f"{calibration.tie_policy}; leave the option out, or run deformer-stream calibrate --ties {ties}",
         )
 
 
