@@ -167,7 +167,7 @@ class _LogForwarder(logging.Handler):
         if len(self._forwarded_at) >= MAX_REMEMBERED_WARNINGS:
             self._forwarded_at.clear()
         self._forwarded_at[text] = math.inf if record.name.startswith("kafka.net.sasl") else now
-        log.get_logger("kafka").warning("client_warning", message=text)
+        log.get_logger("kafka").warning("kafka_client_warning", message=text)
 
 
 class _ConnectErrorCollector(logging.Handler):
