@@ -1,4 +1,4 @@
-"""The results of the demo: figures about its alerts, and the page that shows them."""
+"""The results of the demo: key figures about its alerts, and the HTML page that shows them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from deformer_stream.engine.events import Alert, Contribution
 from deformer_stream.report import charts, pages
 
 CONFIDENCE = 0.99
-"""Probability with which the number of false alarms stays within its bound."""
+"""Probability that the number of false alarms is at most the bound that the report states."""
 
 MIN_SUSPICIOUS_NATS = 3.0
-"""Negative log p-value, in nats, from which a further reading is named in the explanation of an alert."""
+"""Negative log p-value of a reading, in nats, from which it is named in the explanation of an alert as a second or
+third reading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,8 @@ class Reading:
     Attributes:
         feature: Name of the sensor.
         value: A number in the sensor's unit, or a label.
-        score: Running score of the record after this reading, larger is more anomalous.
-        p_value: P-value of the record after this reading.
+        score: Anomaly score of the record after this reading; larger is more anomalous.
+        p_value: P-value of the record after this reading; smaller is more anomalous.
     """
 
     feature: str
@@ -57,69 +58,84 @@ class Outcome:
 
     @property
     def share_seen(self) -> float:
-        """Share of the readings that had arrived when the alert was raised; infinite without an alert."""
+        """Share of the record's readings (0 to 1) that had arrived when it raised its alert; infinite without one."""
         return self.alert.raised_at / self.num_readings if self.alert else math.inf
 
 
 def format_measurement(feature: str, value: float | str | None) -> str:
-    """Return a value with the unit of its sensor, rounded to the sensor's resolution."""
+    """Return a value as text with the unit of its sensor, rounded to the sensor's resolution.
+
+    Args:
+        feature: Name of the sensor. A name that is not in `SENSORS` has no unit.
+        value: A number, a label, or None for no value.
+    """
     sensor = SENSORS.get(feature)
     if not isinstance(value, float | int):
         return f"{value} {sensor.unit if sensor else ''}".strip()
     if sensor is None:
         return pages.format_number(value, 4)
+    # A resolution of 0.01 has 2 decimals, one of 10 has none.
     num_decimals = max(0, -math.floor(math.log10(sensor.resolution))) if sensor.resolution else 0
     return f"{value:,.{num_decimals}f} {sensor.unit}".strip().replace("-", "−")
 
 
-def format_contribution(part: Contribution) -> str:
-    """Return a reading's contribution to an alert in words: the expected values and the value that arrived."""
-    name = part.feature.replace("_", " ")
-    return f"{name}: expected {format_expected(part)}, came {format_measurement(part.feature, part.value)}"
+def format_contribution(contribution: Contribution) -> str:
+    """Return a reading of an alert as text: its feature, the values that were expected and the value that arrived."""
+    feature = contribution.feature
+    value = format_measurement(feature, contribution.value)
+    return f"{feature.replace('_', ' ')}: expected {format_expected(contribution)}, came {value}"
 
 
-def format_expected(part: Contribution) -> str:
-    """Return the range in which a reading was expected, or the most likely label."""
-    expected = part.expected
-    if expected.low is None or expected.high is None:
-        return format_measurement(part.feature, expected.median)
-    unit = f" {SENSORS[part.feature].unit}" if part.feature in SENSORS else ""
-    low, high = (format_measurement(part.feature, end).removesuffix(unit) for end in (expected.low, expected.high))
+def format_expected(contribution: Contribution) -> str:
+    """Return the range in which a numeric reading was expected as text, or the most likely label of a discrete one."""
+    feature, expected = contribution.feature, contribution.expected
+    if expected.low is None or expected.high is None:  # a label has no range
+        return format_measurement(feature, expected.median)
+    unit = f" {SENSORS[feature].unit}" if feature in SENSORS else ""
+    low, high = (format_measurement(feature, end).removesuffix(unit) for end in (expected.low, expected.high))
     return f"{low} … {high}"
 
 
 def explain_alert(alert: Alert) -> list[str]:
-    """Return the most suspicious reading of an alert in words, and up to two more that are clearly suspicious."""
-    others = [part for part in alert.contributions[1:3] if part.surprise >= MIN_SUSPICIOUS_NATS]
-    return [format_contribution(part) for part in (*alert.contributions[:1], *others)]
+    """Return the most suspicious reading of an alert as text, and up to two more readings that are clearly suspicious.
+
+    A further reading is clearly suspicious if its negative log p-value is at least `MIN_SUSPICIOUS_NATS`. The list is
+    empty if the alert has no contributions.
+    """
+    most_suspicious = alert.contributions[:1]  # contributions are sorted, the most suspicious reading first
+    others = [other for other in alert.contributions[1:3] if other.surprise >= MIN_SUSPICIOUS_NATS]
+    return [format_contribution(contribution) for contribution in (*most_suspicious, *others)]
 
 
 def bound_false_alarms(
     alpha: float, num_calibration_records: int, num_records: int, confidence: float = CONFIDENCE
 ) -> int:
-    """Return a number that false alarms do not exceed with a given probability.
+    """Return the smallest number that the count of false alarms does not exceed with probability `confidence`.
 
-    With n calibration records, an alert requires one of the k = ⌊α(n + 1)⌋ smallest ranks. So the probability of a
-    false alarm is itself random, Beta(k, n + 1 − k), and the number of false alarms is beta-binomial (Vovk 2012; Bates
+    An alert requires that the record's rank among n calibration records is one of the k = ⌊α(n + 1)⌋ most anomalous
+    ones. The calibration records are random, so the probability of a false alarm is random as well. It has the
+    distribution Beta(k, n + 1 − k), and the number of false alarms among m records is beta-binomial (Vovk 2012; Bates
     et al., arXiv 2104.08279).
 
     Args:
-        alpha: False-alarm rate.
-        num_calibration_records: n.
-        num_records: Number of normal records in the stream.
-        confidence: The probability.
+        alpha: False-alarm rate, the α of the formula.
+        num_calibration_records: The n of the formula.
+        num_records: Number of normal records in the stream, the m of the formula.
+        confidence: Probability with which the bound holds.
     """
     n, m = num_calibration_records, num_records
-    k = math.floor(alpha * (n + 1) + 1e-9)
+    k = math.floor(alpha * (n + 1) + 1e-9)  # the small term compensates rounding errors of the product
     if k < 1:
         return 0
-    rest = n + 1 - k
+    b = n + 1 - k
     lgamma = math.lgamma
-    constant = lgamma(m + 1) + lgamma(n + 1) - lgamma(k) - lgamma(rest) - lgamma(m + n + 1)
-    log_mass = [
-        constant - lgamma(x + 1) - lgamma(m - x + 1) + lgamma(x + k) + lgamma(m - x + rest) for x in range(m + 1)
+    # Beta-binomial log probability of x: ln C(m, x) + ln B(x + k, m − x + b) − ln B(k, b). B is the beta function.
+    constant = lgamma(m + 1) + lgamma(n + 1) - lgamma(k) - lgamma(b) - lgamma(m + n + 1)
+    log_probabilities = [
+        constant - lgamma(x + 1) - lgamma(m - x + 1) + lgamma(x + k) + lgamma(m - x + b) for x in range(m + 1)
     ]
-    return min(int(np.searchsorted(np.cumsum(np.exp(log_mass)), confidence)), m)
+    cumulative_probabilities = np.cumsum(np.exp(log_probabilities))
+    return min(int(np.searchsorted(cumulative_probabilities, confidence)), m)
 
 
 class Detection(NamedTuple):
@@ -128,7 +144,8 @@ class Detection(NamedTuple):
     Attributes:
         num_records: Number of records with the fault.
         num_detected: Number of them that raised an alert.
-        mean_share_seen: Mean share of the readings that had arrived at the alert; NaN without detections.
+        mean_share_seen: Mean share of a record's readings (0 to 1) that had arrived at its alert; NaN without
+            detections.
     """
 
     num_records: int
@@ -138,18 +155,19 @@ class Detection(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of the demo.
+    """The key figures of the demo.
 
     Attributes:
-        alpha: False-alarm rate.
+        alpha: False-alarm rate: p-value from which an alert is raised.
         num_calibration_records: Number of calibration records.
         num_normal: Number of normal records.
         num_false_alarms: Number of normal records that raised an alert.
-        max_false_alarms: Bound of this number that holds with probability `CONFIDENCE`.
+        max_false_alarms: Upper bound of the number of false alarms that holds with probability `CONFIDENCE`.
         num_faulty: Number of faulty records.
         num_detected: Number of faulty records that raised an alert.
-        num_early: Number of these alerts that were raised before the last reading of the record.
-        mean_share_seen: Mean share of the readings that had arrived at these alerts; NaN without detections.
+        num_early: Number of faulty records that raised an alert before their last reading arrived.
+        mean_share_seen: Mean share of a faulty record's readings (0 to 1) that had arrived at its alert; NaN without
+            detections.
         detection_by_fault: Detections by kind of fault.
     """
 
@@ -166,7 +184,13 @@ class Summary:
 
 
 def summarize(outcomes: Sequence[Outcome], alpha: float, num_calibration_records: int) -> Summary:
-    """Return the figures for the outcomes of all records."""
+    """Return the key figures of the demo.
+
+    Args:
+        outcomes: The outcomes of all records, normal and faulty.
+        alpha: False-alarm rate.
+        num_calibration_records: Number of calibration records.
+    """
     normal = [outcome for outcome in outcomes if not outcome.fault]
     faulty = [outcome for outcome in outcomes if outcome.fault]
     detected = [outcome for outcome in faulty if outcome.alert]
@@ -195,37 +219,44 @@ def summarize(outcomes: Sequence[Outcome], alpha: float, num_calibration_records
 
 
 def _average_share_seen(outcomes: Sequence[Outcome]) -> float:
-    """Return the mean share of readings that had arrived at the alert; NaN without outcomes."""
+    """Return the mean share of a record's readings that had arrived at its alert; NaN without outcomes.
+
+    Args:
+        outcomes: Outcomes of records that raised an alert.
+    """
     return float(np.mean([outcome.share_seen for outcome in outcomes])) if outcomes else math.nan
 
 
 def compute_alerted_shares(outcomes: Sequence[Outcome], shares_seen: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the share of records that had raised an alert when a given share of their readings had arrived.
+    """Return the share of records that had raised an alert when a certain share of their readings had arrived.
 
     Args:
-        outcomes: The outcomes of the records.
-        shares_seen: (S,) shares of the readings.
+        outcomes: The outcomes of N records.
+        shares_seen: S shares of a record's readings (0 to 1), (S,).
 
     Returns:
-        (S,) shares of the records; NaN without records.
+        The share of the records (0 to 1) for each element of `shares_seen`, (S,); NaN without records.
     """
-    at_alert = np.array([outcome.share_seen for outcome in outcomes])
-    if not len(at_alert):
+    shares_at_alert = np.array([outcome.share_seen for outcome in outcomes])
+    if not len(shares_at_alert):
         return np.full(len(shares_seen), np.nan)
-    has_alerted = at_alert[None, :] <= shares_seen[:, None] + 1e-9
+    has_alerted = shares_at_alert[None, :] <= shares_seen[:, None] + 1e-9  # (S, N), with a tolerance for rounding
     shares: NDArray[np.float64] = has_alerted.mean(1)
     return shares
 
 
 def choose_example(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """Return the detected fault whose share of readings at the alert is the median; None without detections."""
+    """Return a typical detected fault, to be shown in the report; None without detections.
+
+    It is the faulty record for which the share of readings at the alert is the (lower) median.
+    """
     detected = [outcome for outcome in outcomes if outcome.fault and outcome.alert]
-    detected.sort(key=lambda outcome: (outcome.share_seen, outcome.record))
+    detected.sort(key=lambda outcome: (outcome.share_seen, outcome.record))  # the record id makes the result unique
     return detected[(len(detected) - 1) // 2] if detected else None
 
 
 def format_key_figures(summary: Summary) -> dict[str, str]:
-    """Return the most important figures as text, by their description."""
+    """Return the key figures of the demo as texts: the description as key, the figure with its percentage as value."""
     false_alarms = pages.format_percent(summary.num_false_alarms / max(summary.num_normal, 1))
     detected = pages.format_percent(summary.num_detected / max(summary.num_faulty, 1), 0)
     early = pages.format_percent(summary.num_early / max(summary.num_detected, 1), 0)
@@ -244,13 +275,13 @@ def render_report(
     readings_by_record: Mapping[str, Sequence[Reading]],
     threshold: float,
 ) -> str:
-    """Return the page as an HTML document.
+    """Return the report of the demo as an HTML document.
 
     Args:
-        summary: The figures.
+        summary: The key figures.
         outcomes: The outcomes of all records.
-        readings_by_record: The scored readings of each record in order of arrival.
-        threshold: Score above which an alert is raised.
+        readings_by_record: The scored readings of each record id in order of arrival.
+        threshold: Anomaly score above which an alert is raised, for the chart of one record.
     """
     alpha = pages.format_percent(summary.alpha, 0)
     example = choose_example(outcomes)
@@ -274,7 +305,15 @@ def render_report(
 
 
 def _render_detection_curve(summary: Summary, outcomes: Sequence[Outcome], alpha: str) -> list[str]:
-    """Return the chart of detections against the share of the record seen, and the table of detections by fault."""
+    """Return a chart that shows how early faults are detected, and a table of the detections by kind of fault.
+
+    The chart shows the share of records with an alert against the share of their readings that has arrived.
+
+    Args:
+        summary: The key figures.
+        outcomes: The outcomes of all records.
+        alpha: The false-alarm rate as text, such as "1%".
+    """
     shares = np.linspace(0, 1, len(FEATURES) + 1)
     curves = {
         "faulty records": (shares, compute_alerted_shares([o for o in outcomes if o.fault], shares)),
@@ -327,19 +366,22 @@ def _render_alert_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def render_explanation(alert: Alert) -> list[str]:
-    """Return the section that explains an alert by its readings, the most suspicious first."""
+    """Return the parts of a section that explains an alert by its readings, the most suspicious first.
+
+    For each reading the table states how improbable it is, and how much less anomalous the record would be without it.
+    """
     names = [name.replace("_", " ") for name in alert.silenced_by or ()]
     rows = [
         (
-            part.feature.replace("_", " "),
-            format_measurement(part.feature, part.value),
-            format_expected(part),
-            pages.format_number(part.surprise, 2),
-            "" if part.relief is None else pages.format_number(part.relief, 2),
-            "" if part.attribution is None else pages.format_number(part.attribution, 2),
-            "suspect" if part.suspect else "",
+            contribution.feature.replace("_", " "),
+            format_measurement(contribution.feature, contribution.value),
+            format_expected(contribution),
+            pages.format_number(contribution.surprise, 2),
+            "" if contribution.relief is None else pages.format_number(contribution.relief, 2),
+            "" if contribution.attribution is None else pages.format_number(contribution.attribution, 2),
+            "suspect" if contribution.suspect else "",
         )
-        for part in alert.contributions
+        for contribution in alert.contributions
     ]
     counterfactual = (
         f"With the expected value of {' and '.join(names)} there would have been no alert. " if names else ""
@@ -356,19 +398,21 @@ def render_explanation(alert: Alert) -> list[str]:
 
 
 def render_example(outcome: Outcome, readings: Sequence[Reading], threshold: float) -> list[str]:
-    """Return the section that shows one record reading by reading.
+    """Return the parts of a section that shows one record with an alert, reading by reading.
 
     Args:
         outcome: The outcome of the record.
-        readings: Its scored readings in order of arrival.
-        threshold: Score above which an alert is raised.
+        readings: All scored readings of the record in order of arrival.
+        threshold: Anomaly score above which an alert is raised.
 
     Raises:
-        ValueError: The record raised no alert.
+        ValueError: If the record raised no alert.
     """
     alert = outcome.alert
     if alert is None:
-        raise ValueError(f"record {outcome.record} raised no alert, so it cannot be shown as an example")
+        raise ValueError(
+            f"record {outcome.record} raised no alert, so it cannot be shown as an example; choose one with an alert"
+        )
     numbers = list(range(1, len(readings) + 1))
     rows = [
         (
