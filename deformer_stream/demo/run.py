@@ -1,8 +1,8 @@
 """Run the demo: simulate pumps, train a model, stream readings, raise alerts, and write a report.
 
 It takes three minutes and needs Python only. The readings pass through the same pipeline as those of a real consumer
-(`runtime.pipeline`), but from a source in memory. Only the simulator knows which records are faulty; the demo shows
-that next to the alerts.
+(`runtime.pipeline`), but from a source in memory. The model and the engine are not given the faults that the simulator
+put into the records; the demo shows these faults next to the alerts.
 """
 
 from __future__ import annotations
@@ -45,22 +45,25 @@ from deformer_stream.runtime.timing import EventClock
 from deformer_stream.testing import MemorySource
 
 ALPHA = 0.01
-"""False-alarm rate of the demo."""
+"""False-alarm rate of the demo: an alert is raised if a record's p-value is at most this."""
 
 NUM_TRAINING_RECORDS = 12_000
 NUM_NORMAL_RECORDS = 1_500
 NUM_FAULTY_RECORDS = 150
 
 READINGS_PER_POLL = 64
+"""Number of readings that the source in memory returns at once."""
 
 
 class AlertPrinter:
     """A sink that prints alerts when they are raised, and keeps all scored readings for the report.
 
     Attributes:
-        fault_by_record: Kind of fault of every record, "" for normal records.
-        readings_by_record: Scored readings of each record in order of arrival.
-        alert_by_record: The alert of each record that raised one.
+        console: The terminal to print on.
+        schema: The features of the model, to convert label codes back to labels.
+        fault_by_record: Kind of fault by record id for all records, "" for normal records.
+        readings_by_record: Scored readings by record id, in order of arrival.
+        alert_by_record: Alerts by record id, for the records that raised one.
     """
 
     def __init__(self, console: Console, schema: Schema, fault_by_record: dict[str, str]) -> None:
@@ -69,12 +72,17 @@ class AlertPrinter:
         self.alert_by_record: dict[str, Alert] = {}
 
     def write(self, effects: Effects, data: Payload | None) -> None:
-        """Keep the scored readings of one step of the pipeline and print its alerts."""
+        """Keep the scored readings of one step of the pipeline, and print its alerts.
+
+        Args:
+            effects: What the engine returned: scored readings and alerts.
+            data: The messages of the step, which are not used.
+        """
         batch, scored = effects.batch, effects.scored
         for i, event in enumerate(scored.event_indices.tolist()):
             feature = self.schema.features[int(batch.features[event])]
             value: float | str = float(batch.values[event])
-            if feature.labels:  # the value is the code of a label; training may not have seen the label
+            if feature.labels:  # the value is a label code; training may not have seen the label
                 value = batch.unseen_labels.get(event) or feature.labels[int(value)]
             reading = Reading(feature.name, value, float(scored.score[i]), float(scored.p_value[i]))
             self.readings_by_record[batch.record_ids[event]].append(reading)
@@ -89,7 +97,7 @@ class AlertPrinter:
         """Do nothing, because the sink opens nothing."""
 
     def get_outcomes(self) -> list[Outcome]:
-        """Return the outcome of every record, in the order of `fault_by_record`."""
+        """Return the outcome (fault, number of readings, alert) of every record, in the order of `fault_by_record`."""
         return [
             Outcome(record, fault, len(self.readings_by_record[record]), self.alert_by_record.get(record))
             for record, fault in self.fault_by_record.items()
@@ -97,11 +105,11 @@ class AlertPrinter:
 
 
 def format_alert(alert: Alert, fault: str) -> Text:
-    """Return an alert as one line of the terminal.
+    """Return an alert as one coloured line for the terminal: pump, fault, progress of the record, p-value and reason.
 
     Args:
         alert: The alert.
-        fault: Kind of fault of its record, "" if the record is normal.
+        fault: Kind of fault of its record, "" if the record is normal and the alert is false.
     """
     pump = alert.record.split("/")[0]
     kind = Text(f"{fault:17s}", "bold red") if fault else Text(f"{'— false alarm':17s}", "yellow")
@@ -116,12 +124,12 @@ def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool
     Args:
         output: Folder to which `normal.parquet` (the training records), `model/`, `pumps.parquet` (the streamed
             records) and `report.html` are written.
-        seed: Seed of the simulated pumps and of the training.
+        seed: Seed of the simulated records and of the training.
         train_time: Time limit of the training, such as "60s".
         open_report: Whether to open the report in the default browser.
 
     Raises:
-        ConfigError: The folder cannot be written.
+        ConfigError: If the folder cannot be written.
     """
     console = Console(highlight=False)
     table, model = output / "normal.parquet", output / "model"
@@ -175,16 +183,24 @@ def run_demo(output: Path, seed: int, train_time: str = "60s", open_report: bool
 
 
 def _print_step(console: Console, number: int, words: str) -> None:
-    """Print the heading of a step of the demo."""
+    """Print the heading of a step of the demo, with the number of the step."""
     console.print(Text(f"\n{number}  {words}", "bold"), soft_wrap=True)
 
 
 def run_trainer(console: Console, table: Path, model: Path, seed: int, train_time: str) -> int:
-    """Print the command that trains the model, run it as a child process, and return its exit code."""
+    """Print the command that trains the model, run it as a child process, and return its exit code.
+
+    Args:
+        console: The terminal to print on.
+        table: Parquet file with the training records.
+        model: Folder for the trained model.
+        seed: Seed of the training.
+        train_time: Time limit of the training, such as "60s".
+    """
     options = ["--out", str(model), "--preset", "tiny", "--max-time", train_time]
     options += ["--exclude", "record,time", "--seed", str(seed)]
     console.print(Text("  $ " + " ".join(["deformer-train", str(table), *options]), "cyan"), soft_wrap=True)
-    sys.stdout.flush()
+    sys.stdout.flush()  # before the child process writes to the same terminal
     command = [sys.executable, "-m", "trainer.cli", str(table), *options]
     return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode  # noqa: S603 - ours
 
@@ -192,14 +208,20 @@ def run_trainer(console: Console, table: Path, model: Path, seed: int, train_tim
 def stream_readings(
     console: Console, detector: model_store.Artifact, fleet: SimulatedFleet
 ) -> tuple[AlertPrinter, Totals]:
-    """Send all readings of the simulated pumps through the pipeline in order of arrival.
+    """Process all readings of the simulated pumps with the pipeline, in order of arrival.
+
+    Args:
+        console: The terminal on which alerts are printed.
+        detector: The trained model with its calibration.
+        fleet: The simulated records, with the time at which each reading arrives.
 
     Returns:
         The sink with the scored readings and alerts, and the totals of the pipeline.
     """
     fault_by_record = dict(zip(fleet.table["record"].to_pylist(), fleet.table["fault"].to_pylist(), strict=True))
     printer = AlertPrinter(console, detector.schema, fault_by_record)
-    # A reading arrives at most `MAX_DELAY` seconds late, so a record without a reading for longer is complete.
+    # A reading arrives at most MAX_DELAY seconds after its measurement. A record without a reading for longer is
+    # complete.
     limits = Limits(record_timeout=round((MAX_DELAY + 1) * 1e6))
     pipeline = Pipeline(
         source=MemorySource(fleet.iterate_messages(), chunk=READINGS_PER_POLL),
@@ -219,7 +241,7 @@ def stream_readings(
 
 
 def print_summary(console: Console, summary: Summary) -> None:
-    """Print the table of detected faults and the most important figures."""
+    """Print the table of detections by kind of fault, and the key figures of the demo."""
     table = Table("fault", "records", "detected", "seen at the alert", box=None, pad_edge=False, padding=(0, 2))
     for column in table.columns[1:]:
         column.justify = "right"
