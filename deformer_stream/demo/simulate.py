@@ -1,10 +1,10 @@
 """Simulate centrifugal pumps: physically coupled sensors, several kinds of fault, readings that arrive asynchronously.
 
-A record is one measurement of one pump, with up to fourteen readings, one of each sensor. Normal records are
-exchangeable: pump, duty, weather and noise are drawn independently for every record. So a guaranteed false-alarm rate
-can be tested on them. (Consecutive measurements of a real pump are similar, which is left out on purpose.) The pumps
-with their wear, piping and calibration errors depend on the argument `fleet` only, so two seeds give two periods of
-operation of the same pumps.
+A record is one measurement of one pump, with up to fourteen readings, one of each sensor. Pump, duty (mode of
+operation, speed and valve), weather and noise are drawn independently for every record. So normal records are
+exchangeable, and a guaranteed false-alarm rate can be tested on them. (Consecutive measurements of a real pump are
+similar. This is left out on purpose.) The pumps with their wear, piping and calibration errors depend on the argument
+`fleet` only, so two seeds give two periods of operation of the same pumps.
 
 Equations. Q flow [m³/h], n speed, r = n/n_0 relative speed, ρ = 998 kg/m³, g = 9.81 m/s²; heads h, H in metres:
 
@@ -42,11 +42,11 @@ Order = Literal["random", "fixed", "bursty"]
 Floats = NDArray[np.float64]
 Columns = dict[str, Any]
 
-DENSITY, GRAVITY = 998.0, 9.81
-RATED_SPEED, RATED_POWER, RATED_CURRENT, BEST_FLOW = 2900.0, 9.3, 17.5, 80.0
+DENSITY, GRAVITY = 998.0, 9.81  # ρ of water in kg/m³, g in m/s²
+RATED_SPEED, RATED_POWER, RATED_CURRENT, BEST_FLOW = 2900.0, 9.3, 17.5, 80.0  # n_0 in rpm, kW, I_0 in A, Q_best in m³/h
 PUMP_CURVE, SUCTION_LOSS, VALVE_LOSS = 1.6e-3, 1.0e-4, 6.0e-4  # k, k_s and k_v in m / (m³/h)²
 FIXED_LOSS, COPPER_LOSS, MAGNETISING = 0.25, 0.006, 6.0  # P_0 in kW, c in 1/kW, I_m in A at 400 V
-BAR = 1e5
+BAR = 1e5  # in pascal
 
 MODES: dict[str, tuple[float, int, int]] = {
     "idle": (0.15, 1300, 1500),
@@ -56,7 +56,7 @@ MODES: dict[str, tuple[float, int, int]] = {
 """For each mode of operation the share of the records, and the lowest and highest speed set-point in rpm."""
 
 SETPOINT_STEP = 50
-"""Set-points of the speed are multiples of this, in rpm."""
+"""Speed set-points are multiples of this number, in rpm."""
 
 VALVE_POSITIONS = np.arange(30, 101, 10)
 """Possible openings of the valve in per cent."""
@@ -70,9 +70,9 @@ class Sensor:
         unit: Unit of its readings, "" for labels.
         resolution: Smallest difference of two readings, in the unit.
         noise: Standard deviation of the noise, in the unit.
-        offset: Standard deviation of the calibration error over pumps, in the unit.
-        missing_share: Share of readings that never arrive.
-        device: The device that sends the readings.
+        offset: Standard deviation of the sensor's calibration error (a constant for each pump), in the unit.
+        missing_share: Share of readings that never arrive, from 0 to 1.
+        device: The device of the pump that sends the readings of this and other sensors.
     """
 
     unit: str
@@ -99,7 +99,9 @@ SENSORS: dict[str, Sensor] = {
     "bearing_temperature": Sensor("°C", 0.5, 0.4, 0.4, 0.04, "condition"),
     "vibration": Sensor("mm/s", 0.01, 0.0, 0.0, 0.04, "condition"),
 }
+"""The sensors of each pump by name."""
 FEATURES = tuple(SENSORS)
+"""The names of the sensors; the index of a name is the feature index in arrays of this module."""
 
 MEANING_BY_FAULT: dict[str, str] = {
     "cavitation": "a clogged strainer reduces the suction: head and flow decrease, the pump vibrates",
@@ -113,6 +115,7 @@ MEANING_BY_FAULT: dict[str, str] = {
 }
 """The effect of each kind of fault."""
 
+# The sensors with the faults "stuck sensor" and "sensor drift", and the pairs with the fault "swapped sensors".
 SENSORS_THAT_STICK = ("flow", "discharge_pressure", "current", "winding_temperature")
 SWAPPED_PAIRS = (
     ("winding_temperature", "bearing_temperature"),
@@ -122,7 +125,7 @@ SWAPPED_PAIRS = (
 
 START_TIME = datetime(2026, 3, 2, 6, 0, tzinfo=UTC)
 INTERVAL = 0.2
-"""Seconds between two records of the fleet."""
+"""Seconds between two consecutive records, of whichever pump."""
 
 MAX_DELAY = 4.0
 """Longest time from a measurement to the arrival of a reading, in seconds, so about twenty records are open at once."""
@@ -133,8 +136,8 @@ class SimulatedFleet:
     """Simulated records of several pumps.
 
     Attributes:
-        table: N rows with the columns `record`, `time`, one for each of the F features (null if a reading never
-            arrives) and `fault` ("" for normal records).
+        table: One row per record, N rows. The columns are `record` (the id), `time` (of the measurement), one column
+            for each of the F features (null if the reading never arrives), and `fault` (kind of fault, "" for normal).
         delays: (N, F) seconds from the time of a record to the arrival of each reading, in the order of `FEATURES`.
     """
 
@@ -149,7 +152,8 @@ class SimulatedFleet:
         """Return the E readings that arrive, in order of arrival.
 
         Returns:
-            (E,) rows of the table, (E,) indexes of features, and (E,) arrival times in microseconds since 1970.
+            Three arrays of shape (E,): row of the reading in the table, index of its feature in `FEATURES`, and arrival
+            time in microseconds since 1970.
         """
         start = self.table.column("time").cast(pa.int64()).to_numpy()
         times = start[:, None] + np.round(self.delays * 1e6).astype(np.int64)
@@ -159,9 +163,10 @@ class SimulatedFleet:
         return rows[order], features[order], times[rows, features][order]
 
     def to_long_table(self) -> pa.Table:
-        """Return one row per reading in order of arrival, with the columns `record`, `feature`, `value` and `time`.
+        """Return a table with one row per reading in order of arrival: `record`, `feature`, `value` and `time`.
 
-        The values are text, because the mode is a label and the other readings are numbers.
+        The time is that of the arrival. The values are text, because the mode of operation is a label and the other
+        readings are numbers.
         """
         rows, features, times = self.sort_by_arrival()
         texts = np.stack([self.table.column(name).cast(pa.string()).to_numpy() for name in FEATURES], 1)
@@ -175,10 +180,11 @@ class SimulatedFleet:
         )
 
     def iterate_messages(self) -> Iterator[bytes]:
-        """Yield one JSON message per reading in order of arrival, as devices would send them."""
+        """Yield one JSON message per reading in order of arrival, in the public event format."""
         records = self.table.column("record").to_pylist()
         columns = [self.table.column(name).to_pylist() for name in FEATURES]
-        for row, feature, time in zip(*(part.tolist() for part in self.sort_by_arrival()), strict=True):
+        rows, features, times = (array.tolist() for array in self.sort_by_arrival())
+        for row, feature, time in zip(rows, features, times, strict=True):
             event = {
                 "record": records[row],
                 "feature": FEATURES[feature],
@@ -196,27 +202,28 @@ def simulate(
     order: Order = "random",
     fleet: int = 0,
 ) -> SimulatedFleet:
-    """Return simulated records. Equal arguments give equal records.
+    """Return simulated records of pumps. Equal arguments give equal records.
 
     Args:
         num_records: Number of records.
-        seed: Seed of everything except the pumps.
-        fault_share: Share of faulty records. They are at random positions, and all kinds of fault are equally frequent.
+        seed: Seed of everything except the properties of the pumps.
+        fault_share: Share of faulty records, from 0 to 1. They are at random positions, and all kinds of fault are
+            equally frequent.
         num_pumps: Number of pumps.
         order: Order in which the readings of a record arrive; it only changes the delays. "random" draws independent
             uniform delays. "fixed" is the order of `FEATURES`. "bursty" lets the sensors of a device send together, in
             random order, after a common delay.
-        fleet: Seed of the pumps.
+        fleet: Seed of the properties of the pumps (wear, piping, calibration errors).
 
     Raises:
-        ValueError: A number is out of range or the order is unknown.
+        ValueError: If a number is out of range, or if the order is unknown.
     """
     if num_records < 0 or num_pumps < 1 or not 0 <= fault_share <= 1:
         raise ValueError("simulate: num_records >= 0, num_pumps >= 1 and 0 <= fault_share <= 1 are required")
     rng = np.random.default_rng([seed, 1])
     properties_by_pump = _draw_pumps(num_pumps, np.random.default_rng([fleet, 2]))
     pump = rng.integers(num_pumps, size=num_records)
-    properties = {name: values[pump] for name, values in properties_by_pump.items()}
+    properties = {name: values[pump] for name, values in properties_by_pump.items()}  # those of each record's pump
     faults = _draw_faults(num_records, round(fault_share * num_records), rng)
     duty = _draw_duty(num_records, rng)
     readings = _measure(_solve(duty, properties, _draw_damage(faults, rng)), properties, rng)
@@ -240,7 +247,13 @@ def simulate(
 
 
 def _draw_pumps(num_pumps: int, rng: np.random.Generator) -> Columns:
-    """Return the properties of each pump: wear, piping and calibration errors. Every entry has shape (num_pumps,)."""
+    """Draw the properties of each pump that stay constant: wear, piping and calibration errors of its sensors.
+
+    Returns:
+        Arrays of shape (num_pumps,) by name. The names and units are those of the equations at the top of this module:
+        "head" h_0 (m), "efficiency" η_max, "best_flow" Q_best (m³/h), "lift" z (m), "piping" k_p (m / (m³/h)²),
+        "vibration" v_0 (mm/s), "friction" P_f (kW), and "offset NAME" for the calibration error of each sensor.
+    """
     properties: Columns = {
         "head": 42.0 * rng.normal(1, 0.015, num_pumps),
         "efficiency": 0.76 * rng.normal(1, 0.015, num_pumps),
@@ -256,7 +269,13 @@ def _draw_pumps(num_pumps: int, rng: np.random.Generator) -> Columns:
 
 
 def _draw_duty(num_records: int, rng: np.random.Generator) -> Columns:
-    """Draw the operation and the environment of each record independently. Every entry has shape (num_records,)."""
+    """Draw the operation and the environment of each record, independently of the other records.
+
+    Returns:
+        Arrays of shape (num_records,) by name: "mode" of operation, "speed_setpoint" (rpm), "valve" opening (%),
+        "level" in the suction tank (m), "voltage" (V), "ambient" temperature (°C), and "roughness" (random factor of
+        the vibration).
+    """
     names = np.array(list(MODES), object)
     shares, low, high = (np.array(column) for column in zip(*MODES.values(), strict=True))
     mode = rng.choice(len(names), size=num_records, p=shares)
@@ -273,34 +292,40 @@ def _draw_duty(num_records: int, rng: np.random.Generator) -> Columns:
 
 
 def _solve(duty: Columns, properties: Columns, damage: Mapping[str, Floats]) -> Columns:
-    """Solve the equations at the top of this module and return the true quantities, by sensor.
+    """Solve the equations at the top of this module for each of N records.
 
     Args:
-        duty: Operation and environment of each record.
-        properties: Properties of the pump of each record.
-        damage: Factors and temperature rises by which faults change the equations, from `_draw_damage`.
+        duty: Operation and environment of each record, from `_draw_duty`.
+        properties: Properties of the pump of each record, as in `_draw_pumps`; every entry has shape (N,).
+        damage: Factors and temperature rises by which faults change the equations, from `_draw_damage`. Without an
+            entry there is no fault.
+
+    Returns:
+        The true quantities by sensor, each of shape (N,), in the unit of the sensor.
     """
 
     def damaged(name: str, neutral: float) -> Floats | float:
+        """Return the factor or the temperature rise `name` of the damage, or `neutral` if there is none."""
         return damage.get(name, neutral)
 
+    # The motor runs slightly below the set-point, by up to 0.4% (slip).
     speed = duty["speed_setpoint"] * (1 - 0.004 * duty["speed_setpoint"] / RATED_SPEED)
     r = speed / RATED_SPEED
     level, lift, opening = duty["level"], properties["lift"], duty["valve"] / 100
     suction = SUCTION_LOSS * damaged("strainer", 1)
     resistance = (properties["piping"] + VALVE_LOSS / opening**2) * damaged("resistance", 1)
     shut_off_head = r**2 * properties["head"] * damaged("head", 1)
+    # The flow at which the pump curve and the system curve have the same head.
     flow = np.sqrt(np.maximum(shut_off_head - lift + level, 0.05) / (PUMP_CURVE + suction + resistance))
     head = shut_off_head - PUMP_CURVE * flow**2
     suction_pressure = DENSITY * GRAVITY * (level - suction * flow**2) / BAR
     phi = flow / (r * properties["best_flow"])
     efficiency = properties["efficiency"] * damaged("efficiency", 1) * np.clip(phi * (2 - phi), 0.02, 1)
-    shaft = DENSITY * GRAVITY * flow / 3600 * head / efficiency / 1000 + properties["friction"] * r * damaged(
-        "friction", 1
-    )
+    hydraulic_power = DENSITY * GRAVITY * flow / 3600 * head / efficiency / 1000  # m³/h to m³/s, W to kW
+    shaft = hydraulic_power + properties["friction"] * r * damaged("friction", 1)
     electrical = shaft + FIXED_LOSS + COPPER_LOSS * shaft**2
-    active = 1000 * electrical / (np.sqrt(3) * duty["voltage"])
-    current = np.sqrt(active**2 + (MAGNETISING * duty["voltage"] / 400) ** 2)
+    active_current = 1000 * electrical / (np.sqrt(3) * duty["voltage"])
+    current = np.sqrt(active_current**2 + (MAGNETISING * duty["voltage"] / 400) ** 2)
     load, ambient = shaft / RATED_POWER, duty["ambient"]
     winding = ambient + 65 * (current / RATED_CURRENT) ** 2 / (0.4 + 0.6 * r) + damaged("winding", 0)
     bearing = ambient + 14 * r + 16 * load + damaged("bearing", 0)
@@ -324,7 +349,16 @@ def _solve(duty: Columns, properties: Columns, damage: Mapping[str, Floats]) -> 
 
 
 def _measure(true_values: Columns, properties: Columns, rng: np.random.Generator) -> Columns:
-    """Return the readings of the sensors: true values with calibration error and noise, rounded to the resolution."""
+    """Return the readings of the sensors: true values with calibration error and noise, rounded to the resolution.
+
+    Args:
+        true_values: The true quantities of N records by sensor, each of shape (N,).
+        properties: Properties of the pump of each record, with the calibration errors "offset NAME".
+        rng: Source of random numbers for the noise.
+
+    Returns:
+        The readings by sensor, each of shape (N,).
+    """
     readings: Columns = {}
     for name, sensor in SENSORS.items():
         values = true_values[name]
@@ -335,14 +369,18 @@ def _measure(true_values: Columns, properties: Columns, rng: np.random.Generator
 
 
 def _round_to_resolution(values: Floats, resolution: float) -> Any:
-    """Round values to multiples of the resolution; whole numbers are returned as integers."""
+    """Return values rounded to multiples of the resolution, as integers if the resolution is at least 1."""
     if resolution >= 1:
         return (np.round(values / resolution) * resolution).astype(np.int64)
     return np.round(np.round(values / resolution) * resolution, 6)
 
 
 def _draw_faults(num_records: int, num_faulty: int, rng: np.random.Generator) -> NDArray[Any]:
-    """Return the kind of fault of each record, (num_records,), "" for normal records."""
+    """Choose faulty records at random, and give all kinds of fault the same number of records (up to one).
+
+    Returns:
+        The kind of fault of each record as a string, "" for normal records, (num_records,).
+    """
     kinds = np.array(list(MEANING_BY_FAULT), object)
     faults = np.full(num_records, "", object)
     faults[rng.permutation(num_records)[:num_faulty]] = kinds[np.arange(num_faulty) % len(kinds)]
@@ -350,13 +388,19 @@ def _draw_faults(num_records: int, num_faulty: int, rng: np.random.Generator) ->
 
 
 def _draw_damage(faults: NDArray[Any], rng: np.random.Generator) -> dict[str, Floats]:
-    """Draw the effects of faults on the equations.
+    """Draw how strongly the faults of N records change the equations.
+
+    Args:
+        faults: Kind of fault of each record, "" for normal records, (N,).
+        rng: Source of random numbers.
 
     Returns:
-        Factors (1 without a fault) and temperature rises in kelvin (0 without a fault), each with one entry per record.
+        Arrays of shape (N,) by name. "bearing" and "winding" are temperature rises in kelvin, 0 without a fault. All
+        others are factors of a quantity of the equations, 1 without a fault.
     """
 
     def draw_for(kind: str, low: float, high: float, neutral: float = 1.0) -> Floats:
+        """Return uniform random numbers from `low` to `high` for records with this fault, `neutral` for all others."""
         return np.where(faults == kind, rng.uniform(low, high, len(faults)), neutral)
 
     current_factor = np.where(
@@ -384,9 +428,10 @@ def _apply_sensor_faults(
     """Change the readings of records with faulty transmitters, in place.
 
     Args:
-        readings: The readings by sensor.
-        readings_at_other_time: Normal readings of the same pumps at another time, which a stuck sensor repeats.
-        faults: Kind of fault of each record.
+        readings: The readings of N records by sensor, each of shape (N,).
+        readings_at_other_time: Normal readings of the same pumps at another time, in the same form. A stuck sensor
+            repeats them.
+        faults: Kind of fault of each record, "" for normal records, (N,).
         rng: Source of random numbers.
     """
     num_records = len(faults)
@@ -408,17 +453,37 @@ def _apply_sensor_faults(
 
 
 def _count_earlier_records(pump: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for each of N records the number of earlier records of the same pump, (N,)."""
-    order = np.argsort(pump, kind="stable")
-    ordered = pump[order]
-    first = np.searchsorted(ordered, ordered, "left")
+    """Return for each of N records how many earlier records have the same pump, so that records can be numbered.
+
+    Args:
+        pump: (N,) index of the pump of each record.
+
+    Returns:
+        (N,) numbers, counted from 0 for each pump.
+    """
+    order = np.argsort(pump, kind="stable")  # groups the records by pump and keeps their order within a pump
+    sorted_pump = pump[order]
+    start_of_group = np.searchsorted(sorted_pump, sorted_pump, "left")
     counter = np.empty(len(pump), np.int64)
-    counter[order] = np.arange(len(pump)) - first
+    counter[order] = np.arange(len(pump)) - start_of_group
     return counter
 
 
 def _draw_delays(num_records: int, order: Order, rng: np.random.Generator) -> Floats:
-    """Return the seconds until each reading arrives, (num_records, F), for an order of arrival as in `simulate`."""
+    """Draw the time from each record's measurement to the arrival of its readings.
+
+    Args:
+        num_records: Number of records.
+        order: Order in which the readings of a record arrive: "random" for independent delays, "fixed" for the order of
+            `FEATURES`, "bursty" for sensors of one device that send together.
+        rng: Source of random numbers.
+
+    Returns:
+        (num_records, F) seconds from 0 to `MAX_DELAY`, for the F features in the order of `FEATURES`.
+
+    Raises:
+        ValueError: If the order is unknown.
+    """
     shape = num_records, len(FEATURES)
     if order == "random":
         return rng.uniform(0, MAX_DELAY, shape)
@@ -427,9 +492,11 @@ def _draw_delays(num_records: int, order: Order, rng: np.random.Generator) -> Fl
     if order == "bursty":
         devices = sorted({sensor.device for sensor in SENSORS.values()})
         device_index = np.array([devices.index(sensor.device) for sensor in SENSORS.values()])
-        # Each device has a time interval of its own, so that its readings arrive together.
+        # The time is divided into one interval per device. In each record the devices get the intervals in random
+        # order.
         intervals = rng.permuted(np.broadcast_to(np.arange(len(devices)), (num_records, len(devices))), axis=1)
         width = MAX_DELAY / len(devices)
+        # A burst starts in the first 0.9 of its interval and lasts for 0.1 of it, so that bursts do not overlap.
         burst_delay = (intervals + rng.uniform(0, 0.9, intervals.shape)) * width
         return burst_delay[:, device_index] + rng.uniform(0, 0.1 * width, shape)
     raise ValueError(f"simulate: unknown order {order!r}; use random, fixed or bursty")
