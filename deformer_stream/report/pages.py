@@ -1,7 +1,8 @@
 """Render self-contained HTML pages: no scripts, no external resources, light and dark, readable on a phone.
 
-`render_page` assembles a document from parts, and every other `render_…` function returns one part. Parts come from the
-Jinja2 templates next to this module, which escape each title, label and cell, because names of features are user data:
+`render_page` assembles a document from parts, and every other `render_…` function returns one part. Parts are rendered
+by the Jinja2 templates next to this module. They escape each title, label and cell, because names of features are user
+data. An example:
 
     page = render_page(
         "Training",
@@ -30,16 +31,18 @@ _LOOKS_LIKE_NUMBER = re.compile(r"[–+−-]|[+−-]?[\d∞][\d,.]*(e[−-]?\d+)
 
 
 def replace_illegal_characters(value: object) -> str:
-    """Return a value as text in which U+FFFD replaces the characters that XML 1.0 forbids, such as NUL."""
+    """Return a value as text that is legal in XML: U+FFFD replaces characters that XML 1.0 forbids, such as NUL."""
     return _ILLEGAL_IN_XML.sub("\ufffd", str(value))
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """Format a number for reading: grouped thousands, a real minus sign, an exponent only for extreme sizes.
+    """Return a number as text for people: with grouped thousands and a typographic minus sign.
+
+    An exponent is used only for numbers below 1e-4 or from 1e9 on.
 
     Args:
-        value: The number. NaN becomes a dash.
-        digits: Number of significant digits.
+        value: The number. NaN becomes a dash, an infinite number becomes "∞".
+        digits: Number of significant digits. Trailing zeros after the decimal point are removed.
     """
     if not math.isfinite(value):
         return "–" if math.isnan(value) else ("∞" if value > 0 else "−∞")
@@ -49,6 +52,7 @@ def format_number(value: float, digits: int = 3) -> str:
     if exponent_of_ten < -4 or exponent_of_ten > 8:
         mantissa, exponent = f"{value:.{max(digits - 1, 0)}e}".split("e")
         return f"{mantissa}e{int(exponent)}".replace("-", "−")
+    # The first significant digit is at the position of `exponent_of_ten`, the last one `digits - 1` positions after it.
     num_decimals = min(max(digits - 1 - exponent_of_ten, 0), 12)
     text = f"{value:,.{num_decimals}f}"
     if "." in text:
@@ -57,7 +61,12 @@ def format_number(value: float, digits: int = 3) -> str:
 
 
 def format_percent(share: float, digits: int = 1) -> str:
-    """Format a share as a percentage: 0.0123 becomes `1.2%`; a share that is not finite becomes a dash."""
+    """Return a share as a percentage: 0.0123 becomes `1.2%`. A share that is not finite becomes a dash.
+
+    Args:
+        share: The share, 1 for all.
+        digits: Number of decimals of the percentage.
+    """
     return f"{100 * share:.{digits}f}%".replace("-", "−") if math.isfinite(share) else "–"
 
 
@@ -66,8 +75,9 @@ def render_page(title: str, *blocks: str, lead: str = "") -> str:
 
     Args:
         title: Title of the document, also shown as its first heading.
-        blocks: Parts in the order of the page, made by this module or by `charts`. A plain string is escaped.
-        lead: One sentence below the title; no sentence if it is empty.
+        blocks: Parts (pieces of HTML) in the order of the page, rendered by this module or by `charts`. A plain string
+            is escaped.
+        lead: Introductory sentence below the title; no sentence if it is empty.
     """
     return _environment().get_template("page.html").render(title=title, blocks=blocks, lead=lead)
 
@@ -76,7 +86,8 @@ def append_blocks(document: str, title: str, *blocks: str) -> str:
     """Return a document of `render_page` with more parts at its end.
 
     Args:
-        document: The existing document. If it was not made by `render_page`, a new page replaces it.
+        document: The existing document. If it was not rendered by `render_page`, it is replaced by a new page that has
+            only the additional parts.
         title: Title of the new page in that case.
         blocks: The parts to append.
     """
@@ -87,12 +98,12 @@ def append_blocks(document: str, title: str, *blocks: str) -> str:
 
 
 def render_heading(words: str) -> Markup:
-    """Return the heading of a section."""
+    """Return the heading of a section with the text `words`, as a part of a page."""
     return render_part("heading", words)
 
 
 def render_paragraph(words: str) -> Markup:
-    """Return a paragraph of plain text."""
+    """Return a paragraph of the plain text `words`, as a part of a page."""
     return render_part("paragraph", words)
 
 
@@ -100,7 +111,7 @@ def render_key_figures(value_by_name: Mapping[str, str]) -> Markup:
     """Return the most important numbers of a page as cards.
 
     Args:
-        value_by_name: The number with its unit, by its description.
+        value_by_name: Text of a number with its unit, by the description of the number.
     """
     return render_part("key_figures", value_by_name)
 
@@ -108,14 +119,19 @@ def render_key_figures(value_by_name: Mapping[str, str]) -> Markup:
 def render_table(header: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> Markup:
     """Return a table inside an element that scrolls horizontally on a narrow screen.
 
-    A column is aligned to the right if all its cells are numbers or texts that begin like a number.
+    A column is aligned to the right if all its cells are numbers, or texts that read as a number with an optional unit.
+
+    Args:
+        header: Titles of the columns.
+        rows: Cells of each row. Floating-point numbers are shown with four significant digits.
+        caption: Title of the table; no title if it is empty.
 
     Raises:
-        ValueError: A row has another length than the header.
+        ValueError: If a row has another number of cells than the header.
     """
     rows = [list(row) for row in rows]
     if any(len(row) != len(header) for row in rows):
-        raise ValueError(f"a row has the wrong number of cells: the header requires {len(header)} cells")
+        raise ValueError(f"a row of the table has the wrong number of cells: the header requires {len(header)} cells")
     columns = zip(*rows, strict=True) if rows else [()] * len(header)
     classes = ["number" if cells and all(map(_is_numeric, cells)) else "" for cells in columns]
     texts = [[_format_cell(cell) for cell in row] for row in rows]
@@ -123,11 +139,11 @@ def render_table(header: Sequence[str], rows: Iterable[Sequence[object]], captio
 
 
 def render_part(name: str, *arguments: object) -> Markup:
-    """Return the output of a macro of `templates/parts.html`, whose text arguments are escaped.
+    """Return a part of a page, rendered by a macro of `templates/parts.html`, which escapes texts.
 
     Args:
         name: Name of the macro.
-        arguments: Its positional arguments.
+        arguments: The positional arguments of the macro.
     """
     macro: Callable[..., Markup] = getattr(_environment().get_template("parts.html").module, name)
     return macro(*arguments)
@@ -135,11 +151,15 @@ def render_part(name: str, *arguments: object) -> Markup:
 
 @functools.cache
 def _environment() -> Environment:
-    """Return the Jinja2 environment of this package's templates; Jinja2 is imported when the first page is made."""
+    """Return the Jinja2 environment of this package's templates, which is created by the first call.
+
+    Jinja2 is imported here, so that programs that write no report need not import it.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
     def keep_legal(value: Any) -> Any:
+        """Return rendered HTML unchanged, and any other value as text that is legal in XML."""
         return value if isinstance(value, Markup) else replace_illegal_characters(value)
 
     return Environment(
@@ -161,5 +181,5 @@ def _is_numeric(cell: object) -> bool:
 
 
 def _format_cell(cell: object) -> object:
-    """Return a table cell as it is shown: floating-point numbers with four significant digits."""
+    """Return a floating-point cell as text with four significant digits, and any other table cell unchanged."""
     return format_number(float(cell), 4) if isinstance(cell, float | np.floating) else cell
