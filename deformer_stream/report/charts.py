@@ -1,8 +1,9 @@
-"""Draw charts for the pages of `pages`: matplotlib figures as inline SVG with a title and a legend.
+"""Draw charts for HTML reports: matplotlib figures as inline SVG with a title and a legend.
 
-Each chart is drawn twice, for wide and for narrow screens, and the style sheet of the page shows one of them. Colours
-are CSS variables of the page, so a chart follows its light or dark theme. Equal arguments give equal output. Titles,
-labels and names are escaped; numbers that are not finite are left out.
+The charts are parts of the pages of `deformer_stream.report.pages`. Each chart is drawn twice, for wide and for narrow
+screens, and the style sheet of the page shows one of the two drawings. Colours are CSS variables of the page, so a
+chart follows its light or dark theme. Equal arguments give equal output. Titles, labels and names are escaped. Numbers
+that are not finite are left out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 MAX_MAGNITUDE = 1e100
-"""Larger numbers count as not finite, since the arithmetic of axes would overflow."""
+"""Numbers of this magnitude or more count as not finite, since the arithmetic of axes would overflow."""
 
 MIN_MAGNITUDE = 1e-100
 """Numbers closer to zero are drawn as zero, and left out of a logarithmic axis."""
@@ -38,9 +39,9 @@ MIN_MAGNITUDE = 1e-100
 PLOT_HEIGHT = 230
 BAR_HEIGHT = 26
 LINE_HEIGHT = 17
-"""Height of the plotting area, of a bar of `draw_bars` and of a line of text, in SVG units (CSS pixels at scale 1)."""
+"""Heights in SVG units (CSS pixels at scale 1) of the plotting area, of a bar of `draw_bars` and of a line of text."""
 
-# Matplotlib draws with these stand-ins, which are replaced by the CSS variables of the page.
+# Matplotlib draws with these colours. In the finished SVG each one is replaced by a CSS variable of the page.
 _INK, _SOFT, _LINE, _ALARM, _CARD = "#010101", "#020202", "#030303", "#040404", "#050505"
 _SERIES = ("#100000", "#110000", "#120000", "#130000", "#140000", "#150000")
 _CSS_BY_COLOR = {
@@ -52,7 +53,7 @@ _CSS_BY_COLOR = {
     **{color: f"var(--s{i})" for i, color in enumerate(_SERIES)},
 }
 
-# Series differ by their dashes, too, for readers who cannot tell the colours apart.
+# Curves also differ by their dashes, for readers who cannot distinguish the colours.
 _DASHES: tuple[tuple[float, ...], ...] = ((), (7, 4), (2, 4), (9, 3, 2, 3))
 
 _SVG = "{http://www.w3.org/2000/svg}"
@@ -60,10 +61,10 @@ _SVG = "{http://www.w3.org/2000/svg}"
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The size of one variant of a chart, in SVG units.
+    """The layout of one of the two drawings of a chart. Sizes are in SVG units (CSS pixels at scale 1).
 
     Attributes:
-        name: CSS class of the variant.
+        name: CSS class of the drawing, "wide" or "narrow".
         width: Width of the drawing.
         font_size: Size of all text.
     """
@@ -73,7 +74,7 @@ class _Layout:
     font_size: float
 
     def text_width(self, text: str) -> float:
-        """Return a generous estimate of the width of a text, independent of the fonts of this machine."""
+        """Return an upper estimate of the width of a text in SVG units, independent of the fonts of this machine."""
         return 0.6 * self.font_size * len(text)
 
 
@@ -82,13 +83,13 @@ _LAYOUTS = (_Layout("wide", 800, 13), _Layout("narrow", 340, 12))
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """The scale of one axis.
+    """The range and the labelled values of one axis, in the unit of the data.
 
     Attributes:
         low: Smallest value shown.
         high: Largest value shown.
         ticks: Values that have a label.
-        labels: The labels, one for each tick.
+        labels: The text of each tick's label.
     """
 
     low: float
@@ -115,39 +116,44 @@ def draw_lines(
     """Return a chart of one curve per series over common axes.
 
     Args:
-        series: The x values and the y values of each curve by its name, in drawing order. NaN interrupts a curve.
+        series: For each curve its name as key, and its x values and y values as value, in drawing order. NaN interrupts
+            a curve.
         x_label: Name of the horizontal axis.
         y_label: Name of the vertical axis.
         title: Title above the chart.
         log_x: Whether the horizontal axis is logarithmic.
-        horizontal: Values marked by a horizontal line, such as a threshold, by name.
-        vertical: Values marked by a vertical line, by name.
-        x_unit: Unit of the labels of the horizontal axis; "%" shows shares as percentages.
-        y_unit: The same for the vertical axis.
+        horizontal: y values that are marked by a labelled horizontal line, such as a threshold, by label.
+        vertical: x values that are marked by a labelled vertical line, by label.
+        x_unit: Unit in the tick labels of the horizontal axis; "%" shows shares (1 for all) as percentages.
+        y_unit: Unit in the tick labels of the vertical axis; "%" shows shares (1 for all) as percentages.
         include_zero: Whether the vertical axis always includes zero.
-        show_points: Whether each value has a dot.
-        show_steps: Whether a value holds until the next x, which draws steps instead of slopes.
+        show_points: Whether each value is marked by a dot.
+        show_steps: Whether each y value holds until the next x value. Then a curve consists of steps instead of slopes.
 
     Raises:
-        ValueError: A series has different numbers of x and y values.
+        ValueError: If a curve has different numbers of x and y values.
     """
     curves = {name: (_keep_finite(xs), _keep_finite(ys)) for name, (xs, ys) in series.items()}
     for name, (xs, ys) in curves.items():
         if len(xs) != len(ys):
-            raise ValueError(f"series {name!r} has {len(xs)} x values and {len(ys)} y values; the numbers must agree")
+            raise ValueError(
+                f"the curve {name!r} has {len(xs)} x values and {len(ys)} y values; the numbers must be equal"
+            )
     if log_x:
         curves = {name: (np.where(xs > MIN_MAGNITUDE, xs, np.nan), ys) for name, (xs, ys) in curves.items()}
     levels = {name: v for name, v in (horizontal or {}).items() if math.isfinite(v)}
     marks = {name: v for name, v in (vertical or {}).items() if math.isfinite(v) and (v > MIN_MAGNITUDE or not log_x)}
+    # For each curve, which of its points can be drawn.
     visible = [np.isfinite(xs) & np.isfinite(ys) for xs, ys in curves.values()]
     if not any(mask.any() for mask in visible):
         return _draw_empty(title)
     x_values = [xs[mask] for (xs, _), mask in zip(curves.values(), visible, strict=True)]
     y_values = [ys[mask] for (_, ys), mask in zip(curves.values(), visible, strict=True)]
     all_x = np.concatenate([*x_values, list(marks.values())])
-    all_y = np.concatenate([*y_values, list(levels.values()), [0.0] * include_zero])
+    all_y = np.concatenate([*y_values, list(levels.values()), [0.0] if include_zero else []])
 
     def draw(layout: _Layout) -> str:
+        """Return the chart as SVG in this layout."""
         y_axis = _round_axis(all_y.min(), all_y.max(), y_unit)
         left = _left_margin(y_axis, layout)
         x_axis = _tight_axis(all_x.min(), all_x.max(), x_unit, layout, layout.width - left - 20, log_x)
@@ -176,18 +182,20 @@ def draw_bars(labels: Sequence[str], values: ArrayLike, title: str, x_label: str
     """Return a chart of horizontal bars that start at zero, each with its label and its number.
 
     Args:
-        labels: Label of each bar, from top to bottom. A long label is shortened; its tooltip shows all of it.
-        values: Length of each bar.
+        labels: Label of each bar, from top to bottom. A long label is shortened; its tooltip shows the full text.
+        values: Value of each bar, which determines its length. A bar without a finite value is not drawn.
         title: Title above the chart.
-        x_label: Name of the horizontal axis.
-        unit: Unit of the numbers; "%" shows shares as percentages.
+        x_label: Name of the horizontal axis; no name if it is empty.
+        unit: Unit of the numbers; "%" shows shares (1 for all) as percentages.
 
     Raises:
-        ValueError: There is not one value for each label.
+        ValueError: If there is not one value for each label.
     """
     lengths = _keep_finite(values)
     if len(lengths) != len(labels):
-        raise ValueError(f"{len(labels)} labels for {len(lengths)} values; a bar needs one label and one value")
+        raise ValueError(
+            f"the bar chart has {len(labels)} labels and {len(lengths)} values; each bar needs one label and one value"
+        )
     if not np.isfinite(lengths).any():
         return _draw_empty(title)
     low, high = min(0.0, float(np.nanmin(lengths))), max(0.0, float(np.nanmax(lengths)))
@@ -195,6 +203,7 @@ def draw_bars(labels: Sequence[str], values: ArrayLike, title: str, x_label: str
     numbers = [_with_unit(format_number(factor * v), unit) for v in lengths.tolist()]
 
     def draw(layout: _Layout) -> str:
+        """Return the chart as SVG in this layout."""
         max_characters = 30 if layout.name == "wide" else 16
         names = [_shorten(replace_illegal_characters(label), max_characters) for label in labels]
         number_width = max(map(layout.text_width, numbers)) + 8
@@ -218,6 +227,7 @@ def draw_bars(labels: Sequence[str], values: ArrayLike, title: str, x_label: str
             if math.isfinite(length):
                 axes.barh([i], [length], height=0.7, color=_SERIES[0])[0].set_gid(f"bar-{i}")
                 _annotate(axes, number, (length, i), (-6 if length < 0 else 6, 0), layout, _SOFT)
+            # Names end at a common position, 12 units plus the longest name from the left edge of the drawing.
             name_at_left_edge = -left + 12 + max(map(layout.text_width, names))
             axes.annotate(
                 name,
@@ -248,15 +258,15 @@ def draw_histogram(
     x_unit: str = "",
     vertical: Mapping[str, float] | None = None,
 ) -> Markup:
-    """Return a histogram.
+    """Return a histogram: a chart of bars whose heights are the numbers of values in adjacent intervals (bins).
 
     Args:
         values: The values to count. Values that are not finite are left out.
         title: Title above the chart.
         x_label: Name of the horizontal axis.
         num_bins: Approximate number of bins; their edges are round numbers.
-        x_unit: Unit of the labels of the horizontal axis; "%" shows shares as percentages.
-        vertical: Values marked by a vertical line, such as a threshold, by name.
+        x_unit: Unit in the tick labels of the horizontal axis; "%" shows shares (1 for all) as percentages.
+        vertical: x values that are marked by a labelled vertical line, such as a threshold, by label.
     """
     finite = _keep_finite(values)
     finite = finite[np.isfinite(finite)]
@@ -264,11 +274,13 @@ def draw_histogram(
         return _draw_empty(title)
     marks = {name: v for name, v in (vertical or {}).items() if math.isfinite(v)}
     edges = _round_values(float(finite.min()), float(finite.max()), num_bins)
+    # Rounding must not exclude the smallest or the largest value from its bin.
     edges[0], edges[-1] = min(edges[0], finite.min()), max(edges[-1], finite.max())
     counts, _ = np.histogram(finite, edges)
     low, high = min(edges[0], *marks.values(), math.inf), max(edges[-1], *marks.values(), -math.inf)
 
     def draw(layout: _Layout) -> str:
+        """Return the chart as SVG in this layout."""
         y_axis = _round_axis(0.0, float(counts.max()), "")
         x_axis = _tight_axis(low, high, x_unit, layout, layout.width - _left_margin(y_axis, layout) - 20)
         figure, axes = _new_axes(layout, x_axis, y_axis, x_label, "count", False, marks)
@@ -287,12 +299,12 @@ def draw_histogram(
 
 
 def _assemble(title: str, draw: Callable[[_Layout], str], legend: Sequence[str] = ()) -> Markup:
-    """Return the figure element of a chart: its title, its legend and one drawing for each layout.
+    """Return the HTML element of a chart: its title, its legend and one drawing for each layout.
 
     Args:
         title: Title of the chart.
-        draw: Returns the SVG for a layout.
-        legend: Names of the series in drawing order.
+        draw: A function that returns the SVG drawing for a layout (wide or narrow).
+        legend: Names of the curves in drawing order; empty for a chart without a legend.
     """
     from markupsafe import Markup
 
@@ -302,7 +314,7 @@ def _assemble(title: str, draw: Callable[[_Layout], str], legend: Sequence[str] 
 
 
 def _draw_empty(title: str) -> Markup:
-    """Return a chart that says that there is no data; one drawing fits all screens."""
+    """Return a chart with this title and the text "no data". Its only drawing fits all screens."""
     from markupsafe import Markup
 
     figure = _new_figure(340, 70)
@@ -312,7 +324,10 @@ def _draw_empty(title: str) -> Markup:
 
 
 def _new_figure(width: float, height: float) -> Figure:
-    """Return an empty transparent figure of a size in SVG units; matplotlib is imported when the first one is made."""
+    """Return an empty transparent figure, whose size is given in SVG units.
+
+    Matplotlib is imported here, so that programs that write no report need not import it.
+    """
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a read-only home directory is no reason to warn
     from matplotlib.figure import Figure
 
@@ -332,7 +347,16 @@ def _new_axes(
 ) -> tuple[Figure, Axes]:
     """Return a figure and its axes with grid, tick labels, axis names and labelled vertical lines.
 
-    The name of the vertical axis stands above it, because horizontal text is easier to read.
+    The name of the vertical axis is written above it, because horizontal text is easier to read.
+
+    Args:
+        layout: The layout of the drawing.
+        x_axis: Range and ticks of the horizontal axis.
+        y_axis: Range and ticks of the vertical axis.
+        x_label: Name of the horizontal axis.
+        y_label: Name of the vertical axis.
+        log_x: Whether the horizontal axis is logarithmic.
+        marks: x value of each vertical line by its label.
     """
     from matplotlib.transforms import blended_transform_factory
 
@@ -390,7 +414,7 @@ def _new_axes(
 
 @dataclass(frozen=True, slots=True)
 class _Flag:
-    """The label of a vertical line, placed above the plotting area like a flag on its pole.
+    """The label of a vertical line, placed beside the upper end of the line like a flag on its pole.
 
     Attributes:
         name: Text of the label.
@@ -408,52 +432,66 @@ class _Flag:
 def _arrange_flags(
     marks: Mapping[str, float], x_axis: _Axis, layout: _Layout, left: float, log_x: bool
 ) -> tuple[list[_Flag], int]:
-    """Place the labels of vertical lines in rows so that no label overlaps another label or line.
+    """Place the labels of vertical lines in rows above the plotting area, so that no label overlaps a label or a line.
 
-    All labels lie on the same side of their lines. The labels are placed starting from that side, each in the lowest
-    free row, so a line that ends in a higher row passes no label.
+    All labels are on the same side of their lines: to the right if all of them fit there, else to the left. They are
+    placed one after the other, starting with the outermost line on that side, each in the lowest row with enough space.
+    So a line whose label is in a higher row crosses no label below.
 
     Args:
-        marks: Position of each line by its name.
-        x_axis: The horizontal axis.
-        layout: The variant of the chart.
-        left: Start of the plotting area in SVG units.
-        log_x: Whether the axis is logarithmic.
+        marks: x value of each line by its label.
+        x_axis: Range of the horizontal axis.
+        layout: The layout of the drawing.
+        left: Horizontal start of the plotting area in SVG units.
+        log_x: Whether the horizontal axis is logarithmic.
 
     Returns:
-        The labels, and the number of rows that they need.
+        The placed labels, and the number of rows that they need.
     """
     scale = math.log if log_x else float
     start, end = scale(x_axis.low), scale(x_axis.high)
     width = layout.width - left - 20
 
     def position(value: float) -> float:
+        """Return the horizontal position of an x value in SVG units."""
         return left + (scale(value) - start) / (end - start) * width
 
     names = {_shorten(replace_illegal_characters(name), 30): value for name, value in marks.items()}
     has_space_right = all(position(v) + 5 + layout.text_width(name) <= layout.width for name, v in names.items())
     order = sorted(names.items(), key=lambda item: item[1], reverse=has_space_right)
     flags: list[_Flag] = []
-    limits: list[float] = []  # of each row: where its last label, seen from the side of the labels, begins
+    # For each row, the position of the line of its last label. The next label of the row must end before it.
+    line_of_last_label: list[float] = []
     for name, value in order:
-        near = position(value)
-        far = near + (1 if has_space_right else -1) * (10 + layout.text_width(name))
-        free_rows = [i for i, limit in enumerate(limits) if (far <= limit if has_space_right else far >= limit)]
-        row = free_rows[0] if free_rows else len(limits)
-        limits[row : row + 1] = [near]
+        line = position(value)
+        label_end = line + (1 if has_space_right else -1) * (10 + layout.text_width(name))
+        free_rows = [
+            row
+            for row, other_line in enumerate(line_of_last_label)
+            if (label_end <= other_line if has_space_right else label_end >= other_line)
+        ]
+        row = free_rows[0] if free_rows else len(line_of_last_label)
+        line_of_last_label[row : row + 1] = [line]  # replaces the entry of the row, or appends a row
         flags.append(_Flag(name, value, row, has_space_right))
-    return flags, len(limits)
+    return flags, len(line_of_last_label)
 
 
 def _draw_levels(axes: Axes, levels: Mapping[str, float], layout: _Layout) -> None:
-    """Draw labelled horizontal lines; a label moves to the left if it would overlap the label of a close line."""
+    """Draw labelled horizontal lines. A label that would overlap the label of a close line is moved to the left.
+
+    Args:
+        axes: The axes to draw on; the range of the vertical axis is set.
+        levels: y value of each line by its label.
+        layout: The layout of the drawing.
+    """
     low, high = axes.get_ylim()
-    placed: list[tuple[float, float]] = []  # height and left end of each label, in SVG units from the bottom right
+    placed_labels: list[tuple[float, float]] = []  # height and left end, in SVG units from the bottom right corner
     for name, value in sorted(levels.items(), key=lambda item: item[1]):
         height = (value - low) / (high - low) * PLOT_HEIGHT
-        offset = min([end for other, end in placed if abs(other - height) < LINE_HEIGHT], default=0.0)
+        ends_of_close_labels = [end for other, end in placed_labels if abs(other - height) < LINE_HEIGHT]
+        offset = min(ends_of_close_labels, default=0.0)
         text = _shorten(replace_illegal_characters(name), 30)
-        placed.append((height, offset - layout.text_width(text) - 8))
+        placed_labels.append((height, offset - layout.text_width(text) - 8))
         axes.axhline(value, color=_ALARM, linewidth=1.5, linestyle=(0, (5, 4)), clip_on=False)
         axes.annotate(
             text,
@@ -473,7 +511,17 @@ def _draw_levels(axes: Axes, levels: Mapping[str, float], layout: _Layout) -> No
 def _annotate(
     axes: Axes, text: str, xy: tuple[float, float], offset: tuple[float, float], layout: _Layout, color: str
 ) -> None:
-    """Write a text beside a point; a negative horizontal offset puts it to the left of the point."""
+    """Write a text beside a point.
+
+    Args:
+        axes: The axes to draw on.
+        text: The text.
+        xy: x and y value of the point.
+        offset: Horizontal and vertical distance of the text from the point in SVG units. If the horizontal distance is
+            negative, the text ends to the left of the point.
+        layout: The layout of the drawing.
+        color: Colour of the text.
+    """
     axes.annotate(
         replace_illegal_characters(text),
         xy,
@@ -489,7 +537,13 @@ def _annotate(
 
 
 def _style_axes(axes: Axes, layout: _Layout, grid: str) -> None:
-    """Remove the frame and the tick marks, and draw grid lines for the axis `grid`, "x" or "y"."""
+    """Remove the frame (except its lower line) and the tick marks, and draw grid lines at the ticks of one axis.
+
+    Args:
+        axes: The axes to change.
+        layout: The layout of the drawing.
+        grid: The axis with grid lines, "x" or "y".
+    """
     axes.patch.set_visible(False)
     axes.spines[["left", "top", "right"]].set_visible(False)
     axes.spines[["bottom"]].set_color(_SOFT)
@@ -499,7 +553,7 @@ def _style_axes(axes: Axes, layout: _Layout, grid: str) -> None:
 
 
 def _set_x_axis(axes: Axes, x_axis: _Axis, label: str, layout: _Layout) -> None:
-    """Set the limits, the tick labels and the name of the horizontal axis."""
+    """Set the range, the tick labels and the name `label` of the horizontal axis."""
     axes.set_xlim(x_axis.low, x_axis.high)
     axes.set_xticks(x_axis.ticks, x_axis.labels, parse_math=False)
     axes.set_xlabel(
@@ -517,8 +571,9 @@ def _to_svg(figure: Figure, description: str, salt: str, tooltips: Mapping[str, 
     Args:
         figure: The figure.
         description: Text for screen readers.
-        salt: Makes the ids in the SVG differ from those of the other charts of a page.
-        tooltips: Text to show for the artist of each gid (the id that was given to a matplotlib artist).
+        salt: A text that differs from that of all other drawings on the page. Ids in the SVG are derived from it.
+        tooltips: Text that is shown when the pointer is over an element of the figure, by its gid (the id that was
+            given to the matplotlib artist).
     """
     import matplotlib
 
@@ -535,7 +590,8 @@ def _to_svg(figure: Figure, description: str, salt: str, tooltips: Mapping[str, 
             }
         ),
     ):
-        warnings.simplefilter("ignore")  # glyphs that matplotlib's own font lacks; the reader's fonts have them
+        # Matplotlib warns of characters that its own font lacks. The page is shown with other fonts.
+        warnings.simplefilter("ignore")
         figure.savefig(buffer, format="svg", metadata=no_metadata)
     root = ElementTree.fromstring(buffer.getvalue())  # noqa: S314 - matplotlib wrote it
     for attribute in ("width", "height", "version"):
@@ -565,20 +621,23 @@ def _to_svg(figure: Figure, description: str, salt: str, tooltips: Mapping[str, 
 
 
 def _to_css(style: str) -> str:
-    """Replace the stand-in colours of a style attribute by CSS variables, and drop the names of fonts."""
+    """Return a style attribute with matplotlib's colours replaced by CSS variables, and without the names of fonts."""
     style = re.sub("font-family: [^;]*(; )?", "", style)
     return re.sub("#[0-9a-f]{6}", lambda match: _CSS_BY_COLOR.get(match[0], match[0]), style)
 
 
 def _keep_finite(values: ArrayLike) -> Floats:
-    """Return values as a flat array in which NaN replaces what is not finite or too large to draw."""
+    """Return values as a flat array in which NaN replaces numbers that are not finite or too large to draw.
+
+    Numbers that are too close to zero to draw become zero.
+    """
     array = np.asarray(values, np.float64).reshape(-1)
     array = np.where(np.abs(array) < MIN_MAGNITUDE, 0.0, array)
     return np.where(np.abs(array) < MAX_MAGNITUDE, array, np.nan)
 
 
 def _round_values(low: float, high: float, num_steps: int) -> Floats:
-    """Return about `num_steps` round values at equal distances that enclose the interval from `low` to `high`."""
+    """Return about `num_steps` + 1 round values at equal distances that enclose the interval from `low` to `high`."""
     from matplotlib.ticker import MaxNLocator
 
     low, high = _widen(low, high)
@@ -587,7 +646,7 @@ def _round_values(low: float, high: float, num_steps: int) -> Floats:
 
 
 def _widen(low: float, high: float) -> tuple[float, float]:
-    """Return an interval around the given one that is wide enough to be drawn."""
+    """Return the interval from `low` to `high`, widened on both sides if it is too narrow to be drawn."""
     size = max(abs(low), abs(high))
     if high - low > max(1e-9 * size, MIN_MAGNITUDE):
         return low, high
@@ -596,7 +655,13 @@ def _widen(low: float, high: float) -> tuple[float, float]:
 
 
 def _round_axis(low: float, high: float, unit: str) -> _Axis:
-    """Return an axis that ends at the round values around the data."""
+    """Return an axis that begins and ends at round values, which enclose the data.
+
+    Args:
+        low: Smallest value of the data.
+        high: Largest value of the data.
+        unit: Unit in the tick labels; "%" shows shares (1 for all) as percentages.
+    """
     ticks = _round_values(low, high, 6).tolist()
     return _Axis(ticks[0], ticks[-1], ticks, _label_ticks(ticks, unit, 6))
 
@@ -604,13 +669,13 @@ def _round_axis(low: float, high: float, unit: str) -> _Axis:
 def _tight_axis(
     low: float, high: float, unit: str, layout: _Layout, space: float, is_logarithmic: bool = False
 ) -> _Axis:
-    """Return an axis that ends where the data end, with as many tick labels as fit.
+    """Return an axis that begins and ends with the data, with as many tick labels as fit side by side.
 
     Args:
         low: Smallest value of the data.
         high: Largest value of the data.
-        unit: Unit of the labels; "%" shows shares as percentages.
-        layout: The variant of the chart.
+        unit: Unit in the tick labels; "%" shows shares (1 for all) as percentages.
+        layout: The layout of the drawing.
         space: Length of the axis in SVG units.
         is_logarithmic: Whether the scale is logarithmic.
     """
@@ -626,6 +691,7 @@ def _tight_axis(
         candidates_by_steps = [_round_values(low, high, num_steps).tolist() for num_steps in (6, 5, 4, 3, 2)]
         choices = [[t for t in ticks if low - slack <= t <= high + slack] for ticks in candidates_by_steps]
     num_digits = 2 if is_logarithmic else 6
+    # The choices have fewer and fewer ticks; the first one whose labels fit is used.
     for ticks in choices:
         labels = _label_ticks(ticks, unit, num_digits)
         if sum(layout.text_width(label) + 14 for label in labels) <= space:
@@ -634,32 +700,32 @@ def _tight_axis(
 
 
 def _label_ticks(ticks: Sequence[float], unit: str, num_digits: int) -> list[str]:
-    """Return the labels of ticks with their unit."""
+    """Return the texts of tick labels with their unit; the unit "%" shows shares (1 for all) as percentages."""
     factor = 100.0 if unit == "%" else 1.0
     return [_with_unit(format_number(factor * tick, num_digits), unit) for tick in ticks]
 
 
 def _left_margin(y_axis: _Axis, layout: _Layout) -> float:
-    """Return the space for the tick labels of the vertical axis, in SVG units."""
+    """Return the width to the left of the plotting area that the vertical axis' tick labels need, in SVG units."""
     return min(max(36.0, 14 + max(map(layout.text_width, y_axis.labels))), 0.5 * layout.width)
 
 
 def _with_unit(number: str, unit: str) -> str:
-    """Return a number with its unit after a narrow space; a percent sign follows without a space."""
+    """Return a number (as text) with its unit after a narrow space; a percent sign follows without a space."""
     return number + ("" if unit in ("", "%") else "\u202f") + _shorten(replace_illegal_characters(unit), 12)
 
 
 def _shorten(text: str, max_characters: int) -> str:
-    """Return a text on one line and cut to a number of characters, with an ellipsis if it is longer."""
+    """Return a text on one line; if it is longer than `max_characters`, it is cut and ends with an ellipsis."""
     text = " ".join(text.split())
     return text if len(text) <= max_characters else text[: max_characters - 1] + "…"
 
 
 def _color(series_index: int) -> str:
-    """Return the stand-in colour of a series."""
+    """Return the colour with which matplotlib draws a curve; it is replaced by a CSS variable later."""
     return _SERIES[series_index % len(_SERIES)]
 
 
 def _dashes(series_index: int) -> tuple[float, ...]:
-    """Return the lengths of the dashes and gaps of a series in SVG units; no lengths for a solid line."""
+    """Return the lengths of the dashes and gaps of a curve in SVG units, alternately; no lengths for a solid line."""
     return _DASHES[series_index % len(_DASHES)]
