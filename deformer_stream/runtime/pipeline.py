@@ -228,6 +228,7 @@ class Pipeline:
         start = time.perf_counter()
 
         def observe_duration() -> None:
+            """Record the time since the start of the commit as its duration."""
             self.metrics.commit.observe(time.perf_counter() - start)
 
         source = self._partitioned_source
