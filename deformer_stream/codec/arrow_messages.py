@@ -112,6 +112,9 @@ class ArrowDecoder:
     def _read_stream(self, payload: bytes) -> tuple[list[pa.RecordBatch], list[str]]:
         """Read the known columns of a stream.
 
+        Args:
+            payload: The bytes of the stream.
+
         Returns:
             The record batches, validated. The names of columns that are rejected as unknown features: in wide layout
             (one record per row) all columns that are unknown to the model, in long layout (one reading per row) none.
@@ -121,7 +124,8 @@ class ArrowDecoder:
         """
         if len(payload) > self._max_bytes:
             raise RejectionError(
-                RejectionReason.TOO_LARGE, f"{len(payload)} bytes; at most {self._max_bytes} are accepted"
+                RejectionReason.TOO_LARGE,
+                f"the message has {len(payload)} bytes; at most {self._max_bytes} are accepted",
             )
         data = pa.py_buffer(payload)
         _reject_compressed(pa.ipc.MessageReader.open_stream(data))
@@ -134,7 +138,8 @@ class ArrowDecoder:
             num_readings += record_batch.num_rows * (1 if is_long else max(1, record_batch.num_columns))
             if num_readings > MAX_READINGS:
                 raise RejectionError(
-                    RejectionReason.TOO_LARGE, f"more than {MAX_READINGS} readings, the maximum that is accepted"
+                    RejectionReason.TOO_LARGE,
+                    f"the message has more than {MAX_READINGS} readings, the maximum that is accepted",
                 )
             record_batch.validate(full=True)
             record_batches.append(record_batch)

@@ -430,7 +430,8 @@ class MessageDecoder:
             raise RejectionError(RejectionReason.NOT_JSON, "the message has no value (a tombstone)")
         if len(payload) > self._max_bytes:
             raise RejectionError(
-                RejectionReason.TOO_LARGE, f"{len(payload)} bytes; at most {self._max_bytes} are accepted"
+                RejectionReason.TOO_LARGE,
+                f"the message has {len(payload)} bytes; at most {self._max_bytes} are accepted",
             )
         try:
             document = orjson.loads(payload)

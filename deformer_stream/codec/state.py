@@ -93,8 +93,7 @@ _DRIFT_COLUMNS = {
 
 drift_model: the fingerprint of the model. drift: the number of records, 1 if an alarm is raised (else 0), and the
 wealth of each bet (the evidence of drift). drift_groups: the calibration groups (records with a calibration of their
-own).
-drift_bins: the number of bins of each group. drift_counts: the number of records in each bin, group after group."""
+own). drift_bins: the number of bins of each group. drift_counts: the number of records in each bin, group by group."""
 _TIE_COLUMNS = {"tied": pa.uint8(), "held": pa.int32(), "instant": pa.int64()}
 _DECISION_COLUMNS = {
     "closed": _TEXT,
