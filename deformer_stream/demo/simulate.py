@@ -499,4 +499,4 @@ def _draw_delays(num_records: int, order: Order, rng: np.random.Generator) -> Fl
         # A burst starts in the first 0.9 of its interval and lasts for 0.1 of it, so that bursts do not overlap.
         burst_delay = (intervals + rng.uniform(0, 0.9, intervals.shape)) * width
         return burst_delay[:, device_index] + rng.uniform(0, 0.1 * width, shape)
-    raise ValueError(f"simulate: unknown order {order!r}; use random, fixed or bursty")
+    raise ValueError(f"simulate: the order {order!r} is unknown; use random, fixed or bursty")
